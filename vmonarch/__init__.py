@@ -1,0 +1,54 @@
+"""VMonarch: structured attention that makes video diffusion transformers fast.
+
+    pipe = diffusers.WanPipeline.from_pretrained(...)
+    vmonarch.apply(pipe, vmonarch.VMonarchProcessor())
+    vmonarch.restore(pipe)
+
+Importing this package is cheap: nothing but torch is loaded until a name that needs more is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+# Public name -> module that defines it. Resolved on first use, so that `import vmonarch` never loads diffusers.
+_EXPORTS = {
+    "LatentGrid": "vmonarch.grid",
+    "ExactBlocks": "vmonarch.exact",
+    "merge_partials": "vmonarch.monoid",
+    "flash_entropy_attention": "vmonarch.kernels.flash_entropy.api",
+    "monarch_attention": "vmonarch.kernels.monarch.api",
+    "vmonarch_attention": "vmonarch.kernels.monarch.api",
+    "VMonarchProcessor": "vmonarch.processors",
+    "apply": "vmonarch.installation",
+    "restore": "vmonarch.installation",
+}
+
+__all__ = [*_EXPORTS, "__version__"]
+
+if TYPE_CHECKING:
+    from vmonarch.exact import ExactBlocks as ExactBlocks
+    from vmonarch.grid import LatentGrid as LatentGrid
+    from vmonarch.installation import apply as apply
+    from vmonarch.installation import restore as restore
+    from vmonarch.kernels.flash_entropy.api import flash_entropy_attention as flash_entropy_attention
+    from vmonarch.kernels.monarch.api import monarch_attention as monarch_attention
+    from vmonarch.kernels.monarch.api import vmonarch_attention as vmonarch_attention
+    from vmonarch.monoid import merge_partials as merge_partials
+    from vmonarch.processors import VMonarchProcessor as VMonarchProcessor
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module 'vmonarch' has no attribute {name!r}; it offers {', '.join(sorted(_EXPORTS))}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])
