@@ -1,0 +1,1 @@
+"""Flash-Entropy-Attention: softmax attention that also yields the entropy of every row."""

@@ -1,0 +1,53 @@
+"""Front door of Flash-Entropy-Attention."""
+
+from __future__ import annotations
+
+import torch
+
+from vmonarch.kernels.flash_entropy.reference import flash_entropy_attention_reference
+from vmonarch.validation import check_flag, check_implementation, check_qkv, resolve_scale
+
+
+def flash_entropy_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float | None = None,
+    entropy_grad: bool = False,
+    implementation: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Exact softmax attention that also returns the log-partition and the Shannon entropy of every row.
+
+    Args:
+        query: [B, Sq, H, D].
+        key: [B, Sk, H, D].
+        value: [B, Sk, H, Dv].
+        scale: softmax scale; 1/√D if None.
+        entropy_grad: whether gradients flow through the entropy. The paper stops them, because they dominate the
+            gradient of the output and make training unstable.
+        implementation: "auto" or "torch". There is no Triton kernel yet, so "auto" is "torch".
+
+    Returns:
+        (out [B, Sq, H, Dv] in the dtype of `query`, lse [B, H, Sq] and entropy [B, H, Sq], both in nats and in
+        float32, or float64 for float64 inputs).
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+        NotImplementedError: implementation="triton".
+
+    Source: VMonarch, Algorithms 1 and 2.
+    """
+    check_qkv(query, key, value)
+    check_flag("entropy_grad", entropy_grad)
+    require_torch("flash_entropy_attention", implementation)
+    return flash_entropy_attention_reference(
+        query, key, value, scale=resolve_scale(scale, query.shape[-1]), entropy_grad=entropy_grad
+    )
+
+
+def require_torch(op: str, implementation: str) -> None:
+    """Raise unless `implementation` can be served by the plain torch form."""
+    check_implementation(implementation)
+    if implementation == "triton":
+        raise NotImplementedError(f'{op} has no implementation="triton" yet; supported: "auto", "torch"')

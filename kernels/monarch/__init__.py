@@ -1,0 +1,1 @@
+"""Monarch and VMonarch attention."""

@@ -1,0 +1,263 @@
+"""Monarch attention in plain torch: the specification of the fused kernels, written stage by stage like the papers.
+
+Symbols (algorithm notes §1, VMonarch Eq. 3-6): L[j,l,k] weight that the query in block l at position j gives to key
+block k; R[k,j,i] distribution over the keys i of block k for position j; aL, cL, cR, z, y as in the papers, with
+z = αR / cR kept as one well-scaled tensor, the centroid query of position j for key block k.
+
+Shapes: B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block, c pooled cells per block.
+Block tensors are [B, H, m, b, D].
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vmonarch.kernels.flash_entropy import reference as softmax
+from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, softmax_parts, to_groups
+from vmonarch.kernels.monarch.blocks import BlockLayout
+
+
+def r_step(
+    z: torch.Tensor, key: torch.Tensor, key_bias: torch.Tensor | None, value: torch.Tensor | None, entropy_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Update R inside every key block: plain attention with query z, key K and values K and V (Eq. 3, 4).
+
+    The entropy comes free because the key is a value: cL = Σ R log R = z·aL - lse (notes §3).
+
+    Args:
+        z: [B, H, m, b, D] centroid queries.
+        key: [B, H, m, i, D], i = b keys or c pooled keys.
+        key_bias: broadcastable to [B, H, m, i]; -inf masks a key, log n counts a pooled key n times.
+        value: [B, H, m, b, E] in the last iteration, else None.
+
+    Returns:
+        (aL [B, H, m, b, D], cL [B, H, m, b] = +inf where a block has no key, y [B, H, m, b, E] or None).
+    """
+    lead = z.shape[:3]
+    bias = None if key_bias is None else key_bias.expand(*lead, key.shape[3]).flatten(0, 2)
+    keys = key.flatten(0, 2)
+    values = (keys,) if value is None else (keys, value.flatten(0, 2))
+    lse, *outs = in_row_chunks(attend, z.flatten(0, 2), keys, bias, *values)
+    aL = outs[0].unflatten(0, lead)
+    cL = (z * aL).sum(-1) - lse.unflatten(0, lead)
+    y = None if value is None else outs[1].unflatten(0, lead)
+    return aL, cL if entropy_grad else cL.detach(), y
+
+
+def l_logits(
+    query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, exact: torch.Tensor | None, lse_exact: torch.Tensor | None
+) -> torch.Tensor:
+    """Z[j,l,k] = q[l,j]·aL[k,j] - cL[k,j], -inf in exact blocks, with the exact part as one more column (notes §6).
+
+    Args:
+        query: [G, b, l, D], position-major. aL: [G, b, m, D]. cL: [G, b, m].
+        exact: [b, l, m] true in exact blocks, or None.
+        lse_exact: [G, b, l] log-weight of the exact part, -inf where there is none; or None.
+
+    Returns:
+        [G, b, l, m], or [G, b, l, m + 1] with `lse_exact`.
+    """
+    Z = query @ aL.transpose(-1, -2) - cL.unsqueeze(-2)
+    if exact is not None:
+        Z = Z.masked_fill(exact, -torch.inf)
+    if lse_exact is not None:
+        Z = torch.cat([Z, lse_exact.unsqueeze(-1)], dim=-1)
+    return Z
+
+
+def l_step(
+    query: torch.Tensor,
+    aL: torch.Tensor,
+    cL: torch.Tensor,
+    exact: torch.Tensor | None,
+    lse_exact: torch.Tensor | None,
+    query_valid: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Update L at every position and sum it over the queries: αR = Σ_l L q, cR = Σ_l L (Eq. 3, 4).
+
+    Arguments as in `l_logits`; query_valid: [b, l], false where a place holds no query, which then counts for nothing.
+
+    Returns:
+        (aR [G, b, m, D], cR [G, b, m]).
+    """
+    m = aL.shape[-2]
+    p, row_sum, _ = softmax_parts(l_logits(query, aL, cL, exact, lse_exact))
+    L = p[..., :m] / row_sum
+    if query_valid is not None:
+        L = L * query_valid.unsqueeze(-1)
+    return L.transpose(-1, -2) @ query, L.sum(-2)
+
+
+def last_l_step(
+    query: torch.Tensor,
+    aL: torch.Tensor,
+    cL: torch.Tensor,
+    y: torch.Tensor,
+    exact: torch.Tensor | None,
+    lse_exact: torch.Tensor | None,
+    out_exact: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Update L a last time and apply it: o[l,j] = Σ_k L[j,l,k] y[k,j], merged with the exact part (Eq. 6, notes §6).
+
+    Arguments as in `l_logits`; y: [G, b, m, E]; out_exact: [G, b, l, E].
+
+    Returns:
+        (o [G, b, l, E], lse [G, b, l]: the log-partition of the row, notes §4).
+    """
+    m = aL.shape[-2]
+    p, row_sum, lse = softmax_parts(l_logits(query, aL, cL, exact, lse_exact))
+    o = p[..., :m] @ y
+    if out_exact is not None:
+        o = o + p[..., m:] * out_exact
+    return o / row_sum, lse
+
+
+def _chunks(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _slice_or_none(tensor: torch.Tensor | None, *index: slice) -> torch.Tensor | None:
+    return None if tensor is None else tensor[index]
+
+
+def _in_chunks(groups: int, positions: int, rows: int, blocks: int) -> tuple[list[slice], list[slice]]:
+    """Slices of positions and of query rows whose logits stay within the chunk budget."""
+    budget = max(1, softmax.MAX_CHUNK_SCORES // groups)
+    rows_per_chunk = min(rows, max(1, budget // blocks))
+    positions_per_chunk = max(1, budget // (rows_per_chunk * blocks))
+    return _chunks(positions, positions_per_chunk), _chunks(rows, rows_per_chunk)
+
+
+def exact_part(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_frames: tuple[tuple[int, ...], ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention of every query frame l over the keys of E(l), a merge-able partial result (notes §6).
+
+    Args:
+        query: [G, S, D], multiplied by the softmax scale. key: [G, S, D]. value: [G, S, E]. S = T·P tokens by frame.
+        key_frames: E(l) for each of the T frames.
+
+    Returns:
+        (out [G, S, E], zero and lse [G, S], -inf where E(l) is empty).
+    """
+    T = len(key_frames)
+    q, k, v = (tensor.unflatten(1, (T, -1)) for tensor in (query, key, value))
+    out, lse = [], []
+    for l, frames in enumerate(key_frames):
+        if not frames:
+            out.append(v.new_zeros(v.shape[0], *v.shape[2:]))
+            lse.append(q.new_full(q[:, l].shape[:-1], -torch.inf))
+            continue
+        all_frames = len(frames) == T
+        keys, values = (t if all_frames else t[:, list(frames)] for t in (k, v))
+        lse_l, out_l = in_row_chunks(attend, q[:, l], keys.flatten(1, 2), None, values.flatten(1, 2))
+        out.append(out_l)
+        lse.append(lse_l)
+    return torch.stack(out, 1).flatten(1, 2), torch.stack(lse, 1).flatten(1, 2)
+
+
+def monarch_attention_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: BlockLayout,
+    *,
+    num_iterations: int,
+    scale: float,
+    min_mass: float,
+    entropy_grad: bool,
+    key_mask: torch.Tensor | None = None,
+    key_frames: tuple[tuple[int, ...], ...] | None = None,
+    key_block_frames: tuple[tuple[int, ...], ...] | None = None,
+    aware: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Monarch attention over the blocks of `layout` (MonarchAttention, Fig. 7; VMonarch, Fig. 6).
+
+    Args:
+        query, key: [B, S, H, D]. value: [B, S, H, E].
+        key_mask: [B, S], true where a key may be attended.
+        key_frames: E(l) for every frame l, rounded outward to whole key blocks; None for no exact block.
+        key_block_frames: the frames of each key block.
+        aware: whether all L-steps know of the exact blocks, or only the last.
+
+    Returns:
+        (out [B, S, H, E] in the dtype of `query`, lse [B, H, S]).
+    """
+    B, S, H, _ = query.shape
+    compute_dtype = torch.promote_types(query.dtype, torch.float32)
+    q = layout.to_blocks(query.to(compute_dtype) * scale)  # [B, H, m, b, D]
+    k = layout.to_blocks(key.to(compute_dtype))
+    v = layout.to_blocks(value.to(compute_dtype))
+    m, b = layout.blocks, layout.positions
+
+    key_bias = None
+    if layout.valid is not None or key_mask is not None:
+        present = layout.valid if key_mask is None else layout.to_blocks(key_mask[..., None, None])[..., 0]
+        key_bias = torch.zeros_like(present, dtype=compute_dtype).masked_fill(~present, -torch.inf)
+    coarse_key, coarse_bias = layout.pool(k) if layout.cell is not None else (k, key_bias)
+
+    exact = out_exact = lse_exact = None
+    if key_frames is not None:
+        assert layout.frame is not None and key_block_frames is not None
+        blockwise = [[frames[0] in attended for frames in key_block_frames] for attended in key_frames]  # [T, m]
+        exact = torch.tensor(blockwise, device=query.device)[layout.frame].transpose(0, 1)  # [b, l, m]
+        out_exact, lse_exact = exact_part(to_groups(query) * scale, to_groups(key), to_groups(value), key_frames)
+        out_exact, lse_exact = (
+            _position_major(layout.to_blocks(tensor.unflatten(0, (B, H)).transpose(1, 2)))
+            for tensor in (out_exact, lse_exact.unsqueeze(-1))
+        )
+        lse_exact = lse_exact.squeeze(-1)
+
+    q_positions = _position_major(q)  # [B·H, b, m, D]
+    query_valid = None if layout.valid is None else layout.valid.T
+    position_chunks, row_chunks = _in_chunks(B * H, b, m, m)
+
+    z = q  # L starts as the identity, so every centroid is the block's own query
+    for _ in range(num_iterations - 1):
+        aL, cL, _ = r_step(z, coarse_key, coarse_bias, None, entropy_grad)
+        aL, cL = _position_major(aL), _position_major(cL.unsqueeze(-1)).squeeze(-1)
+        centroids = []
+        for j in position_chunks:
+            sums = [
+                l_step(
+                    q_positions[:, j, l],
+                    aL[:, j],
+                    cL[:, j],
+                    _slice_or_none(exact if aware else None, j, l),
+                    _slice_or_none(lse_exact if aware else None, slice(None), j, l),
+                    _slice_or_none(query_valid, j, l),
+                )
+                for l in row_chunks
+            ]
+            aR, cR = (sum(parts[1:], parts[0]) for parts in zip(*sums, strict=True))
+            # The clamp (VMonarch, §4.1) keeps blocks that nobody looks at from being divided by nearly nothing.
+            centroids.append(aR / cR.clamp(min=max(min_mass, torch.finfo(cR.dtype).tiny)).unsqueeze(-1))
+        z = torch.cat(centroids, 1).unflatten(0, (B, H)).transpose(2, 3)
+
+    aL, cL, y = r_step(z, k, key_bias, v, entropy_grad)
+    aL, cL, y = _position_major(aL), _position_major(cL.unsqueeze(-1)).squeeze(-1), _position_major(y)
+    outs, lses = [], []
+    for j in position_chunks:
+        parts = [
+            last_l_step(
+                q_positions[:, j, l],
+                aL[:, j],
+                cL[:, j],
+                y[:, j],
+                _slice_or_none(exact, j, l),
+                _slice_or_none(lse_exact, slice(None), j, l),
+                _slice_or_none(out_exact, slice(None), j, l),
+            )
+            for l in row_chunks
+        ]
+        outs.append(torch.cat([o for o, _ in parts], 2))
+        lses.append(torch.cat([lse for _, lse in parts], 2))
+    o = torch.cat(outs, 1).unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b, E]
+    lse = torch.cat(lses, 1).unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b]
+    out = layout.to_tokens(o).transpose(1, 2).to(query.dtype).contiguous()
+    return out, layout.to_tokens(lse)
+
+
+def _position_major(blocks: torch.Tensor) -> torch.Tensor:
+    """[B, H, m, b, D] -> [B·H, b, m, D]."""
+    return blocks.transpose(2, 3).flatten(0, 1)

@@ -1,0 +1,90 @@
+"""Checks that every attention op shares. Each error names the argument and what is supported."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+IMPLEMENTATIONS = ("auto", "triton", "torch")
+
+
+def check_qkv(query: object, key: object, value: object, *, same_length: bool = False) -> None:
+    """Check query [B, Sq, H, D], key [B, Sk, H, D] and value [B, Sk, H, Dv].
+
+    Args:
+        same_length: also demand Sq = Sk.
+
+    Raises:
+        TypeError: an argument is not a tensor, or not of a supported floating-point dtype.
+        ValueError: ranks, shapes, dtypes or devices do not fit together.
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor [B, S, H, D], got {type(tensor).__name__}")
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must have four dimensions [B, S, H, D], got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in SUPPORTED_DTYPES:
+            supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+            raise TypeError(f"{name} must be one of {supported}, got {str(tensor.dtype).removeprefix('torch.')}")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} must have no empty dimension, got shape {tuple(tensor.shape)}")
+    assert isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have the dtype of query ({query.dtype}), got {tensor.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} must lie on the device of query ({query.device}), got {tensor.device}")
+        if tensor.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} must have the batch size of query ({query.shape[0]}), got {tensor.shape[0]}")
+        if tensor.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"{name} must have as many heads as query ({query.shape[2]}), got {tensor.shape[2]};"
+                " grouped-query attention is not supported"
+            )
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"key must have the head dimension of query ({query.shape[3]}), got {key.shape[3]}")
+    if value.shape[1] != key.shape[1]:
+        raise ValueError(f"value must have as many tokens as key ({key.shape[1]}), got {value.shape[1]}")
+    if same_length and key.shape[1] != query.shape[1]:
+        raise ValueError(f"key must have as many tokens as query ({query.shape[1]}), got {key.shape[1]}")
+
+
+def check_positive_integer(name: str, number: object) -> None:
+    """Raise TypeError or ValueError unless `number` is an integer of at least 1."""
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise TypeError(f"{name} must be a positive integer, got {number!r}")
+    if number < 1:  # type: ignore[operator]
+        raise ValueError(f"{name} must be at least 1, got {number}")
+
+
+def check_flag(name: str, flag: object) -> None:
+    """Raise TypeError unless `flag` is True or False."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} must be True or False, got {flag!r}")
+
+
+def check_implementation(implementation: object) -> None:
+    """Raise unless `implementation` is one of "auto", "triton" and "torch"."""
+    if not isinstance(implementation, str):
+        raise TypeError(f"implementation must be a string, got {type(implementation).__name__}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+
+
+def resolve_scale(scale: object, head_dim: int) -> float:
+    """The softmax scale: `scale`, or 1/√D when it is None.
+
+    Raises:
+        TypeError, ValueError: `scale` is no finite number.
+    """
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be None or a number, got {scale!r}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
