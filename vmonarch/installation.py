@@ -1,0 +1,253 @@
+"""Switching an attention processor on in a pipeline or transformer, and off again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from diffusers import (
+    ChronoEditTransformer3DModel,
+    SkyReelsV2Transformer3DModel,
+    WanAnimateTransformer3DModel,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+)
+
+from vmonarch.grid import LatentGrid
+from vmonarch.processors import WAN_ATTENTION, DenseSet, ForwardContext, VideoAttentionProcessor
+
+SUPPORTED_TRANSFORMERS = (
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+    WanAnimateTransformer3DModel,
+    ChronoEditTransformer3DModel,
+    SkyReelsV2Transformer3DModel,
+)
+_SUPPORTED = ", ".join(model.__name__ for model in SUPPORTED_TRANSFORMERS)
+_COMPONENTS = ("transformer", "transformer_2")
+_ATTRIBUTE = "_vmonarch_record"
+
+
+@dataclasses.dataclass
+class _Record:
+    """Kept on a transformer while a processor is applied to it; copied with it."""
+
+    context: ForwardContext
+    originals: list[tuple[torch.nn.Module, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Installation:
+    """What `apply` did; also a context manager that restores at its end.
+
+    Args:
+        processor: the processor that was applied.
+        transformers: the transformers it was applied to, by component name.
+    """
+
+    processor: VideoAttentionProcessor
+    transformers: dict[str, torch.nn.Module]
+
+    @property
+    def grid(self) -> LatentGrid | None:
+        """The latent grid of the most recent forward call of the first transformer that was called; None before."""
+        for transformer in self.transformers.values():
+            record = getattr(transformer, _ATTRIBUTE, None)
+            if record is not None and record.context.call is not None:
+                return record.context.call.grid
+        return None
+
+    def restore(self) -> None:
+        """Put the original processors back; see `restore`."""
+        _restore(self.transformers, "this installation")
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+
+def _record_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook. Stateless: what it writes to belongs to the module, so that copies of it stay apart."""
+    hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    getattr(transformer, _ATTRIBUTE).context.begin(hidden_states.shape[2:])
+
+
+def _describe(argument: object) -> str:
+    if isinstance(argument, type):
+        return f"the class {argument.__name__} (not an instance of it)"
+    return repr(argument) if isinstance(argument, (str, int, float, type(None))) else type(argument).__name__
+
+
+def _find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]:
+    """The supported transformers of a pipeline, or the transformer itself (inside a compiled or training wrapper too).
+
+    Raises:
+        TypeError: there is a transformer of another kind, or none.
+        ValueError: the pipeline's transformers are all None.
+    """
+    kind = type(pipe_or_transformer).__name__
+    if isinstance(pipe_or_transformer, torch.nn.Module):
+        return {"transformer": _unwrap(pipe_or_transformer)}
+    if not hasattr(pipe_or_transformer, "transformer") or isinstance(pipe_or_transformer, type):
+        raise TypeError(
+            "pipe_or_transformer must be a pipeline with a Wan-family transformer, or such a transformer"
+            f" ({_SUPPORTED}), got {_describe(pipe_or_transformer)}"
+        )
+    components = {name: getattr(pipe_or_transformer, name, None) for name in _COMPONENTS}
+    present = {name: component for name, component in components.items() if component is not None}
+    if not present:
+        raise ValueError(f"the {kind} has no transformer: transformer and transformer_2 are both None")
+    for name, component in present.items():
+        if not isinstance(component, torch.nn.Module):
+            raise TypeError(f"{kind}.{name} must be one of {_SUPPORTED}, got {type(component).__name__}")
+    return {name: _unwrap(component, f"{kind}.{name}") for name, component in present.items()}
+
+
+def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> torch.nn.Module:
+    found = [child for child in module.modules() if isinstance(child, SUPPORTED_TRANSFORMERS)]
+    if len(found) != 1:
+        raise TypeError(f"{argument} must be (or wrap) one of {_SUPPORTED}, got {type(module).__name__}")
+    return found[0]
+
+
+def _self_attention(transformer: Any) -> list[tuple[int, torch.nn.Module]]:
+    """(layer, module) of every self-attention module. A control block of VACE counts as the layer that it feeds."""
+    blocks = list(enumerate(transformer.blocks))
+    if hasattr(transformer, "vace_blocks"):
+        blocks += zip(transformer.config.vace_layers, transformer.vace_blocks, strict=True)
+    return [
+        (layer, module)
+        for layer, block in blocks
+        for module in block.modules()
+        if isinstance(module, WAN_ATTENTION) and not module.is_cross_attention
+    ]
+
+
+def _original_processor(attn: Any) -> Any:
+    return attn._default_processor_cls() if isinstance(attn.processor, VideoAttentionProcessor) else attn.processor
+
+
+def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Installation:
+    """Compute the self-attention of a pipeline's transformers (or of one transformer) with `processor`.
+
+    A forward pre-hook on each transformer tells the processors the latent grid of every call, so sizes may change from
+    call to call. Applying again replaces the processor; `restore` returns to the original ones all the same. A
+    transformer put into the pipeline later has its own processors: apply again.
+
+    Args:
+        pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a Wan-family transformer. Of a
+            pipeline both `transformer` and `transformer_2` are changed, whichever exist.
+        processor: a `VMonarchProcessor`. It is not changed and may be applied elsewhere too.
+
+    Returns:
+        The installation: `.grid` seen last, `.restore()`, and a context manager that restores.
+
+    Raises:
+        TypeError: `pipe_or_transformer` has no supported transformer, or `processor` is not one of ours.
+        ValueError: `dense_layers` does not fit the transformer, or `dense_steps` was asked for without a pipeline.
+        NotImplementedError: the transformer already runs with context parallelism.
+    """
+    transformers = _find_transformers(pipe_or_transformer)
+    if not isinstance(processor, VideoAttentionProcessor):
+        raise TypeError(
+            f"processor must be a VMonarchProcessor(...), got {_describe(processor)}; vmonarch.restore switches it off"
+        )
+    is_pipe = not isinstance(pipe_or_transformer, torch.nn.Module)
+    dense_steps = DenseSet("dense_steps", processor.dense_steps)
+    dense_layers = DenseSet("dense_layers", processor.dense_layers)
+    if dense_steps:
+        _check_dense_steps(pipe_or_transformer, is_pipe)
+
+    # Everything that can fail comes before the first change.
+    plans = []
+    for name, transformer in transformers.items():
+        record = getattr(transformer, _ATTRIBUTE, None)
+        modules = _self_attention(transformer)
+        attention = [module for module in transformer.modules() if hasattr(module, "processor")]
+        if any(getattr(module.processor, "_parallel_config", None) is not None for module in attention):
+            raise NotImplementedError(
+                f"{name} runs with context parallelism (enable_parallelism), which {type(processor).__name__} does not"
+                " support yet"
+            )
+        originals = record.originals if record else [(attn, _original_processor(attn)) for attn in attention]
+        layers = len(transformer.blocks)  # type: ignore[arg-type]
+        sparse = {module for layer, module in modules if not dense_layers.contains(layer, layers)}
+        context = ForwardContext(
+            tuple(transformer.config.patch_size),  # type: ignore[arg-type,union-attr]
+            dense_steps,
+            pipe_or_transformer if is_pipe else None,
+        )
+        plans.append((transformer, context, originals, sparse))
+
+    for transformer, context, originals, sparse in plans:
+        for attn, original in originals:
+            attn.set_processor(processor.bind(context, original) if attn in sparse else original)  # type: ignore[operator]
+        if not hasattr(transformer, _ATTRIBUTE):
+            transformer.register_forward_pre_hook(_record_call, with_kwargs=True)
+        setattr(transformer, _ATTRIBUTE, _Record(context, originals))
+    return Installation(processor, transformers)
+
+
+def _check_dense_steps(pipe: Any, is_pipe: bool) -> None:
+    if not is_pipe:
+        raise ValueError(
+            "dense_steps needs a pipeline, whose scheduler tells the step: call vmonarch.apply(pipe, processor) instead"
+            " of applying to the bare transformer, or use dense_steps=0"
+        )
+    # Diffusion forcing gives every latent frame its own noise level and its own copy of the scheduler.
+    if not hasattr(pipe, "_current_timestep") and not hasattr(type(pipe), "current_timestep"):
+        raise ValueError(f"dense_steps is not supported with {type(pipe).__name__}, which does not tell its timestep")
+    if "DiffusionForcing" in type(pipe).__name__:
+        raise ValueError(f"dense_steps is not supported with {type(pipe).__name__}: its frames are at different steps")
+
+
+def restore(pipe_or_transformer: Any) -> None:
+    """Undo `apply`: the original processors are back, and no hook or attribute is left behind.
+
+    Processors of ours that were set without `apply`, by `transformer.set_attn_processor`, are replaced by the model's
+    default ones.
+
+    Raises:
+        TypeError: `pipe_or_transformer` has no supported transformer.
+        ValueError: nothing is applied to any of its transformers (never was, or is restored already).
+    """
+    _restore(_find_transformers(pipe_or_transformer), f"the {type(pipe_or_transformer).__name__}")
+
+
+def is_applied(pipe_or_transformer: Any) -> bool:
+    """Whether one of our processors is at work in any of the transformers."""
+    return any(
+        hasattr(transformer, _ATTRIBUTE)
+        or any(isinstance(getattr(m, "processor", None), VideoAttentionProcessor) for m in transformer.modules())
+        for transformer in _find_transformers(pipe_or_transformer).values()
+    )
+
+
+def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
+    found = False
+    for transformer in transformers.values():
+        record = getattr(transformer, _ATTRIBUTE, None)
+        if record is not None:
+            originals = record.originals
+            for key, hook in list(transformer._forward_pre_hooks.items()):
+                if hook is _record_call:
+                    del transformer._forward_pre_hooks[key]
+                    transformer._forward_pre_hooks_with_kwargs.pop(key, None)
+            delattr(transformer, _ATTRIBUTE)
+            record.context.call = None
+        else:
+            originals = [
+                (module, _original_processor(module))
+                for module in transformer.modules()
+                if isinstance(getattr(module, "processor", None), VideoAttentionProcessor)
+            ]
+        for attn, original in originals:
+            attn.set_processor(original)
+        found = found or record is not None or bool(originals)
+    if not found:
+        raise ValueError(
+            f"nothing to restore: no vmonarch processor is applied to {owner} (it never was, or it is restored already)"
+        )

@@ -1,0 +1,496 @@
+"""Attention processors for the Wan family of video transformers in diffusers.
+
+Shapes: B batch, S = T·H·W tokens, H heads, D head dim; the latent grid is T frames × H rows × W columns of tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from diffusers.models.transformers import transformer_chronoedit as chronoedit
+from diffusers.models.transformers import transformer_skyreels_v2 as skyreels
+from diffusers.models.transformers import transformer_wan as wan
+from diffusers.models.transformers import transformer_wan_animate as animate
+
+from vmonarch.exact import ExactBlocks
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
+
+# Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
+WAN_ATTENTION = (wan.WanAttention, animate.WanAttention, chronoedit.WanAttention, skyreels.SkyReelsV2Attention)
+# Only ever called with `encoder_hidden_states`, so their own processor answers for them.
+CROSS_ATTENTION_ONLY = (animate.WanAnimateFaceBlockCrossAttention,)
+
+Dense = int | float | tuple[int, ...]
+
+
+class DenseSet:
+    """Which of `total` steps or layers are computed with exact attention.
+
+    Args:
+        argument: name of the option, for the errors.
+        dense: the first `dense` of them if an integer, that fraction of them (rounded up, from the first) if a float,
+            exactly those indices if a collection of integers.
+
+    Raises:
+        TypeError: `dense` is none of these.
+        ValueError: a negative count or index, or a fraction outside 0 … 1.
+    """
+
+    def __init__(self, argument: str, dense: object) -> None:
+        self.argument = argument
+        supported = "a count (int), a fraction from 0.0 to 1.0 (float) or a collection of indices"
+        self.dense: Dense
+        if isinstance(dense, (bool, str, bytes, dict)):
+            raise TypeError(f"{argument} must be {supported}, got {dense!r}")
+        if isinstance(dense, float):
+            if not 0.0 <= dense <= 1.0:
+                raise ValueError(f"{argument} as a fraction must lie between 0.0 and 1.0, got {dense}")
+            self.dense = dense
+        elif hasattr(dense, "__index__"):
+            if dense < 0:  # type: ignore[operator]
+                raise ValueError(f"{argument} as a count must be at least 0, got {dense}")
+            self.dense = int(dense)
+        elif isinstance(dense, Iterable):
+            indices = list(dense)
+            for index in indices:
+                if isinstance(index, bool) or not hasattr(index, "__index__"):
+                    raise TypeError(f"{argument} as a collection must hold integers, got {index!r}")
+                if index < 0:
+                    raise ValueError(f"{argument} as a collection must hold indices of at least 0, got {index}")
+            self.dense = tuple(sorted({int(index) for index in indices}))
+        else:
+            raise TypeError(f"{argument} must be {supported}, got {type(dense).__name__}")
+
+    def __bool__(self) -> bool:
+        """Whether anything at all is dense."""
+        return self.dense != () and self.dense != 0
+
+    def contains(self, index: int, total: int) -> bool:
+        """Whether `index` is among the dense ones of `total`.
+
+        Raises:
+            ValueError: the option asks for more than there are.
+        """
+        noun = self.argument.removeprefix("dense_")
+        if isinstance(self.dense, float):
+            return index < math.ceil(self.dense * total - 1e-9)
+        if isinstance(self.dense, int):
+            if self.dense > total:
+                raise ValueError(f"{self.argument}={self.dense}, but there are only {total} {noun}")
+            return index < self.dense
+        if self.dense and self.dense[-1] >= total:
+            raise ValueError(
+                f"{self.argument} names index {self.dense[-1]}, but there are only {total} {noun} (0 to {total - 1})"
+            )
+        return any(index == dense for dense in self.dense)
+
+
+class ForwardCall(NamedTuple):
+    """What the processors need to know about the transformer's current forward call."""
+
+    grid: LatentGrid
+    exact: bool
+
+
+class ForwardContext:
+    """Filled in by a transformer's forward pre-hook, read by its processors; one for each transformer.
+
+    Args:
+        patch_size: (t, h, w) size of the transformer's patches.
+        dense_steps: the steps computed with exact attention.
+        pipe: the pipeline whose scheduler tells the step; only needed for `dense_steps`.
+    """
+
+    def __init__(self, patch_size: tuple[int, int, int], dense_steps: DenseSet, pipe: object | None) -> None:
+        self.patch_size = patch_size
+        self.dense_steps = dense_steps
+        self._pipe = None if pipe is None else weakref.ref(pipe)
+        self.call: ForwardCall | None = None
+        self._calls_by_thread: dict[int, ForwardCall] = {}
+        self._grids_by_tokens: dict[int, set[LatentGrid]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardContext:
+        # A copied pipeline is already in the memo when its transformers are copied. A transformer copied alone
+        # belongs to no pipeline, so that it never reads the step of the original's.
+        pipe = self._pipe() if self._pipe is not None else None
+        twin = ForwardContext(self.patch_size, self.dense_steps, memo.get(id(pipe)))
+        memo[id(self)] = twin
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_pipe": None, "call": None, "_calls_by_thread": {}, "_grids_by_tokens": {}}
+
+    def begin(self, latents: torch.Size) -> None:
+        """Record a forward call on latents of size [T, H, W] (before patches are cut)."""
+        grid = LatentGrid(*(size // patch for size, patch in zip(latents, self.patch_size, strict=True)))
+        call = ForwardCall(grid, bool(self.dense_steps) and self._is_dense_step())
+        self.call = call
+        if torch.compiler.is_compiling():
+            self._calls_by_thread = {}
+        else:
+            self._calls_by_thread[threading.get_ident()] = call
+            self._grids_by_tokens.setdefault(grid.tokens, set()).add(grid)
+
+    def current(self, tokens: int) -> ForwardCall | None:
+        """The call that the running thread is in; None when only the rotary embedding can tell.
+
+        Raises:
+            RuntimeError: gradient checkpointing recomputes a block of a run with `dense_steps`.
+        """
+        if torch.compiler.is_compiling():
+            return self.call
+        if torch._C._current_graph_task_id() != -1:
+            # Gradient checkpointing computes a block again during backward, when the transformer may have seen
+            # another video since: the last call is not necessarily this block's.
+            if self.dense_steps:
+                raise RuntimeError("dense_steps cannot be combined with gradient checkpointing; use dense_steps=0")
+            grids = self._grids_by_tokens.get(tokens, set())
+            return ForwardCall(next(iter(grids)), False) if len(grids) == 1 else None
+        return self._calls_by_thread.get(threading.get_ident(), self.call)
+
+    def _is_dense_step(self) -> bool:
+        pipe: Any = self._pipe() if self._pipe is not None else None
+        advice = "call vmonarch.apply(pipe, processor) on the pipeline that you run, or use dense_steps=0"
+        if pipe is None:
+            raise RuntimeError(
+                f"dense_steps needs the pipeline, whose scheduler tells the step, but the pipeline is gone; {advice}"
+            )
+        if pipe._current_timestep is None:
+            raise RuntimeError(
+                f"dense_steps needs the denoising step, but the {type(pipe).__name__} given to vmonarch.apply is not"
+                f" running (the transformer was called directly or by another pipeline); {advice}"
+            )
+        scheduler = pipe.scheduler
+        evaluations = len(scheduler.timesteps)
+        # Video-to-video starts inside the schedule: count from the first step that is run.
+        run = min(pipe._num_timesteps, evaluations)
+        done = scheduler.step_index
+        evaluation = 0 if done is None else done - (evaluations - run)
+        order = scheduler.order
+        return self.dense_steps.contains(evaluation // order, -(-run // order))
+
+
+def infer_grid(cosines: torch.Tensor) -> LatentGrid:
+    """Read the latent grid off a rotary embedding.
+
+    A Wan transformer gives the first channels of a head to time, then as many to height as to width. Position 1 differs
+    from position 0 by a whole radian in the first channel of each part, so that even bfloat16 tells them apart.
+
+    Args:
+        cosines: [1, S, 1, D], the cosines of every token.
+
+    Raises:
+        ValueError: this is not the rotary embedding of a whole, ordered T×H×W grid of tokens.
+    """
+    advice = "pass grid=(frames, height, width) or use vmonarch.apply, which needs no inference"
+    if cosines.ndim != 4 or cosines.shape[0] != 1 or cosines.shape[2] != 1:
+        raise ValueError(f"rotary_emb must be [1, S, 1, D] to tell the grid, got {tuple(cosines.shape)}; {advice}")
+    tokens, head_dim = cosines.shape[1], cosines.shape[3]
+    space = 2 * (head_dim // 6)
+    if space == 0:
+        raise ValueError(f"rotary_emb has too few channels ({head_dim}) to tell the grid; {advice}")
+    time, height, width = cosines.detach()[0, :, 0].split((head_dim - 2 * space, space, space), dim=1)
+
+    def first_change(part: torch.Tensor) -> int:
+        changed = (part != part[0]).any(dim=1)
+        # argmax of an all-equal vector is 0, which can be no change: token 0 equals itself.
+        return int(changed.int().argmax()) or part.shape[0]
+
+    per_frame = first_change(time)
+    columns = first_change(height[:per_frame])
+    grid = LatentGrid(tokens // per_frame, per_frame // columns, columns)
+    whole = grid.tokens == tokens and bool((cosines[0, 0] == 1).all())
+    if whole:
+        time, height, width = (part.unflatten(0, grid) for part in (time, height, width))
+        same = (time == time[:, :1, :1]).all() & (height == height[:1, :, :1]).all() & (width == width[:1, :1]).all()
+        whole = bool(same)
+    if not whole:
+        raise ValueError(f"rotary_emb is not that of a whole grid of {tokens} tokens in order; {advice}")
+    return grid
+
+
+def _rotate(states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Rotate channel pairs of states [B, S, H, D]; computed in the wider dtype, returned in that of `states`."""
+    even, odd = states[..., 0::2], states[..., 1::2]
+    cosines, sines = cosines[..., 0::2], sines[..., 1::2]
+    rotated = torch.empty_like(states)
+    rotated[..., 0::2] = even * cosines - odd * sines
+    rotated[..., 1::2] = even * sines + odd * cosines
+    return rotated
+
+
+def _project(
+    attn: Any, hidden_states: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value [B, S, H, D] of a self-attention module, normalised and rotated."""
+    if attn.fused_projections:
+        query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+    else:
+        query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+    query, key = attn.norm_q(query), attn.norm_k(key)
+    query, key, value = (states.unflatten(2, (attn.heads, -1)) for states in (query, key, value))
+    if rotary_emb is not None:
+        query, key = _rotate(query, *rotary_emb), _rotate(key, *rotary_emb)
+    return query, key, value
+
+
+class VideoAttentionProcessor:
+    """Base of the processors: replaces self-attention, leaves cross-attention to the model's own exact processor.
+
+    A subclass defines `attend` and lists its options in `_OPTIONS`. Use it in one of three ways:
+
+        vmonarch.apply(pipe, processor)                   # knows the grid of every call, compiles, can be undone
+        vmonarch.pipelines.WanPipeline.set_attn_processor(processor)
+        pipe.transformer.set_attn_processor(processor)    # reads the grid off the rotary embedding, or takes `grid=`
+
+    Args:
+        dense_steps, dense_layers: see `VMonarchProcessor`.
+        grid: the latent grid, (frames, height, width) in tokens; None to learn it from the transformer.
+    """
+
+    _OPTIONS: tuple[str, ...] = ("dense_steps", "dense_layers", "grid")
+    # Declared for diffusers, which sets them on every processor that has them.
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+
+    def __init__(self, *, dense_steps: object = 0, dense_layers: object = 0, grid: object = None) -> None:
+        self.dense_steps: Dense = DenseSet("dense_steps", dense_steps).dense
+        self.dense_layers: Dense = DenseSet("dense_layers", dense_layers).dense
+        self.grid = None if grid is None else LatentGrid.parse(grid)
+        self._context: ForwardContext | None = None
+        self._original: Any = None
+        self._inferred: tuple[weakref.ref[torch.Tensor], LatentGrid] | None = None
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
+    ) -> torch.Tensor:  # pragma: no cover
+        """Self-attention: query, key, value [B, S, H, D] -> [B, S, H, D]."""
+        raise NotImplementedError
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The options as JSON-serialisable values; `from_config` takes them back."""
+
+        def plain(option: Any) -> Any:
+            if dataclasses.is_dataclass(option) and not isinstance(option, type):
+                return {name: plain(entry) for name, entry in dataclasses.asdict(option).items()}
+            return list(option) if isinstance(option, tuple) else option
+
+        return {name: plain(getattr(self, name)) for name in self._OPTIONS}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> VideoAttentionProcessor:
+        """A processor with the options of a `config`.
+
+        Raises:
+            TypeError, ValueError: an unknown option, or one with an unsupported value.
+        """
+        unknown = sorted(set(config) - set(cls._OPTIONS))
+        if unknown:
+            raise TypeError(f"{cls.__name__} has no option {', '.join(unknown)}; it has {', '.join(cls._OPTIONS)}")
+        return cls(**config)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self._OPTIONS)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_inferred": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VideoAttentionProcessor:
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin._context = copy.deepcopy(self._context, memo)
+        twin._original = copy.deepcopy(self._original, memo)
+        return twin
+
+    def bind(self, context: ForwardContext, original: Any) -> VideoAttentionProcessor:
+        """A copy of this processor for one attention module of one transformer.
+
+        Args:
+            context: filled in by that transformer's pre-hook.
+            original: the module's processor so far; it computes the dense steps.
+        """
+        bound = copy.copy(self)
+        bound._context = context
+        # A copy, so that an attention backend chosen later reaches the dense steps and leaves the original alone.
+        bound._original = copy.copy(original)
+        bound._attention_backend = getattr(original, "_attention_backend", None)
+        return bound
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **unsupported: Any,
+    ) -> torch.Tensor:
+        """The attention of one module: hidden_states [B, S, C] -> [B, S, C].
+
+        Raises:
+            TypeError: the module is not one of the Wan family.
+            ValueError: an attention mask in self-attention, or a grid that does not fit the tokens.
+            NotImplementedError: the model is split over several devices by context parallelism.
+            RuntimeError: the grid or the step that an option needs is not known here.
+        """
+        name = type(self).__name__
+        if unsupported or not isinstance(attn, (*WAN_ATTENTION, *CROSS_ATTENTION_ONLY)):
+            extra = f" called with {', '.join(unsupported)}" if unsupported else ""
+            raise TypeError(
+                f"{name} supports the attention of Wan, Wan-VACE, Wan-Animate, ChronoEdit and SkyReels-V2 transformers,"
+                f" got {type(attn).__name__}{extra}"
+            )
+        if encoder_hidden_states is not None:
+            return self._exact(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+        if self._parallel_config is not None:
+            raise NotImplementedError(
+                f"{name} does not support context parallelism (enable_parallelism) yet: each device holds a part of the"
+                " tokens only; call vmonarch.restore, or do not enable it"
+            )
+        if attention_mask is not None:
+            raise ValueError(f"{name} supports no attention_mask in self-attention: every token attends to all others")
+        grid, exact = self._current_call(hidden_states.shape[1], rotary_emb)
+        if exact:
+            return self._exact(attn, hidden_states, None, None, rotary_emb)
+        query, key, value = _project(attn, hidden_states, rotary_emb)
+        output = self.attend(query, key, value, grid).flatten(2, 3)
+        to_out: Any = attn.to_out
+        return to_out[1](to_out[0](output))
+
+    def _exact(self, attn: Any, *inputs: Any) -> torch.Tensor:
+        """What the module's own processor computes."""
+        processor = attn._default_processor_cls() if self._original is None else self._original
+        for name in ("_attention_backend", "_parallel_config"):
+            if getattr(processor, name, None) is not getattr(self, name):
+                setattr(processor, name, getattr(self, name))
+        return processor(attn, *inputs)
+
+    def _current_call(self, tokens: int, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None) -> ForwardCall:
+        if self._context is not None and self._context.call is not None:
+            call = self._context.current(tokens)
+            if call is None:
+                call = ForwardCall(self._infer_grid(rotary_emb), False)
+            if self.grid is not None and self.grid != call.grid:
+                raise ValueError(f"grid={tuple(self.grid)}, but the transformer was given the grid {tuple(call.grid)}")
+        else:
+            for option in ("dense_steps", "dense_layers"):
+                if DenseSet(option, getattr(self, option)):
+                    raise RuntimeError(
+                        f"{option} needs vmonarch.apply(pipe, processor): a processor set by set_attn_processor on a"
+                        " transformer knows neither its layer nor the step"
+                    )
+            call = ForwardCall(self._infer_grid(rotary_emb) if self.grid is None else self.grid, False)
+        if call.grid.tokens != tokens:
+            raise ValueError(
+                f"grid {tuple(call.grid)} has {call.grid.tokens} tokens, but self-attention was given {tokens}"
+            )
+        return call
+
+    def _infer_grid(self, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None) -> LatentGrid:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{type(self).__name__} cannot read the grid off the rotary embedding under torch.compile; use"
+                " vmonarch.apply(pipe_or_transformer, processor) or pass grid=(frames, height, width)"
+            )
+        if rotary_emb is None:
+            raise RuntimeError(
+                f"{type(self).__name__} needs the grid, and there is no rotary_emb to read it off; use"
+                " vmonarch.apply(pipe_or_transformer, processor) or pass grid=(frames, height, width)"
+            )
+        cosines = rotary_emb[0]
+        # By identity: grids of equal size, such as 16×30×52 and 16×52×30, differ in nothing but these values.
+        if self._inferred is None or self._inferred[0]() is not cosines:
+            self._inferred = (weakref.ref(cosines), infer_grid(cosines))
+        return self._inferred[1]
+
+
+class VMonarchProcessor(VideoAttentionProcessor):
+    """VMonarch attention for every Wan-family transformer in diffusers (VMonarch paper; `vmonarch_attention`).
+
+    Cross-attention, with text or with an image, stays exact.
+
+    Args:
+        num_iterations, frames_per_block, tiles, coarse, exact, min_mass, implementation: as in `vmonarch_attention`.
+        dense_steps: denoising steps computed with exact attention: the first n (int), the first fraction, rounded up
+            (float), or a collection of step indices. Needs `vmonarch.apply(pipe, …)`.
+        dense_layers: transformer blocks that keep their own processor, given like `dense_steps`; VACE's control blocks
+            follow the block that they feed. Needs `vmonarch.apply`.
+        grid: (frames, height, width) in tokens; None to learn it from the transformer, call by call.
+
+    Raises:
+        TypeError, ValueError: an option has an unsupported value.
+    """
+
+    _OPTIONS = (
+        "num_iterations",
+        "frames_per_block",
+        "tiles",
+        "coarse",
+        "exact",
+        "min_mass",
+        "dense_steps",
+        "dense_layers",
+        "grid",
+        "implementation",
+    )
+
+    def __init__(
+        self,
+        *,
+        num_iterations: int = 2,
+        frames_per_block: int = 1,
+        tiles: tuple[int, int] = (1, 1),
+        coarse: int = 1,
+        exact: str | ExactBlocks | None = "first_frame",
+        min_mass: float = 0.1,
+        dense_steps: object = 0,
+        dense_layers: object = 0,
+        grid: object = None,
+        implementation: str = "auto",
+    ) -> None:
+        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
+        check_vmonarch_options(
+            num_iterations=num_iterations,
+            frames_per_block=frames_per_block,
+            tiles=tiles,
+            coarse=coarse,
+            exact=exact,
+            min_mass=min_mass,
+            implementation=implementation,
+        )
+        self.num_iterations = num_iterations
+        self.frames_per_block = frames_per_block
+        self.tiles = (tiles[0], tiles[1])
+        self.coarse = coarse
+        self.exact = exact
+        self.min_mass = min_mass
+        self.implementation = implementation
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> VideoAttentionProcessor:
+        exact = config.get("exact")
+        return super().from_config(config | {"exact": ExactBlocks(**exact)} if isinstance(exact, dict) else config)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        return vmonarch_attention(
+            query,
+            key,
+            value,
+            grid=grid,
+            num_iterations=self.num_iterations,
+            frames_per_block=self.frames_per_block,
+            tiles=self.tiles,
+            coarse=self.coarse,
+            exact=self.exact,
+            min_mass=self.min_mass,
+            implementation=self.implementation,
+        )
