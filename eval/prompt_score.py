@@ -1,0 +1,291 @@
+"""Does a video show what its prompt asks for? Colour, shape and direction of motion are read back from the pixels.
+
+The reader knows nothing of the prompt. It separates saturated pixels from the muted background, groups them by hue, compares
+each group with every shape's silhouette, and fits a line to its path. `python -m vmonarch.eval.prompt_score` generates the
+64 held-out prompts with the embedded model and scores them, with full attention and with VMonarch.
+
+Shapes in comments: F frames, Y height, X width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import math
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vmonarch.finetune.embedded.data import (
+    COLOUR_NAMES,
+    COLOUR_WORDS,
+    COLOURS,
+    DIRECTION_NAMES,
+    DIRECTION_WORDS,
+    DIRECTIONS,
+    NUM_FRAMES,
+    SHAPE_WORDS,
+    SHAPES,
+    SOLE_VERBS,
+    SceneAttributes,
+    held_out_prompts,
+    render,
+    sample_scenes,
+    shape_distances,
+)
+
+MIN_CHROMA = 0.34
+"""Pixels whose largest and smallest channel differ by less are background."""
+MIN_AREA = 70
+"""Pixels; the smallest object of the training data has about twice as many."""
+MIN_TRAVEL = 10.0
+"""Pixels over the clip; the slowest object of the training data travels twice as far."""
+MIN_OVERLAP = 0.55
+"""Intersection over union with the best silhouette below which a group of pixels is no known shape."""
+
+
+@dataclass(frozen=True)
+class ObjectReading:
+    """One object found in a video.
+
+    `shape` and `direction` are None where no known shape fits or nothing moves; `travel` is (right, down) in pixels over the clip, `area` the
+    median number of pixels, `overlap` the intersection over union with the silhouette of `shape`.
+    """
+
+    colour: str
+    shape: str | None
+    direction: str | None
+    travel: tuple[float, float]
+    area: float
+    overlap: float
+
+
+@dataclass(frozen=True)
+class ExpectedObject:
+    """What a prompt says about one object; None where it says nothing."""
+
+    colour: str | None
+    shape: str | None
+    direction: str | None
+
+
+@dataclass(frozen=True)
+class PromptScore:
+    """Whether colours, shapes and directions all match the prompt (every object's)."""
+
+    colour: bool
+    shape: bool
+    direction: bool
+
+    @property
+    def all(self) -> bool:
+        return self.colour and self.shape and self.direction
+
+
+def _hue(rgb: torch.Tensor) -> torch.Tensor:
+    """Hue in turns, [0, 1), of rgb [..., 3]."""
+    red, green, blue = rgb.unbind(-1)
+    return torch.remainder(torch.atan2(math.sqrt(3) * (green - blue), 2 * red - green - blue) / (2 * math.pi), 1.0)
+
+
+def _as_video(video: torch.Tensor | np.ndarray) -> torch.Tensor:
+    tensor = torch.as_tensor(video)
+    if tensor.ndim != 4 or tensor.shape[-1] != 3:
+        raise ValueError(f"video must be [frames, height, width, 3], got {tuple(tensor.shape)}")
+    if tensor.shape[0] < 2:
+        raise ValueError(f"video must have at least 2 frames, got {tensor.shape[0]}")
+    tensor = tensor.float() / 255 if tensor.dtype == torch.uint8 else tensor.float()
+    if not torch.isfinite(tensor).all() or tensor.min() < -1e-3 or tensor.max() > 1 + 1e-3:
+        raise ValueError("video must be uint8, or finite floats in [0, 1]")
+    return tensor
+
+
+def _unit_areas() -> torch.Tensor:
+    """Area of each shape at radius 1, [6]."""
+    grid = (torch.arange(600) + 0.5) / 200 - 1.5
+    inside = shape_distances(grid[None, :].expand(600, 600), grid[:, None].expand(600, 600), torch.tensor(1.0)) < 0
+    return inside.float().mean((1, 2)) * 9.0
+
+
+def read_video(video: torch.Tensor | np.ndarray) -> list[ObjectReading]:
+    """Find the moving shapes of a clip, largest first.
+
+    Args:
+        video: [F, Y, X, 3], uint8 or floats in [0, 1], F ≥ 2.
+
+    Raises:
+        ValueError: `video` has another shape, is not finite, or is out of range.
+    """
+    pixels = _as_video(video)
+    frames, height, width = pixels.shape[:3]
+    device = pixels.device
+    chroma = pixels.amax(-1) - pixels.amin(-1)  # [F, Y, X]
+    palette = _hue(torch.tensor(list(COLOURS.values()), device=device))
+    distance = (_hue(pixels)[..., None] - palette).abs()
+    nearest = torch.minimum(distance, 1 - distance).argmin(-1)  # [F, Y, X]
+    ys = torch.arange(height, device=device)[:, None] + 0.5
+    xs = torch.arange(width, device=device)[None, :] + 0.5
+    readings = []
+    for index, colour in enumerate(COLOUR_NAMES):
+        mask = (nearest == index) & (chroma > MIN_CHROMA)
+        areas = mask.sum((1, 2)).float()  # [F]
+        present = areas >= MIN_AREA
+        if present.float().mean() < 0.8:
+            continue
+        # A clean edge lies half-way between the object's chroma and that of the background.
+        strong = torch.quantile(chroma[mask][:: max(1, int(mask.sum()) // 20_000)], 0.8)
+        mask = mask & (chroma > max(MIN_CHROMA, 0.5 * float(strong)))
+        areas = mask.sum((1, 2)).float()
+        present = areas >= MIN_AREA / 2
+        if present.float().mean() < 0.8:
+            continue
+        weights = mask.float() / areas.clamp(min=1)[:, None, None]
+        centres = torch.stack(((weights * xs).sum((1, 2)), (weights * ys).sum((1, 2))), -1)  # [F, 2]
+        travel = _travel(centres[present], torch.nonzero(present)[:, 0].float(), frames)
+        overlaps = _overlaps(mask[present], centres[present], areas[present], xs, ys)
+        best = int(overlaps.argmax())
+        readings.append(
+            ObjectReading(
+                colour=colour,
+                shape=SHAPES[best] if overlaps[best] >= MIN_OVERLAP else None,
+                direction=_direction(travel),
+                travel=travel,
+                area=float(areas.median()),
+                overlap=float(overlaps[best]),
+            )
+        )
+    return sorted(readings, key=lambda reading: -reading.area)
+
+
+def _travel(centres: torch.Tensor, numbers: torch.Tensor, frames: int) -> tuple[float, float]:
+    """Displacement over the whole clip of the least-squares line through the centres [n, 2] at frame `numbers` [n]."""
+    deviation = numbers - numbers.mean()
+    slope = (deviation[:, None] * (centres - centres.mean(0))).sum(0) / deviation.square().sum().clamp(min=1e-6)
+    x, y = (slope * (frames - 1)).tolist()
+    return x, y
+
+
+def _direction(travel: tuple[float, float]) -> str | None:
+    if math.hypot(*travel) < MIN_TRAVEL:
+        return None
+    return max(DIRECTION_NAMES, key=lambda name: travel[0] * DIRECTIONS[name][0] + travel[1] * DIRECTIONS[name][1])
+
+
+def _overlaps(
+    mask: torch.Tensor, centres: torch.Tensor, areas: torch.Tensor, xs: torch.Tensor, ys: torch.Tensor
+) -> torch.Tensor:
+    """Intersection over union, averaged over nine frames, with each shape's silhouette of the same centre and area: [6]."""
+    picked = torch.linspace(0, len(mask) - 1, 9, device=mask.device).round().long()
+    mask, centres, areas = mask[picked], centres[picked], areas[picked]
+    x = xs - centres[:, 0, None, None]
+    y = ys - centres[:, 1, None, None]
+    x, y = torch.broadcast_tensors(x, y)  # [9, Y, X]
+    results = []
+    for index, unit in enumerate(_unit_areas().tolist()):
+        silhouette = shape_distances(x, y, (areas / unit).sqrt()[:, None, None])[index] < 0
+        union = (silhouette | mask).sum((1, 2)).clamp(min=1)
+        results.append(((silhouette & mask).sum((1, 2)) / union).mean())
+    return torch.stack(results)
+
+
+def expected_objects(scene: SceneAttributes) -> tuple[ExpectedObject, ...]:
+    """What the video of a scene must show."""
+    return tuple(ExpectedObject(item.colour, item.shape, item.direction) for item in scene.objects)
+
+
+def score_readings(readings: Sequence[ObjectReading], expected: Sequence[ExpectedObject]) -> PromptScore:
+    """Compare what was read with what was asked for.
+
+    Colours match when exactly the colours asked for are there, no more and no fewer objects. Shape and direction are compared object by
+    object; objects are paired by colour first, then what is left over by area, so that a wrong colour alone does not count as a wrong
+    shape. What the prompt leaves open (None) always matches.
+
+    Raises:
+        ValueError: `expected` is empty.
+    """
+    if not expected:
+        raise ValueError("expected must name at least one object")
+    left = list(readings)
+    pairs: list[tuple[ExpectedObject, ObjectReading | None]] = []
+    rest = []
+    for want in expected:
+        found = next((reading for reading in left if reading.colour == want.colour), None)
+        if found is None:
+            rest.append(want)
+        else:
+            left.remove(found)
+            pairs.append((want, found))
+    colour = not [want for want in rest if want.colour is not None] and len(readings) == len(expected)
+    pairs += [(want, left.pop(0) if left else None) for want in rest]
+    matches = lambda name: all(
+        getattr(want, name) is None or (found is not None and getattr(found, name) == getattr(want, name))
+        for want, found in pairs
+    )
+    return PromptScore(colour=colour, shape=matches("shape"), direction=matches("direction"))
+
+
+def score_video(video: torch.Tensor | np.ndarray, prompt: str | SceneAttributes) -> PromptScore:
+    """Score one clip [F, Y, X, 3] against a prompt in English or against known attributes.
+
+    Raises:
+        ValueError: the prompt names no shape or colour that the reader knows, or `video` is not a clip.
+    """
+    expected = expected_objects(prompt) if isinstance(prompt, SceneAttributes) else parse_prompt(prompt)
+    if not expected:
+        raise ValueError(f"prompt names none of the shapes {', '.join(SHAPES)} and none of the colours {', '.join(COLOURS)}")
+    return score_readings(read_video(video), expected)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# From English to attributes
+
+_WORDS: dict[str, tuple[str, str]] = {}
+for _kind, _table in (("colour", COLOUR_WORDS), ("shape", SHAPE_WORDS), ("direction", DIRECTION_WORDS)):
+    for _name, _phrases in _table.items():
+        for _phrase in _phrases:
+            _WORDS[_phrase] = (_kind, _name)
+for _name, _verbs in SOLE_VERBS.items():
+    for _pair in _verbs:
+        for _phrase in _pair:
+            _WORDS[_phrase] = ("direction", _name)
+_WORD_PATTERN = re.compile(
+    r"(?<![\w-])(" + "|".join(re.escape(phrase) for phrase in sorted(_WORDS, key=len, reverse=True)) + r")(?![\w-])"
+)
+_CAMERA = re.compile(r"camera \w+ (to the )?(left|right|upwards|up|downwards|down)")
+_GROUND = re.compile(r"[\w\s-]*?\b(background|backdrop)\b")
+_GROUND_PHRASE = re.compile(r"\b(over|on|against|across|in front of) (an? |the )?[\w\s-]*?\b(background|backdrop)\b")
+
+
+def parse_prompt(prompt: str) -> tuple[ExpectedObject, ...]:
+    """Read colour, shape and direction of each object (two at most) out of a prompt; unknown wording yields None or ().
+
+    Camera movements and the background are skipped.
+    """
+    text = " ".join(prompt.lower().split())
+    text = _CAMERA.sub(" ", text)
+    text = _GROUND_PHRASE.sub(" ; ", text)
+    text = ",".join(_GROUND.sub(" ", part) for part in text.split(","))
+    found = [(match.start(), *_WORDS[match.group(1)]) for match in _WORD_PATTERN.finditer(text)]
+    anchors = [at for at, kind, _ in found if kind == "shape"] or [at for at, kind, _ in found if kind == "colour"]
+    anchors = anchors[:2]
+    if not anchors:
+        return ()
+    values: list[dict[str, str]] = [{} for _ in anchors]
+    for at, kind, name in found:
+        if kind == "direction":
+            owner = max([n for n, anchor in enumerate(anchors) if anchor < at], default=0)
+        else:
+            owner = min(range(len(anchors)), key=lambda n: abs(anchors[n] - at))
+        values[owner].setdefault(kind, name)
+    return tuple(ExpectedObject(value.get("colour"), value.get("shape"), value.get("direction")) for value in values)

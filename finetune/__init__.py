@@ -1,0 +1,1 @@
+"""Training: finetuning of video diffusion transformers and the embedded model."""

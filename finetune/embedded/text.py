@@ -1,0 +1,138 @@
+"""The text side of the embedded model: a byte-level BPE tokenizer learnt from captions, and a small UMT5 encoder."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from torch import nn
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+from vmonarch.finetune.embedded.data import (
+    BACKGROUND_NAMES,
+    COLOUR_NAMES,
+    DIRECTION_NAMES,
+    PANS,
+    PATTERNS,
+    SHAPES,
+    SIZE_NAMES,
+    SPEED_NAMES,
+    SceneBatch,
+    caption,
+    misspell,
+)
+
+TEXT_LENGTH = 512
+"""Rows of prompt embedding the stock Wan pipeline gives the transformer; rows past the prompt's tokens are zero."""
+TRAIN_TOKENS = 64
+VOCABULARY = 1024
+TEXT_DIM = 128
+TEXT_CONFIG: dict[str, Any] = {
+    "d_model": TEXT_DIM,
+    "d_kv": 32,
+    "d_ff": 256,
+    "num_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 64,
+    "feed_forward_proj": "gated-gelu",
+    "dropout_rate": 0.0,
+    "is_encoder_decoder": False,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
+
+
+def train_tokenizer(captions: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    """Learn byte-level BPE from lower-cased captions; unknown words fall back to shorter pieces, at worst to bytes.
+
+    Token 0 pads, token 1 ends every text, as in T5.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<pad>", "</s>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(captions, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        model_max_length=TEXT_LENGTH,
+        padding_side="right",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def write_captions(scenes: SceneBatch, seed: int, per_scene: int, misspelt: float = 0.06) -> list[str]:
+    """`per_scene` captions of each scene, scene by scene, a share of them with a slip of the keyboard."""
+    rng = random.Random(seed)
+    captions = []
+    for index in range(len(scenes)):
+        scene = scenes.scene(index)
+        captions += [misspell(caption(scene, rng), rng, misspelt) for _ in range(per_scene)]
+    return captions
+
+
+def tokenize(tokenizer: PreTrainedTokenizerFast, captions: Sequence[str], length: int = TRAIN_TOKENS) -> torch.Tensor:
+    """Token numbers [len(captions), length], int16, padded with 0 and cut to `length`."""
+    ids = tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    return ids.input_ids.to(torch.int16)
+
+
+def build_text_encoder(vocabulary: int = VOCABULARY, **overrides: Any) -> UMT5EncoderModel:
+    """A fresh UMT5 encoder of the embedded model's size."""
+    return UMT5EncoderModel(UMT5Config(vocab_size=vocabulary, **{**TEXT_CONFIG, **overrides}))
+
+
+def encode_text(encoder: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode token numbers [B, L] as the stock pipeline does.
+
+    Returns:
+        embeddings [B, 512, D], zero past each text's tokens, and the mean over each text's tokens [B, D].
+    """
+    ids = ids.long()
+    mask = ids != 0
+    hidden = encoder(ids, mask.long()).last_hidden_state * mask[..., None]
+    pooled = hidden.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+    return F.pad(hidden, (0, 0, 0, TEXT_LENGTH - ids.shape[1])), pooled
+
+
+class AttributeHeads(nn.Module):
+    """Training aid: reads every attribute of the scene back from the pooled text; it is not part of the shipped model."""
+
+    def __init__(self, dim: int = TEXT_DIM) -> None:
+        super().__init__()
+        per_object = (len(SHAPES), len(COLOUR_NAMES), len(DIRECTION_NAMES), len(SIZE_NAMES), len(SPEED_NAMES))
+        self.sizes = [n + 1 for n in per_object * 2] + [len(BACKGROUND_NAMES), len(PATTERNS), len(PANS)]
+        self.hidden = nn.Linear(dim, 2 * dim)
+        self.out = nn.Linear(2 * dim, sum(self.sizes))
+
+    def forward(self, pooled: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Cross entropy per clip [B]; pooled [B, D], targets [B, A]."""
+        logits = self.out(F.gelu(self.hidden(pooled))).float().split(self.sizes, dim=-1)
+        losses = [F.cross_entropy(logit, target, reduction="none") for logit, target in zip(logits, targets.T, strict=True)]
+        return torch.stack(losses).mean(0)
+
+
+def attribute_targets(scenes: SceneBatch) -> torch.Tensor:
+    """Targets of `AttributeHeads`: [B, 13]; an absent second object has a class of its own."""
+    sizes = (len(SHAPES), len(COLOUR_NAMES), len(DIRECTION_NAMES), len(SIZE_NAMES), len(SPEED_NAMES))
+    columns = []
+    for slot in range(2):
+        present = scenes.count > slot
+        names = ("shape", "colour", "direction", "size", "speed")
+        columns += [torch.where(present, getattr(scenes, name)[:, slot], n) for name, n in zip(names, sizes, strict=True)]
+    return torch.stack([*columns, scenes.background, scenes.pattern, scenes.pan], 1)

@@ -1,0 +1,231 @@
+"""The small `AutoencoderKLWan` of the embedded model: a time-parallel forward for training, and the training loop.
+
+`AutoencoderKLWan.encode` and `.decode` walk through a video in chunks of four frames and keep a feature cache. Training
+wants all frames at once. `encode_parallel` and `decode_parallel` compute the same function that way: outside the
+resampling layers a cached causal convolution *is* a causal convolution over the whole clip, and the resampling layers treat the
+first frame apart, as `_resample` does here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanUpBlock, patchify, unpatchify
+from torch import nn
+
+from vmonarch.finetune.embedded.data import NUM_FRAMES, render, sample_scenes
+
+LATENT_CHANNELS = 16
+VAE_CONFIG: dict[str, Any] = {
+    "base_dim": 24,
+    "decoder_base_dim": 28,
+    "z_dim": LATENT_CHANNELS,
+    "dim_mult": [1, 2, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [True, True],
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "latents_mean": [0.0] * LATENT_CHANNELS,
+    "latents_std": [1.0] * LATENT_CHANNELS,
+}
+"""Wan2.2's arrangement (pixels folded into channels by a 2×2 patch), then two stages that halve time, height and width."""
+
+
+def _resample(layer: WanResample, x: torch.Tensor) -> torch.Tensor:
+    """`WanResample` over a whole clip: x [B, C, F, Y, X]; the first frame takes no part in temporal resampling."""
+    batch, channels, frames = x.shape[:3]
+    if layer.mode == "upsample3d" and frames > 1:
+        rest = layer.time_conv(x[:, :, 1:])
+        height, width = rest.shape[3:]
+        rest = rest.reshape(batch, 2, channels, frames - 1, height, width)
+        rest = torch.stack((rest[:, 0], rest[:, 1]), 3).reshape(batch, channels, 2 * (frames - 1), height, width)
+        x = torch.cat((x[:, :, :1], rest), 2)
+        frames = x.shape[2]
+    flat = layer.resample(x.permute(0, 2, 1, 3, 4).reshape(batch * frames, channels, *x.shape[3:]))
+    x = flat.reshape(batch, frames, *flat.shape[1:]).permute(0, 2, 1, 3, 4)
+    if layer.mode == "downsample3d" and frames > 1:
+        x = torch.cat((x[:, :, :1], layer.time_conv(x)), 2)
+    return x
+
+
+def encode_parallel(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
+    """Moments of the posterior, all frames at once; equals `vae.encode(video)[0].parameters`.
+
+    Args:
+        video: [B, 3, 1 + 4n, Y, X] in [-1, 1].
+
+    Returns:
+        [B, 2·z, 1 + n, Y/8, X/8]: means, then log-variances.
+
+    Raises:
+        ValueError: the number of frames is not 1 + 4n, or the VAE is of the residual kind.
+    """
+    _require_plain(vae)
+    if (video.shape[2] - 1) % 4:
+        raise ValueError(f"video must have 1 + 4n frames, got {video.shape[2]}")
+    encoder = vae.encoder
+    x = video if vae.config.patch_size is None else patchify(video, vae.config.patch_size)
+    x = encoder.conv_in(x)
+    for layer in encoder.down_blocks:
+        x = _resample(layer, x) if isinstance(layer, WanResample) else layer(x)
+    x = encoder.mid_block(x)
+    x = encoder.conv_out(encoder.nonlinearity(encoder.norm_out(x)))
+    return vae.quant_conv(x)
+
+
+def decode_parallel(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
+    """Pixels, all frames at once and not clamped; clamped to [-1, 1] it equals `vae.decode(latents).sample`.
+
+    Args:
+        latents: [B, z, 1 + n, Y/8, X/8], not normalised.
+
+    Returns:
+        [B, 3, 1 + 4n, Y, X].
+
+    Raises:
+        ValueError: the VAE is of the residual kind.
+    """
+    _require_plain(vae)
+    decoder = vae.decoder
+    x = decoder.mid_block(decoder.conv_in(vae.post_quant_conv(latents)))
+    for block in decoder.up_blocks:
+        assert isinstance(block, WanUpBlock)
+        for resnet in block.resnets:
+            x = resnet(x)
+        if block.upsamplers is not None:
+            x = _resample(block.upsamplers[0], x)
+    x = decoder.conv_out(decoder.nonlinearity(decoder.norm_out(x)))
+    return x if vae.config.patch_size is None else unpatchify(x, vae.config.patch_size)
+
+
+def _require_plain(vae: AutoencoderKLWan) -> None:
+    if vae.config.is_residual:
+        raise ValueError("vae must not be of the residual kind (config.is_residual)")
+
+
+class _Autoencoder(nn.Module):
+    """Encode, sample the posterior, decode: one call, so that it compiles as a whole."""
+
+    def __init__(self, vae: AutoencoderKLWan) -> None:
+        super().__init__()
+        self.vae = vae
+
+    def forward(self, video: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean, log_variance = encode_parallel(self.vae, video).float().chunk(2, dim=1)
+        log_variance = log_variance.clamp(-20, 10)
+        return decode_parallel(self.vae, mean + noise * (0.5 * log_variance).exp()).float(), mean, log_variance
+
+
+def train_vae(
+    *,
+    steps: int,
+    batch: int,
+    seed: int,
+    device: str,
+    learning_rate: float = 2e-3,
+    kl_weight: float = 2e-5,
+    long_share: float = 0.35,
+    compile: bool = False,
+    config: dict[str, Any] | None = None,
+    time_limit: float = math.inf,
+) -> tuple[AutoencoderKLWan, list[dict[str, float]]]:
+    """Train from scratch on rendered clips; sets `latents_mean` and `latents_std` in the config from data.
+
+    The first part of the steps sees clips of 17 frames, the last `long_share` whole clips of 61 frames in batches a quarter
+    the size. The learning rate rises over 2 % of the steps and falls to zero along a cosine; past `time_limit`
+    seconds the schedule is driven by time instead, so that training always ends with a small step.
+
+    Returns:
+        the VAE in float32 on `device` (exponential moving average of the weights), and the logged losses.
+    """
+    torch.manual_seed(seed)
+    vae = AutoencoderKLWan(**(config or VAE_CONFIG)).to(device)
+    if device != "cpu":
+        for parameter in vae.parameters():
+            if parameter.ndim == 5:
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last_3d)
+    average = copy.deepcopy(vae)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=1e-3)
+    model: nn.Module = _Autoencoder(vae)
+    step_function = torch.compile(model) if compile else model
+    generator = torch.Generator().manual_seed(seed)
+    log: list[dict[str, float]] = []
+    started = time.monotonic()
+    for step in range(steps):
+        progress = max(step / steps, (time.monotonic() - started) / time_limit)
+        if progress >= 1:
+            break
+        long = progress >= 1 - long_share
+        scenes = sample_scenes(max(1, batch // 4) if long else batch, seed * 1_000_003 + step)
+        first = 0 if long else 4 * int(torch.randint((NUM_FRAMES - 17) // 4 + 1, (), generator=generator))
+        video = render(scenes, device, range(NUM_FRAMES) if long else range(first, first + 17))
+        latent_shape = (len(scenes), vae.config.z_dim, 1 + (video.shape[2] - 1) // 4, video.shape[3] // 8, video.shape[4] // 8)
+        noise = torch.randn(latent_shape, device=device)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(1, 50 * (progress + 1 / steps)) * 0.5 * (1 + math.cos(math.pi * progress))
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            output, mean, log_variance = step_function(video, noise)
+        l1, mse = F.l1_loss(output, video), F.mse_loss(output, video)
+        kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
+        loss = l1 + 2 * mse + kl_weight * kl
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        if torch.isfinite(norm):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        _update_average(average, vae, min(0.995, (1 + step) / (10 + step)))
+        if step % 50 == 0 or step == steps - 1:
+            psnr = -10 * math.log10(max(mse.item() / 4, 1e-12))
+            log.append({"step": step, "l1": l1.item(), "psnr": psnr, "kl": kl.item(), "seconds": time.monotonic() - started})
+            print(f"vae {step:5d}  l1 {l1.item():.4f}  psnr {psnr:.2f}  kl {kl.item():.3f}  {log[-1]['seconds']:.0f}s", flush=True)
+    average.eval().requires_grad_(False)
+    set_latent_statistics(average, seed=seed + 1, device=device)
+    return average, log
+
+
+@torch.no_grad()
+def _update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
+    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
+
+
+@torch.no_grad()
+def set_latent_statistics(vae: AutoencoderKLWan, *, seed: int, device: str, clips: int = 256, batch: int = 8) -> None:
+    """Write the channels' mean and standard deviation over `clips` rendered clips into the VAE's config."""
+    total, square, count = 0.0, 0.0, 0
+    for start in range(0, clips, batch):
+        latents = encode_means(vae, render(sample_scenes(min(batch, clips - start), seed * 7_919 + start), device)).double()
+        total = total + latents.sum((0, 2, 3, 4))
+        square = square + latents.square().sum((0, 2, 3, 4))
+        count += latents[:, 0].numel()
+    mean = torch.as_tensor(total) / count
+    std = (torch.as_tensor(square) / count - mean**2).clamp(min=1e-6).sqrt()
+    vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
+
+
+@torch.no_grad()
+def encode_means(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
+    """Posterior means [B, z, 1 + n, Y/8, X/8] of clips [B, 3, 1 + 4n, Y, X], in float32, not normalised."""
+    with torch.autocast(video.device.type, torch.bfloat16, enabled=video.device.type != "cpu"):
+        return encode_parallel(vae, video).float()[:, : vae.config.z_dim]
+
+
+def latent_statistics(vae: AutoencoderKLWan, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The config's `latents_mean` and `latents_std`, each [1, z, 1, 1, 1]."""
+    shape = (1, -1, 1, 1, 1)
+    mean, std = (torch.tensor(vae.config[name], device=device).view(shape) for name in ("latents_mean", "latents_std"))
+    return mean, std
+
+
+@torch.no_grad()
+def reconstruction_psnr(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
+    """PSNR in dB per clip [B] of the stock encode and decode, in the VAE's own precision; video [B, 3, F, Y, X] in [-1, 1]."""
+    output = vae.decode(vae.encode(video).latent_dist.mode()).sample
+    error = ((output.float() - video).square() / 4).flatten(1).mean(1)
+    return -10 * torch.log10(error.clamp(min=1e-12))

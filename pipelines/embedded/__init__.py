@@ -1,0 +1,48 @@
+"""The model shipped inside the package: a tiny Wan text-to-video model of coloured shapes that move.
+
+Any diffusers can load it: `diffusers.WanPipeline.from_pretrained(embedded_model_path())`. It is trained from scratch by
+`python -m vmonarch.finetune.embedded`; data, training and scores are in `vmonarch/finetune/embedded/README.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """What the embedded model was trained and scored with.
+
+    `height` and `width` are pixels, `num_frames` is 1 + 4n, `fps` is for playback; `flow_shift` is already in the shipped scheduler.
+    """
+
+    height: int = 96
+    width: int = 160
+    num_frames: int = 61
+    num_inference_steps: int = 20
+    guidance_scale: float = 4.0
+    flow_shift: float = 3.0
+    fps: int = 15
+
+
+EMBEDDED_SETTINGS = GenerationSettings()
+"""The recommended settings; height, width, num_frames, num_inference_steps and guidance_scale are the pipeline's arguments."""
+
+
+def embedded_model_path() -> Path:
+    """Folder of the embedded model, for `from_pretrained`; it works from a checkout and from an installed wheel.
+
+    Raises:
+        FileNotFoundError: the weights are missing from the installation.
+    """
+    folder = Path(__file__).resolve().parent
+    if not (folder / "model_index.json").is_file():
+        raise FileNotFoundError(
+            f"the embedded model's weights are missing from {folder}; reinstall vmonarch, or train them with "
+            "`python -m vmonarch.finetune.embedded`"
+        )
+    return folder
+
+
+__all__ = ["EMBEDDED_SETTINGS", "GenerationSettings", "embedded_model_path"]
