@@ -211,6 +211,9 @@ def infer_grid(cosines: torch.Tensor) -> LatentGrid:
     if whole:
         time, height, width = (part.unflatten(0, grid) for part in (time, height, width))
         same = (time == time[:, :1, :1]).all() & (height == height[:1, :, :1]).all() & (width == width[:1, :1]).all()
+        # Position 0 may not come back: two videos in one sequence are no grid.
+        for axis in (time[1:, 0, 0], height[0, 1:, 0], width[0, 0, 1:]):
+            same = same & (axis != 1).any(dim=1).all()
         whole = bool(same)
     if not whole:
         raise ValueError(f"rotary_emb is not that of a whole grid of {tokens} tokens in order; {advice}")

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """Builders of tiny Wan models and pipelines; see `tests/processors/tiny_wan.py`."""
+    spec = importlib.util.spec_from_file_location("tiny_wan", Path(__file__).parents[1] / "processors" / "tiny_wan.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    # Tiny tensors: more threads only wait for each other, and sums in another order would not be bit-identical.
+    torch.set_num_threads(1)

@@ -1,0 +1,225 @@
+"""The processor computes what the stock one does, except for the softmax of self-attention."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from diffusers.models.transformers import transformer_wan
+
+import vmonarch
+from vmonarch import ExactBlocks, LatentGrid, VMonarchProcessor
+from vmonarch.processors import VideoAttentionProcessor
+
+ALL_EXACT = ExactBlocks(band=1000)
+
+
+class Spy(VideoAttentionProcessor):
+    """Records what it is asked to attend."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def attend(self, query, key, value, grid):
+        self.seen.append((query, key, value, grid))
+        return value
+
+
+def qkv_of_stock(monkeypatch, model, inputs):
+    seen = []
+
+    def record(query, key, value, **options):
+        seen.append((query, key, value))
+        return value if key.shape == query.shape else query
+
+    monkeypatch.setattr(transformer_wan, "dispatch_attention_fn", record)
+    with torch.no_grad():
+        model(**inputs)
+    monkeypatch.undo()
+    return [entry for entry in seen if entry[0].shape == entry[1].shape]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-with-float32-rope", "float16"])
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_query_key_and_value_are_bit_identical_to_the_stock_processors(tiny, monkeypatch, dtype, fused, batch):
+    model = tiny.transformer(attention_head_dim=24)
+    model.to(getattr(torch, dtype.split("-")[0]))
+    if dtype.endswith("rope"):
+        model.rope.float()
+    if fused:
+        model.fuse_qkv_projections()
+    inputs = tiny.inputs(batch=batch)
+    inputs["hidden_states"] = inputs["hidden_states"].to(model.dtype)
+    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"].to(model.dtype)
+    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, :5]  # differs from S, so that it is told apart
+    expected = qkv_of_stock(monkeypatch, model, inputs)
+
+    spy = Spy()
+    model.set_attn_processor(spy)
+    # The stand-in for cross-attention of the recording above.
+    monkeypatch.setattr(transformer_wan, "dispatch_attention_fn", lambda query, key, value, **options: query)
+    with torch.no_grad():
+        model(**inputs)
+
+    assert len(expected) == len(spy.seen) == 2
+    for stock, (query, key, value, grid) in zip(expected, spy.seen, strict=True):
+        assert grid == tiny.GRID
+        for ours, theirs in zip((query, key, value), stock, strict=True):
+            assert ours.dtype == theirs.dtype == model.dtype
+            assert torch.equal(ours, theirs)
+        assert value.stride(1) == 48 * (3 if fused else 1), "value was copied"
+
+
+@pytest.mark.parametrize(
+    "build", ["transformer", "vace_transformer", "chronoedit_transformer", "skyreels_transformer"]
+)
+@pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+def test_all_blocks_exact_equals_the_stock_processor(tiny, build, way):
+    model = getattr(tiny, build)()
+    inputs = tiny.inputs(batch=2)
+    if build.startswith("vace"):
+        inputs["control_hidden_states"] = torch.randn(2, 96, 3, 4, 6)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        switch(model, VMonarchProcessor(exact=ALL_EXACT), way)
+        actual = model(**inputs)[0]
+        switch(model, VMonarchProcessor(), way)
+        approximate = model(**inputs)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert (approximate - expected).abs().max() > 1e-3, "VMonarch did not run"
+
+
+def switch(model, processor, way):
+    if way == "apply":
+        vmonarch.apply(model, processor)
+    else:
+        model.set_attn_processor(processor)
+
+
+@pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+def test_one_frame_equals_the_stock_processor(tiny, way):
+    model = tiny.transformer()
+    expected = tiny.run(model, (1, 3, 5))
+    switch(model, VMonarchProcessor(exact=None), way)
+    torch.testing.assert_close(tiny.run(model, (1, 3, 5)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_patch_sizes_other_than_1x2x2(tiny):
+    model = tiny.transformer(patch_size=(2, 1, 3))
+    inputs = tiny.inputs()
+    inputs["hidden_states"] = torch.randn(1, 16, 4, 5, 6)
+    with torch.no_grad():
+        installation = vmonarch.apply(model, VMonarchProcessor())
+        applied = model(**inputs)[0]
+        assert installation.grid == (2, 5, 2)
+        vmonarch.restore(model)
+        model.set_attn_processor(VMonarchProcessor())
+        assert torch.equal(model(**inputs)[0], applied)
+
+
+def test_every_option_reaches_the_op(tiny, monkeypatch):
+    options = {
+        "num_iterations": 3,
+        "frames_per_block": 2,
+        "tiles": (1, 2),
+        "coarse": 2,
+        "exact": ExactBlocks(columns=(0,), band=1),
+        "min_mass": 0.2,
+        "implementation": "torch",
+    }
+    seen = {}
+    monkeypatch.setattr(
+        "vmonarch.processors.vmonarch_attention", lambda query, key, value, **given: seen.update(given) or value
+    )
+    model = tiny.transformer()
+    model.set_attn_processor(VMonarchProcessor(**options))
+    tiny.run(model)
+    assert seen == options | {"grid": LatentGrid(*tiny.GRID)}
+
+
+def test_cross_attention_is_left_to_the_stock_processor(tiny):
+    model = tiny.transformer(image_dim=16, added_kv_proj_dim=24)
+    attn = model.blocks[0].attn2
+    states, context = torch.randn(2, 18, 24), torch.randn(2, 512 + 3, 24)
+    with torch.no_grad():
+        expected = attn(states, context)
+        attn.set_processor(VMonarchProcessor())
+        assert torch.equal(attn(states, context), expected)
+
+
+def test_attention_mask_in_self_attention_is_refused(tiny):
+    attn = tiny.transformer().blocks[0].attn1
+    attn.set_processor(VMonarchProcessor(grid=(1, 2, 3)))
+    with pytest.raises(ValueError, match="attention_mask"):
+        attn(torch.randn(1, 6, 24), None, torch.ones(1, 6, dtype=torch.bool))
+
+
+def test_causal_skyreels_is_refused(tiny):
+    model = tiny.skyreels_transformer(num_frame_per_block=3)
+    vmonarch.apply(model, VMonarchProcessor())
+    with pytest.raises(ValueError, match="attention_mask"):
+        tiny.run(model)
+
+
+def test_attention_backend_reaches_exact_attention_and_leaves_the_original_alone(tiny):
+    model = tiny.transformer()
+    expected = tiny.run(model)
+    vmonarch.apply(model, VMonarchProcessor())
+    model.set_attention_backend("_native_math")
+    try:
+        tiny.run(model)
+        for name, processor in model.attn_processors.items():
+            assert processor._attention_backend is not None, name
+    finally:
+        model.reset_attention_backend()
+    vmonarch.restore(model)
+    assert all(processor._attention_backend is None for processor in model.attn_processors.values())
+    torch.testing.assert_close(tiny.run(model), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"exact": None, "grid": (3, 2, 3), "dense_steps": 0.25, "dense_layers": [1, 0]},
+        {"exact": ExactBlocks(rows=(0, 2), band=1, aware=False), "tiles": [2, 1], "coarse": 2, "dense_steps": range(3)},
+    ],
+    ids=["defaults", "fractions", "exact-blocks"],
+)
+def test_config_goes_through_json(options):
+    processor = VMonarchProcessor(**options)
+    again = VMonarchProcessor.from_config(json.loads(json.dumps(processor.config)))
+    assert again.config == processor.config
+    assert repr(again) == repr(processor)
+    assert again.exact == processor.exact and again.grid == processor.grid
+
+
+def test_processors_survive_copy_and_pickle_and_share_no_state(tiny):
+    model = tiny.transformer()
+    processor = VMonarchProcessor()
+    model.set_attn_processor(processor)
+    expected = tiny.run(model)
+    assert torch.equal(tiny.run(copy.deepcopy(model)), expected)
+    assert torch.equal(tiny.run(pickle.loads(pickle.dumps(model))), expected)
+    state = vars(VMonarchProcessor), vars(VideoAttentionProcessor)
+    before = [dict(attributes) for attributes in state]
+    vmonarch.apply(model, VMonarchProcessor(exact=None))
+    tiny.run(model)
+    assert [dict(attributes) for attributes in state] == before, "a class attribute was set"
+
+
+def test_applied_transformers_survive_pickle(tiny):
+    model = tiny.transformer()
+    stock = tiny.run(model)
+    vmonarch.apply(model, VMonarchProcessor())
+    expected = tiny.run(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(tiny.run(twin), expected)
+    vmonarch.restore(twin)
+    assert torch.equal(tiny.run(twin), stock)
+    assert torch.equal(tiny.run(model), expected)

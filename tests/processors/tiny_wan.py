@@ -1,0 +1,228 @@
+"""Tiny random Wan models and pipelines, built in code: no download, under a second each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    ChronoEditTransformer3DModel,
+    SkyReelsV2Transformer3DModel,
+    UniPCMultistepScheduler,
+    WanAnimateTransformer3DModel,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+)
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    PreTrainedTokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+HEIGHT, WIDTH, FRAMES = 32, 48, 9
+GRID = (3, 2, 3)  # of the size above: 3 latent frames of 4 × 6 latents, cut into patches of 2 × 2
+PROMPT, NEGATIVE = "a red circle moves right", "blurry"
+
+_TRANSFORMER = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 16,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "rope_max_seq_len": 64,
+}
+
+
+def _seeded(model_class: Any, seed: int, **config: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(**config).eval()
+        for name, parameter in model.named_parameters():
+            # Larger queries and keys than at initialisation: attention that is far from uniform tells methods apart.
+            if "attn1.norm_q" in name or "attn1.norm_k" in name:
+                torch.nn.init.normal_(parameter, 1.5, 0.5)
+    return model
+
+
+def transformer(seed: int = 0, **overrides: Any) -> WanTransformer3DModel:
+    return _seeded(WanTransformer3DModel, seed, **_TRANSFORMER | overrides)
+
+
+def vace_transformer(seed: int = 0, **overrides: Any) -> WanVACETransformer3DModel:
+    config = {"vace_layers": [0, 2], "vace_in_channels": 96, "num_layers": 3}
+    return _seeded(WanVACETransformer3DModel, seed, **_TRANSFORMER | config | overrides)
+
+
+def chronoedit_transformer(seed: int = 0, **overrides: Any) -> ChronoEditTransformer3DModel:
+    return _seeded(ChronoEditTransformer3DModel, seed, **_TRANSFORMER | overrides)
+
+
+def skyreels_transformer(seed: int = 0, **overrides: Any) -> SkyReelsV2Transformer3DModel:
+    return _seeded(SkyReelsV2Transformer3DModel, seed, **_TRANSFORMER | overrides)
+
+
+def animate_transformer(seed: int = 0, **overrides: Any) -> WanAnimateTransformer3DModel:
+    config = {
+        "in_channels": 36,
+        "latent_channels": 16,
+        "image_dim": 16,
+        "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8},
+        "motion_encoder_size": 16,
+        "motion_style_dim": 8,
+        "motion_dim": 4,
+        "motion_encoder_dim": 16,
+        "face_encoder_hidden_dim": 16,
+        "face_encoder_num_heads": 2,
+        "inject_face_latents_blocks": 2,
+    }
+    return _seeded(WanAnimateTransformer3DModel, seed, **_TRANSFORMER | config | overrides)
+
+
+def inputs(grid: tuple[int, int, int] = GRID, batch: int = 1, seed: int = 0, channels: int = 16) -> dict[str, Any]:
+    """Keyword arguments of a transformer's forward for a latent grid of tokens, patches of 1×2×2."""
+    generator = torch.Generator().manual_seed(seed)
+    frames, height, width = grid
+    return {
+        "hidden_states": torch.randn(batch, channels, frames, 2 * height, 2 * width, generator=generator),
+        "timestep": torch.full((batch,), 500),
+        "encoder_hidden_states": torch.randn(batch, 7, 16, generator=generator),
+        "return_dict": False,
+    }
+
+
+def run(model: Any, grid: tuple[int, int, int] = GRID, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs(grid, **options))[0]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "</s>", "<unk>", *PROMPT.split(), NEGATIVE, "blue", "square"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def _parts() -> dict[str, Any]:
+    text_config = UMT5Config(vocab_size=16, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    text_encoder = _seeded(lambda: UMT5EncoderModel(text_config), 1)
+    vae = _seeded(
+        AutoencoderKLWan,
+        2,
+        base_dim=4,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+    )
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    return {"tokenizer": tokenizer(), "text_encoder": text_encoder, "vae": vae, "scheduler": scheduler}
+
+
+def _image_parts() -> dict[str, Any]:
+    config = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=16
+    )
+    return {
+        "image_encoder": _seeded(lambda: CLIPVisionModel(config), 3),
+        "image_processor": CLIPImageProcessorPil(
+            size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+        ),
+    }
+
+
+def pipeline(kind: str = "t2v", module: Any = diffusers) -> Any:
+    """A pipeline of `kind`, of the classes in `module` (diffusers or vmonarch.pipelines)."""
+    build = {
+        "t2v": lambda: module.WanPipeline(**_parts(), transformer=transformer()),
+        "t2v-2.2": lambda: module.WanPipeline(
+            **_parts(), transformer=transformer(), transformer_2=transformer(seed=9), boundary_ratio=0.9
+        ),
+        "t2v-2.2-low-noise-only": lambda: module.WanPipeline(
+            **_parts(), transformer=None, transformer_2=transformer(seed=9), boundary_ratio=1.1
+        ),
+        "t2v-5b": lambda: module.WanPipeline(**_parts(), transformer=transformer(), expand_timesteps=True),
+        "i2v-2.1": lambda: module.WanImageToVideoPipeline(
+            **_parts(),
+            **_image_parts(),
+            transformer=transformer(in_channels=36, image_dim=16, added_kv_proj_dim=24),
+        ),
+        "i2v-2.2": lambda: module.WanImageToVideoPipeline(
+            **_parts(),
+            transformer=transformer(in_channels=36),
+            transformer_2=transformer(seed=9, in_channels=36),
+            boundary_ratio=0.9,
+        ),
+        "i2v-5b": lambda: module.WanImageToVideoPipeline(
+            **_parts(), transformer=transformer(), expand_timesteps=True
+        ),
+        "vace": lambda: module.WanVACEPipeline(**_parts(), transformer=vace_transformer()),
+        "v2v": lambda: module.WanVideoToVideoPipeline(**_parts(), transformer=transformer()),
+        "animate": lambda: module.WanAnimatePipeline(
+            **_parts(), **_image_parts(), transformer=animate_transformer(added_kv_proj_dim=24)
+        ),
+    }
+    pipe = build[kind]()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+KINDS = (
+    "t2v",
+    "t2v-2.2",
+    "t2v-2.2-low-noise-only",
+    "t2v-5b",
+    "i2v-2.1",
+    "i2v-2.2",
+    "i2v-5b",
+    "vace",
+    "v2v",
+    "animate",
+)
+
+
+def image(seed: int = 0, height: int = HEIGHT, width: int = WIDTH) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def generate(pipe: Any, steps: int = 3, guidance: float = 5.0, seed: int = 0, **options: Any) -> torch.Tensor:
+    """The latents (or frames) of a pipeline's video, whatever its kind."""
+    name = type(pipe).__name__
+    call = {
+        "prompt": PROMPT,
+        "negative_prompt": NEGATIVE,
+        "height": HEIGHT,
+        "width": WIDTH,
+        "num_frames": FRAMES,
+        "num_inference_steps": steps,
+        "guidance_scale": guidance,
+        "generator": torch.Generator().manual_seed(seed),
+        "output_type": "latent",
+    }
+    if "ImageToVideo" in name:
+        call["image"] = image()
+    if "VideoToVideo" in name:
+        call["video"] = [image(i) for i in range(FRAMES)]
+        call["strength"] = 0.6
+        del call["num_frames"]
+    if "Animate" in name:
+        del call["num_frames"]
+        call |= {
+            "image": image(),
+            "pose_video": [image(i) for i in range(FRAMES)],
+            "face_video": [image(i, 16, 16) for i in range(FRAMES)],
+            "segment_frame_length": FRAMES,
+        }
+    return pipe(**call | options).frames
