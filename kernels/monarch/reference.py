@@ -192,15 +192,16 @@ def monarch_attention_reference(
 
     key_bias = None
     if layout.valid is not None or key_mask is not None:
-        present = layout.valid if key_mask is None else layout.to_blocks(key_mask[..., None, None])[..., 0]
+        mask = key.new_ones(1, S, dtype=torch.bool) if key_mask is None else key_mask
+        present = layout.to_blocks(mask[..., None, None]).squeeze(-1)  # [B or 1, 1, m, b]
         key_bias = torch.zeros_like(present, dtype=compute_dtype).masked_fill(~present, -torch.inf)
     coarse_key, coarse_bias = layout.pool(k) if layout.cell is not None else (k, key_bias)
 
-    exact = out_exact = lse_exact = None
+    exact_pairs = out_exact = lse_exact = None
     if key_frames is not None:
-        assert layout.frame is not None and key_block_frames is not None
+        assert key_block_frames is not None
         blockwise = [[frames[0] in attended for frames in key_block_frames] for attended in key_frames]  # [T, m]
-        exact = torch.tensor(blockwise, device=query.device)[layout.frame].transpose(0, 1)  # [b, l, m]
+        exact_pairs = torch.tensor(blockwise, device=query.device)
         out_exact, lse_exact = exact_part(to_groups(query) * scale, to_groups(key), to_groups(value), key_frames)
         out_exact, lse_exact = (
             _position_major(layout.to_blocks(tensor.unflatten(0, (B, H)).transpose(1, 2)))
@@ -210,6 +211,13 @@ def monarch_attention_reference(
 
     q_positions = _position_major(q)  # [B·H, b, m, D]
     query_valid = None if layout.valid is None else layout.valid.T
+
+    def exact_blocks(j: slice, l: slice) -> torch.Tensor | None:
+        """[b, l, m] true in exact blocks, for a chunk of positions and query blocks."""
+        if exact_pairs is None or layout.frame is None:
+            return None
+        return exact_pairs[layout.frame.T[j, l]]
+
     position_chunks, row_chunks = _in_chunks(B * H, b, m, m)
 
     z = q  # L starts as the identity, so every centroid is the block's own query
@@ -223,7 +231,7 @@ def monarch_attention_reference(
                     q_positions[:, j, l],
                     aL[:, j],
                     cL[:, j],
-                    _slice_or_none(exact if aware else None, j, l),
+                    exact_blocks(j, l) if aware else None,
                     _slice_or_none(lse_exact if aware else None, slice(None), j, l),
                     _slice_or_none(query_valid, j, l),
                 )
@@ -235,6 +243,7 @@ def monarch_attention_reference(
         z = torch.cat(centroids, 1).unflatten(0, (B, H)).transpose(2, 3)
 
     aL, cL, y = r_step(z, k, key_bias, v, entropy_grad)
+    assert y is not None
     aL, cL, y = _position_major(aL), _position_major(cL.unsqueeze(-1)).squeeze(-1), _position_major(y)
     outs, lses = [], []
     for j in position_chunks:
@@ -244,7 +253,7 @@ def monarch_attention_reference(
                 aL[:, j],
                 cL[:, j],
                 y[:, j],
-                _slice_or_none(exact, j, l),
+                exact_blocks(j, l),
                 _slice_or_none(lse_exact, slice(None), j, l),
                 _slice_or_none(out_exact, slice(None), j, l),
             )

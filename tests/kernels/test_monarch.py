@@ -1,0 +1,596 @@
+"""Monarch and VMonarch attention against the papers' pseudo-code and against the identities of the algorithm notes.
+
+The oracles work on one head in float64, one position at a time, and build the whole N×N Monarch matrix: slow, and as
+close to the page as possible. B batch, S tokens, H heads, D head dim, m blocks, b positions per block.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vmonarch import ExactBlocks, monarch_attention, vmonarch_attention
+from vmonarch.kernels.flash_entropy import reference as flash_entropy_reference
+from vmonarch.kernels.monarch.reference import r_step
+
+RAGGED_GRIDS = [(1, 1, 1), (1, 7, 3), (2, 1, 1), (7, 1, 1), (3, 7, 5), (5, 2, 11), (4, 6, 6)]
+by_grid = pytest.mark.parametrize("grid", RAGGED_GRIDS, ids=lambda g: "x".join(map(str, g)))
+
+
+def qkv(tokens, *, batch=2, heads=3, dim=8, seed=0, dtype=torch.float64, spread=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        (torch.randn(batch, tokens, heads, dim, generator=generator, dtype=torch.float64) * spread).to(dtype)
+        for _ in range(3)
+    )
+
+
+def softmax_attention(q, k, v, scale=None):
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
+    return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def per_head(function, *tensors):
+    """Apply a one-head function to every head of [B, S, H, D] tensors and stack its results the same way."""
+    B, _, H, _ = tensors[0].shape
+    heads = [[function(*(t[i, :, h] for t in tensors)) for h in range(H)] for i in range(B)]
+    return torch.stack([torch.stack(row, 1) for row in heads])
+
+
+# --- Fig. 6 of VMonarch, literally. `clamp` is the one addition of its §4.1. ---
+
+
+def R_update(aR, cR, Kb):
+    R = torch.softmax(torch.bmm(aR, Kb.transpose(1, 2)) / cR[:, :, None], dim=2)
+    cL = torch.sum(torch.xlogy(R, R), dim=2).transpose(0, 1)
+    aL = torch.bmm(R, Kb).transpose(0, 1)
+    return aL, cL, R
+
+
+def L_update(aL, cL, Qb):
+    L = torch.softmax(torch.bmm(Qb, aL.transpose(1, 2)) - cL[:, None, :], dim=2)
+    cR = torch.sum(L, dim=1).transpose(0, 1)
+    aR = torch.bmm(L.transpose(1, 2), Qb).transpose(0, 1)
+    return aR, cR, L
+
+
+def figure_6(Q, K, V, m, b, T, clamp=0.0):
+    N, d = Q.shape
+    Qb = Q.reshape(m, b, d).transpose(0, 1)
+    Kb = K.reshape(m, b, d)
+    Vb = V.reshape(m, b, V.shape[-1])
+    aR = Q.reshape(m, b, d)
+    cR = torch.ones(m, b, dtype=Q.dtype)
+    for _ in range(T):
+        aL, cL, R = R_update(aR, cR.clamp(min=clamp), Kb)
+        aR, cR, L = L_update(aL, cL, Qb)
+    y = torch.bmm(R, Vb).transpose(0, 1)
+    O = torch.bmm(L, y).transpose(0, 1)
+    return O.reshape(N, -1)
+
+
+# --- The general oracle: any assignment of tokens to (block, position), any exact blocks, any key mask. ---
+
+
+def monarch_map(Q, K, block, position, T, clamp, attended=None, exact=None, aware=True, cell=None):
+    """The N×N map of one head and the log-partition of its rows, one position and one query at a time.
+
+    block, position: [N] place of every token. attended: [N] keys that take part. exact: [N, m] query × key block.
+    cell: [N] coarse cell of every token inside its block, for all iterations but the last.
+    """
+    N = Q.shape[0]
+    m, b = int(block.max()) + 1, int(position.max()) + 1
+    attended = torch.ones(N, dtype=torch.bool) if attended is None else attended
+    exact = torch.zeros(N, m, dtype=torch.bool) if exact is None else exact
+    token = {(int(block[n]), int(position[n])): n for n in range(N)}
+    z = {(k, j): Q[token[k, j]] if (k, j) in token else torch.zeros_like(Q[0]) for k in range(m) for j in range(b)}
+    scores = Q @ K.T
+    for t in range(T):
+        last = t == T - 1
+        aL, cL, R = {}, {}, {}
+        for k, j in itertools.product(range(m), range(b)):
+            keys = [n for n in range(N) if block[n] == k and attended[n]]
+            if not keys:
+                continue
+            if cell is not None and not last:
+                groups = {}
+                for n in keys:
+                    groups.setdefault(int(cell[n]), []).append(n)
+                keys, groups = [n for g in groups.values() for n in g], list(groups.values())
+                means = torch.stack([K[g].mean(0) for g in groups])
+                counts = torch.tensor([float(len(g)) for g in groups], dtype=Q.dtype)
+                share = torch.softmax(means @ z[k, j] + counts.log(), 0) / counts
+                r = torch.cat([s.repeat(len(g)) for s, g in zip(share, groups, strict=True)])
+            else:
+                r = torch.softmax(K[keys] @ z[k, j], 0)
+            R[k, j] = (keys, r)
+            aL[k, j] = r @ K[keys]
+            cL[k, j] = torch.xlogy(r, r).sum()
+        M, lse = torch.zeros(N, N, dtype=Q.dtype), torch.full((N,), -math.inf, dtype=Q.dtype)
+        column_sum, column_query = {}, {}
+        for n in range(N):
+            j = int(position[n])
+            knows = aware or last
+            logits = {k: Q[n] @ aL[k, j] - cL[k, j] for k in range(m) if (k, j) in aL and not (knows and exact[n, k])}
+            exact_keys = [i for i in range(N) if knows and exact[n, block[i]] and attended[i]]
+            if exact_keys:
+                logits["exact"] = scores[n, exact_keys].logsumexp(0)
+            if not logits:
+                continue
+            lse[n] = torch.stack(list(logits.values())).logsumexp(0)
+            for k, logit in logits.items():
+                weight = (logit - lse[n]).exp()
+                if k == "exact":
+                    M[n, exact_keys] += weight * scores[n, exact_keys].softmax(0)
+                else:
+                    keys, r = R[k, j]
+                    M[n, keys] += weight * r
+                    column_sum[k, j] = column_sum.get((k, j), 0.0) + weight
+                    column_query[k, j] = column_query.get((k, j), 0.0) + weight * Q[n]
+        for k, j in z:
+            if (k, j) in column_sum:
+                z[k, j] = column_query[k, j] / column_sum[k, j].clamp(min=clamp)
+            else:
+                z[k, j] = torch.zeros_like(Q[0])
+    return M, lse
+
+
+def grid_places(grid, frames_per_block=1, tiles=(1, 1), coarse=1):
+    """Block, position, frame and coarse cell of every token, by counting."""
+    T, H, W = grid
+    tile_of = [
+        [max(p for p in range(n) if p * size // n <= x) for x in range(size)]
+        for n, size in zip(tiles, grid[1:], strict=True)
+    ]
+    start = [[p * size // n for p in range(n)] for n, size in zip(tiles, grid[1:], strict=True)]
+    extent = [
+        max((p + 1) * size // n - p * size // n for p in range(n)) for n, size in zip(tiles, grid[1:], strict=True)
+    ]
+    block, position, frame, cell = [], [], [], []
+    for t, y, x in itertools.product(range(T), range(H), range(W)):
+        ty, tx = tile_of[0][y], tile_of[1][x]
+        dt, dy, dx = t % frames_per_block, y - start[0][ty], x - start[1][tx]
+        block.append((t // frames_per_block * tiles[0] + ty) * tiles[1] + tx)
+        position.append((dt * extent[0] + dy) * extent[1] + dx)
+        frame.append(t)
+        cell.append(hash((dt, dy // coarse, dx // coarse)))
+    return tuple(torch.tensor(x) for x in (block, position, frame, cell))
+
+
+def vmonarch_oracle(q, k, v, grid, *, T=2, frames_per_block=1, tiles=(1, 1), coarse=1, exact=None, clamp=0.1):
+    """(out, lse) of `monarch_map` for every head, with E(l) rounded outward to whole key blocks."""
+    block, position, frame, cell = grid_places(grid, frames_per_block, tiles, coarse)
+    pattern = None
+    if exact is not None:
+        pairs = torch.zeros(grid[0], int(block.max()) + 1, dtype=torch.bool)
+        for l, key_frame in itertools.product(range(grid[0]), range(grid[0])):
+            if (
+                l in exact.rows
+                or key_frame in exact.columns
+                or (exact.band is not None and abs(l - key_frame) <= exact.band)
+            ):
+                whole_block = frame // frames_per_block == key_frame // frames_per_block
+                pairs[l, block[whole_block].unique()] = True
+        pattern = pairs[frame]
+    aware = exact is None or exact.aware
+
+    def head(q, k, v):
+        M, lse = monarch_map(
+            q * q.shape[-1] ** -0.5, k, block, position, T, clamp,
+            exact=pattern, aware=aware, cell=None if coarse == 1 else cell,
+        )  # fmt: skip
+        return torch.cat([M @ v, lse[:, None]], -1)
+
+    result = per_head(head, q, k, v)
+    return result[..., :-1], result[..., -1].transpose(1, 2)
+
+
+def assert_equal(actual, expected, tolerance=1e-9):
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# --- The papers' pseudo-code ---
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 5])
+@pytest.mark.parametrize(("m", "b"), [(1, 6), (6, 1), (3, 4), (4, 7)])
+def test_monarch_attention_is_figure_6(m, b, T):
+    q, k, v = qkv(m * b)
+    scale = q.shape[-1] ** -0.5
+    expected = per_head(lambda q, k, v: figure_6(q * scale, k, v, m, b, T), q, k, v)
+    assert_equal(monarch_attention(q, k, v, block_size=b, num_iterations=T), expected)
+
+
+@pytest.mark.parametrize("T", [1, 2, 4])
+def test_vmonarch_attention_is_figure_6_with_clamp_and_first_frame_recomputation(T):
+    grid = (4, 3, 5)
+    q, k, v = qkv(60, spread=3.0)
+    scale = q.shape[-1] ** -0.5
+    expected = per_head(lambda q, k, v: figure_6(q * scale, k, v, 4, 15, T, clamp=0.1), q, k, v)
+    assert_equal(vmonarch_attention(q, k, v, grid=grid, num_iterations=T, exact=None), expected)
+    expected[:, :15] = softmax_attention(q[:, :15], k, v)[0]
+    assert_equal(vmonarch_attention(q, k, v, grid=grid, num_iterations=T), expected)
+
+
+def test_the_clamp_matters_in_the_test_above():
+    q, k, v = qkv(60, spread=3.0)
+    clamped = vmonarch_attention(q, k, v, grid=(4, 3, 5), exact=None)
+    unclamped = vmonarch_attention(q, k, v, grid=(4, 3, 5), exact=None, min_mass=0.0)
+    assert (clamped - unclamped).abs().max() > 1e-3
+
+
+# --- Every option against the token-by-token oracle ---
+
+OPTIONS = {
+    "plain": {},
+    "t1": {"T": 1},
+    "t3": {"T": 3},
+    "two-frames": {"frames_per_block": 2},
+    "three-frames": {"frames_per_block": 3},
+    "tiles": {"tiles": (2, 2)},
+    "tiles-one-row": {"tiles": (1, 3)},
+    "coarse": {"coarse": 2},
+    "coarse-3": {"coarse": 3, "T": 3},
+    "row": {"exact": ExactBlocks(rows=(0,))},
+    "row-unaware": {"exact": ExactBlocks(rows=(0,), aware=False)},
+    "column": {"exact": ExactBlocks(columns=(0,))},
+    "own-frame": {"exact": ExactBlocks(band=0)},
+    "own-frame-unaware": {"exact": ExactBlocks(band=0, aware=False)},
+    "band": {"exact": ExactBlocks(band=1), "T": 3},
+    "all-patterns": {"exact": ExactBlocks(rows=(1,), columns=(0, 2), band=0)},
+    "band-of-two-frames": {"exact": ExactBlocks(band=0), "frames_per_block": 2},
+    "band-of-tiles": {"exact": ExactBlocks(rows=(0,), band=0), "tiles": (2, 2)},
+    "everything": {
+        "exact": ExactBlocks(rows=(2,), columns=(0,), band=0),
+        "frames_per_block": 2,
+        "tiles": (2, 1),
+        "coarse": 2,
+        "T": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("grid", [(3, 3, 4), (5, 2, 3)], ids=["3x3x4", "5x2x3"])
+def test_every_option_matches_the_oracle(name, grid):
+    options = dict(OPTIONS[name])
+    q, k, v = qkv(math.prod(grid), batch=1, heads=2, spread=2.0)
+    expected, expected_lse = vmonarch_oracle(q, k, v, grid, **options)
+    out, lse = vmonarch_attention(
+        q, k, v, grid=grid, num_iterations=options.pop("T", 2), return_lse=True, **{"exact": None, **options}
+    )
+    assert_equal(out, expected)
+    assert_equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("tiles", [(3, 2), (5, 1), (2, 4)], ids=str)
+def test_tiles_that_do_not_divide_a_frame_match_the_oracle(tiles):
+    q, k, v = qkv(2 * 5 * 5, batch=1, heads=1)
+    expected, _ = vmonarch_oracle(q, k, v, (2, 5, 5), tiles=tiles)
+    assert_equal(vmonarch_attention(q, k, v, grid=(2, 5, 5), tiles=tiles, exact=None), expected)
+
+
+@pytest.mark.parametrize("padding", ["post", "pre"])
+@pytest.mark.parametrize(("tokens", "block_size"), [(11, 4), (13, 5), (7, 7), (9, 1), (10, 64), (1, 3)])
+@pytest.mark.parametrize("masked", [False, True], ids=["all-keys", "key-mask"])
+def test_ragged_blocks_and_key_masks_match_the_oracle(tokens, block_size, padding, masked):
+    q, k, v = qkv(tokens, batch=2, heads=1)
+    key_mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(1)) > 0.4 if masked else None
+    size = min(block_size, tokens)
+    place = torch.arange(tokens) + (-tokens % size if padding == "pre" else 0)
+    expected = torch.stack(
+        [
+            torch.cat(monarch_map_columns(q[i, :, 0], k[i, :, 0], v[i, :, 0], place, size, key_mask, i), -1)
+            for i in range(2)
+        ]
+    )
+    out, lse = monarch_attention(q, k, v, block_size=block_size, padding=padding, key_mask=key_mask, return_lse=True)
+    assert_equal(out[:, :, 0], expected[..., :-1])
+    assert_equal(lse[:, 0], expected[..., -1])
+
+
+def monarch_map_columns(q, k, v, place, size, key_mask, i):
+    attended = None if key_mask is None else key_mask[i]
+    M, lse = monarch_map(q * q.shape[-1] ** -0.5, k, place // size, place % size, 2, 0.0, attended=attended)
+    return M @ v, lse[:, None]
+
+
+def test_rows_without_any_key_are_zero_with_empty_log_weight():
+    q, k, v = qkv(12)
+    key_mask = torch.zeros(2, 12, dtype=torch.bool)
+    key_mask[1] = True
+    out, lse = monarch_attention(q, k, v, block_size=4, key_mask=key_mask, return_lse=True)
+    assert (out[0] == 0).all() and torch.isneginf(lse[0]).all()
+    assert_equal(out[1], monarch_attention(q, k, v, block_size=4)[1])
+
+
+# --- Identities ---
+
+
+def explicit_map(q, k, grid, **options):
+    """The map itself, read off the op by giving it one-hot values."""
+    S = q.shape[1]
+    one_hot = torch.eye(S, dtype=q.dtype)[None, :, None].expand(q.shape[0], S, q.shape[2], S)
+    return vmonarch_attention(q, k, one_hot, grid=grid, return_lse=True, **options)
+
+
+@by_grid
+@pytest.mark.parametrize("exact", [None, "first_frame", ExactBlocks(band=0)], ids=["none", "first-frame", "band"])
+def test_rows_of_the_map_are_distributions(grid, exact):
+    q, k, _ = qkv(math.prod(grid))
+    M, _ = explicit_map(q, k, grid, exact=exact)
+    assert (M >= 0).all()
+    assert_equal(M.sum(-1), torch.ones_like(M[..., 0]), 1e-12)
+
+
+@by_grid
+def test_log_partition_is_the_variational_objective(grid):
+    """logsumexp_k Z = ⟨M_row, s_row⟩ + H(M_row) = lse_true - KL(M_row ‖ softmax_row) (notes §4)."""
+    q, k, v = qkv(math.prod(grid), spread=2.0)
+    M, lse = explicit_map(q, k, grid, exact=None)
+    M = M.transpose(1, 2)  # [B, H, S, S]
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5
+    objective = (M * scores).sum(-1) - torch.xlogy(M, M).sum(-1)
+    assert_equal(lse, objective, 1e-11)
+    lse_true = softmax_attention(q, k, v)[1]
+    KL = (torch.xlogy(M, M) - M * scores.log_softmax(-1)).sum(-1)
+    assert_equal(lse, lse_true - KL, 1e-11)
+    assert (lse <= lse_true + 1e-12).all()
+
+
+def test_entropy_is_free_when_the_value_is_the_key():
+    """cL = Σ R log R equals z·aL - lse (notes §3)."""
+    z, key, _ = (x.permute(0, 2, 1, 3).unflatten(2, (3, 7)) for x in qkv(21, spread=2.0))
+    aL, cL, _ = r_step(z, key, None, None, entropy_grad=False)
+    R = (z @ key.transpose(-1, -2)).softmax(-1)
+    assert_equal(cL, torch.xlogy(R, R).sum(-1), 1e-12)
+    assert_equal(aL, R @ key, 1e-12)
+
+
+@by_grid
+@pytest.mark.parametrize("aware", [True, False], ids=["aware", "unaware"])
+def test_all_blocks_exact_is_softmax(grid, aware):
+    q, k, v = qkv(math.prod(grid), spread=3.0)
+    expected, expected_lse = softmax_attention(q, k, v)
+    for exact in (ExactBlocks(rows=range(grid[0]), aware=aware), ExactBlocks(band=grid[0], aware=aware)):
+        out, lse = vmonarch_attention(q, k, v, grid=grid, exact=exact, return_lse=True)
+        assert_equal(out, expected)
+        assert_equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("T", [1, 2, 5])
+@pytest.mark.parametrize("grid", [(1, 3, 7), (11, 1, 1), (1, 1, 1)], ids=["m1", "b1", "one-token"])
+def test_one_block_or_one_position_is_softmax(grid, T):
+    q, k, v = qkv(math.prod(grid), spread=3.0)
+    out, lse = vmonarch_attention(q, k, v, grid=grid, num_iterations=T, exact=None, return_lse=True)
+    expected, expected_lse = softmax_attention(q, k, v)
+    assert_equal(out, expected)
+    assert_equal(lse, expected_lse)
+
+
+def test_more_iterations_raise_the_bound():
+    """Alternating maximisation climbs the sum of the rows' objectives."""
+    q, k, v = qkv(60, spread=2.0)
+    bounds = [
+        vmonarch_attention(q, k, v, grid=(5, 3, 4), num_iterations=t, exact=None, min_mass=0.0, return_lse=True)[
+            1
+        ].sum()
+        for t in (1, 2, 3, 5, 8)
+    ]
+    assert bounds == sorted(bounds) and bounds[0] < bounds[-1]
+
+
+def test_more_exact_blocks_raise_the_bound_of_every_row():
+    """Z[l,k] bounds the log-weight of its block from below, so making the block exact can only raise the row's."""
+    q, k, v = qkv(60, spread=2.0)
+    patterns = [None, *(ExactBlocks(band=band, aware=False) for band in range(5))]
+    lses = [vmonarch_attention(q, k, v, grid=(5, 3, 4), exact=exact, return_lse=True)[1] for exact in patterns]
+    for fewer, more in itertools.pairwise(lses):
+        assert (more >= fewer - 1e-12).all()
+    assert_equal(lses[-1], softmax_attention(q, k, v)[1])
+
+
+# --- Equivalent ways to say the same ---
+
+
+def test_blocks_of_frames_are_longer_blocks_of_the_sequence():
+    q, k, v = qkv(7 * 6)
+    for frames in (1, 2, 3, 7, 20):
+        one = vmonarch_attention(q, k, v, grid=(7, 2, 3), frames_per_block=frames, exact=None)
+        other = monarch_attention(q, k, v, block_size=frames * 6, min_mass=0.1)
+        assert_equal(one, other, 1e-12)
+
+
+def test_tiles_are_a_reordering_of_the_tokens():
+    T, H, W = 3, 4, 6
+    q, k, v = qkv(T * H * W)
+    order = torch.arange(T * H * W).view(T, 2, 2, 3, 2).permute(0, 1, 3, 2, 4).flatten()
+    tiled = monarch_attention(*(x[:, order] for x in (q, k, v)), block_size=4, min_mass=0.1)
+    expected = torch.empty_like(tiled)
+    expected[:, order] = tiled
+    assert_equal(vmonarch_attention(q, k, v, grid=(T, H, W), tiles=(2, 3), exact=None), expected, 1e-12)
+
+
+def test_coarse_keys_that_are_equal_inside_a_cell_change_nothing():
+    q, k, v = qkv(3 * 4 * 6)
+    cells = k.unflatten(1, (3, 2, 2, 3, 2))
+    k = cells.mean((3, 5), keepdim=True).expand_as(cells).flatten(1, 5)
+    coarse = vmonarch_attention(q, k, v, grid=(3, 4, 6), coarse=2, num_iterations=3)
+    assert_equal(coarse, vmonarch_attention(q, k, v, grid=(3, 4, 6), num_iterations=3), 1e-12)
+
+
+@by_grid
+def test_the_scale_is_absorbed_by_the_query(grid):
+    q, k, v = qkv(math.prod(grid))
+    assert_equal(
+        vmonarch_attention(q, k, v, grid=grid, scale=0.7), vmonarch_attention(q * 0.7, k, v, grid=grid, scale=1.0)
+    )
+    assert_equal(
+        vmonarch_attention(q, k, v, grid=grid), vmonarch_attention(q, k, v, grid=grid, scale=q.shape[-1] ** -0.5)
+    )
+
+
+def test_a_permutation_of_the_frames_permutes_the_output():
+    T, P = 5, 6
+    q, k, v = qkv(T * P)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    shuffled = [x.unflatten(1, (T, P))[:, order].flatten(1, 2) for x in (q, k, v)]
+    out = vmonarch_attention(q, k, v, grid=(T, 2, 3), exact=None).unflatten(1, (T, P))[:, order].flatten(1, 2)
+    assert_equal(vmonarch_attention(*shuffled, grid=(T, 2, 3), exact=None), out)
+
+
+# --- Numbers: precision, extremes, memory ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("exact", [None, "first_frame", ExactBlocks(band=1)], ids=["none", "first-frame", "band"])
+def test_error_stays_near_that_of_rounding_the_inputs(dtype, exact):
+    """The op computes in float32, so the error is that of one rounding of the output (× 2 for float32's own sums)."""
+    q, k, v = (x.to(dtype) for x in qkv(5 * 12))
+    out = vmonarch_attention(q, k, v, grid=(5, 3, 4), exact=exact)
+    assert out.dtype == dtype
+    expected = vmonarch_attention(*(x.double() for x in (q, k, v)), grid=(5, 3, 4), exact=exact)
+    budget = 2 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    assert (out.double() - expected).norm() / expected.norm() < budget
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spread", [1e-30, 1.0, 60.0])
+def test_logits_up_to_ten_thousand_stay_finite_forward_and_backward(dtype, spread):
+    q, k, v = (x.to(dtype).requires_grad_() for x in qkv(24, dim=16, spread=spread))
+    if spread == 60.0:
+        assert (torch.einsum("bshd,bthd->bhst", q, k) / 4).abs().max() > 1e4
+    for exact in (None, "first_frame", ExactBlocks(band=0, columns=(0,))):
+        out, lse = vmonarch_attention(
+            q, k, v.clamp(-5, 5), grid=(4, 2, 3), exact=exact, return_lse=True, entropy_grad=True
+        )
+        gradients = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+        for tensor in (out, lse, *gradients):
+            assert tensor.isfinite().all()
+
+
+def test_a_poisoned_head_leaves_the_others_bit_identical():
+    q, k, v = qkv(30)
+    clean = vmonarch_attention(q, k, v, grid=(5, 2, 3))
+    q[:, :, 1] = torch.nan
+    poisoned = vmonarch_attention(q, k, v, grid=(5, 2, 3))
+    assert poisoned[:, :, 1].isnan().all()
+    assert torch.equal(poisoned[:, :, [0, 2]], clean[:, :, [0, 2]])
+
+
+def test_strided_and_fused_inputs_give_the_same_numbers():
+    fused = torch.randn(2, 30, 3 * 4 * 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    views = [x.unflatten(-1, (4, 8)) for x in fused.chunk(3, dim=-1)]
+    assert not views[1].is_contiguous()
+    copies = [x.contiguous() for x in views]
+    for options in ({}, {"tiles": (2, 2), "frames_per_block": 2}, {"exact": ExactBlocks(band=0)}):
+        out = vmonarch_attention(*views, grid=(5, 2, 3), **options)
+        assert out.is_contiguous()
+        assert torch.equal(out, vmonarch_attention(*copies, grid=(5, 2, 3), **options))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and not func.is_view:
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": ExactBlocks(band=1)}, {"tiles": (2, 2), "coarse": 2}], ids=str)
+def test_no_tensor_grows_beyond_the_budget_or_the_inputs(monkeypatch, options):
+    budget = 5_000
+    monkeypatch.setattr(flash_entropy_reference, "MAX_CHUNK_SCORES", budget)
+    q, k, v = qkv(8 * 64, batch=1, heads=2, dim=4, dtype=torch.float32)
+    with LargestTensor() as largest, torch.no_grad():
+        vmonarch_attention(q, k, v, grid=(8, 8, 8), **options)
+    assert largest.numel <= max(budget, q.numel() * 2)  # the N×N map would hold 524,288
+
+
+@pytest.mark.parametrize("budget", [1, 40, 700])
+def test_chunks_change_neither_result_nor_gradients(monkeypatch, budget):
+    q, k, v = (x.requires_grad_() for x in qkv(5 * 15))
+    options = {"grid": (5, 3, 5), "exact": ExactBlocks(band=0, columns=(0,)), "coarse": 2, "return_lse": True}
+
+    def run():
+        out, lse = vmonarch_attention(q, k, v, entropy_grad=True, **options)
+        return out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), (q, k, v))
+
+    whole = run()
+    monkeypatch.setattr(flash_entropy_reference, "MAX_CHUNK_SCORES", budget)
+    for chunked, expected in zip(run(), whole, strict=True):
+        assert_equal(chunked, expected, 1e-11)
+
+
+# --- Gradients ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"exact": None}, {}, {"exact": ExactBlocks(band=0)}, {"tiles": (1, 2), "coarse": 2}, {"frames_per_block": 2}],
+    ids=str,
+)
+def test_gradients_are_those_of_finite_differences(options):
+    q, k, v = (x.requires_grad_() for x in qkv(12, batch=1, heads=1, dim=3))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: vmonarch_attention(q, k, v, grid=(3, 2, 2), entropy_grad=True, return_lse=True, **options),
+        (q, k, v),
+    )
+
+
+def test_the_entropy_gradient_is_stopped_unless_asked_for():
+    q, k, v = (x.requires_grad_() for x in qkv(12))
+
+    def figure_6_stopped(q, k, v):
+        """Fig. 6 with cL detached, in plain autograd."""
+        Qb, Kb, Vb = q.reshape(3, 4, -1).transpose(0, 1), k.reshape(3, 4, -1), v.reshape(3, 4, -1)
+        aR, cR = q.reshape(3, 4, -1), torch.ones(3, 4, dtype=q.dtype)
+        for _ in range(2):
+            aL, cL, R = R_update(aR, cR, Kb)
+            aR, cR, L = L_update(aL, cL.detach(), Qb)
+        return torch.bmm(L, torch.bmm(R, Vb).transpose(0, 1)).transpose(0, 1).reshape(12, -1)
+
+    options = {"grid": (3, 2, 2), "exact": None, "scale": 1.0, "min_mass": 0.0}
+    weight = torch.randn(2, 12, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    expected = torch.autograd.grad((per_head(figure_6_stopped, q, k, v) * weight).sum(), (q, k, v))
+    stopped = torch.autograd.grad((vmonarch_attention(q, k, v, **options) * weight).sum(), (q, k, v))
+    flowing = torch.autograd.grad((vmonarch_attention(q, k, v, entropy_grad=True, **options) * weight).sum(), (q, k, v))
+    for ours, theirs in zip(stopped, expected, strict=True):
+        assert_equal(ours, theirs)
+    assert (stopped[0] - flowing[0]).abs().max() > 1e-3
+
+
+# --- Compilation ---
+
+
+def test_it_compiles_without_a_graph_break():
+    q, k, v = qkv(30, dtype=torch.float32)
+    for options in ({}, {"tiles": (2, 2), "coarse": 2, "frames_per_block": 2, "exact": ExactBlocks(band=0)}):
+        compiled = torch.compile(
+            lambda q, k, v, options=options: vmonarch_attention(q, k, v, grid=(5, 2, 3), **options),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        torch.testing.assert_close(compiled(q, k, v), vmonarch_attention(q, k, v, grid=(5, 2, 3), **options))
+
+
+@pytest.mark.slow
+def test_the_papers_first_setting_runs_within_a_few_gigabytes():
+    """16 × 1456 tokens and 12 heads (61×448×832 pixels) on the CPU, without any tensor above 3 q-sized ones."""
+    q, k, v = qkv(16 * 28 * 52, batch=1, heads=12, dim=64, dtype=torch.float32)
+    with LargestTensor() as largest, torch.no_grad():
+        out = vmonarch_attention(q, k, v, grid=(16, 28, 52))
+    assert largest.numel <= max(flash_entropy_reference.MAX_CHUNK_SCORES, 3 * q.numel())
+    rows = torch.randint(0, 1456, (4,), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(out[:, rows], softmax_attention(q[:, rows], k, v)[0], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,92 @@
+"""The package as a user meets it: cheap to import, honest about its names, safe beside Hugging Face's `kernels`."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import vmonarch
+from vmonarch import ExactBlocks, LatentGrid
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_python(code, *, cwd, path=()):
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys\nsys.path[:0] = {[str(p) for p in path]!r}\n{textwrap.dedent(code)}"],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_importing_the_package_loads_neither_diffusers_nor_transformers_nor_cuda(tmp_path):
+    result = run_python(
+        """
+        import vmonarch, sys
+        heavy = {"diffusers", "transformers", "accelerate", "triton", "omegaconf"} & set(sys.modules)
+        assert not heavy, heavy
+        import torch
+        assert not torch.cuda.is_initialized()
+        """,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_the_package_costs_under_a_second_beyond_torch(tmp_path):
+    result = run_python(
+        """
+        import torch, time
+        start = time.perf_counter()
+        import vmonarch
+        vmonarch.LatentGrid, vmonarch.ExactBlocks, vmonarch.vmonarch_attention
+        assert time.perf_counter() - start < 1.0, time.perf_counter() - start
+        """,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_public_name_resolves_and_has_a_docstring():
+    for name in vmonarch.__all__:
+        assert getattr(vmonarch, name) is not None
+        if name != "__version__":
+            assert getattr(vmonarch, name).__doc__
+    assert set(vmonarch.__all__) <= set(dir(vmonarch))
+
+
+def test_an_unknown_name_is_an_attribute_error_that_lists_the_known_ones():
+    with pytest.raises(AttributeError, match="vmonarch_attention"):
+        _ = vmonarch.vmonarch_attn
+
+
+def test_the_root_folder_kernels_does_not_hide_the_package_of_that_name(tmp_path):
+    """diffusers imports Hugging Face's `kernels`; started from the root, Python must not find our folder instead."""
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("REAL = True\n")
+    result = run_python("import kernels; assert kernels.REAL", cwd=ROOT, path=["", tmp_path])
+    assert result.returncode == 0, result.stderr
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_diffusers_loads_from_the_root_folder():
+    result = run_python("from diffusers import WanPipeline; import vmonarch.kernels.monarch.api", cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_latent_grid_counts_its_tokens():
+    grid = LatentGrid(5, 3, 7)
+    assert (grid.tokens_per_frame, grid.tokens) == (21, 105)
+    assert LatentGrid.parse([5, 3, 7]) == grid == LatentGrid.parse(torch.Size((5, 3, 7)))
+
+
+def test_exact_blocks_are_the_union_of_rows_columns_and_band():
+    assert ExactBlocks(rows=(1,), columns=[3, 0], band=0).key_frames(4) == ((0, 3), (0, 1, 2, 3), (0, 2, 3), (0, 3))
+    assert ExactBlocks().key_frames(2) == ((), ())
+    assert ExactBlocks(rows=2) == ExactBlocks(rows=[2, 2]) and hash(ExactBlocks(rows=range(2)))
