@@ -1,0 +1,45 @@
+# `make demo` and `make test` need Python >= 3.11 and nothing else: they make their own environment in $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+# Tests use two processes; raise it on a bigger machine.
+JOBS ?= 2
+PROMPT ?= a red circle moving to the right over a dark grey background
+
+.PHONY: help demo test lint types check clean
+
+help:
+	@echo "make demo    generate and compare videos on the embedded model (CPU, minutes)"
+	@echo "make test    run all tests that need no GPU"
+	@echo "make lint    ruff"
+	@echo "make types   mypy"
+	@echo "make check   lint, types and test"
+	@echo "make clean   remove the environment and outputs of the tools"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "vmonarch needs Python >= 3.11, but $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=…"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	# torch first and by its exact version, so that the build which fits the machine is the one that stays
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/vmonarch compare "$(PROMPT)" --methods full vmonarch --output-dir outputs/demo
+
+test: $(READY)
+	$(BIN)/pytest --numprocesses $(JOBS) -m "not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
