@@ -1,0 +1,397 @@
+"""Writing, reading and laying out videos.
+
+Legend: F frames, H and W pixels. Generated videos are float tensors [F, 3, H, W] in [0, 1]; pictures and decoded videos
+are uint8 arrays [F, H, W, 3].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageDraw, ImageFont
+
+# A video whose values span less than two of 255 grey levels shows nothing.
+_CONSTANT = 2 / 255
+# Mean absolute error, as a share of the range, that encoding may cost. Pure noise in 4:2:0 chroma stays well below.
+_ENCODING_ERROR = 0.15
+
+_BACKGROUND, _INK, _FAINT = (255, 255, 255), (24, 24, 27), (110, 110, 118)
+_MARGIN, _GAP = 16, 8
+
+
+class VideoError(RuntimeError):
+    """A video that is no video: wrong shape, NaN, constant, or not readable back from its file."""
+
+
+def check_frames(frames: torch.Tensor) -> None:
+    """Check a generated video [F, 3, H, W] in [0, 1].
+
+    Raises:
+        TypeError: not a floating-point tensor.
+        VideoError: another shape, NaN or infinity, values outside [0, 1], constant (black, say), or nothing but
+            uniform frames.
+    """
+    if not isinstance(frames, torch.Tensor) or not frames.is_floating_point():
+        raise TypeError(f"frames must be a floating-point tensor [F, 3, H, W], got {type(frames).__name__}")
+    if frames.ndim != 4 or frames.shape[1] != 3 or 0 in frames.shape:
+        raise VideoError(f"frames must have shape [F, 3, H, W] and no empty dimension, got {tuple(frames.shape)}")
+    broken = int((~torch.isfinite(frames)).sum())
+    if broken:
+        raise VideoError(f"the video holds {broken} NaN or infinite values of {frames.numel()}")
+    low, high = frames.min().item(), frames.max().item()
+    if low < 0 or high > 1:
+        raise VideoError(f"the video has values outside [0, 1]: [{low:.4g}, {high:.4g}]")
+    if high - low < _CONSTANT:
+        raise VideoError(f"the video is constant: every value is {low:.4g}")
+    # Per channel and frame: a picture of one flat colour is constant too, however the colours differ.
+    if (frames.amax(dim=(2, 3)) - frames.amin(dim=(2, 3))).max().item() < _CONSTANT:
+        raise VideoError("the video is constant: every frame is one flat colour")
+
+
+def to_uint8(frames: torch.Tensor) -> NDArray[np.uint8]:
+    """uint8 [F, H, W, 3] of float [F, 3, H, W] in [0, 1], rounded to nearest."""
+    return (frames.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+
+
+class AtomicFiles:
+    """Files that appear all together, complete, or not at all.
+
+    Each is written to a hidden temporary name in its own folder; when the block ends without an error they are flushed
+    to disk and renamed, in the order in which they were staged. An error or Ctrl-C leaves nothing behind.
+
+        with AtomicFiles() as files:
+            files.stage(folder / "0001.json").write_text(text)
+
+    Args:
+        overwrite: replace files that exist; otherwise they are an error and stay as they are.
+    """
+
+    def __init__(self, *, overwrite: bool = False) -> None:
+        self._overwrite = overwrite
+        self._staged: list[tuple[Path, Path]] = []
+
+    def __enter__(self) -> AtomicFiles:
+        return self
+
+    def stage(self, path: Path) -> Path:
+        """The temporary path to write to, with the suffix of `path`.
+
+        Raises:
+            FileExistsError: `path` exists and is not to be overwritten.
+        """
+        self._check_free(path)
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+        self._staged.append((temporary, path))
+        return temporary
+
+    def _check_free(self, path: Path) -> None:
+        if not self._overwrite and path.exists():
+            raise FileExistsError(f"{path} exists and is not overwritten")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        published: list[Path] = []
+        try:
+            if error is None:
+                for temporary, path in self._staged:
+                    _flush(temporary)
+                    self._check_free(path)
+                for temporary, path in self._staged:
+                    os.replace(temporary, path)
+                    published.append(path)
+                for folder in {path.parent for path in published}:
+                    _flush(folder)
+                published.clear()
+        finally:
+            for path in [temporary for temporary, _ in self._staged] + published:
+                path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    """Force a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def encode_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
+    """Encode uint8 frames [F, H, W, 3] as H.264 in mp4 (4:2:0, BT.709, near-lossless CRF 12), overwriting `path`.
+
+    The bytes depend on the frames and the encoder alone, not on the time of day.
+
+    Raises:
+        ValueError: another dtype or shape, an odd height or width (4:2:0 halves both), fps not above 0.
+        OSError: ffmpeg could not write the file.
+    """
+    import imageio_ffmpeg
+
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
+        raise ValueError(f"frames must be uint8 [F, H, W, 3] and not empty, got {frames.dtype} {frames.shape}")
+    height, width = frames.shape[1:3]
+    if height % 2 or width % 2:
+        raise ValueError(f"frames must have even height and width, got {height}×{width}")
+    if not 0 < fps < float("inf"):
+        raise ValueError(f"fps must be above 0 and finite, got {fps}")
+    matrix = ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
+    command = [
+        *(imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", "-nostdin"),
+        *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:.6g}", "-i", "pipe:0", "-an"),
+        *("-vf", "scale=out_color_matrix=bt709:out_range=tv", "-c:v", "libx264", "-crf", "12", "-pix_fmt", "yuv420p"),
+        *(*matrix, "-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4", str(path)),
+    ]
+    with tempfile.TemporaryFile() as log:
+        # A process group of its own: Ctrl-C reaches us alone, and we end ffmpeg and remove the file in order.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0)
+        try:
+            assert process.stdin is not None
+            # ffmpeg closing its end early is told by its exit code below.
+            with contextlib.suppress(BrokenPipeError):
+                for frame in frames:
+                    process.stdin.write(np.ascontiguousarray(frame).data)
+                process.stdin.close()
+            code = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        if code:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").split("\n")
+            reason = next((line for line in lines if line.strip()), "no message").strip()
+            raise OSError(f"ffmpeg could not write the video (exit code {code}): {reason}")
+
+
+def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
+    """All frames [F, H, W, 3] of a video file and its frames per second.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        VideoError: it cannot be decoded or holds no frame.
+    """
+    import imageio_ffmpeg
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no video {path}")
+    try:
+        reader = imageio_ffmpeg.read_frames(str(path), output_params=["-fps_mode", "passthrough"])
+        try:
+            meta = next(reader)
+            width, height = meta["size"]
+            frames = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader]
+        finally:
+            reader.close()
+    except (OSError, RuntimeError, StopIteration, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise VideoError(f"{path} cannot be decoded: {reason}") from error
+    if not frames:
+        raise VideoError(f"{path} holds no frame")
+    return np.stack(frames), float(meta["fps"])
+
+
+def verify_video(path: Path, frames: NDArray[np.uint8]) -> None:
+    """Decode a video file and check it against the frames [F, H, W, 3] that it was made of.
+
+    Raises:
+        VideoError: it cannot be decoded, or differs in frame count or size, is constant, or is far from its source.
+    """
+    decoded, _ = read_video(path)
+    if decoded.shape != frames.shape:
+        raise VideoError(f"{path} decodes to shape {decoded.shape}, but {frames.shape} was written")
+    if int(decoded.max()) - int(decoded.min()) < 255 * _CONSTANT:
+        raise VideoError(f"{path} decodes to a constant video")
+    error = float(np.mean([np.abs(a.astype(np.int16) - b).mean() for a, b in zip(decoded, frames, strict=True)])) / 255
+    if error > _ENCODING_ERROR:
+        raise VideoError(f"{path} decodes to another video: mean absolute error {error:.3f} of the range")
+
+
+def evenly_spaced(frames: int, count: int) -> list[int]:
+    """At most `count` frame indices, the first and the last among them, as evenly spread as integers allow."""
+    count = min(frames, count)
+    return [0] if count == 1 else [round(i * (frames - 1) / (count - 1)) for i in range(count)]
+
+
+def contact_sheet(frames: NDArray[np.uint8], *, title: str = "", columns: int = 4, count: int = 12) -> Image.Image:
+    """A picture of `count` evenly spaced frames of a video [F, H, W, 3], each labelled with its index."""
+    from PIL import Image, ImageDraw
+
+    chosen = evenly_spaced(len(frames), count)
+    columns = min(columns, len(chosen))
+    width, height = _cell_size(frames, 240)
+    label, heading = _font(14), _font(17)
+    row_height = height + 22 + _GAP
+    sheet_width = 2 * _MARGIN + columns * width + (columns - 1) * _GAP
+    title_lines = _wrap(title, heading, sheet_width - 2 * _MARGIN)
+    top = _MARGIN + 24 * len(title_lines) + (_GAP if title_lines else 0)
+    rows = -(-len(chosen) // columns)
+    sheet = Image.new("RGB", (sheet_width, top + rows * row_height - _GAP + _MARGIN), _BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    _draw_lines(draw, (_MARGIN, _MARGIN), title_lines, heading, 24)
+    for place, index in enumerate(chosen):
+        x = _MARGIN + place % columns * (width + _GAP)
+        y = top + place // columns * row_height
+        sheet.paste(_scaled(frames[index], (width, height)), (x, y))
+        draw.text((x, y + height + 3), f"frame {index}", _FAINT, font=label)
+    return sheet
+
+
+def strips(
+    videos: Mapping[str, NDArray[np.uint8]], *, notes: Mapping[str, str] | None = None, title: str = "", count: int = 6
+) -> Image.Image:
+    """A picture of labelled videos [F, H, W, 3] of one shape: a row each, evenly spaced frames as columns.
+
+    Args:
+        notes: a line under a label, such as its metrics.
+
+    Raises:
+        ValueError: no video, or videos of different shapes.
+    """
+    from PIL import Image, ImageDraw
+
+    shape = _common_shape(videos)
+    chosen = evenly_spaced(shape[0], count)
+    first = next(iter(videos.values()))
+    width, height = _cell_size(first, 200)
+    label, small, heading = _font(16), _font(13), _font(17)
+    notes = notes or {}
+    lines = {name: (_wrap(name, label, 220), _wrap(notes.get(name, ""), small, 220)) for name in videos}
+    # Long labels next to flat videos must not run into the row below.
+    row_height = max(height, *(22 * len(head) + 18 * len(note) for head, note in lines.values()))
+    text_width = max(
+        1,
+        *(
+            int(font.getlength(t))
+            for head, note in lines.values()
+            for font, ts in ((label, head), (small, note))
+            for t in ts
+        ),
+    )
+    left = _MARGIN + text_width + 2 * _GAP
+    sheet_width = left + len(chosen) * width + (len(chosen) - 1) * _GAP + _MARGIN
+    title_lines = _wrap(title, heading, sheet_width - 2 * _MARGIN)
+    top = _MARGIN + 24 * len(title_lines) + (_GAP if title_lines else 0) + 22
+    sheet_height = top + len(videos) * (row_height + _GAP) - _GAP + _MARGIN
+    sheet = Image.new("RGB", (sheet_width, sheet_height), _BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    _draw_lines(draw, (_MARGIN, _MARGIN), title_lines, heading, 24)
+    for column, index in enumerate(chosen):
+        draw.text((left + column * (width + _GAP), top - 20), f"frame {index}", _FAINT, font=small)
+    for row, (name, frames) in enumerate(videos.items()):
+        y = top + row * (row_height + _GAP)
+        head, note = lines[name]
+        text_y = y + (height - 22 * len(head) - 18 * len(note)) // 2 if row_height == height else y
+        _draw_lines(draw, (_MARGIN, text_y), head, label, 22)
+        _draw_lines(draw, (_MARGIN, text_y + 22 * len(head)), note, small, 18, _FAINT)
+        for column, index in enumerate(chosen):
+            sheet.paste(_scaled(frames[index], (width, height)), (left + column * (width + _GAP), y))
+    return sheet
+
+
+def side_by_side(
+    videos: Mapping[str, NDArray[np.uint8]], *, notes: Mapping[str, str] | None = None, columns: int = 3
+) -> NDArray[np.uint8]:
+    """One video [F, H', W', 3] of labelled videos [F, H, W, 3] of one shape, next to each other; H', W' are even.
+
+    Raises:
+        ValueError: no video, or videos of different shapes.
+    """
+    from PIL import Image, ImageDraw
+
+    shape = _common_shape(videos)
+    notes = notes or {}
+    columns = min(columns, len(videos))
+    rows = -(-len(videos) // columns)
+    width, height = _cell_size(next(iter(videos.values())), 320)
+    label, small = _font(17), _font(13)
+    texts = {name: (_wrap(name, label, width), _wrap(notes.get(name, ""), small, width)) for name in videos}
+    bar = max(24 * len(head) + 18 * len(note) for head, note in texts.values()) + 6
+    canvas_width = 2 * _MARGIN + columns * width + (columns - 1) * _GAP
+    canvas_height = 2 * _MARGIN + rows * (bar + height) + (rows - 1) * _GAP
+    size = (canvas_width + canvas_width % 2, canvas_height + canvas_height % 2)
+    empty = Image.new("RGB", size, _BACKGROUND)
+    draw = ImageDraw.Draw(empty)
+    places = [
+        (_MARGIN + i % columns * (width + _GAP), _MARGIN + i // columns * (bar + height + _GAP))
+        for i in range(len(videos))
+    ]
+    for (x, y), (head, note) in zip(places, texts.values(), strict=True):
+        _draw_lines(draw, (x, y), head, label, 24)
+        _draw_lines(draw, (x, y + 24 * len(head)), note, small, 18, _FAINT)
+    canvas = np.repeat(np.asarray(empty)[None], shape[0], axis=0)
+    for (x, y), frames in zip(places, videos.values(), strict=True):
+        for index, frame in enumerate(frames):
+            canvas[index, y + bar : y + bar + height, x : x + width] = np.asarray(_scaled(frame, (width, height)))
+    return canvas
+
+
+def _common_shape(videos: Mapping[str, NDArray[np.uint8]]) -> tuple[int, ...]:
+    """The shape that all videos share."""
+    if not videos:
+        raise ValueError("videos must hold at least one video")
+    shapes = {name: frames.shape for name, frames in videos.items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"videos must have one shape, got {shapes}")
+    return next(iter(shapes.values()))
+
+
+def _cell_size(frames: NDArray[np.uint8], short_side: int) -> tuple[int, int]:
+    """Width and height to draw a frame at, its shorter side close to `short_side` · 2/3, its shape kept."""
+    height, width = frames.shape[1:3]
+    scale = short_side * 2 / 3 / min(height, width)
+    if scale > 1:
+        # Whole factors keep small videos crisp.
+        scale = max(1, round(scale))
+    return max(1, round(width * scale)), max(1, round(height * scale))
+
+
+def _scaled(frame: NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+    from PIL import Image
+
+    return Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS)
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size)
+
+
+def _draw_lines(
+    draw: ImageDraw.ImageDraw,
+    place: tuple[int, int],
+    lines: Sequence[str],
+    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
+    line_height: int,
+    colour: tuple[int, int, int] = _INK,
+) -> None:
+    for i, line in enumerate(lines):
+        draw.text((place[0], place[1] + i * line_height), line, colour, font=font)
+
+
+def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int, lines: int = 3) -> list[str]:
+    """`text` in at most `lines` lines of `width` pixels, cut with an ellipsis; nothing if the font lacks its script."""
+    text = " ".join(text.split())
+    # Pillow's own font covers Latin; boxes in place of other scripts would tell the reader nothing.
+    if not text or any(ord(character) > 0x24F and character not in "…–—·×→≥≤°" for character in text):
+        return []
+    for characters in itertools.count(max(8, width // 6), -1):
+        wrapped = textwrap.wrap(text, characters, max_lines=lines, placeholder=" …")
+        if characters <= 8 or max(font.getlength(line) for line in wrapped) <= width:
+            return wrapped
+    raise AssertionError("unreachable")

@@ -1,0 +1,276 @@
+"""Videos survive the way to disk, appear whole or not at all, and broken ones are told from good ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vmonarch.eval import video_io
+from vmonarch.eval.video_io import (
+    AtomicFiles,
+    VideoError,
+    check_frames,
+    contact_sheet,
+    encode_video,
+    evenly_spaced,
+    read_video,
+    side_by_side,
+    strips,
+    to_uint8,
+    verify_video,
+)
+
+
+def moving_square(frames: int = 9, height: int = 48, width: int = 64) -> torch.Tensor:
+    """A red square that moves right over a blue gradient, [F, 3, H, W]."""
+    video = torch.zeros(frames, 3, height, width)
+    video[:, 2] = torch.linspace(0.1, 0.6, width)
+    for frame in range(frames):
+        left = 4 + frame * (width - 24) // max(1, frames - 1)
+        video[frame, :, 12:28, left : left + 16] = torch.tensor([0.9, 0.1, 0.1])[:, None, None]
+    return video
+
+
+@pytest.mark.parametrize("shape", [(9, 48, 64), (1, 16, 16), (5, 34, 50)], ids=str)
+def test_mp4_round_trip(tmp_path: Path, shape: tuple[int, int, int]) -> None:
+    frames = to_uint8(moving_square(*shape) if shape[1] > 30 else moving_square(*shape)[..., :16, :16])
+    encode_video(tmp_path / "a.mp4", frames, 12.5)
+    decoded, fps = read_video(tmp_path / "a.mp4")
+    assert decoded.shape == frames.shape and fps == pytest.approx(12.5)
+    # Chroma is stored at half resolution: edges blur, but no plane may be off as a whole.
+    error = decoded.astype(float) - frames
+    assert np.abs(error).mean() < 6 and np.abs(error.mean(axis=(0, 1, 2))).max() < 2.5
+    verify_video(tmp_path / "a.mp4", frames)
+
+
+def test_frames_keep_their_order(tmp_path: Path) -> None:
+    frames = to_uint8(moving_square())
+    encode_video(tmp_path / "a.mp4", frames, 16)
+    decoded, _ = read_video(tmp_path / "a.mp4")
+    centres = [np.argwhere(frame[..., 0] > 150)[:, 1].mean() for frame in decoded]
+    assert all(a < b for a, b in zip(centres, centres[1:], strict=False))
+
+
+def test_bytes_repeat(tmp_path: Path) -> None:
+    frames = to_uint8(moving_square())
+    for name in ("a.mp4", "b.mp4"):
+        encode_video(tmp_path / name, frames, 16)
+    assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
+
+
+def test_uint8_rounds_to_nearest() -> None:
+    frames = torch.tensor([0.0, 0.5 / 255 + 1e-4, 0.4 / 255, 1.0]).view(1, 1, 2, 2).expand(1, 3, 2, 2)
+    assert to_uint8(frames)[0, :, :, 0].tolist() == [[0, 1], [0, 255]]
+
+
+def with_nan() -> torch.Tensor:
+    video = moving_square()
+    video[3, 1, 2, 2] = float("nan")
+    return video
+
+
+NO_VIDEOS = {
+    "black": (torch.zeros(5, 3, 16, 16), "constant"),
+    "grey, one level of noise": (0.5 + torch.rand(5, 3, 16, 16) / 255, "constant"),
+    "flat frames": (torch.rand(5, 3, 1, 1).expand(5, 3, 16, 16), "flat colour"),
+    "nan": (with_nan(), "1 NaN"),
+    "all nan": (torch.full((5, 3, 16, 16), float("nan")), "NaN"),
+    "infinite": (moving_square() / 0, "infinite"),
+    "out of range": (moving_square() * 2, r"outside \[0, 1\]"),
+    "no frames": (torch.zeros(0, 3, 16, 16), "empty"),
+    "four channels": (torch.rand(5, 4, 16, 16), r"\[F, 3, H, W\]"),
+}
+
+
+@pytest.mark.parametrize(("frames", "message"), NO_VIDEOS.values(), ids=NO_VIDEOS)
+def test_tells_no_videos(frames: torch.Tensor, message: str) -> None:
+    with pytest.raises(VideoError, match=message):
+        check_frames(frames)
+
+
+def test_accepts_videos() -> None:
+    check_frames(moving_square())
+    check_frames(moving_square(1))
+    check_frames(moving_square()[:1].expand(5, 3, 48, 64))
+
+
+def test_refuses_what_cannot_be_encoded(tmp_path: Path) -> None:
+    good = to_uint8(moving_square())
+    for frames, fps, message in (
+        (good[:, :47], 16, "even"),
+        (good[..., :1], 16, "uint8"),
+        (good.astype(np.float32), 16, "uint8"),
+        (good[:0], 16, "not empty"),
+        (good, 0, "fps"),
+        (good, float("nan"), "fps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            encode_video(tmp_path / "a.mp4", frames, fps)
+    with pytest.raises(OSError, match="ffmpeg could not write"):
+        encode_video(tmp_path / "missing" / "a.mp4", good, 16)
+
+
+def test_damaged_files_are_found(tmp_path: Path) -> None:
+    frames = to_uint8(moving_square(17))
+    path = tmp_path / "a.mp4"
+    encode_video(path, frames, 16)
+    whole = path.read_bytes()
+    with pytest.raises(VideoError, match="decodes to shape"):
+        verify_video(path, frames[:-1])
+    with pytest.raises(VideoError, match="another video"):
+        verify_video(path, 255 - frames)
+    for damaged in (whole[: len(whole) // 2], b"", b"no video"):
+        path.write_bytes(damaged)
+        with pytest.raises(VideoError):
+            verify_video(path, frames)
+    with pytest.raises(FileNotFoundError):
+        verify_video(tmp_path / "missing.mp4", frames)
+    encode_video(path, np.full_like(frames, 7), 16)
+    with pytest.raises(VideoError, match="constant"):
+        verify_video(path, np.full_like(frames, 7))
+
+
+class TestAtomicFiles:
+    def test_all_appear_at_the_end(self, tmp_path: Path) -> None:
+        with AtomicFiles() as files:
+            for name in ("a.json", "b.png"):
+                files.stage(tmp_path / name).write_text(name)
+            assert not list(tmp_path.glob("[ab]*"))
+        assert sorted(os.listdir(tmp_path)) == ["a.json", "b.png"]
+
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+    def test_an_error_leaves_nothing(self, tmp_path: Path, error: type[BaseException]) -> None:
+        with pytest.raises(error), AtomicFiles() as files:
+            files.stage(tmp_path / "a.json").write_text("a")
+            raise error
+        assert os.listdir(tmp_path) == []
+
+    def test_existing_files_stay(self, tmp_path: Path) -> None:
+        (tmp_path / "a.json").write_text("old")
+        with pytest.raises(FileExistsError), AtomicFiles() as files:
+            files.stage(tmp_path / "a.json")
+        # One that appears meanwhile stays too, and takes the others of its group along.
+        with pytest.raises(FileExistsError), AtomicFiles() as files:
+            files.stage(tmp_path / "c.json").write_text("new")
+            files.stage(tmp_path / "b.json").write_text("new")
+            (tmp_path / "b.json").write_text("old")
+        assert sorted(os.listdir(tmp_path)) == ["a.json", "b.json"]
+        assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text() == "old"
+
+    def test_overwrite_replaces(self, tmp_path: Path) -> None:
+        (tmp_path / "a.json").write_text("old")
+        with AtomicFiles(overwrite=True) as files:
+            files.stage(tmp_path / "a.json").write_text("new")
+            assert (tmp_path / "a.json").read_text() == "old"
+        assert (tmp_path / "a.json").read_text() == "new"
+
+    def test_a_full_disk_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(video_io.os, "fsync", full)
+        with pytest.raises(OSError, match="No space"), AtomicFiles() as files:
+            files.stage(tmp_path / "a.json").write_text("a")
+        assert os.listdir(tmp_path) == []
+
+    def test_a_failed_rename_takes_back_the_others(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        replace = os.replace
+
+        def second_fails(source: Path, target: Path) -> None:
+            if target.name == "b.json":
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        monkeypatch.setattr(video_io.os, "replace", second_fails)
+        with pytest.raises(KeyboardInterrupt), AtomicFiles() as files:
+            files.stage(tmp_path / "a.json").write_text("a")
+            files.stage(tmp_path / "b.json").write_text("b")
+        assert os.listdir(tmp_path) == []
+
+    def test_what_is_written_is_flushed_before_it_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        events: list[str] = []
+        fsync, replace = os.fsync, os.replace
+        monkeypatch.setattr(video_io.os, "fsync", lambda fd: (events.append("flush"), fsync(fd))[1])
+        monkeypatch.setattr(video_io.os, "replace", lambda a, b: (events.append("name"), replace(a, b))[1])
+        with AtomicFiles() as files:
+            files.stage(tmp_path / "a.json").write_text("a")
+        assert events == ["flush", "name", "flush"]
+
+
+@pytest.mark.parametrize(
+    ("frames", "count", "expected"),
+    [(9, 3, [0, 4, 8]), (2, 6, [0, 1]), (1, 6, [0]), (61, 6, [0, 12, 24, 36, 48, 60]), (5, 1, [0])],
+)
+def test_evenly_spaced(frames: int, count: int, expected: list[int]) -> None:
+    assert evenly_spaced(frames, count) == expected
+
+
+def where_red(picture: np.ndarray) -> np.ndarray:
+    """Mask of the square's colour."""
+    return (picture[..., 0] > 200) & (picture[..., 1] < 60) & (picture[..., 2] < 60)
+
+
+def test_contact_sheet_shows_the_frames_in_order() -> None:
+    frames = to_uint8(moving_square(9))
+    sheet = np.asarray(contact_sheet(frames, title="a red square", columns=3, count=9))
+    # Nine cells in a 3×3 grid, the square further right in each.
+    height, width = sheet.shape[0], sheet.shape[1]
+    positions = []
+    for row in range(3):
+        for column in range(3):
+            band = where_red(
+                sheet[row * height // 3 : (row + 1) * height // 3, column * width // 3 : (column + 1) * width // 3]
+            )
+            positions.append(np.argwhere(band)[:, 1].mean())
+    assert all(a < b for a, b in zip(positions, positions[1:], strict=False)), positions
+
+
+def test_strips_have_a_row_for_each_method() -> None:
+    frames = to_uint8(moving_square(9))
+    one = np.asarray(strips({"full": frames}, count=3))
+    three = np.asarray(strips({"full": frames, "other": frames, "third": np.zeros_like(frames)}, count=3))
+    assert three.shape[0] > 2 * one.shape[0]
+    assert where_red(three).sum() == 2 * where_red(one).sum() > 0
+
+
+def test_side_by_side_plays_all_at_once() -> None:
+    frames = to_uint8(moving_square(9))
+    notes = {"full": "reference", "vmonarch": "PSNR 30.0 dB"}
+    joined = side_by_side({"full": frames, "vmonarch": frames[::-1].copy()}, notes=notes)
+    assert len(joined) == 9 and joined.shape[1] % 2 == joined.shape[2] % 2 == 0
+    half = joined.shape[2] // 2
+    left = [np.argwhere(where_red(frame[:, :half]))[:, 1].mean() for frame in joined]
+    right = [np.argwhere(where_red(frame[:, half:]))[:, 1].mean() for frame in joined]
+    assert left == sorted(left) and right == sorted(right, reverse=True)
+
+
+def test_five_methods_wrap_into_rows() -> None:
+    frames = to_uint8(moving_square(2))
+    joined = side_by_side({f"method {i}": frames for i in range(5)}, columns=3)
+    top, bottom = np.array_split(where_red(joined[0]), 2)
+    assert bottom.sum() == pytest.approx(top.sum() * 2 / 3, rel=0.02)
+
+
+@pytest.mark.parametrize("layout", [strips, side_by_side])
+def test_layouts_refuse_different_shapes(layout) -> None:
+    frames = to_uint8(moving_square(9))
+    with pytest.raises(ValueError, match="one shape"):
+        layout({"full": frames, "short": frames[:-1]})
+    with pytest.raises(ValueError, match="at least one"):
+        layout({})
+
+
+@pytest.mark.parametrize(
+    "title", ["", "漢字のプロンプト", "word " * 500, "x" * 3000, "two\nlines\t\x1b[0m"], ids=lambda t: repr(t[:8])
+)
+def test_any_title_fits(title: str) -> None:
+    frames = to_uint8(moving_square(4))
+    plain, titled = contact_sheet(frames), contact_sheet(frames, title=title)
+    assert titled.width == plain.width and plain.height <= titled.height < plain.height + 100
