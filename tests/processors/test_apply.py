@@ -1,0 +1,320 @@
+"""Switching on, switching off, and what becomes of both when pipelines are copied, shared or rebuilt."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+
+import diffusers
+import pytest
+import torch
+
+import vmonarch
+from vmonarch import VMonarchProcessor
+from vmonarch.processors import VideoAttentionProcessor
+
+
+def snapshot(model):
+    """Everything about a module tree that apply could leave behind."""
+    return {
+        name: (
+            sorted(vars(module)),
+            dict(module._forward_pre_hooks),
+            dict(module._forward_pre_hooks_with_kwargs),
+            dict(module._forward_hooks),
+            getattr(module, "processor", None),
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def during_forward(model, action):
+    """Do something after the pre-hook of each forward call and before its blocks."""
+
+    def hook(*_):
+        action()
+
+    model.condition_embedder.register_forward_hook(hook)
+
+
+def is_ours(processor):
+    return isinstance(processor, VideoAttentionProcessor)
+
+
+@pytest.mark.parametrize(
+    "build", ["transformer", "vace_transformer", "chronoedit_transformer", "skyreels_transformer", "animate_transformer"]
+)
+def test_restore_leaves_nothing_behind_and_cross_attention_is_never_touched(tiny, build):
+    model = getattr(tiny, build)()
+    before = snapshot(model)
+    cross = {name: p for name, p in model.attn_processors.items() if "attn2" in name or "face_adapter" in name}
+    vmonarch.apply(model, VMonarchProcessor())
+    applied = model.attn_processors
+    assert {name for name in applied if not is_ours(applied[name])} == set(cross)
+    assert all(applied[name] is processor for name, processor in cross.items())
+    vmonarch.restore(model)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("kind", ["t2v", "t2v-2.2", "t2v-2.2-low-noise-only"])
+def test_both_transformers_are_changed_and_restored(tiny, kind):
+    pipe = tiny.pipeline(kind)
+    present = [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]
+    expected = tiny.generate(pipe)
+    outputs = []
+    for model in present:
+        with vmonarch.apply(model, VMonarchProcessor()):
+            outputs.append(tiny.generate(pipe))
+    installation = vmonarch.apply(pipe, VMonarchProcessor())
+    assert list(installation.transformers.values()) == present
+    both = tiny.generate(pipe)
+    assert not torch.equal(both, expected)
+    if len(present) == 2:
+        assert not torch.equal(outputs[0], both) and not torch.equal(outputs[1], both)
+    assert torch.equal(tiny.generate(pipe), both)
+    vmonarch.restore(pipe)
+    assert torch.equal(tiny.generate(pipe), expected)
+    assert not any(is_ours(p) for model in present for p in model.attn_processors.values())
+
+
+def test_applying_again_replaces_and_still_restores_the_original(tiny):
+    model = tiny.transformer()
+    before, stock = snapshot(model), tiny.run(model)
+    vmonarch.apply(model, VMonarchProcessor())
+    first = tiny.run(model)
+    vmonarch.apply(model, VMonarchProcessor(num_iterations=1, exact=None))
+    second = tiny.run(model)
+    assert len(model._forward_pre_hooks) == 1
+    assert not torch.equal(first, second)
+    vmonarch.apply(model, VMonarchProcessor())
+    assert torch.equal(tiny.run(model), first)
+    vmonarch.restore(model)
+    assert torch.equal(tiny.run(model), stock)
+    assert snapshot(model) == before
+
+
+def test_processors_that_were_there_before_come_back(tiny):
+    class Custom(diffusers.models.transformers.transformer_wan.WanAttnProcessor):
+        pass
+
+    model = tiny.transformer()
+    custom = Custom()
+    model.set_attn_processor(custom)
+    vmonarch.apply(model, VMonarchProcessor())
+    vmonarch.restore(model)
+    assert all(processor is custom for processor in model.attn_processors.values())
+
+
+def test_restore_undoes_direct_use_and_apply_on_top_of_it(tiny):
+    model = tiny.transformer()
+    stock = tiny.run(model)
+    model.set_attn_processor(VMonarchProcessor())
+    direct = tiny.run(model)
+    vmonarch.restore(model)
+    assert torch.equal(tiny.run(model), stock)
+    model.set_attn_processor(VMonarchProcessor(exact=None))
+    vmonarch.apply(model, VMonarchProcessor())
+    assert torch.equal(tiny.run(model), direct)
+    vmonarch.restore(model)
+    assert torch.equal(tiny.run(model), stock)
+    assert not any(is_ours(p) for p in model.attn_processors.values())
+
+
+def test_restore_undoes_a_processor_set_after_apply(tiny):
+    model = tiny.transformer()
+    before = snapshot(model)
+    vmonarch.apply(model, VMonarchProcessor())
+    model.set_attn_processor(VMonarchProcessor(exact=None))
+    tiny.run(model)
+    vmonarch.restore(model)
+    assert snapshot(model) == before
+
+
+def test_restoring_what_is_not_applied_says_so(tiny):
+    model = tiny.transformer()
+    with pytest.raises(ValueError, match="nothing to restore"):
+        vmonarch.restore(model)
+    installation = vmonarch.apply(model, VMonarchProcessor())
+    vmonarch.restore(model)
+    for again in (lambda: vmonarch.restore(model), installation.restore):
+        with pytest.raises(ValueError, match="nothing to restore"):
+            again()
+
+
+def test_nothing_changes_when_apply_fails(tiny):
+    pipe = tiny.pipeline("t2v-2.2")
+    pipe.transformer_2 = tiny.transformer(num_layers=1)
+    before = snapshot(pipe.transformer), snapshot(pipe.transformer_2)
+    with pytest.raises(ValueError, match="dense_layers"):
+        vmonarch.apply(pipe, VMonarchProcessor(dense_layers=[1]))
+    assert (snapshot(pipe.transformer), snapshot(pipe.transformer_2)) == before
+
+
+def test_the_context_manager_restores_after_an_error(tiny):
+    model = tiny.transformer()
+    before = snapshot(model)
+    with pytest.raises(KeyError), vmonarch.apply(model, VMonarchProcessor()) as installation:
+        tiny.run(model)
+        assert installation.grid == tiny.GRID
+        raise KeyError
+    assert snapshot(model) == before
+
+
+def test_the_users_processor_is_not_changed_and_serves_several_models(tiny):
+    processor = VMonarchProcessor()
+    state = dict(vars(processor))
+    models = [tiny.transformer(), tiny.vace_transformer()]
+    for model in models:
+        vmonarch.apply(model, processor)
+    assert vars(processor) == state
+    bound = [p for model in models for p in model.attn_processors.values() if is_ours(p)]
+    assert len({id(p) for p in bound}) == len(bound) == 2 + 5
+
+
+def test_a_deep_copy_of_a_transformer_is_independent(tiny):
+    model = tiny.transformer()
+    stock = tiny.run(model)
+    vmonarch.apply(model, VMonarchProcessor())
+    small, large = tiny.run(model, (3, 2, 4)), tiny.run(model, (3, 4, 2))
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        assert torch.equal(tiny.run(twin, (3, 4, 2)), large)
+        assert torch.equal(tiny.run(model, (3, 2, 4)), small)
+    vmonarch.restore(twin)
+    assert torch.equal(tiny.run(twin), stock)
+    assert torch.equal(tiny.run(model, (3, 2, 4)), small)
+    assert len(model._forward_pre_hooks) == 1
+    vmonarch.restore(model)
+    assert torch.equal(tiny.run(model), stock)
+
+
+def test_a_deep_copy_whose_blocks_run_inside_the_originals_forward_is_independent(tiny):
+    # The copy runs on another grid between the original's pre-hook and its blocks.
+    model = tiny.transformer()
+    vmonarch.apply(model, VMonarchProcessor())
+    expected = tiny.run(model, (3, 2, 4))
+    twin = copy.deepcopy(model)
+    during_forward(model, lambda: tiny.run(twin, (3, 4, 2)))
+    assert torch.equal(tiny.run(model, (3, 2, 4)), expected)
+
+
+@pytest.mark.parametrize("dense_steps", [0, 1])
+def test_a_deep_copy_of_a_pipeline_is_independent(tiny, dense_steps):
+    pipe = tiny.pipeline("t2v-2.2")
+    stock = tiny.generate(pipe)
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=dense_steps))
+    expected = tiny.generate(pipe)
+    twin = copy.deepcopy(pipe)
+    vmonarch.restore(pipe)
+    assert torch.equal(tiny.generate(pipe), stock)
+    original = weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert original() is None
+    assert torch.equal(tiny.generate(twin), expected)
+    assert torch.equal(tiny.generate(twin, width=64, height=16), tiny.generate(twin, width=64, height=16))
+    vmonarch.restore(twin)
+    assert torch.equal(tiny.generate(twin), stock)
+
+
+def test_applying_keeps_no_pipeline_alive(tiny):
+    pipe = tiny.pipeline()
+    model = pipe.transformer
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    watched = weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert watched() is None
+    with pytest.raises(RuntimeError, match="dense_steps.*pipeline is gone.*vmonarch.apply"):
+        tiny.run(model)
+
+
+def test_two_pipelines_with_other_grids_take_turns(tiny):
+    first, second = tiny.pipeline("t2v"), tiny.pipeline("v2v")
+    sizes = {"height": 32, "width": 64}, {"height": 64, "width": 32}
+    for pipe in (first, second):
+        vmonarch.apply(pipe, VMonarchProcessor())
+    expected = [tiny.generate(p, **size) for p, size in zip((first, second), sizes, strict=True)]
+
+    inner = []
+
+    def take_turns(pipe, step, timestep, tensors):
+        inner.append(tiny.generate(second, **sizes[1]))
+        return {}
+
+    assert torch.equal(tiny.generate(first, callback_on_step_end=take_turns, **sizes[0]), expected[0])
+    assert all(torch.equal(output, expected[1]) for output in inner) and len(inner) == 3
+
+
+def test_from_pipe_shares_what_is_applied(tiny):
+    pipe = tiny.pipeline("t2v")
+    stock = tiny.generate(pipe)
+    vmonarch.apply(pipe, VMonarchProcessor())
+    expected = tiny.generate(pipe)
+    other = diffusers.WanVideoToVideoPipeline.from_pipe(pipe)
+    again = diffusers.WanPipeline.from_pipe(other)
+    assert torch.equal(tiny.generate(again), expected)
+    vmonarch.restore(again)
+    assert torch.equal(tiny.generate(pipe), stock)
+
+
+def test_a_replaced_transformer_is_stock_until_applied_again(tiny):
+    pipe = tiny.pipeline("t2v")
+    old = pipe.transformer
+    vmonarch.apply(pipe, VMonarchProcessor())
+    expected = tiny.generate(pipe)
+    pipe.transformer = tiny.transformer()
+    stock = tiny.generate(pipe)
+    with pytest.raises(ValueError, match="nothing to restore"):
+        vmonarch.restore(pipe)
+    vmonarch.apply(pipe, VMonarchProcessor())
+    assert torch.equal(tiny.generate(pipe), expected)
+    vmonarch.restore(pipe)
+    assert torch.equal(tiny.generate(pipe), stock)
+    vmonarch.restore(old)
+
+
+def test_replacing_one_of_two_transformers_restores_the_other(tiny):
+    pipe = tiny.pipeline("t2v-2.2")
+    vmonarch.apply(pipe, VMonarchProcessor())
+    pipe.transformer = tiny.transformer()
+    vmonarch.restore(pipe)
+    assert not any(is_ours(p) for p in pipe.transformer_2.attn_processors.values())
+
+
+@pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+def test_two_threads_share_a_transformer(tiny, way):
+    model = tiny.transformer()
+    if way == "apply":
+        vmonarch.apply(model, VMonarchProcessor())
+    else:
+        model.set_attn_processor(VMonarchProcessor())
+    grids = [(3, 2, 4), (3, 4, 2)]
+    expected = [tiny.run(model, grid) for grid in grids]
+    # Both threads are inside forward before either reaches its blocks.
+    barrier = threading.Barrier(2, timeout=20)
+    during_forward(model, barrier.wait)
+    outputs = [None, None]
+
+    def work(index):
+        outputs[index] = [tiny.run(model, grids[index]) for _ in range(3)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(2):
+        assert all(torch.equal(output, expected[index]) for output in outputs[index])
+
+
+def test_wrapped_transformers_are_found(tiny):
+    model = tiny.transformer()
+    stock = tiny.run(model)
+    wrapper = torch.nn.Sequential(model)
+    vmonarch.apply(wrapper, VMonarchProcessor())
+    assert not torch.equal(tiny.run(model), stock)
+    vmonarch.restore(model)
+    assert torch.equal(tiny.run(model), stock)

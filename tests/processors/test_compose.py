@@ -1,0 +1,416 @@
+"""Together with the rest of diffusers: offloading, LoRA, fused projections, checkpointing, caches, torch.compile."""
+
+from __future__ import annotations
+
+import copy
+
+import accelerate
+import diffusers
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig
+
+import vmonarch
+from vmonarch import VMonarchProcessor
+
+
+def switch(model, way, **options):
+    processor = VMonarchProcessor(**options)
+    if way == "apply":
+        vmonarch.apply(model, processor)
+    else:
+        model.set_attn_processor(processor)
+
+
+WAYS = pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+
+
+@WAYS
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_fused_projections(tiny, way, when):
+    model = tiny.transformer()
+    stock = tiny.run(model)
+    switch(model, way)
+    expected = tiny.run(model)
+    if when == "before":
+        vmonarch.restore(model)
+        model.fuse_qkv_projections()
+        switch(model, way)
+    else:
+        model.fuse_qkv_projections()
+    assert hasattr(model.blocks[0].attn1, "to_qkv")
+    model.blocks[0].attn1.to_q.weight.data.zero_()  # no longer used
+    torch.testing.assert_close(tiny.run(model), expected, rtol=1e-5, atol=1e-6)
+    vmonarch.restore(model)
+    torch.testing.assert_close(tiny.run(model), stock, rtol=1e-5, atol=1e-6)
+
+
+@WAYS
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora_loaded_fused_and_unloaded(tiny, way, when, tmp_path):
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    donor = tiny.pipeline("t2v")
+    config = LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        donor.transformer.add_adapter(config)
+    layers = {name: 3 * weight for name, weight in get_peft_model_state_dict(donor.transformer).items()}
+    donor.save_lora_weights(tmp_path, transformer_lora_layers=layers)
+
+    pipe = tiny.pipeline("t2v")
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    switch(pipe.transformer, way)
+    without = tiny.generate(pipe)
+    if when == "before":
+        vmonarch.restore(pipe)
+    pipe.load_lora_weights(tmp_path)
+    if when == "before":
+        stock = tiny.generate(pipe)
+        switch(pipe.transformer, way)
+    with_lora = tiny.generate(pipe)
+    assert (with_lora - without).abs().max() > 1e-2
+    pipe.fuse_lora()
+    torch.testing.assert_close(tiny.generate(pipe), with_lora, **close)
+    pipe.unfuse_lora()
+    if when == "before":
+        vmonarch.restore(pipe)
+        torch.testing.assert_close(tiny.generate(pipe), stock, **close)
+        assert (stock - with_lora).abs().max() > 1e-2
+        switch(pipe.transformer, way)
+    pipe.unload_lora_weights()
+    torch.testing.assert_close(tiny.generate(pipe), without, **close)
+
+
+def gradients(model, batches, checkpointing):
+    model.train()
+    model.zero_grad()
+    model.enable_gradient_checkpointing() if checkpointing else model.disable_gradient_checkpointing()
+    outputs = [model(**inputs)[0] for inputs in batches]
+    # Backward only after every forward: by then the transformer has seen another grid.
+    sum((output * output.detach().cos()).sum() for output in outputs).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "grids", [[(3, 2, 3)], [(3, 2, 4), (3, 4, 2)], [(3, 2, 4), (2, 3, 3)]], ids=["one", "same-size", "other-size"]
+)
+def test_gradient_checkpointing_gives_the_same_gradients(tiny, way, grids):
+    model = tiny.transformer()
+    switch(model, way)
+    batches = [tiny.inputs(grid, batch=2) for grid in grids]
+    expected = gradients(model, batches, False)
+    actual = gradients(model, batches, True)
+    assert expected.keys() == actual.keys() and "blocks.0.attn1.to_q.weight" in expected
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-6)
+    vmonarch.restore(model)
+    stock = gradients(model, batches, False)["blocks.0.attn1.to_q.weight"]
+    assert not torch.allclose(stock, expected["blocks.0.attn1.to_q.weight"], rtol=1e-3)
+
+
+def test_reentrant_checkpointing_with_interleaved_grids(tiny):
+    model = tiny.transformer()
+    vmonarch.apply(model, VMonarchProcessor())
+    batches = [tiny.inputs(grid) for grid in ((3, 2, 4), (3, 4, 2))]
+    for inputs in batches:
+        inputs["hidden_states"].requires_grad_()
+    expected = gradients(model, batches, False)
+    model.enable_gradient_checkpointing()
+    model._gradient_checkpointing_func = lambda block, *inputs: torch.utils.checkpoint.checkpoint(
+        block, *inputs, use_reentrant=True
+    )
+    model.zero_grad()
+    outputs = [model(**inputs)[0] for inputs in batches]
+    sum((output * output.detach().cos()).sum() for output in outputs).backward()
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_checkpointing_through_a_run_with_dense_steps_is_refused(tiny):
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    pipe.transformer.enable_gradient_checkpointing()
+    pipe.transformer.train()
+    sample = type(pipe).__call__.__wrapped__  # past its no_grad
+    video = sample(
+        pipe,
+        prompt=tiny.PROMPT,
+        height=tiny.HEIGHT,
+        width=tiny.WIDTH,
+        num_frames=tiny.FRAMES,
+        num_inference_steps=2,
+        guidance_scale=1.0,
+        output_type="latent",
+    ).frames
+    with pytest.raises(RuntimeError, match="dense_steps cannot be combined with gradient checkpointing"):
+        video.sum().backward()
+
+
+@WAYS
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_first_block_cache(tiny, way, when):
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer = tiny.transformer(num_layers=3)
+    calls = []
+    # The cache replaces the forward of blocks, not of what is in them.
+    pipe.transformer.blocks[2].ffn.register_forward_hook(lambda *_: calls.append(1))
+    stock = tiny.generate(pipe, steps=4)
+    uncached = len(calls)
+    if when == "after":
+        switch(pipe.transformer, way)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    if when == "before":
+        switch(pipe.transformer, way)
+    exact_cache = tiny.generate(pipe, steps=4)
+    pipe.transformer.disable_cache()
+    assert torch.equal(tiny.generate(pipe, steps=4), exact_cache), "a cache that is never used changes nothing"
+
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=100.0))
+    calls.clear()
+    assert not torch.equal(tiny.generate(pipe, steps=4), exact_cache)
+    assert len(calls) < uncached, "the cache was never used"
+    pipe.transformer.disable_cache()
+    vmonarch.restore(pipe)
+    assert torch.equal(tiny.generate(pipe, steps=4), stock)
+
+
+@WAYS
+@pytest.mark.parametrize("offload", ["block_level", "leaf_level", "sequential", "model"])
+def test_offloading_on_the_cpu(tiny, way, offload):
+    # What a machine without an accelerator can show: the hooks of diffusers and accelerate that move weights and
+    # inputs are all in place and run. `test_offloading_on_the_gpu` moves them to a device.
+    pipe = tiny.pipeline("t2v")
+    stock = tiny.generate(pipe)
+    switch(pipe.transformer, way)
+    expected = tiny.generate(pipe)
+    cpu = torch.device("cpu")
+    if offload.endswith("level"):
+        size = {"num_blocks_per_group": 1} if offload == "block_level" else {}
+        pipe.transformer.enable_group_offload(
+            onload_device=cpu, offload_device=cpu, offload_type=offload, use_stream=False, **size
+        )
+        assert hasattr(pipe.transformer, "_diffusers_hook")
+    elif offload == "sequential":
+        accelerate.cpu_offload(pipe.transformer, execution_device=cpu)
+        assert pipe.transformer.blocks[0].attn1.to_q.weight.device.type == "meta"
+    else:
+        accelerate.cpu_offload_with_hook(pipe.transformer, execution_device=cpu)
+        assert hasattr(pipe.transformer, "_hf_hook")
+    assert torch.equal(tiny.generate(pipe), expected)
+    assert torch.equal(tiny.generate(pipe, width=64), tiny.generate(pipe, width=64))
+    vmonarch.restore(pipe)
+    assert torch.equal(tiny.generate(pipe), stock)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["t2v-2.2", "i2v-2.1"])
+@pytest.mark.parametrize("offload", ["model", "sequential", "block_level", "leaf_level", "stream"])
+def test_offloading_on_the_gpu(tiny, kind, offload):
+    pipe = tiny.pipeline(kind).to("cuda")
+    stock = tiny.generate(pipe)
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    expected = tiny.generate(pipe)
+    pipe.to("cpu")
+    if offload == "model":
+        pipe.enable_model_cpu_offload()
+    elif offload == "sequential":
+        pipe.enable_sequential_cpu_offload()
+    else:
+        options = {"offload_type": "leaf_level"} if offload != "block_level" else {"num_blocks_per_group": 1}
+        pipe.enable_group_offload(
+            onload_device=torch.device("cuda"),
+            offload_device=torch.device("cpu"),
+            **{"offload_type": "block_level"} | options,
+            use_stream=offload == "stream",
+        )
+    for _ in range(2):
+        torch.testing.assert_close(tiny.generate(pipe), expected, rtol=1e-3, atol=1e-3)
+    vmonarch.restore(pipe)
+    torch.testing.assert_close(tiny.generate(pipe), stock, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_the_hook_and_the_steps_never_wait_for_the_gpu(tiny):
+    pipe = tiny.pipeline("t2v").to("cuda")
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1]))
+    tiny.generate(pipe)
+    context = pipe.transformer._vmonarch_record.context
+    pipe.scheduler.set_timesteps(4, device="cuda")
+    pipe._num_timesteps, pipe._current_timestep = 4, pipe.scheduler.timesteps[0]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        context.begin(torch.Size((3, 4, 6)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert context.call == ((3, 2, 3), False)
+
+
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "way, build", [("apply", "transformer"), ("apply", "vace_transformer"), ("grid", "transformer")]
+)
+def test_compiled_whole_without_graph_break_or_recompilation(tiny, dynamo, way, build):
+    shape = {"num_layers": 1, "vace_layers": [0]} if build.startswith("vace") else {}
+    model = getattr(tiny, build)(**shape)
+    inputs = tiny.inputs()
+    if build.startswith("vace"):
+        inputs["control_hidden_states"] = torch.randn(1, 96, 3, 4, 6)
+    options = {"grid": tiny.GRID} if way == "grid" else {}
+    switch(model, way, **options)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for _ in range(3):
+            torch.testing.assert_close(compiled(**inputs)[0], expected)
+    assert dynamo["stats"]["unique_graphs"] == 1
+    assert not dynamo["graph_break"]
+
+
+@pytest.mark.parametrize("way", ["apply", "grid"])
+def test_compiled_repeated_blocks_share_one_graph(tiny, dynamo, way):
+    model = tiny.transformer(num_layers=4)
+    switch(model, way, **({"grid": tiny.GRID} if way == "grid" else {}))
+    expected = tiny.run(model)
+    model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        torch.testing.assert_close(tiny.run(model), expected)
+    assert dynamo["stats"]["unique_graphs"] == 1
+    assert not dynamo["graph_break"]
+
+
+@pytest.mark.parametrize("scope", ["whole", "blocks"])
+def test_compiled_on_another_grid(tiny, dynamo, scope):
+    model = tiny.transformer(num_layers=1)
+    vmonarch.apply(model, VMonarchProcessor())
+    grids = [(3, 2, 4), (3, 4, 2), (2, 3, 3), (3, 2, 4)]
+    expected = [tiny.run(model, grid) for grid in grids]
+    if scope == "whole":
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+    else:
+        compiled = model
+        model.compile_repeated_blocks(backend="eager", fullgraph=True)
+    for grid, output in zip(grids, expected, strict=True):
+        torch.testing.assert_close(tiny.run(compiled, grid), output)
+    assert not dynamo["graph_break"]
+
+
+@pytest.mark.parametrize("scope", ["whole", "blocks"])
+def test_compiled_pipeline_with_dense_steps_switched_off_again(tiny, dynamo, scope):
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer = tiny.transformer(num_layers=1)
+    stock = tiny.generate(pipe, steps=6)
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=2))
+    expected = tiny.generate(pipe, steps=6)
+    if scope == "whole":
+        pipe.transformer.compile(backend="eager", fullgraph=True)
+    else:
+        pipe.transformer.compile_repeated_blocks(backend="eager", fullgraph=True)
+    torch.testing.assert_close(tiny.generate(pipe, steps=6), expected)
+    graphs = dynamo["stats"]["unique_graphs"]
+    assert graphs <= 4, "the step must not be compiled in, only whether it is dense"
+    torch.testing.assert_close(tiny.generate(pipe, steps=6), expected)
+    assert dynamo["stats"]["unique_graphs"] == graphs
+    vmonarch.restore(pipe)
+    torch.testing.assert_close(tiny.generate(pipe, steps=6), stock)
+
+
+def test_applied_to_an_already_compiled_and_used_transformer(tiny, dynamo):
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer = tiny.transformer(num_layers=1)
+    stock = tiny.generate(pipe)
+    with vmonarch.apply(pipe, VMonarchProcessor()):
+        expected = tiny.generate(pipe)
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(tiny.generate(pipe), stock)
+    vmonarch.apply(pipe, VMonarchProcessor())
+    torch.testing.assert_close(tiny.generate(pipe), expected)
+    vmonarch.restore(pipe)
+    torch.testing.assert_close(tiny.generate(pipe), stock)
+
+
+def test_compiled_without_a_grid_says_what_to_do(tiny, dynamo):
+    model = tiny.transformer()
+    model.set_attn_processor(VMonarchProcessor())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"(?s)vmonarch.apply.*grid=|grid=.*vmonarch.apply"):
+        tiny.run(compiled)
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor(tiny, dynamo):
+    model = tiny.transformer(num_layers=1)
+    vmonarch.apply(model, VMonarchProcessor())
+    expected = tiny.run(model)
+    model.compile_repeated_blocks(fullgraph=True)
+    torch.testing.assert_close(tiny.run(model), expected, rtol=1e-4, atol=1e-4)
+    assert dynamo["inductor"]
+
+
+def test_compiled_training_step_with_checkpointing(tiny, dynamo):
+    model = tiny.transformer()
+    vmonarch.apply(model, VMonarchProcessor())
+    batches = [tiny.inputs(batch=2)]
+    expected = gradients(model, batches, False)
+    model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    actual = gradients(model, batches, True)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_layerwise_casting(tiny):
+    model = tiny.transformer()
+    vmonarch.apply(model, VMonarchProcessor())
+    expected = tiny.run(model)
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    torch.testing.assert_close(tiny.run(model), expected, rtol=0.05, atol=0.05)
+
+
+def test_context_parallel_models_are_refused(tiny):
+    marker = object()
+    model = tiny.transformer()
+    for processor in model.attn_processors.values():
+        processor._parallel_config = marker
+    with pytest.raises(NotImplementedError, match="context parallelism"):
+        vmonarch.apply(model, VMonarchProcessor())
+    assert not hasattr(model, "_vmonarch_record")
+
+    later = tiny.transformer()
+    vmonarch.apply(later, VMonarchProcessor())
+    for processor in later.attn_processors.values():
+        assert hasattr(processor, "_parallel_config"), "diffusers would skip it in silence"
+        processor._parallel_config = marker
+    with pytest.raises(NotImplementedError, match="context parallelism"):
+        tiny.run(later)
+
+
+def test_ema_style_copies_and_state_dicts_have_no_extra_keys(tiny):
+    model = tiny.transformer()
+    keys = list(model.state_dict())
+    vmonarch.apply(model, VMonarchProcessor())
+    assert list(model.state_dict()) == keys
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in tiny.transformer().named_modules()]
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(tiny.run(twin), tiny.run(model))
+
+
+def test_saved_transformers_load_as_stock(tiny, tmp_path):
+    model = tiny.transformer()
+    stock = tiny.run(model)
+    vmonarch.apply(model, VMonarchProcessor())
+    expected = tiny.run(model)
+    model.save_pretrained(tmp_path)
+    loaded = diffusers.WanTransformer3DModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(tiny.run(loaded), stock)
+    vmonarch.apply(loaded, VMonarchProcessor())
+    torch.testing.assert_close(tiny.run(loaded), expected)
