@@ -71,8 +71,10 @@ class Installation:
 
 def _record_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook. Stateless: what it writes to belongs to the module, so that copies of it stay apart."""
-    hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    getattr(transformer, _ATTRIBUTE).context.begin(hidden_states.shape[2:])
+    hidden_states = kwargs.get("hidden_states", args[0] if args else None)
+    # Anything but latents [B, C, T, H, W] is for the transformer to refuse.
+    if isinstance(hidden_states, torch.Tensor) and hidden_states.ndim == 5:
+        getattr(transformer, _ATTRIBUTE).context.begin(hidden_states.shape[2:])
 
 
 def _describe(argument: object) -> str:
@@ -167,7 +169,10 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         record = getattr(transformer, _ATTRIBUTE, None)
         modules = _self_attention(transformer)
         attention = [module for module in transformer.modules() if hasattr(module, "processor")]
-        if any(getattr(module.processor, "_parallel_config", None) is not None for module in attention):
+        parallel = getattr(getattr(transformer, "_parallel_config", None), "context_parallel_config", None)
+        if parallel is not None or any(
+            getattr(module.processor, "_parallel_config", None) is not None for module in attention
+        ):
             raise NotImplementedError(
                 f"{name} runs with context parallelism (enable_parallelism), which {type(processor).__name__} does not"
                 " support yet"

@@ -268,6 +268,9 @@ class VideoAttentionProcessor:
         self.dense_steps: Dense = DenseSet("dense_steps", dense_steps).dense
         self.dense_layers: Dense = DenseSet("dense_layers", dense_layers).dense
         self.grid = None if grid is None else LatentGrid.parse(grid)
+        self._needs_apply = next(
+            (name for name in ("dense_steps", "dense_layers") if DenseSet(name, getattr(self, name))), None
+        )
         self._context: ForwardContext | None = None
         self._original: Any = None
         self._inferred: tuple[weakref.ref[torch.Tensor], LatentGrid] | None = None
@@ -353,7 +356,9 @@ class VideoAttentionProcessor:
                 f" got {type(attn).__name__}{extra}"
             )
         if encoder_hidden_states is not None:
-            return self._exact(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+            # Only self-attention has a rotary embedding; face attention in Wan-Animate does not even take one.
+            rotary = () if rotary_emb is None else (rotary_emb,)
+            return self._exact(attn, hidden_states, encoder_hidden_states, attention_mask, *rotary)
         if self._parallel_config is not None:
             raise NotImplementedError(
                 f"{name} does not support context parallelism (enable_parallelism) yet: each device holds a part of the"
@@ -385,12 +390,11 @@ class VideoAttentionProcessor:
             if self.grid is not None and self.grid != call.grid:
                 raise ValueError(f"grid={tuple(self.grid)}, but the transformer was given the grid {tuple(call.grid)}")
         else:
-            for option in ("dense_steps", "dense_layers"):
-                if DenseSet(option, getattr(self, option)):
-                    raise RuntimeError(
-                        f"{option} needs vmonarch.apply(pipe, processor): a processor set by set_attn_processor on a"
-                        " transformer knows neither its layer nor the step"
-                    )
+            if self._needs_apply is not None:
+                raise RuntimeError(
+                    f"{self._needs_apply} needs vmonarch.apply(pipe, processor): a processor set by set_attn_processor"
+                    " on a transformer knows neither its layer nor the step"
+                )
             call = ForwardCall(self._infer_grid(rotary_emb) if self.grid is None else self.grid, False)
         if call.grid.tokens != tokens:
             raise ValueError(

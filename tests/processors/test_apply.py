@@ -44,7 +44,8 @@ def is_ours(processor):
 
 
 @pytest.mark.parametrize(
-    "build", ["transformer", "vace_transformer", "chronoedit_transformer", "skyreels_transformer", "animate_transformer"]
+    "build",
+    ["transformer", "vace_transformer", "chronoedit_transformer", "skyreels_transformer", "animate_transformer"],
 )
 def test_restore_leaves_nothing_behind_and_cross_attention_is_never_touched(tiny, build):
     model = getattr(tiny, build)()

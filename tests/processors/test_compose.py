@@ -384,6 +384,13 @@ def test_context_parallel_models_are_refused(tiny):
         vmonarch.apply(model, VMonarchProcessor())
     assert not hasattr(model, "_vmonarch_record")
 
+    from diffusers import ContextParallelConfig, ParallelConfig
+
+    lost = tiny.transformer()
+    lost._parallel_config = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=2))
+    with pytest.raises(NotImplementedError, match="context parallelism"):
+        vmonarch.apply(lost, VMonarchProcessor())
+
     later = tiny.transformer()
     vmonarch.apply(later, VMonarchProcessor())
     for processor in later.attn_processors.values():

@@ -75,9 +75,7 @@ def test_query_key_and_value_are_bit_identical_to_the_stock_processors(tiny, mon
         assert value.stride(1) == 48 * (3 if fused else 1), "value was copied"
 
 
-@pytest.mark.parametrize(
-    "build", ["transformer", "vace_transformer", "chronoedit_transformer", "skyreels_transformer"]
-)
+@pytest.mark.parametrize("build", ["transformer", "vace_transformer", "chronoedit_transformer", "skyreels_transformer"])
 @pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
 def test_all_blocks_exact_equals_the_stock_processor(tiny, build, way):
     model = getattr(tiny, build)()

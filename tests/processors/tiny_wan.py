@@ -137,9 +137,7 @@ def _image_parts() -> dict[str, Any]:
     )
     return {
         "image_encoder": _seeded(lambda: CLIPVisionModel(config), 3),
-        "image_processor": CLIPImageProcessorPil(
-            size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
-        ),
+        "image_processor": CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
     }
 
 
@@ -165,14 +163,19 @@ def pipeline(kind: str = "t2v", module: Any = diffusers) -> Any:
             transformer_2=transformer(seed=9, in_channels=36),
             boundary_ratio=0.9,
         ),
-        "i2v-5b": lambda: module.WanImageToVideoPipeline(
-            **_parts(), transformer=transformer(), expand_timesteps=True
-        ),
+        "i2v-5b": lambda: module.WanImageToVideoPipeline(**_parts(), transformer=transformer(), expand_timesteps=True),
         "vace": lambda: module.WanVACEPipeline(**_parts(), transformer=vace_transformer()),
         "v2v": lambda: module.WanVideoToVideoPipeline(**_parts(), transformer=transformer()),
         "animate": lambda: module.WanAnimatePipeline(
             **_parts(), **_image_parts(), transformer=animate_transformer(added_kv_proj_dim=24)
         ),
+        "chronoedit": lambda: module.ChronoEditPipeline(
+            **_parts(),
+            **_image_parts(),
+            transformer=chronoedit_transformer(in_channels=36, image_dim=16, added_kv_proj_dim=24),
+        ),
+        "skyreels": lambda: module.SkyReelsV2Pipeline(**_parts(), transformer=skyreels_transformer()),
+        "lucy-edit": lambda: module.LucyEditPipeline(**_parts(), transformer=transformer(in_channels=32)),
     }
     pipe = build[kind]()
     pipe.set_progress_bar_config(disable=True)
@@ -211,7 +214,11 @@ def generate(pipe: Any, steps: int = 3, guidance: float = 5.0, seed: int = 0, **
         "generator": torch.Generator().manual_seed(seed),
         "output_type": "latent",
     }
-    if "ImageToVideo" in name:
+    if "Edit" in name:
+        call["video"] = [image(i) for i in range(FRAMES)]
+    if "Chrono" in name:
+        del call["video"]
+    if "ImageToVideo" in name or "Chrono" in name:
         call["image"] = image()
     if "VideoToVideo" in name:
         call["video"] = [image(i) for i in range(FRAMES)]
