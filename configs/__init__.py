@@ -131,6 +131,12 @@ def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") 
     checked: dict[str, Any] = {}
     # One key at a time: OmegaConf does not always say which key an error belongs to.
     for key, value in values.items():
+        if _needs_no_conversion(value, hints[key]):
+            # Past OmegaConf, to which `???` is a missing value and `${` the start of an expression.
+            checked[key] = tuple(value) if _is_tuple(hints[key]) else value
+            continue
+        if value == "???":
+            raise InputError(prefix + key, f"must be {_describe(hints[key])}, got {value!r}")
         try:
             merged = OmegaConf.merge(base, {key: value})
             plain = OmegaConf.to_container(merged, resolve=False)
@@ -161,6 +167,18 @@ def _describe(hint: Any) -> str:
 
 def _is_tuple(hint: Any) -> bool:
     return typing.get_origin(hint) is tuple
+
+
+def _needs_no_conversion(value: Any, hint: Any) -> bool:
+    """Whether the type hint takes `value` as it is: text where text is asked for, anything where anything is."""
+    if _is_tuple(hint):
+        item, *more = typing.get_args(hint)
+        return (
+            more == [Ellipsis]
+            and isinstance(value, (list, tuple))
+            and all(_needs_no_conversion(v, item) for v in value)
+        )
+    return hint is Any or (isinstance(value, str) and (hint is str or str in typing.get_args(hint)))
 
 
 def _text_allowed(hint: Any) -> bool:

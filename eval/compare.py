@@ -1,0 +1,408 @@
+"""The same seeds through full attention and other methods: the library behind `vmonarch compare`.
+
+    from vmonarch.eval.compare import CompareConfig, compare
+
+    comparison = compare(CompareConfig(prompts=("a red circle moving right",), methods=("vmonarch", "vmonarch-t1")))
+    print(comparison.table())
+
+PSNR and SSIM are measured on the float frames, before any mp4 encoding. Before anything is timed, every method runs one
+step of the same shape, so that none is charged for compilation or for what the first call of a process initialises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.pipelines.generation import (
+    Batch,
+    GenerationError,
+    LoadedModel,
+    SamplingConfig,
+    check_prompt_lengths,
+    complete,
+    decode,
+    denoise,
+    facts,
+    frames_sha256,
+    load_model,
+    prepare_output_dir,
+    reserve_number,
+    sample,
+    short_hash,
+)
+from vmonarch.pipelines.model_folder import find_model
+
+if TYPE_CHECKING:
+    import torch
+
+COMPARISON_FORMAT = "vmonarch-compare-1"
+# Key of a result, heading, decimals: the columns of the table.
+_COLUMNS = (
+    ("seconds", "s/video", 2),
+    ("transformer_seconds_per_step", "transformer s/step", 3),
+    ("psnr", "PSNR dB", 2),
+    ("ssim", "SSIM", 4),
+    ("first_frame_psnr", "first PSNR dB", 2),
+    ("first_frame_ssim", "first SSIM", 4),
+    ("prompt_score", "prompt score", 2),
+)
+
+
+@dataclass(frozen=True)
+class CompareConfig(SamplingConfig):
+    """`SamplingConfig`, plus what to compare.
+
+    Args:
+        methods: as `GenerateConfig.attention` takes them; the reference is added in front when it is missing.
+        reference: the method that the others are measured against.
+        save_videos: also write every method's video by itself.
+        strip_frames: columns of the PNG strips.
+    """
+
+    output_dir: str = "outputs/compare"
+    methods: tuple[Any, ...] = ("full", "vmonarch")
+    reference: Any = "full"
+    save_videos: bool = False
+    strip_frames: int = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.methods, (str, bytes)) or not isinstance(self.methods, Sequence):
+            raise InputError("methods", f"must be a list of methods, got {self.methods!r}")
+        if isinstance(self.strip_frames, bool) or not isinstance(self.strip_frames, int) or self.strip_frames < 1:
+            raise InputError("strip_frames", f"must be an integer of at least 1, got {self.strip_frames!r}")
+        reference = _method(self.reference, "reference")
+        methods = [_method(spec, "methods") for spec in self.methods]
+        labels = [method.label for method in methods]
+        repeated = sorted({label for label in labels if labels.count(label) > 1})
+        if repeated:
+            raise InputError("methods", f"must differ; repeated: {', '.join(repeated)}")
+        others = [method for method in methods if method.label != reference.label]
+        object.__setattr__(self, "reference", reference)
+        object.__setattr__(self, "methods", (reference, *others))
+
+
+def _method(spec: Any, argument: str) -> AttentionMethod:
+    return spec if isinstance(spec, AttentionMethod) else resolve_method(spec, argument=argument)
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """One video through one method.
+
+    Args:
+        seconds: for text, denoising and decoding of this video; a batch's time is shared out evenly.
+        transformer_seconds_per_step: in the transformers' forward calls, guidance included, per denoising step.
+        psnr, ssim, first_frame_psnr, first_frame_ssim: against the reference, of all frames and of the first; None for
+            the reference itself.
+        prompt_score: share of colour, shape and direction that the pixels show as the prompt asks; None where the
+            prompt's words or the model are not the embedded model's.
+        frames_sha256: of the float frames.
+    """
+
+    method: str
+    seconds: float
+    transformer_seconds_per_step: float
+    psnr: float | None
+    ssim: float | None
+    first_frame_psnr: float | None
+    first_frame_ssim: float | None
+    prompt_score: float | None
+    frames_sha256: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` made: its folder and its record, which is also `comparison.json` in that folder."""
+
+    folder: Path
+    record: dict[str, Any]
+
+    def table(self) -> str:
+        """Markdown table of the means, one row a method."""
+        return format_table(self.record["methods"], self.record["means"], self.record["reference"])
+
+
+def format_table(methods: Sequence[str], means: dict[str, dict[str, Any]], reference: str) -> str:
+    """Markdown table with one row for each of `methods`; columns that hold nothing are left out."""
+    columns = [column for column in _COLUMNS if any(means[method][column[0]] is not None for method in methods)]
+    rows = [["method", *(heading for _, heading, _ in columns)]]
+    for method in methods:
+        cells = [_cell(means[method][key], decimals) for key, _, decimals in columns]
+        rows.append([method + (" (reference)" if method == reference else ""), *cells])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    align = lambda row: [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [align(rows[0]), rule, *map(align, rows[1:])])
+
+
+def _cell(value: Any, decimals: int) -> str:
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else f"{value:.{decimals}f}"
+
+
+def prompt_scorer(model: LoadedModel) -> Callable[[torch.Tensor, str], float | None]:
+    """A function of frames [F, 3, H, W] and prompt to the share of its attributes that the pixels show.
+
+    It answers None for models other than the embedded one and for prompts in other words than that model's.
+    """
+    if model.folder.name != "embedded":
+        return lambda frames, prompt: None
+    from vmonarch.eval.prompt_score import parse_prompt, score_video
+
+    def score(frames: torch.Tensor, prompt: str) -> float | None:
+        if len(frames) < 2 or not parse_prompt(prompt):
+            return None
+        matches = score_video(frames.permute(0, 2, 3, 1), prompt)
+        return (matches.colour + matches.shape + matches.direction) / 3
+
+    return score
+
+
+def compare(config: CompareConfig, *, progress: bool = False, model: LoadedModel | None = None) -> Comparison:
+    """Sample every prompt and seed with every method, measure them and write table, videos, strips and JSON.
+
+    In a new folder of `config.output_dir`: `comparison.json`, `table.md`, and for each prompt and seed
+    `0001-side-by-side.mp4` and `0001-strips.png`. The JSON grows video by video and is marked complete at the end.
+
+    Args:
+        progress: show progress bars.
+        model: a pipeline loaded before with the same model settings, to save loading it again.
+
+    Raises:
+        InputError, ModelError: as `vmonarch.pipelines.generation.generate`.
+        GenerationError: a video came out constant or with NaN (its raw frames are kept, at the path in the message),
+            is missing, or could not be written.
+    """
+    folder = model.folder if model else find_model(config.model, config.revision)
+    config = complete(config, folder)
+    output = prepare_output_dir(config.output_dir)
+    if model is None:
+        model = load_model(config, folder)
+    else:
+        check_prompt_lengths(config, model.pipe.tokenizer)
+    # What the pipeline cannot carry (more dense layers than it has, say) must show before minutes are spent.
+    for method in config.methods:
+        method.install(model.pipe)
+    with reserve_number(output, 1 if config.overwrite else None) as number:
+        target = output / f"{number}-{short_hash(config.to_dict())}"
+        target.mkdir(exist_ok=config.overwrite)
+        try:
+            return _Run(config, model, target, progress).run()
+        finally:
+            if not any(target.iterdir()):
+                target.rmdir()
+
+
+class _Run:
+    """One comparison while it runs."""
+
+    def __init__(self, config: CompareConfig, model: LoadedModel, target: Path, progress: bool) -> None:
+        self.config, self.model, self.target, self.progress = config, model, target, progress
+        self.videos: list[dict[str, Any]] = []
+        self.score = prompt_scorer(model)
+        self.facts = facts(config, model)
+
+    def run(self) -> Comparison:
+        config = self.config
+        jobs = [(prompt, seed) for prompt in config.prompts for seed in config.seeds]
+        batches = [jobs[i : i + config.batch_size] for i in range(0, len(jobs), config.batch_size)]
+        self._warm_up(batches[0])
+        for batch in batches:
+            prompts, seeds = [prompt for prompt, _ in batch], [seed for _, seed in batch]
+            samples: dict[str, Batch] = {}
+            for method in config.methods:
+                method.install(self.model.pipe)
+                title = f"video {len(self.videos) + 1} of {len(jobs)}, {method.label}" if self.progress else None
+                samples[method.label] = sample(self.model, config, prompts, seeds, progress=title)
+            for index in range(len(batch)):
+                self._finish_video(prompts[index], seeds[index], index, len(batch), samples)
+        record = self._write_record(complete=True)
+        return Comparison(self.target, record)
+
+    def _warm_up(self, batch: Sequence[tuple[str, int]]) -> None:
+        """One step of every method, and one decoding, at the full shape."""
+        prompts, seeds = [prompt for prompt, _ in batch], [seed for _, seed in batch]
+        latents = None
+        for method in self.config.methods:
+            # Its first step may be a dense one, which would warm up nothing of the method.
+            method.parameters.without_dense().install(self.model.pipe)
+            title = f"warm-up, {method.label}" if self.progress else None
+            latents = denoise(self.model, self.config, prompts, seeds, steps=1, progress=title).latents
+        assert latents is not None
+        decode(self.model.pipe, latents[:1])
+
+    def _finish_video(self, prompt: str, seed: int, index: int, batch: int, samples: dict[str, Batch]) -> None:
+        """Measure and write the `index`-th video of a batch."""
+        results = self._measure(prompt, seed, index, batch, samples)
+        number = f"{len(self.videos) + 1:04d}"
+        frames = {label: result.frames[index] for label, result in samples.items()}
+        try:
+            files = self._write_pictures(number, prompt, seed, frames, results)
+            self.videos.append(
+                {
+                    "prompt": prompt,
+                    "seed": seed,
+                    "files": files,
+                    "results": [_json(dataclasses.asdict(result)) for result in results],
+                    "stage_seconds_of_batch": {label: result.seconds for label, result in samples.items()},
+                    "batch_size": batch,
+                }
+            )
+            self._write_record(complete=False)
+        except OSError as error:
+            raise GenerationError(f"{self.target} cannot be written to: {error}") from error
+
+    def _measure(self, prompt: str, seed: int, index: int, batch: int, samples: dict[str, Batch]) -> list[MethodResult]:
+        from vmonarch.eval.similarity import similarity
+        from vmonarch.eval.video_io import VideoError, check_frames
+
+        assert self.config.steps is not None
+        reference = samples[self.config.reference.label].frames[index]
+        results = []
+        for label, result in samples.items():
+            frames = result.frames[index]
+            try:
+                check_frames(frames)
+            except VideoError as error:
+                kept = _keep_raw(frames)
+                raise GenerationError(
+                    f"method {label}, prompt {prompt[:40]!r}, seed {seed}: {error}; {kept}"
+                ) from error
+            close = similarity(frames, reference) if label != self.config.reference.label else None
+            results.append(
+                MethodResult(
+                    method=label,
+                    seconds=result.seconds["total"] / batch,
+                    transformer_seconds_per_step=result.seconds["transformer"] / batch / self.config.steps,
+                    psnr=close.psnr if close else None,
+                    ssim=close.ssim if close else None,
+                    first_frame_psnr=close.first_frame_psnr if close else None,
+                    first_frame_ssim=close.first_frame_ssim if close else None,
+                    prompt_score=self.score(frames, prompt),
+                    frames_sha256=frames_sha256(frames),
+                )
+            )
+        return results
+
+    def _write_pictures(
+        self, number: str, prompt: str, seed: int, frames: dict[str, torch.Tensor], results: Sequence[MethodResult]
+    ) -> dict[str, Any]:
+        """Side-by-side video, strips and, if asked for, every method's video; returns their names."""
+        from vmonarch.eval.video_io import AtomicFiles, VideoError, encode_video, side_by_side, strips, to_uint8
+        from vmonarch.eval.video_io import verify_video as verify
+
+        assert self.config.fps is not None
+        pictures = {label: to_uint8(video) for label, video in frames.items()}
+        notes = {result.method: _note(result) for result in results}
+        files: dict[str, Any] = {"side_by_side": f"{number}-side-by-side.mp4", "strips": f"{number}-strips.png"}
+        videos = {files["side_by_side"]: side_by_side(pictures, notes=notes)}
+        if self.config.save_videos:
+            files["videos"] = {label: f"{number}-{file_name(label)}.mp4" for label in pictures}
+            videos |= {files["videos"][label]: video for label, video in pictures.items()}
+        try:
+            with AtomicFiles(overwrite=self.config.overwrite) as staged:
+                for name, video in videos.items():
+                    path = staged.stage(self.target / name)
+                    encode_video(path, video, self.config.fps)
+                    verify(path, video)
+                picture = strips(pictures, notes=notes, title=f"{prompt} · seed {seed}", count=self.config.strip_frames)
+                picture.save(staged.stage(self.target / files["strips"]))
+        except VideoError as error:
+            raise GenerationError(str(error)) from error
+        return files
+
+    def _write_record(self, *, complete: bool) -> dict[str, Any]:
+        from vmonarch.eval.video_io import AtomicFiles
+        from vmonarch.pipelines.environment import peak_memory_bytes
+
+        model = self.model
+        labels = [method.label for method in self.config.methods]
+        record = {
+            "format": COMPARISON_FORMAT,
+            "complete": complete,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "reference": self.config.reference.label,
+            "methods": labels,
+            "metrics": "PSNR (dB, pooled MSE) and SSIM (11×11 Gaussian, sigma 1.5) on float frames before mp4 encoding",
+            "timing": "per video, after one warm-up step of every method; transformer time includes guidance",
+            "means": means(self.videos, labels),
+            "videos": self.videos,
+            "config": self.config.to_dict(),
+            **self.facts,
+            "seconds_to_load": model.seconds,
+            "peak_memory_bytes": peak_memory_bytes(model.device),
+        }
+        table = format_table(labels, record["means"], record["reference"]) if complete else None
+        # The record is this run's own: it replaces what it wrote itself a video ago.
+        with AtomicFiles(overwrite=True) as files:
+            text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+            files.stage(self.target / "comparison.json").write_text(text, encoding="utf-8")
+            if table is not None:
+                files.stage(self.target / "table.md").write_text(table + "\n", encoding="utf-8")
+        return record
+
+
+def means(videos: Sequence[dict[str, Any]], labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Mean of every measure over the videos, for each method.
+
+    Raises:
+        GenerationError: a video lacks a method, or only some of a method's videos have a measure.
+    """
+    table: dict[str, dict[str, Any]] = {}
+    for label in labels:
+        rows = [result for video in videos for result in video["results"] if result["method"] == label]
+        if len(rows) != len(videos):
+            raise GenerationError(f"method {label} has {len(rows)} results for {len(videos)} videos")
+        table[label] = {"videos": len(rows)}
+        for key, _, _ in _COLUMNS:
+            values = [float(row[key]) for row in rows if row[key] is not None]
+            # Prompts in words of their own have no score; everything else is measured for all videos or for none.
+            if key != "prompt_score" and len(values) not in (0, len(rows)):
+                raise GenerationError(f"method {label} has {key} for {len(values)} of {len(rows)} videos")
+            table[label][key] = sum(values) / len(values) if values else None
+        table[label]["prompts_scored"] = sum(row["prompt_score"] is not None for row in rows)
+        table[label] = _json(table[label])
+    return table
+
+
+def _json(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with infinity, which JSON lacks, as the text "inf": the PSNR of identical videos."""
+    return {key: "inf" if value == float("inf") else value for key, value in values.items()}
+
+
+def _note(result: MethodResult) -> str:
+    spent = f"{result.seconds:.1f} s"
+    if result.psnr is None:
+        return f"reference · {spent}"
+    return f"PSNR {result.psnr:.1f} dB · SSIM {result.ssim:.3f} · {spent}"
+
+
+def file_name(label: str) -> str:
+    """A method's label as part of a file name; labels with parameters get a hash, so that no two share a name."""
+    plain = re.sub(r"[^\w.-]+", "-", label)[:40]
+    return plain if plain == label else f"{plain}-{short_hash(label)}"
+
+
+def _keep_raw(frames: torch.Tensor) -> str:
+    """Save frames that are no video in a folder of their own among the system's temporary ones, and say where."""
+    from safetensors.torch import save_file
+
+    try:
+        path = Path(tempfile.mkdtemp(prefix="vmonarch-")) / "frames.raw.safetensors"
+        save_file({"frames": frames.contiguous()}, path)
+    except Exception:
+        # safetensors reports a full disk by an exception of its own; the error about the video matters more.
+        return "there was no room to keep the raw frames"
+    return f"raw frames are kept in {path}"

@@ -1,0 +1,110 @@
+"""What a result was computed with: versions, devices, commit. Saved beside every output, shown by `vmonarch info`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "torchmetrics", "omegaconf", "imageio-ffmpeg")
+EXTRAS = {
+    "parallel": ("xfuser",),
+    "eval": ("lpips", "torchvision"),
+    "ui": ("gradio",),
+    "dev": ("pytest", "ruff", "mypy"),
+}
+
+
+def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
+    """Installed version of each distribution, None where it is missing; nothing is imported."""
+    versions: dict[str, str | None] = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that vmonarch runs from, with `-dirty` when tracked files differ; None outside one."""
+    import vmonarch
+
+    root = Path(vmonarch.__file__).resolve().parent.parent
+    # An environment inside somebody else's repository must not be taken for a checkout of ours.
+    if not (root / ".git").exists() or not (root / "pyproject.toml").is_file():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return commit + ("-dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    run = subprocess.run(
+        ["git", "-C", str(root), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    return run.stdout.strip()
+
+
+def processor_name() -> str:
+    """Marketing name of the CPU where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def device_name(device: Any) -> str:
+    """Name of a torch device, such as `NVIDIA H200`."""
+    import torch
+
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+
+
+def environment(device: Any) -> dict[str, Any]:
+    """All that bears on whether a run on `device` can be repeated bit for bit."""
+    import torch
+
+    import vmonarch
+
+    return {
+        "vmonarch": vmonarch.__version__,
+        "git_commit": git_commit(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "packages": package_versions(),
+        "device": str(device),
+        "device_name": device_name(device),
+        "cuda": torch.version.cuda,
+        "torch_threads": torch.get_num_threads(),
+        "cpu_count": os.cpu_count(),
+    }
+
+
+def peak_memory_bytes(device: Any) -> dict[str, int]:
+    """Peak so far of the process's resident memory, and of the CUDA device's allocations since they were last reset."""
+    import torch
+
+    device = torch.device(device)
+    # Linux counts in KiB, macOS in bytes.
+    peak = {
+        "process_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    }
+    if device.type == "cuda":
+        peak["cuda_allocated"] = torch.cuda.max_memory_allocated(device)
+    return peak

@@ -1,0 +1,221 @@
+"""Finding the folder of a Wan pipeline and checking it before anything heavy is imported or loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vmonarch.configs import InputError
+
+TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
+SUPPORTED_PIPELINES = (TEXT_TO_VIDEO, IMAGE_TO_VIDEO)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Components that are models and so must come with weights; the others are tokenizers, schedulers and processors.
+_MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
+# Up to here every weight is hashed for the record; above, their sizes must do: 60 GB would take minutes.
+_HASHED_BYTES = 256 * 2**20
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
+
+
+class ModelError(RuntimeError):
+    """A model folder whose contents are missing, damaged or of an unsupported kind."""
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A checked Wan pipeline on disk.
+
+    Args:
+        name: as the user gave it: `embedded`, a path or a hub id.
+        path: the local folder.
+        revision: commit of a hub model.
+        pipeline: class name in `model_index.json`.
+        spatial, temporal: how many pixels (frames) of the video one latent pixel (frame) stands for.
+        patch: latent pixels per token along frames, height and width.
+        image_conditioned: the transformer takes an image and cannot do without.
+        image_capable: it can take one.
+        two_stage: it has a second transformer for the low-noise steps.
+    """
+
+    name: str
+    path: Path
+    revision: str | None
+    pipeline: str
+    spatial: int
+    temporal: int
+    patch: tuple[int, int, int]
+    image_conditioned: bool
+    image_capable: bool
+    two_stage: bool
+
+    @property
+    def height_multiple(self) -> int:
+        """What a video's height must be a multiple of; diffusers itself demands 16."""
+        return math.lcm(16, self.spatial * self.patch[1])
+
+    @property
+    def width_multiple(self) -> int:
+        """What a video's width must be a multiple of."""
+        return math.lcm(16, self.spatial * self.patch[2])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Hash of all index and config files, and of the weights: their contents if small, else names and sizes."""
+        configs = sorted(path for path in self.path.rglob("*.json") if path.is_file())
+        weights = sorted(path for path in self.path.rglob("*.safetensors") if path.is_file())
+        total = sum(path.stat().st_size for path in weights)
+        hashed = total <= _HASHED_BYTES
+        sizes = hashlib.sha256(repr([(self._relative(p), p.stat().st_size) for p in weights]).encode()).hexdigest()
+        return {
+            "configs_sha256": self._hash(configs),
+            "weights_sha256": self._hash(weights) if hashed else None,
+            "weights_sizes_sha256": sizes,
+            "weights_bytes": total,
+        }
+
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self.path).as_posix()
+
+    def _hash(self, paths: list[Path]) -> str:
+        digest = hashlib.sha256()
+        for path in paths:
+            digest.update(self._relative(path).encode() + b"\0")
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
+
+def find_model(name: str, revision: str | None = None) -> ModelFolder:
+    """Locate and check a model: `embedded`, a local folder, or a hub id (`owner/name`, downloaded when needed).
+
+    Args:
+        revision: branch, tag or commit of a hub model.
+
+    Raises:
+        InputError: `name` is none of these.
+        ModelError: the folder holds no complete, supported Wan pipeline.
+    """
+    path, revision = _locate(name, revision)
+    index = _read_json(path / "model_index.json")
+    pipeline = index.get("_class_name")
+    if pipeline not in SUPPORTED_PIPELINES:
+        raise ModelError(f"{path} holds a {pipeline}; supported: {', '.join(SUPPORTED_PIPELINES)}")
+    components = {key: entry for key, entry in index.items() if isinstance(entry, list) and entry and entry[0]}
+    for required in ("vae", "text_encoder", "tokenizer", "scheduler"):
+        if required not in components:
+            raise ModelError(f"{path / 'model_index.json'} names no {required}")
+    transformers = [name for name in ("transformer", "transformer_2") if name in components]
+    if not transformers:
+        raise ModelError(f"{path / 'model_index.json'} names no transformer")
+    for component in components:
+        if not (path / component).is_dir():
+            raise ModelError(f"{path} has no folder {component}/, which its model_index.json names")
+        if component in _MODELS:
+            _check_weights(path / component)
+    transformer = _read_json(path / transformers[0] / "config.json")
+    vae = _read_json(path / "vae" / "config.json")
+    z_dim = vae.get("z_dim", 16)
+    patch = transformer.get("patch_size", (1, 2, 2))
+    # Image-to-video models of Wan 2.1 and 2.2 A14B take mask and image latents as extra input channels.
+    image_conditioned = transformer.get("in_channels", z_dim) > z_dim
+    return ModelFolder(
+        name=name,
+        path=path,
+        revision=revision,
+        pipeline=pipeline,
+        spatial=vae.get("scale_factor_spatial") or 8,
+        temporal=vae.get("scale_factor_temporal") or 4,
+        patch=(patch[0], patch[1], patch[2]),
+        image_conditioned=image_conditioned,
+        # The 5B model blends the image into the first latent frame instead of taking more channels.
+        image_capable=image_conditioned or bool(index.get("expand_timesteps")),
+        two_stage="transformer_2" in components and index.get("boundary_ratio") is not None,
+    )
+
+
+def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
+    """Local folder of a model and, for the hub's, its commit."""
+    supported = "must be 'embedded', a folder of a Wan pipeline or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    if name == "embedded":
+        from vmonarch.pipelines.embedded import embedded_model_path
+
+        try:
+            return embedded_model_path(), None
+        except FileNotFoundError as error:
+            raise ModelError(str(error)) from error
+    if not name.strip():
+        raise InputError("model", f"{supported}, got {name!r}")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve(), None
+    if path.exists():
+        raise InputError("model", f"{supported}; {name!r} is a file")
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+        raise InputError("model", f"{supported}; there is no folder {name!r}")
+    return _download(name, revision)
+
+
+def _download(name: str, revision: str | None) -> tuple[Path, str]:
+    import huggingface_hub
+
+    try:
+        snapshot = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES)
+    except Exception as error:
+        # The hub library raises its own, requests' and OSErrors; the user needs the same sentence for all of them.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"model {name!r} is neither a folder here nor could it be had from the hub: {reason}"
+        ) from error
+    return Path(snapshot), Path(snapshot).name
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent} has no {path.name}; is it the folder of a diffusers pipeline?") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(contents, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(contents).__name__}")
+    return contents
+
+
+def _check_weights(folder: Path) -> None:
+    """Check that a model component has all its safetensors, each as long as its header says."""
+    _read_json(folder / "config.json")
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if indices:
+        shards = _read_json(indices[0]).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ModelError(f"{indices[0]} has no weight_map")
+        names = sorted(set(shards.values()))
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        raise ModelError(f"{folder} has no weights; safetensors files are supported, pickled ones are not")
+    for name in names:
+        _check_safetensors(folder / name)
+
+
+def _check_safetensors(path: Path) -> None:
+    try:
+        size = os.path.getsize(path)
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(header_size, size)))
+        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+    except FileNotFoundError as error:
+        raise ModelError(f"weights are missing: there is no {path}") from error
+    except OSError as error:
+        raise ModelError(f"weights {path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ModelError(f"weights {path} are damaged: their safetensors header cannot be read") from error
+    expected = 8 + header_size + max(ends, default=0)
+    if size != expected:
+        raise ModelError(f"weights {path} are damaged: {size} bytes where their header says {expected}")

@@ -1,0 +1,277 @@
+"""Bad input: an exit code, one line that names the argument and what is supported, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from vmonarch.configs import InputError
+from vmonarch.pipelines.generation import GenerateConfig
+
+PROMPT = "a red circle moving right"
+
+# Arguments after a good command line, and what the message must hold; each is a usage error (exit code 2).
+USAGE = {
+    "height not of 16": (["--height", "40"], ["--height", "multiple of 16", "32 or 48"]),
+    "width not of 16": (["--width", "50"], ["--width", "multiple of 16", "48 or 64"]),
+    "height zero": (["--height", "0"], ["--height", "at least 1"]),
+    "width negative": (["--width", "-16"], ["--width", "at least 1"]),
+    "height a fraction": (["height=32.5"], ["--height", "an integer"]),
+    "height a word": (["--height", "tall"], ["--height", "int"]),
+    "frames not 4k+1": (["--num-frames", "10"], ["--num-frames", "4·k + 1", "9 or 13"]),
+    "frames zero": (["--num-frames", "0"], ["--num-frames", "at least 1"]),
+    "frames negative": (["--num-frames", "-3"], ["--num-frames", "at least 1"]),
+    "steps zero": (["--steps", "0"], ["--steps", "at least 1"]),
+    "steps negative": (["--steps", "-5"], ["--steps", "at least 1"]),
+    "guidance nan": (["--guidance", "nan"], ["--guidance", "finite"]),
+    "guidance infinite": (["--guidance", "inf"], ["--guidance", "finite"]),
+    "guidance negative": (["--guidance", "-1"], ["--guidance", "at least 0"]),
+    "guidance_2 with one transformer": (["--guidance-2", "3"], ["--guidance-2", "two transformers"]),
+    "flow shift zero": (["--flow-shift", "0"], ["--flow-shift", "above 0"]),
+    "fps zero": (["--fps", "0"], ["--fps", "above 0"]),
+    "fps nan": (["--fps", "nan"], ["--fps", "finite"]),
+    "batch of none": (["--batch-size", "0"], ["--batch-size", "at least 1"]),
+    "no text tokens": (["--max-sequence-length", "0"], ["--max-sequence-length", "at least 1"]),
+    "empty prompt": ([""], ["prompt", "empty"]),
+    "blank prompt": ([" \t\n "], ["prompt", "empty"]),
+    "10,000 characters": (["red circle " * 910], ["prompt", "at most 512 tokens", "1821"]),
+    "prompt longer than asked": (["--max-sequence-length", "4"], ["prompt", "at most 4 tokens", "has 6"]),
+    "long negative prompt": (["--negative-prompt", "red " * 600], ["--negative-prompt", "512 tokens", "601"]),
+    "duplicate seeds": (["--seed", "1", "2", "1"], ["--seed", "must differ", "[1]"]),
+    "negative seed": (["--seed", "-1"], ["--seed", "between 0 and"]),
+    "seed too large": (["--seed", str(2**63)], ["--seed", "between 0 and"]),
+    "seed a fraction": (["--seed", "1.5"], ["--seed", "integers", "1.5"]),
+    "seed a word": (["--seed", "one"], ["--seed", "integers", "one"]),
+    "no seed": (["seeds=[]"], ["--seed", "at least one"]),
+    "missing model folder": (["--model", "./nowhere"], ["--model", "no folder", "embedded", "hub id"]),
+    "empty model name": (["--model", ""], ["--model"]),
+    "model is a file": (["--model", "FILE"], ["--model", "is a file"]),
+    "unknown attention": (["--attention", "vmonach"], ["--attention", "vmonarch-t1", "did you mean vmonarch?"]),
+    "unknown attention parameter": (["attention.iterations=3"], ["attention.iterations", "known", "num_iterations"]),
+    "attention parameter of another type": (
+        ["attention.num_iterations=two"],
+        ["attention.num_iterations", "an integer"],
+    ),
+    "no iterations": (["attention.num_iterations=0"], ["attention.num_iterations", "at least 1"]),
+    "parameters for full": (["attention=full", "attention.coarse=2"], ["attention.coarse", "no parameters"]),
+    "unknown exact": (["attention.exact=first"], ["attention.exact", "first_frame", "rows"]),
+    "unknown part of exact": (["attention.exact.bands=1"], ["exact.bands", "known", "band"]),
+    "negative band": (["attention.exact.band=-1"], ["attention.exact", "at least 0"]),
+    "unknown implementation": (
+        ["attention.implementation=cuda"],
+        ["attention.implementation", "auto, triton or torch"],
+    ),
+    "dense steps over 1": (["attention.dense_steps=1.5"], ["attention.dense_steps", "fraction between 0 and 1"]),
+    "unknown key": (["step=3"], ["step", "no known key", "did you mean steps?"]),
+    "value of another type": (["guidance=high"], ["--guidance", "a number", "high"]),
+    "environment in a value": (["steps=${oc.env:HOME}"], ["--steps", "an integer"]),
+    "override that is no yaml": (["steps=[1,"], ["--steps", "YAML"]),
+    "unknown device": (["--device", "tpu"], ["--device", "auto, cpu, cuda"]),
+    "cuda number a word": (["--device", "cuda:x"], ["--device", "cuda:N"]),
+    "unknown dtype": (["--dtype", "int8"], ["--dtype", "auto, float32, bfloat16, float16"]),
+    "float16 on the CPU": (["--dtype", "float16", "--device", "cpu"], ["--dtype", "float32, bfloat16"]),
+    "unknown offload": (["--offload", "disk"], ["--offload", "none, model, group"]),
+    "offload on the CPU": (["--offload", "model", "--device", "cpu"], ["--offload", "CUDA"]),
+    "output path is a file": (["--output-dir", "FILE"], ["--output-dir", "is a file"]),
+    "output path under a file": (["--output-dir", "FILE/deeper"], ["--output-dir", "cannot be written"]),
+    "unwritable output": (["--output-dir", "/proc/outputs"], ["--output-dir", "cannot be written"]),
+    "empty output": (["--output-dir", ""], ["--output-dir", "a folder"]),
+    "missing config": (["--config", "none.yaml"], ["--config", "YAML file or one of", "wan2.1-t2v-1.3b"]),
+    "config is no mapping": (["--config", "LIST"], ["--config", "mapping"]),
+    "config is no yaml": (["--config", "BROKEN"], ["--config", "YAML"]),
+    "unknown key in config": (["--config", "UNKNOWN"], ["stepz", "no known key", "did you mean steps?"]),
+    "missing prompt file": (["--prompt-file", "none.txt"], ["--prompt-file", "no file"]),
+    "empty prompt file": (["--prompt-file", "EMPTY"], ["--prompt-file", "at least one prompt"]),
+    "prompt file not utf-8": (["--prompt-file", "LATIN"], ["--prompt-file", "UTF-8"]),
+    "prompt file is a folder": (["--prompt-file", "."], ["--prompt-file", "text file"]),
+    "image for a text model": (["--image", "FILE"], ["--image", "text-to-video"]),
+    "missing record": (["--from-json", "none.json"], ["--from-json", "no file"]),
+    "malformed record": (["--from-json", "BROKEN"], ["--from-json", "JSON"]),
+    "record of something else": (["--from-json", "OTHER"], ["--from-json", "no record of a generated video"]),
+    "incomplete record": (["--from-json", "PARTIAL"], ["--from-json", "incomplete", "batch"]),
+    "unknown option": (["--stepz", "3"], ["--stepz"]),
+    "option without its value": (["--height"], ["--height", "expected one argument"]),
+}
+
+
+@pytest.fixture
+def files(cli) -> dict[str, str]:
+    """Files that the cases name in capitals."""
+    contents = {
+        "FILE": b"not a folder",
+        "LIST": b"- steps\n",
+        "BROKEN": b"{steps: [",
+        "UNKNOWN": b"stepz: 3\n",
+        "EMPTY": b"\n  \n",
+        "LATIN": "ein rötlicher Kreis".encode("latin-1"),
+        "OTHER": b'{"steps": 3}',
+        "PARTIAL": json.dumps({"format": "vmonarch-generate-1", "config": {}}).encode(),
+    }
+    for name, data in contents.items():
+        (cli.folder / name).write_bytes(data)
+    return {name: str(cli.folder / name) for name in contents}
+
+
+def assert_refused(result: tuple[int, str, str], code: int, fragments: list[str]) -> None:
+    got, out, err = result
+    assert got == code, err
+    message = err.strip().splitlines()[-1]
+    assert message.startswith("vmonarch ") and ": error: " in message and "Traceback" not in err
+    for fragment in fragments:
+        assert fragment in message, message
+    assert out == ""
+
+
+@pytest.mark.parametrize(("words", "fragments"), USAGE.values(), ids=USAGE)
+def test_usage_errors(cli, files: dict[str, str], words: list[str], fragments: list[str]) -> None:
+    line = [word.replace(word.split("/")[0], files.get(word.split("/")[0], word.split("/")[0])) for word in words]
+    assert_refused(cli("generate", PROMPT, *line), 2, fragments)
+    assert cli.outputs() == [] and sorted(files) == sorted(path.name for path in cli.folder.iterdir() if path.is_file())
+
+
+def test_no_prompt(cli) -> None:
+    assert_refused(cli("generate"), 2, ["prompt", "missing", "--prompt-file"])
+    assert_refused(cli("compare"), 2, ["prompt", "missing", "--prompt-file"])
+
+
+def test_cuda_without_cuda(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert_refused(cli("generate", PROMPT, "--device", "cuda"), 2, ["--device", "no CUDA device", "auto, cpu"])
+
+
+def test_cuda_number_too_high(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert_refused(cli("generate", PROMPT, "--device", "cuda:2"), 2, ["--device", "cuda:0 to cuda:1"])
+
+
+def test_image_to_video_without_image(cli, tiny_image_model: Path, files: dict[str, str]) -> None:
+    assert_refused(cli("generate", PROMPT, model=tiny_image_model), 2, ["--image", "needed"])
+    for image in (files["FILE"], "nowhere.png", "."):
+        line = ["generate", PROMPT, "--image", image]
+        assert_refused(cli(*line, model=tiny_image_model), 2, ["--image", "picture file"])
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    contents = json.loads(path.read_text())
+    contents.update(changes)
+    path.write_text(json.dumps({key: value for key, value in contents.items() if value is not None}))
+
+
+def truncate(path: Path, keep: float) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+
+
+def weights(model: Path, component: str) -> Path:
+    return next((model / component).glob("*.safetensors"))
+
+
+# Damage to a model folder, and what the message must hold; each is an error of the run (exit code 1).
+DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "no index": (lambda m: (m / "model_index.json").unlink(), ["model_index.json", "diffusers pipeline"]),
+    "corrupt index": (lambda m: truncate(m / "model_index.json", 0.5), ["model_index.json", "JSON"]),
+    "index is a list": (lambda m: (m / "model_index.json").write_text("[]"), ["model_index.json", "object"]),
+    "other pipeline": (
+        lambda m: edit_json(m / "model_index.json", _class_name="FluxPipeline"),
+        ["FluxPipeline", "WanPipeline, WanImageToVideoPipeline"],
+    ),
+    "index without vae": (lambda m: edit_json(m / "model_index.json", vae=None), ["no vae"]),
+    "index without transformer": (lambda m: edit_json(m / "model_index.json", transformer=None), ["no transformer"]),
+    "missing component": (lambda m: shutil.rmtree(m / "vae"), ["no folder vae/"]),
+    "missing component config": (lambda m: (m / "vae/config.json").unlink(), ["vae", "config.json"]),
+    "missing weights": (lambda m: weights(m, "transformer").unlink(), ["transformer", "no weights", "safetensors"]),
+    "pickled weights": (
+        lambda m: weights(m, "transformer").rename(m / "transformer/diffusion_pytorch_model.bin"),
+        ["transformer", "pickled ones are not"],
+    ),
+    "truncated weights": (lambda m: truncate(weights(m, "transformer"), 0.9), ["safetensors", "damaged", "bytes"]),
+    "truncated header": (lambda m: truncate(weights(m, "text_encoder"), 0.001), ["text_encoder", "header"]),
+    "empty weights": (lambda m: weights(m, "vae").write_bytes(b""), ["vae", "damaged"]),
+    "missing shard": (
+        lambda m: (m / "vae/diffusion_pytorch_model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+        ),
+        ["weights are missing", "model-00001-of-00002.safetensors"],
+    ),
+    "missing tokenizer": (lambda m: (m / "tokenizer/tokenizer.json").unlink(), ["tokenizer", "cannot be loaded"]),
+    "weights of another shape": (lambda m: edit_json(m / "transformer/config.json", ffn_dim=48), ["cannot be loaded"]),
+    "unknown scheduler": (
+        lambda m: edit_json(m / "model_index.json", scheduler=["diffusers", "NoSuchScheduler"]),
+        ["cannot be loaded", "NoSuchScheduler"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "fragments"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_models(cli, broken_model: Path, damage: Callable[[Path], object], fragments: list[str]) -> None:
+    damage(broken_model)
+    assert_refused(cli("generate", PROMPT, model=broken_model), 1, [str(broken_model), *fragments])
+    assert cli.outputs() == []
+
+
+def test_a_hub_that_cannot_be_reached(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def unreachable(*_: object, **__: object) -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    assert_refused(cli("generate", PROMPT, model="owner/name"), 1, ["owner/name", "folder", "hub", "no route to host"])
+
+
+def test_a_size_that_only_this_model_refuses(cli, broken_model: Path) -> None:
+    edit_json(broken_model / "vae/config.json", scale_factor_spatial=16)
+    assert_refused(cli("generate", PROMPT, "--width", 48, model=broken_model), 2, ["--width", "multiple of 32"])
+
+
+def test_a_scheduler_without_flow_shift(cli, broken_model: Path) -> None:
+    edit_json(broken_model / "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
+    (broken_model / "scheduler/scheduler_config.json").write_text('{"_class_name": "DDIMScheduler"}')
+    line = ["generate", PROMPT, "--flow-shift", 3]
+    assert_refused(cli(*line, model=broken_model), 2, ["--flow-shift", "DDIMScheduler"])
+
+
+COMPARE = {
+    "unknown method": (["--methods", "full", "fast"], ["--methods", "vmonarch-t1", "'fast'"]),
+    "method twice": (["--methods", "vmonarch", "vmonarch"], ["--methods", "must differ", "vmonarch"]),
+    "unknown parameter": (["--methods", "vmonarch:steps=2"], ["methods.steps", "no known key"]),
+    "unknown reference": (["--reference", "exact"], ["--reference", "full"]),
+    "no strip": (["--strip-frames", "0"], ["--strip-frames", "at least 1"]),
+    "attention is generate's": (["attention=full"], ["attention", "no known key", "methods"]),
+    "sizes are checked too": (["--height", "40"], ["--height", "multiple of 16"]),
+    "unknown preset": (["--config", "none"], ["--config", "iterations"]),
+}
+
+
+@pytest.mark.parametrize(("words", "fragments"), COMPARE.values(), ids=COMPARE)
+def test_compare_usage_errors(cli, words: list[str], fragments: list[str]) -> None:
+    assert_refused(cli("compare", PROMPT, *words), 2, fragments)
+    assert cli.outputs("outputs/compare") == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prompts": "a text"}, "prompts must be a sequence"),
+        ({"prompts": (3,)}, "prompts must be texts"),
+        ({"prompts": ("\ud800",)}, "prompts must be Unicode"),
+        ({"prompts": ("a\0b",)}, "prompts must not hold NUL"),
+        ({"seeds": (True,)}, "seeds must be integers"),
+        ({"height": 32.0}, "height must be an integer"),
+        ({"steps": True}, "steps must be an integer"),
+        ({"guidance": "5"}, "guidance must be a number"),
+        ({"attention": 3}, "attention must be a method's name"),
+        ({"attention": {"num_iterations": 3}}, "attention must be one of"),
+        ({"device": "CPU"}, "device must be auto, cpu, cuda"),
+    ],
+    ids=str,
+)
+def test_library_errors_name_the_field(values: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        GenerateConfig(**{"prompts": (PROMPT,), **values})

@@ -1,0 +1,429 @@
+"""`vmonarch generate`: what lies on disk afterwards, that it can be made again, and that nothing is ever lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vmonarch.eval.video_io import VideoError, read_video
+from vmonarch.pipelines import generation
+from vmonarch.pipelines.generation import GenerateConfig, GenerationError, build_config, generate, load_record
+from vmonarch.pipelines.model_folder import find_model
+
+PROMPT = "a red circle moving right"
+TINY = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", "device": "cpu"}
+
+
+def config(model: Path, **values: object) -> GenerateConfig:
+    return GenerateConfig(**{"prompts": (PROMPT,), "model": str(model), **TINY, **values})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def loaded(tiny_model: Path) -> generation.LoadedModel:
+    """The tiny pipeline, and a completed config's settings with it."""
+    folder = find_model(str(tiny_model))
+    return generation.load_model(generation.complete(config(tiny_model), folder), folder)
+
+
+def sampled(loaded: generation.LoadedModel, prompts: list[str], seeds: list[int], **values: object) -> torch.Tensor:
+    """Frames [B, F, 3, H, W] without touching the disk."""
+    settings = generation.complete(config(loaded.folder.path, **values), loaded.folder)
+    settings.attention.install(loaded.pipe)
+    return generation.sample(loaded, settings, prompts, seeds).frames
+
+
+def test_every_prompt_gets_every_seed(cli) -> None:
+    code, out, err = cli("generate", PROMPT, "a blue square", "--seed", 3, 5, "--fps", 8)
+    assert code == 0, err
+    records = cli.records()
+    assert [(r["prompt"], r["seed"]) for r in records] == [(p, s) for p in (PROMPT, "a blue square") for s in (3, 5)]
+    folder = cli.folder / "outputs/generate"
+    for number, record in enumerate(records, 1):
+        assert record["video"].startswith(f"{number:04d}-") and (folder / record["contact_sheet"]).stat().st_size > 1000
+        frames, fps = read_video(folder / record["video"])
+        assert frames.shape == (9, 32, 48, 3) and fps == pytest.approx(8)
+        assert str(Path("outputs/generate") / record["video"]) in out
+    assert len({record["frames_sha256"] for record in records}) == 4
+    assert len(cli.outputs()) == 12
+    assert not any("circle" in name or "square" in name or name.startswith(".") for name in cli.outputs())
+
+
+def test_the_record_tells_all(cli) -> None:
+    code, _, err = cli("generate", PROMPT, "--attention", "vmonarch-t3", "min_mass=0.2")
+    assert code == 2 and "min_mass" in err, "parameters of the method need their prefix"
+    code, _, err = cli("generate", PROMPT, "--attention", "vmonarch-t3", "attention.min_mass=0.2")
+    assert code == 0, err
+    (record,) = cli.records()
+    assert record["config"]["attention"]["num_iterations"] == 3 and record["config"]["attention"]["min_mass"] == 0.2
+    assert record["config"]["steps"] == 2 and record["config"]["max_sequence_length"] == 512
+    assert all(value is not None for key, value in record["config"].items() if key not in OPTIONAL)
+    assert record["environment"]["packages"]["torch"] == torch.__version__ and record["environment"]["device"] == "cpu"
+    assert {"vmonarch", "git_commit", "device_name"} <= record["environment"].keys()
+    assert {"load", "text", "denoise", "transformer", "decode", "total"} == record["seconds"].keys()
+    seconds = record["seconds"]
+    assert 0 < seconds["transformer"] < seconds["denoise"] < seconds["total"]
+    assert record["transformer_calls"] == 4, "two steps, each with and without the prompt"
+    assert record["peak_memory_bytes"]["process_rss"] > 10**7
+    assert len(record["model"]["configs_sha256"]) == len(record["model"]["weights_sha256"]) == 64
+    assert record["model"]["dtype"] == record["model"]["vae_dtype"] == "float32"
+
+
+OPTIONAL = ("revision", "image", "guidance_2", "flow_shift")
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_from_json_repeats_every_bit(cli, batch_size: int) -> None:
+    assert cli("generate", PROMPT, "a blue square", "--batch-size", batch_size, "--seed", 7)[0] == 0
+    folder = cli.folder / "outputs/generate"
+    before = cli.records()
+    for record in before:
+        name = record["video"].replace(".mp4", ".json")
+        code, _, err = cli("generate", "--from-json", folder / name, "--quiet", tiny=False)
+        assert code == 0 and "bit-identical" in err, err
+    after = cli.records()[2:]
+    assert [r["frames_sha256"] for r in after] == [r["frames_sha256"] for r in before]
+    for old, new in zip(before, after, strict=True):
+        assert (folder / old["video"]).read_bytes() == (folder / new["video"]).read_bytes()
+        assert {**old["config"], "output_dir": ""} == {**new["config"], "output_dir": ""}
+        assert old["batch"] == new["batch"]
+
+
+def test_from_json_with_overrides_makes_another_video(cli) -> None:
+    assert cli("generate", PROMPT, "--attention", "full")[0] == 0
+    first = cli.outputs()[0].split(".")[0]
+    path = f"outputs/generate/{first}.json"
+    code, _, err = cli("generate", "--from-json", path, "--seed", 4, "attention=vmonarch-t1", tiny=False)
+    assert code == 0 and "identical" not in err and "differs" not in err
+    old, new = cli.records()
+    assert new["seed"] == 4 and new["config"]["attention"]["num_iterations"] == 1
+    assert new["frames_sha256"] != old["frames_sha256"] and new["prompt"] == PROMPT
+
+
+def test_from_json_refuses_a_changed_model(cli, broken_model: Path) -> None:
+    assert cli("generate", PROMPT, model=broken_model)[0] == 0
+    path = f"outputs/generate/{cli.outputs()[0].split('.')[0]}.json"
+    weights = next((broken_model / "transformer").glob("*.safetensors"))
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    code, _, err = cli("generate", "--from-json", path, tiny=False)
+    assert code == 2 and "--from-json" in err and "weights have changed" in err
+
+
+def test_from_json_says_when_the_machine_differs(cli) -> None:
+    assert cli("generate", PROMPT)[0] == 0
+    path = cli.folder / f"outputs/generate/{cli.outputs()[0].split('.')[0]}.json"
+    record = json.loads(path.read_text())
+    record["frames_sha256"] = "0" * 64
+    record["environment"]["torch_threads"] = 97
+    path.write_text(json.dumps(record))
+    code, _, err = cli("generate", "--from-json", path, "--quiet", tiny=False)
+    assert code == 0 and "differs from the recorded video" in err and "torch_threads was 97, is 1" in err
+
+
+def test_full_attention_is_the_stock_pipeline(tiny_model: Path, loaded: generation.LoadedModel) -> None:
+    from diffusers import WanPipeline
+
+    stock = WanPipeline.from_pretrained(tiny_model)
+    stock.set_progress_bar_config(disable=True)
+    expected = stock(
+        PROMPT,
+        height=32,
+        width=48,
+        num_frames=9,
+        num_inference_steps=3,
+        guidance_scale=5.0,
+        generator=torch.Generator().manual_seed(11),
+        output_type="pt",
+    ).frames
+    assert torch.equal(sampled(loaded, [PROMPT], [11], attention="full", steps=3), expected)
+
+
+def test_attention_methods_differ_and_leave_no_trace(loaded: generation.LoadedModel) -> None:
+    full = sampled(loaded, [PROMPT], [0], attention="full")
+    fast = sampled(loaded, [PROMPT], [0], attention="vmonarch-plain")
+    longer = sampled(loaded, [PROMPT], [0], attention="vmonarch-plain:num_iterations=5")
+    assert not torch.equal(full, fast) and not torch.equal(fast, longer)
+    assert torch.equal(sampled(loaded, [PROMPT], [0], attention="full"), full)
+    everything = sampled(loaded, [PROMPT], [0], attention="vmonarch:exact.band=99")
+    assert torch.allclose(everything, full, atol=1e-4), "all blocks exact is full attention"
+
+
+def test_a_seed_means_the_same_in_any_batch(loaded: generation.LoadedModel) -> None:
+    alone = sampled(loaded, [PROMPT], [5])
+    together = sampled(loaded, ["a blue square", PROMPT, PROMPT], [1, 5, 6])
+    assert torch.allclose(together[1], alone[0], atol=1e-4)
+    assert not torch.allclose(together[2], alone[0], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"guidance": 2.0}, {"negative_prompt": "blue"}, {"flow_shift": 9.0}, {"steps": 3}, {"max_sequence_length": 8}],
+    ids=str,
+)
+def test_settings_reach_the_pipeline(tiny_model: Path, loaded: generation.LoadedModel, change: dict) -> None:
+    folder = find_model(str(tiny_model))
+    changed = generation.complete(config(tiny_model, attention="full", **change), folder)
+    other = generation.load_model(changed, folder)
+    frames = generation.sample(other, changed, [PROMPT], [0]).frames
+    assert not torch.equal(frames, sampled(loaded, [PROMPT], [0], attention="full"))
+
+
+def test_no_guidance_halves_the_transformer_calls(cli) -> None:
+    assert cli("generate", PROMPT, "--guidance", 1)[0] == 0
+    assert cli.records()[0]["transformer_calls"] == 2
+
+
+def test_image_to_video(cli, tiny_image_model: Path) -> None:
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8)
+    Image.fromarray(pixels).save(cli.folder / "first.png")
+    Image.fromarray(255 - pixels).save(cli.folder / "other.png")
+    for name in ("first.png", "other.png"):
+        code, _, err = cli(
+            "generate", PROMPT, "a blue square", "--batch-size", 2, "--image", name, model=tiny_image_model
+        )
+        assert code == 0, err
+    first, _, other, _ = cli.records()
+    assert first["frames_sha256"] != other["frames_sha256"]
+    assert first["model"]["image_sha256"] != other["model"]["image_sha256"]
+    code, _, err = cli("generate", "--from-json", f"outputs/generate/{cli.outputs()[0].split('.')[0]}.json", tiny=False)
+    assert code == 0 and "bit-identical" in err
+
+
+def test_nothing_is_overwritten_unless_asked(cli) -> None:
+    assert cli("generate", PROMPT)[0] == 0
+    folder = cli.folder / "outputs/generate"
+    before = {name: (folder / name).read_bytes() for name in cli.outputs()}
+    assert cli("generate", PROMPT)[0] == 0
+    assert len(cli.outputs()) == 6 and [name[:4] for name in cli.outputs()] == ["0001"] * 3 + ["0002"] * 3
+    assert all((folder / name).read_bytes() == data for name, data in before.items())
+    created = cli.records()[0]["created"]
+    time.sleep(1.1)
+    assert cli("generate", PROMPT, "--overwrite")[0] == 0
+    assert len(cli.outputs()) == 6 and cli.records()[0]["created"] > created
+
+
+def test_numbers_held_by_others_are_left_alone(tmp_path: Path) -> None:
+    with generation.reserve_number(tmp_path) as first, generation.reserve_number(tmp_path) as second:
+        assert (first, second) == ("0001", "0002")
+        (tmp_path / "0007-abc.mp4").touch()
+        with generation.reserve_number(tmp_path) as third:
+            assert third == "0008"
+    assert os.listdir(tmp_path) == ["0007-abc.mp4"]
+
+
+@pytest.mark.parametrize("broken", ["black", "nan", "flat"])
+def test_a_broken_video_is_an_error_and_its_tensor_is_kept(cli, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    from safetensors.torch import load_file
+
+    decode = generation.decode
+
+    def second_is_broken(pipe, latents: torch.Tensor) -> torch.Tensor:
+        frames = decode(pipe, latents)
+        frames[1] = {"black": 0.0, "nan": float("nan"), "flat": 0.7}[broken]
+        return frames
+
+    monkeypatch.setattr(generation, "decode", second_is_broken)
+    code, _, err = cli("generate", PROMPT, "--seed", 1, 2, 3, "--batch-size", 3, "--quiet")
+    assert code == 1 and "seed 2" in err and "2 of 3 videos were made" in err
+    assert ("NaN" if broken == "nan" else "constant") in err
+    assert [record["seed"] for record in cli.records()] == [1, 3]
+    (kept,) = [name for name in cli.outputs() if name.endswith(".raw.safetensors")]
+    assert kept in err
+    tensors = load_file(cli.folder / "outputs/generate" / kept)
+    assert tensors["frames"].shape == (9, 3, 32, 48) and tensors["latents"].shape == (4, 3, 4, 6)
+    assert not [name for name in cli.outputs() if name.startswith(".")]
+
+
+def test_a_video_that_decodes_wrongly_is_an_error(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vmonarch.eval import video_io
+
+    encode = video_io.encode_video
+    monkeypatch.setattr(video_io, "encode_video", lambda path, frames, fps: encode(path, frames[:-1], fps))
+    code, _, err = cli("generate", PROMPT)
+    assert code == 1 and "decodes to shape" in err
+    assert [name.split(".", 1)[1] for name in cli.outputs()] == ["raw.safetensors"]
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vmonarch.eval import video_io
+
+    folder = cli.folder / "outputs"
+    temporary = cli.folder / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(generation.tempfile, "tempdir", str(temporary))
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if str(folder) in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(video_io.os, "fsync", full)
+    code, _, err = cli("generate", PROMPT)
+    assert code == 1 and "No space left on device" in err and cli.outputs() == []
+    (kept,) = temporary.rglob("*.raw.safetensors")
+    assert str(kept) in err
+
+
+def test_a_file_size_limit_reaches_ffmpeg_and_leaves_nothing(cli, tiny_model: Path) -> None:
+    """A real failure of the operating system's write, in ffmpeg itself."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+    run = subprocess.run(
+        [sys.executable, "-m", "vmonarch", "generate", PROMPT, "--model", str(tiny_model), *map(str, SIZE)],
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(cli.folder), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert run.returncode == 1, run.stderr
+    assert "Traceback" not in run.stderr and "no room to keep the raw frames" in run.stderr
+    assert cli.outputs() == []
+
+
+SIZE = ["--height", 32, "--width", 48, "--num-frames", 9, "--steps", 2, "--negative-prompt", ""]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "terminate"])
+def test_an_interrupted_run_leaves_complete_videos_only(cli, tiny_model: Path, number: int, code: int) -> None:
+    steps = [
+        "generate",
+        PROMPT,
+        "--model",
+        str(tiny_model),
+        *map(str, SIZE),
+        "--seed",
+        *map(str, range(500)),
+        "--quiet",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vmonarch", *steps],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 90
+    while (
+        not [name for name in cli.outputs() if name[0] != "." and name.endswith(".json")]
+        and time.monotonic() < deadline
+    ):
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in err, err
+    names = cli.outputs()
+    assert not [name for name in names if name.startswith(".")]
+    stems = {name.split(".")[0] for name in names}
+    assert len(names) == 3 * len(stems) >= 3
+    for name in names:
+        if name.endswith(".mp4"):
+            assert read_video(cli.folder / "outputs/generate" / name)[0].shape == (9, 32, 48, 3)
+
+
+def test_ctrl_c_while_writing_takes_the_video_back(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vmonarch.eval import video_io
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(video_io, "contact_sheet", interrupted)
+    code, _, err = cli("generate", PROMPT)
+    assert code == 130 and "interrupted" in err and cli.outputs() == []
+
+
+def test_ctrl_c_within_a_transformer_call_stays_ctrl_c(loaded: generation.LoadedModel) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = loaded.pipe.transformer.blocks[1].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sampled(loaded, [PROMPT], [0], attention="full")
+    hook.remove()
+    assert not loaded.pipe.transformer._forward_pre_hooks and not loaded.pipe.transformer._forward_hooks
+
+
+def test_quiet_prints_paths_only(cli) -> None:
+    code, out, err = cli("generate", PROMPT, "--quiet", "--no-contact-sheet")
+    assert code == 0 and err == ""
+    assert out.splitlines() == [f"outputs/generate/{name}" for name in cli.outputs() if name.endswith(".mp4")]
+    assert len(cli.outputs()) == 2 and cli.records()[0]["contact_sheet"] is None
+
+
+def test_config_file_options_and_overrides_lie_in_that_order(cli) -> None:
+    (cli.folder / "a.yaml").write_text(
+        "guidance: 3.0\nfps: 5\nseeds: [8]\nprompts: [a blue square]\nattention: {name: vmonarch, num_iterations: 4}\n"
+    )
+    line = ["--config", "a.yaml", "--guidance", 2, "guidance=1.5", "attention.coarse=2"]
+    code, _, err = cli("generate", *line)
+    assert code == 0, err
+    (record,) = cli.records()
+    settings = record["config"]
+    assert (settings["guidance"], settings["fps"], record["seed"], record["prompt"]) == (1.5, 5.0, 8, "a blue square")
+    assert settings["attention"]["num_iterations"] == 4 and settings["attention"]["coarse"] == 2
+    assert record["transformer_calls"] == 4
+
+
+def test_another_method_drops_the_parameters_of_the_one_below() -> None:
+    below = {"attention": {"name": "vmonarch", "num_iterations": 4}}
+    assert build_config(GenerateConfig, below, {"attention": "full"}).attention.label == "full"
+    merged = build_config(GenerateConfig, below, {"attention": {"coarse": 2}}).attention
+    assert (merged.parameters.num_iterations, merged.parameters.coarse) == (4, 2)
+    assert merged.label == "vmonarch:num_iterations=4,coarse=2"
+
+
+@pytest.mark.parametrize(
+    "prompt", ["${oc.env:HOME}", "???", "E=mc2", "../../etc/passwd", "漢字 🎈", "-- a; rm -rf", "50% off\nnow"]
+)
+def test_prompts_are_text_and_nothing_else(cli, prompt: str) -> None:
+    (cli.folder / "p.yaml").write_text(json.dumps({"prompts": [prompt]}, ensure_ascii=False), encoding="utf-8")
+    assert cli("generate", "--config", "p.yaml", "--steps", 1, "--no-contact-sheet")[0] == 0
+    assert cli.records()[0]["prompt"] == prompt
+    assert all(name.startswith("0001-") and len(name.split(".")[0]) == 13 for name in cli.outputs())
+
+
+def test_prompt_file(cli) -> None:
+    (cli.folder / "p.txt").write_text("\ufeffa red circle\n\n  a blue square  \n", encoding="utf-8")
+    assert cli("generate", "a green square", "--prompt-file", "p.txt", "--steps", 1)[0] == 0
+    assert [record["prompt"] for record in cli.records()] == ["a green square", "a red circle", "a blue square"]
+
+
+def test_library_use(tiny_model: Path, tmp_path: Path, loaded: generation.LoadedModel) -> None:
+    settings = config(tiny_model, seeds=(1, 2), output_dir=str(tmp_path / "out"))
+    videos = generate(settings, model=loaded)
+    assert [video.record["seed"] for video in videos] == [1, 2]
+    assert all(video.video.is_file() and video.contact_sheet and video.contact_sheet.is_file() for video in videos)
+    recorded = load_record(str(videos[1].record_path))
+    again = generate(build_config(GenerateConfig, recorded.values), recorded=recorded)
+    assert again[0].reproduced is True
+    with pytest.raises(ValueError, match="seeds must differ"):
+        config(tiny_model, seeds=(1, 1))
+
+
+def test_library_errors_name_the_field(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "decode", lambda pipe, latents: torch.zeros(len(latents), 9, 3, 32, 48))
+    with pytest.raises(GenerationError, match="constant") as caught:
+        generate(config(tiny_model, output_dir=str(tmp_path / "out")))
+    assert isinstance(caught.value.__cause__, VideoError)
+
+
+def test_a_dirty_pipeline_is_cleaned_by_full(loaded: generation.LoadedModel) -> None:
+    import vmonarch
+
+    full = sampled(loaded, [PROMPT], [0], attention="full")
+    vmonarch.apply(loaded.pipe, vmonarch.VMonarchProcessor(exact=None))
+    assert torch.equal(sampled(loaded, [PROMPT], [0], attention="full"), full)

@@ -1,0 +1,99 @@
+"""The command itself: speed, exit codes, help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from vmonarch import __version__
+from vmonarch.cli import COMMANDS, main
+
+
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+def test_help_is_fast_and_loads_nothing_heavy(words: list[str]) -> None:
+    code = f"import sys; from vmonarch.cli import main; main({words}); print(sorted(sys.modules))"
+    elapsed = []
+    for _ in range(3):
+        start = time.perf_counter()
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        elapsed.append(time.perf_counter() - start)
+    assert min(elapsed) < 1.5
+    loaded = run.stdout.splitlines()[-1]
+    assert "usage: vmonarch" in run.stdout
+    assert not [name for name in ("torch", "diffusers", "transformers", "numpy", "omegaconf") if f"'{name}'" in loaded]
+
+
+def test_help_names_every_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+    assert main(["generate", "--help"]) == 0
+    out = capsys.readouterr().out
+    for option in (
+        "--model",
+        "--seed",
+        "--height",
+        "--guidance",
+        "--attention",
+        "--from-json",
+        "--overwrite",
+        "vmonarch-t1",
+    ):
+        assert option in out
+
+
+@pytest.mark.parametrize("words", [[], ["paint"], ["--paint"]], ids=str)
+def test_unknown_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert "usage: vmonarch" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"vmonarch {__version__}"
+
+
+def test_debug_shows_the_traceback(cli) -> None:
+    code, _, err = cli("generate", "a red circle", "--height", 40, "--debug")
+    assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("vmonarch generate: error: --height")
+
+
+def test_unexpected_errors_are_one_line_too(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vmonarch.pipelines import generation
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error:\n  out of memory")
+
+    monkeypatch.setattr(generation, "decode", broken)
+    code, _, err = cli("generate", "a red circle", "--quiet")
+    assert code == 1 and err == "vmonarch generate: error: RuntimeError: CUDA error: out of memory\n"
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["vmonarch"] == __version__ and facts["packages"]["torch"] == torch.__version__
+    assert facts["devices"][0]["device"] == "cpu" and facts["devices"][0]["dtype"] == "float32"
+    assert facts["devices"][0]["implementation"] == "torch"
+    assert len(facts["devices"]) == 1 + torch.cuda.device_count()
+    assert {"full", "vmonarch"} <= set(facts["attention_methods"]) and "dev" in facts["extras"]
+    model = facts["embedded_model"]
+    assert (model["path"] and model["bytes"] > 10**5) or "missing" in model["problem"]
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    for word in (__version__, torch.__version__, "embedded model", "cpu", "vmonarch-t1"):
+        assert word in text
+
+
+def test_info_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from vmonarch.pipelines import environment
+
+    monkeypatch.setitem(environment.EXTRAS, "eval", ("no-such-package",))
+    assert main(["info"]) == 0
+    assert "missing no-such-package" in capsys.readouterr().out

@@ -1,0 +1,81 @@
+"""The registry of attention methods: every name that ships works, and says what it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vmonarch.configs import FOLDER, InputError, build, preset_names, read_yaml
+from vmonarch.configs.methods import VMonarchAttention, method_names, resolve_method
+from vmonarch.eval.compare import CompareConfig
+from vmonarch.pipelines.generation import GenerateConfig, build_config, complete, find_model, load_model
+
+GENERAL = {"full", "vmonarch", "vmonarch-t1", "vmonarch-t3", "vmonarch-band1"}
+
+
+@pytest.fixture(scope="module")
+def pipe(tiny_model: Path):
+    folder = find_model(str(tiny_model))
+    return load_model(complete(GenerateConfig(prompts=("a red circle",), model=str(tiny_model)), folder), folder).pipe
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_every_method_installs_what_it_says(name: str, pipe) -> None:
+    from vmonarch import ExactBlocks, VMonarchProcessor
+
+    method = resolve_method(name)
+    assert method.label == method.name == name and resolve_method(method.to_dict()) == method
+    method.install(pipe)
+    processor = pipe.transformer.blocks[0].attn1.processor
+    assert isinstance(processor, VMonarchProcessor) == (name != "full")
+    if isinstance(method.parameters, VMonarchAttention):
+        assert processor.num_iterations == method.parameters.num_iterations
+        exact = method.parameters.exact
+        assert processor.exact == (ExactBlocks(**exact) if isinstance(exact, dict) else exact)
+
+
+def test_the_names_mean_what_they_say() -> None:
+    assert set(method_names()) >= GENERAL
+    iterations = {name: resolve_method(name).to_dict().get("num_iterations") for name in GENERAL}
+    assert iterations == {"full": None, "vmonarch": 2, "vmonarch-t1": 1, "vmonarch-t3": 3, "vmonarch-band1": 2}
+    assert resolve_method("vmonarch-band1").to_dict()["exact"] == {"band": 1}
+
+
+def test_parameters_in_the_name() -> None:
+    method = resolve_method("vmonarch:num_iterations=3,tiles=[2, 2],exact={band: 1},dense_steps=0.25")
+    expected = VMonarchAttention(num_iterations=3, tiles=(2, 2), exact={"band": 1}, dense_steps=0.25)
+    assert method.parameters == expected and method.name == "vmonarch"
+    assert method.label.startswith("vmonarch:") and resolve_method("vmonarch:").label == "vmonarch"
+
+
+def test_the_warm_up_runs_the_method_itself() -> None:
+    method = resolve_method("vmonarch:dense_steps=5,num_iterations=3").parameters
+    assert method.without_dense() == VMonarchAttention(num_iterations=3)
+
+
+@pytest.mark.parametrize("group", ["generate", "compare"])
+def test_every_preset_builds(group: str) -> None:
+    schema = {"generate": GenerateConfig, "compare": CompareConfig}[group]
+    assert preset_names(group)
+    for name in preset_names(group):
+        assert isinstance(build_config(schema, read_yaml(name, group=group)), schema)
+
+
+def test_every_shipped_yaml_says_what_it_is_for() -> None:
+    for path in FOLDER.rglob("*.yaml"):
+        assert path.read_text(encoding="utf-8").startswith("# "), path
+
+
+def test_build_checks_types() -> None:
+    assert build(VMonarchAttention, {"min_mass": 1}).min_mass == 1.0
+    for values in (
+        {"coarse": "1.5"},
+        {"coarse": None},
+        {"coarse": True},
+        {"tiles": [1]},
+        {"tiles": 2},
+        {"coarse": "???"},
+    ):
+        with pytest.raises(InputError, match=next(iter(values))):
+            build(VMonarchAttention, values)

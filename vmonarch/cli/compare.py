@@ -1,0 +1,63 @@
+"""`vmonarch compare`."""
+
+from __future__ import annotations
+
+import argparse
+
+from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_layers
+
+_EPILOG = """\
+examples:
+  vmonarch compare "a red circle moving right over a dark background"
+  vmonarch compare "…" --methods full vmonarch vmonarch-t1 "vmonarch:num_iterations=4,exact=null"
+  vmonarch compare --prompt-file prompts.txt --seed 0 1 2 --config exact
+
+The reference (full attention) always runs, and every method is warmed up before it is timed. PSNR and SSIM are
+measured on float frames, before mp4 encoding.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `vmonarch compare`."""
+    from vmonarch.configs import preset_names
+
+    add_sampling_arguments(parser, group="compare")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help=f"of {', '.join(preset_names('attention'))}, or METHOD:key=value,… (default full vmonarch)",
+    )
+    parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
+    parser.add_argument("--save-videos", action="store_true", default=None, help="also write each method's own mp4")
+    parser.add_argument("--strip-frames", type=int, metavar="N", help="columns of the PNG strips (default 6)")
+    parser.epilog = _EPILOG
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Compare the methods, print the table and where the pictures are.
+
+    Raises:
+        InputError, ModelError, GenerationError: see `vmonarch.eval.compare.compare`.
+    """
+    from vmonarch.configs import InputError, is_override
+    from vmonarch.eval.compare import CompareConfig, compare
+    from vmonarch.pipelines.generation import build_config
+
+    if arguments.methods is not None:
+        # `--methods full vmonarch steps=3`: overrides may stand anywhere, and no method is named like one.
+        arguments.prompts += [word for word in arguments.methods if is_override(word)]
+        arguments.methods = [word for word in arguments.methods if not is_override(word)]
+    own = ("methods", "reference", "save_videos", "strip_frames")
+    config = build_config(CompareConfig, *sampling_layers(arguments, group="compare", own=own))
+    if not config.prompts:
+        raise InputError("prompts", "is missing: give one or more prompts or --prompt-file")
+    hide_loading_bars()
+    comparison = compare(config, progress=not arguments.quiet)
+    if not arguments.quiet:
+        print(comparison.table())
+        print("PSNR and SSIM against the reference, on float frames before mp4 encoding; means over all videos")
+        for video in comparison.record["videos"]:
+            print(comparison.folder / video["files"]["side_by_side"])
+            print(comparison.folder / video["files"]["strips"])
+    print(comparison.folder / "comparison.json")

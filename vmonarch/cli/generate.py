@@ -1,0 +1,78 @@
+"""`vmonarch generate`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_layers, seconds
+
+_EPILOG = """\
+examples:
+  vmonarch generate "a red circle moving right over a dark background"
+  vmonarch generate "first prompt" "second prompt" --seed 1 2 3 --attention full
+  vmonarch generate "…" attention.num_iterations=3 attention.exact.band=1
+  vmonarch generate "…" --config wan2.1-t2v-1.3b --offload model
+  vmonarch generate --from-json outputs/generate/0001-1f3b9c8e.json
+
+Each video gets a number and a short hash for a name, with a contact sheet (.png) and a record (.json) beside it.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `vmonarch generate`."""
+    from vmonarch.configs import preset_names
+
+    add_sampling_arguments(parser, group="generate")
+    parser.add_argument(
+        "--attention",
+        metavar="METHOD",
+        help=f"one of {', '.join(preset_names('attention'))} (default vmonarch), or METHOD:key=value,…",
+    )
+    parser.add_argument("--from-json", metavar="FILE", help="make the video of this record again, bit for bit")
+    parser.add_argument("--no-contact-sheet", dest="contact_sheet", action="store_false", default=None, help="no PNG")
+    parser.epilog = _EPILOG
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Generate the videos and print where they are.
+
+    Raises:
+        InputError, ModelError, GenerationError: see `vmonarch.pipelines.generation.generate`.
+    """
+    from vmonarch.configs import InputError
+    from vmonarch.pipelines.generation import (
+        GenerateConfig,
+        build_config,
+        environment_differences,
+        generate,
+        load_record,
+    )
+
+    layers = sampling_layers(arguments, group="generate", own=("attention", "contact_sheet"))
+    recorded = None
+    if arguments.from_json is not None:
+        recorded = load_record(arguments.from_json)
+        layers.insert(0, recorded.values)
+    config = build_config(GenerateConfig, *layers)
+    if not config.prompts:
+        raise InputError("prompts", "is missing: give one or more prompts, --prompt-file or --from-json")
+    hide_loading_bars()
+    videos = generate(config, recorded=recorded, progress=not arguments.quiet)
+    for video in videos:
+        if arguments.quiet:
+            print(video.video)
+            continue
+        spent = seconds(video.record["seconds"]["total"])
+        print(f"{video.video}  (seed {video.record['seed']}, {config.attention.label} attention, {spent})")
+        if video.contact_sheet is not None:
+            print(f"{video.contact_sheet}")
+    # An overridden setting is a wish for another video, not a failure to reproduce one.
+    if recorded is not None and not any(layers[1:]):
+        for video in videos:
+            if video.reproduced:
+                print("bit-identical to the recorded video", file=sys.stderr)
+            else:
+                different = environment_differences(recorded.environment, video.record["environment"])
+                reason = "; ".join(different) or "same versions and device"
+                print(f"vmonarch generate: warning: differs from the recorded video: {reason}", file=sys.stderr)

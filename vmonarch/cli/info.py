@@ -1,0 +1,95 @@
+"""`vmonarch info`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `vmonarch info`."""
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print what is installed and what would be used."""
+    facts = collect()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return
+    rows = [("vmonarch", f"{facts['vmonarch']} (commit {facts['git_commit'] or 'unknown'})")]
+    rows += [("python", facts["python"]), ("platform", facts["platform"])]
+    rows += [(name, version or "not installed") for name, version in facts["packages"].items()]
+    for device in facts["devices"]:
+        memory = f", {device['memory_bytes'] / 2**30:.0f} GiB" if device["memory_bytes"] else ""
+        chosen = f"{device['implementation']} attention, {device['dtype']}"
+        rows.append((device["device"], f"{device['name']}{memory}: {chosen}"))
+    model = facts["embedded_model"]
+    size = f"{model['bytes'] / 2**20:.1f} MiB at {model['path']}" if model["path"] else model["problem"]
+    rows.append(("embedded model", size))
+    rows.append(("attention methods", ", ".join(facts["attention_methods"])))
+    for extra, packages in facts["extras"].items():
+        missing = [name for name, version in packages.items() if version is None]
+        rows.append((f"extra {extra}", f"missing {', '.join(missing)}" if missing else "installed"))
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+
+
+def collect() -> dict[str, Any]:
+    """Versions, devices with the implementation each would use, the embedded model, methods and extras."""
+    import torch
+
+    from vmonarch.configs.methods import method_names
+    from vmonarch.pipelines.environment import EXTRAS, environment, package_versions
+
+    facts = environment("cpu")
+    devices = ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return {
+        **{key: facts[key] for key in ("vmonarch", "git_commit", "python", "platform", "packages", "cuda")},
+        "devices": [_device(device) for device in devices],
+        "embedded_model": _embedded_model(),
+        "attention_methods": method_names(),
+        "extras": {extra: package_versions(names) for extra, names in EXTRAS.items()},
+    }
+
+
+def _device(name: str) -> dict[str, Any]:
+    import torch
+
+    from vmonarch.pipelines.environment import device_name
+    from vmonarch.pipelines.generation import choose_dtype
+
+    device = torch.device(name)
+    cuda = device.type == "cuda"
+    dtype = choose_dtype("auto", device)
+    return {
+        "device": name,
+        "name": device_name(device),
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
+        "dtype": str(dtype).removeprefix("torch."),
+        "implementation": _implementation(device),
+    }
+
+
+def _implementation(device: Any) -> str:
+    """What `implementation="auto"` means on a device: Triton where there are kernels and CUDA, else torch."""
+    from vmonarch.kernels.monarch.api import check_vmonarch_options
+
+    try:
+        check_vmonarch_options(implementation="triton")
+    except NotImplementedError:
+        return "torch"
+    return "triton" if device.type == "cuda" else "torch"
+
+
+def _embedded_model() -> dict[str, Any]:
+    from vmonarch.pipelines.model_folder import ModelError, find_model
+
+    try:
+        folder = find_model("embedded").path
+    except ModelError as error:
+        return {"path": None, "bytes": None, "problem": str(error)}
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return {"path": str(folder), "bytes": size, "problem": None}
