@@ -61,7 +61,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise InputError(key, f"has a value that is not YAML: {override.partition('=')[2]!r}") from error
         assert isinstance(parsed, dict)
-        merged = deep_merge(merged, parsed)
+        merged = deep_merge(merged, {str(name): value for name, value in parsed.items()})
     return merged
 
 

@@ -270,7 +270,7 @@ def strips(
     width, height = _cell_size(first, 200)
     label, small, heading = _font(16), _font(13), _font(17)
     notes = notes or {}
-    lines = {name: (_wrap(name, label, 220), _wrap(notes.get(name, ""), small, 220)) for name in videos}
+    lines = {name: (_wrap(_breakable(name), label, 220), _wrap(notes.get(name, ""), small, 220)) for name in videos}
     # Long labels next to flat videos must not run into the row below.
     row_height = max(height, *(22 * len(head) + 18 * len(note) for head, note in lines.values()))
     text_width = max(
@@ -319,15 +319,15 @@ def side_by_side(
     rows = -(-len(videos) // columns)
     width, height = _cell_size(next(iter(videos.values())), 320)
     label, small = _font(17), _font(13)
-    texts = {name: (_wrap(name, label, width), _wrap(notes.get(name, ""), small, width)) for name in videos}
+    texts = {name: (_wrap(_breakable(name), label, width), _wrap(notes.get(name, ""), small, width)) for name in videos}
     bar = max(24 * len(head) + 18 * len(note) for head, note in texts.values()) + 6
     canvas_width = 2 * _MARGIN + columns * width + (columns - 1) * _GAP
-    canvas_height = 2 * _MARGIN + rows * (bar + height) + (rows - 1) * _GAP
+    canvas_height = 2 * _MARGIN + rows * (bar + height) + (rows - 1) * 2 * _GAP
     size = (canvas_width + canvas_width % 2, canvas_height + canvas_height % 2)
     empty = Image.new("RGB", size, _BACKGROUND)
     draw = ImageDraw.Draw(empty)
     places = [
-        (_MARGIN + i % columns * (width + _GAP), _MARGIN + i // columns * (bar + height + _GAP))
+        (_MARGIN + i % columns * (width + _GAP), _MARGIN + i // columns * (bar + height + 2 * _GAP))
         for i in range(len(videos))
     ]
     for (x, y), (head, note) in zip(places, texts.values(), strict=True):
@@ -382,6 +382,11 @@ def _draw_lines(
 ) -> None:
     for i, line in enumerate(lines):
         draw.text((place[0], place[1] + i * line_height), line, colour, font=font)
+
+
+def _breakable(label: str) -> str:
+    """A method's label with spaces where a line may break."""
+    return label.replace(":", ": ").replace(",", ", ")
 
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int, lines: int = 3) -> list[str]:

@@ -16,8 +16,8 @@ WORDS = "a an the red green blue circle square moving left right up down over on
 SIZE = ["--height", "32", "--width", "48", "--num-frames", "9", "--steps", "2"]
 
 
-def build_pipeline(folder: Path, *, image_to_video: bool = False) -> Path:
-    """Save a random two-layer Wan pipeline with an 8×/4× VAE into `folder`."""
+def build_pipeline(folder: Path, *, image_to_video: bool = False, **options: Any) -> Path:
+    """Save a random two-layer Wan pipeline with an 8×/4× VAE into `folder`; `options` go to its class."""
     from diffusers import (
         AutoencoderKLWan,
         UniPCMultistepScheduler,
@@ -42,21 +42,24 @@ def build_pipeline(folder: Path, *, image_to_video: bool = False) -> Path:
     vae = AutoencoderKLWan(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
     )
-    transformer = WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=12 if image_to_video else 4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=16,
-        ffn_dim=32,
-        num_layers=2,
-        rope_max_seq_len=32,
-    )
+    transformers = {
+        name: WanTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=12 if image_to_video else 4,
+            out_channels=4,
+            text_dim=16,
+            freq_dim=16,
+            ffn_dim=32,
+            num_layers=2,
+            rope_max_seq_len=32,
+        )
+        for name in (["transformer", "transformer_2"] if "boundary_ratio" in options else ["transformer"])
+    }
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     cls = WanImageToVideoPipeline if image_to_video else WanPipeline
-    pipe = cls(tokenizer=fast, text_encoder=encoder, vae=vae, scheduler=scheduler, transformer=transformer)
+    pipe = cls(tokenizer=fast, text_encoder=encoder, vae=vae, scheduler=scheduler, **transformers, **options)
     pipe.save_pretrained(folder)
     return folder
 
@@ -80,6 +83,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an image-to-video pipeline; not to be changed."""
     return build_pipeline(tmp_path_factory.mktemp("tiny-i2v") / "model", image_to_video=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_two_stage_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a pipeline with a second transformer for the lower noise levels, as Wan 2.2 A14B."""
+    return build_pipeline(tmp_path_factory.mktemp("tiny-a14b") / "model", boundary_ratio=0.8)
+
+
+@pytest.fixture(scope="session")
+def tiny_token_timestep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a pipeline with a timestep for each token, which takes text or image, as Wan 2.2 5B."""
+    return build_pipeline(tmp_path_factory.mktemp("tiny-5b") / "model", expand_timesteps=True)
 
 
 @pytest.fixture

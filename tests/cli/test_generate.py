@@ -203,6 +203,52 @@ def test_image_to_video(cli, tiny_image_model: Path) -> None:
     assert code == 0 and "bit-identical" in err
 
 
+def test_two_transformers_have_a_guidance_each(cli, tiny_two_stage_model: Path) -> None:
+    for guidance in (1, 6):
+        line = ["--guidance-2", guidance, "--steps", 4]
+        code, _, err = cli("generate", PROMPT, *line, model=tiny_two_stage_model)
+        assert code == 0, err
+    first, second = cli.records()
+    assert first["frames_sha256"] != second["frames_sha256"] and first["transformer_calls"] == 8
+    attention = [record["config"]["attention"]["name"] for record in (first, second)]
+    assert attention == ["vmonarch", "vmonarch"] and first["config"]["guidance_2"] == 1.0
+
+
+def test_one_model_for_text_and_image(cli, tiny_token_timestep_model: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (48, 32), (200, 30, 30)).save(cli.folder / "first.png")
+    for words in ([], ["--image", "first.png"]):
+        code, _, err = cli("generate", PROMPT, *words, model=tiny_token_timestep_model)
+        assert code == 0, err
+    text, image = cli.records()
+    assert (text["model"]["pipeline"], image["model"]["pipeline"]) == ("WanPipeline", "WanImageToVideoPipeline")
+    assert Path(image["config"]["image"]).is_absolute()
+
+
+def test_a_hub_model_is_recorded_with_its_commit(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    import huggingface_hub
+
+    snapshot = shutil.copytree(cli.model, cli.folder / "snapshots/0123abcd")
+    asked = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
+        assert "*.safetensors" in allow_patterns and "*.bin" not in allow_patterns
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert cli("generate", PROMPT, "--revision", "main", model="owner/name")[0] == 0
+    (record,) = cli.records()
+    assert (record["config"]["model"], record["config"]["revision"]) == ("owner/name", "0123abcd")
+    path = f"outputs/generate/{cli.outputs()[0].split('.')[0]}.json"
+    code, _, err = cli("generate", "--from-json", path, tiny=False)
+    assert code == 0 and "bit-identical" in err
+    assert asked == [("owner/name", "main"), ("owner/name", "0123abcd")]
+
+
 def test_nothing_is_overwritten_unless_asked(cli) -> None:
     assert cli("generate", PROMPT)[0] == 0
     folder = cli.folder / "outputs/generate"

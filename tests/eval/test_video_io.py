@@ -48,6 +48,16 @@ def test_mp4_round_trip(tmp_path: Path, shape: tuple[int, int, int]) -> None:
     verify_video(tmp_path / "a.mp4", frames)
 
 
+def test_saturated_colours_survive(tmp_path: Path) -> None:
+    colours = [(230, 20, 20), (20, 220, 20), (20, 20, 230), (230, 230, 20), (20, 230, 230), (240, 240, 240)]
+    frames = np.repeat(np.array(colours, np.uint8)[None, None], 32, axis=1).repeat(16, axis=2).repeat(3, axis=0)
+    encode_video(tmp_path / "a.mp4", frames, 16)
+    decoded, _ = read_video(tmp_path / "a.mp4")
+    # Away from the edges between colours; the wrong matrix is off by ten levels and more.
+    inner = np.abs(decoded.astype(int) - frames).reshape(3, 32, 6, 16, 3)[:, :, :, 5:11]
+    assert inner.max() <= 4
+
+
 def test_frames_keep_their_order(tmp_path: Path) -> None:
     frames = to_uint8(moving_square())
     encode_video(tmp_path / "a.mp4", frames, 16)

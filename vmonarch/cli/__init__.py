@@ -71,7 +71,7 @@ class _Version(argparse.Action):
 
 def _run_command(name: str, words: Sequence[str]) -> int:
     module, line = COMMANDS[name]
-    command: Command = importlib.import_module(module)  # type: ignore[assignment]
+    command: Command = importlib.import_module(module)
     parser = argparse.ArgumentParser(
         prog=f"vmonarch {name}", description=line, formatter_class=argparse.RawDescriptionHelpFormatter
     )
