@@ -34,7 +34,6 @@ from vmonarch.finetune.embedded.data import (
     DIRECTION_NAMES,
     DIRECTION_WORDS,
     DIRECTIONS,
-    NUM_FRAMES,
     SHAPE_WORDS,
     SHAPES,
     SOLE_VERBS,
@@ -289,3 +288,199 @@ def parse_prompt(prompt: str) -> tuple[ExpectedObject, ...]:
             owner = min(range(len(anchors)), key=lambda n: abs(anchors[n] - at))
         values[owner].setdefault(kind, name)
     return tuple(ExpectedObject(value.get("colour"), value.get("shape"), value.get("direction")) for value in values)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The scoring command
+
+
+def reader_accuracy(clips: int, seed: int, vae: Any = None, device: str = "cpu") -> dict[str, float]:
+    """Share of rendered clips, of all attribute combinations, that the reader reads correctly.
+
+    With `vae`, the clips go through its stock encode and decode first, and their mean PSNR in dB is reported.
+    """
+    triples = [(s, c, d) for s in range(len(SHAPES)) for c in range(len(COLOURS)) for d in range(len(DIRECTIONS))]
+    scenes = sample_scenes(clips, seed, triples=triples)
+    scores, psnrs = [], []
+    for start in range(0, clips, 8):
+        video = render(scenes[start : start + 8], device)
+        if vae is not None:
+            with torch.no_grad():
+                output = vae.decode(vae.encode(video.to(vae.dtype)).latent_dist.mode()).sample.float()
+            psnrs += (-10 * torch.log10(((output - video).square() / 4).flatten(1).mean(1))).tolist()
+            video = output
+        for offset, clip in enumerate(((video + 1) / 2).permute(0, 2, 3, 4, 1)):
+            scores.append(score_readings(read_video(clip), expected_objects(scenes.scene(start + offset))))
+    return {"clips": clips, **_shares(scores), **({"psnr_db": round(sum(psnrs) / len(psnrs), 2)} if psnrs else {})}
+
+
+def _shares(scores: Sequence[PromptScore]) -> dict[str, float]:
+    names = ("colour", "shape", "direction", "all")
+    return {name: round(sum(getattr(score, name) for score in scores) / len(scores), 4) for name in names}
+
+
+def generate(
+    pipe: Any, prompts: Sequence[str], *, seed: int, batch: int, steps: int, guidance: float, size: tuple[int, int, int]
+) -> torch.Tensor:
+    """Videos [B, F, Y, X, 3] in [0, 1] on the CPU; prompt i starts from the noise of seed + i, whatever the batch."""
+    height, width, frames = size
+    videos = []
+    for start in range(0, len(prompts), batch):
+        chunk = list(prompts[start : start + batch])
+        generators = [torch.Generator("cpu").manual_seed(seed + start + i) for i in range(len(chunk))]
+        output = pipe(
+            chunk,
+            height=height,
+            width=width,
+            num_frames=frames,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            generator=generators,
+            output_type="pt",
+        ).frames
+        videos.append(output.permute(0, 1, 3, 4, 2).float().cpu())
+    return torch.cat(videos)
+
+
+def contact_sheet(videos: torch.Tensor, path: Path, frames: int = 6, columns: int = 2) -> None:
+    """Write a PNG with `frames` frames of each video [B, F, Y, X, 3] side by side, `columns` videos per row."""
+    from PIL import Image
+
+    picked = videos[:, torch.linspace(0, videos.shape[1] - 1, frames).round().long()]
+    strips = torch.nn.functional.pad(torch.cat(tuple(picked.unbind(1)), 2), (0, 0, 0, 4, 0, 2))  # [B, Y, frames·X, 3]
+    strips = torch.nn.functional.pad(strips, (0, 0, 0, 0, 0, 0, 0, -len(strips) % columns))
+    rows = [torch.cat(tuple(strips[i : i + columns]), 1) for i in range(0, len(strips), columns)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray((torch.cat(rows) * 255).round().byte().numpy()).save(path)
+
+
+@contextlib.contextmanager
+def _attention(pipe: Any, method: str):
+    """Run the pipeline with full attention, or with VMonarch's default processor."""
+    if method == "full":
+        yield
+        return
+    import vmonarch
+
+    vmonarch.apply(pipe, vmonarch.VMonarchProcessor())
+    try:
+        yield
+    finally:
+        vmonarch.restore(pipe)
+
+
+def _versions() -> dict[str, str]:
+    import diffusers
+    import transformers
+
+    import vmonarch
+
+    modules = {"vmonarch": vmonarch, "torch": torch, "diffusers": diffusers, "transformers": transformers}
+    return {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Generate the held-out prompts with each method, score them, and write the JSON."""
+    from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS as settings
+    from vmonarch.pipelines.embedded import embedded_model_path
+
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.prompt_score", description=main.__doc__)
+    parser.add_argument("--model", type=Path, help="folder of a Wan pipeline (default: the embedded model)")
+    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--methods", nargs="+", choices=("full", "vmonarch"), default=["full", "vmonarch"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, default=16, help="prompts generated at once")
+    parser.add_argument("--prompts", type=int, default=64, help="how many of the 64 held-out prompts")
+    parser.add_argument("--seed", type=int, default=0, help="prompt i uses seed + i")
+    parser.add_argument("--steps", type=int, default=settings.num_inference_steps)
+    parser.add_argument("--guidance", type=float, default=settings.guidance_scale)
+    parser.add_argument("--flow-shift", type=float, help="override the shipped scheduler's")
+    parser.add_argument("--reader-clips", type=int, default=256, help="rendered clips to check the reader on; 0 to skip")
+    parser.add_argument("--sheet", type=Path, help="prefix of PNG contact sheets to write, one per method")
+    options = parser.parse_args(arguments)
+    if options.methods[0] != "full":
+        parser.error("--methods must start with full: PSNR and SSIM are measured against it")
+    if not 1 <= options.prompts <= 64 or options.batch < 1:
+        parser.error("--prompts must be 1 to 64 and --batch at least 1")
+
+    from diffusers import WanPipeline
+
+    from vmonarch.eval.similarity import psnr, ssim
+
+    pipe = WanPipeline.from_pretrained(str(options.model or embedded_model_path())).to(options.device)
+    pipe.set_progress_bar_config(disable=True)
+    if options.flow_shift is not None:
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=options.flow_shift)
+    held_out = held_out_prompts()[: options.prompts]
+    results: list[dict[str, Any]] = [
+        {"prompt": item.prompt, "expected": [asdict(want) for want in expected_objects(item.scene)]} for item in held_out
+    ]
+    summary: dict[str, dict[str, float]] = {}
+    reference: torch.Tensor | None = None
+    for method in options.methods:
+        started = time.perf_counter()
+        with _attention(pipe, method):
+            videos = generate(
+                pipe,
+                [item.prompt for item in held_out],
+                seed=options.seed,
+                batch=options.batch,
+                steps=options.steps,
+                guidance=options.guidance,
+                size=(settings.height, settings.width, settings.num_frames),
+            )
+        seconds = time.perf_counter() - started
+        if options.sheet is not None:
+            contact_sheet(videos, options.sheet.with_name(f"{options.sheet.name}-{method}.png"))
+        scores, similarities = [], []
+        for row, item, video in zip(results, held_out, videos, strict=True):
+            readings = read_video(video.to(options.device))
+            score = score_readings(readings, expected_objects(item.scene))
+            scores.append(score)
+            entry = {**asdict(score), "read": [asdict(reading) for reading in readings]}
+            if reference is not None:
+                frames, other = (clip.permute(0, 3, 1, 2).clamp(0, 1) for clip in (video, reference[len(scores) - 1]))
+                entry |= {"psnr_db": round(psnr(frames, other), 3), "ssim": round(ssim(frames, other), 4)}
+                similarities.append((entry["psnr_db"], entry["ssim"]))
+            row[method] = entry
+        summary[method] = {**_shares(scores), "seconds": round(seconds, 1)}
+        if similarities:
+            means = torch.tensor(similarities, dtype=torch.float64).mean(0).tolist()
+            summary[method] |= {"psnr_db": round(means[0], 2), "ssim": round(means[1], 4)}
+        else:
+            reference = videos
+        print(method, json.dumps(summary[method]), flush=True)
+    reader = {}
+    if options.reader_clips:
+        reader["rendered"] = reader_accuracy(options.reader_clips, 31_337, None, options.device)
+        reader["reconstructed"] = reader_accuracy(options.reader_clips, 31_337, pipe.vae, options.device)
+        print("reader", json.dumps(reader), flush=True)
+    document = {
+        "date": datetime.date.today().isoformat(),
+        "hardware": torch.cuda.get_device_name() if options.device.startswith("cuda") else f"CPU, {os.cpu_count()} cores",
+        "versions": _versions(),
+        "command": "python -m vmonarch.eval.prompt_score " + " ".join(arguments or sys.argv[1:]),
+        "settings": {
+            "prompts": options.prompts,
+            "seed": options.seed,
+            "steps": options.steps,
+            "guidance_scale": options.guidance,
+            "flow_shift": pipe.scheduler.config.get("flow_shift"),
+            "height": settings.height,
+            "width": settings.width,
+            "num_frames": settings.num_frames,
+            "dtype": str(pipe.transformer.dtype),
+        },
+        "reader": reader,
+        "summary": summary,
+        "prompts": results,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    partial = options.output.with_suffix(".partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n")
+    partial.replace(options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

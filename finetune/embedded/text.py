@@ -28,7 +28,7 @@ from vmonarch.finetune.embedded.data import (
 
 TEXT_LENGTH = 512
 """Rows of prompt embedding the stock Wan pipeline gives the transformer; rows past the prompt's tokens are zero."""
-TRAIN_TOKENS = 64
+TRAIN_TOKENS = 55
 VOCABULARY = 1024
 TEXT_DIM = 128
 TEXT_CONFIG: dict[str, Any] = {
@@ -88,8 +88,11 @@ def write_captions(scenes: SceneBatch, seed: int, per_scene: int, misspelt: floa
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, captions: Sequence[str], length: int = TRAIN_TOKENS) -> torch.Tensor:
     """Token numbers [len(captions), length], int16, padded with 0 and cut to `length`."""
-    ids = tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-    return ids.input_ids.to(torch.int16)
+    result = torch.zeros(len(captions), length, dtype=torch.int16)
+    for row, encoding in zip(result, tokenizer.backend_tokenizer.encode_batch_fast(list(captions)), strict=True):
+        ids = encoding.ids if len(encoding.ids) <= length else [*encoding.ids[: length - 1], 1]
+        row[: len(ids)] = torch.tensor(ids, dtype=torch.int16)
+    return result
 
 
 def build_text_encoder(vocabulary: int = VOCABULARY, **overrides: Any) -> UMT5EncoderModel:
@@ -97,17 +100,20 @@ def build_text_encoder(vocabulary: int = VOCABULARY, **overrides: Any) -> UMT5En
     return UMT5EncoderModel(UMT5Config(vocab_size=vocabulary, **{**TEXT_CONFIG, **overrides}))
 
 
-def encode_text(encoder: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_text(
+    encoder: nn.Module, ids: torch.Tensor, padding: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode token numbers [B, L] as the stock pipeline does.
 
     Returns:
-        embeddings [B, 512, D], zero past each text's tokens, and the mean over each text's tokens [B, D].
+        embeddings, zero past each text's tokens: [B, 512, D], or [B, L + padding, D] where `padding` is given; and the
+        mean over each text's tokens [B, D].
     """
     ids = ids.long()
     mask = ids != 0
     hidden = encoder(ids, mask.long()).last_hidden_state * mask[..., None]
     pooled = hidden.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
-    return F.pad(hidden, (0, 0, 0, TEXT_LENGTH - ids.shape[1])), pooled
+    return F.pad(hidden, (0, 0, 0, TEXT_LENGTH - ids.shape[1] if padding is None else padding)), pooled
 
 
 class AttributeHeads(nn.Module):

@@ -16,8 +16,9 @@ from torch import nn
 from transformers import UMT5EncoderModel
 
 from vmonarch.finetune.embedded.data import SceneBatch, render
-from vmonarch.finetune.embedded.text import TEXT_DIM, AttributeHeads, encode_text
-from vmonarch.finetune.embedded.vae import LATENT_CHANNELS, encode_means, latent_statistics
+from vmonarch.finetune.embedded.optimizer import StackedMuon
+from vmonarch.finetune.embedded.text import TEXT_DIM, TEXT_LENGTH, AttributeHeads, encode_text
+from vmonarch.finetune.embedded.vae import LATENT_CHANNELS, encode_parallel, latent_statistics
 
 TRANSFORMER_CONFIG: dict[str, Any] = {
     "patch_size": (1, 2, 2),
@@ -35,14 +36,66 @@ TRANSFORMER_CONFIG: dict[str, Any] = {
 }
 
 
+class TrainingAttention:
+    """Attention processor that computes what `WanAttnProcessor` computes, in less time where gradients are needed.
+
+    The rotary embedding is written without in-place assignment, which compilers fuse badly. In cross-attention the last
+    text row stands for `padding` equal rows: the stock pipeline pads every prompt with zero rows to 512, equal rows have
+    equal keys and values, and n equal keys are one key whose logit is log n higher. That logit rides along as one more
+    channel of query and key.
+    """
+
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self, padding: int) -> None:
+        self.padding = padding
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
+        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))  # [B, S, H, D]
+        dim = query.shape[-1]
+        if rotary_emb is not None:
+            cos, sin = rotary_emb[0][..., 0::2], rotary_emb[1][..., 1::2]
+            query, key = (_rotate(x, cos, sin) for x in (query, key))
+        if encoder_hidden_states is not None:
+            bias = torch.zeros(source.shape[1], device=key.device)
+            bias[-1] = math.log(self.padding)
+            query = torch.cat((query, query.new_full((*query.shape[:3], 8), dim**0.5 / 8)), -1)
+            spread = bias[None, :, None, None].expand(*key.shape[:3], 8).to(key.dtype)
+            key, value = torch.cat((key, spread), -1), F.pad(value, (0, 8))
+        output = F.scaled_dot_product_attention(
+            *(x.to(value.dtype).transpose(1, 2) for x in (query, key, value)), scale=dim**-0.5
+        )
+        return attn.to_out[0](output.transpose(1, 2)[..., :dim].flatten(2, 3))
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).type_as(x)
+
+
 @torch.no_grad()
-def encode_clips(vae: AutoencoderKLWan, scenes: SceneBatch, device: str, batch: int = 64) -> torch.Tensor:
+def encode_clips(
+    vae: AutoencoderKLWan, scenes: SceneBatch, device: str, batch: int = 64, compile: bool = False
+) -> torch.Tensor:
     """Normalised latents of every clip: [B, 16, 16, 12, 20], float16, on `device`."""
     mean, std = latent_statistics(vae, device)
+    encode = torch.compile(encode_parallel, dynamic=False) if compile else encode_parallel
     parts = []
     for start in range(0, len(scenes), batch):
-        latents = encode_means(vae, render(scenes[start : start + batch], device))
-        parts.append(((latents - mean) / std).half())
+        video = render(scenes[start : start + batch], device)
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            moments = encode(vae, video) if len(video) == batch else encode_parallel(vae, video)
+        parts.append(((moments.float()[:, : vae.config.z_dim] - mean) / std).half())
     return torch.cat(parts)
 
 
@@ -78,7 +131,7 @@ def _optimizers(modules: nn.ModuleDict, learning_rate: float) -> list[torch.opti
     for name, parameter in modules.named_parameters():
         inside = "blocks." in name or ".block." in name
         (matrices if inside and parameter.ndim == 2 and "relative" not in name else others).append(parameter)
-    muon = torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
+    muon = StackedMuon(matrices, lr=learning_rate, weight_decay=0.02)
     return [muon, torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
@@ -97,6 +150,7 @@ def train_transformer(
     caption_dropout: float = 0.1,
     sigma_shift: float = 3.0,
     decay_share: float = 0.35,
+    time_limit: float = math.inf,
     compile: bool = False,
     config: dict[str, Any] | None = None,
     on_checkpoint: Callable[[int, WanTransformer3DModel, UMT5EncoderModel], None] | None = None,
@@ -111,6 +165,7 @@ def train_transformer(
         text_encoder: trained in place, from its current weights.
         steps, batch, seed, device: the run; the learning rate is constant after a warm-up and falls to zero linearly over
             the last `decay_share` of the steps.
+        time_limit: seconds; a run that cannot do all its steps in this time decays and ends earlier.
         checkpoint: file written every `checkpoint_every` steps and at the end.
         on_checkpoint: called with the step and the averaged models at the same times.
 
@@ -119,7 +174,8 @@ def train_transformer(
     """
     torch.manual_seed(seed)
     transformer = WanTransformer3DModel(**(config or TRANSFORMER_CONFIG)).to(device)
-    modules = nn.ModuleDict({"transformer": transformer, "text": text_encoder.to(device), "heads": AttributeHeads().to(device)})
+    heads = AttributeHeads().to(device)
+    modules = nn.ModuleDict({"transformer": transformer, "text": text_encoder.to(device), "heads": heads})
     # Zero output at the start: the first prediction is zero, not noise.
     nn.init.zeros_(transformer.proj_out.weight)
     nn.init.zeros_(transformer.proj_out.bias)
@@ -133,12 +189,16 @@ def train_transformer(
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         first, log = state["step"], state["log"]
-    model = torch.compile(transformer) if compile else transformer
+    transformer.set_attn_processor(TrainingAttention(TEXT_LENGTH - tokens.shape[-1]))
+    model = torch.compile(transformer, dynamic=False) if compile else transformer
+    encoder = torch.compile(text_encoder, dynamic=False) if compile else text_encoder
     started = time.monotonic()
     recent: list[torch.Tensor] = []
     for step in range(first, steps):
         torch.manual_seed(seed * 1_000_003 + step)
-        rate = learning_rate * min(1, (step + 1) / 200, (steps - step) / max(1, decay_share * steps))
+        progress = max(step / steps, (time.monotonic() - started) / time_limit)
+        last = step + 1 == steps or progress >= 1
+        rate = learning_rate * max(0.0, min(1, (step + 1) / 200, (1 - progress) / decay_share))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -149,9 +209,9 @@ def train_transformer(
         ids = torch.where(dropped[:, None], F.pad(torch.ones_like(ids[:, :1]), (0, ids.shape[1] - 1)), ids)
         noise, sigma = torch.randn_like(clean), sample_sigmas(batch, sigma_shift, device)
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
-            text, pooled = encode_text(text_encoder, ids)
+            text, pooled = encode_text(encoder, ids, padding=1)
             flow = flow_matching_loss(model, clean, noise, sigma, text.float())
-            attributes = modules["heads"](pooled, targets[rows])
+            attributes = heads(pooled, targets[rows])
         loss = flow.mean() + 0.05 * (attributes * ~dropped).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
@@ -162,14 +222,16 @@ def train_transformer(
             decay = min(0.999, (1 + step) / (10 + step))
             torch._foreach_lerp_(list(average.parameters()), list(modules.parameters()), 1 - decay)
         recent.append(torch.stack((flow.detach().mean(), attributes.detach().mean())))
-        if (step + 1) % 100 == 0 or step + 1 == steps:
+        if (step + 1) % 100 == 0 or last:
             values = torch.stack(recent).mean(0).tolist()
             recent.clear()
             if not math.isfinite(values[0]):
                 raise FloatingPointError(f"the loss is not finite at step {step}")
-            log.append({"step": step + 1, "flow": values[0], "attributes": values[1], "seconds": time.monotonic() - started})
-            print(f"transformer {step + 1:6d}  flow {values[0]:.4f}  text {values[1]:.3f}  {log[-1]['seconds']:.0f}s", flush=True)
-        if (step + 1) % checkpoint_every == 0 or step + 1 == steps:
+            entry = {"step": step + 1, "flow": values[0], "text": values[1], "seconds": time.monotonic() - started}
+            log.append(entry)
+            print(f"transformer {step + 1:6d}  flow {values[0]:.4f}  text {values[1]:.3f}", end="  ")
+            print(f"{entry['seconds']:.0f}s", flush=True)
+        if (step + 1) % checkpoint_every == 0 or last:
             if checkpoint is not None:
                 state = {
                     "modules": modules.state_dict(),
@@ -182,5 +244,7 @@ def train_transformer(
                 checkpoint.with_suffix(".partial").replace(checkpoint)
             if on_checkpoint is not None:
                 on_checkpoint(step + 1, average["transformer"], average["text"])
+        if last:
+            break
     average.eval().requires_grad_(False)
     return average["transformer"], average["text"], log

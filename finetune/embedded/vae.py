@@ -19,7 +19,8 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanUpBlock, patchify, unpatchify
 from torch import nn
 
-from vmonarch.finetune.embedded.data import NUM_FRAMES, render, sample_scenes
+from vmonarch.finetune.embedded.data import render, sample_scenes
+from vmonarch.finetune.embedded.optimizer import StackedMuon
 
 LATENT_CHANNELS = 16
 VAE_CONFIG: dict[str, Any] = {
@@ -129,64 +130,61 @@ def train_vae(
     batch: int,
     seed: int,
     device: str,
-    learning_rate: float = 2e-3,
+    learning_rate: float = 1.5e-3,
     kl_weight: float = 2e-5,
-    long_share: float = 0.35,
     compile: bool = False,
     config: dict[str, Any] | None = None,
-    time_limit: float = math.inf,
+    statistics_clips: int = 256,
 ) -> tuple[AutoencoderKLWan, list[dict[str, float]]]:
-    """Train from scratch on rendered clips; sets `latents_mean` and `latents_std` in the config from data.
+    """Train from scratch on whole rendered clips; sets `latents_mean` and `latents_std` in the config from data.
 
-    The first part of the steps sees clips of 17 frames, the last `long_share` whole clips of 61 frames in batches a quarter
-    the size. The learning rate rises over 2 % of the steps and falls to zero along a cosine; past `time_limit`
-    seconds the schedule is driven by time instead, so that training always ends with a small step.
+    The learning rate rises over 2 % of the steps and falls to zero along a cosine.
 
     Returns:
         the VAE in float32 on `device` (exponential moving average of the weights), and the logged losses.
     """
     torch.manual_seed(seed)
     vae = AutoencoderKLWan(**(config or VAE_CONFIG)).to(device)
-    if device != "cpu":
-        for parameter in vae.parameters():
-            if parameter.ndim == 5:
-                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last_3d)
     average = copy.deepcopy(vae)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=1e-3)
+    kernels, others = [], []
+    for name, parameter in vae.named_parameters():
+        inner = parameter.ndim >= 4 and parameter[0].numel() > 1 and "conv_in" not in name and "decoder.conv_out" not in name
+        (kernels if inner else others).append(parameter)
+    optimizers = [
+        StackedMuon(kernels, lr=learning_rate),
+        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0),
+    ]
     model: nn.Module = _Autoencoder(vae)
-    step_function = torch.compile(model) if compile else model
-    generator = torch.Generator().manual_seed(seed)
+    step_function = torch.compile(model, dynamic=False) if compile else model
     log: list[dict[str, float]] = []
     started = time.monotonic()
     for step in range(steps):
-        progress = max(step / steps, (time.monotonic() - started) / time_limit)
-        if progress >= 1:
-            break
-        long = progress >= 1 - long_share
-        scenes = sample_scenes(max(1, batch // 4) if long else batch, seed * 1_000_003 + step)
-        first = 0 if long else 4 * int(torch.randint((NUM_FRAMES - 17) // 4 + 1, (), generator=generator))
-        video = render(scenes, device, range(NUM_FRAMES) if long else range(first, first + 17))
-        latent_shape = (len(scenes), vae.config.z_dim, 1 + (video.shape[2] - 1) // 4, video.shape[3] // 8, video.shape[4] // 8)
-        noise = torch.randn(latent_shape, device=device)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * min(1, 50 * (progress + 1 / steps)) * 0.5 * (1 + math.cos(math.pi * progress))
+        progress = step / steps
+        video = render(sample_scenes(batch, seed * 1_000_003 + step), device)
+        frames, height, width = video.shape[2:]
+        noise = torch.randn(batch, vae.config.z_dim, 1 + (frames - 1) // 4, height // 8, width // 8, device=device)
+        rate = learning_rate * min(1, 50 * (progress + 1 / steps)) * 0.5 * (1 + math.cos(math.pi * progress))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
             output, mean, log_variance = step_function(video, noise)
         l1, mse = F.l1_loss(output, video), F.mse_loss(output, video)
         kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
         loss = l1 + 2 * mse + kl_weight * kl
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        if torch.isfinite(norm):
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        for optimizer in optimizers:
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
         _update_average(average, vae, min(0.995, (1 + step) / (10 + step)))
         if step % 50 == 0 or step == steps - 1:
             psnr = -10 * math.log10(max(mse.item() / 4, 1e-12))
-            log.append({"step": step, "l1": l1.item(), "psnr": psnr, "kl": kl.item(), "seconds": time.monotonic() - started})
-            print(f"vae {step:5d}  l1 {l1.item():.4f}  psnr {psnr:.2f}  kl {kl.item():.3f}  {log[-1]['seconds']:.0f}s", flush=True)
+            seconds = time.monotonic() - started
+            log.append({"step": step, "l1": l1.item(), "psnr": psnr, "kl": kl.item(), "seconds": seconds})
+            print(f"vae {step:5d}  l1 {l1.item():.4f}  psnr {psnr:.2f}  kl {kl.item():.3f}  {seconds:.0f}s", flush=True)
     average.eval().requires_grad_(False)
-    set_latent_statistics(average, seed=seed + 1, device=device)
+    set_latent_statistics(average, seed=seed + 1, device=device, clips=statistics_clips)
     return average, log
 
 
@@ -225,7 +223,7 @@ def latent_statistics(vae: AutoencoderKLWan, device: torch.device | str) -> tupl
 
 @torch.no_grad()
 def reconstruction_psnr(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
-    """PSNR in dB per clip [B] of the stock encode and decode, in the VAE's own precision; video [B, 3, F, Y, X] in [-1, 1]."""
+    """PSNR in dB per clip [B] of the stock encode and decode; video [B, 3, F, Y, X] in [-1, 1]."""
     output = vae.decode(vae.encode(video).latent_dist.mode()).sample
     error = ((output.float() - video).square() / 4).flatten(1).mean(1)
     return -10 * torch.log10(error.clamp(min=1e-12))
