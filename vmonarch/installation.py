@@ -160,7 +160,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     is_pipe = not isinstance(pipe_or_transformer, torch.nn.Module)
     dense_steps = DenseSet("dense_steps", processor.dense_steps)
     dense_layers = DenseSet("dense_layers", processor.dense_layers)
-    if dense_steps:
+    if dense_steps.some:
         _check_dense_steps(pipe_or_transformer, is_pipe)
 
     # Everything that can fail comes before the first change.

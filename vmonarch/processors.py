@@ -68,10 +68,8 @@ class DenseSet:
             self.dense = tuple(sorted({int(index) for index in indices}))
         else:
             raise TypeError(f"{argument} must be {supported}, got {type(dense).__name__}")
-
-    def __bool__(self) -> bool:
-        """Whether anything at all is dense."""
-        return self.dense != () and self.dense != 0
+        # Whether anything at all is dense. A plain attribute, because older torch.compile cannot trace `__bool__`.
+        self.some = self.dense != () and self.dense != 0
 
     def contains(self, index: int, total: int) -> bool:
         """Whether `index` is among the dense ones of `total`.
@@ -131,7 +129,7 @@ class ForwardContext:
     def begin(self, latents: torch.Size) -> None:
         """Record a forward call on latents of size [T, H, W] (before patches are cut)."""
         grid = LatentGrid(*(size // patch for size, patch in zip(latents, self.patch_size, strict=True)))
-        call = ForwardCall(grid, bool(self.dense_steps) and self._is_dense_step())
+        call = ForwardCall(grid, self.dense_steps.some and self._is_dense_step())
         self.call = call
         if torch.compiler.is_compiling():
             self._calls_by_thread = {}
@@ -150,7 +148,7 @@ class ForwardContext:
         if torch._C._current_graph_task_id() != -1:
             # Gradient checkpointing computes a block again during backward, when the transformer may have seen
             # another video since: the last call is not necessarily this block's.
-            if self.dense_steps:
+            if self.dense_steps.some:
                 raise RuntimeError("dense_steps cannot be combined with gradient checkpointing; use dense_steps=0")
             grids = self._grids_by_tokens.get(tokens, set())
             return ForwardCall(next(iter(grids)), False) if len(grids) == 1 else None
@@ -269,7 +267,7 @@ class VideoAttentionProcessor:
         self.dense_layers: Dense = DenseSet("dense_layers", dense_layers).dense
         self.grid = None if grid is None else LatentGrid.parse(grid)
         self._needs_apply = next(
-            (name for name in ("dense_steps", "dense_layers") if DenseSet(name, getattr(self, name))), None
+            (name for name in ("dense_steps", "dense_layers") if DenseSet(name, getattr(self, name)).some), None
         )
         self._context: ForwardContext | None = None
         self._original: Any = None

@@ -50,7 +50,7 @@ SCHEDULERS = {
 def test_what_a_dense_option_means(dense, total, expected):
     chosen = DenseSet("dense_steps", dense)
     assert [index for index in range(total) if chosen.contains(index, total)] == expected
-    assert bool(chosen) == bool(expected)
+    assert chosen.some == bool(expected)
 
 
 @pytest.mark.parametrize("dense", [0, 1, 2, 3, 0.34, 1.0, [1], [0, 2]], ids=str)
