@@ -46,7 +46,11 @@ Config = TypeVar("Config", bound="SamplingConfig")
 
 
 class GenerationError(RuntimeError):
-    """Generation ran, but some of what it should have made could not be made or written."""
+    """Generation ran, but some of what it should have made could not be made or written; `videos` are those on disk."""
+
+    def __init__(self, message: str, videos: Sequence[GeneratedVideo] = ()) -> None:
+        super().__init__(message)
+        self.videos = tuple(videos)
 
 
 @dataclass(frozen=True)
@@ -711,11 +715,12 @@ def decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     vae = pipe.vae
     shape = (1, vae.config.z_dim, 1, 1, 1)
     mean = torch.tensor(vae.config.latents_mean).view(shape).to(latents.device, vae.dtype)
-    std = torch.tensor(vae.config.latents_std).view(shape).to(latents.device, vae.dtype)
+    # Divided by the inverse, as diffusers does it, to keep its bits.
+    inverse_std = (1.0 / torch.tensor(vae.config.latents_std).view(shape)).to(latents.device, vae.dtype)
     videos = []
     with torch.no_grad(), _deterministic_convolutions():
         for latent in latents.to(vae.dtype).split(1):
-            decoded = vae.decode(latent * std + mean, return_dict=False)[0]
+            decoded = vae.decode(latent / inverse_std + mean, return_dict=False)[0]
             videos.append((decoded[0].float() / 2 + 0.5).clamp(0, 1).transpose(0, 1).cpu())
     pipe.maybe_free_model_hooks()
     return torch.stack(videos)
@@ -773,7 +778,8 @@ def load_record(path: str) -> Recorded:
     try:
         batch = record["batch"]
         recorded = Recorded(
-            values=dict(record["config"]),
+            # What was replaced when it was made is not to be replaced again.
+            values={key: value for key, value in record["config"].items() if key != "overwrite"},
             prompts=tuple(batch["prompts"]),
             seeds=tuple(batch["seeds"]),
             index=batch["index"],
@@ -784,7 +790,7 @@ def load_record(path: str) -> Recorded:
         if not 0 <= recorded.index < len(recorded.prompts) == len(recorded.seeds):
             raise ValueError("its batch is inconsistent")
         return recorded
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError("from_json", f"{path!r} is an incomplete record: {error}") from error
 
 
@@ -891,7 +897,7 @@ def generate(
             videos.append(video)
     if failures:
         made = f"; {len(videos)} of {total} videos were made" if total > 1 else ""
-        raise GenerationError("; ".join(map(str, failures)) + made) from failures[0].__cause__
+        raise GenerationError("; ".join(map(str, failures)) + made, videos) from failures[0].__cause__
     return videos
 
 

@@ -40,7 +40,12 @@ def build_pipeline(folder: Path, *, image_to_video: bool = False, **options: Any
         UMT5Config(vocab_size=len(vocabulary), d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
     )
     vae = AutoencoderKLWan(
-        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        latents_mean=[0.3, -0.2, 0.1, 0.0],
+        latents_std=[1.3, 0.7, 1.1, 0.9],
     )
     transformers = {
         name: WanTransformer3DModel(

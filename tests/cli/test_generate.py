@@ -260,6 +260,9 @@ def test_nothing_is_overwritten_unless_asked(cli) -> None:
     time.sleep(1.1)
     assert cli("generate", PROMPT, "--overwrite")[0] == 0
     assert len(cli.outputs()) == 6 and cli.records()[0]["created"] > created
+    path = folder / cli.records()[0]["video"].replace(".mp4", ".json")
+    assert cli("generate", "--from-json", path, tiny=False)[0] == 0
+    assert len(cli.outputs()) == 9, "a record does not hand its permission to overwrite on"
 
 
 def test_numbers_held_by_others_are_left_alone(tmp_path: Path) -> None:
@@ -283,7 +286,8 @@ def test_a_broken_video_is_an_error_and_its_tensor_is_kept(cli, monkeypatch: pyt
         return frames
 
     monkeypatch.setattr(generation, "decode", second_is_broken)
-    code, _, err = cli("generate", PROMPT, "--seed", 1, 2, 3, "--batch-size", 3, "--quiet")
+    code, out, err = cli("generate", PROMPT, "--seed", 1, 2, 3, "--batch-size", 3, "--quiet")
+    assert out.split() == [f"outputs/generate/{name}" for name in cli.outputs() if name.endswith(".mp4")]
     assert code == 1 and "seed 2" in err and "2 of 3 videos were made" in err
     assert ("NaN" if broken == "nan" else "constant") in err
     assert [record["seed"] for record in cli.records()] == [1, 3]

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_layers, seconds
+
+if TYPE_CHECKING:
+    from vmonarch.pipelines.generation import GenerateConfig, GeneratedVideo
 
 _EPILOG = """\
 examples:
@@ -43,6 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     from vmonarch.configs import InputError
     from vmonarch.pipelines.generation import (
         GenerateConfig,
+        GenerationError,
         build_config,
         environment_differences,
         generate,
@@ -58,15 +64,12 @@ def run(arguments: argparse.Namespace) -> None:
     if not config.prompts:
         raise InputError("prompts", "is missing: give one or more prompts, --prompt-file or --from-json")
     hide_loading_bars()
-    videos = generate(config, recorded=recorded, progress=not arguments.quiet)
-    for video in videos:
-        if arguments.quiet:
-            print(video.video)
-            continue
-        spent = seconds(video.record["seconds"]["total"])
-        print(f"{video.video}  (seed {video.record['seed']}, {config.attention.label} attention, {spent})")
-        if video.contact_sheet is not None:
-            print(f"{video.contact_sheet}")
+    try:
+        videos = generate(config, recorded=recorded, progress=not arguments.quiet)
+    except GenerationError as error:
+        _report(error.videos, config, quiet=arguments.quiet)
+        raise
+    _report(videos, config, quiet=arguments.quiet)
     # An overridden setting is a wish for another video, not a failure to reproduce one.
     if recorded is not None and not any(layers[1:]):
         for video in videos:
@@ -76,3 +79,15 @@ def run(arguments: argparse.Namespace) -> None:
                 different = environment_differences(recorded.environment, video.record["environment"])
                 reason = "; ".join(different) or "same versions and device"
                 print(f"vmonarch generate: warning: differs from the recorded video: {reason}", file=sys.stderr)
+
+
+def _report(videos: Sequence[GeneratedVideo], config: GenerateConfig, *, quiet: bool) -> None:
+    """Print where the videos are."""
+    for video in videos:
+        if quiet:
+            print(video.video)
+            continue
+        spent = seconds(video.record["seconds"]["total"])
+        print(f"{video.video}  (seed {video.record['seed']}, {config.attention.label} attention, {spent})")
+        if video.contact_sheet is not None:
+            print(video.contact_sheet)
