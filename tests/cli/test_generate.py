@@ -160,6 +160,15 @@ def test_attention_methods_differ_and_leave_no_trace(loaded: generation.LoadedMo
     assert torch.allclose(everything, full, atol=1e-4), "all blocks exact is full attention"
 
 
+def test_generate_runs_the_attention_it_is_told(loaded: generation.LoadedModel, tmp_path: Path) -> None:
+    hashes = {}
+    for method in ("vmonarch-plain", "full", "vmonarch"):
+        settings = config(loaded.folder.path, attention=method, output_dir=str(tmp_path))
+        hashes[method] = generate(settings, model=loaded)[0].record["frames_sha256"]
+        assert hashes[method] == generation.frames_sha256(sampled(loaded, [PROMPT], [0], attention=method)[0])
+    assert len(set(hashes.values())) == 3
+
+
 def test_a_seed_means_the_same_in_any_batch(loaded: generation.LoadedModel) -> None:
     alone = sampled(loaded, [PROMPT], [5])
     together = sampled(loaded, ["a blue square", PROMPT, PROMPT], [1, 5, 6])
