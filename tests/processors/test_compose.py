@@ -94,7 +94,7 @@ def gradients(model, batches, checkpointing):
 
 @WAYS
 @pytest.mark.parametrize(
-    "grids", [[(3, 2, 3)], [(3, 2, 4), (3, 4, 2)], [(3, 2, 4), (2, 3, 3)]], ids=["one", "same-size", "other-size"]
+    "grids", [[(3, 2, 3)], [(3, 2, 4), (4, 2, 3)], [(3, 2, 4), (2, 3, 3)]], ids=["one", "same-size", "other-size"]
 )
 def test_gradient_checkpointing_gives_the_same_gradients(tiny, way, grids):
     model = tiny.transformer()
@@ -113,7 +113,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(tiny, way, grids):
 def test_reentrant_checkpointing_with_interleaved_grids(tiny):
     model = tiny.transformer()
     vmonarch.apply(model, VMonarchProcessor())
-    batches = [tiny.inputs(grid) for grid in ((3, 2, 4), (3, 4, 2))]
+    batches = [tiny.inputs(grid) for grid in ((3, 2, 4), (4, 2, 3))]
     for inputs in batches:
         inputs["hidden_states"].requires_grad_()
     expected = gradients(model, batches, False)
@@ -292,7 +292,7 @@ def test_compiled_repeated_blocks_share_one_graph(tiny, dynamo, way):
 def test_compiled_on_another_grid(tiny, dynamo, scope):
     model = tiny.transformer(num_layers=1)
     vmonarch.apply(model, VMonarchProcessor())
-    grids = [(3, 2, 4), (3, 4, 2), (2, 3, 3), (3, 2, 4)]
+    grids = [(3, 2, 4), (4, 2, 3), (2, 3, 3), (3, 2, 4)]
     expected = [tiny.run(model, grid) for grid in grids]
     if scope == "whole":
         compiled = torch.compile(model, backend="eager", fullgraph=True)

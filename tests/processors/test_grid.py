@@ -85,18 +85,21 @@ def test_the_three_ways_agree(tiny, grid, dtype):
 def test_grids_of_equal_size_are_told_apart(tiny, way):
     model = tiny.transformer()
     grids = [(3, 2, 4), (3, 4, 2), (2, 3, 4), (1, 4, 6), (3, 2, 4)]
+    # Whole frames would make no difference between 2 × 4 and 4 × 2.
+    options = {"tiles": (1, 2), "exact": None}
     expected = []
     for grid in grids:
-        model.set_attn_processor(VMonarchProcessor(grid=grid))
+        model.set_attn_processor(VMonarchProcessor(grid=grid, **options))
         expected.append(tiny.run(model, grid))
-    model.set_default_attn_processor() if hasattr(model, "set_default_attn_processor") else vmonarch.restore(model)
-    if way == "apply":
-        vmonarch.apply(model, VMonarchProcessor())
-    else:
-        model.set_attn_processor(VMonarchProcessor())
+    vmonarch.restore(model)
+    processor = VMonarchProcessor(**options)
+    vmonarch.apply(model, processor) if way == "apply" else model.set_attn_processor(processor)
     for grid, output in zip(grids, expected, strict=True):
         assert torch.equal(tiny.run(model, grid), output), grid
-    assert not torch.equal(expected[0], expected[1])
+    # The same latents on the wrong grid would give something else.
+    vmonarch.restore(model)
+    model.set_attn_processor(VMonarchProcessor(grid=(3, 4, 2), **options))
+    assert not torch.equal(tiny.run(model, (3, 2, 4)), expected[0])
 
 
 def test_inference_happens_once_per_forward_and_keeps_no_tensor_alive(tiny, monkeypatch):
@@ -125,7 +128,10 @@ def test_grid_that_does_not_fit_is_refused(tiny, way):
     model = tiny.transformer()
     processor = VMonarchProcessor(grid=(3, 3, 3))
     vmonarch.apply(model, processor) if way == "apply" else model.set_attn_processor(processor)
-    with pytest.raises(ValueError, match=r"grid.*\(3, 3, 3\)"):
+    message = (
+        r"grid=\(3, 3, 3\), but the transformer" if way == "apply" else "27 tokens, but self-attention was given 18"
+    )
+    with pytest.raises(ValueError, match=message):
         tiny.run(model)
 
 

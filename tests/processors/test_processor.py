@@ -164,20 +164,34 @@ def test_causal_skyreels_is_refused(tiny):
         tiny.run(model)
 
 
-def test_attention_backend_reaches_exact_attention_and_leaves_the_original_alone(tiny):
-    model = tiny.transformer()
-    expected = tiny.run(model)
-    vmonarch.apply(model, VMonarchProcessor())
-    model.set_attention_backend("_native_math")
+@pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+def test_attention_backend_reaches_exact_attention_and_leaves_the_original_alone(tiny, monkeypatch, way):
+    pipe = tiny.pipeline("t2v")
+    backends = []
+    dispatch = transformer_wan.dispatch_attention_fn
+
+    def record(*tensors, backend=None, **options):
+        backends.append(backend)
+        return dispatch(*tensors, backend=backend, **options)
+
+    monkeypatch.setattr(transformer_wan, "dispatch_attention_fn", record)
+    originals = list(pipe.transformer.attn_processors.values())
+    if way == "apply":
+        vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1]))
+    else:
+        pipe.transformer.set_attn_processor(VMonarchProcessor())
+    tiny.generate(pipe)
+    assert set(backends) == {None}
+    backends.clear()
+    pipe.transformer.set_attention_backend("_native_math")
     try:
-        tiny.run(model)
-        for name, processor in model.attn_processors.items():
-            assert processor._attention_backend is not None, name
+        tiny.generate(pipe)
     finally:
-        model.reset_attention_backend()
-    vmonarch.restore(model)
-    assert all(processor._attention_backend is None for processor in model.attn_processors.values())
-    torch.testing.assert_close(tiny.run(model), expected, rtol=1e-5, atol=1e-5)
+        pipe.transformer.reset_attention_backend()
+    # Two layers, three steps, guidance; self-attention in the one dense step.
+    assert len(backends) == 2 * 3 * 2 + (2 * 2 if way == "apply" else 0)
+    assert {backend.value for backend in backends} == {"_native_math"}
+    assert all(processor._attention_backend is None for processor in originals)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +221,7 @@ def test_processors_survive_copy_and_pickle_and_share_no_state(tiny):
     state = vars(VMonarchProcessor), vars(VideoAttentionProcessor)
     before = [dict(attributes) for attributes in state]
     vmonarch.apply(model, VMonarchProcessor(exact=None))
-    tiny.run(model)
+    tiny.run(model, (2, 1, 7))
     assert [dict(attributes) for attributes in state] == before, "a class attribute was set"
 
 
