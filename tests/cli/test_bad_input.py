@@ -134,6 +134,12 @@ def test_usage_errors(cli, files: dict[str, str], words: list[str], fragments: l
     assert cli.outputs() == [] and sorted(files) == sorted(path.name for path in cli.folder.iterdir() if path.is_file())
 
 
+def test_the_environment_is_out_of_reach(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIDDEN_STEPS", "3")
+    for override in ("steps=${oc.env:HIDDEN_STEPS}", "attention.coarse=${oc.env:HIDDEN_STEPS}"):
+        assert_refused(cli("generate", PROMPT, override), 2, ["an integer", "HIDDEN_STEPS"])
+
+
 def test_no_prompt(cli) -> None:
     assert_refused(cli("generate"), 2, ["prompt", "missing", "--prompt-file"])
     assert_refused(cli("compare"), 2, ["prompt", "missing", "--prompt-file"])
