@@ -39,7 +39,9 @@ class _Record:
 
 @dataclasses.dataclass(frozen=True)
 class Installation:
-    """What `apply` did; also a context manager that restores at its end.
+    """What `apply` did; also a context manager that restores the original processors at its end.
+
+    The original ones, not those of an earlier `apply`: such contexts do not nest.
 
     Args:
         processor: the processor that was applied.
@@ -137,7 +139,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
 
     A forward pre-hook on each transformer tells the processors the latent grid of every call, so sizes may change from
     call to call. Applying again replaces the processor; `restore` returns to the original ones all the same. A
-    transformer put into the pipeline later has its own processors: apply again.
+    transformer put into the pipeline later has its own processors: apply again. Cross-attention is not touched.
 
     Args:
         pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a Wan-family transformer. Of a

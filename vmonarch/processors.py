@@ -167,6 +167,11 @@ class ForwardContext:
                 f" running (the transformer was called directly or by another pipeline); {advice}"
             )
         scheduler = pipe.scheduler
+        if not hasattr(scheduler, "step_index"):
+            raise RuntimeError(
+                "dense_steps needs a scheduler with a step_index (UniPC, flow-match Euler or Heun, DPM-Solver"
+                f" multistep), which {type(scheduler).__name__} has not; use another scheduler or dense_steps=0"
+            )
         evaluations = len(scheduler.timesteps)
         # Video-to-video starts inside the schedule: count from the first step that is run.
         run = min(pipe._num_timesteps, evaluations)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +20,9 @@ def tiny() -> ModuleType:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread() -> Iterator[None]:
     # Tiny tensors: more threads only wait for each other, and sums in another order would not be bit-identical.
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -26,6 +26,7 @@ KINDS = [
     "i2v-2.2",
     "i2v-5b",
     "vace",
+    "vace-2.2",
     "v2v",
     "animate",
 ]

@@ -71,7 +71,15 @@ class Odd:
     transformer = "a path"
 
 
+class OtherPipeline:
+    def __init__(self):
+        self.transformer = diffusers.CogVideoXTransformer3DModel(
+            num_layers=1, num_attention_heads=1, attention_head_dim=16
+        )
+
+
 BAD_TARGETS = [
+    ("other-pipeline", lambda tiny: OtherPipeline(), TypeError, "OtherPipeline.transformer must be .*got CogVideoX"),
     ("none", lambda tiny: None, TypeError, "pipe_or_transformer must be .*WanTransformer3DModel.*got None"),
     ("text", lambda tiny: "Wan-AI/Wan2.1", TypeError, "pipe_or_transformer must be .*got 'Wan-AI/Wan2.1'"),
     ("pipeline-class", lambda tiny: diffusers.WanPipeline, TypeError, "got the class WanPipeline"),

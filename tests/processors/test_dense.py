@@ -82,7 +82,7 @@ def test_dense_layers_of_vace_include_their_control_blocks(tiny):
     assert kinds == [ours, ours, stock, ours, stock]
 
 
-def by_hand(tiny, pipe, dense, order=1, **options):
+def by_hand(tiny, pipe, dense, order=1, steps=3, **options):
     """Generate, with apply and restore called by hand between the steps: the oracle for dense_steps."""
     transformers = [m for m in (pipe.transformer, getattr(pipe, "transformer_2", None)) if m is not None]
 
@@ -95,11 +95,12 @@ def by_hand(tiny, pipe, dense, order=1, **options):
                 vmonarch.apply(model, VMonarchProcessor())
 
     def next_step(pipe, evaluation, timestep, tensors):
-        choose((evaluation + 1) // order)
+        # Wan-Animate starts over with each segment.
+        choose((evaluation + 1) // order % steps)
         return {}
 
     choose(0)
-    output = tiny.generate(pipe, callback_on_step_end=next_step, **options)
+    output = tiny.generate(pipe, steps=steps, callback_on_step_end=next_step, **options)
     for model in transformers:
         if hasattr(model, "_vmonarch_record"):
             vmonarch.restore(model)
@@ -147,6 +148,17 @@ def test_dense_steps_of_video_to_video_count_the_steps_that_run(tiny, strength, 
         tiny.generate(pipe, **options)
 
 
+def test_dense_steps_start_over_with_each_segment_of_animate(tiny):
+    pipe = tiny.pipeline("animate")
+    options = {"steps": 3, "segment_frame_length": 5}
+    expected = by_hand(tiny, pipe, {0}, **options)
+    steps_run = []
+    tiny.generate(pipe, callback_on_step_end=lambda *step: steps_run.append(step[1]) or {}, **options)
+    assert steps_run == [0, 1, 2] * 2, "two segments"
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    assert torch.equal(tiny.generate(pipe, **options), expected)
+
+
 @pytest.mark.parametrize("kind", ["t2v", "i2v-2.1"])
 def test_all_steps_dense_is_bit_identical_to_stock(tiny, kind):
     pipe = tiny.pipeline(kind)
@@ -192,6 +204,18 @@ def test_dense_steps_of_a_transformer_copied_out_of_its_pipeline_are_refused(tin
     twin = copy.deepcopy(pipe.transformer)
     with pytest.raises(RuntimeError, match="dense_steps.*pipeline is gone"):
         tiny.run(twin)
+
+
+def test_schedulers_that_do_not_tell_their_step_are_refused(tiny):
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+
+    class Silent:
+        timesteps = torch.arange(3)
+
+    pipe.scheduler, pipe._current_timestep, pipe._num_timesteps = Silent(), 1, 3
+    with pytest.raises(RuntimeError, match="dense_steps needs a scheduler with a step_index.*Silent"):
+        tiny.run(pipe.transformer)
 
 
 def test_dense_steps_need_a_pipeline(tiny):

@@ -165,6 +165,9 @@ def pipeline(kind: str = "t2v", module: Any = diffusers) -> Any:
         ),
         "i2v-5b": lambda: module.WanImageToVideoPipeline(**_parts(), transformer=transformer(), expand_timesteps=True),
         "vace": lambda: module.WanVACEPipeline(**_parts(), transformer=vace_transformer()),
+        "vace-2.2": lambda: module.WanVACEPipeline(
+            **_parts(), transformer=vace_transformer(), transformer_2=vace_transformer(seed=9), boundary_ratio=0.9
+        ),
         "v2v": lambda: module.WanVideoToVideoPipeline(**_parts(), transformer=transformer()),
         "animate": lambda: module.WanAnimatePipeline(
             **_parts(), **_image_parts(), transformer=animate_transformer(added_kv_proj_dim=24)
@@ -191,6 +194,7 @@ KINDS = (
     "i2v-2.2",
     "i2v-5b",
     "vace",
+    "vace-2.2",
     "v2v",
     "animate",
 )
