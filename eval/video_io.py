@@ -149,12 +149,14 @@ def encode_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
         raise ValueError(f"frames must have even height and width, got {height}×{width}")
     if not 0 < fps < float("inf"):
         raise ValueError(f"fps must be above 0 and finite, got {fps}")
-    matrix = ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
+    # Converted by BT.709 and marked so: players that must guess take BT.601 for small videos, and shift the colours.
+    bt709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
+    colours = f"scale=out_color_matrix=bt709:out_range=tv,{bt709}"
     command = [
         *(imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", "-nostdin"),
         *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:.6g}", "-i", "pipe:0", "-an"),
-        *("-vf", "scale=out_color_matrix=bt709:out_range=tv", "-c:v", "libx264", "-crf", "12", "-pix_fmt", "yuv420p"),
-        *(*matrix, "-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4", str(path)),
+        *("-vf", colours, "-c:v", "libx264", "-crf", "12", "-pix_fmt", "yuv420p", "-movflags", "+faststart"),
+        *("-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4", str(path)),
     ]
     with tempfile.TemporaryFile() as log:
         # A process group of its own: Ctrl-C reaches us alone, and we end ffmpeg and remove the file in order.
