@@ -264,6 +264,31 @@ def test_prompt_score_reads_the_pixels() -> None:
     assert score(video, "a harbour at dawn") is None
 
 
+def test_the_embedded_model_is_the_default_and_is_scored(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vmonarch.pipelines import embedded
+
+    monkeypatch.setattr(embedded, "embedded_model_path", lambda: cli.model)
+    folder = find_model("embedded")
+    settings = complete(CompareConfig(prompts=(PROMPT,)), folder)
+    expected = embedded.EMBEDDED_SETTINGS
+    assert (settings.height, settings.width, settings.num_frames) == (
+        expected.height,
+        expected.width,
+        expected.num_frames,
+    )
+    assert (settings.steps, settings.guidance) == (expected.num_inference_steps, expected.guidance_scale)
+    assert (settings.fps, settings.flow_shift, settings.negative_prompt) == (expected.fps, expected.flow_shift, "")
+    assert settings.model == "embedded", "no machine's path in the record"
+    line = ["--height", 32, "--width", 48, "--num-frames", 9, "--steps", 1]
+    code, out, err = cli("compare", "a red circle moving right", "a harbour at dawn", *line, tiny=False)
+    assert code == 0, err
+    (name,) = cli.outputs("outputs/compare")
+    (record,) = cli.records(f"outputs/compare/{name}")
+    scores = [[result["prompt_score"] for result in video["results"]] for video in record["videos"]]
+    assert None not in scores[0] and scores[1] == [None, None]
+    assert record["means"]["full"]["prompts_scored"] == 1 and "prompt score" in out
+
+
 def test_labels_make_file_names() -> None:
     labels = ["full", "vmonarch-t1", "vmonarch:tiles=[2,2]", "vmonarch:tiles=[2.2]", "vmonarch:exact={rows: [../../x]}"]
     names = [file_name(label) for label in labels]
