@@ -138,8 +138,9 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     """Compute the self-attention of a pipeline's transformers (or of one transformer) with `processor`.
 
     A forward pre-hook on each transformer tells the processors the latent grid of every call, so sizes may change from
-    call to call. Applying again replaces the processor; `restore` returns to the original ones all the same. A
-    transformer put into the pipeline later has its own processors: apply again. Cross-attention is not touched.
+    call to call. (Call the transformer itself, as pipelines do; its `.forward` would pass the hook by.) Applying again
+    replaces the processor; `restore` returns to the original ones all the same. A transformer put into the pipeline
+    later has its own processors: apply again. Cross-attention is not touched.
 
     Args:
         pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a Wan-family transformer. Of a
