@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -189,22 +190,44 @@ def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
     """
     import imageio_ffmpeg
 
-    if not Path(path).is_file():
+    path = Path(path)
+    if not path.is_file():
         raise FileNotFoundError(f"there is no video {path}")
+    # Not imageio_ffmpeg's reader: its fork runs Python between fork and exec, where Ctrl-C gets lost.
+    command = [
+        *(imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-hide_banner", "-xerror", "-i", str(path), "-map", "0:v:0"),
+        *("-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "pipe:1"),
+    ]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
+    )
     try:
-        reader = imageio_ffmpeg.read_frames(str(path), output_params=["-fps_mode", "passthrough"])
-        try:
-            meta = next(reader)
-            width, height = meta["size"]
-            frames = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader]
-        finally:
-            reader.close()
-    except (OSError, RuntimeError, StopIteration, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise VideoError(f"{path} cannot be decoded: {reason}") from error
-    if not frames:
+        output, log = process.communicate()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    text = log.decode(errors="replace")
+    if process.returncode:
+        reason = (text.strip().splitlines() or ["no message"])[-1]
+        raise VideoError(f"{path} cannot be decoded: {reason}")
+    rate = re.search(r"Video: .*?([0-9.]+) fps", text)
+    frames = list(_parse_ppm(output))
+    if not frames or rate is None:
         raise VideoError(f"{path} holds no frame")
-    return np.stack(frames), float(meta["fps"])
+    return np.stack(frames), float(rate.group(1))
+
+
+def _parse_ppm(stream: bytes) -> Iterator[NDArray[np.uint8]]:
+    """Pictures [H, W, 3] of a stream of binary PPM files as ffmpeg writes them."""
+    position = 0
+    while position < len(stream):
+        header = re.compile(rb"P6\s(\d+)\s(\d+)\s255\s").match(stream, position)
+        if header is None:
+            raise VideoError("the decoder's output is no stream of pictures")
+        width, height = int(header.group(1)), int(header.group(2))
+        position = header.end() + 3 * width * height
+        yield np.frombuffer(stream, np.uint8, 3 * width * height, header.end()).reshape(height, width, 3)
 
 
 def verify_video(path: Path, frames: NDArray[np.uint8]) -> None:
