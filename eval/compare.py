@@ -28,7 +28,7 @@ from vmonarch.pipelines.generation import (
     GenerationError,
     LoadedModel,
     SamplingConfig,
-    check_prompt_lengths,
+    check_loaded,
     complete,
     decode,
     denoise,
@@ -191,7 +191,7 @@ def compare(config: CompareConfig, *, progress: bool = False, model: LoadedModel
     if model is None:
         model = load_model(config, folder)
     else:
-        check_prompt_lengths(config, model.pipe.tokenizer)
+        check_loaded(config, model)
     # What the pipeline cannot carry (more dense layers than it has, say) must show before minutes are spent.
     for method in config.methods:
         method.install(model.pipe)

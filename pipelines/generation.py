@@ -307,11 +307,10 @@ def complete(config: Config, model: ModelFolder) -> Config:
     """
     recommended = recommended_settings(model)
     missing: dict[str, Any] = {key: value for key, value in recommended.items() if getattr(config, key) is None}
+    # The record must find the model from any folder, and the embedded one on any machine.
+    missing["model"] = model.name if model.name == "embedded" or model.revision else str(model.path)
     if model.revision is not None:
         missing["revision"] = model.revision
-    elif model.name != "embedded":
-        # The record must find them from any folder.
-        missing["model"] = str(model.path)
     if config.image is not None:
         missing["image"] = str(Path(config.image).expanduser().resolve())
     config = dataclasses.replace(config, **missing)
@@ -461,6 +460,7 @@ class LoadedModel:
         folder: where it came from.
         device, dtype: what it computes on and in (the VAE in float32).
         seconds: how long loading took.
+        config: the completed settings it was loaded for.
     """
 
     pipe: Any
@@ -468,6 +468,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     seconds: float
+    config: SamplingConfig
 
 
 def load_model(config: SamplingConfig, folder: ModelFolder) -> LoadedModel:
@@ -510,7 +511,22 @@ def load_model(config: SamplingConfig, folder: ModelFolder) -> LoadedModel:
         pipe.enable_group_offload(onload_device=device, offload_type="leaf_level", use_stream=True)
     else:
         pipe.to(device)
-    return LoadedModel(pipe, folder, device, dtype, time.perf_counter() - start)
+    return LoadedModel(pipe, folder, device, dtype, time.perf_counter() - start, config)
+
+
+def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
+    """Check that a completed `config` can be run on a pipeline loaded before.
+
+    Raises:
+        InputError: a setting that loading depends on differs, or a prompt is too long.
+    """
+    for name in ("dtype", "device", "offload", "flow_shift"):
+        wanted, has = getattr(config, name), getattr(model.config, name)
+        if wanted != has:
+            raise InputError(name, f"must be {has!r}, with which the pipeline was loaded, got {wanted!r}")
+    if (config.image is None) != (model.config.image is None):
+        raise InputError("image", "must be given to load the pipeline too, or neither time")
+    check_prompt_lengths(config, model.pipe.tokenizer)
 
 
 def _shifted(scheduler: Any, flow_shift: float) -> Any:
@@ -870,7 +886,7 @@ def generate(
     if model is None:
         model = load_model(config, folder)
     else:
-        check_prompt_lengths(config, model.pipe.tokenizer)
+        check_loaded(config, model)
     config.attention.install(model.pipe)
     batches = _jobs(config, recorded)
     total = sum(job.write for batch in batches for job in batch)

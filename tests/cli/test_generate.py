@@ -473,6 +473,15 @@ def test_library_use(tiny_model: Path, tmp_path: Path, loaded: generation.Loaded
         config(tiny_model, seeds=(1, 1))
 
 
+@pytest.mark.parametrize("change", [{"flow_shift": 9.0}, {"dtype": "bfloat16"}, {"device": "auto"}], ids=str)
+def test_a_loaded_pipeline_is_not_run_with_other_settings(
+    loaded: generation.LoadedModel, tmp_path: Path, change: dict
+) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(change))} must be .* with which the pipeline was loaded"):
+        generate(config(loaded.folder.path, output_dir=str(tmp_path), **change), model=loaded)
+    assert not list(tmp_path.iterdir())
+
+
 def test_library_errors_name_the_field(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "decode", lambda pipe, latents: torch.zeros(len(latents), 9, 3, 32, 48))
     with pytest.raises(GenerationError, match="constant") as caught:
