@@ -455,6 +455,17 @@ def test_prompts_are_text_and_nothing_else(cli, prompt: str) -> None:
     assert all(name.startswith("0001-") and len(name.split(".")[0]) == 13 for name in cli.outputs())
 
 
+def test_a_prompt_is_enough(cli) -> None:
+    """The shipped model at its own size; few frames and steps, for speed."""
+    code, _, err = cli("generate", "a red circle moving right", "--num-frames", 13, "--steps", 3, tiny=False)
+    assert code == 0, err
+    (record,) = cli.records()
+    assert record["config"]["model"] == record["model"]["name"] == "embedded"
+    frames, _ = read_video(cli.folder / "outputs/generate" / record["video"])
+    assert frames.shape == (13, 96, 160, 3)
+    assert record["model"]["weights_sha256"] is not None and record["model"]["weights_bytes"] < 16 * 2**20
+
+
 def test_prompt_file(cli) -> None:
     (cli.folder / "p.txt").write_text("\ufeffa red circle\n\n  a blue square  \n", encoding="utf-8")
     assert cli("generate", "a green square", "--prompt-file", "p.txt", "--steps", 1)[0] == 0
