@@ -1,8 +1,8 @@
 """Does a video show what its prompt asks for? Colour, shape and direction of motion are read back from the pixels.
 
-The reader knows nothing of the prompt. It separates saturated pixels from the muted background, groups them by hue, compares
-each group with every shape's silhouette, and fits a line to its path. `python -m vmonarch.eval.prompt_score` generates the
-64 held-out prompts with the embedded model and scores them, with full attention and with VMonarch.
+The reader knows nothing of the prompt. It separates saturated pixels from the muted background, groups them by hue,
+compares each group with every shape's silhouette, and fits a line to its path. `python -m vmonarch.eval.prompt_score`
+generates the 64 held-out prompts with the embedded model and scores them, with full attention and with VMonarch.
 
 Shapes in comments: F frames, Y height, X width.
 """
@@ -58,8 +58,8 @@ MIN_OVERLAP = 0.55
 class ObjectReading:
     """One object found in a video.
 
-    `shape` and `direction` are None where no known shape fits or nothing moves; `travel` is (right, down) in pixels over the clip, `area` the
-    median number of pixels, `overlap` the intersection over union with the silhouette of `shape`.
+    `shape` and `direction` are None where no known shape fits or nothing moves; `travel` is (right, down) in pixels
+    over the clip, `area` the median number of pixels, `overlap` the intersection over union with the best silhouette.
     """
 
     colour: str
@@ -184,7 +184,7 @@ def _direction(travel: tuple[float, float]) -> str | None:
 def _overlaps(
     mask: torch.Tensor, centres: torch.Tensor, areas: torch.Tensor, xs: torch.Tensor, ys: torch.Tensor
 ) -> torch.Tensor:
-    """Intersection over union, averaged over nine frames, with each shape's silhouette of the same centre and area: [6]."""
+    """Intersection over union with each shape's silhouette of equal centre and area, mean of nine frames: [6]."""
     picked = torch.linspace(0, len(mask) - 1, 9, device=mask.device).round().long()
     mask, centres, areas = mask[picked], centres[picked], areas[picked]
     x = xs - centres[:, 0, None, None]
@@ -206,9 +206,9 @@ def expected_objects(scene: SceneAttributes) -> tuple[ExpectedObject, ...]:
 def score_readings(readings: Sequence[ObjectReading], expected: Sequence[ExpectedObject]) -> PromptScore:
     """Compare what was read with what was asked for.
 
-    Colours match when exactly the colours asked for are there, no more and no fewer objects. Shape and direction are compared object by
-    object; objects are paired by colour first, then what is left over by area, so that a wrong colour alone does not count as a wrong
-    shape. What the prompt leaves open (None) always matches.
+    Colours match when exactly the colours asked for are there, no more and no fewer objects. Shape and direction are
+    compared object by object; objects are paired by colour first, then what is left over by area, so that a wrong
+    colour alone does not count as a wrong shape. What the prompt leaves open (None) always matches.
 
     Raises:
         ValueError: `expected` is empty.
@@ -242,7 +242,8 @@ def score_video(video: torch.Tensor | np.ndarray, prompt: str | SceneAttributes)
     """
     expected = expected_objects(prompt) if isinstance(prompt, SceneAttributes) else parse_prompt(prompt)
     if not expected:
-        raise ValueError(f"prompt names none of the shapes {', '.join(SHAPES)} and none of the colours {', '.join(COLOURS)}")
+        known = f"shapes {', '.join(SHAPES)} and none of the colours {', '.join(COLOURS)}"
+        raise ValueError(f"prompt names none of the {known}")
     return score_readings(read_video(video), expected)
 
 
@@ -375,8 +376,12 @@ def _versions() -> dict[str, str]:
 
     import vmonarch
 
-    modules = {"vmonarch": vmonarch, "torch": torch, "diffusers": diffusers, "transformers": transformers}
-    return {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
+    modules = (vmonarch, torch, diffusers, transformers)
+    return {"python": platform.python_version(), **{module.__name__: module.__version__ for module in modules}}
+
+
+def _hardware(device: str) -> str:
+    return torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {os.cpu_count()} cores"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -395,7 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=settings.num_inference_steps)
     parser.add_argument("--guidance", type=float, default=settings.guidance_scale)
     parser.add_argument("--flow-shift", type=float, help="override the shipped scheduler's")
-    parser.add_argument("--reader-clips", type=int, default=256, help="rendered clips to check the reader on; 0 to skip")
+    parser.add_argument("--reader-clips", type=int, default=256, help="rendered clips to check the reader on; 0: none")
     parser.add_argument("--sheet", type=Path, help="prefix of PNG contact sheets to write, one per method")
     options = parser.parse_args(arguments)
     if options.methods[0] != "full":
@@ -413,7 +418,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=options.flow_shift)
     held_out = held_out_prompts()[: options.prompts]
     results: list[dict[str, Any]] = [
-        {"prompt": item.prompt, "expected": [asdict(want) for want in expected_objects(item.scene)]} for item in held_out
+        {"prompt": item.prompt, "expected": [asdict(want) for want in expected_objects(item.scene)]}
+        for item in held_out
     ]
     summary: dict[str, dict[str, float]] = {}
     reference: torch.Tensor | None = None
@@ -457,7 +463,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("reader", json.dumps(reader), flush=True)
     document = {
         "date": datetime.date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name() if options.device.startswith("cuda") else f"CPU, {os.cpu_count()} cores",
+        "hardware": _hardware(options.device),
         "versions": _versions(),
         "command": "python -m vmonarch.eval.prompt_score " + " ".join(arguments or sys.argv[1:]),
         "settings": {

@@ -2,8 +2,8 @@
 
     python -m vmonarch.finetune.embedded --output my-model --work-dir outputs/embedded
 
-Stages: the VAE; captions and tokenizer; latents of all clips; text encoder and transformer together. Every stage leaves its result in
-the work folder, and the command picks up from there when it is run again.
+Stages: the VAE; captions and tokenizer; latents of all clips; text encoder and transformer together. VAE, tokenizer and
+checkpoints stay in the work folder, and the command picks up from there when it is run again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class TrainingSettings:
     seed: int = 0
 
 
-def save_pipeline(folder: Path, *, vae: Any, tokenizer: Any, text_encoder: Any, transformer: Any, flow_shift: float) -> None:
+def save_pipeline(
+    folder: Path, *, vae: Any, tokenizer: Any, text_encoder: Any, transformer: Any, flow_shift: float
+) -> None:
     """Write a stock `WanPipeline` folder, weights in float16 safetensors that load as float32."""
     from diffusers import UniPCMultistepScheduler, WanPipeline
 
@@ -66,10 +68,20 @@ def save_pipeline(folder: Path, *, vae: Any, tokenizer: Any, text_encoder: Any, 
 
 def folder_bytes(folder: Path) -> int:
     """Size of the model in a folder, all files but Python's."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.name.endswith((".py", ".pyc")))
+    files = (file for file in folder.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc"))
+    return sum(file.stat().st_size for file in files)
 
 
-def run(settings: TrainingSettings, *, output: Path, work: Path, device: str, compile: bool, time_limit: float, quick: bool = False) -> None:
+def run(
+    settings: TrainingSettings,
+    *,
+    output: Path,
+    work: Path,
+    device: str,
+    compile: bool,
+    time_limit: float,
+    quick: bool = False,
+) -> None:
     """Train and save; see the module's docstring."""
     from diffusers import AutoencoderKLWan
     from transformers import AutoTokenizer
@@ -159,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work-dir", type=Path, required=True, help="folder for stages and checkpoints")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true", help="run eagerly")
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which training must have ended")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds the whole run may take")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
     defaults = TrainingSettings()
     for name, value in vars(defaults).items():

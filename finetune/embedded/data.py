@@ -1,7 +1,7 @@
 """Procedural captioned video: coloured shapes that move over patterned backgrounds.
 
-Every clip is a pure function of a seed. Attributes (shape, colour, direction, size, speed, background, camera pan) are drawn
-first, as index tensors; positions and other continuous values follow; the renderer turns them into pixels with
+Every clip is a pure function of a seed. Attributes (shape, colour, direction, size, speed, background, camera pan) are
+drawn first, as index tensors; positions and other continuous values follow; the renderer turns them into pixels with
 antialiased signed distance functions, on any device; the caption writer turns the same attributes into English.
 
 Some (shape, colour, direction) combinations never occur in training: `held_out_prompts` is built from them.
@@ -158,7 +158,7 @@ class SceneAttributes:
 
 
 def held_out_triples() -> list[tuple[int, int, int]]:
-    """The 64 (shape, colour, direction) index triples that training never shows; every pair of attributes is still seen."""
+    """The 64 (shape, colour, direction) index triples that training never shows; it shows every pair in them."""
     shapes, directions = len(SHAPES), len(DIRECTION_NAMES)
     triples = [(s, c, (2 * s + 3 * c) % directions) for c in range(len(COLOUR_NAMES)) for s in range(shapes)]
     triples += [
@@ -426,8 +426,8 @@ SHAPE_WORDS: dict[str, tuple[str, ...]] = {
     "ring": ("ring", "ring", "ring", "donut", "hoop"),
 }
 DIRECTION_WORDS: dict[str, tuple[str, ...]] = {
-    "left": ("left", "left", "to the left", "to the left", "leftwards", "leftward", "towards the left", "from right to left",
-             "to the left side", "toward the left edge"),
+    "left": ("left", "left", "to the left", "to the left", "leftwards", "leftward", "towards the left",
+             "from right to left", "to the left side", "toward the left edge"),
     "right": ("right", "right", "to the right", "to the right", "rightwards", "rightward", "towards the right",
               "from left to right", "to the right side", "toward the right edge"),
     "up": ("up", "up", "upwards", "upward", "to the top", "towards the top", "from bottom to top", "straight up"),

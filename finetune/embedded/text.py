@@ -117,7 +117,7 @@ def encode_text(
 
 
 class AttributeHeads(nn.Module):
-    """Training aid: reads every attribute of the scene back from the pooled text; it is not part of the shipped model."""
+    """Training aid, not shipped: reads every attribute of the scene back from the pooled text."""
 
     def __init__(self, dim: int = TEXT_DIM) -> None:
         super().__init__()
@@ -129,8 +129,8 @@ class AttributeHeads(nn.Module):
     def forward(self, pooled: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross entropy per clip [B]; pooled [B, D], targets [B, A]."""
         logits = self.out(F.gelu(self.hidden(pooled))).float().split(self.sizes, dim=-1)
-        losses = [F.cross_entropy(logit, target, reduction="none") for logit, target in zip(logits, targets.T, strict=True)]
-        return torch.stack(losses).mean(0)
+        pairs = zip(logits, targets.T, strict=True)
+        return torch.stack([F.cross_entropy(logit, target, reduction="none") for logit, target in pairs]).mean(0)
 
 
 def attribute_targets(scenes: SceneBatch) -> torch.Tensor:
@@ -139,6 +139,6 @@ def attribute_targets(scenes: SceneBatch) -> torch.Tensor:
     columns = []
     for slot in range(2):
         present = scenes.count > slot
-        names = ("shape", "colour", "direction", "size", "speed")
-        columns += [torch.where(present, getattr(scenes, name)[:, slot], n) for name, n in zip(names, sizes, strict=True)]
+        for name, absent in zip(("shape", "colour", "direction", "size", "speed"), sizes, strict=True):
+            columns.append(torch.where(present, getattr(scenes, name)[:, slot], absent))
     return torch.stack([*columns, scenes.background, scenes.pattern, scenes.pan], 1)

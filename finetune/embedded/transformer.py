@@ -40,9 +40,9 @@ class TrainingAttention:
     """Attention processor that computes what `WanAttnProcessor` computes, in less time where gradients are needed.
 
     The rotary embedding is written without in-place assignment, which compilers fuse badly. In cross-attention the last
-    text row stands for `padding` equal rows: the stock pipeline pads every prompt with zero rows to 512, equal rows have
-    equal keys and values, and n equal keys are one key whose logit is log n higher. That logit rides along as one more
-    channel of query and key.
+    text row stands for `padding` equal rows: the stock pipeline pads every prompt with zero rows to 512, equal rows
+    have equal keys and values, and n equal keys are one key whose logit is log n higher. That logit rides along in
+    eight more channels of query and key.
     """
 
     _attention_backend = None
@@ -100,7 +100,7 @@ def encode_clips(
 
 
 def sample_sigmas(batch: int, shift: float, device: str) -> torch.Tensor:
-    """Noise levels in (0, 1): logit-normal, a tenth of them uniform, then shifted towards noise as Wan's schedulers do."""
+    """Noise levels in (0, 1): logit-normal, a tenth of them uniform, then shifted towards noise as Wan's."""
     u = torch.where(
         torch.rand(batch, device=device) < 0.1,
         torch.rand(batch, device=device),
@@ -112,7 +112,7 @@ def sample_sigmas(batch: int, shift: float, device: str) -> torch.Tensor:
 def flow_matching_loss(
     transformer: Callable[..., Any], clean: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor, text: torch.Tensor
 ) -> torch.Tensor:
-    """Mean squared error of the predicted velocity `noise − clean` at `x = (1 − σ)·clean + σ·noise`: one value per clip.
+    """Mean squared error of the predicted velocity `noise − clean` at `x = (1 − σ)·clean + σ·noise`, one per clip.
 
     Args:
         transformer: called as `WanTransformer3DModel` is, with timestep = 1000·σ.
@@ -163,8 +163,8 @@ def train_transformer(
         tokens: [N, K, L] int16, K captions of each clip, on `device`; drawn anew at every visit.
         targets: [N, A] attribute classes for the auxiliary text loss, on `device`.
         text_encoder: trained in place, from its current weights.
-        steps, batch, seed, device: the run; the learning rate is constant after a warm-up and falls to zero linearly over
-            the last `decay_share` of the steps.
+        steps, batch, seed, device: the run; the learning rate is constant after a warm-up and falls to zero linearly
+            over the last `decay_share` of the steps.
         time_limit: seconds; a run that cannot do all its steps in this time decays and ends earlier.
         checkpoint: file written every `checkpoint_every` steps and at the end.
         on_checkpoint: called with the step and the averaged models at the same times.

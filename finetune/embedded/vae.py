@@ -2,8 +2,8 @@
 
 `AutoencoderKLWan.encode` and `.decode` walk through a video in chunks of four frames and keep a feature cache. Training
 wants all frames at once. `encode_parallel` and `decode_parallel` compute the same function that way: outside the
-resampling layers a cached causal convolution *is* a causal convolution over the whole clip, and the resampling layers treat the
-first frame apart, as `_resample` does here.
+resampling layers a cached causal convolution *is* a causal convolution over the whole clip, and the resampling layers
+treat the first frame apart, as `_resample` does here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VAE_CONFIG: dict[str, Any] = {
     "latents_mean": [0.0] * LATENT_CHANNELS,
     "latents_std": [1.0] * LATENT_CHANNELS,
 }
-"""Wan2.2's arrangement (pixels folded into channels by a 2×2 patch), then two stages that halve time, height and width."""
+"""Pixels folded into channels by a 2×2 patch, as in Wan2.2, then two stages that halve time, height and width."""
 
 
 def _resample(layer: WanResample, x: torch.Tensor) -> torch.Tensor:
@@ -148,8 +148,8 @@ def train_vae(
     average = copy.deepcopy(vae)
     kernels, others = [], []
     for name, parameter in vae.named_parameters():
-        inner = parameter.ndim >= 4 and parameter[0].numel() > 1 and "conv_in" not in name and "decoder.conv_out" not in name
-        (kernels if inner else others).append(parameter)
+        outer = parameter.ndim < 4 or parameter[0].numel() == 1 or "conv_in" in name or "decoder.conv_out" in name
+        (others if outer else kernels).append(parameter)
     optimizers = [
         StackedMuon(kernels, lr=learning_rate),
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0),
@@ -198,7 +198,8 @@ def set_latent_statistics(vae: AutoencoderKLWan, *, seed: int, device: str, clip
     """Write the channels' mean and standard deviation over `clips` rendered clips into the VAE's config."""
     total, square, count = 0.0, 0.0, 0
     for start in range(0, clips, batch):
-        latents = encode_means(vae, render(sample_scenes(min(batch, clips - start), seed * 7_919 + start), device)).double()
+        scenes = sample_scenes(min(batch, clips - start), seed * 7_919 + start)
+        latents = encode_means(vae, render(scenes, device)).double()
         total = total + latents.sum((0, 2, 3, 4))
         square = square + latents.square().sum((0, 2, 3, 4))
         count += latents[:, 0].numel()

@@ -14,7 +14,8 @@ from pathlib import Path
 class GenerationSettings:
     """What the embedded model was trained and scored with.
 
-    `height` and `width` are pixels, `num_frames` is 1 + 4n, `fps` is for playback; `flow_shift` is already in the shipped scheduler.
+    `height` and `width` are pixels, `num_frames` is 1 + 4n, `fps` is for playback; the shipped scheduler already has
+    `flow_shift`.
     """
 
     height: int = 96
@@ -27,7 +28,7 @@ class GenerationSettings:
 
 
 EMBEDDED_SETTINGS = GenerationSettings()
-"""The recommended settings; height, width, num_frames, num_inference_steps and guidance_scale are the pipeline's arguments."""
+"""The recommended settings; all but `flow_shift` and `fps` are arguments of the pipeline's call."""
 
 
 def embedded_model_path() -> Path:
