@@ -66,53 +66,38 @@ class VMonarchAttention:
     implementation: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("num_iterations", "frames_per_block", "coarse"):
-            if getattr(self, name) < 1:
-                raise InputError(name, f"must be at least 1, got {getattr(self, name)}")
-        if min(self.tiles) < 1:
-            raise InputError("tiles", f"must be at least 1 each, got {list(self.tiles)}")
-        if not 0 < self.min_mass < float("inf"):
-            raise InputError("min_mass", f"must be above 0 and finite, got {self.min_mass}")
-        if self.implementation not in ("auto", "triton", "torch"):
-            raise InputError("implementation", f"must be auto, triton or torch, got {self.implementation!r}")
-        self._check_exact()
-        for name in ("dense_steps", "dense_layers"):
-            self._check_dense(name, getattr(self, name))
+        from vmonarch.dense import DenseSet
+        from vmonarch.kernels.monarch.api import check_vmonarch_options
 
-    def _check_exact(self) -> None:
-        supported = 'must be null, "first_frame" or a mapping of rows, columns, band, aware'
-        if self.exact is None or self.exact == "first_frame":
-            return
-        if not isinstance(self.exact, Mapping):
-            raise InputError("exact", f"{supported}, got {self.exact!r}")
-        from vmonarch.exact import ExactBlocks
-
-        check_keys(ExactBlocks, self.exact, prefix="exact.")
+        parameters = self._parameters()
+        dense = {name: parameters.pop(name) for name in ("dense_steps", "dense_layers")}
         try:
-            ExactBlocks(**self.exact)
-        except (TypeError, ValueError) as error:
-            raise InputError("exact", f"{supported}: {error}") from error
+            check_vmonarch_options(**parameters)
+            for name, value in dense.items():
+                DenseSet(name, value)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            # The checks name the option first: "num_iterations must be at least 1, got 0".
+            argument, _, problem = str(error).partition(" ")
+            raise InputError(argument, problem) from error
 
-    @staticmethod
-    def _check_dense(name: str, dense: Any) -> None:
-        supported = "must be a count, a fraction between 0 and 1, or a list of indices"
-        if isinstance(dense, (list, tuple)):
-            valid = all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in dense)
-        elif isinstance(dense, bool):
-            valid = False
-        else:
-            valid = (isinstance(dense, int) and dense >= 0) or (isinstance(dense, float) and 0 <= dense <= 1)
-        if not valid:
-            raise InputError(name, f"{supported}, got {dense!r}")
-
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
-        from vmonarch import ExactBlocks, VMonarchProcessor, apply
+    def _parameters(self) -> dict[str, Any]:
+        """The processor's arguments."""
+        from vmonarch.exact import ExactBlocks
 
         parameters = dataclasses.asdict(self)
         if isinstance(self.exact, Mapping):
-            parameters["exact"] = ExactBlocks(**self.exact)
-        apply(pipe, VMonarchProcessor(**parameters))
+            check_keys(ExactBlocks, self.exact, prefix="exact.")
+            try:
+                parameters["exact"] = ExactBlocks(**self.exact)
+            except (TypeError, ValueError) as error:
+                raise InputError("exact", f'must be null, "first_frame" or a mapping that fits: {error}') from error
+        return parameters
+
+    def install(self, pipe: Any) -> None:
+        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+        from vmonarch import VMonarchProcessor, apply
+
+        apply(pipe, VMonarchProcessor(**self._parameters()))
 
     def without_dense(self) -> VMonarchAttention:
         """The method with no dense steps: what a one-step warm-up has to run."""

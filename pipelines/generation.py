@@ -936,7 +936,8 @@ def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
     return {
         "model": {
             "name": model.folder.name,
-            "path": str(model.folder.path),
+            # The embedded model is part of the package: where that lies says nothing about the video.
+            "path": None if model.folder.name == "embedded" else str(model.folder.path),
             "revision": model.folder.revision,
             "pipeline": type(model.pipe).__name__,
             "dtype": str(model.dtype).removeprefix("torch."),

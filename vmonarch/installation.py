@@ -14,8 +14,9 @@ from diffusers import (
     WanVACETransformer3DModel,
 )
 
+from vmonarch.dense import DenseSet
 from vmonarch.grid import LatentGrid
-from vmonarch.processors import WAN_ATTENTION, DenseSet, ForwardContext, VideoAttentionProcessor
+from vmonarch.processors import WAN_ATTENTION, ForwardContext, VideoAttentionProcessor
 
 SUPPORTED_TRANSFORMERS = (
     WanTransformer3DModel,

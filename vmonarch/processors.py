@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import threading
 import weakref
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +17,7 @@ from diffusers.models.transformers import transformer_skyreels_v2 as skyreels
 from diffusers.models.transformers import transformer_wan as wan
 from diffusers.models.transformers import transformer_wan_animate as animate
 
+from vmonarch.dense import Dense, DenseSet
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
@@ -27,68 +26,6 @@ from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attent
 WAN_ATTENTION = (wan.WanAttention, animate.WanAttention, chronoedit.WanAttention, skyreels.SkyReelsV2Attention)
 # Only ever called with `encoder_hidden_states`, so their own processor answers for them.
 CROSS_ATTENTION_ONLY = (animate.WanAnimateFaceBlockCrossAttention,)
-
-Dense = int | float | tuple[int, ...]
-
-
-class DenseSet:
-    """Which of `total` steps or layers are computed with exact attention.
-
-    Args:
-        argument: name of the option, for the errors.
-        dense: the first `dense` of them if an integer, that fraction of them (rounded up, from the first) if a float,
-            exactly those indices if a collection of integers.
-
-    Raises:
-        TypeError: `dense` is none of these.
-        ValueError: a negative count or index, or a fraction outside 0 … 1.
-    """
-
-    def __init__(self, argument: str, dense: object) -> None:
-        self.argument = argument
-        supported = "a count (int), a fraction from 0.0 to 1.0 (float) or a collection of indices"
-        self.dense: Dense
-        if isinstance(dense, (bool, str, bytes, dict)):
-            raise TypeError(f"{argument} must be {supported}, got {dense!r}")
-        if isinstance(dense, float):
-            if not 0.0 <= dense <= 1.0:
-                raise ValueError(f"{argument} as a fraction must lie between 0.0 and 1.0, got {dense}")
-            self.dense = dense
-        elif hasattr(dense, "__index__"):
-            if dense < 0:  # type: ignore[operator]
-                raise ValueError(f"{argument} as a count must be at least 0, got {dense}")
-            self.dense = int(dense)
-        elif isinstance(dense, Iterable):
-            indices = list(dense)
-            for index in indices:
-                if isinstance(index, bool) or not hasattr(index, "__index__"):
-                    raise TypeError(f"{argument} as a collection must hold integers, got {index!r}")
-                if index < 0:
-                    raise ValueError(f"{argument} as a collection must hold indices of at least 0, got {index}")
-            self.dense = tuple(sorted({int(index) for index in indices}))
-        else:
-            raise TypeError(f"{argument} must be {supported}, got {type(dense).__name__}")
-        # Whether anything at all is dense. A plain attribute, because older torch.compile cannot trace `__bool__`.
-        self.some = self.dense != () and self.dense != 0
-
-    def contains(self, index: int, total: int) -> bool:
-        """Whether `index` is among the dense ones of `total`.
-
-        Raises:
-            ValueError: the option asks for more than there are.
-        """
-        noun = self.argument.removeprefix("dense_")
-        if isinstance(self.dense, float):
-            return index < math.ceil(self.dense * total - 1e-9)
-        if isinstance(self.dense, int):
-            if self.dense > total:
-                raise ValueError(f"{self.argument}={self.dense}, but there are only {total} {noun}")
-            return index < self.dense
-        if self.dense and self.dense[-1] >= total:
-            raise ValueError(
-                f"{self.argument} names index {self.dense[-1]}, but there are only {total} {noun} (0 to {total - 1})"
-            )
-        return any(index == dense for dense in self.dense)
 
 
 class ForwardCall(NamedTuple):

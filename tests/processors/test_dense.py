@@ -16,7 +16,7 @@ from diffusers import (
 
 import vmonarch
 from vmonarch import VMonarchProcessor
-from vmonarch.processors import DenseSet
+from vmonarch.dense import DenseSet
 
 SCHEDULERS = {
     "unipc": lambda: UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
