@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import math
 import os
@@ -41,7 +42,7 @@ from vmonarch.finetune.embedded.data import (
     held_out_prompts,
     render,
     sample_scenes,
-    shape_distances,
+    shape_distance,
 )
 
 MIN_CHROMA = 0.34
@@ -110,11 +111,11 @@ def _as_video(video: torch.Tensor | np.ndarray) -> torch.Tensor:
     return tensor
 
 
-def _unit_areas() -> torch.Tensor:
-    """Area of each shape at radius 1, [6]."""
+@functools.cache
+def _unit_area(shape: str) -> float:
+    """Area of a shape of radius 1."""
     grid = (torch.arange(600) + 0.5) / 200 - 1.5
-    inside = shape_distances(grid[None, :].expand(600, 600), grid[:, None].expand(600, 600), torch.tensor(1.0)) < 0
-    return inside.float().mean((1, 2)) * 9.0
+    return 9.0 * float((shape_distance(shape, grid[None, :], grid[:, None], torch.tensor(1.0)) < 0).float().mean())
 
 
 def read_video(video: torch.Tensor | np.ndarray) -> list[ObjectReading]:
@@ -131,13 +132,15 @@ def read_video(video: torch.Tensor | np.ndarray) -> list[ObjectReading]:
     device = pixels.device
     chroma = pixels.amax(-1) - pixels.amin(-1)  # [F, Y, X]
     palette = _hue(torch.tensor(list(COLOURS.values()), device=device))
-    distance = (_hue(pixels)[..., None] - palette).abs()
-    nearest = torch.minimum(distance, 1 - distance).argmin(-1)  # [F, Y, X]
+    saturated = chroma > MIN_CHROMA
+    distance = (_hue(pixels[saturated])[:, None] - palette).abs()
+    nearest = torch.full_like(chroma, -1, dtype=torch.long)
+    nearest[saturated] = torch.minimum(distance, 1 - distance).argmin(-1)
     ys = torch.arange(height, device=device)[:, None] + 0.5
     xs = torch.arange(width, device=device)[None, :] + 0.5
     readings = []
     for index, colour in enumerate(COLOUR_NAMES):
-        mask = (nearest == index) & (chroma > MIN_CHROMA)
+        mask = nearest == index
         areas = mask.sum((1, 2)).float()  # [F]
         present = areas >= MIN_AREA
         if present.float().mean() < 0.8:
@@ -187,12 +190,10 @@ def _overlaps(
     """Intersection over union with each shape's silhouette of equal centre and area, mean of nine frames: [6]."""
     picked = torch.linspace(0, len(mask) - 1, 9, device=mask.device).round().long()
     mask, centres, areas = mask[picked], centres[picked], areas[picked]
-    x = xs - centres[:, 0, None, None]
-    y = ys - centres[:, 1, None, None]
-    x, y = torch.broadcast_tensors(x, y)  # [9, Y, X]
+    x, y = xs - centres[:, 0, None, None], ys - centres[:, 1, None, None]  # [9, 1, X], [9, Y, 1]
     results = []
-    for index, unit in enumerate(_unit_areas().tolist()):
-        silhouette = shape_distances(x, y, (areas / unit).sqrt()[:, None, None])[index] < 0
+    for shape in SHAPES:
+        silhouette = shape_distance(shape, x, y, (areas / _unit_area(shape)).sqrt()[:, None, None]) < 0
         union = (silhouette | mask).sum((1, 2)).clamp(min=1)
         results.append(((silhouette & mask).sum((1, 2)) / union).mean())
     return torch.stack(results)

@@ -12,6 +12,7 @@ import argparse
 import copy
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ class TrainingSettings:
     steps: int = 12_000
     batch: int = 256
     learning_rate: float = 1.5e-3
+    sigma_shift: float = 3.0
     seed: int = 0
 
 
@@ -80,11 +82,12 @@ def run(
     device: str,
     compile: bool,
     time_limit: float,
+    continue_from: Path | None = None,
     quick: bool = False,
 ) -> None:
     """Train and save; see the module's docstring."""
-    from diffusers import AutoencoderKLWan
-    from transformers import AutoTokenizer
+    from diffusers import AutoencoderKLWan, WanTransformer3DModel
+    from transformers import AutoTokenizer, UMT5EncoderModel
 
     from vmonarch.finetune.embedded.data import render, sample_scenes
     from vmonarch.finetune.embedded.text import (
@@ -107,6 +110,10 @@ def run(
         print(stage, json.dumps(report[stage], default=str)[:400], flush=True)
         (work / f"report-{stage}.json").write_text(json.dumps(report[stage], indent=1, default=str) + "\n")
 
+    if continue_from is not None:
+        for part in ("vae", "tokenizer"):
+            if not (work / part).is_dir():
+                shutil.copytree(continue_from / part, work / part)
     if (work / "vae").is_dir():
         vae = AutoencoderKLWan.from_pretrained(work / "vae").to(device).eval()
     else:
@@ -145,11 +152,18 @@ def run(
         note("saved", step=step, bytes=folder_bytes(output))
 
     torch.manual_seed(settings.seed)
+    if continue_from is None:
+        text_encoder, transformer = build_text_encoder(len(tokenizer)), None
+    else:
+        text_encoder = UMT5EncoderModel.from_pretrained(continue_from / "text_encoder")
+        transformer = WanTransformer3DModel.from_pretrained(continue_from / "transformer")
     _, _, log = train_transformer(
         latents=latents,
         tokens=tokens,
         targets=attribute_targets(scenes).to(device),
-        text_encoder=build_text_encoder(len(tokenizer)),
+        text_encoder=text_encoder,
+        transformer=transformer,
+        sigma_shift=settings.sigma_shift,
         steps=settings.steps,
         batch=settings.batch,
         learning_rate=settings.learning_rate,
@@ -172,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true", help="run eagerly")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds the whole run may take")
+    parser.add_argument("--continue-from", type=Path, help="folder of an embedded model to train on from")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
     defaults = TrainingSettings()
     for name, value in vars(defaults).items():
@@ -181,6 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in values.items():
         if name != "seed" and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if options.continue_from is not None and not (options.continue_from / "model_index.json").is_file():
+        parser.error(f"--continue-from must be the folder of a pipeline, got {options.continue_from}")
     if options.quick:
         values |= {"vae_steps": 2, "vae_batch": 1, "clips": 8, "captions_per_clip": 4, "steps": 2, "batch": 2}
     torch.backends.cudnn.benchmark = True
@@ -191,6 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=options.device,
         compile=not options.no_compile and options.device != "cpu",
         time_limit=options.time_limit,
+        continue_from=options.continue_from,
         quick=options.quick,
     )
     return 0

@@ -318,27 +318,34 @@ def _place(
 # Pixels
 
 
-def shape_distances(x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
-    """Signed distance (pixels, negative inside) of points to each of the six shapes, centred at their centroid.
+def shape_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
+    """Signed distance (pixels, negative inside) of points to a shape whose centroid is the origin; y grows downwards.
 
-    `x`, `y` (y grows downwards) and `radius` broadcast to one shape S; the result is [6, *S], in the order of `SHAPES`.
+    `x`, `y` and `radius` broadcast to the shape of the result. A shape's area is about that of a disc of this radius.
+
+    Raises:
+        ValueError: `shape` is not one of `SHAPES`.
     """
-    distance = torch.sqrt(x * x + y * y + 1e-12)
-    circle = distance - radius
-    square = torch.maximum(x.abs(), y.abs()) - 0.88 * radius
-    triangle = torch.maximum(y, 0.8660254 * x.abs() - 0.5 * y) - 0.6745 * radius
-    angle = torch.atan2(x, -y)
-    sector = 2 * math.pi / 5
-    folded = (torch.remainder(angle + sector / 2, sector) - sector / 2).abs()
-    outer, inner = 1.34, 0.62
-    tip_x, tip_y = inner * math.sin(sector / 2), inner * math.cos(sector / 2) - outer
-    length = math.hypot(tip_x, tip_y)
-    normal_x, normal_y = -tip_y / length, tip_x / length
-    star = distance * (folded.sin() * normal_x + folded.cos() * normal_y) - outer * normal_y * radius
-    bar = lambda a, b: torch.maximum(a.abs() - 1.12 * radius, b.abs() - 0.40 * radius)
-    cross = torch.minimum(bar(x, y), bar(y, x))
-    ring = (distance - 0.86 * radius).abs() - 0.27 * radius
-    return torch.stack((circle, square, triangle, star, cross, ring))
+    if shape == "circle":
+        return torch.sqrt(x * x + y * y + 1e-12) - radius
+    if shape == "square":
+        return torch.maximum(x.abs(), y.abs()) - 0.88 * radius
+    if shape == "triangle":
+        return torch.maximum(y, 0.8660254 * x.abs() - 0.5 * y) - 0.6745 * radius
+    if shape == "star":
+        distance, sector = torch.sqrt(x * x + y * y + 1e-12), 2 * math.pi / 5
+        folded = (torch.remainder(torch.atan2(x, -y) + sector / 2, sector) - sector / 2).abs()
+        outer, inner = 1.34, 0.62
+        edge_x, edge_y = inner * math.sin(sector / 2), inner * math.cos(sector / 2) - outer
+        length = math.hypot(edge_x, edge_y)
+        normal_x, normal_y = -edge_y / length, edge_x / length
+        return distance * (folded.sin() * normal_x + folded.cos() * normal_y) - outer * normal_y * radius
+    if shape == "cross":
+        wide, narrow = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
+        return torch.maximum(wide - 1.12 * radius, narrow - 0.40 * radius)
+    if shape == "ring":
+        return (torch.sqrt(x * x + y * y + 1e-12) - 0.86 * radius).abs() - 0.27 * radius
+    raise ValueError(f"shape must be one of {', '.join(SHAPES)}; got {shape!r}")
 
 
 def render(scenes: SceneBatch, device: torch.device | str = "cpu", frames: Sequence[int] | None = None) -> torch.Tensor:
@@ -366,11 +373,10 @@ def render(scenes: SceneBatch, device: torch.device | str = "cpu", frames: Seque
         y = ys - centre[..., 1, None, None]  # [B, F, Y, 1]
         radius = scenes.radius[:, n, None, None, None]
         alpha = torch.zeros(len(scenes), len(numbers), HEIGHT, WIDTH, device=device)
-        for index in range(len(SHAPES)):
+        for index, shape in enumerate(SHAPES):
             rows = torch.nonzero((scenes.shape[:, n] == index) & (scenes.count > n))[:, 0]
             if len(rows):
-                x_rows, y_rows = torch.broadcast_tensors(x[rows], y[rows])
-                alpha[rows] = (0.5 - shape_distances(x_rows, y_rows, radius[rows])[index]).clamp(0, 1)
+                alpha[rows] = (0.5 - shape_distance(shape, x[rows], y[rows], radius[rows])).clamp(0, 1)
         image = image + (scenes.rgb[:, n, :, None, None, None] - image) * alpha[:, None]
     return image.clamp(0, 1) * 2 - 1
 

@@ -88,8 +88,12 @@ def write_captions(scenes: SceneBatch, seed: int, per_scene: int, misspelt: floa
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, captions: Sequence[str], length: int = TRAIN_TOKENS) -> torch.Tensor:
     """Token numbers [len(captions), length], int16, padded with 0 and cut to `length`."""
+    backend = tokenizer.backend_tokenizer
+    # An earlier call of the tokenizer may have left its padding behind.
+    backend.no_padding()
+    backend.no_truncation()
     result = torch.zeros(len(captions), length, dtype=torch.int16)
-    for row, encoding in zip(result, tokenizer.backend_tokenizer.encode_batch_fast(list(captions)), strict=True):
+    for row, encoding in zip(result, backend.encode_batch_fast(list(captions)), strict=True):
         ids = encoding.ids if len(encoding.ids) <= length else [*encoding.ids[: length - 1], 1]
         row[: len(ids)] = torch.tensor(ids, dtype=torch.int16)
     return result

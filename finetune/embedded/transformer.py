@@ -145,6 +145,7 @@ def train_transformer(
     batch: int,
     seed: int,
     device: str,
+    transformer: WanTransformer3DModel | None = None,
     checkpoint: Path | None = None,
     learning_rate: float = 1.5e-3,
     caption_dropout: float = 0.1,
@@ -166,6 +167,7 @@ def train_transformer(
         steps, batch, seed, device: the run; the learning rate is constant after a warm-up and falls to zero linearly
             over the last `decay_share` of the steps.
         time_limit: seconds; a run that cannot do all its steps in this time decays and ends earlier.
+        transformer: trained in place, from its current weights; a fresh one of `config` by default.
         checkpoint: file written every `checkpoint_every` steps and at the end.
         on_checkpoint: called with the step and the averaged models at the same times.
 
@@ -173,12 +175,15 @@ def train_transformer(
         the averaged transformer and text encoder in float32, and the logged losses.
     """
     torch.manual_seed(seed)
-    transformer = WanTransformer3DModel(**(config or TRANSFORMER_CONFIG)).to(device)
+    if transformer is None:
+        transformer = WanTransformer3DModel(**(config or TRANSFORMER_CONFIG))
+        # Zero output at the start: the first prediction is zero, not noise.
+        nn.init.zeros_(transformer.proj_out.weight)
+        nn.init.zeros_(transformer.proj_out.bias)
+    transformer = transformer.train().to(device)
+    text_encoder.train()
     heads = AttributeHeads().to(device)
     modules = nn.ModuleDict({"transformer": transformer, "text": text_encoder.to(device), "heads": heads})
-    # Zero output at the start: the first prediction is zero, not noise.
-    nn.init.zeros_(transformer.proj_out.weight)
-    nn.init.zeros_(transformer.proj_out.bias)
     average = copy.deepcopy(modules)
     optimizers = _optimizers(modules, learning_rate)
     first, log = 0, []

@@ -1,0 +1,208 @@
+"""The reader must read what was rendered, and must be able to say no."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from vmonarch.eval import prompt_score as ps
+from vmonarch.finetune.embedded import data
+
+ALL_TRIPLES = [
+    (s, c, d) for s in range(len(data.SHAPES)) for c in range(len(data.COLOURS)) for d in range(len(data.DIRECTIONS))
+]
+# Eleven of the 61 frames keep the tests quick; the reader scales travel by the frames it is given.
+FRAMES = range(0, 61, 6)
+
+
+def clip(*objects: data.ObjectAttributes, seed: int = 0, frames=FRAMES, **scene) -> torch.Tensor:
+    scenes = data.scenes_from_attributes([data.SceneAttributes(objects, **scene)], seed)
+    return ((data.render(scenes, frames=frames)[0] + 1) / 2).permute(1, 2, 3, 0)
+
+
+RED_CIRCLE_LEFT = data.ObjectAttributes("circle", "red", "left")
+
+
+def test_reader_is_right_on_rendered_clips_of_every_combination():
+    scenes = data.sample_scenes(128, 5, triples=ALL_TRIPLES)
+    videos = ((data.render(scenes, frames=FRAMES) + 1) / 2).permute(0, 2, 3, 4, 1)
+    scores = [
+        ps.score_readings(ps.read_video(video), ps.expected_objects(scenes.scene(n))).all
+        for n, video in enumerate(videos)
+    ]
+    assert sum(scores) >= 127
+
+
+@pytest.mark.parametrize("size", data.SIZES)
+@pytest.mark.parametrize("shape", data.SHAPES)
+def test_shape_is_read_at_every_size(shape, size):
+    (reading,) = ps.read_video(clip(data.ObjectAttributes(shape, "green", "down-right", size=size)))
+    assert (reading.shape, reading.colour, reading.direction) == (shape, "green", "down-right")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fails"),
+    [
+        (data.ObjectAttributes("square", "red", "left"), "shape"),
+        (data.ObjectAttributes("circle", "orange", "left"), "colour"),
+        (data.ObjectAttributes("circle", "red", "right"), "direction"),
+        (data.ObjectAttributes("circle", "red", "up-left"), "direction"),
+    ],
+    ids=["shape", "colour", "opposite", "neighbouring direction"],
+)
+def test_one_wrong_attribute_fails_alone(wrong, fails):
+    score = ps.score_video(clip(RED_CIRCLE_LEFT), data.SceneAttributes((wrong,)))
+    assert not getattr(score, fails) and not score.all
+    assert [name for name in ("colour", "shape", "direction") if not getattr(score, name)] == [fails]
+
+
+def test_a_missing_and_an_extra_object_are_wrong():
+    other = data.ObjectAttributes("star", "blue", "right")
+    assert not ps.score_video(clip(RED_CIRCLE_LEFT), data.SceneAttributes((RED_CIRCLE_LEFT, other))).shape
+    both = clip(RED_CIRCLE_LEFT, other)
+    assert ps.score_video(both, data.SceneAttributes((RED_CIRCLE_LEFT, other))).all
+    assert not ps.score_video(both, data.SceneAttributes((RED_CIRCLE_LEFT,))).colour
+
+
+def test_swapped_shapes_of_two_objects_are_wrong():
+    video = clip(RED_CIRCLE_LEFT, data.ObjectAttributes("star", "blue", "left"))
+    swapped = data.SceneAttributes(
+        (data.ObjectAttributes("star", "red", "left"), data.ObjectAttributes("circle", "blue", "left"))
+    )
+    score = ps.score_video(video, swapped)
+    assert score == ps.PromptScore(colour=True, shape=False, direction=True)
+
+
+def test_a_still_video_has_no_direction():
+    still = clip(RED_CIRCLE_LEFT)[:1].expand(11, -1, -1, -1)
+    (reading,) = ps.read_video(still)
+    assert reading.direction is None and reading.travel == pytest.approx((0, 0), abs=1e-3)
+    assert not ps.score_video(still, data.SceneAttributes((RED_CIRCLE_LEFT,))).direction
+
+
+def test_time_reversal_reverses_the_direction():
+    assert ps.read_video(clip(RED_CIRCLE_LEFT).flip(0))[0].direction == "right"
+
+
+def test_travel_is_measured_in_pixels_over_the_whole_clip():
+    scenes = data.scenes_from_attributes([data.SceneAttributes((RED_CIRCLE_LEFT,))], 3)
+    video = ((data.render(scenes, frames=FRAMES)[0] + 1) / 2).permute(1, 2, 3, 0)
+    assert ps.read_video(video)[0].travel == pytest.approx(scenes.motion[0, 0].tolist(), abs=0.5)
+
+
+def test_two_copies_of_a_shape_are_not_that_shape():
+    video = clip(RED_CIRCLE_LEFT, pattern="plain")
+    doubled = torch.where((video.amax(-1) - video.amin(-1) > 0.3)[..., None], video, video.roll(48, 2))
+    assert not ps.score_video(doubled, data.SceneAttributes((RED_CIRCLE_LEFT,))).shape
+
+
+@pytest.mark.parametrize("background", data.BACKGROUNDS)
+def test_a_background_alone_is_empty(background):
+    plain = torch.tensor(data.BACKGROUNDS[background]).expand(11, 96, 160, 3)
+    assert ps.read_video(plain) == []
+
+
+def test_noise_and_a_vanishing_object_are_no_match():
+    generator = torch.Generator().manual_seed(0)
+    assert not ps.score_video(
+        torch.rand(11, 96, 160, 3, generator=generator), data.SceneAttributes((RED_CIRCLE_LEFT,))
+    ).all
+    vanishing = clip(RED_CIRCLE_LEFT)
+    vanishing[5:] = 0.5
+    assert ps.read_video(vanishing) == []
+
+
+def test_bytes_and_arrays_read_like_floats():
+    video = clip(RED_CIRCLE_LEFT)
+    as_bytes = (video * 255).round().to(torch.uint8)
+    for other in (as_bytes, as_bytes.numpy(), video.numpy()):
+        assert ps.read_video(other)[0].shape == "circle"
+
+
+@pytest.mark.parametrize(
+    "video",
+    [
+        torch.zeros(96, 160, 3),
+        torch.zeros(11, 3, 96, 160),
+        torch.zeros(1, 96, 160, 3),
+        torch.full((4, 8, 8, 3), float("nan")),
+        torch.full((4, 8, 8, 3), 1.5),
+        np.full((4, 8, 8, 3), -0.5),
+    ],
+    ids=["rank", "channels", "one frame", "nan", "too large", "negative"],
+)
+def test_what_is_no_video_is_refused(video):
+    with pytest.raises(ValueError, match="video must"):
+        ps.read_video(video)
+
+
+def test_a_prompt_without_known_words_is_refused():
+    with pytest.raises(ValueError, match="prompt names none"):
+        ps.score_video(clip(RED_CIRCLE_LEFT), "a cat sleeps in the sun")
+    with pytest.raises(ValueError, match="expected"):
+        ps.score_readings([], [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("A red circle moves left", [("red", "circle", "left")]),
+        ("Scarlet BALL, rising, on a striped grey background", [("red", "circle", "up")]),
+        ("from left to right a violet hoop glides", [("purple", "ring", "right")]),
+        ("a small box in aqua heads to the lower left", [("cyan", "square", "down-left")]),
+        ("a blue star moves up while the camera pans right", [("blue", "star", "up")]),
+        (
+            "a red star falls and a green plus sign slides to the right",
+            [("red", "star", "down"), ("green", "cross", "right")],
+        ),
+        ("a pink triangle", [("pink", "triangle", None)]),
+        ("something red moves left", [("red", None, "left")]),
+        ("a dog", []),
+    ],
+)
+def test_prompts_are_understood(prompt, expected):
+    assert ps.parse_prompt(prompt) == tuple(ps.ExpectedObject(*item) for item in expected)
+
+
+def test_every_caption_is_understood_as_the_scene_it_was_written_for():
+    scenes = data.sample_scenes(1000, 7)
+    for number, text in enumerate(data.caption_stream(scenes, 8, complete=True)):
+        assert ps.parse_prompt(text) == ps.expected_objects(scenes.scene(number)), text
+
+
+def test_the_command_refuses_bad_arguments(tmp_path, capsys):
+    for arguments in (["--methods", "vmonarch"], ["--prompts", "0"], ["--batch", "0"]):
+        with pytest.raises(SystemExit):
+            ps.main(["--output", str(tmp_path / "x.json"), *arguments])
+    assert "--methods must start with full" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_writes_scores_of_the_embedded_model(tmp_path):
+    output = tmp_path / "scores.json"
+    arguments = ["--output", str(output), "--prompts", "1", "--steps", "2", "--batch", "1", "--device", "cpu"]
+    assert ps.main([*arguments, "--reader-clips", "0", "--sheet", str(tmp_path / "sheet")]) == 0
+    document = json.loads(output.read_text())
+    assert set(document["summary"]) == {"full", "vmonarch"}
+    assert document["prompts"][0]["prompt"] == data.held_out_prompts()[0].prompt
+    assert 0 < document["summary"]["vmonarch"]["psnr_db"] < 100
+    assert (tmp_path / "sheet-full.png").exists() and (tmp_path / "sheet-vmonarch.png").exists()
+
+
+def test_the_committed_scores_agree_with_their_own_readings():
+    from pathlib import Path
+
+    path = Path(__file__).parents[2] / "docs" / "benchmarks" / "embedded-model.json"
+    document = json.loads(path.read_text())
+    held_out = data.held_out_prompts()
+    assert [row["prompt"] for row in document["prompts"]] == [item.prompt for item in held_out]
+    for method, summary in document["summary"].items():
+        scores = []
+        for row, item in zip(document["prompts"], held_out, strict=True):
+            readings = [
+                ps.ObjectReading(**{**reading, "travel": tuple(reading["travel"])}) for reading in row[method]["read"]
+            ]
+            scores.append(ps.score_readings(readings, ps.expected_objects(item.scene)))
+        for name in ("colour", "shape", "direction", "all"):
+            assert summary[name] == pytest.approx(sum(getattr(s, name) for s in scores) / 64, abs=1e-4), (method, name)

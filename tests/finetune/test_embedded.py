@@ -1,0 +1,401 @@
+"""Data, VAE, text and training of the embedded model; the shipped weights."""
+
+import hashlib
+import json
+import random
+import shutil
+
+import diffusers
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from transformers import AutoTokenizer
+
+from vmonarch.finetune.embedded import __main__ as command
+from vmonarch.finetune.embedded import data, text, transformer, vae
+from vmonarch.finetune.embedded.optimizer import StackedMuon, orthogonalize
+from vmonarch.pipelines import embedded
+from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
+
+
+@pytest.fixture(scope="module")
+def shipped_vae() -> AutoencoderKLWan:
+    return AutoencoderKLWan.from_pretrained(embedded_model_path() / "vae").eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(embedded_model_path() / "tokenizer")
+
+
+# ------------------------------------------------------------------------------------------------------------ data
+
+
+def test_a_seed_fixes_the_clips_and_another_seed_changes_them():
+    first, again, other = (data.sample_scenes(4, seed) for seed in (3, 3, 4))
+    video = data.render(first, frames=[0, 60])
+    assert torch.equal(video, data.render(again, frames=[0, 60]))
+    assert not torch.equal(video, data.render(other, frames=[0, 60]))
+    assert list(data.caption_stream(first, 1)) == list(data.caption_stream(again, 1))
+
+
+def test_objects_stay_in_the_frame_and_two_objects_rarely_touch():
+    scenes = data.sample_scenes(2000, 0)
+    extent = data.SHAPE_EXTENT * scenes.radius[..., None]
+    for centre in (scenes.start, scenes.start + scenes.motion):
+        assert (centre - extent).min() > -1e-3
+        assert (torch.tensor([160.0, 96.0]) - centre - extent).min() > -1e-3
+    times = torch.linspace(0, 1, 31)[:, None]
+    relative = scenes.start[:, 1] - scenes.start[:, 0]
+    drift = scenes.motion[:, 1] - scenes.motion[:, 0]
+    gap = (relative[:, None] + times * drift[:, None]).norm(dim=-1).amin(-1) - 1.35 * scenes.radius.sum(-1)
+    assert (gap[scenes.count == 2] < 0).float().mean() < 0.02
+
+
+def test_rendered_clips_are_videos_in_the_range_of_a_vae():
+    video = data.render(data.sample_scenes(3, 1), frames=range(5))
+    assert video.shape == (3, 3, 5, 96, 160) and video.dtype == torch.float32
+    assert video.min() >= -1 and video.max() <= 1
+
+
+@pytest.mark.parametrize("name", data.SHAPES)
+def test_shapes_are_centred_and_about_as_large_as_a_disc(name):
+    grid = torch.linspace(-20, 20, 401)
+    x, y = grid[None, :].expand(401, 401), grid[:, None].expand(401, 401)
+    inside = data.shape_distance(name, x, y, torch.tensor(10.0)) < 0
+    area = inside.float().sum() * 0.01
+    centre = torch.stack((x[inside].mean(), y[inside].mean()))
+    assert 190 < area < 330 and centre.abs().max() < 0.1
+    assert torch.stack((x[inside], y[inside])).norm(dim=0).max() <= 10 * data.SHAPE_EXTENT
+
+
+def test_a_pan_moves_the_background_against_the_camera():
+    scene = data.SceneAttributes((data.ObjectAttributes("circle", "red", "up"),), pattern="striped", pan="right")
+    scenes = data.scenes_from_attributes([scene], 0)
+    assert scenes.pan_shift[0, 0] <= -24 and scenes.pan_shift[0, 1] == 0
+    still = data.scenes_from_attributes([data.SceneAttributes(scene.objects, pattern="striped")], 0)
+    moved = lambda batch: (data.render(batch, frames=[0, 8])[0, :, :, :4].diff(dim=1)).abs().max()
+    assert moved(scenes) > 0.05 and moved(still) < 0.05
+
+
+def test_held_out_combinations_never_occur_in_training_but_all_their_pairs_do():
+    held_out, training = set(data.held_out_triples()), data.training_triples()
+    assert len(held_out) == 64 and not held_out & set(training) and len(training) == 6 * 8 * 8 - 64
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert {(t[first], t[second]) for t in held_out} <= {(t[first], t[second]) for t in training}
+    scenes = data.sample_scenes(20_000, 1)
+    drawn = torch.stack((scenes.shape, scenes.colour, scenes.direction), -1)
+    second = scenes.count == 2
+    seen = {tuple(t) for t in torch.cat((drawn[:, 0], drawn[second, 1])).tolist()}
+    assert not seen & held_out and len(seen) == len(training)
+
+
+def test_held_out_prompts_are_pinned():
+    prompts = data.held_out_prompts()
+    assert len(prompts) == 64 and len({item.prompt for item in prompts}) == 64
+    assert sum(len(item.scene.objects) == 2 for item in prompts) == 12
+    digest = hashlib.sha256("\n".join(item.prompt for item in prompts).encode()).hexdigest()
+    assert digest[:16] == "2c27cc060215c15e"
+
+
+def test_captions_vary_and_name_colour_and_shape():
+    scene = data.sample_scenes(1, 2).scene(0)
+    rng = random.Random(0)
+    captions = {data.caption(scene, rng) for _ in range(200)}
+    assert len(captions) > 150
+    item = scene.objects[0]
+    for caption in captions:
+        assert any(word in caption.lower() for word in data.COLOUR_WORDS[item.colour])
+        assert any(word in caption.lower() for word in data.SHAPE_WORDS[item.shape])
+
+
+def scenes_of(shape: str, **scene) -> data.SceneBatch:
+    return data.scenes_from_attributes([data.SceneAttributes((data.ObjectAttributes(shape, "red", "up"),), **scene)], 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: data.sample_scenes(0, 0), "batch"),
+        (lambda: data.sample_scenes(1, 0, triples=[]), "triples"),
+        (lambda: data.render(data.sample_scenes(1, 0), frames=[61]), "frames"),
+        (lambda: data.scenes_from_attributes([data.SceneAttributes(())], 0), "scenes"),
+        (lambda: scenes_of("cat"), "shape must be one of"),
+        (lambda: scenes_of("star", background="sky"), "background must be one of"),
+    ],
+    ids=["batch", "triples", "frames", "no object", "shape", "background"],
+)
+def test_bad_data_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# ------------------------------------------------------------------------------------------------------------- vae
+
+
+def plain_vae(**overrides) -> AutoencoderKLWan:
+    torch.manual_seed(0)
+    config = {**vae.VAE_CONFIG, "base_dim": 8, "decoder_base_dim": 8, **overrides}
+    model = AutoencoderKLWan(**config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+WAN21 = {
+    "dim_mult": [1, 2, 2, 2],
+    "temperal_downsample": [False, True, True],
+    "in_channels": 3,
+    "out_channels": 3,
+    "patch_size": None,
+}
+
+
+@pytest.mark.parametrize("frames", [1, 5, 17])
+@pytest.mark.parametrize("overrides", [{}, WAN21], ids=["patched", "wan2.1"])
+@torch.no_grad()
+def test_parallel_vae_equals_the_stock_one(overrides, frames):
+    model = plain_vae(**overrides)
+    video = torch.randn(2, 3, frames, 32, 48)
+    moments = model.encode(video).latent_dist.parameters
+    torch.testing.assert_close(vae.encode_parallel(model, video), moments, atol=1e-5, rtol=1e-4)
+    latents = torch.randn(2, 16, (frames + 3) // 4, 4, 6)
+    expected = model.decode(latents).sample
+    assert expected.abs().mean() > 1e-3
+    torch.testing.assert_close(vae.decode_parallel(model, latents).clamp(-1, 1), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_parallel_vae_refuses_what_it_does_not_compute():
+    with pytest.raises(ValueError, match="1 \\+ 4n"):
+        vae.encode_parallel(plain_vae(), torch.zeros(1, 3, 4, 16, 16))
+    residual = plain_vae(is_residual=True)
+    with pytest.raises(ValueError, match="residual"):
+        vae.encode_parallel(residual, torch.zeros(1, 3, 5, 16, 16))
+    with pytest.raises(ValueError, match="residual"):
+        vae.decode_parallel(residual, torch.zeros(1, 16, 2, 2, 2))
+
+
+def test_shipped_vae_reconstructs_and_its_statistics_fit(shipped_vae):
+    video = data.render(data.sample_scenes(1, 4242), frames=range(33))
+    assert vae.reconstruction_psnr(shipped_vae, video).mean() >= 32
+    mean, std = vae.latent_statistics(shipped_vae, "cpu")
+    latents = (vae.encode_means(shipped_vae, data.render(data.sample_scenes(6, 4343), frames=range(17))) - mean) / std
+    assert latents.mean().abs() < 0.2 and 0.7 < latents.std() < 1.3
+
+
+# ------------------------------------------------------------------------------------------------------------ text
+
+
+def test_tokenizer_is_total_and_ends_every_text(tokenizer):
+    for prompt in ("", "a red circle", "Ünïcödé 🟥 zyxw!", "word " * 1000):
+        ids = tokenizer(prompt, truncation=True, max_length=512).input_ids
+        assert ids[-1] == 1 and 0 not in ids and len(ids) <= 512
+    assert tokenizer("A Red CIRCLE").input_ids == tokenizer("a red circle").input_ids
+    assert tokenizer.decode(tokenizer("a qzxv circle").input_ids, skip_special_tokens=True).strip() == "a qzxv circle"
+
+
+def test_fast_tokenization_equals_the_tokenizers_own(tokenizer):
+    captions = ["a red circle moves left", "", "a large star " * 40]
+    expected = tokenizer(captions, padding="max_length", max_length=55, truncation=True, return_tensors="pt").input_ids
+    assert torch.equal(text.tokenize(tokenizer, captions).long(), expected)
+
+
+@torch.no_grad()
+def test_training_encodes_text_as_the_pipeline_does(tokenizer):
+    encoder = text.build_text_encoder(len(tokenizer)).eval()
+    pipe = diffusers.WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=encoder,
+        vae=plain_vae(),
+        scheduler=diffusers.UniPCMultistepScheduler(),
+        transformer=None,
+    )
+    prompts = ["a red circle moves left", "A small blue star rises over a striped grey background."]
+    expected, negative = pipe.encode_prompt(prompts, max_sequence_length=512, device="cpu")
+    embeddings, pooled = text.encode_text(encoder, text.tokenize(tokenizer, prompts))
+    torch.testing.assert_close(embeddings, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(text.encode_text(encoder, text.tokenize(tokenizer, ["", ""]))[0], negative)
+    assert expected.shape == (2, 512, text.TEXT_DIM) and pooled.shape == (2, text.TEXT_DIM)
+
+
+# ----------------------------------------------------------------------------------------------------- transformer
+
+TINY_SIZES = {"num_attention_heads": 2, "attention_head_dim": 24, "ffn_dim": 64, "num_layers": 2}
+TINY = {**transformer.TRANSFORMER_CONFIG, **TINY_SIZES}
+
+
+@torch.no_grad()
+def test_training_attention_equals_the_stock_processor_on_padded_text():
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(**TINY).eval()
+    latents, timestep, prompt = torch.randn(2, 16, 3, 4, 6), torch.tensor([10.0, 900.0]), torch.randn(2, 9, 128)
+    pad = lambda rows: torch.nn.functional.pad(prompt, (0, 0, 0, rows))
+    expected = model(latents, timestep, pad(512 - 9), return_dict=False)[0]
+    model.set_attn_processor(transformer.TrainingAttention(512 - 9))
+    torch.testing.assert_close(model(latents, timestep, pad(1), return_dict=False)[0], expected, atol=1e-5, rtol=1e-4)
+    # Without the logarithm the padding would weigh too little: the comparison can fail.
+    model.set_attn_processor(transformer.TrainingAttention(1))
+    assert (model(latents, timestep, pad(1), return_dict=False)[0] - expected).abs().max() > 1e-3
+
+
+def test_flow_matching_target_is_what_the_shipped_scheduler_integrates():
+    scheduler = diffusers.UniPCMultistepScheduler.from_pretrained(embedded_model_path() / "scheduler")
+    scheduler.set_timesteps(20)
+    clean, noise = torch.randn(2, 16, 2, 4, 4), torch.randn(2, 16, 2, 4, 4)
+    seen = []
+
+    def oracle(hidden_states, timestep, encoder_hidden_states, return_dict):
+        seen.append((hidden_states, timestep))
+        return (noise - clean,)
+
+    sigma = torch.tensor([0.25, 0.75])
+    loss = transformer.flow_matching_loss(oracle, clean, noise, sigma, torch.zeros(2, 512, 8))
+    assert loss.abs().max() < 1e-12 and seen[0][1].tolist() == [250, 750]
+    x = noise
+    for t in scheduler.timesteps:
+        x = scheduler.step(noise - clean, t, x, return_dict=False)[0]
+    torch.testing.assert_close(x, clean, atol=1e-3, rtol=1e-3)
+
+
+def test_noise_levels_cover_the_range_and_lean_towards_noise():
+    torch.manual_seed(0)
+    sigmas = transformer.sample_sigmas(20_000, 3.0, "cpu")
+    assert sigmas.min() > 0 and sigmas.max() <= 1 and (sigmas < 0.1).any() and (sigmas > 0.98).any()
+    assert 0.65 < sigmas.median() < 0.85
+
+
+@pytest.mark.parametrize("shape", [(5, 12, 30), (4, 20, 8), (3, 8, 20)], ids=str)
+def test_muon_orthogonalises(shape):
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
+    assert values.min() > 0.4 and values.max() < 1.3
+
+
+def test_muon_learns_and_refuses_vectors():
+    torch.manual_seed(0)
+    target, inputs = torch.randn(6, 4), torch.randn(64, 4)
+    weights = [torch.nn.Parameter(torch.zeros(6, 4)), torch.nn.Parameter(torch.zeros(6, 4))]
+    optimizer = StackedMuon(weights, lr=0.1)
+    losses = []
+    for step in range(150):
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / 150)
+        loss = sum(((inputs @ (weight - target).T) ** 2).mean() for weight in weights)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.01 * losses[0]
+    torch.testing.assert_close(weights[0], weights[1])
+    with pytest.raises(ValueError, match="parameters"):
+        StackedMuon([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+def tiny_run(tokenizer, **overrides):
+    torch.manual_seed(0)
+    scenes = data.sample_scenes(4, 0)
+    tokens = text.tokenize(tokenizer, text.write_captions(scenes, 0, 2), length=32).view(4, 2, 32)
+    arguments = {
+        "latents": torch.randn(4, 16, 2, 4, 4).half(),
+        "tokens": tokens,
+        "targets": text.attribute_targets(scenes),
+        "text_encoder": text.build_text_encoder(len(tokenizer), num_layers=1),
+        "steps": 4,
+        "batch": 2,
+        "seed": 0,
+        "device": "cpu",
+        "config": TINY,
+    }
+    return transformer.train_transformer(**{**arguments, **overrides})
+
+
+def test_training_resumes_exactly(tokenizer, tmp_path):
+    whole, whole_text, _ = tiny_run(tokenizer)
+    file = tmp_path / "checkpoint.pt"
+
+    def stop(step, *_):
+        if step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tiny_run(tokenizer, checkpoint=file, checkpoint_every=2, on_checkpoint=stop)
+    resumed, resumed_text, log = tiny_run(tokenizer, checkpoint=file)
+    for a, b in ((whole, resumed), (whole_text, resumed_text)):
+        for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+            torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5, msg=name)
+    assert log[-1]["step"] == 4
+    start = WanTransformer3DModel(**TINY)
+    assert (whole.proj_out.weight - start.proj_out.weight).abs().max() > 0
+
+
+def test_training_ends_within_its_time_limit(tokenizer):
+    *_, log = tiny_run(tokenizer, steps=100_000, time_limit=1e-9)
+    assert log[-1]["step"] == 1
+
+
+# ------------------------------------------------------------------------------------------------- shipped weights
+
+
+def test_shipped_model_is_stock_small_and_safe():
+    folder = embedded_model_path()
+    index = json.loads((folder / "model_index.json").read_text())
+    assert index["_class_name"] == "WanPipeline"
+    classes = {name: tuple(value) for name, value in index.items() if isinstance(value, list)}
+    assert classes["transformer"] == ("diffusers", "WanTransformer3DModel")
+    assert classes["vae"] == ("diffusers", "AutoencoderKLWan")
+    assert classes["text_encoder"] == ("transformers", "UMT5EncoderModel")
+    assert command.folder_bytes(folder) <= 16 * 2**20
+    endings = {file.suffix for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+    assert endings <= {".json", ".safetensors", ".py"}
+
+
+@torch.no_grad()
+def test_stock_pipeline_generates_with_the_shipped_model():
+    pipe = diffusers.WanPipeline.from_pretrained(embedded_model_path())
+    assert {pipe.transformer.dtype, pipe.vae.dtype, pipe.text_encoder.dtype} == {torch.float32}
+    assert pipe.scheduler.config.flow_shift == EMBEDDED_SETTINGS.flow_shift
+    pipe.set_progress_bar_config(disable=True)
+    make = lambda prompt: pipe(
+        prompt,
+        height=EMBEDDED_SETTINGS.height,
+        width=EMBEDDED_SETTINGS.width,
+        num_frames=5,
+        num_inference_steps=4,
+        guidance_scale=EMBEDDED_SETTINGS.guidance_scale,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pt",
+    ).frames[0]
+    red, blue = make("a large red circle moves left"), make("a large blue star rises")
+    assert red.shape == (5, 3, 96, 160) and torch.isfinite(red).all() and red.std() > 0.01
+    assert (red - blue).abs().mean() > 0.005
+
+
+def test_a_missing_model_is_reported(monkeypatch, tmp_path):
+    monkeypatch.setattr(embedded, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(FileNotFoundError, match="finetune.embedded"):
+        embedded_model_path()
+
+
+def test_saving_writes_a_stock_folder_in_half_precision(tokenizer, tmp_path):
+    command.save_pipeline(
+        tmp_path / "model",
+        vae=plain_vae(),
+        tokenizer=tokenizer,
+        text_encoder=text.build_text_encoder(len(tokenizer), num_layers=1),
+        transformer=WanTransformer3DModel(**TINY),
+        flow_shift=3.0,
+    )
+    pipe = diffusers.WanPipeline.from_pretrained(tmp_path / "model")
+    assert type(pipe) is diffusers.WanPipeline
+    assert {pipe.transformer.dtype, pipe.vae.dtype, pipe.text_encoder.dtype} == {torch.float32}
+    size = command.folder_bytes(tmp_path / "model")
+    parameters = sum(p.numel() for m in (pipe.vae, pipe.text_encoder, pipe.transformer) for p in m.parameters())
+    assert 2 * parameters < size < 2 * parameters + 200_000
+    shutil.rmtree(tmp_path / "model")
+
+
+@pytest.mark.parametrize("argument", ["--steps", "--clips", "--batch", "--vae-steps"])
+def test_the_training_command_refuses_counts_below_one(argument, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--output", str(tmp_path / "o"), "--work-dir", str(tmp_path / "w"), argument, "0"])
+    assert argument in capsys.readouterr().err and not (tmp_path / "w").exists()
