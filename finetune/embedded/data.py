@@ -249,7 +249,11 @@ def scenes_from_attributes(scenes: Sequence[SceneAttributes], seed: int) -> Scen
     tensors = {name: torch.tensor(values) for name, values in columns.items()}
     return _place(
         torch.tensor([len(scene.objects) for scene in scenes]),
-        *(tensors[name] for name in ("shape", "colour", "direction", "size", "speed")),
+        tensors["shape"],
+        tensors["colour"],
+        tensors["direction"],
+        tensors["size"],
+        tensors["speed"],
         torch.tensor([_index("background", scene.background, BACKGROUND_NAMES) for scene in scenes]),
         torch.tensor([_index("pattern", scene.pattern, PATTERNS) for scene in scenes]),
         torch.tensor([_index("pan", scene.pan, PANS) for scene in scenes]),

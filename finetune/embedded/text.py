@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def build_text_encoder(vocabulary: int = VOCABULARY, **overrides: Any) -> UMT5En
 
 
 def encode_text(
-    encoder: nn.Module, ids: torch.Tensor, padding: int | None = None
+    encoder: Callable[..., Any], ids: torch.Tensor, padding: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode token numbers [B, L] as the stock pipeline does.
 

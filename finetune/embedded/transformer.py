@@ -72,9 +72,8 @@ class TrainingAttention:
             query = torch.cat((query, query.new_full((*query.shape[:3], 8), dim**0.5 / 8)), -1)
             spread = bias[None, :, None, None].expand(*key.shape[:3], 8).to(key.dtype)
             key, value = torch.cat((key, spread), -1), F.pad(value, (0, 8))
-        output = F.scaled_dot_product_attention(
-            *(x.to(value.dtype).transpose(1, 2) for x in (query, key, value)), scale=dim**-0.5
-        )
+        query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))  # [B, H, S, D]
+        output = F.scaled_dot_product_attention(query, key, value, scale=dim**-0.5)
         return attn.to_out[0](output.transpose(1, 2)[..., :dim].flatten(2, 3))
 
 
@@ -127,7 +126,8 @@ def flow_matching_loss(
 
 def _optimizers(modules: nn.ModuleDict, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside transformer and encoder blocks, AdamW for everything else."""
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in modules.named_parameters():
         inside = "blocks." in name or ".block." in name
         (matrices if inside and parameter.ndim == 2 and "relative" not in name else others).append(parameter)

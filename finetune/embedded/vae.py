@@ -146,7 +146,8 @@ def train_vae(
     torch.manual_seed(seed)
     vae = AutoencoderKLWan(**(config or VAE_CONFIG)).to(device)
     average = copy.deepcopy(vae)
-    kernels, others = [], []
+    kernels: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in vae.named_parameters():
         outer = parameter.ndim < 4 or parameter[0].numel() == 1 or "conv_in" in name or "decoder.conv_out" in name
         (others if outer else kernels).append(parameter)
@@ -196,15 +197,16 @@ def _update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
 @torch.no_grad()
 def set_latent_statistics(vae: AutoencoderKLWan, *, seed: int, device: str, clips: int = 256, batch: int = 8) -> None:
     """Write the channels' mean and standard deviation over `clips` rendered clips into the VAE's config."""
-    total, square, count = 0.0, 0.0, 0
+    total = torch.zeros(vae.config.z_dim, dtype=torch.float64, device=device)
+    square, count = torch.zeros_like(total), 0
     for start in range(0, clips, batch):
         scenes = sample_scenes(min(batch, clips - start), seed * 7_919 + start)
         latents = encode_means(vae, render(scenes, device)).double()
-        total = total + latents.sum((0, 2, 3, 4))
-        square = square + latents.square().sum((0, 2, 3, 4))
+        total += latents.sum((0, 2, 3, 4))
+        square += latents.square().sum((0, 2, 3, 4))
         count += latents[:, 0].numel()
-    mean = torch.as_tensor(total) / count
-    std = (torch.as_tensor(square) / count - mean**2).clamp(min=1e-6).sqrt()
+    mean = total / count
+    std = (square / count - mean**2).clamp(min=1e-6).sqrt()
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
 
 

@@ -184,6 +184,14 @@ def test_shipped_vae_reconstructs_and_its_statistics_fit(shipped_vae):
     assert latents.mean().abs() < 0.2 and 0.7 < latents.std() < 1.3
 
 
+def test_vae_training_sets_the_statistics_of_its_latents():
+    config = {**vae.VAE_CONFIG, "base_dim": 8, "decoder_base_dim": 8}
+    model, log = vae.train_vae(steps=2, batch=1, seed=0, device="cpu", config=config, statistics_clips=1)
+    assert [entry["step"] for entry in log] == [0, 1]
+    assert model.config.latents_std != config["latents_std"] and min(model.config.latents_std) > 0
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
 # ------------------------------------------------------------------------------------------------------------ text
 
 
@@ -289,6 +297,14 @@ def test_muon_learns_and_refuses_vectors():
     torch.testing.assert_close(weights[0], weights[1])
     with pytest.raises(ValueError, match="parameters"):
         StackedMuon([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+def test_training_continues_from_given_weights(tokenizer):
+    torch.manual_seed(1)
+    given = WanTransformer3DModel(**TINY)
+    before = given.blocks[0].ffn.net[2].weight.detach().clone()
+    after, *_ = tiny_run(tokenizer, transformer=given, steps=1, learning_rate=1e-6)
+    torch.testing.assert_close(after.blocks[0].ffn.net[2].weight, before, atol=1e-4, rtol=1e-3)
 
 
 def tiny_run(tokenizer, **overrides):
@@ -399,3 +415,10 @@ def test_the_training_command_refuses_counts_below_one(argument, tmp_path, capsy
     with pytest.raises(SystemExit):
         command.main(["--output", str(tmp_path / "o"), "--work-dir", str(tmp_path / "w"), argument, "0"])
     assert argument in capsys.readouterr().err and not (tmp_path / "w").exists()
+
+
+def test_the_training_command_refuses_a_folder_without_a_model(tmp_path, capsys):
+    arguments = ["--output", str(tmp_path / "o"), "--work-dir", str(tmp_path / "w"), "--continue-from", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    assert "--continue-from must be the folder of a pipeline" in capsys.readouterr().err
