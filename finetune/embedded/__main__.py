@@ -30,6 +30,7 @@ class TrainingSettings:
     vae_steps: int = 3200
     vae_batch: int = 8
     vae_learning_rate: float = 2e-3
+    vae_object_weight: float = 0.0
     clips: int = 64_000
     captions_per_clip: int = 4
     steps: int = 12_000
@@ -121,6 +122,7 @@ def run(
             steps=settings.vae_steps,
             batch=settings.vae_batch,
             learning_rate=settings.vae_learning_rate,
+            object_weight=settings.vae_object_weight,
             seed=settings.seed,
             device=device,
             compile=compile,
@@ -194,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     values = {name: getattr(options, name) for name in vars(defaults)}
     for name, value in values.items():
-        if name != "seed" and value <= 0:
+        if name not in ("seed", "vae_object_weight") and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
     if options.continue_from is not None and not (options.continue_from / "model_index.json").is_file():
         parser.error(f"--continue-from must be the folder of a pipeline, got {options.continue_from}")

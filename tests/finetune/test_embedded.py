@@ -186,7 +186,9 @@ def test_shipped_vae_reconstructs_and_its_statistics_fit(shipped_vae):
 
 def test_vae_training_sets_the_statistics_of_its_latents():
     config = {**vae.VAE_CONFIG, "base_dim": 8, "decoder_base_dim": 8}
-    model, log = vae.train_vae(steps=2, batch=1, seed=0, device="cpu", config=config, statistics_clips=1)
+    model, log = vae.train_vae(
+        steps=2, batch=1, seed=0, device="cpu", config=config, statistics_clips=1, object_weight=3.0
+    )
     assert [entry["step"] for entry in log] == [0, 1]
     assert model.config.latents_std != config["latents_std"] and min(model.config.latents_std) > 0
     assert not any(parameter.requires_grad for parameter in model.parameters())
