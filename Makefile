@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)
-	$(BIN)/vmonarch compare "$(PROMPT)" --methods full vmonarch --output-dir outputs/demo
+	$(BIN)/vmonarch compare "$(PROMPT)" --methods full vmonarch vmonarch-dense-start --output-dir outputs/demo
 
 test: $(READY)
 	$(BIN)/pytest --numprocesses $(JOBS) -m "not gpu"

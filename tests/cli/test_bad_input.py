@@ -66,7 +66,10 @@ USAGE = {
         ["attention.implementation=cuda"],
         ["attention.implementation", "auto, triton, torch"],
     ),
-    "dense steps over 1": (["attention.dense_steps=1.5"], ["attention.dense_steps", "fraction must lie between 0.0 and 1.0"]),
+    "dense steps over 1": (
+        ["attention.dense_steps=1.5"],
+        ["attention.dense_steps", "fraction must lie between 0.0 and 1.0"],
+    ),
     "unknown key": (["step=3"], ["step", "no known key", "did you mean steps?"]),
     "value of another type": (["guidance=high"], ["--guidance", "a number", "high"]),
     "environment in a value": (["steps=${oc.env:HOME}"], ["--steps", "an integer"]),

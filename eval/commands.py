@@ -1,0 +1,58 @@
+"""Time the README's commands on a clean clone: `python -m vmonarch.eval.commands`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vmonarch.pipelines.environment import git_commit, package_versions, processor_name
+
+ROOT = Path(__file__).resolve().parents[1]
+# `make .venv/.ready` installs; the other two then find the environment ready.
+TARGETS = {"install": ".venv/.ready", "demo": "demo", "test": "test"}
+
+
+def time_commands(root: Path) -> dict[str, Any]:
+    """Clone `root`, run each target of `TARGETS` in the clone, and return what they took.
+
+    Raises:
+        subprocess.CalledProcessError: a command failed; its output is on the terminal.
+    """
+    seconds = {}
+    with tempfile.TemporaryDirectory() as folder:
+        clone = Path(folder) / "vmonarch"
+        subprocess.run(["git", "clone", "--quiet", str(root), str(clone)], check=True)
+        for name, target in TARGETS.items():
+            started = time.perf_counter()
+            subprocess.run(["make", target], cwd=clone, check=True)
+            seconds[name] = round(time.perf_counter() - started, 1)
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": "python -m vmonarch.eval.commands",
+        "hardware": f"{processor_name()}, {os.cpu_count()} cores",
+        "git_commit": git_commit(),
+        "versions": package_versions(),
+        "seconds": seconds,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.commands", description=__doc__)
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "benchmarks" / "commands.json")
+    options = parser.parse_args(arguments)
+    result = time_commands(ROOT)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["seconds"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Write the tables of the documents from the committed JSON: `python -m vmonarch.eval.tables`.
+
+What stands between `<!-- table: NAME -->` and `<!-- end -->` comes from `docs/benchmarks/NAME.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "finetune/embedded/README.md")
+_BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heading, ["---", *("---:" for _ in heading[1:])], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def embedded_model_table(results: dict[str, Any]) -> str:
+    """Prompt score of every method, and its similarity to full attention."""
+    names = {"full": "full attention", "vmonarch": "VMonarch, training-free"}
+    rows = [
+        [
+            names.get(method, method),
+            *(_percent(scores[key]) for key in ("colour", "shape", "direction", "all")),
+            *(f"{scores[key]:.{digits}f}" if key in scores else "–" for key, digits in (("psnr_db", 2), ("ssim", 3))),
+        ]
+        for method, scores in results["summary"].items()
+    ]
+    table = _markdown(["", "colour", "shape", "direction", "all three", "PSNR dB", "SSIM"], rows)
+    settings = results["settings"]
+    about = (
+        f"{settings['prompts']} prompts, {settings['num_frames']}×{settings['height']}×{settings['width']},"
+        f" {settings['steps']} steps, guidance {settings['guidance_scale']}; {results['hardware']}, {results['date']}."
+    )
+    return f"{table}\n{about} Made by `{results['command']}`.\n"
+
+
+def commands_table(results: dict[str, Any]) -> str:
+    """What installing, `make demo` and `make test` took."""
+    names = {"install": "making the environment", "demo": "`make demo` after that", "test": "`make test` after that"}
+    rows = [[names[key], f"{seconds:.0f} s"] for key, seconds in results["seconds"].items()]
+    return (
+        f"{_markdown(['', 'time'], rows)}\n{results['hardware']}, {results['date']}. Made by `{results['command']}`.\n"
+    )
+
+
+def demo_table(results: dict[str, Any]) -> str:
+    """The table that `make demo` prints."""
+    from vmonarch.eval.compare import format_table
+
+    environment = results["environment"]
+    table = format_table(results["methods"], results["means"], results["reference"])
+    about = f"{environment['device_name']}, {environment['cpu_count']} cores, {results['created'][:10]}."
+    return f"{table}\n\n{about} Made by `make demo`.\n"
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "embedded-model": embedded_model_table,
+    "demo": demo_table,
+    "commands": commands_table,
+}
+
+
+def render(text: str, benchmarks: Path) -> str:
+    """`text` with every table written anew.
+
+    Raises:
+        KeyError: a table that no function writes.
+        FileNotFoundError: a table whose JSON is missing.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        name = match["name"]
+        return match[1] + TABLES[name](json.loads((benchmarks / f"{name}.json").read_text())) + match[3]
+
+    return _BLOCK.sub(table, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; exit code 1 if `--check` finds a document that differs from its JSON."""
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a document is out of date")
+    options = parser.parse_args(arguments)
+    stale = []
+    for name in DOCUMENTS:
+        path = ROOT / name
+        old = path.read_text()
+        new = render(old, ROOT / "docs" / "benchmarks")
+        if new != old:
+            stale.append(name)
+            if not options.check:
+                path.write_text(new)
+    if stale:
+        print(f"{'out of date' if options.check else 'written'}: {', '.join(stale)}")
+    return 1 if stale and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

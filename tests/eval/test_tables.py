@@ -1,0 +1,44 @@
+"""The documents say what the committed JSON says, and nothing else can get in between."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from vmonarch.eval import tables
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+
+
+@pytest.mark.parametrize("document", tables.DOCUMENTS)
+def test_the_tables_of_a_document_are_those_of_the_json(document):
+    text = (ROOT / document).read_text()
+    assert tables.render(text, BENCHMARKS) == text, "run python -m vmonarch.eval.tables"
+
+
+def test_every_table_stands_in_some_document():
+    found = {m["name"] for document in tables.DOCUMENTS for m in tables._BLOCK.finditer((ROOT / document).read_text())}
+    assert found == set(tables.TABLES)
+
+
+def test_a_changed_number_changes_the_table(tmp_path):
+    paths = {"embedded-model": ("summary", "full", "shape"), "demo": ("means", "full", "seconds")}
+    for name in tables.TABLES:
+        results = json.loads((BENCHMARKS / f"{name}.json").read_text())
+        *path, key = paths.get(name, ("seconds", "demo"))
+        numbers = results
+        for step in path:
+            numbers = numbers[step]
+        numbers[key] += 0.7
+        (tmp_path / f"{name}.json").write_text(json.dumps(results))
+    for document in tables.DOCUMENTS:
+        for match in tables._BLOCK.finditer((ROOT / document).read_text()):
+            assert tables.render(match[0], tmp_path) != tables.render(match[0], BENCHMARKS), match["name"]
+
+
+def test_links_and_pictures_of_the_documents_exist():
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "finetune" / "embedded" / "README.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} points at {target}"
