@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import tempfile
 import time
@@ -13,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vmonarch.pipelines.environment import git_commit, package_versions, processor_name
+from vmonarch.pipelines.environment import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 # `make .venv/.ready` installs; the other two then find the environment ready.
@@ -34,12 +33,12 @@ def time_commands(root: Path) -> dict[str, Any]:
             started = time.perf_counter()
             subprocess.run(["make", target], cwd=clone, check=True)
             seconds[name] = round(time.perf_counter() - started, 1)
+    about = environment("cpu")
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "command": "python -m vmonarch.eval.commands",
-        "hardware": f"{processor_name()}, {os.cpu_count()} cores",
-        "git_commit": git_commit(),
-        "versions": package_versions(),
+        "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
+        "environment": about,
         "seconds": seconds,
     }
 

@@ -10,13 +10,10 @@ Shapes in comments: F frames, Y height, X width.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import functools
 import json
 import math
-import os
-import platform
 import re
 import sys
 import time
@@ -28,6 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import resolve_method
 from vmonarch.finetune.embedded.data import (
     COLOUR_NAMES,
     COLOUR_WORDS,
@@ -44,6 +43,7 @@ from vmonarch.finetune.embedded.data import (
     sample_scenes,
     shape_distance,
 )
+from vmonarch.pipelines.environment import environment
 
 MIN_CHROMA = 0.34
 """Pixels whose largest and smallest channel differ by less are background."""
@@ -356,35 +356,6 @@ def contact_sheet(videos: torch.Tensor, path: Path, frames: int = 6, columns: in
     Image.fromarray((torch.cat(rows) * 255).round().byte().numpy()).save(path)
 
 
-@contextlib.contextmanager
-def _attention(pipe: Any, method: str):
-    """Run the pipeline with full attention, or with VMonarch's default processor."""
-    if method == "full":
-        yield
-        return
-    import vmonarch
-
-    vmonarch.apply(pipe, vmonarch.VMonarchProcessor())
-    try:
-        yield
-    finally:
-        vmonarch.restore(pipe)
-
-
-def _versions() -> dict[str, str]:
-    import diffusers
-    import transformers
-
-    import vmonarch
-
-    modules = (vmonarch, torch, diffusers, transformers)
-    return {"python": platform.python_version(), **{module.__name__: module.__version__ for module in modules}}
-
-
-def _hardware(device: str) -> str:
-    return torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {os.cpu_count()} cores"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Generate the held-out prompts with each method, score them, and write the JSON."""
     from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS as settings
@@ -393,7 +364,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.prompt_score", description=main.__doc__)
     parser.add_argument("--model", type=Path, help="folder of a Wan pipeline (default: the embedded model)")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
-    parser.add_argument("--methods", nargs="+", choices=("full", "vmonarch"), default=["full", "vmonarch"])
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["full", "vmonarch"],
+        help="attention methods as `vmonarch compare` takes them, full first",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=16, help="prompts generated at once")
     parser.add_argument("--prompts", type=int, default=64, help="how many of the 64 held-out prompts")
@@ -406,11 +382,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.methods[0] != "full":
         parser.error("--methods must start with full: PSNR and SSIM are measured against it")
+    try:
+        methods = [resolve_method(name, argument="--methods") for name in options.methods]
+    except InputError as error:
+        parser.error(str(error))
     if not 1 <= options.prompts <= 64 or options.batch < 1:
         parser.error("--prompts must be 1 to 64 and --batch at least 1")
 
     from diffusers import WanPipeline
 
+    from vmonarch.eval.compare import file_name
     from vmonarch.eval.similarity import psnr, ssim
 
     pipe = WanPipeline.from_pretrained(str(options.model or embedded_model_path())).to(options.device)
@@ -424,21 +405,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     summary: dict[str, dict[str, float]] = {}
     reference: torch.Tensor | None = None
-    for method in options.methods:
+    for attention in methods:
+        method = attention.label
         started = time.perf_counter()
-        with _attention(pipe, method):
-            videos = generate(
-                pipe,
-                [item.prompt for item in held_out],
-                seed=options.seed,
-                batch=options.batch,
-                steps=options.steps,
-                guidance=options.guidance,
-                size=(settings.height, settings.width, settings.num_frames),
-            )
+        attention.install(pipe)
+        videos = generate(
+            pipe,
+            [item.prompt for item in held_out],
+            seed=options.seed,
+            batch=options.batch,
+            steps=options.steps,
+            guidance=options.guidance,
+            size=(settings.height, settings.width, settings.num_frames),
+        )
         seconds = time.perf_counter() - started
         if options.sheet is not None:
-            contact_sheet(videos, options.sheet.with_name(f"{options.sheet.name}-{method}.png"))
+            contact_sheet(videos, options.sheet.with_name(f"{options.sheet.name}-{file_name(method)}.png"))
         scores, similarities = [], []
         for row, item, video in zip(results, held_out, videos, strict=True):
             readings = read_video(video.to(options.device))
@@ -462,10 +444,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reader["rendered"] = reader_accuracy(options.reader_clips, 31_337, None, options.device)
         reader["reconstructed"] = reader_accuracy(options.reader_clips, 31_337, pipe.vae, options.device)
         print("reader", json.dumps(reader), flush=True)
+    about = environment(options.device)
     document = {
         "date": datetime.date.today().isoformat(),
-        "hardware": _hardware(options.device),
-        "versions": _versions(),
+        "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
+        "environment": about,
         "command": "python -m vmonarch.eval.prompt_score " + " ".join(arguments or sys.argv[1:]),
         "settings": {
             "prompts": options.prompts,

@@ -172,10 +172,15 @@ def test_every_caption_is_understood_as_the_scene_it_was_written_for():
 
 
 def test_the_command_refuses_bad_arguments(tmp_path, capsys):
-    for arguments in (["--methods", "vmonarch"], ["--prompts", "0"], ["--batch", "0"]):
+    for arguments, message in (
+        (["--methods", "vmonarch"], "--methods must start with full"),
+        (["--methods", "full", "vmonark"], "did you mean vmonarch"),
+        (["--prompts", "0"], "--prompts must be 1 to 64"),
+        (["--batch", "0"], "--batch at least 1"),
+    ):
         with pytest.raises(SystemExit):
             ps.main(["--output", str(tmp_path / "x.json"), *arguments])
-    assert "--methods must start with full" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -185,6 +190,7 @@ def test_the_command_writes_scores_of_the_embedded_model(tmp_path):
     assert ps.main([*arguments, "--reader-clips", "0", "--sheet", str(tmp_path / "sheet")]) == 0
     document = json.loads(output.read_text())
     assert set(document["summary"]) == {"full", "vmonarch"}
+    assert document["prompts"][0]["full"] != document["prompts"][0]["vmonarch"]
     assert document["prompts"][0]["prompt"] == data.held_out_prompts()[0].prompt
     assert 0 < document["summary"]["vmonarch"]["psnr_db"] < 100
     assert (tmp_path / "sheet-full.png").exists() and (tmp_path / "sheet-vmonarch.png").exists()
