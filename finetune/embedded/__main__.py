@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from vmonarch.finetune.embedded import parallel
+
 
 @dataclass(frozen=True)
 class TrainingSettings:
@@ -107,14 +109,17 @@ def run(
     report: dict[str, Any] = {}
 
     def note(stage: str, **values: Any) -> None:
+        if parallel.rank() > 0:
+            return
         report[stage] = {**values, "at_seconds": round(time.monotonic() - started, 1)}
         print(stage, json.dumps(report[stage], default=str)[:400], flush=True)
         (work / f"report-{stage}.json").write_text(json.dumps(report[stage], indent=1, default=str) + "\n")
 
     if continue_from is not None:
-        for part in ("vae", "tokenizer"):
-            if not (work / part).is_dir():
-                shutil.copytree(continue_from / part, work / part)
+        with parallel.first_process_first():
+            for part in ("vae", "tokenizer"):
+                if not (work / part).is_dir():
+                    shutil.copytree(continue_from / part, work / part)
     if (work / "vae").is_dir():
         vae = AutoencoderKLWan.from_pretrained(work / "vae").to(device).eval()
     else:
@@ -128,14 +133,16 @@ def run(
             compile=compile,
             statistics_clips=4 if quick else 256,
         )
-        vae.save_pretrained(work / "vae")
+        if parallel.rank() == 0:
+            vae.save_pretrained(work / "vae")
         video = render(sample_scenes(1 if quick else 16, settings.seed + 999_983), device)
         note("vae", psnr_db=float(reconstruction_psnr(vae, video).mean()), log=log)
 
-    scenes = sample_scenes(settings.clips, settings.seed + 1)
-    captions = write_captions(scenes, settings.seed + 2, settings.captions_per_clip)
-    if not (work / "tokenizer").is_dir():
-        train_tokenizer(captions[:200_000]).save_pretrained(work / "tokenizer")
+    scenes = sample_scenes(settings.clips, parallel.own_seed(settings.seed + 1))
+    captions = write_captions(scenes, parallel.own_seed(settings.seed + 2), settings.captions_per_clip)
+    with parallel.first_process_first():
+        if not (work / "tokenizer").is_dir():
+            train_tokenizer(captions[:200_000]).save_pretrained(work / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     tokens = tokenize(tokenizer, captions).view(settings.clips, settings.captions_per_clip, -1).to(device)
     note("captions", vocabulary=len(tokenizer), longest=int((tokens != 0).sum(-1).max()))
@@ -174,7 +181,7 @@ def run(
         compile=compile,
         checkpoint=work / "checkpoint.pt",
         checkpoint_every=max(1, settings.steps // 6),
-        time_limit=time_limit - (time.monotonic() - started),
+        time_limit=parallel.first_process_says(time_limit - (time.monotonic() - started), device),
         on_checkpoint=save,
     )
     note("transformer", log=log)
@@ -203,16 +210,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         values |= {"vae_steps": 2, "vae_batch": 1, "clips": 8, "captions_per_clip": 4, "steps": 2, "batch": 2}
     torch.backends.cudnn.benchmark = True
-    run(
-        TrainingSettings(**values),
-        output=options.output,
-        work=options.work_dir,
-        device=options.device,
-        compile=not options.no_compile and options.device != "cpu",
-        time_limit=options.time_limit,
-        continue_from=options.continue_from,
-        quick=options.quick,
-    )
+    with parallel.process_group(options.device) as device:
+        run(
+            TrainingSettings(**values),
+            output=options.output,
+            work=options.work_dir,
+            device=device,
+            compile=not options.no_compile and device != "cpu",
+            time_limit=options.time_limit,
+            continue_from=options.continue_from,
+            quick=options.quick,
+        )
     return 0
 
 

@@ -15,6 +15,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5EncoderModel
 
+from vmonarch.finetune.embedded import parallel
 from vmonarch.finetune.embedded.data import SceneBatch, render
 from vmonarch.finetune.embedded.optimizer import StackedMuon
 from vmonarch.finetune.embedded.text import TEXT_DIM, TEXT_LENGTH, AttributeHeads, encode_text
@@ -92,7 +93,7 @@ def encode_clips(
     parts = []
     for start in range(0, len(scenes), batch):
         video = render(scenes[start : start + batch], device)
-        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
             moments = encode(vae, video) if len(video) == batch else encode_parallel(vae, video)
         parts.append(((moments.float()[:, : vae.config.z_dim] - mean) / std).half())
     return torch.cat(parts)
@@ -157,7 +158,7 @@ def train_transformer(
     on_checkpoint: Callable[[int, WanTransformer3DModel, UMT5EncoderModel], None] | None = None,
     checkpoint_every: int = 1000,
 ) -> tuple[WanTransformer3DModel, UMT5EncoderModel, list[dict[str, float]]]:
-    """Train from scratch, or resume from `checkpoint` where that file exists.
+    """Train from scratch, or resume from `checkpoint` where that file exists; with others inside a process group.
 
     Args:
         latents: normalised, [N, 16, F, Y, X], float16, on `device`.
@@ -197,11 +198,13 @@ def train_transformer(
     transformer.set_attn_processor(TrainingAttention(TEXT_LENGTH - tokens.shape[-1]))
     model = torch.compile(transformer, dynamic=False) if compile else transformer
     encoder = torch.compile(text_encoder, dynamic=False) if compile else text_encoder
-    started = time.monotonic()
+    started, elapsed = time.monotonic(), 0.0
     recent: list[torch.Tensor] = []
     for step in range(first, steps):
-        torch.manual_seed(seed * 1_000_003 + step)
-        progress = max(step / steps, (time.monotonic() - started) / time_limit)
+        torch.manual_seed(parallel.own_seed(seed * 1_000_003 + step))
+        if step % 10 == 0 or parallel.world_size() == 1:
+            elapsed = parallel.first_process_says(time.monotonic() - started, device)
+        progress = max(step / steps, elapsed / time_limit)
         last = step + 1 == steps or progress >= 1
         rate = learning_rate * max(0.0, min(1, (step + 1) / 200, (1 - progress) / decay_share))
         for optimizer in optimizers:
@@ -213,12 +216,13 @@ def train_transformer(
         dropped = torch.rand(batch, device=device) < caption_dropout
         ids = torch.where(dropped[:, None], F.pad(torch.ones_like(ids[:, :1]), (0, ids.shape[1] - 1)), ids)
         noise, sigma = torch.randn_like(clean), sample_sigmas(batch, sigma_shift, device)
-        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
             text, pooled = encode_text(encoder, ids, padding=1)
             flow = flow_matching_loss(model, clean, noise, sigma, text.float())
             attributes = heads(pooled, targets[rows])
         loss = flow.mean() + 0.05 * (attributes * ~dropped).mean()
         loss.backward()
+        parallel.average_gradients(modules.parameters())
         nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
@@ -234,9 +238,10 @@ def train_transformer(
                 raise FloatingPointError(f"the loss is not finite at step {step}")
             entry = {"step": step + 1, "flow": values[0], "text": values[1], "seconds": time.monotonic() - started}
             log.append(entry)
-            print(f"transformer {step + 1:6d}  flow {values[0]:.4f}  text {values[1]:.3f}", end="  ")
-            print(f"{entry['seconds']:.0f}s", flush=True)
-        if (step + 1) % checkpoint_every == 0 or last:
+            if parallel.rank() == 0:
+                print(f"transformer {step + 1:6d}  flow {values[0]:.4f}  text {values[1]:.3f}", end="  ")
+                print(f"{entry['seconds']:.0f}s", flush=True)
+        if ((step + 1) % checkpoint_every == 0 or last) and parallel.rank() == 0:
             if checkpoint is not None:
                 state = {
                     "modules": modules.state_dict(),

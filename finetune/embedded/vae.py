@@ -18,6 +18,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanUpBlock, patchify, unpatchify
 from torch import nn
 
+from vmonarch.finetune.embedded import parallel
 from vmonarch.finetune.embedded.data import render, sample_scenes
 from vmonarch.finetune.embedded.optimizer import StackedMuon
 
@@ -158,18 +159,20 @@ def train_vae(
     ]
     model: nn.Module = _Autoencoder(vae)
     step_function = torch.compile(model, dynamic=False) if compile else model
+    if parallel.world_size() > 1:
+        torch.manual_seed(parallel.own_seed(seed))
     log: list[dict[str, float]] = []
     started = time.monotonic()
     for step in range(steps):
         progress = step / steps
-        video = render(sample_scenes(batch, seed * 1_000_003 + step), device)
+        video = render(sample_scenes(batch, parallel.own_seed(seed * 1_000_003 + step)), device)
         frames, height, width = video.shape[2:]
         noise = torch.randn(batch, vae.config.z_dim, 1 + (frames - 1) // 4, height // 8, width // 8, device=device)
         rate = learning_rate * min(1, 50 * (progress + 1 / steps)) * 0.5 * (1 + math.cos(math.pi * progress))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
             output, mean, log_variance = step_function(video, noise)
         error = output - video
         # Saturated pixels belong to objects: a small share of a clip that plain means hardly see.
@@ -179,12 +182,13 @@ def train_vae(
         kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
         loss = l1 + 2 * mse + kl_weight * kl
         loss.backward()
+        parallel.average_gradients(vae.parameters())
         nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         _update_average(average, vae, min(0.995, (1 + step) / (10 + step)))
-        if step % 50 == 0 or step == steps - 1:
+        if (step % 50 == 0 or step == steps - 1) and parallel.rank() == 0:
             psnr = -10 * math.log10(max(error.detach().square().mean().item() / 4, 1e-12))
             seconds = time.monotonic() - started
             log.append({"step": step, "l1": l1.item(), "psnr": psnr, "kl": kl.item(), "seconds": seconds})
