@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +66,6 @@ def build_pipeline(folder: Path, *, image_to_video: bool = False, **options: Any
     pipe = cls(tokenizer=fast, text_encoder=encoder, vae=vae, scheduler=scheduler, **transformers, **options)
     pipe.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small only lose by threads that wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,7 @@ from vmonarch.pipelines import generation
 from vmonarch.pipelines.generation import GenerateConfig
 from vmonarch.pipelines.model_folder import find_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def sampled(model: Path, **values: object) -> tuple[generation.LoadedModel, generation.Batch]:

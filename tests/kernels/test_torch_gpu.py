@@ -5,10 +5,7 @@ import torch
 
 from vmonarch import ExactBlocks, flash_entropy_attention, vmonarch_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 GRID = (5, 7, 9)
 OPTIONS = {
     "default": {},

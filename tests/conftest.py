@@ -1,3 +1,5 @@
+"""Fixtures of all tests."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -11,15 +13,15 @@ import torch
 
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
-    """Builders of tiny Wan models and pipelines; see `tiny_wan.py`."""
-    spec = importlib.util.spec_from_file_location("tiny_wan", Path(__file__).with_name("tiny_wan.py"))
+    """Builders of tiny Wan models and pipelines; see `tests/processors/tiny_wan.py`."""
+    spec = importlib.util.spec_from_file_location("tiny_wan", Path(__file__).with_name("processors") / "tiny_wan.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     # Tiny tensors: more threads only wait for each other, and sums in another order would not be bit-identical.
     threads = torch.get_num_threads()
