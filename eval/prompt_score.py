@@ -27,6 +27,7 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
+from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.finetune.embedded.data import (
     COLOUR_NAMES,
     COLOUR_WORDS,
@@ -466,9 +467,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "prompts": results,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    partial = options.output.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n")
-    partial.replace(options.output)
+    with AtomicFiles(overwrite=True) as files:
+        files.stage(options.output).write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

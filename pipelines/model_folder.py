@@ -90,6 +90,12 @@ class ModelFolder:
         return digest.hexdigest()
 
 
+def folder_bytes(folder: Path) -> int:
+    """Size of the model in a folder, all files but Python's."""
+    files = (file for file in folder.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc"))
+    return sum(file.stat().st_size for file in files)
+
+
 def find_model(name: str, revision: str | None = None) -> ModelFolder:
     """Locate and check a model: `embedded`, a local folder, or a hub id (`owner/name`, downloaded when needed).
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from vmonarch.finetune.embedded import parallel
+from vmonarch.pipelines.model_folder import folder_bytes
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,6 @@ def save_pipeline(
     for name in ("model_index.json", "tokenizer/tokenizer_config.json"):
         text = (folder / name).read_text()
         (folder / name).write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
-
-
-def folder_bytes(folder: Path) -> int:
-    """Size of the model in a folder, all files but Python's."""
-    files = (file for file in folder.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc"))
-    return sum(file.stat().st_size for file in files)
 
 
 def run(

@@ -15,11 +15,18 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5EncoderModel
 
+from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.finetune.embedded import parallel
 from vmonarch.finetune.embedded.data import SceneBatch, render
 from vmonarch.finetune.embedded.optimizer import StackedMuon
 from vmonarch.finetune.embedded.text import TEXT_DIM, TEXT_LENGTH, AttributeHeads, encode_text
-from vmonarch.finetune.embedded.vae import LATENT_CHANNELS, encode_parallel, latent_statistics
+from vmonarch.finetune.embedded.vae import (
+    LATENT_CHANNELS,
+    encode_means,
+    encode_parallel,
+    latent_statistics,
+    update_average,
+)
 
 TRANSFORMER_CONFIG: dict[str, Any] = {
     "patch_size": (1, 2, 2),
@@ -93,9 +100,9 @@ def encode_clips(
     parts = []
     for start in range(0, len(scenes), batch):
         video = render(scenes[start : start + batch], device)
-        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
-            moments = encode(vae, video) if len(video) == batch else encode_parallel(vae, video)
-        parts.append(((moments.float()[:, : vae.config.z_dim] - mean) / std).half())
+        # A compiled form is made for one batch size; the last, smaller batch goes without.
+        means = encode_means(vae, video, encode if len(video) == batch else encode_parallel)
+        parts.append(((means - mean) / std).half())
     return torch.cat(parts)
 
 
@@ -227,9 +234,7 @@ def train_transformer(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            decay = min(0.999, (1 + step) / (10 + step))
-            torch._foreach_lerp_(list(average.parameters()), list(modules.parameters()), 1 - decay)
+        update_average(average, modules, min(0.999, (1 + step) / (10 + step)))
         recent.append(torch.stack((flow.detach().mean(), attributes.detach().mean())))
         if (step + 1) % 100 == 0 or last:
             values = torch.stack(recent).mean(0).tolist()
@@ -250,8 +255,8 @@ def train_transformer(
                     "step": step + 1,
                     "log": log,
                 }
-                torch.save(state, checkpoint.with_suffix(".partial"))
-                checkpoint.with_suffix(".partial").replace(checkpoint)
+                with AtomicFiles(overwrite=True) as files:
+                    torch.save(state, files.stage(checkpoint))
             if on_checkpoint is not None:
                 on_checkpoint(step + 1, average["transformer"], average["text"])
         if last:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ def train_vae(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        _update_average(average, vae, min(0.995, (1 + step) / (10 + step)))
+        update_average(average, vae, min(0.995, (1 + step) / (10 + step)))
         if (step % 50 == 0 or step == steps - 1) and parallel.rank() == 0:
             psnr = -10 * math.log10(max(error.detach().square().mean().item() / 4, 1e-12))
             seconds = time.monotonic() - started
@@ -199,7 +200,8 @@ def train_vae(
 
 
 @torch.no_grad()
-def _update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
+def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
+    """Move the weights of `average` towards those of `model`: an exponential moving average."""
     torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
 
 
@@ -220,10 +222,16 @@ def set_latent_statistics(vae: AutoencoderKLWan, *, seed: int, device: str, clip
 
 
 @torch.no_grad()
-def encode_means(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
-    """Posterior means [B, z, 1 + n, Y/8, X/8] of clips [B, 3, 1 + 4n, Y, X], in float32, not normalised."""
+def encode_means(
+    vae: AutoencoderKLWan, video: torch.Tensor, encode: Callable[..., torch.Tensor] = encode_parallel
+) -> torch.Tensor:
+    """Posterior means [B, z, 1 + n, Y/8, X/8] of clips [B, 3, 1 + 4n, Y, X], in float32, not normalised.
+
+    Args:
+        encode: `encode_parallel`, or a compiled form of it.
+    """
     with torch.autocast(video.device.type, torch.bfloat16, enabled=video.device.type != "cpu"):
-        return encode_parallel(vae, video).float()[:, : vae.config.z_dim]
+        return encode(vae, video).float()[:, : vae.config.z_dim]
 
 
 def latent_statistics(vae: AutoencoderKLWan, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,11 +85,10 @@ def _implementation(device: Any) -> str:
 
 
 def _embedded_model() -> dict[str, Any]:
-    from vmonarch.pipelines.model_folder import ModelError, find_model
+    from vmonarch.pipelines.model_folder import ModelError, find_model, folder_bytes
 
     try:
         folder = find_model("embedded").path
     except ModelError as error:
         return {"path": None, "bytes": None, "problem": str(error)}
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return {"path": str(folder), "bytes": size, "problem": None}
+    return {"path": str(folder), "bytes": folder_bytes(folder), "problem": None}
