@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when a kernel is defined whether it runs on the CPU through the interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

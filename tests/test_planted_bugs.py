@@ -1,4 +1,4 @@
-"""The tests of the mathematics can fail: each bug below, planted in a copy of the package, makes them fail."""
+"""The tests of the mathematics and of the kernels can fail: each bug below, planted in a copy, makes them fail."""
 
 import os
 import shutil
@@ -12,6 +12,11 @@ ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = "kernels/monarch/reference.py"
 SOFTMAX = "kernels/flash_entropy/reference.py"
 BLOCKS = "kernels/monarch/blocks.py"
+ONLINE = "kernels/common/softmax.py"
+PLACES = "kernels/monarch/places.py"
+R_STEP = "kernels/monarch/r_step.py"
+L_STEP = "kernels/monarch/l_step.py"
+FUSED = "kernels/monarch/fused.py"
 
 # name -> (file in the package, text in it, what the bug makes of it)
 BUGS = {
@@ -35,22 +40,61 @@ BUGS = {
     "pre-is-post": (BLOCKS, 'missing if padding == "pre" else 0', "0"),
     "second-frame-recomputed": ("exact.py", "ExactBlocks(rows=(0,),", "ExactBlocks(rows=(1,),"),
     "band-one-short": ("exact.py", "abs(l - k) <= band", "abs(l - k) < band"),
-    "rounding-inward": ("kernels/monarch/api.py", "not attended.isdisjoint(block)", "attended.issuperset(block)"),
+    "rounding-inward": (BLOCKS, "not attended.isdisjoint(block)", "attended.issuperset(block)"),
     "merge-without-shift": ("monoid.py", "torch.exp(lses - shift)", "torch.exp(lses)"),
     "merge-hides-nan": ("monoid.py", "torch.where(share == 0,", "torch.where(~(share > 0),"),
+    "kernel-y-from-keys": (R_STEP, "acc_v = tl.dot(p, v,", "acc_v = tl.dot(p, k,"),
+    "kernel-tail-skipped": (R_STEP, "z, full_stop, stop, k_tail_desc", "z, full_stop, full_stop, k_tail_desc"),
+    "kernel-rescale-forgotten": (R_STEP, "acc_k = tl.dot(p, k, acc_k * alpha[:, None]", "acc_k = tl.dot(p, k, acc_k"),
+    "kernel-alpha-of-the-sum": (ONLINE, "row_sum = row_sum * alpha + tl.sum(p, 1)", "row_sum = row_sum + tl.sum(p, 1)"),
+    "kernel-entropy-without-scale": (R_STEP, "cL = scale * tl.sum(", "cL = tl.sum("),
+    "kernel-wrong-frame-stride": (
+        R_STEP, "return block * places.positions - places.offset + i,", "return places.positions + i,"),
+    "kernel-clamp-dropped": (L_STEP, "tl.maximum(cR, min_mass)[:, None]", "tl.maximum(cR, 1e-30)[:, None]"),
+    "kernel-clamp-lets-gradient-through": (R_STEP, "tl.where(cR >= min_mass,", "tl.where(cR >= 0.0,"),
+    "kernel-pooled-keys-count-once": (R_STEP, "tl.log2(tl.maximum(count, 1.0))", "0.0 * count"),
+    "kernel-pooled-gradient-not-shared": (R_STEP, "tl.exp2(-tl.where(bias", "tl.exp2(0.0 * tl.where(bias"),
+    "kernel-padded-queries-count": (L_STEP, "L = tl.where(valid[None, :], L, 0.0)", "L = L"),
+    "kernel-exact-blocks-counted-twice": (L_STEP, "Z = tl.where(_is_exact(", "_ = tl.where(_is_exact("),
+    "kernel-exact-weight-forgotten": (L_STEP, "row_sum = row_sum * alpha + weight", "row_sum = row_sum * alpha"),
+    "kernel-exact-gradient-overwritten": (
+        L_STEP, "d_logit += tl.load(dlse_exact_ptr + token", "d_logit += 0.0 * tl.load(dlse_exact_ptr + token"),
+    "kernel-key-is-no-value": (R_STEP, "dk = dk_as_key * scale + dk_as_value", "dk = dk_as_key * scale"),
+    "kernel-gradient-without-scale": (R_STEP, "dz *= scale", "dz *= 1.0"),
+    "kernel-delta-dropped": (R_STEP, "ds = dp - delta", "ds = dp"),
+    "kernel-dq-overwritten": (R_STEP, "other=0.0).to(tl.float32) + dz", "other=0.0).to(tl.float32) * 0 + dz"),
+    "kernel-lse-gradient-sign": (L_STEP, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr"),
+    "kernel-mass-gradient-dropped": (L_STEP, "PRECISION) + dcR[:, None]", "PRECISION)"),
+    "kernel-tiles-of-equal-size": (
+        PLACES, "first_row = tile_h * places.height // places.tiles_h", "first_row = tile_h * places.tile_height"),
+    "kernel-inference-reads-old-z": (FUSED, "z = buffers.z[n]", "z = query"),
 }  # fmt: skip
+# Tests that see a bug of the kernels soonest; the interpreter is slow.
+KEYWORDS = {
+    "kernel-clamp-dropped": "strong-clamp",
+    "kernel-clamp-lets-gradient-through": "strong-clamp",
+    "kernel-pooled-keys-count-once": "coarse",
+    "kernel-pooled-gradient-not-shared": "coarse",
+    "kernel-padded-queries-count": "tiles",
+    "kernel-exact-blocks-counted-twice": "own-frame",
+    "kernel-exact-weight-forgotten": "own-frame",
+    "kernel-exact-gradient-overwritten": "own-frame",
+    "kernel-tiles-of-equal-size": "tiles",
+}
 # The test files to run, those that look straight at the planted file first.
 TESTS = {
     SOFTMAX: ["tests/kernels/test_flash_entropy.py", "tests/kernels/test_monarch.py"],
     "monoid.py": ["tests/vmonarch/test_monoid.py"],
+    **{file: ["tests/kernels/test_monarch_triton.py"] for file in (ONLINE, PLACES, R_STEP, L_STEP, FUSED)},
 }
 DEFAULT_TESTS = ["tests/kernels/test_monarch.py"]
 
 
-def run_tests(package: Path, tests: list[str]) -> subprocess.CompletedProcess:
+def run_tests(package: Path, tests: list[str], keyword: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider",
-         "-p", "no:xdist", "-c", str(ROOT / "pyproject.toml"), *(str(ROOT / test) for test in tests)],
+        [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow and not gpu", "-k", keyword,
+         "-p", "no:cacheprovider", "-p", "no:xdist", "-c", str(ROOT / "pyproject.toml"),
+         *(str(ROOT / test) for test in tests)],
         cwd=package,
         env={**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -72,7 +116,7 @@ def test_a_planted_bug_is_caught(name, tmp_path):
     original = source.read_text()
     assert original.count(text) >= 1, f"{file} no longer contains {text!r}"
     source.write_text(original.replace(text, bug))
-    result = run_tests(tmp_path, TESTS.get(file, DEFAULT_TESTS))
+    result = run_tests(tmp_path, TESTS.get(file, DEFAULT_TESTS), KEYWORDS.get(name, ""))
     # Exit code 1 is "tests failed"; a syntax or import error would be another one.
     assert result.returncode == 1, result.stdout[-2000:]
     assert "1 failed" in result.stdout and "error" not in result.stdout.splitlines()[-1]
@@ -80,5 +124,8 @@ def test_a_planted_bug_is_caught(name, tmp_path):
 
 def test_the_untouched_copy_passes(tmp_path):
     copy_package(tmp_path)
-    result = run_tests(tmp_path, sorted({test for tests in TESTS.values() for test in tests}))
-    assert result.returncode == 0, result.stdout[-2000:]
+    kernels = TESTS[R_STEP]
+    others = sorted({test for tests in TESTS.values() for test in tests} - set(kernels))
+    # Of the kernels' tests, which are slow, some that catch bugs above.
+    for result in (run_tests(tmp_path, others), run_tests(tmp_path, kernels, "paper or strong-clamp or own-frame")):
+        assert result.returncode == 0, result.stdout[-2000:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.flash_entropy.reference import flash_entropy_attention_reference
 from vmonarch.validation import check_flag, check_implementation, check_qkv, resolve_scale
 
@@ -26,7 +27,8 @@ def flash_entropy_attention(
         scale: softmax scale; 1/√D if None.
         entropy_grad: whether gradients flow through the entropy. The paper stops them, because they dominate the
             gradient of the output and make training unstable.
-        implementation: "auto" or "torch". There is no Triton kernel yet, so "auto" is "torch".
+        implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; head dimensions up to
+            256); or "auto", see `kernels.common.launch.use_triton`.
 
     Returns:
         (out [B, Sq, H, Dv] in the dtype of `query`, lse [B, H, Sq] and entropy [B, H, Sq], both in nats and in
@@ -34,20 +36,17 @@ def flash_entropy_attention(
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
-        NotImplementedError: implementation="triton".
+        NotImplementedError: implementation="triton", and the kernels cannot take the tensors; the message says why.
 
     Source: VMonarch, Algorithms 1 and 2.
     """
     check_qkv(query, key, value)
     check_flag("entropy_grad", entropy_grad)
-    require_torch("flash_entropy_attention", implementation)
-    return flash_entropy_attention_reference(
-        query, key, value, scale=resolve_scale(scale, query.shape[-1]), entropy_grad=entropy_grad
-    )
-
-
-def require_torch(op: str, implementation: str) -> None:
-    """Raise unless `implementation` can be served by the plain torch form."""
     check_implementation(implementation)
-    if implementation == "triton":
-        raise NotImplementedError(f'{op} has no implementation="triton" yet; supported: "auto", "torch"')
+    scale = resolve_scale(scale, query.shape[-1])
+    if use_triton("flash_entropy_attention", implementation, query, key, value):
+        # Triton is imported when it is needed, not with the package.
+        from vmonarch.kernels.flash_entropy.op import flash_entropy_attention_triton
+
+        return flash_entropy_attention_triton(query, key, value, scale=scale, entropy_grad=entropy_grad)
+    return flash_entropy_attention_reference(query, key, value, scale=scale, entropy_grad=entropy_grad)

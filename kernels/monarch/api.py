@@ -10,10 +10,10 @@ import torch
 
 from vmonarch.exact import ExactBlocks, resolve_exact
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.flash_entropy.api import require_torch
-from vmonarch.kernels.monarch.blocks import grid_layout, sequence_layout
+from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.monarch.blocks import blocks_of_frames, exact_key_frames, grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import monarch_attention_reference
-from vmonarch.validation import check_flag, check_positive_integer, check_qkv, resolve_scale
+from vmonarch.validation import check_flag, check_implementation, check_positive_integer, check_qkv, resolve_scale
 
 PADDINGS = ("post", "pre")
 
@@ -40,7 +40,6 @@ def check_vmonarch_options(
 
     Raises:
         TypeError, ValueError: an option is not as `vmonarch_attention` describes; the message names it.
-        NotImplementedError: implementation="triton".
     """
     check_positive_integer("num_iterations", num_iterations)
     check_positive_integer("frames_per_block", frames_per_block)
@@ -54,7 +53,7 @@ def check_vmonarch_options(
     resolve_exact(exact)
     _check_min_mass(min_mass)
     check_flag("entropy_grad", entropy_grad)
-    require_torch("vmonarch_attention", implementation)
+    check_implementation(implementation)
 
 
 @overload
@@ -131,7 +130,8 @@ def vmonarch_attention(
         entropy_grad: whether gradients flow through the entropy cL (stopped by default, as in the paper).
         return_lse: also return the log-partition of every row. For a Monarch row it equals
             lse_true - KL(Monarch row ‖ softmax row); for a row answered exactly it is lse_true.
-        implementation: "auto" or "torch". There is no Triton kernel yet, so "auto" is "torch".
+        implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; head dimensions up to
+            256); or "auto", see `kernels.common.launch.use_triton`.
 
     Returns:
         out [B, S, H, Dv] in the dtype of `query`; with `return_lse` also lse [B, H, S] in nats, in float32, or float64
@@ -139,7 +139,7 @@ def vmonarch_attention(
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
-        NotImplementedError: implementation="triton".
+        NotImplementedError: implementation="triton", and the kernels cannot take these tensors; the message says why.
 
     Source: VMonarch, Eq. 3-8 and §4.1; algorithm notes §2-§6 and §13.
     """
@@ -166,25 +166,35 @@ def vmonarch_attention(
 
     T = grid.frames
     frames_per_block = min(frames_per_block, T)
-    layout = grid_layout(
-        grid, frames_per_block=frames_per_block, tiles=(tiles[0], tiles[1]), coarse=coarse, device=query.device
-    )
+    tiles = (tiles[0], tiles[1])
     pattern = resolve_exact(exact)
-    key_frames = key_block_frames = None
-    if pattern is not None and any(exact_frames := pattern.key_frames(T)):
-        time_blocks = [tuple(range(t, min(t + frames_per_block, T))) for t in range(0, T, frames_per_block)]
-        key_frames = tuple(
-            tuple(k for block in time_blocks if not attended.isdisjoint(block) for k in block)
-            for attended in map(frozenset, exact_frames)
+    scale = resolve_scale(scale, query.shape[-1])
+    if use_triton("vmonarch_attention", implementation, query, key, value):
+        from vmonarch.kernels.monarch.fused import MonarchOptions
+        from vmonarch.kernels.monarch.op import monarch_attention_triton
+        from vmonarch.kernels.monarch.places import grid_places
+
+        places = grid_places(grid, frames_per_block=frames_per_block, tiles=tiles, coarse=coarse)
+        options = MonarchOptions(
+            places, tiles != (1, 1), coarse, num_iterations, scale, float(min_mass), entropy_grad, pattern
         )
-        key_block_frames = tuple(block for block in time_blocks for _ in range(tiles[0] * tiles[1]))
+        out, lse = monarch_attention_triton(query, key, value, None, options)
+        return (out, lse) if return_lse else out
+
+    layout = grid_layout(grid, frames_per_block=frames_per_block, tiles=tiles, coarse=coarse, device=query.device)
+    key_frames = key_block_frames = None
+    if pattern is not None and any(exact_frames := exact_key_frames(pattern, T, frames_per_block)):
+        key_frames = exact_frames
+        key_block_frames = tuple(
+            block for block in blocks_of_frames(T, frames_per_block) for _ in range(tiles[0] * tiles[1])
+        )
     out, lse = monarch_attention_reference(
         query,
         key,
         value,
         layout,
         num_iterations=num_iterations,
-        scale=resolve_scale(scale, query.shape[-1]),
+        scale=scale,
         min_mass=min_mass,
         entropy_grad=entropy_grad,
         key_frames=key_frames,
@@ -225,14 +235,15 @@ def monarch_attention(
         scale: softmax scale; 1/√D if None.
         entropy_grad: whether gradients flow through the entropy cL.
         return_lse: also return the log-partition of every row, lse_true - KL(Monarch row ‖ softmax row).
-        implementation: "auto" or "torch". There is no Triton kernel yet, so "auto" is "torch".
+        implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; head dimensions up to
+            256); or "auto", see `kernels.common.launch.use_triton`.
 
     Returns:
         out [B, S, H, Dv] in the dtype of `query`; with `return_lse` also lse [B, H, S] in nats.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
-        NotImplementedError: implementation="triton".
+        NotImplementedError: implementation="triton", and the kernels cannot take these tensors; the message says why.
 
     Source: MonarchAttention, Fig. 7 and D.3.
     """
@@ -244,7 +255,7 @@ def monarch_attention(
     _check_min_mass(min_mass)
     check_flag("entropy_grad", entropy_grad)
     check_flag("return_lse", return_lse)
-    require_torch("monarch_attention", implementation)
+    check_implementation(implementation)
     B, S = query.shape[:2]
     if key_mask is not None:
         if not isinstance(key_mask, torch.Tensor) or key_mask.dtype != torch.bool:
@@ -254,13 +265,25 @@ def monarch_attention(
             raise ValueError(f"key_mask must be [B, S] = {(B, S)}, got {tuple(key_mask.shape)}")
         if key_mask.device != query.device:
             raise ValueError(f"key_mask must lie on the device of query ({query.device}), got {key_mask.device}")
+    block_size = min(block_size, S)
+    scale = resolve_scale(scale, query.shape[-1])
+    if use_triton("monarch_attention", implementation, query, key, value):
+        from vmonarch.kernels.monarch.fused import MonarchOptions
+        from vmonarch.kernels.monarch.op import monarch_attention_triton
+        from vmonarch.kernels.monarch.places import sequence_places
+
+        places = sequence_places(S, block_size, padding)
+        options = MonarchOptions(places, False, 1, num_iterations, scale, float(min_mass), entropy_grad, None)
+        out, lse = monarch_attention_triton(query, key, value, key_mask, options)
+        return (out, lse) if return_lse else out
+
     out, lse = monarch_attention_reference(
         query,
         key,
         value,
-        sequence_layout(S, min(block_size, S), padding, query.device),
+        sequence_layout(S, block_size, padding, query.device),
         num_iterations=num_iterations,
-        scale=resolve_scale(scale, query.shape[-1]),
+        scale=scale,
         min_mass=min_mass,
         entropy_grad=entropy_grad,
         key_mask=key_mask,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
 
 
@@ -171,4 +172,18 @@ def grid_layout(
         frame=flat(time),
         cell=cell,
         cells=cells,
+    )
+
+
+def blocks_of_frames(frames: int, block_frames: int) -> list[tuple[int, ...]]:
+    """The latent frames of every block of `block_frames` frames; the last may be short."""
+    return [tuple(range(t, min(t + block_frames, frames))) for t in range(0, frames, block_frames)]
+
+
+def exact_key_frames(pattern: ExactBlocks, frames: int, block_frames: int) -> tuple[tuple[int, ...], ...]:
+    """E(l) of every frame l (algorithm notes §6), rounded outward to whole blocks of frames."""
+    blocks = blocks_of_frames(frames, block_frames)
+    return tuple(
+        tuple(k for block in blocks if not attended.isdisjoint(block) for k in block)
+        for attended in map(frozenset, pattern.key_frames(frames))
     )

@@ -89,7 +89,11 @@ CALLS = {
     "return-lse-a-string": (lambda: vm(return_lse="lse"), TypeError, "return_lse must be True or False"),
     "unknown-implementation": (lambda: vm(implementation="cuda"), ValueError, "must be one of auto, triton, torch"),
     "implementation-none": (lambda: vm(implementation=None), TypeError, "implementation must be a string"),
-    "implementation-to-come": (lambda: vm(implementation="triton"), NotImplementedError, 'no implementation="triton"'),
+    "triton-of-float64": (
+        lambda: vmonarch_attention(*(t.double() for t in (Q, Q, Q)), grid=GRID, implementation="triton"),
+        NotImplementedError,
+        "the dtype is float64 .supported: float16, bfloat16, float32.",
+    ),
     "an-attention-mask": (lambda: vm(attn_mask=None), TypeError, "attn_mask"),
     "block-size-missing": (lambda: monarch_attention(Q, Q, Q), TypeError, "block_size"),
     "block-size-zero": (lambda: mono(block_size=0), ValueError, "block_size must be at least 1"),
@@ -105,10 +109,10 @@ CALLS = {
         ValueError,
         "key_mask must lie on the device of query",
     ),
-    "flash-triton-to-come": (
-        lambda: flash_entropy_attention(Q, Q, Q, implementation="triton"),
+    "flash-triton-of-float64": (
+        lambda: flash_entropy_attention(Q.double(), Q.double(), Q.double(), implementation="triton"),
         NotImplementedError,
-        "flash_entropy_attention has no",
+        'flash_entropy_attention with implementation="triton": the',
     ),
     "flash-entropy-grad": (lambda: flash_entropy_attention(Q, Q, Q, entropy_grad=None), TypeError, "entropy_grad"),
     "merge-nothing": (lambda: merge_partials(), ValueError, "at least one partial result"),

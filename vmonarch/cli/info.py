@@ -74,14 +74,13 @@ def _device(name: str) -> dict[str, Any]:
 
 
 def _implementation(device: Any) -> str:
-    """What `implementation="auto"` means on a device: Triton where there are kernels and CUDA, else torch."""
-    from vmonarch.kernels.monarch.api import check_vmonarch_options
+    """What `implementation="auto"` means on a device, for the half-precision tensors of a pipeline."""
+    import torch
 
-    try:
-        check_vmonarch_options(implementation="triton")
-    except NotImplementedError:
-        return "torch"
-    return "triton" if device.type == "cuda" else "torch"
+    from vmonarch.kernels.common.launch import use_triton
+
+    probe = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+    return "triton" if use_triton("vmonarch info", "auto", probe) else "torch"
 
 
 def _embedded_model() -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""Where the Triton kernels can run, and with which launch options."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib import resources
+from typing import Any
+
+import torch
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
+# A constant, because torch.compile would have to trace the search.
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
+_overrides: ContextVar[Mapping[str, Mapping[str, int]] | None] = ContextVar("launch_overrides", default=None)
+
+
+def interpreted() -> bool:
+    """Whether kernels run on the CPU through Triton's interpreter (TRITON_INTERPRET=1)."""
+    # Not triton.knobs.runtime.interpret, which torch.compile cannot trace.
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def why_not_triton(*tensors: torch.Tensor) -> str | None:
+    """Why the Triton kernels cannot take these tensors [B, S, H, D], or None if they can."""
+    first = tensors[0]
+    if not TRITON_INSTALLED:
+        return "the package triton is not installed"
+    if first.device.type == "cpu":
+        if not interpreted():
+            return "the tensors are on the CPU (supported: CUDA; the CPU only through TRITON_INTERPRET=1)"
+        if first.dtype == torch.bfloat16:
+            return "Triton's interpreter computes bfloat16 products wrongly (supported there: float16, float32)"
+    elif first.device.type != "cuda":
+        return f"the tensors are on {first.device.type} (supported: CUDA)"
+    if first.dtype not in KERNEL_DTYPES:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in KERNEL_DTYPES)
+        return f"the dtype is {str(first.dtype).removeprefix('torch.')} (supported: {supported})"
+    for tensor in tensors:
+        if tensor.shape[-1] > MAX_HEAD_DIM:
+            return f"a head dimension is {tensor.shape[-1]} (supported: up to {MAX_HEAD_DIM})"
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            return "the head dimension of a tensor is not contiguous (supported: stride 1)"
+    return None
+
+
+def use_triton(op: str, implementation: str, *tensors: torch.Tensor) -> bool:
+    """Decide between Triton and torch.
+
+    "auto" is plain torch on every device for as long as the kernels' GPU tests have no committed log; then it will be
+    the kernels for all CUDA tensors that they can take.
+
+    Raises:
+        NotImplementedError: implementation="triton", and the kernels cannot take the tensors; the message says why.
+    """
+    if implementation != "triton":
+        return False
+    if reason := why_not_triton(*tensors):
+        raise NotImplementedError(f'{op} with implementation="triton": {reason}')
+    return True
+
+
+def block_dim(head_dim: int) -> int:
+    """The power of two, at least 16, that a head dimension is padded to inside a kernel."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """`input_precision` of products: exact for float32, of no effect for 16-bit inputs."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+@contextmanager
+def launch_overrides(options: Mapping[str, Mapping[str, int]]) -> Iterator[None]:
+    """Use these launch options, by kernel name, in place of the tables': for tuning and for tests."""
+    token = _overrides.set(options)
+    try:
+        yield
+    finally:
+        _overrides.reset(token)
+
+
+def launch_options(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+    """BLOCK sizes, num_warps and num_stages of a kernel on a chip, from the tables in `kernels/common/tables`.
+
+    An unknown chip gets the options of `default.json`.
+    """
+    chip = "interpreter" if device.type == "cpu" else _chip_name(device.index or 0)
+    options = _tabled_options(kernel, chip, dtype.itemsize, block_dim(head_dim))
+    return {**options, **(_overrides.get() or {}).get(kernel, {})}
+
+
+@functools.cache
+def _chip_name(index: int) -> str:
+    return torch.cuda.get_device_name(index)
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    folder = resources.files("vmonarch.kernels.common") / "tables"
+    tables = (json.loads(file.read_text()) for file in folder.iterdir() if file.name.endswith(".json"))
+    return {table["chip"]: table["entries"] for table in tables}
+
+
+@functools.cache
+def _tabled_options(kernel: str, chip: str, itemsize: int, dim: int) -> dict[str, int]:
+    """The entry of the chip, else of the default, for this kernel and item size with the nearest head dimension."""
+    for name in (chip, "default"):
+        entries = [
+            entry
+            for entry in _tables().get(name, [])
+            if entry["kernel"] == kernel and entry["itemsize"] in (itemsize, None)
+        ]
+        if entries:
+            # A wider head needs smaller blocks: between two entries the wider one is the one that fits.
+            fitting = [entry for entry in entries if entry["head_dim"] >= dim]
+            entry = min(fitting, key=lambda e: e["head_dim"]) if fitting else max(entries, key=lambda e: e["head_dim"])
+            return dict(entry["options"])
+    raise KeyError(f"no launch options for kernel {kernel!r}")

@@ -1,0 +1,618 @@
+"""Gradients of flash attention with log-partition and entropy (VMonarch, Algorithm 2), on segments.
+
+With S the logits, P = exp(S - lse), H the entropy and dX the gradient of X:
+    dS = P ∘ (dO·Vᵀ - rowsum(dO ∘ O) + dlse - dH·(S - lse + H)),    dV = Pᵀ·dO,    dQ = scale·dS·K,    dK = scale·dSᵀ·Q
+One kernel owns blocks of queries and gives dQ, another owns blocks of keys and gives dK and dV, so there are no atomics
+and every sum has one order. The second works on transposed tiles Sᵀ = K·Qᵀ, so that no product is ever transposed.
+
+Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, Dv value dim; M queries and N keys of one tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.softmax import log2_scale_of, probabilities
+from vmonarch.kernels.flash_entropy.forward import COMBINE_ROWS, load_tile
+from vmonarch.kernels.flash_entropy.segments import Segment, column_work, processors, row_work
+
+
+@triton.jit
+def _delta_kernel(
+    grad_out_ptr,
+    out_ptr,
+    grad_lse_ptr,  # [B, H, Sq]
+    entropy_ptr,  # [B, H, Sq]
+    grad_entropy_ptr,  # [B, H, Sq]
+    delta_ptr,  # [B, H, Sq]
+    items_ptr,  # [I, 5]
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    num_items,
+    H,
+    Sq,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    LSE_GRAD: tl.constexpr,
+    ENTROPY_GRAD: tl.constexpr,
+):
+    """delta = rowsum(dO ∘ O) - dlse + dH·H: what every dP of a row is lessened by."""
+    pid = tl.program_id(0)
+    item_ptr = items_ptr + (pid % num_items) * 5
+    row_start = tl.load(item_ptr)
+    rows_left = tl.load(item_ptr + 1) - row_start
+    bh = (pid // num_items).to(tl.int64)
+    b = bh // H
+    h = bh % H
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_DV)
+    first_row = row_start.to(tl.int64)
+    grad_out_rows_ptr = grad_out_ptr + b * stride_gb + h * stride_gh + first_row * stride_gs
+    out_rows_ptr = out_ptr + b * stride_ob + h * stride_oh + first_row * stride_os
+    grad_out = load_tile(
+        grad_out_rows_ptr, stride_gs, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False
+    )
+    out = load_tile(out_rows_ptr, stride_os, rows[:, None], rows_left, dims[None, :], VALUE_DIM, BLOCK_DV, False)
+    delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
+    present = rows < rows_left
+    stat_rows = bh * Sq + row_start + rows
+    if LSE_GRAD:
+        delta -= tl.load(grad_lse_ptr + stat_rows, mask=present, other=0.0)
+    if ENTROPY_GRAD:
+        grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=present, other=0.0)
+        delta += grad_entropy * tl.load(entropy_ptr + stat_rows, mask=present, other=0.0)
+    tl.store(delta_ptr + stat_rows, delta, mask=present)
+
+
+@triton.jit
+def _grad_scores(scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD: tl.constexpr):
+    """P and dS of one tile; lse, delta and dH are shaped to broadcast along the keys."""
+    p = probabilities(scores, lse, log2_scale)
+    grad_p -= delta
+    if ENTROPY_GRAD:
+        # S - lse = log p; the bound keeps 0·(-inf) away where p is 0.
+        log_p = tl.maximum((scores * log2_scale - lse * 1.4426950408889634) * 0.6931471805599453, -1000.0)
+        grad_p -= grad_entropy * log_p
+    return p, p * grad_p
+
+
+@triton.jit
+def _store_gradient(ptr, stride, rows, rows_left, dims, gradient, DIM: tl.constexpr, ACCUMULATE: tl.constexpr):
+    """Write a tile, or add it to what is there: its program is the only one that touches it."""
+    pointers = ptr + rows.to(tl.int64) * stride + dims
+    mask = (rows < rows_left) & (dims < DIM)
+    if ACCUMULATE:
+        gradient += tl.load(pointers, mask=mask, other=0.0)
+    tl.store(pointers, gradient.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _grad_q_tile(
+    q,  # [M, D]
+    grad_out,  # [M, Dv]
+    lse,  # [M, 1]
+    delta,  # [M, 1]
+    grad_entropy,  # [M, 1]
+    k_ptr,
+    v_ptr,
+    stride_ks,
+    stride_vs,
+    keys_left,
+    acc,  # [M, D]
+    log2_scale,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALL_KEYS: tl.constexpr,
+    ENTROPY_GRAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what one tile of keys contributes to dQ / scale."""
+    keys = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_DV)
+    k_t = load_tile(k_ptr, stride_ks, keys[None, :], keys_left, dims[:, None], HEAD_DIM, BLOCK_D, ALL_KEYS)
+    v_t = load_tile(v_ptr, stride_vs, keys[None, :], keys_left, value_dims[:, None], VALUE_DIM, BLOCK_DV, ALL_KEYS)
+    scores = tl.dot(q, k_t, input_precision=PRECISION)  # [M, N]
+    grad_p = tl.dot(grad_out, v_t, input_precision=PRECISION)  # [M, N]
+    if not ALL_KEYS:
+        scores = tl.where((keys < keys_left)[None, :], scores, -float("inf"))
+    _, grad_s = _grad_scores(scores, grad_p, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD)
+    # tl.trans of a loaded tile is free and safe; that of a product is neither.
+    return tl.dot(grad_s.to(k_t.dtype), tl.trans(k_t), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _backward_q_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    grad_out_ptr,
+    lse_ptr,  # [B, H, Sq]
+    delta_ptr,  # [B, H, Sq]
+    grad_entropy_ptr,  # [B, H, Sq]
+    grad_q_ptr,
+    part_ptr,  # [B·H, slots, M, D]
+    items_ptr,  # [I, 5]
+    ranges_ptr,  # [R, 2]
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    stride_dqb,
+    stride_dqs,
+    stride_dqh,
+    num_items,
+    num_slots,
+    H,
+    Sq,
+    scale,
+    log2_scale,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ENTROPY_GRAD: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    item_ptr = items_ptr + (pid % num_items) * 5
+    row_start = tl.load(item_ptr)
+    rows_left = tl.load(item_ptr + 1) - row_start
+    first_range = tl.load(item_ptr + 2)
+    last_range = tl.load(item_ptr + 3)
+    slot = tl.load(item_ptr + 4)
+    bh = (pid // num_items).to(tl.int64)
+    b = bh // H
+    h = bh % H
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_DV)
+    first_row = row_start.to(tl.int64)
+    q_rows_ptr = q_ptr + b * stride_qb + h * stride_qh + first_row * stride_qs
+    grad_out_rows_ptr = grad_out_ptr + b * stride_gb + h * stride_gh + first_row * stride_gs
+    q = load_tile(q_rows_ptr, stride_qs, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
+    grad_out = load_tile(
+        grad_out_rows_ptr, stride_gs, rows[:, None], rows_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, False
+    )
+    present = rows < rows_left
+    stat_rows = bh * Sq + row_start + rows
+    lse = tl.load(lse_ptr + stat_rows, mask=present, other=float("inf"))[:, None]
+    delta = tl.load(delta_ptr + stat_rows, mask=present, other=0.0)[:, None]
+    grad_entropy = delta
+    if ENTROPY_GRAD:
+        grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=present, other=0.0)[:, None]
+
+    k_head_ptr = k_ptr + b * stride_kb + h * stride_kh
+    v_head_ptr = v_ptr + b * stride_vb + h * stride_vh
+    k_step = tl.full([], BLOCK_N, tl.int64) * stride_ks
+    v_step = tl.full([], BLOCK_N, tl.int64) * stride_vs
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for r in range(first_range, last_range):
+        start = tl.load(ranges_ptr + 2 * r)
+        num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
+        k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
+        v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
+        for _ in range(num_keys // BLOCK_N):
+            acc = _grad_q_tile(
+                q, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, BLOCK_N, acc,
+                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, True, ENTROPY_GRAD, PRECISION,
+            )  # fmt: skip
+            k_tile_ptr += k_step
+            v_tile_ptr += v_step
+        keys_left = num_keys % BLOCK_N
+        if keys_left > 0:
+            acc = _grad_q_tile(
+                q, grad_out, lse, delta, grad_entropy, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, keys_left, acc,
+                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, False, ENTROPY_GRAD, PRECISION,
+            )  # fmt: skip
+
+    if HAS_PARTS:
+        if slot >= 0:
+            part_rows = (bh * num_slots + slot) * BLOCK_M + rows
+            part_rows_ptr = part_ptr + part_rows[:, None] * HEAD_DIM
+            tl.store(part_rows_ptr + dims[None, :], acc, mask=dims[None, :] < HEAD_DIM)
+            # The sum kernel writes these rows.
+            rows_left = 0
+    grad_q_rows_ptr = grad_q_ptr + b * stride_dqb + h * stride_dqh + first_row * stride_dqs
+    _store_gradient(
+        grad_q_rows_ptr, stride_dqs, rows[:, None], rows_left, dims[None, :], acc * scale, HEAD_DIM, ACCUMULATE
+    )
+
+
+@triton.jit
+def _sum_parts_kernel(
+    grad_q_ptr,
+    part_ptr,  # [B·H, slots, BLOCK_M, D]
+    merges_ptr,  # [J, 4]
+    stride_dqb,
+    stride_dqs,
+    stride_dqh,
+    num_blocks,
+    num_slots,
+    H,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """dQ of rows whose keys were split: the sum of the parts, always in the order of the keys."""
+    pid = tl.program_id(0)
+    block = pid % num_blocks
+    merge_ptr = merges_ptr + (block // (BLOCK_M // ROWS)) * 4
+    row_start = tl.load(merge_ptr)
+    rows_left = tl.load(merge_ptr + 1) - row_start
+    first_slot = tl.load(merge_ptr + 2)
+    slots = tl.load(merge_ptr + 3)
+    bh = (pid // num_blocks).to(tl.int64)
+    b = bh // H
+    h = bh % H
+
+    rows = block % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (rows < rows_left)[:, None] & (dims[None, :] < HEAD_DIM)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for slot in range(slots):
+        part_rows = (bh * num_slots + first_slot + slot) * BLOCK_M + rows
+        acc += tl.load(part_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    grad_q_rows_ptr = grad_q_ptr + b * stride_dqb + h * stride_dqh + row_start.to(tl.int64) * stride_dqs
+    _store_gradient(
+        grad_q_rows_ptr, stride_dqs, rows[:, None], rows_left, dims[None, :], acc * scale, HEAD_DIM, ACCUMULATE
+    )
+
+
+@triton.jit
+def _grad_kv_tile(
+    k,  # [N, D]
+    v,  # [N, Dv]
+    q_ptr,
+    grad_out_ptr,
+    lse_ptr,
+    delta_ptr,
+    grad_entropy_ptr,
+    stat_row,
+    stride_qs,
+    stride_gs,
+    rows_left,
+    grad_k,  # [N, D]
+    grad_v,  # [N, Dv]
+    log2_scale,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
+    ENTROPY_GRAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what one tile of queries contributes to dK / scale and dV."""
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_DV)
+    q_t = load_tile(q_ptr, stride_qs, rows[None, :], rows_left, dims[:, None], HEAD_DIM, BLOCK_D, ALL_ROWS)
+    grad_out = load_tile(
+        grad_out_ptr, stride_gs, rows[:, None], rows_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_ROWS
+    )
+    stat_rows = stat_row + rows
+    if ALL_ROWS:
+        lse = tl.load(lse_ptr + stat_rows)[None, :]
+        delta = tl.load(delta_ptr + stat_rows)[None, :]
+    else:
+        # Where there is no row, lse = inf makes p = 0.
+        lse = tl.load(lse_ptr + stat_rows, mask=rows < rows_left, other=float("inf"))[None, :]
+        delta = tl.load(delta_ptr + stat_rows, mask=rows < rows_left, other=0.0)[None, :]
+    grad_entropy = delta
+    if ENTROPY_GRAD:
+        grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=rows < rows_left, other=0.0)[None, :]
+    scores_t = tl.dot(k, q_t, input_precision=PRECISION)  # [N, M]
+    grad_p_t = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)  # [N, M]
+    p_t, grad_s_t = _grad_scores(scores_t, grad_p_t, lse, delta, grad_entropy, log2_scale, ENTROPY_GRAD)
+    grad_v = tl.dot(p_t.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
+    grad_k = tl.dot(grad_s_t.to(q_t.dtype), tl.trans(q_t), grad_k, input_precision=PRECISION)
+    return grad_k, grad_v
+
+
+@triton.jit
+def _backward_kv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    grad_out_ptr,
+    lse_ptr,  # [B, H, Sq]
+    delta_ptr,  # [B, H, Sq]
+    grad_entropy_ptr,  # [B, H, Sq]
+    grad_k_ptr,
+    grad_v_ptr,
+    items_ptr,  # [I, 5], of keys
+    ranges_ptr,  # [R, 2], of queries
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    stride_dkb,
+    stride_dks,
+    stride_dkh,
+    stride_dvb,
+    stride_dvs,
+    stride_dvh,
+    num_items,
+    H,
+    Sq,
+    scale,
+    log2_scale,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ENTROPY_GRAD: tl.constexpr,
+    ACCUMULATE_K: tl.constexpr,
+    ACCUMULATE_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    item_ptr = items_ptr + (pid % num_items) * 5
+    key_start = tl.load(item_ptr)
+    keys_left = tl.load(item_ptr + 1) - key_start
+    first_range = tl.load(item_ptr + 2)
+    last_range = tl.load(item_ptr + 3)
+    bh = (pid // num_items).to(tl.int64)
+    b = bh // H
+    h = bh % H
+
+    keys = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_DV)
+    first_key = key_start.to(tl.int64)
+    k_rows_ptr = k_ptr + b * stride_kb + h * stride_kh + first_key * stride_ks
+    v_rows_ptr = v_ptr + b * stride_vb + h * stride_vh + first_key * stride_vs
+    # Keys that are not there are zeros; their rows of dK and dV are not stored, so p needs no mask.
+    k = load_tile(k_rows_ptr, stride_ks, keys[:, None], keys_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
+    v = load_tile(v_rows_ptr, stride_vs, keys[:, None], keys_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, False)
+
+    q_head_ptr = q_ptr + b * stride_qb + h * stride_qh
+    grad_out_head_ptr = grad_out_ptr + b * stride_gb + h * stride_gh
+    q_step = tl.full([], BLOCK_M, tl.int64) * stride_qs
+    grad_out_step = tl.full([], BLOCK_M, tl.int64) * stride_gs
+    grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    grad_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    for r in range(first_range, last_range):
+        start = tl.load(ranges_ptr + 2 * r)
+        num_rows = tl.load(ranges_ptr + 2 * r + 1) - start
+        q_tile_ptr = q_head_ptr + start.to(tl.int64) * stride_qs
+        grad_out_tile_ptr = grad_out_head_ptr + start.to(tl.int64) * stride_gs
+        stat_row = bh * Sq + start
+        for _ in range(num_rows // BLOCK_M):
+            grad_k, grad_v = _grad_kv_tile(
+                k, v, q_tile_ptr, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, stat_row,
+                stride_qs, stride_gs, BLOCK_M, grad_k, grad_v, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
+                BLOCK_M, True, ENTROPY_GRAD, PRECISION,
+            )  # fmt: skip
+            q_tile_ptr += q_step
+            grad_out_tile_ptr += grad_out_step
+            stat_row += BLOCK_M
+        rows_left = num_rows % BLOCK_M
+        if rows_left > 0:
+            grad_k, grad_v = _grad_kv_tile(
+                k, v, q_tile_ptr, grad_out_tile_ptr, lse_ptr, delta_ptr, grad_entropy_ptr, stat_row,
+                stride_qs, stride_gs, rows_left, grad_k, grad_v, log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
+                BLOCK_M, False, ENTROPY_GRAD, PRECISION,
+            )  # fmt: skip
+
+    grad_k_rows_ptr = grad_k_ptr + b * stride_dkb + h * stride_dkh + first_key * stride_dks
+    grad_v_rows_ptr = grad_v_ptr + b * stride_dvb + h * stride_dvh + first_key * stride_dvs
+    _store_gradient(
+        grad_k_rows_ptr, stride_dks, keys[:, None], keys_left, dims[None, :], grad_k * scale, HEAD_DIM, ACCUMULATE_K
+    )
+    _store_gradient(
+        grad_v_rows_ptr, stride_dvs, keys[:, None], keys_left, value_dims[None, :], grad_v, VALUE_DIM, ACCUMULATE_V
+    )
+
+
+def flash_backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    entropy: torch.Tensor | None,
+    segments: tuple[Segment, ...],
+    *,
+    scale: float,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Differentiate `flash_forward`; arguments are not checked.
+
+    Args:
+        grad_out: [B, Sq, H, Dv]. grad_lse, grad_entropy: [B, H, Sq], or None for no gradient through them.
+        query, key, value, segments, scale: as in the forward pass.
+        out, lse, entropy: what it returned; the entropy is only needed with `grad_entropy`. Only the rows of the
+            segments are read.
+        dq, dk, dv: tensors of any dtype to add the gradients to, in the shapes of query, key and value; new ones, in
+            their dtypes, if None.
+        splits: as in the forward pass, for dQ.
+
+    Returns:
+        (dq, dk, dv).
+    """
+    B, Sq, H, D = query.shape
+    Dv = value.shape[3]
+    device = query.device
+    width = max(D, Dv)
+    row_options = launch_options("flash_backward_q", device, query.dtype, width)
+    column_options = launch_options("flash_backward_kv", device, query.dtype, width)
+    BLOCK_M, BLOCK_N = row_options["BLOCK_M"], row_options["BLOCK_N"]
+    rows = row_work(segments, BLOCK_M, BLOCK_N, B * H, processors(device), splits, device)
+    rows_once = rows if rows.merges is None else row_work(segments, BLOCK_M, BLOCK_N, 1, 1, 1, device)
+    columns = column_work(segments, column_options["BLOCK_M"], column_options["BLOCK_N"], device)
+
+    # Gradients of sums and of slices come expanded or strided.
+    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    lse = lse.contiguous()
+    entropy, grad_lse, grad_entropy = (
+        None if x is None else x.to(torch.float32).contiguous() for x in (entropy, grad_lse, grad_entropy)
+    )
+    delta = query.new_empty(B, H, Sq, dtype=torch.float32)
+    add_to_q, add_to_k, add_to_v = (given is not None for given in (dq, dk, dv))
+    dq = _new_gradient(query, rows.covered) if dq is None else dq
+    dk = _new_gradient(key, columns.covered) if dk is None else dk
+    dv = _new_gradient(value, columns.covered) if dv is None else dv
+    dims = {"VALUE_DIM": Dv, "BLOCK_DV": block_dim(Dv)}
+    both_dims = {"HEAD_DIM": D, "BLOCK_D": block_dim(D), **dims}
+    precision = dot_precision(query.dtype)
+    parts = None
+    if rows.merges is not None:
+        parts = query.new_empty(B * H, rows.slots, BLOCK_M, D, dtype=torch.float32)
+    with torch.cuda.device_of(query):
+        num_items = rows_once.items.shape[0]
+        if num_items > 0:
+            _delta_kernel[(num_items * B * H,)](
+                grad_out,
+                out,
+                grad_lse,
+                entropy,
+                grad_entropy,
+                delta,
+                rows_once.items,
+                *grad_out.stride()[:3],
+                *out.stride()[:3],
+                num_items,
+                H,
+                Sq,
+                BLOCK_M=BLOCK_M,
+                LSE_GRAD=grad_lse is not None,
+                ENTROPY_GRAD=grad_entropy is not None,
+                num_warps=4,
+                **dims,
+            )
+        num_items = rows.items.shape[0]
+        if num_items > 0:
+            _backward_q_kernel[(num_items * B * H,)](
+                query,
+                key,
+                value,
+                grad_out,
+                lse,
+                delta,
+                grad_entropy,
+                dq,
+                parts,
+                rows.items,
+                rows.ranges,
+                *query.stride()[:3],
+                *key.stride()[:3],
+                *value.stride()[:3],
+                *grad_out.stride()[:3],
+                *dq.stride()[:3],
+                num_items,
+                rows.slots,
+                H,
+                Sq,
+                scale,
+                log2_scale_of(scale),
+                ENTROPY_GRAD=grad_entropy is not None,
+                HAS_PARTS=rows.merges is not None,
+                ACCUMULATE=add_to_q,
+                PRECISION=precision,
+                **both_dims,
+                **row_options,
+            )
+        if rows.merges is not None:
+            num_blocks = rows.merges.shape[0] * (BLOCK_M // COMBINE_ROWS)
+            _sum_parts_kernel[(num_blocks * B * H,)](
+                dq,
+                parts,
+                rows.merges,
+                *dq.stride()[:3],
+                num_blocks,
+                rows.slots,
+                H,
+                scale,
+                HEAD_DIM=D,
+                BLOCK_D=block_dim(D),
+                BLOCK_M=BLOCK_M,
+                ROWS=COMBINE_ROWS,
+                ACCUMULATE=add_to_q,
+                num_warps=4,
+            )
+        num_items = columns.items.shape[0]
+        if num_items > 0:
+            _backward_kv_kernel[(num_items * B * H,)](
+                query,
+                key,
+                value,
+                grad_out,
+                lse,
+                delta,
+                grad_entropy,
+                dk,
+                dv,
+                columns.items,
+                columns.ranges,
+                *query.stride()[:3],
+                *key.stride()[:3],
+                *value.stride()[:3],
+                *grad_out.stride()[:3],
+                *dk.stride()[:3],
+                *dv.stride()[:3],
+                num_items,
+                H,
+                Sq,
+                scale,
+                log2_scale_of(scale),
+                ENTROPY_GRAD=grad_entropy is not None,
+                ACCUMULATE_K=add_to_k,
+                ACCUMULATE_V=add_to_v,
+                PRECISION=precision,
+                **both_dims,
+                **column_options,
+            )
+    return dq, dk, dv
+
+
+def _new_gradient(tensor: torch.Tensor, covered: int) -> torch.Tensor:
+    """A contiguous tensor for the gradient of `tensor` [B, S, H, D]; zero if only some of its rows will be written."""
+    return tensor.new_empty(tensor.shape) if covered == tensor.shape[1] else tensor.new_zeros(tensor.shape)

@@ -1,0 +1,356 @@
+"""Flash attention with log-partition and entropy, forward (VMonarch, Algorithm 1), on segments of queries and keys.
+
+Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, Dv value dim; M queries and N keys of one tile.
+Tensors are [B, S, H, D] with any strides but that of D, which is 1. Long key ranges are split among several programs,
+whose partial results the combine kernel merges by the monoid of algorithm notes §5.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
+from vmonarch.kernels.flash_entropy.segments import Segment, processors, row_work
+
+# Rows that one program of the combine kernel merges; divides every BLOCK_M.
+COMBINE_ROWS = 16
+
+
+@triton.jit
+def load_tile(ptr, stride, rows, rows_left, dims, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ALL_ROWS: tl.constexpr):
+    """Load the rows of one head from `ptr` on, zero where there is no element.
+
+    Args:
+        rows, dims: indices shaped [:, None] and [None, :] for a tile [rows, dims], or the other way round for its
+            transpose.
+        ALL_ROWS: whether the first `rows` rows all exist, else only `rows_left` of them.
+    """
+    # int64: a row stride times a block of rows may pass 2^31 where the sequence is the outermost dimension.
+    pointers = ptr + rows.to(tl.int64) * stride + dims
+    if ALL_ROWS and DIM == BLOCK_DIM:
+        tile = tl.load(pointers)
+    elif ALL_ROWS:
+        tile = tl.load(pointers, mask=dims < DIM, other=0.0)
+    elif DIM == BLOCK_DIM:
+        tile = tl.load(pointers, mask=rows < rows_left, other=0.0)
+    else:
+        tile = tl.load(pointers, mask=(rows < rows_left) & (dims < DIM), other=0.0)
+    return tile
+
+
+@triton.jit
+def _attend_tile(
+    q,  # [M, D]
+    k_ptr,
+    v_ptr,
+    stride_ks,
+    stride_vs,
+    keys_left,
+    acc,  # [M, Dv]
+    row_max,
+    row_sum,
+    row_entropy,
+    log2_scale,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALL_KEYS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take one tile of keys into the running sums of a row block."""
+    keys = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_DV)
+    k_t = load_tile(k_ptr, stride_ks, keys[None, :], keys_left, dims[:, None], HEAD_DIM, BLOCK_D, ALL_KEYS)
+    scores = tl.dot(q, k_t, input_precision=PRECISION)  # [M, N]
+    if not ALL_KEYS:
+        scores = tl.where((keys < keys_left)[None, :], scores, -float("inf"))
+    p, alpha, row_max, row_sum, row_entropy = online_softmax(
+        scores, row_max, row_sum, row_entropy, log2_scale, ENTROPY=ENTROPY, MAY_BE_EMPTY=False
+    )
+    v = load_tile(v_ptr, stride_vs, keys[:, None], keys_left, value_dims[None, :], VALUE_DIM, BLOCK_DV, ALL_KEYS)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum, row_entropy
+
+
+@triton.jit
+def _forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,  # [B, H, Sq]
+    entropy_ptr,  # [B, H, Sq]
+    part_out_ptr,  # [B·H, slots, M, Dv]
+    part_lse_ptr,  # [B·H, slots, M], in units of log 2
+    part_entropy_ptr,  # [B·H, slots, M]
+    items_ptr,  # [I, 5]
+    ranges_ptr,  # [R, 2]
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    num_items,
+    num_slots,
+    H,
+    Sq,
+    log2_scale,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    # Row blocks run fastest, so that programs at work at the same time read the same keys.
+    item_ptr = items_ptr + (pid % num_items) * 5
+    row_start = tl.load(item_ptr)
+    row_stop = tl.load(item_ptr + 1)
+    first_range = tl.load(item_ptr + 2)
+    last_range = tl.load(item_ptr + 3)
+    slot = tl.load(item_ptr + 4)
+    bh = (pid // num_items).to(tl.int64)
+    b = bh // H
+    h = bh % H
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_DV)
+    rows_left = row_stop - row_start
+    q_head_ptr = q_ptr + b * stride_qb + h * stride_qh + row_start.to(tl.int64) * stride_qs
+    q = load_tile(q_head_ptr, stride_qs, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
+
+    k_head_ptr = k_ptr + b * stride_kb + h * stride_kh
+    v_head_ptr = v_ptr + b * stride_vb + h * stride_vh
+    k_step = tl.full([], BLOCK_N, tl.int64) * stride_ks
+    v_step = tl.full([], BLOCK_N, tl.int64) * stride_vs
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_entropy = tl.zeros([BLOCK_M], tl.float32)
+    for r in range(first_range, last_range):
+        start = tl.load(ranges_ptr + 2 * r)
+        num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
+        k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
+        v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
+        for _ in range(num_keys // BLOCK_N):
+            acc, row_max, row_sum, row_entropy = _attend_tile(
+                q, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, BLOCK_N, acc, row_max, row_sum, row_entropy,
+                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, True, ENTROPY, PRECISION,
+            )  # fmt: skip
+            k_tile_ptr += k_step
+            v_tile_ptr += v_step
+        keys_left = num_keys % BLOCK_N
+        if keys_left > 0:
+            acc, row_max, row_sum, row_entropy = _attend_tile(
+                q, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, keys_left, acc, row_max, row_sum, row_entropy,
+                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, False, ENTROPY, PRECISION,
+            )  # fmt: skip
+
+    out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    log2_lse = log2_partition(row_max, row_sum)
+    if HAS_PARTS:
+        if slot >= 0:
+            part_rows = (bh * num_slots + slot) * BLOCK_M + rows
+            part_rows_ptr = part_out_ptr + part_rows[:, None] * VALUE_DIM
+            tl.store(part_rows_ptr + value_dims[None, :], out, mask=value_dims[None, :] < VALUE_DIM)
+            tl.store(part_lse_ptr + part_rows, log2_lse)
+            if ENTROPY:
+                tl.store(part_entropy_ptr + part_rows, entropy_of(row_sum, row_entropy))
+            # The combine kernel writes these rows.
+            rows_left = 0
+    present = rows < rows_left
+    mask = present[:, None] & (value_dims[None, :] < VALUE_DIM)
+    out_rows_ptr = out_ptr + b * stride_ob + h * stride_oh + (row_start + rows.to(tl.int64))[:, None] * stride_os
+    tl.store(out_rows_ptr + value_dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    stat_rows = bh * Sq + row_start + rows
+    tl.store(lse_ptr + stat_rows, log2_lse * 0.6931471805599453, mask=present)
+    if ENTROPY:
+        tl.store(entropy_ptr + stat_rows, entropy_of(row_sum, row_entropy), mask=present)
+
+
+@triton.jit
+def _combine_kernel(
+    out_ptr,
+    lse_ptr,  # [B, H, Sq]
+    entropy_ptr,  # [B, H, Sq]
+    part_out_ptr,  # [B·H, slots, BLOCK_M, Dv]
+    part_lse_ptr,  # [B·H, slots, BLOCK_M], in units of log 2
+    part_entropy_ptr,  # [B·H, slots, BLOCK_M]
+    merges_ptr,  # [J, 4]
+    stride_ob,
+    stride_os,
+    stride_oh,
+    num_blocks,
+    num_slots,
+    H,
+    Sq,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """Merge the partial results of rows whose keys were split; always in the order of the keys."""
+    pid = tl.program_id(0)
+    block = pid % num_blocks
+    merge_ptr = merges_ptr + (block // (BLOCK_M // ROWS)) * 4
+    row_start = tl.load(merge_ptr)
+    row_stop = tl.load(merge_ptr + 1)
+    first_slot = tl.load(merge_ptr + 2)
+    slots = tl.load(merge_ptr + 3)
+    bh = (pid // num_blocks).to(tl.int64)
+    b = bh // H
+    h = bh % H
+
+    rows = block % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
+    value_dims = tl.arange(0, BLOCK_DV)
+    present = rows < row_stop - row_start
+    mask = present[:, None] & (value_dims[None, :] < VALUE_DIM)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    row_max = tl.full([ROWS], -float("inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    row_entropy = tl.zeros([ROWS], tl.float32)
+    for slot in range(slots):
+        part_rows = (bh * num_slots + first_slot + slot) * BLOCK_M + rows
+        log2_weight = tl.load(part_lse_ptr + part_rows, mask=present, other=0.0)
+        # One "key" of every row is a whole part; its weight is its partition.
+        p, alpha, row_max, row_sum, row_entropy = online_softmax(
+            log2_weight[:, None], row_max, row_sum, row_entropy, 1.0, ENTROPY=ENTROPY, MAY_BE_EMPTY=True
+        )
+        part = tl.load(part_out_ptr + part_rows[:, None] * VALUE_DIM + value_dims[None, :], mask=mask, other=0.0)
+        acc = acc * alpha[:, None] + part * p
+        if ENTROPY:
+            # Entropy of a mixture of disjoint parts: that of the weights plus the weighted mean of the parts'.
+            part_entropy = tl.load(part_entropy_ptr + part_rows, mask=present, other=0.0)
+            row_entropy -= tl.sum(p, 1) * part_entropy * 1.4426950408889634
+
+    out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    out_rows_ptr = out_ptr + b * stride_ob + h * stride_oh + (row_start + rows.to(tl.int64))[:, None] * stride_os
+    tl.store(out_rows_ptr + value_dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    stat_rows = bh * Sq + row_start + rows
+    tl.store(lse_ptr + stat_rows, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=present)
+    if ENTROPY:
+        tl.store(entropy_ptr + stat_rows, entropy_of(row_sum, row_entropy), mask=present)
+
+
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: tuple[Segment, ...],
+    *,
+    scale: float,
+    entropy: bool,
+    out: torch.Tensor | None = None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Attend from the queries to the keys of their segments; arguments are not checked.
+
+    Args:
+        query: [B, Sq, H, D]. key: [B, Sk, H, D]. value: [B, Sk, H, Dv].
+        segments: queries in none get out 0, lse -inf and entropy 0.
+        scale: softmax scale, at least 0.
+        entropy: whether to compute the entropy.
+        out: [B, Sq, H, Dv] of any dtype to write into, only the rows of the segments; a new tensor if None.
+        splits: parts that the keys of every segment are cut into; None to choose them for this device.
+
+    Returns:
+        (out [B, Sq, H, Dv], in the dtype of `query` if new, lse [B, H, Sq] and entropy [B, H, Sq] or None, both in
+        nats and in float32).
+    """
+    B, Sq, H, D = query.shape
+    Dv = value.shape[3]
+    device = query.device
+    options = launch_options("flash_forward", device, query.dtype, max(D, Dv))
+    BLOCK_M, BLOCK_N = options["BLOCK_M"], options["BLOCK_N"]
+    work = row_work(segments, BLOCK_M, BLOCK_N, B * H, processors(device), splits, device)
+    whole = work.covered == Sq
+
+    def statistic(fill: float) -> torch.Tensor:
+        new = query.new_empty(B, H, Sq, dtype=torch.float32)
+        return new if whole else new.fill_(fill)
+
+    if out is None:
+        out = query.new_empty(B, Sq, H, Dv) if whole else query.new_zeros(B, Sq, H, Dv)
+    lse = statistic(-torch.inf)
+    row_entropy = statistic(0.0) if entropy else None
+    parts: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if work.merges is not None:
+        part_shape = (B * H, work.slots, BLOCK_M)
+        parts = (
+            query.new_empty(*part_shape, Dv, dtype=torch.float32),
+            query.new_empty(part_shape, dtype=torch.float32),
+            query.new_empty(part_shape, dtype=torch.float32) if entropy else None,
+        )
+    num_items = work.items.shape[0]
+    out_strides = out.stride()[:3]
+    with torch.cuda.device_of(query):
+        if num_items > 0:
+            _forward_kernel[(num_items * B * H,)](
+                query,
+                key,
+                value,
+                out,
+                lse,
+                row_entropy,
+                *parts,
+                work.items,
+                work.ranges,
+                *query.stride()[:3],
+                *key.stride()[:3],
+                *value.stride()[:3],
+                *out_strides,
+                num_items,
+                work.slots,
+                H,
+                Sq,
+                log2_scale_of(scale),
+                HEAD_DIM=D,
+                VALUE_DIM=Dv,
+                BLOCK_D=block_dim(D),
+                BLOCK_DV=block_dim(Dv),
+                ENTROPY=entropy,
+                HAS_PARTS=work.merges is not None,
+                PRECISION=dot_precision(query.dtype),
+                **options,
+            )
+        if work.merges is not None:
+            num_blocks = work.merges.shape[0] * (BLOCK_M // COMBINE_ROWS)
+            _combine_kernel[(num_blocks * B * H,)](
+                out,
+                lse,
+                row_entropy,
+                *parts,
+                work.merges,
+                *out_strides,
+                num_blocks,
+                work.slots,
+                H,
+                Sq,
+                VALUE_DIM=Dv,
+                BLOCK_DV=block_dim(Dv),
+                BLOCK_M=BLOCK_M,
+                ROWS=COMBINE_ROWS,
+                ENTROPY=entropy,
+                num_warps=4,
+            )
+    return out, lse, row_entropy

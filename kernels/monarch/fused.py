@@ -1,0 +1,339 @@
+"""Monarch attention in Triton, forward and backward: the order of the stages, and their registration with torch.
+
+The stages are those of `reference.monarch_attention_reference`: exact part, R-steps, L-steps, last L-step. Shapes:
+B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block, t = `num_iterations`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from vmonarch.exact import ExactBlocks
+from vmonarch.kernels.flash_entropy.backward import flash_backward
+from vmonarch.kernels.flash_entropy.forward import flash_forward
+from vmonarch.kernels.flash_entropy.segments import Segment
+from vmonarch.kernels.monarch.blocks import exact_key_frames
+from vmonarch.kernels.monarch.l_step import LStep
+from vmonarch.kernels.monarch.places import Places
+from vmonarch.kernels.monarch.r_step import RStep
+
+
+@dataclass(frozen=True)
+class MonarchOptions:
+    """Everything about a call but its tensors."""
+
+    places: Places
+    tiled: bool
+    coarse: int
+    num_iterations: int
+    scale: float
+    min_mass: float
+    entropy_grad: bool
+    exact: ExactBlocks | None
+
+    def with_scale(self, scale: float) -> MonarchOptions:
+        return dataclasses.replace(self, scale=scale)
+
+
+@dataclass(frozen=True)
+class _ExactPart:
+    """The exact part of a call.
+
+    Args:
+        segments: the pattern for the flash kernels.
+        table: for every frame, 1 for each of the m key blocks that is answered exactly.
+        whole_rows: whether every frame is answered exactly throughout or not at all.
+        aware: whether all L-steps know of it, or only the last.
+    """
+
+    segments: tuple[Segment, ...]
+    table: tuple[tuple[int, ...], ...]
+    whole_rows: bool
+    aware: bool
+
+
+@functools.lru_cache(maxsize=64)
+def _exact_part(pattern: ExactBlocks | None, places: Places) -> _ExactPart | None:
+    if pattern is None:
+        return None
+    key_frames = exact_key_frames(pattern, places.frames, places.block_frames)
+    if not any(key_frames):
+        return None
+    size = places.height * places.width
+    segments = tuple(
+        Segment(l * size, (l + 1) * size, tuple((k * size, (k + 1) * size) for k in attended))
+        for l, attended in enumerate(key_frames)
+        if attended
+    )
+    tiles = places.tiles_h * places.tiles_w
+    first_frames = [block // tiles * places.block_frames for block in range(places.blocks)]
+    return _ExactPart(
+        segments,
+        tuple(tuple(int(frame in attended) for frame in first_frames) for attended in key_frames),
+        all(len(attended) in (0, places.frames) for attended in key_frames),
+        pattern.aware,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _exact_table(pattern: ExactBlocks, places: Places, device: torch.device) -> torch.Tensor | None:
+    """[T, m] int8 on the device, 1 in exact blocks; kept, so that repeated calls copy nothing."""
+    exact = _exact_part(pattern, places)
+    return None if exact is None else torch.tensor(exact.table, dtype=torch.int8, device=device)
+
+
+@dataclass
+class _Buffers:
+    """Intermediates by iteration. In training each has its own memory; in inference it is used again."""
+
+    aL: list[torch.Tensor]
+    z: list[torch.Tensor]
+    cL: list[torch.Tensor]
+    lse_r: list[torch.Tensor]
+    cR: list[torch.Tensor]
+    lse_l: list[torch.Tensor]
+
+
+def _slices(options: MonarchOptions, blocks: torch.Tensor, stats: torch.Tensor, row_stats: torch.Tensor) -> _Buffers:
+    """Name the parts of the saved tensors: [2t - 1, B·H·m, b, D], [3t - 1, B·H·m, b] and [t - 1, B, H, S]."""
+    t = options.num_iterations
+    return _Buffers(
+        aL=list(blocks[:t]),
+        z=list(blocks[t:]),
+        cL=list(stats[:t]),
+        lse_r=list(stats[t : 2 * t]),
+        cR=list(stats[2 * t :]),
+        lse_l=list(row_stats),
+    )
+
+
+def saved_shapes(
+    query: torch.Tensor, value: torch.Tensor, options: MonarchOptions, save: bool
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of (blocks, y, stats, row_stats, out_exact, lse_exact), which `forward` saves."""
+    (B, S, H, D), E, t, dtype = query.shape, value.shape[3], options.num_iterations, query.dtype
+    none: tuple[int, ...] = (0,)
+    if not save:
+        return [(none, dtype)] * 2 + [(none, torch.float32)] * 2 + [(none, dtype), (none, torch.float32)]
+    block = (B * H * options.places.blocks, options.places.positions)
+    exact = _exact_part(options.exact, options.places)
+    return [
+        ((2 * t - 1, *block, D), dtype),
+        ((*block, E), dtype),
+        ((3 * t - 1, *block), torch.float32),
+        ((t - 1, B, H, S), torch.float32),
+        (none if exact is None or exact.whole_rows else (B, S, H, E), dtype),
+        (none if exact is None else (B, H, S), torch.float32),
+    ]
+
+
+def _on_its_device(function):
+    """Run on the device of the first argument: Triton launches on the current one, wherever the tensors are."""
+
+    @functools.wraps(function)
+    def guarded(*args, **kwargs):
+        with torch.cuda.device_of(args[0]):
+            return function(*args, **kwargs)
+
+    return guarded
+
+
+@_on_its_device
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    options: MonarchOptions,
+    save: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Monarch attention.
+
+    Args:
+        query, key: [B, S, H, D]. value: [B, S, H, E]. key_mask: [B, S] or None.
+        save: keep what `backward` needs.
+
+    Returns:
+        (out [B, S, H, E], lse [B, H, S]) and what `backward` needs, empty tensors without `save`: (blocks, y, stats,
+        row_stats, out_exact, lse_exact).
+    """
+    B, S, H, D = query.shape
+    E = value.shape[3]
+    places, t = options.places, options.num_iterations
+    groups, b = B * H * places.blocks, places.positions
+    out = query.new_empty(B, S, H, E)
+    lse = query.new_empty(B, H, S, dtype=torch.float32)
+
+    own = t if save else 1
+    saved = [query.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(query, value, options, save)]
+    exact = _exact_part(options.exact, places)
+    out_exact = lse_exact = None
+    if exact is not None:
+        # Rows that are exact throughout lie in `out` already; others are merged there, unless training needs them.
+        out_exact = saved[4] if save and not exact.whole_rows else out
+        _, lse_exact, _ = flash_forward(
+            query, key, value, exact.segments, scale=options.scale, entropy=False, out=out_exact
+        )
+
+    if save:
+        blocks, y, stats, row_stats = saved[:4]
+        buffers = _slices(options, blocks, stats, row_stats)
+    else:
+        blocks = query.new_empty(min(t, 2), groups, b, D)
+        stats = query.new_empty(1, groups, b, dtype=torch.float32)
+        # A row tile of the last z is read by the program that writes the same rows of y, and by no other.
+        y = blocks[1] if t > 1 and D == E else query.new_empty(groups, b, E)
+        buffers = _Buffers([blocks[0]], [blocks[-1]], [stats[0]], [], [], [])
+
+    r, l = _steps(query, key, value, key_mask, options)
+    pooled = r.pool() if options.coarse > 1 else None
+    z = query
+    for i in range(t - 1):
+        n = i % own
+        aL, cL = buffers.aL[n], buffers.cL[n]
+        r.forward(z, pooled, aL=aL, cL=cL, lse=buffers.lse_r[n] if save else None)
+        z = buffers.z[n]
+        l.centroids(
+            aL,
+            cL,
+            z=z,
+            lse=buffers.lse_l[n] if save else lse,
+            cR=buffers.cR[n] if save else None,
+            lse_exact=lse_exact if exact is not None and exact.aware else None,
+            min_mass=_min_mass(options),
+        )
+    aL, cL = buffers.aL[-1], buffers.cL[-1]
+    r.forward(z, None, aL=aL, cL=cL, y=y, lse=buffers.lse_r[-1] if save else None)
+    l.output(aL, cL, y, out=out, lse=lse, lse_exact=lse_exact, out_exact=out_exact)
+    if save and lse_exact is not None:
+        saved[5] = lse_exact
+    return out, lse, *saved
+
+
+def _steps(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    options: MonarchOptions,
+) -> tuple[RStep, LStep]:
+    places, exact = options.places, options.exact
+    table = None if exact is None else _exact_table(exact, places, query.device)
+    return (
+        RStep(key, value, key_mask, places, options.tiled, options.coarse, options.scale),
+        LStep(query, places, options.tiled, options.scale, table),
+    )
+
+
+def _min_mass(options: MonarchOptions) -> float:
+    return max(options.min_mass, torch.finfo(torch.float32).tiny)
+
+
+@_on_its_device
+def backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    options: MonarchOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value; R and L are recomputed from z, aL and the log-partitions (notes §9)."""
+    blocks, y, stats, row_stats, out_exact, lse_exact = saved
+    t = options.num_iterations
+    places = options.places
+    buffers = _slices(options, blocks, stats, row_stats)
+    exact = _exact_part(options.exact, places)
+    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+
+    dq = query.new_empty(query.shape)
+    dk = key.new_zeros(key.shape)
+    dv = value.new_zeros(value.shape)
+    daL = torch.empty_like(blocks[0])
+    dy = torch.empty_like(y)
+    daR = torch.empty_like(blocks[0])
+    dcL, delta_r, dcR = (torch.empty_like(stats[0]) for _ in range(3))
+    exact_arguments: dict[str, torch.Tensor | None] = {}
+    if exact is not None:
+        out_exact = out if exact.whole_rows else out_exact
+        exact_arguments = dict(lse_exact=lse_exact, dlse_exact=torch.empty_like(lse))
+        do_exact = None if exact.whole_rows else torch.empty_like(out_exact)
+
+    r, l = _steps(query, key, value, key_mask, options)
+    pooled = r.pool() if options.coarse > 1 else None
+    l.backward(
+        buffers.aL[-1],
+        buffers.cL[-1],
+        lse,
+        dq=dq,
+        daL=daL,
+        dcL=dcL,
+        delta_r=delta_r,
+        y=y,
+        out=out,
+        do=grad_out,
+        dlse=grad_lse,
+        dy=dy,
+        **exact_arguments,
+        **(dict(out_exact=out_exact, do_exact=do_exact) if exact is not None else {}),
+    )
+    for i in reversed(range(t)):
+        last = i == t - 1
+        r.backward(
+            buffers.z[i - 1] if i > 0 else query,
+            None if last else pooled,
+            lse=buffers.lse_r[i],
+            cL=buffers.cL[i],
+            daL=daL,
+            dy=dy if last else None,
+            dcL=dcL if options.entropy_grad else None,
+            delta=delta_r,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            cR=buffers.cR[i - 1] if i > 0 else None,
+            daR=daR,
+            dcR=dcR,
+            min_mass=_min_mass(options),
+        )
+        if i > 0:
+            l.backward(
+                buffers.aL[i - 1],
+                buffers.cL[i - 1],
+                buffers.lse_l[i - 1],
+                dq=dq,
+                daL=daL,
+                dcL=dcL,
+                delta_r=delta_r,
+                daR=daR,
+                dcR=dcR,
+                **(exact_arguments if exact is not None and exact.aware else {}),
+            )
+    if exact is not None:
+        flash_backward(
+            grad_out if do_exact is None else do_exact,
+            exact_arguments["dlse_exact"],
+            None,
+            query,
+            key,
+            value,
+            out_exact,
+            lse_exact,
+            None,
+            exact.segments,
+            scale=options.scale,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+        )
+    return dq, dk, dv

@@ -1,0 +1,623 @@
+"""R-steps in Triton: plain attention inside every key block, with the key as its own value (`reference.r_step`).
+
+Legend: B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block, c pooled cells per block.
+Tokens are [B, S, H, D] with any strides but the last; block tensors are [B·H·m, b, D], contiguous; row statistics are
+[B·H·m, b], float32. With `Places` the kernels find tokens by arithmetic: nothing is copied, padded or transposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
+from vmonarch.kernels.monarch.places import Places, token_at, token_in_cell
+
+
+@triton.jit
+def _load_rows(ptr, rows, stride, columns, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Load [rows, columns], zeros where not `valid` and beyond WIDTH."""
+    pointers = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    if MASKED:
+        return tl.load(pointers, mask=valid[:, None] & (columns[None, :] < WIDTH), other=0.0)
+    elif WIDTH == BLOCK_WIDTH:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=columns[None, :] < WIDTH, other=0.0)
+
+
+@triton.jit
+def _key_rows(places, block, i, stop, POOLED: tl.constexpr, TILED: tl.constexpr):
+    """Row of key `i` of a block in its tensor, and whether there is one."""
+    if POOLED:
+        return i, i < stop
+    elif TILED:
+        return token_at(places, block, i, True)
+    else:
+        return block * places.positions - places.offset + i, i < stop
+
+
+@triton.jit
+def _key_range(places, block, POOLED: tl.constexpr, TILED: tl.constexpr):
+    """First and last + 1 of the keys `i` of a block; places outside hold none."""
+    if POOLED:
+        return 0, places.cells
+    elif TILED:
+        return 0, places.positions
+    else:
+        start = block * places.positions - places.offset
+        return tl.maximum(0, -start), tl.minimum(places.positions, places.tokens - start)
+
+
+@triton.jit
+def _masked_scores(
+    scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale,
+    POOLED: tl.constexpr, HAS_MASK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scores [M, N] whose keys lie along the last axis: masked, and for pooled keys scaled, log2 n added."""
+    if HAS_MASK:
+        valid = valid & (tl.load(mask_ptr + rows.to(tl.int64) * stride_ms, mask=valid, other=0) != 0)
+    if POOLED:
+        # A pooled key stands for n keys: log n is added to its logit (algorithm notes §13).
+        scores = scores * log2_scale + tl.load(bias_ptr + i, mask=valid, other=-float("inf"))[None, :]
+    elif MASKED:
+        scores = tl.where(valid[None, :], scores, -float("inf"))
+    return scores
+
+
+@triton.jit
+def _r_step_keys(
+    acc_k, acc_v, row_max, row_sum, z, start, stop, k_desc, v_desc,
+    k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, range_stop, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr, TILED: tl.constexpr,
+    HAS_MASK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Take the keys [start, stop) of a block into the running sums, BLOCK_N at a time."""
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_e = tl.arange(0, BLOCK_E)
+    first_row = 0 if POOLED else block * places.positions - places.offset
+    for first in tl.range(start, stop, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+        i = first + tl.arange(0, BLOCK_N)
+        rows, valid = _key_rows(places, block, i, range_stop, POOLED, TILED)
+        if TMA:
+            k = k_desc.load([first_row + first, 0])  # [N, D]
+        else:
+            k = _load_rows(k_ptr, rows, stride_ks, offs_d, valid, D, BLOCK_D, MASKED)
+        scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)  # [M, N]
+        scores = _masked_scores(
+            scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, MASKED
+        )
+        p, alpha, row_max, row_sum, _ = online_softmax(
+            scores, row_max, row_sum, row_sum, 1.0 if POOLED else log2_scale, False, HAS_MASK
+        )
+        p = p.to(k.dtype)
+        acc_k = tl.dot(p, k, acc_k * alpha[:, None], input_precision=PRECISION)
+        if LAST:
+            if TMA:
+                v = v_desc.load([first_row + first, 0])
+            else:
+                v = _load_rows(v_ptr, rows, stride_vs, offs_e, valid, E, BLOCK_E, MASKED)
+            acc_v = tl.dot(p, v, acc_v * alpha[:, None], input_precision=PRECISION)
+    return acc_k, acc_v, row_max, row_sum
+
+
+@triton.jit
+def _load_z(
+    z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, Z_IS_QUERY: tl.constexpr, TILED: tl.constexpr,
+):  # fmt: skip
+    """Centroid queries [M, D] of positions j: the query itself in the first iteration, a block tensor later."""
+    offs_d = tl.arange(0, BLOCK_D)
+    block = group % places.blocks
+    head = group // places.blocks % heads
+    batch = group // places.blocks // heads
+    if Z_IS_QUERY:
+        token, valid = token_at(places, block, j, TILED)
+        base = z_ptr + batch.to(tl.int64) * stride_zb + head.to(tl.int64) * stride_zh
+        return _load_rows(base, token, stride_zs, offs_d, valid, D, BLOCK_D, True)
+    else:
+        base = z_ptr + group.to(tl.int64) * places.positions * D
+        return _load_rows(base, j, D, offs_d, j < places.positions, D, BLOCK_D, True)
+
+
+@triton.jit
+def _r_step_kernel(
+    z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, aL_ptr, y_ptr, cL_ptr, lse_ptr,
+    stride_zb, stride_zs, stride_zh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_mb, stride_ms, heads, places, row_tiles, scale, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
+    TILED: tl.constexpr, HAS_MASK: tl.constexpr, STORE_LSE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One tile of positions of one key block: aL, cL, and in the last iteration y.
+
+    The keys after the last whole BLOCK_N go through in tiles of BLOCK_TAIL. TMA: Hopper's tensor memory accelerator
+    loads the keys, for blocks of consecutive rows; WARP_SPECIALIZE: by warps of their own (num_warps=4 only).
+    """
+    pid = tl.program_id(0)
+    group = pid // row_tiles
+    j = pid % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    block = group % places.blocks
+    head = group // places.blocks % heads
+    batch = group // places.blocks // heads
+    if not WARP_SPECIALIZE:
+        z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
+    elif Z_IS_QUERY:
+        z_rows = z_ptr + batch.to(tl.int64) * stride_zb + head.to(tl.int64) * stride_zh
+        z_desc = tl.make_tensor_descriptor(z_rows, [places.tokens, D], [stride_zs, 1], [BLOCK_M, BLOCK_D])
+        z = z_desc.load([block * places.positions - places.offset + pid % row_tiles * BLOCK_M, 0])
+    else:
+        z_rows = z_ptr + group.to(tl.int64) * places.positions * D
+        z_desc = tl.make_tensor_descriptor(z_rows, [places.positions, D], [D, 1], [BLOCK_M, BLOCK_D])
+        z = z_desc.load([pid % row_tiles * BLOCK_M, 0])
+    if POOLED:
+        k_ptr += group.to(tl.int64) * places.cells * D
+        bias_ptr += block * places.cells
+    else:
+        k_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
+    if LAST:
+        v_ptr += batch.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh
+    if HAS_MASK:
+        mask_ptr += batch.to(tl.int64) * stride_mb
+
+    acc_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc_v = tl.zeros([BLOCK_M, BLOCK_E], tl.float32) if LAST else acc_k
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    start, stop = _key_range(places, block, POOLED, TILED)
+    k_desc = k_ptr
+    v_desc = v_ptr
+    k_tail_desc = k_ptr
+    v_tail_desc = v_ptr
+    if TMA:
+        rows = places.cells if POOLED else places.tokens
+        k_desc = tl.make_tensor_descriptor(k_ptr, [rows, D], [stride_ks, 1], [BLOCK_N, BLOCK_D])
+        k_tail_desc = tl.make_tensor_descriptor(k_ptr, [rows, D], [stride_ks, 1], [BLOCK_TAIL, BLOCK_D])
+        if LAST:
+            v_desc = tl.make_tensor_descriptor(v_ptr, [rows, E], [stride_vs, 1], [BLOCK_N, BLOCK_E])
+            v_tail_desc = tl.make_tensor_descriptor(v_ptr, [rows, E], [stride_vs, 1], [BLOCK_TAIL, BLOCK_E])
+    full_stop = start
+    if WARP_SPECIALIZE:
+        # The compiler takes one loop of products only, so that the last keys are masked in it.
+        full_stop = stop
+        acc_k, acc_v, row_max, row_sum = _r_step_keys(
+            acc_k, acc_v, row_max, row_sum, z, start, stop, k_desc, v_desc,
+            k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
+            D, E, LAST, POOLED, TILED, False, True, PRECISION, TMA, True, BLOCK_N, BLOCK_D, BLOCK_E,
+        )  # fmt: skip
+    elif not (HAS_MASK or (TILED and not POOLED)):
+        full_stop = start + (stop - start) // BLOCK_N * BLOCK_N
+        acc_k, acc_v, row_max, row_sum = _r_step_keys(
+            acc_k, acc_v, row_max, row_sum, z, start, full_stop, k_desc, v_desc,
+            k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
+            D, E, LAST, POOLED, TILED, False, False, PRECISION, TMA, False, BLOCK_N, BLOCK_D, BLOCK_E,
+        )  # fmt: skip
+    if not WARP_SPECIALIZE:
+        acc_k, acc_v, row_max, row_sum = _r_step_keys(
+            acc_k, acc_v, row_max, row_sum, z, full_stop, stop, k_tail_desc, v_tail_desc,
+            k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
+            D, E, LAST, POOLED, TILED, HAS_MASK, True, PRECISION, TMA, False, BLOCK_TAIL, BLOCK_D, BLOCK_E,
+        )  # fmt: skip
+
+    if WARP_SPECIALIZE:
+        # What the compiler gave to the warps of the loop cannot be used after it.
+        z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
+    inverse = 1.0 / tl.where(row_sum > 0, row_sum, 1.0)
+    lse = log2_partition(row_max, row_sum) * 0.6931471805599453
+    aL = (acc_k * inverse[:, None]).to(z.dtype)
+    # The entropy is free when the value is the key (algorithm notes §3). Taken with the rounded aL that the L-step
+    # reads, it cancels the rounding for queries near z.
+    cL = scale * tl.sum(z.to(tl.float32) * aL.to(tl.float32), 1) - lse
+    offs_d = tl.arange(0, BLOCK_D)
+    row = group.to(tl.int64) * places.positions + j
+    inside = j < places.positions
+    tl.store(aL_ptr + row[:, None] * D + offs_d[None, :], aL, mask=inside[:, None] & (offs_d[None, :] < D))
+    tl.store(cL_ptr + row, cL, mask=inside)
+    if STORE_LSE:
+        tl.store(lse_ptr + row, lse, mask=inside)
+    if LAST:
+        offs_e = tl.arange(0, BLOCK_E)
+        y = (acc_v * inverse[:, None]).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row[:, None] * E + offs_e[None, :], y, mask=inside[:, None] & (offs_e[None, :] < E))
+
+
+@triton.jit
+def _pool_kernel(
+    k_ptr, pooled_ptr, bias_ptr, stride_kb, stride_ks, stride_kh, heads, places, cell_tiles,
+    D: tl.constexpr, COARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Mean key of every cell, and log2 of the number of its keys."""
+    pid = tl.program_id(0)
+    group = pid // cell_tiles
+    cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = group % places.blocks
+    head = group // places.blocks % heads
+    batch = group // places.blocks // heads
+    k_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
+    offs_d = tl.arange(0, BLOCK_D)
+    inside = cell < places.cells
+    total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    count = tl.zeros([BLOCK_N], tl.float32)
+    for step in tl.static_range(COARSE * COARSE):
+        token, valid = token_in_cell(places, block, cell, step // COARSE, step % COARSE, COARSE)
+        valid = valid & inside
+        total += _load_rows(k_ptr, token, stride_ks, offs_d, valid, D, BLOCK_D, True).to(tl.float32)
+        count += valid.to(tl.float32)
+    mean = total / tl.maximum(count, 1.0)[:, None]
+    row = group.to(tl.int64) * places.cells + cell
+    pointers = pooled_ptr + row[:, None] * D + offs_d[None, :]
+    tl.store(pointers, mean.to(pooled_ptr.dtype.element_ty), mask=inside[:, None] & (offs_d[None, :] < D))
+    if group < places.blocks:
+        bias = tl.where(count > 0, tl.log2(tl.maximum(count, 1.0)), -float("inf"))
+        tl.store(bias_ptr + group * places.cells + cell, bias, mask=inside)
+
+
+@triton.jit
+def _unpool_kernel(
+    d_pooled_ptr, bias_ptr, dk_ptr, stride_kb, stride_ks, stride_kh, heads, places, cell_tiles,
+    D: tl.constexpr, COARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add to every key's gradient its share of its cell's."""
+    pid = tl.program_id(0)
+    group = pid // cell_tiles
+    cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = group % places.blocks
+    head = group // places.blocks % heads
+    batch = group // places.blocks // heads
+    dk_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
+    offs_d = tl.arange(0, BLOCK_D)
+    inside = cell < places.cells
+    row = group.to(tl.int64) * places.cells + cell
+    d_pooled = _load_rows(d_pooled_ptr, row, D, offs_d, inside, D, BLOCK_D, True).to(tl.float32)
+    bias = tl.load(bias_ptr + block * places.cells + cell, mask=inside, other=0.0)
+    share = d_pooled * tl.exp2(-tl.where(bias == -float("inf"), 0.0, bias))[:, None]
+    for step in tl.static_range(COARSE * COARSE):
+        token, valid = token_in_cell(places, block, cell, step // COARSE, step % COARSE, COARSE)
+        mask = (valid & inside)[:, None] & (offs_d[None, :] < D)
+        pointers = dk_ptr + token.to(tl.int64)[:, None] * stride_ks + offs_d[None, :]
+        total = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + share
+        tl.store(pointers, total.to(dk_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _d_scores(
+    p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD: tl.constexpr
+):  # fmt: skip
+    """Gradient of the logits; `scores` are raw and unmasked, delta, dcL, cL and lse broadcast to the tile."""
+    ds = dp - delta
+    if ENTROPY_GRAD:
+        # cL is minus the entropy of Algorithm 2: dS += dcL·P·(S - lse - cL). Pooled keys' log n is no part of S.
+        ds += dcL * (scores * scale - lse - cL)
+    return tl.where(p > 0, p * ds, 0.0)
+
+
+@triton.jit
+def _r_backward_z_kernel(
+    z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr,
+    cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
+    stride_zb, stride_zs, stride_zh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_mb, stride_ms, stride_dqb, stride_dqs, stride_dqh, heads, places, row_tiles, scale, log2_scale, min_mass,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
+    TILED: tl.constexpr, HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one tile of z. For z = q it is added to dq; else αR and cR, of which z was made, get theirs."""
+    pid = tl.program_id(0)
+    group = pid // row_tiles
+    j = pid % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    block = group % places.blocks
+    head = group // places.blocks % heads
+    batch = group // places.blocks // heads
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_e = tl.arange(0, BLOCK_E)
+    inside = j < places.positions
+    row = group.to(tl.int64) * places.positions + j
+    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
+    daL = _load_rows(daL_ptr, row, D, offs_d, inside, D, BLOCK_D, True)
+    delta = tl.load(delta_ptr + row, mask=inside, other=0.0)[:, None]
+    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)[:, None]
+    cL = delta
+    dcL = delta
+    if ENTROPY_GRAD:
+        cL = tl.load(cL_ptr + row, mask=inside, other=0.0)[:, None]
+        dcL = tl.load(dcL_ptr + row, mask=inside, other=0.0)[:, None]
+    dy = daL
+    if LAST:
+        dy = _load_rows(dy_ptr, row, E, offs_e, inside, E, BLOCK_E, True)
+        v_ptr += batch.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh
+    if POOLED:
+        k_ptr += group.to(tl.int64) * places.cells * D
+        bias_ptr += block * places.cells
+    else:
+        k_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
+    if HAS_MASK:
+        mask_ptr += batch.to(tl.int64) * stride_mb
+
+    dz = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    start, stop = _key_range(places, block, POOLED, TILED)
+    for first in tl.range(start, stop, BLOCK_N):
+        i = first + tl.arange(0, BLOCK_N)
+        rows, valid = _key_rows(places, block, i, stop, POOLED, TILED)
+        k = _load_rows(k_ptr, rows, stride_ks, offs_d, valid, D, BLOCK_D, True)
+        scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)
+        masked = _masked_scores(
+            scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, True
+        )
+        p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
+        dp = tl.dot(daL, tl.trans(k), input_precision=PRECISION)
+        if LAST:
+            v = _load_rows(v_ptr, rows, stride_vs, offs_e, valid, E, BLOCK_E, True)
+            dp = tl.dot(dy, tl.trans(v), dp, input_precision=PRECISION)
+        ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD)
+        dz = tl.dot(ds.to(k.dtype), k, dz, input_precision=PRECISION)
+    dz *= scale
+
+    if Z_IS_QUERY:
+        token, valid = token_at(places, block, j, TILED)
+        mask = valid[:, None] & (offs_d[None, :] < D)
+        dq_ptr += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
+        pointers = dq_ptr + token.to(tl.int64)[:, None] * stride_dqs + offs_d[None, :]
+        total = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + dz
+        tl.store(pointers, total.to(dq_ptr.dtype.element_ty), mask=mask)
+    else:
+        # z = αR / max(cR, min_mass)
+        cR = tl.load(cR_ptr + row, mask=inside, other=1.0)
+        mass = tl.maximum(cR, min_mass)
+        dcR = tl.where(cR >= min_mass, -tl.sum(dz * z.to(tl.float32), 1) / mass, 0.0)
+        mask = inside[:, None] & (offs_d[None, :] < D)
+        daR = (dz / mass[:, None]).to(daR_ptr.dtype.element_ty)
+        tl.store(daR_ptr + row[:, None] * D + offs_d[None, :], daR, mask=mask)
+        tl.store(dcR_ptr + row, dcR, mask=inside)
+
+
+@triton.jit
+def _r_backward_keys_kernel(
+    z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr, dk_ptr, dv_ptr,
+    stride_zb, stride_zs, stride_zh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_mb, stride_ms, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    heads, places, key_tiles, scale, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
+    TILED: tl.constexpr, HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of keys' gradients, as keys and as values, and in the last iteration those of V.
+
+    Scores are computed transposed, [N, M], so that no accumulator has to be.
+    """
+    pid = tl.program_id(0)
+    group = pid // key_tiles
+    block = group % places.blocks
+    head = group // places.blocks % heads
+    batch = group // places.blocks // heads
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_e = tl.arange(0, BLOCK_E)
+    if POOLED:
+        k_ptr += group.to(tl.int64) * places.cells * D
+        dk_ptr += group.to(tl.int64) * places.cells * D
+        bias_ptr += block * places.cells
+    else:
+        k_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
+        dk_ptr += batch.to(tl.int64) * stride_dkb + head.to(tl.int64) * stride_dkh
+    start, stop = _key_range(places, block, POOLED, TILED)
+    i = start + pid % key_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, valid = _key_rows(places, block, i, stop, POOLED, TILED)
+    k = _load_rows(k_ptr, rows, stride_ks, offs_d, valid, D, BLOCK_D, True)
+    v = k
+    if LAST:
+        v_ptr += batch.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh
+        v = _load_rows(v_ptr, rows, stride_vs, offs_e, valid, E, BLOCK_E, True)
+    attended = valid
+    if HAS_MASK:
+        mask_ptr += batch.to(tl.int64) * stride_mb
+        attended = valid & (tl.load(mask_ptr + rows.to(tl.int64) * stride_ms, mask=valid, other=0) != 0)
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    if POOLED:
+        bias = tl.load(bias_ptr + i, mask=valid, other=-float("inf"))
+
+    dk_as_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dk_as_value = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32) if LAST else dk_as_value
+    for first in tl.range(0, places.positions, BLOCK_M):
+        j = first + tl.arange(0, BLOCK_M)
+        inside = j < places.positions
+        row = group.to(tl.int64) * places.positions + j
+        z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
+        daL = _load_rows(daL_ptr, row, D, offs_d, inside, D, BLOCK_D, True)
+        # A position beyond the block gets lse = inf, hence p = 0.
+        lse = tl.load(lse_ptr + row, mask=inside, other=float("inf"))[None, :]
+        delta = tl.load(delta_ptr + row, mask=inside, other=0.0)[None, :]
+        cL = delta
+        dcL = delta
+        if ENTROPY_GRAD:
+            cL = tl.load(cL_ptr + row, mask=inside, other=0.0)[None, :]
+            dcL = tl.load(dcL_ptr + row, mask=inside, other=0.0)[None, :]
+        scores = tl.dot(k, tl.trans(z), input_precision=PRECISION)  # [N, M]
+        if POOLED:
+            masked = scores * log2_scale + bias[:, None]
+        else:
+            masked = tl.where(attended[:, None], scores, -float("inf"))
+        p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
+        dp = tl.dot(k, tl.trans(daL), input_precision=PRECISION)
+        p_rounded = p.to(k.dtype)
+        dk_as_value = tl.dot(p_rounded, daL, dk_as_value, input_precision=PRECISION)
+        if LAST:
+            dy = _load_rows(dy_ptr, row, E, offs_e, inside, E, BLOCK_E, True)
+            dp = tl.dot(v, tl.trans(dy), dp, input_precision=PRECISION)
+            dv = tl.dot(p_rounded, dy, dv, input_precision=PRECISION)
+        ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD)
+        dk_as_key = tl.dot(ds.to(k.dtype), z, dk_as_key, input_precision=PRECISION)
+
+    dk = dk_as_key * scale + dk_as_value
+    mask = valid[:, None] & (offs_d[None, :] < D)
+    pointers = dk_ptr + rows.to(tl.int64)[:, None] * stride_dks + offs_d[None, :]
+    if not POOLED:
+        dk += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointers, dk.to(dk_ptr.dtype.element_ty), mask=mask)
+    if LAST:
+        dv_ptr += batch.to(tl.int64) * stride_dvb + head.to(tl.int64) * stride_dvh
+        mask = valid[:, None] & (offs_e[None, :] < E)
+        pointers = dv_ptr + rows.to(tl.int64)[:, None] * stride_dvs + offs_e[None, :]
+        dv += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        tl.store(pointers, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+
+
+def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory for the descriptors that a kernel makes on the device."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+@dataclass(frozen=True)
+class RStep:
+    """What all R-steps of one call share: keys, values and the way to find them.
+
+    Args:
+        key: [B, S, H, D]. value: [B, S, H, E]. key_mask: [B, S] bool or None.
+        coarse: pooling of the keys in all but the last iteration.
+        tiled: whether tokens of a block are anything but consecutive.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_mask: torch.Tensor | None
+    places: Places
+    tiled: bool
+    coarse: int
+    scale: float
+
+    @property
+    def groups(self) -> int:
+        return self.key.shape[0] * self.key.shape[2] * self.places.blocks
+
+    def pool(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(mean key of every cell [B·H·m, c, D], log2 of the number of its keys [m, c])."""
+        B, _, H, D = self.key.shape
+        pooled = self.key.new_empty(self.groups, self.places.cells, D)
+        bias = self.key.new_empty(self.places.blocks, self.places.cells, dtype=torch.float32)
+        self._launch_pool(_pool_kernel, (self.key, pooled, bias), self.key)
+        return pooled, bias
+
+    def unpool(self, d_pooled: torch.Tensor, bias: torch.Tensor, dk: torch.Tensor) -> None:
+        """Add the gradient of the pooled keys to dk [B, S, H, D]."""
+        self._launch_pool(_unpool_kernel, (d_pooled, bias, dk), dk)
+
+    def _launch_pool(self, kernel, tensors: tuple[torch.Tensor, ...], tokens: torch.Tensor) -> None:
+        D = self.key.shape[3]
+        block = 32
+        tiles = triton.cdiv(self.places.cells, block)
+        kernel[(tiles * self.groups,)](
+            *tensors, tokens.stride(0), tokens.stride(1), tokens.stride(2), self.key.shape[2], self.places, tiles,
+            D=D, COARSE=self.coarse, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4,
+        )  # fmt: skip
+
+    def _shared(self, z: torch.Tensor, pooled: torch.Tensor | None, last: bool) -> tuple[tuple, dict]:
+        """Strides of z, key, value and mask, and the constants that forward and backward have in common."""
+        z_is_query = z.ndim == 4
+        z_strides = (z.stride(0), z.stride(1), z.stride(2)) if z_is_query else (0, 0, 0)
+        key_strides = (0, z.shape[-1], 0) if pooled is not None else tuple(self.key.stride()[:3])
+        mask_strides = (0, 0) if self.key_mask is None else tuple(self.key_mask.stride())
+        strides = (*z_strides, *key_strides, *self.value.stride()[:3], *mask_strides)
+        D, E = self.key.shape[3], self.value.shape[3]
+        constants = dict(
+            D=D, E=E, LAST=last, Z_IS_QUERY=z_is_query, POOLED=pooled is not None, TILED=self.tiled,
+            HAS_MASK=self.key_mask is not None, PRECISION=dot_precision(self.key.dtype),
+            BLOCK_D=block_dim(D), BLOCK_E=block_dim(E if last else 1),
+        )  # fmt: skip
+        return strides, constants
+
+    def _options(self, kernel: str) -> dict[str, int]:
+        return launch_options(kernel, self.key.device, self.key.dtype, max(self.key.shape[3], self.value.shape[3]))
+
+    def _tail_block(self, block: int, pooled: bool) -> int:
+        """Keys per tile after the last whole block: as few as hold them in one tile of a power of two."""
+        if self.key_mask is not None or (self.tiled and not pooled):
+            return block
+        keys = self.places.cells if pooled else self.places.positions
+        return min(block, max(16, triton.next_power_of_2(keys % block)))
+
+    def _tma_fits(self, *tensors: torch.Tensor) -> bool:
+        """Whether the tensor memory accelerator can address the tensors, and keys of a block are consecutive rows."""
+        consecutive = self.key_mask is None and not (self.tiled and any(tensor.ndim == 4 for tensor in tensors))
+        aligned = lambda x: x.data_ptr() % 16 == 0 and all(s * x.itemsize % 16 == 0 for s in x.stride()[:-1])
+        return consecutive and all(aligned(tensor) for tensor in tensors)
+
+    def forward(
+        self,
+        z: torch.Tensor,
+        pooled: tuple[torch.Tensor, torch.Tensor] | None,
+        *,
+        aL: torch.Tensor,
+        cL: torch.Tensor,
+        y: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Write aL, cL and, if given, y (the last iteration) and lse.
+
+        `z` is the query [B, S, H, D] in the first iteration, else [B·H·m, b, D]; `y` may be the memory of such a z.
+        """
+        strides, constants = self._shared(z, None if pooled is None else pooled[0], y is not None)
+        key, bias = (self.key, None) if pooled is None else pooled
+        options = self._options("r_step" if y is None else "r_step_last")
+        row_tiles = triton.cdiv(self.places.positions, options["BLOCK_M"])
+        options["BLOCK_TAIL"] = self._tail_block(options["BLOCK_N"], pooled is not None)
+        options["TMA"] = bool(options.get("TMA")) and self._tma_fits(key, *(() if y is None else (self.value,)))
+        options["WARP_SPECIALIZE"] = bool(options.get("WARP_SPECIALIZE")) and options["TMA"] and self._tma_fits(z)
+        if options["TMA"]:
+            triton.set_allocator(_descriptor_memory)
+        _r_step_kernel[(row_tiles * self.groups,)](
+            z, key, self.value, bias, self.key_mask, aL, y, cL, lse, *strides,
+            self.key.shape[2], self.places, row_tiles, self.scale, log2_scale_of(self.scale),
+            STORE_LSE=lse is not None, **constants, **options,
+        )  # fmt: skip
+
+    def backward(
+        self,
+        z: torch.Tensor,
+        pooled: tuple[torch.Tensor, torch.Tensor] | None,
+        *,
+        lse: torch.Tensor,
+        cL: torch.Tensor,
+        daL: torch.Tensor,
+        dy: torch.Tensor | None,
+        dcL: torch.Tensor | None,
+        delta: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        cR: torch.Tensor | None = None,
+        daR: torch.Tensor | None = None,
+        dcR: torch.Tensor | None = None,
+        min_mass: float = 0.0,
+    ) -> None:
+        """Add to dk, to dv (if dy is given) and, where z is the query, to dq; else write daR and dcR.
+
+        `dcL` is None where no gradient flows through the entropy; `delta` = daL·aL + dy·y, one number per row.
+        """
+        strides, constants = self._shared(z, None if pooled is None else pooled[0], dy is not None)
+        constants["ENTROPY_GRAD"] = dcL is not None
+        key, bias = (self.key, None) if pooled is None else pooled
+        numbers = (self.scale, log2_scale_of(self.scale))
+        saved = (daL, dy, delta, lse, cL, dcL)
+        d_key = dk if pooled is None else torch.empty_like(pooled[0])
+        dk_strides = dk.stride()[:3] if pooled is None else (0, key.shape[-1], 0)
+        options = self._options("r_backward_keys")
+        keys = self.places.positions if pooled is None else self.places.cells
+        tiles = triton.cdiv(keys, options["BLOCK_N"])
+        _r_backward_keys_kernel[(tiles * self.groups,)](
+            z, key, self.value, bias, self.key_mask, *saved, d_key, dv, *strides, *dk_strides, *dv.stride()[:3],
+            self.key.shape[2], self.places, tiles, *numbers, **constants, **options,
+        )  # fmt: skip
+        if pooled is not None:
+            self.unpool(d_key, pooled[1], dk)
+        options = self._options("r_backward_z")
+        tiles = triton.cdiv(self.places.positions, options["BLOCK_M"])
+        _r_backward_z_kernel[(tiles * self.groups,)](
+            z, key, self.value, bias, self.key_mask, *saved, cR, daR, dcR, dq, *strides, *dq.stride()[:3],
+            self.key.shape[2], self.places, tiles, *numbers, min_mass, **constants, **options,
+        )  # fmt: skip

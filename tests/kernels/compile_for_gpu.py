@@ -1,0 +1,105 @@
+"""Compile every kernel of a forward and backward call for a GPU that is not there; print one JSON line per kernel.
+
+    python compile_for_gpu.py ARCHITECTURE '{"grid": [16, 28, 52], "dim": 128, …}'
+
+A kernel launch is replaced by a compilation with the same arguments: the tensors lie on the CPU and are never read.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from vmonarch import ExactBlocks, LatentGrid
+from vmonarch.kernels.common import launch
+
+
+class AbsentGPU:
+    """The part of Triton's driver that compilation asks."""
+
+    def __init__(self, architecture):
+        self.architecture = architecture
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def set_current_device(self, device):
+        pass
+
+
+def spilled_bytes(ptx, architecture):
+    """What the assembler spills to local memory, in bytes."""
+    name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    suffix = "a" if architecture >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [assembler, "-v", f"-arch=sm_{architecture}{suffix}", source, "-o", Path(folder) / "kernel.cubin"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return max(int(number) for number in re.findall(r"(\d+) bytes spill stores", report))
+
+
+def main():
+    architecture, case = int(sys.argv[1]), json.loads(sys.argv[2])
+    driver.set_active(AbsentGPU(architecture))
+
+    def compile_instead(kernel, grid):
+        def run(*arguments, **options):
+            compiled = kernel.warmup(*arguments, grid=grid, **options)
+            facts = {
+                "kernel": kernel.__name__,
+                "last": options.get("LAST"),
+                "shared": compiled.metadata.shared,
+                "spilled": spilled_bytes(compiled.asm["ptx"], architecture),
+                "warp_specialized": "ttg.warp_specialize" in compiled.asm["ttgir"],
+            }
+            print(json.dumps(facts), flush=True)
+
+        return run
+
+    JITFunction.__getitem__ = compile_instead
+    # Tensors on the CPU stand for those of an unknown chip, which gets the default options.
+    launch._chip_name = lambda index: "unknown"
+    originals = launch.launch_options
+
+    def options_of_a_gpu(kernel, device, dtype, head_dim):
+        return originals(kernel, torch.device("cuda"), dtype, head_dim)
+
+    from vmonarch.kernels.flash_entropy import backward as flash_backward
+    from vmonarch.kernels.flash_entropy import forward as flash_forward
+    from vmonarch.kernels.monarch import fused, l_step, places, r_step
+
+    for module in (flash_backward, flash_forward, l_step, r_step):
+        module.launch_options = options_of_a_gpu
+
+    grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
+    tensors = [torch.zeros(1, grid.tokens, 1, case["dim"], dtype=getattr(torch, case["dtype"])) for _ in range(3)]
+    options = fused.MonarchOptions(
+        places.grid_places(grid, frames_per_block=1, tiles=tiles, coarse=coarse),
+        tiles != (1, 1), coarse, case.get("num_iterations", 2), 0.1, 0.1, case.get("entropy_grad", False),
+        ExactBlocks(**case["exact"]),
+    )  # fmt: skip
+    with launch.launch_overrides(case.get("overrides", {})):
+        out, lse, *saved = fused.forward(*tensors, None, options, True)
+        fused.backward(tensors[0], lse, *tensors, None, out, lse, tuple(saved), options)
+
+
+main()

@@ -1,0 +1,72 @@
+"""Every kernel compiles for the GPUs that matter, on a machine without one: Triton brings its own assembler."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_for_gpu.py")
+# Shared memory that a program may use, in bytes: on Blackwell's big chips, and on the smallest of all others (Ada, the
+# small Ampere and Blackwell).
+SHARED_MEMORY = {100: 227 * 1024}
+SMALLEST_SHARED_MEMORY = 99 * 1024
+FIRST_FRAME = {"rows": [0], "aware": False}
+CASES = {
+    "paper": dict(grid=[16, 28, 52], dim=128, dtype="bfloat16", exact=FIRST_FRAME),
+    "paper-64": dict(grid=[43, 28, 52], dim=64, dtype="float16", exact=FIRST_FRAME),
+    "many-frames": dict(grid=[150, 9, 16], dim=128, dtype="bfloat16", exact={"rows": [0], "columns": [0]}),
+    "tiles": dict(grid=[16, 45, 80], dim=128, dtype="bfloat16", tiles=[2, 2], coarse=2, exact={"band": 1}),
+    "entropy-gradient": dict(
+        grid=[5, 7, 9], dim=80, dtype="bfloat16", coarse=2, num_iterations=3, entropy_grad=True, exact={"band": 0}
+    ),
+    "wide-head": dict(grid=[16, 28, 52], dim=256, dtype="bfloat16", exact=FIRST_FRAME),
+    "float32": dict(grid=[16, 28, 52], dim=128, dtype="float32", exact={"band": 0}),
+}
+
+
+def compile_kernels(architecture, case, folder):
+    result = subprocess.run(
+        [sys.executable, SCRIPT, str(architecture), json.dumps(case)],
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "architecture,name",
+    [
+        (80, "paper"),
+        (89, "paper-64"),
+        (90, "tiles"),
+        (100, "paper"),
+        (120, "paper"),
+        *((90, name) for name in CASES if name != "tiles"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_kernels_compile(architecture, name, tmp_path):
+    kernels = compile_kernels(architecture, CASES[name], tmp_path)
+    names = {kernel["kernel"] for kernel in kernels}
+    assert len(names) >= 10 and {"_r_step_kernel", "_l_centroids_kernel", "_r_backward_keys_kernel"} <= names
+    limit = SHARED_MEMORY.get(architecture, SMALLEST_SHARED_MEMORY)
+    assert not [kernel for kernel in kernels if kernel["shared"] > limit]
+    if CASES[name]["dtype"] != "float32" and CASES[name]["dim"] <= 128:
+        # A few registers in local memory cost nothing; kilobytes do.
+        assert not [kernel for kernel in kernels if kernel["spilled"] > 512]
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_warp_specialised_r_step_compiles(block, tmp_path):
+    options = {"TMA": 1, "WARP_SPECIALIZE": 1, "BLOCK_M": 128, "BLOCK_N": block, "num_warps": 4, "num_stages": 2}
+    case = {**CASES["paper"], "overrides": {"r_step": options, "r_step_last": options}}
+    steps = [kernel for kernel in compile_kernels(90, case, tmp_path) if kernel["kernel"] == "_r_step_kernel"]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["warp_specialized"] and step["spilled"] == 0 and step["shared"] <= 227 * 1024

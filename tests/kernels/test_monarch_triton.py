@@ -1,0 +1,559 @@
+"""The fused kernels of Monarch attention, forward and backward.
+
+On the CPU they run through Triton's interpreter, in float32 and float16, on sizes that cross several 16×16 tiles; the
+tests marked `gpu` run bfloat16 at the sizes of videos. The truth is plain torch in float64, which test_monarch.py
+holds against the papers; a kernel may err twice as much as plain torch in the same precision.
+B batch, S tokens, H heads, D head dim, m blocks, b positions per block.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from vmonarch import ExactBlocks, LatentGrid, monarch_attention, vmonarch_attention
+from vmonarch.kernels.common.launch import launch_overrides
+from vmonarch.kernels.monarch.blocks import grid_layout
+from vmonarch.kernels.monarch.op import monarch_backward, monarch_forward
+from vmonarch.kernels.monarch.places import grid_places, token_at
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+L_KERNELS = ("l_centroids", "l_rows", "l_output", "l_backward_rows", "l_backward_columns")
+SEVERAL_L_TILES = {kernel: {"MAX_TILE": 8} for kernel in L_KERNELS}
+
+
+def qkv(tokens, *, batch=1, heads=1, dim=16, value_dim=None, spread=1.5, device="cpu"):
+    """float64 [B, S, H, D] tensors that every dtype holds exactly enough: rounded to bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        (torch.randn(batch, tokens, heads, size, generator=generator) * spread).bfloat16().double().to(device)
+        for size in (dim, dim, value_dim or dim)
+    )
+
+
+def with_gradients(attention, tensors, dtype):
+    """(out, lse, dq, dk, dv) of an attention that returns (out, lse), for fixed upstream gradients of both."""
+    inputs = [tensor.detach().to(dtype).requires_grad_(True) for tensor in tensors]
+    out, lse = attention(*inputs)
+    generator = torch.Generator().manual_seed(1)
+    grad_out = torch.randn(out.shape, generator=generator).bfloat16().to(out)
+    grad_lse = torch.randn(lse.shape, generator=generator).bfloat16().to(lse)
+    there = torch.isfinite(lse)
+    (torch.where(there, lse * grad_lse, 0).sum() + (out * grad_out).sum()).backward()
+    return [out.detach(), lse.detach(), *(tensor.grad for tensor in inputs)]
+
+
+def assert_as_good_as_torch(ours, plain, truth, *, slack, max_factor=2.0, mean_factor=None):
+    """No result errs more than `max_factor` times what `plain` errs, plus `slack` relative to the largest element."""
+    for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), ours, plain, truth, strict=True):
+        there = torch.isfinite(c)
+        assert torch.equal(torch.isfinite(a), there), name
+        error, budget = (a.double() - c).abs()[there], (b.double() - c).abs()[there]
+        size = c[there].abs().max().item()
+        assert error.max() <= max_factor * budget.max() + slack * size, (name, error.max(), budget.max(), size)
+        if mean_factor is not None:
+            assert error.mean() <= mean_factor * budget.mean() + slack * size, (name, error.mean(), budget.mean())
+
+
+def check_float32(tensors, op, overrides=None, **options):
+    run = lambda how: lambda *t: op(*t, return_lse=True, implementation=how, **options)
+    truth = with_gradients(run("torch"), tensors, torch.float64)
+    plain = with_gradients(run("torch"), tensors, torch.float32)
+    with launch_overrides(overrides or {}):
+        ours = with_gradients(run("triton"), tensors, torch.float32)
+        with torch.no_grad():
+            inference = run("triton")(*(tensor.float() for tensor in tensors))
+    assert_as_good_as_torch(ours, plain, truth, slack=2e-6)
+    # Inference uses its buffers again, training does not: the arithmetic is the same.
+    for a, b in zip(inference, ours[:2], strict=True):
+        assert torch.equal(a, b)
+
+
+FIRST_FRAME = {"exact": "first_frame"}
+CASES = {
+    "paper": dict(grid=(3, 3, 6), **FIRST_FRAME),
+    "one-iteration": dict(grid=(3, 3, 6), num_iterations=1, exact=None),
+    "three-iterations": dict(grid=(2, 3, 6), num_iterations=3, exact=None),
+    "no-recomputation": dict(grid=(2, 3, 6), exact=None),
+    "no-clamp": dict(grid=(5, 2, 3), exact=None, min_mass=0.0),
+    "strong-clamp": dict(grid=(5, 2, 3), exact=None, min_mass=1.0),
+    "one-token": dict(grid=(1, 1, 1), **FIRST_FRAME),
+    "one-frame": dict(grid=(1, 3, 6), **FIRST_FRAME),
+    "one-position": dict(grid=(7, 1, 1), exact=None),
+    "primes": dict(grid=(5, 3, 7), **FIRST_FRAME),
+    "three-tiles": dict(grid=(2, 5, 7), exact=None),
+    "scale": dict(grid=(2, 3, 6), scale=0.7, **FIRST_FRAME),
+    "scale-0": dict(grid=(2, 3, 6), scale=0.0, **FIRST_FRAME),
+    "negative-scale": dict(grid=(2, 3, 6), scale=-0.3, **FIRST_FRAME),
+    "two-frames-per-block": dict(grid=(5, 3, 3), frames_per_block=2, **FIRST_FRAME),
+    "all-frames-in-a-block": dict(grid=(2, 3, 3), frames_per_block=9, exact=None),
+    "tiles": dict(grid=(2, 5, 7), tiles=(2, 2), **FIRST_FRAME),
+    "tiles-and-frames": dict(grid=(4, 4, 5), tiles=(1, 2), frames_per_block=3, exact=None),
+    "coarse": dict(grid=(3, 5, 6), coarse=2, **FIRST_FRAME),
+    "coarse-tiles": dict(grid=(2, 7, 6), coarse=2, tiles=(2, 1), num_iterations=3, exact=None),
+    "coarse-frames": dict(grid=(3, 4, 5), coarse=3, frames_per_block=2, exact=None),
+    "entropy-gradient": dict(grid=(3, 3, 6), entropy_grad=True, **FIRST_FRAME),
+    "entropy-gradient-coarse": dict(grid=(2, 5, 4), entropy_grad=True, coarse=2, exact=None),
+    "own-frame": dict(grid=(3, 2, 5), exact=ExactBlocks(band=0)),
+    "own-frame-unaware": dict(grid=(3, 2, 5), exact=ExactBlocks(band=0, aware=False)),
+    "band": dict(grid=(4, 3, 4), exact=ExactBlocks(band=1)),
+    "sink-column": dict(grid=(3, 2, 5), exact=ExactBlocks(columns=(0,))),
+    "rows-and-columns": dict(grid=(4, 3, 4), exact=ExactBlocks(rows=(1,), columns=(0, 2))),
+    "rows-aware": dict(grid=(3, 2, 4), exact=ExactBlocks(rows=(0, 2))),
+    "all-exact": dict(grid=(3, 3, 4), exact=ExactBlocks(band=2)),
+    "band-frames-per-block": dict(grid=(5, 2, 3), exact=ExactBlocks(band=0), frames_per_block=2),
+    "band-tiles-coarse": dict(grid=(3, 4, 5), exact=ExactBlocks(band=0), tiles=(2, 2), coarse=2),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_vmonarch_forward_and_backward(options):
+    check_float32(qkv(math.prod(options["grid"])), vmonarch_attention, **options)
+
+
+@interpreted
+@pytest.mark.parametrize("dims", [(20, 20), (8, 24), (80, 40), (96, 72)], ids=lambda d: f"{d[0]}-{d[1]}")
+def test_head_dimensions(dims):
+    tensors = qkv(2 * 18, dim=dims[0], value_dim=dims[1])
+    check_float32(tensors, vmonarch_attention, grid=(2, 3, 6), exact=ExactBlocks(columns=(0,)))
+
+
+@interpreted
+@pytest.mark.parametrize("exact", [None, ExactBlocks(band=0)], ids=["monarch", "band"])
+def test_more_blocks_than_one_tile_of_the_l_step(exact):
+    check_float32(qkv(20 * 2), vmonarch_attention, SEVERAL_L_TILES, grid=(20, 1, 2), exact=exact, num_iterations=3)
+
+
+@interpreted
+def test_batch_and_heads():
+    check_float32(qkv(2 * 6, batch=2, heads=3), vmonarch_attention, grid=(2, 2, 3))
+
+
+@interpreted
+@pytest.mark.parametrize("padding", ["post", "pre"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all-keys", "key-mask"])
+def test_plain_sequences(padding, masked):
+    mask = torch.rand(2, 43, generator=torch.Generator().manual_seed(3)) > 0.4 if masked else None
+    if mask is not None:
+        mask[1, :30] = False
+    check_float32(qkv(43, batch=2), monarch_attention, block_size=20, padding=padding, key_mask=mask)
+
+
+@interpreted
+def test_a_row_without_any_key_is_zero():
+    tensors = [tensor.float() for tensor in qkv(12)]
+    mask = torch.zeros(1, 12, dtype=torch.bool)
+    out, lse = monarch_attention(*tensors, block_size=4, key_mask=mask, return_lse=True, implementation="triton")
+    assert torch.equal(out, torch.zeros_like(out)) and torch.isneginf(lse).all()
+
+
+# --- Half precision: compared with plain torch that works in half precision throughout. ---
+
+
+def plain_vmonarch(query, key, value, *, grid, num_iterations=2):
+    """The papers' algorithm as one would write it in torch, every tensor in the dtype of the inputs; m = T, b = H·W."""
+    T, scale = grid[0], query.shape[-1] ** -0.5
+    q, k, v = (tensor.transpose(1, 2).unflatten(2, (T, -1)) for tensor in (query, key, value))  # [B, H, m, b, D]
+    z = q
+    for iteration in range(num_iterations):
+        log_R = torch.log_softmax(z @ k.transpose(-1, -2) * scale, -1)
+        R = log_R.exp()
+        aL, cL = R @ k, (R * log_R).sum(-1).detach()
+        Z = torch.einsum("zhljd,zhkjd->zhjlk", q, aL) * scale - cL.transpose(2, 3).unsqueeze(3)
+        L = torch.softmax(Z, -1)
+        if iteration < num_iterations - 1:
+            z = torch.einsum("zhjlk,zhljd->zhkjd", L, q) / L.sum(3).transpose(2, 3).clamp(min=0.1).unsqueeze(-1)
+    out = torch.einsum("zhjlk,zhkjd->zhljd", L, R @ v)
+    scores = q[:, :, 0] @ k.flatten(2, 3).transpose(-1, -2) * scale
+    first = torch.softmax(scores, -1) @ v.flatten(2, 3)
+    out = torch.cat([first.unsqueeze(2), out[:, :, 1:]], 2)
+    lse = torch.cat([scores.logsumexp(-1).unsqueeze(2), Z.logsumexp(-1).transpose(2, 3)[:, :, 1:]], 2)
+    return out.flatten(2, 3).transpose(1, 2), lse.flatten(2, 3)
+
+
+def test_plain_vmonarch_is_the_reference():
+    tensors = qkv(3 * 20, heads=2)
+    expected = vmonarch_attention(*tensors, grid=(3, 4, 5), return_lse=True, implementation="torch")
+    for a, b in zip(plain_vmonarch(*tensors, grid=(3, 4, 5)), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def check_half(tensors, dtype, grid, slack, **factors):
+    run = lambda how: lambda *t: vmonarch_attention(*t, grid=grid, return_lse=True, implementation=how)
+    truth = with_gradients(run("torch"), tensors, torch.float64)
+    plain = with_gradients(lambda *t: plain_vmonarch(*t, grid=grid), tensors, dtype)
+    ours = with_gradients(run("triton"), tensors, dtype)
+    assert ours[0].dtype == dtype and ours[1].dtype == torch.float32
+    assert_as_good_as_torch(ours, plain, truth, slack=slack, **factors)
+
+
+@interpreted
+@pytest.mark.parametrize("grid", [(3, 3, 6), (2, 7, 5)], ids=str)
+def test_float16(grid):
+    check_half(qkv(math.prod(grid), heads=2), torch.float16, grid, slack=5e-4)
+
+
+# --- Memory layouts, extreme values, independence. ---
+
+
+def run_triton(query, key, value, **options):
+    return vmonarch_attention(query, key, value, return_lse=True, implementation="triton", **options)
+
+
+@interpreted
+@pytest.mark.parametrize("options", [dict(tiles=(1, 2), coarse=2), dict()], ids=["tiles-coarse", "plain"])
+def test_fused_qkv_and_other_strides_change_nothing(options):
+    options = dict(grid=(2, 3, 4), exact=ExactBlocks(columns=(0,)), **options)
+    tokens = math.prod(options["grid"])
+    tensors = [tensor.float() for tensor in qkv(tokens, batch=2, heads=2)]
+    fused = torch.stack(tensors, 2).unbind(2)  # views of [B, S, 3, H, D]
+    head_major = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+    expected = with_gradients(lambda *t: run_triton(*t, **options), tensors, torch.float32)
+    for views in (fused, head_major):
+        leaves = [view.detach().requires_grad_(True) for view in views]
+        assert not leaves[0].is_contiguous()
+        out, lse = run_triton(*leaves, **options)
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+        generator = torch.Generator().manual_seed(1)
+        grad_out = torch.randn(out.shape, generator=generator).bfloat16().to(out)
+        grad_lse = torch.randn(lse.shape, generator=generator).bfloat16().to(lse)
+        # A gradient that is a view, too.
+        torch.autograd.backward((out, lse), (grad_out.transpose(1, 2).contiguous().transpose(1, 2), grad_lse))
+        for leaf, gradient in zip(leaves, expected[2:], strict=True):
+            assert torch.equal(leaf.grad, gradient)
+
+
+@interpreted
+@pytest.mark.parametrize("exact", [None, "first_frame", ExactBlocks(band=0)], ids=["none", "first-frame", "band"])
+def test_large_logits(exact):
+    tensors = qkv(2 * 18, spread=160.0)  # logits of ±1e4 and beyond
+    logits = torch.einsum("bshd,bthd->bhst", tensors[0], tensors[1]) * 0.25
+    assert logits.abs().max() > 1e4
+    options = dict(grid=(2, 3, 6), exact=exact)
+    ours = with_gradients(lambda *t: run_triton(*t, **options), tensors, torch.float32)
+    run = lambda *t: vmonarch_attention(*t, return_lse=True, implementation="torch", **options)
+    truth, plain = (with_gradients(run, tensors, dtype) for dtype in (torch.float64, torch.float32))
+    # Probabilities are recomputed from log-partitions that float32 holds to one unit in the last place.
+    ulp = 2.0 ** (math.floor(math.log2(truth[1].abs().max())) - 23)
+    assert_as_good_as_torch(ours, plain, truth, slack=2 * ulp)
+
+
+@interpreted
+def test_a_poisoned_head_leaves_the_others_alone():
+    options = dict(grid=(2, 3, 6), exact=ExactBlocks(columns=(0,)))
+    clean = [tensor.float() for tensor in qkv(36, heads=3)]
+    poisoned = [tensor.clone() for tensor in clean]
+    for tensor in poisoned:
+        tensor[:, :, 1] = float("nan")
+    a = with_gradients(lambda *t: run_triton(*t, **options), clean, torch.float32)
+    b = with_gradients(lambda *t: run_triton(*t, **options), poisoned, torch.float32)
+    others = [0, 2]
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), a, b, strict=True):
+        heads = 1 if name == "lse" else 2
+        assert torch.equal(x.index_select(heads, torch.tensor(others)), y.index_select(heads, torch.tensor(others)))
+        assert y.select(heads, 1).isnan().all(), name
+
+
+@interpreted
+def test_repeated_runs_are_bit_equal():
+    tensors = qkv(36, heads=2)
+    run = lambda: with_gradients(
+        lambda *t: run_triton(*t, grid=(2, 3, 6), exact=ExactBlocks(band=0)), tensors, torch.float32
+    )
+    first = run()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+
+
+# --- The operator. ---
+
+
+def op_arguments(requires_grad=False, save=True, **options):
+    captured = []
+
+    def capture(*arguments):
+        captured.append(arguments)
+        return monarch_forward(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vmonarch.kernels.monarch.op.monarch_forward", capture)
+        leaves = [tensor.float().requires_grad_(True) for tensor in qkv(36)]
+        run_triton(*leaves, grid=(2, 3, 6), **options)
+    query, key, value, mask, numbers, scale, min_mass, _ = captured[0]
+    leaves = [tensor.detach().requires_grad_(requires_grad) for tensor in (query, key, value)]
+    return (*leaves, mask, numbers, scale, min_mass, save)
+
+
+@interpreted
+@pytest.mark.parametrize("exact", [None, "first_frame", ExactBlocks(band=0)], ids=["none", "first-frame", "band"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_opcheck_forward(exact, training):
+    torch.library.opcheck(monarch_forward, op_arguments(requires_grad=training, save=training, exact=exact))
+
+
+@interpreted
+def test_opcheck_backward():
+    arguments = op_arguments(exact=ExactBlocks(band=0))
+    out, lse, *saved = monarch_forward(*arguments)
+    query, key, value, mask, numbers, scale, min_mass, _ = arguments
+    torch.library.opcheck(
+        monarch_backward,
+        (
+            torch.ones_like(out),
+            torch.ones_like(lse),
+            query,
+            key,
+            value,
+            mask,
+            out,
+            lse,
+            *saved,
+            numbers,
+            scale,
+            min_mass,
+        ),
+    )
+
+
+@interpreted
+def test_compiled_without_graph_breaks_or_recompilation():
+    options = dict(grid=(2, 3, 6), exact=ExactBlocks(band=0))
+    compilations = []
+
+    def backend(graph, example_inputs):
+        compilations.append(graph)
+        return graph
+
+    attention = lambda *t: run_triton(*t, **options)
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend=backend)
+    for _ in range(3):
+        results = with_gradients(compiled, qkv(36), torch.float32)
+    assert len(compilations) == 1
+    expected = with_gradients(attention, qkv(36), torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    traced = with_gradients(torch.compile(attention, fullgraph=True, backend="aot_eager"), qkv(36), torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(traced, expected, strict=True))
+
+
+@interpreted
+def test_no_gradient_no_saved_tensors():
+    tensors = [tensor.float().requires_grad_(True) for tensor in qkv(36)]
+    with torch.no_grad():
+        out, lse = run_triton(*tensors, grid=(2, 3, 6))
+    assert not out.requires_grad and not lse.requires_grad
+    only_value = [tensor.detach() for tensor in tensors[:2]] + [tensors[2]]
+    out, _ = run_triton(*only_value, grid=(2, 3, 6))
+    out.sum().backward()
+    assert tensors[2].grad is not None and only_value[0].grad is None
+
+
+@interpreted
+def test_a_loss_of_the_log_partition_alone():
+    tensors = [tensor.float().requires_grad_(True) for tensor in qkv(36)]
+    gradients = []
+    for how in ("triton", "torch"):
+        _, lse = vmonarch_attention(*tensors, grid=(2, 3, 6), return_lse=True, implementation=how)
+        gradients.append(torch.autograd.grad(lse.sum(), tensors[:2]))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+BAD = {
+    "float64": (lambda: qkv(36), "the dtype is float64 .supported: float16, bfloat16, float32."),
+    "wide-head": (lambda: [t.float() for t in qkv(36, dim=257)], "a head dimension is 257 .supported: up to 256."),
+    "bfloat16-interpreted": (lambda: [t.bfloat16() for t in qkv(36)], "computes bfloat16 products wrongly"),
+    "strided-head": (
+        lambda: [t.float().transpose(1, 3).contiguous().transpose(1, 3) for t in qkv(36)],
+        "the head dimension of a tensor is not contiguous",
+    ),
+    "meta": (lambda: [t.float().to("meta") for t in qkv(36)], "the tensors are on meta .supported: CUDA."),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("tensors,message", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("op", ["vmonarch_attention", "monarch_attention"])
+def test_what_the_kernels_cannot_do_is_said(op, tensors, message):
+    call = {
+        "vmonarch_attention": lambda: vmonarch_attention(*tensors(), grid=(2, 3, 6), implementation="triton"),
+        "monarch_attention": lambda: monarch_attention(*tensors(), block_size=6, implementation="triton"),
+    }[op]
+    with pytest.raises(NotImplementedError, match=f'{op} with implementation="triton": .*{message}'):
+        call()
+
+
+def test_the_cpu_is_refused_without_the_interpreter(monkeypatch):
+    monkeypatch.setattr("vmonarch.kernels.common.launch.interpreted", lambda: False)
+    with pytest.raises(NotImplementedError, match="the tensors are on the CPU .supported: CUDA"):
+        run_triton(*(tensor.float() for tensor in qkv(36)), grid=(2, 3, 6))
+
+
+# --- Places: arithmetic and index tables agree. ---
+
+
+@triton.jit
+def _places_kernel(token_ptr, valid_ptr, places, n, TILED: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token, valid = token_at(places, place // places.positions, place % places.positions, TILED)
+    tl.store(token_ptr + place, token, mask=place < n)
+    tl.store(valid_ptr + place, valid.to(tl.int8), mask=place < n)
+
+
+@interpreted
+@pytest.mark.parametrize("grid", [(1, 1, 1), (3, 4, 5), (5, 7, 3), (4, 7, 7)], ids=str)
+@pytest.mark.parametrize("frames_per_block", [1, 2, 3])
+def test_places_agree_with_the_layout(grid, frames_per_block):
+    for tiles in itertools.product((1, 2, 3), (1, 2)):
+        if tiles[0] > grid[1] or tiles[1] > grid[2] or frames_per_block > grid[0]:
+            continue
+        places = grid_places(LatentGrid(*grid), frames_per_block=frames_per_block, tiles=tiles, coarse=1)
+        layout = grid_layout(
+            LatentGrid(*grid), frames_per_block=frames_per_block, tiles=tiles, coarse=1, device=torch.device("cpu")
+        )
+        assert (places.blocks, places.positions) == (layout.blocks, layout.positions)
+        n = places.blocks * places.positions
+        expected = torch.arange(n) if layout.index is None else layout.index.flatten()
+        there = torch.ones(n, dtype=torch.bool) if layout.valid is None else layout.valid.flatten()
+        for tiled in {True, tiles != (1, 1)}:
+            token, valid = torch.zeros(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int8)
+            _places_kernel[(triton.cdiv(n, 128),)](token, valid, places, n, TILED=tiled, BLOCK=128)
+            assert torch.equal(valid.bool(), there)
+            assert torch.equal(token[there].long(), expected[there])
+
+
+# --- On a GPU. ---
+
+
+@pytest.fixture
+def shared_gpu():
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
+
+
+GPU_GRIDS = [(16, 28, 52), (5, 45, 80), (21, 30, 52), (7, 13, 17), (43, 9, 11), (150, 3, 5)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grid", GPU_GRIDS, ids=lambda g: "x".join(map(str, g)))
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_gpu_half_precision(shared_gpu, grid, dim, dtype):
+    check_half(qkv(math.prod(grid), heads=2, dim=dim, device="cuda"), dtype, grid, slack=1e-5, mean_factor=1.1)
+
+
+GPU_CASES = {
+    name: CASES[name]
+    for name in ("three-iterations", "tiles", "tiles-and-frames", "coarse-tiles", "entropy-gradient-coarse", "band",
+                 "rows-and-columns", "band-frames-per-block", "band-tiles-coarse", "negative-scale", "scale-0")
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", GPU_CASES.values(), ids=GPU_CASES)
+@pytest.mark.parametrize("dim", [32, 72, 80, 96, 128, 256])
+def test_gpu_options_in_float32(shared_gpu, options, dim):
+    check_float32(qkv(math.prod(options["grid"]), heads=2, dim=dim, device="cuda"), vmonarch_attention, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", GPU_CASES.values(), ids=GPU_CASES)
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+def test_gpu_options_in_bfloat16(shared_gpu, options, dim):
+    """Every option at a larger grid, close to the float64 reference by the measure of one bfloat16 rounding."""
+    T, H, W = (3 * size for size in options["grid"])
+    tensors = qkv(T * H * W, heads=2, dim=dim, device="cuda")
+    options = {**options, "grid": (T, H, W)}
+    run = lambda how: lambda *t: vmonarch_attention(*t, return_lse=True, implementation=how, **options)
+    truth = with_gradients(run("torch"), tensors, torch.float64)
+    ours = with_gradients(run("triton"), tensors, torch.bfloat16)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, truth, strict=True):
+        error = (a.double() - b).norm() / b.norm()
+        assert error < 0.02, (name, error)
+
+
+@pytest.mark.gpu
+def test_gpu_repeated_runs_are_bit_equal(shared_gpu):
+    tensors = qkv(5 * 1456, heads=4, dim=128, device="cuda")
+    run = lambda: with_gradients(
+        lambda *t: run_triton(*t, grid=(5, 28, 52), exact=ExactBlocks(rows=(0,), band=1)), tensors, torch.bfloat16
+    )
+    first = run()
+    for _ in range(250):
+        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+
+
+@pytest.mark.gpu
+def test_gpu_fused_qkv_is_bit_equal(shared_gpu):
+    tensors = [tensor.bfloat16() for tensor in qkv(4 * 391, batch=2, heads=3, dim=72, device="cuda")]
+    options = dict(grid=(4, 17, 23), exact=ExactBlocks(columns=(0,)))
+    expected = run_triton(*tensors, **options)
+    for a, b in zip(run_triton(*torch.stack(tensors, 2).unbind(2), **options), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_gpu_many_groups(shared_gpu):
+    """B·H·T beyond 65,535, the limit of the second grid axis."""
+    tensors = [tensor.half() for tensor in qkv(600 * 4, batch=10, heads=12, dim=16, device="cuda")]
+    out = vmonarch_attention(*tensors, grid=(600, 2, 2), implementation="triton")
+    few = [tensor[9:, :, 11:].double() for tensor in tensors]
+    expected = vmonarch_attention(*few, grid=(600, 2, 2), implementation="torch")
+    assert (out[9:, :, 11:].double() - expected).abs().max() < 0.02
+
+
+@pytest.mark.gpu
+def test_gpu_beyond_two_to_the_31(shared_gpu):
+    """Tensors of more than 2³¹ elements; the last head must be as good as if it were alone."""
+    B, S, H, D = 2, 24 * 3520, 104, 128
+    assert B * S * H * D > 2**31
+    tensors = [torch.randn(B, S, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    out = vmonarch_attention(*tensors, grid=(24, 44, 80), implementation="triton")
+    last = [tensor[1:, :, -1:].clone() for tensor in tensors]
+    alone = vmonarch_attention(*last, grid=(24, 44, 80), implementation="triton")
+    assert torch.equal(out[1:, :, -1:], alone)
+
+
+@pytest.mark.gpu
+def test_gpu_cuda_graph(shared_gpu):
+    tensors = [tensor.bfloat16() for tensor in qkv(4 * 391, heads=2, dim=64, device="cuda")]
+    attention = lambda: vmonarch_attention(*tensors, grid=(4, 17, 23), implementation="triton")
+    eager = attention()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attention()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention()
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, eager)
+
+
+@pytest.mark.gpu
+def test_gpu_compiled_equals_eager(shared_gpu):
+    attention = lambda *t: run_triton(*t, grid=(4, 17, 23))
+    tensors = qkv(4 * 391, heads=2, dim=64, device="cuda")
+    expected = with_gradients(attention, tensors, torch.bfloat16)
+    compiled = with_gradients(torch.compile(attention, fullgraph=True), tensors, torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("frames", [16, 43])
+def test_gpu_memory_of_the_forward_pass(shared_gpu, frames):
+    """At most 3.5 tensors of the size of the query, output included (bfloat16, D = 128)."""
+    tensors = [torch.randn(1, frames * 1456, 12, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = vmonarch_attention(*tensors, grid=(frames, 28, 52), implementation="triton")
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra <= 3.5 * out.numel() * out.element_size(), extra / (out.numel() * out.element_size())
