@@ -77,6 +77,21 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
+def tma_fits(*tensors: torch.Tensor) -> bool:
+    """Whether Hopper's tensor memory accelerator can address the tensors: it wants multiples of 16 bytes."""
+    return all(
+        tensor.data_ptr() % 16 == 0 and all(stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
+        for tensor in tensors
+    )
+
+
+def allocate_descriptors() -> None:
+    """Let kernels that are launched next make descriptors on the device; Triton asks for memory to keep them in."""
+    import triton
+
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+
+
 @contextmanager
 def launch_overrides(options: Mapping[str, Mapping[str, int]]) -> Iterator[None]:
     """Use these launch options, by kernel name, in place of the tables': for tuning and for tests."""

@@ -11,7 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.launch import (
+    allocate_descriptors,
+    block_dim,
+    dot_precision,
+    launch_options,
+    tma_fits,
+)
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.flash_entropy.segments import Segment, processors, row_work
 
@@ -80,6 +86,54 @@ def _attend_tile(
 
 
 @triton.jit
+def _attend_range_specialised(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    stride_qs,
+    stride_ks,
+    stride_vs,
+    Sq,
+    Sk,
+    row_start,
+    start,
+    stop,
+    log2_scale,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend from a row block of one head to the keys [start, stop); warps of their own load the tiles.
+
+    The compiler (Hopper, num_warps=4) takes one loop of products, whose operands all come through descriptors, so the
+    last keys are masked in that loop.
+    """
+    q_desc = tl.make_tensor_descriptor(q_ptr, [Sq, HEAD_DIM], [stride_qs, 1], [BLOCK_M, BLOCK_D])
+    k_desc = tl.make_tensor_descriptor(k_ptr, [Sk, HEAD_DIM], [stride_ks, 1], [BLOCK_N, BLOCK_D])
+    v_desc = tl.make_tensor_descriptor(v_ptr, [Sk, VALUE_DIM], [stride_vs, 1], [BLOCK_N, BLOCK_DV])
+    q = q_desc.load([row_start, 0])
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_entropy = tl.zeros([BLOCK_M], tl.float32)
+    for first in tl.range(start, stop, BLOCK_N, warp_specialize=True):
+        k = k_desc.load([first, 0])
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
+        scores = tl.where((first + tl.arange(0, BLOCK_N) < stop)[None, :], scores, -float("inf"))
+        p, alpha, row_max, row_sum, row_entropy = online_softmax(
+            scores, row_max, row_sum, row_entropy, log2_scale, ENTROPY=ENTROPY, MAY_BE_EMPTY=False
+        )
+        v = v_desc.load([first, 0])
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum, row_entropy
+
+
+@triton.jit
 def _forward_kernel(
     q_ptr,
     k_ptr,
@@ -108,6 +162,7 @@ def _forward_kernel(
     num_slots,
     H,
     Sq,
+    Sk,
     log2_scale,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -117,6 +172,7 @@ def _forward_kernel(
     BLOCK_N: tl.constexpr,
     ENTROPY: tl.constexpr,
     HAS_PARTS: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -135,35 +191,43 @@ def _forward_kernel(
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
     rows_left = row_stop - row_start
-    q_head_ptr = q_ptr + b * stride_qb + h * stride_qh + row_start.to(tl.int64) * stride_qs
-    q = load_tile(q_head_ptr, stride_qs, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
-
+    q_head_ptr = q_ptr + b * stride_qb + h * stride_qh
     k_head_ptr = k_ptr + b * stride_kb + h * stride_kh
     v_head_ptr = v_ptr + b * stride_vb + h * stride_vh
-    k_step = tl.full([], BLOCK_N, tl.int64) * stride_ks
-    v_step = tl.full([], BLOCK_N, tl.int64) * stride_vs
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_entropy = tl.zeros([BLOCK_M], tl.float32)
-    for r in range(first_range, last_range):
-        start = tl.load(ranges_ptr + 2 * r)
-        num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
-        k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
-        v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
-        for _ in range(num_keys // BLOCK_N):
-            acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, BLOCK_N, acc, row_max, row_sum, row_entropy,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, True, ENTROPY, PRECISION,
-            )  # fmt: skip
-            k_tile_ptr += k_step
-            v_tile_ptr += v_step
-        keys_left = num_keys % BLOCK_N
-        if keys_left > 0:
-            acc, row_max, row_sum, row_entropy = _attend_tile(
-                q, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, keys_left, acc, row_max, row_sum, row_entropy,
-                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, False, ENTROPY, PRECISION,
-            )  # fmt: skip
+    if WARP_SPECIALIZE:
+        start = tl.load(ranges_ptr + 2 * first_range)
+        stop = tl.load(ranges_ptr + 2 * first_range + 1)
+        acc, row_max, row_sum, row_entropy = _attend_range_specialised(
+            q_head_ptr, k_head_ptr, v_head_ptr, stride_qs, stride_ks, stride_vs, Sq, Sk, row_start, start, stop,
+            log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, ENTROPY, PRECISION,
+        )  # fmt: skip
+    else:
+        q_rows_ptr = q_head_ptr + row_start.to(tl.int64) * stride_qs
+        q = load_tile(q_rows_ptr, stride_qs, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
+        k_step = tl.full([], BLOCK_N, tl.int64) * stride_ks
+        v_step = tl.full([], BLOCK_N, tl.int64) * stride_vs
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        row_entropy = tl.zeros([BLOCK_M], tl.float32)
+        for r in range(first_range, last_range):
+            start = tl.load(ranges_ptr + 2 * r)
+            num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
+            k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
+            v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
+            for _ in range(num_keys // BLOCK_N):
+                acc, row_max, row_sum, row_entropy = _attend_tile(
+                    q, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, BLOCK_N, acc, row_max, row_sum, row_entropy,
+                    log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, True, ENTROPY, PRECISION,
+                )  # fmt: skip
+                k_tile_ptr += k_step
+                v_tile_ptr += v_step
+            keys_left = num_keys % BLOCK_N
+            if keys_left > 0:
+                acc, row_max, row_sum, row_entropy = _attend_tile(
+                    q, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, keys_left, acc, row_max, row_sum, row_entropy,
+                    log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, False, ENTROPY, PRECISION,
+                )  # fmt: skip
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     log2_lse = log2_partition(row_max, row_sum)
@@ -303,7 +367,10 @@ def flash_forward(
         )
     num_items = work.items.shape[0]
     out_strides = out.stride()[:3]
+    specialised = bool(options.pop("WARP_SPECIALIZE", False)) and work.one_range and tma_fits(query, key, value)
     with torch.cuda.device_of(query):
+        if specialised:
+            allocate_descriptors()
         if num_items > 0:
             _forward_kernel[(num_items * B * H,)](
                 query,
@@ -323,6 +390,7 @@ def flash_forward(
                 work.slots,
                 H,
                 Sq,
+                key.shape[1],
                 log2_scale_of(scale),
                 HEAD_DIM=D,
                 VALUE_DIM=Dv,
@@ -330,6 +398,7 @@ def flash_forward(
                 BLOCK_DV=block_dim(Dv),
                 ENTROPY=entropy,
                 HAS_PARTS=work.merges is not None,
+                WARP_SPECIALIZE=specialised,
                 PRECISION=dot_precision(query.dtype),
                 **options,
             )

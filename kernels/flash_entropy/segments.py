@@ -92,6 +92,7 @@ class Work:
         merges: [J, 4] = (row start, row stop, first slot, slots) of the rows whose columns are split; None without.
         slots: the number of partial results of one head.
         covered: the number of rows that are in any segment.
+        one_range: whether every item has exactly one range.
     """
 
     items: torch.Tensor
@@ -99,6 +100,7 @@ class Work:
     merges: torch.Tensor | None
     slots: int
     covered: int
+    one_range: bool
 
 
 def _tiles(segment: Segment, block: int) -> list[Range]:
@@ -176,7 +178,8 @@ def row_work(
         return torch.tensor(entries, dtype=torch.int32, device=device).reshape(-1, width)
 
     covered = sum(segment.query_stop - segment.query_start for segment in segments)
-    return Work(table(items, 5), table(ranges, 2), table(merges, 4) if merges else None, slots, covered)
+    one_range = all(last - first == 1 for _, _, first, last, _ in items)
+    return Work(table(items, 5), table(ranges, 2), table(merges, 4) if merges else None, slots, covered, one_range)
 
 
 @functools.lru_cache(maxsize=128)

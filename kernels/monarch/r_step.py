@@ -13,7 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.launch import (
+    allocate_descriptors,
+    block_dim,
+    dot_precision,
+    launch_options,
+    tma_fits,
+)
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.monarch.places import Places, token_at, token_in_cell
 
@@ -468,11 +474,6 @@ def _r_backward_keys_kernel(
         tl.store(pointers, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
-def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory for the descriptors that a kernel makes on the device."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
 @dataclass(frozen=True)
 class RStep:
     """What all R-steps of one call share: keys, values and the way to find them.
@@ -542,10 +543,9 @@ class RStep:
         return min(block, max(16, triton.next_power_of_2(keys % block)))
 
     def _tma_fits(self, *tensors: torch.Tensor) -> bool:
-        """Whether the tensor memory accelerator can address the tensors, and keys of a block are consecutive rows."""
-        consecutive = self.key_mask is None and not (self.tiled and any(tensor.ndim == 4 for tensor in tensors))
-        aligned = lambda x: x.data_ptr() % 16 == 0 and all(s * x.itemsize % 16 == 0 for s in x.stride()[:-1])
-        return consecutive and all(aligned(tensor) for tensor in tensors)
+        """Whether the tensor memory accelerator can load tiles: keys of a block must be consecutive rows."""
+        tokens_of_tiles = self.tiled and any(tensor.ndim == 4 for tensor in tensors)
+        return self.key_mask is None and not tokens_of_tiles and tma_fits(*tensors)
 
     def forward(
         self,
@@ -569,7 +569,7 @@ class RStep:
         options["TMA"] = bool(options.get("TMA")) and self._tma_fits(key, *(() if y is None else (self.value,)))
         options["WARP_SPECIALIZE"] = bool(options.get("WARP_SPECIALIZE")) and options["TMA"] and self._tma_fits(z)
         if options["TMA"]:
-            triton.set_allocator(_descriptor_memory)
+            allocate_descriptors()
         _r_step_kernel[(row_tiles * self.groups,)](
             z, key, self.value, bias, self.key_mask, aL, y, cL, lse, *strides,
             self.key.shape[2], self.places, row_tiles, self.scale, log2_scale_of(self.scale),

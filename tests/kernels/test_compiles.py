@@ -63,10 +63,11 @@ def test_kernels_compile(architecture, name, tmp_path):
 
 
 @pytest.mark.parametrize("block", [64, 128])
-def test_warp_specialised_r_step_compiles(block, tmp_path):
+def test_warp_specialised_kernels_compile(block, tmp_path):
     options = {"TMA": 1, "WARP_SPECIALIZE": 1, "BLOCK_M": 128, "BLOCK_N": block, "num_warps": 4, "num_stages": 2}
-    case = {**CASES["paper"], "overrides": {"r_step": options, "r_step_last": options}}
-    steps = [kernel for kernel in compile_kernels(90, case, tmp_path) if kernel["kernel"] == "_r_step_kernel"]
-    assert len(steps) == 2
-    for step in steps:
-        assert step["warp_specialized"] and step["spilled"] == 0 and step["shared"] <= 227 * 1024
+    flash = {name: value for name, value in options.items() if name != "TMA"}
+    case = {**CASES["paper"], "overrides": {"r_step": options, "r_step_last": options, "flash_forward": flash}}
+    specialised = [kernel for kernel in compile_kernels(90, case, tmp_path) if kernel["warp_specialized"]]
+    assert [kernel["kernel"] for kernel in specialised] == ["_forward_kernel", "_r_step_kernel", "_r_step_kernel"]
+    for kernel in specialised:
+        assert kernel["spilled"] == 0 and kernel["shared"] <= 227 * 1024

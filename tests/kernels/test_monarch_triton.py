@@ -128,6 +128,29 @@ def test_more_blocks_than_one_tile_of_the_l_step(exact):
     check_float32(qkv(20 * 2), vmonarch_attention, SEVERAL_L_TILES, grid=(20, 1, 2), exact=exact, num_iterations=3)
 
 
+HOPPER_CASES = {
+    "paper": dict(grid=(2, 3, 7), **FIRST_FRAME),
+    "short-block": dict(grid=(3, 2, 5), frames_per_block=2, exact=None),
+    "coarse": dict(grid=(2, 5, 7), coarse=2, exact=None),
+    "coarse-tiles": dict(grid=(2, 5, 7), coarse=2, tiles=(2, 2), exact=None),
+    "columns": dict(grid=(2, 3, 7), exact=ExactBlocks(columns=(0,))),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("options", HOPPER_CASES.values(), ids=HOPPER_CASES)
+@pytest.mark.parametrize("warp_specialize", [0, 1], ids=["tma", "warp-specialised"])
+def test_hoppers_way_of_loading_changes_nothing(options, warp_specialize):
+    """The interpreter runs descriptors, not warps: what this proves is the arithmetic and the indexing."""
+    tensors = [tensor.float() for tensor in qkv(math.prod(options["grid"]), heads=2)]
+    expected = run_triton(*tensors, **options)
+    r_step = {"TMA": 1, "WARP_SPECIALIZE": warp_specialize}
+    exact = {"WARP_SPECIALIZE": warp_specialize}
+    with launch_overrides({"r_step": r_step, "r_step_last": r_step, "flash_forward": exact}):
+        for a, b in zip(run_triton(*tensors, **options), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+
+
 @interpreted
 def test_batch_and_heads():
     check_float32(qkv(2 * 6, batch=2, heads=3), vmonarch_attention, grid=(2, 2, 3))
