@@ -1,0 +1,54 @@
+"""A model whose processors run the fused kernels computes what it computes with plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vmonarch
+from vmonarch import ExactBlocks, VMonarchProcessor
+
+GRID = (2, 3, 3)
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+
+
+def outputs_and_gradients(tiny, implementation, device="cpu", compiled=False, **options):
+    """(output, gradient of every parameter that has one)."""
+    model = tiny.transformer().to(device)
+    vmonarch.apply(model, VMonarchProcessor(implementation=implementation, **options))
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    inputs = {name: value.to(device) if torch.is_tensor(value) else value for name, value in tiny.inputs(GRID).items()}
+    out = (forward if compiled else model)(**inputs)[0]
+    out.square().mean().backward()
+    return [out.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{}, {"exact": ExactBlocks(band=0)}], ids=["first-frame", "own-frame"])
+def test_kernels_and_torch_train_the_same_model(tiny, options):
+    expected = outputs_and_gradients(tiny, "torch", **options)
+    actual = outputs_and_gradients(tiny, "triton", **options)
+    assert len(actual) == len(expected) > 20
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@interpreted
+def test_a_model_with_kernels_compiles_without_graph_breaks(tiny):
+    expected = outputs_and_gradients(tiny, "triton")
+    for a, b in zip(outputs_and_gradients(tiny, "triton", compiled=True), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_model_that_the_kernels_cannot_serve_says_so(tiny, monkeypatch):
+    monkeypatch.setattr("vmonarch.kernels.common.launch.interpreted", lambda: False)
+    with pytest.raises(NotImplementedError, match='vmonarch_attention with implementation="triton": .*on the CPU'):
+        outputs_and_gradients(tiny, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gpu_kernels_and_torch_train_the_same_model(tiny, compiled):
+    expected = outputs_and_gradients(tiny, "torch", "cuda")
+    for a, b in zip(outputs_and_gradients(tiny, "triton", "cuda", compiled=compiled), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
