@@ -261,7 +261,8 @@ def backward(
     dv = value.new_zeros(value.shape)
     daL = torch.empty_like(blocks[0])
     dy = torch.empty_like(y)
-    daR = torch.empty_like(blocks[0])
+    # A row tile of dy is read last by the program that writes the same rows of daR.
+    daR = dy if dy.shape == daL.shape else torch.empty_like(daL)
     dcL, delta_r, dcR = (torch.empty_like(stats[0]) for _ in range(3))
     exact_arguments: dict[str, torch.Tensor | None] = {}
     if exact is not None:
