@@ -20,7 +20,7 @@ from vmonarch.kernels.flash_entropy.forward import COMBINE_ROWS, load_tile
 from vmonarch.kernels.flash_entropy.segments import Segment, column_work, processors, row_work
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items", "H", "Sq"])
 def _delta_kernel(
     grad_out_ptr,
     out_ptr,
@@ -133,7 +133,7 @@ def _grad_q_tile(
     return tl.dot(grad_s.to(k_t.dtype), tl.trans(k_t), acc, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq"])
 def _backward_q_kernel(
     q_ptr,
     k_ptr,
@@ -244,7 +244,7 @@ def _backward_q_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "num_slots", "H"])
 def _sum_parts_kernel(
     grad_q_ptr,
     part_ptr,  # [B·H, slots, BLOCK_M, D]
@@ -339,7 +339,7 @@ def _grad_kv_tile(
     return grad_k, grad_v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items", "H", "Sq"])
 def _backward_kv_kernel(
     q_ptr,
     k_ptr,

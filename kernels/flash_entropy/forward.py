@@ -133,7 +133,7 @@ def _attend_range_specialised(
     return acc, row_max, row_sum, row_entropy
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq", "Sk"])
 def _forward_kernel(
     q_ptr,
     k_ptr,
@@ -251,7 +251,7 @@ def _forward_kernel(
         tl.store(entropy_ptr + stat_rows, entropy_of(row_sum, row_entropy), mask=present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "num_slots", "H", "Sq"])
 def _combine_kernel(
     out_ptr,
     lse_ptr,  # [B, H, Sq]

@@ -18,7 +18,15 @@ import triton.language as tl
 
 from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
-from vmonarch.kernels.monarch.places import Places, token_at
+from vmonarch.kernels.monarch.places import Places, plain_places, token_at
+
+
+@triton.jit
+def _program(position_groups, tiles, POSITIONS: tl.constexpr, BLOCK: tl.constexpr):
+    """First position, tile of blocks and (batch, head) of this program."""
+    pid = tl.program_id(0)
+    blocks = pid // position_groups % tiles * BLOCK + tl.arange(0, BLOCK)
+    return pid % position_groups * POSITIONS, blocks, pid // position_groups // tiles
 
 
 @triton.jit
@@ -56,7 +64,7 @@ def _is_exact(exact_ptr, places, l, valid, k, j):
     return tl.load(pointers, mask=valid[:, None] & (k < places.blocks)[None, :], other=0) != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "row_tiles", "position_groups"])
 def _l_rows_kernel(
     q_ptr, aL_ptr, cL_ptr, y_ptr, exact_ptr, lse_exact_ptr, out_exact_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_eb, stride_es, stride_eh, stride_ob, stride_os, stride_oh,
@@ -66,10 +74,8 @@ def _l_rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Log-partition of the rows of L; in the last iteration also o[l] = Σ_k L[l,k] y[k], merged with the exact part."""
-    pid = tl.program_id(0)
-    first_position = pid % position_groups * POSITIONS
-    l = pid // position_groups % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    bh = pid // position_groups // row_tiles
+    places = plain_places(places)
+    first_position, l, bh = _program(position_groups, row_tiles, POSITIONS, BLOCK_M)
     head = bh % heads
     batch = bh // heads
     q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
@@ -120,7 +126,7 @@ def _l_rows_kernel(
             _store_tokens(out_ptr, stride_os, token, valid, out, E, BLOCK_E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "column_tiles", "position_groups"])
 def _l_centroids_kernel(
     q_ptr, aL_ptr, cL_ptr, exact_ptr, lse_exact_ptr, lse_ptr, z_ptr, cR_ptr,
     stride_qb, stride_qs, stride_qh, heads, places, position_groups, column_tiles, log2_scale, min_mass,
@@ -132,10 +138,8 @@ def _l_centroids_kernel(
 
     Works on Zᵀ [k, l], so that L is never transposed. ONE_TILE: all blocks are in the tile, the softmax is done here.
     """
-    pid = tl.program_id(0)
-    first_position = pid % position_groups * POSITIONS
-    k = pid // position_groups % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    bh = pid // position_groups // column_tiles
+    places = plain_places(places)
+    first_position, k, bh = _program(position_groups, column_tiles, POSITIONS, BLOCK_N)
     head = bh % heads
     batch = bh // heads
     q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
@@ -187,7 +191,7 @@ def _l_centroids_kernel(
             tl.store(cR_ptr + row, cR, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "row_tiles", "position_groups"])
 def _l_backward_rows_kernel(
     q_ptr, aL_ptr, cL_ptr, lse_ptr, y_ptr, do_ptr, out_ptr, daR_ptr, dcR_ptr, dlse_ptr,
     exact_ptr, lse_exact_ptr, out_exact_ptr, dq_ptr, delta_ptr, dlse_exact_ptr, do_exact_ptr,
@@ -202,10 +206,8 @@ def _l_backward_rows_kernel(
 
     The last iteration has dL = do·yᵀ and δ = do·o - dlse; the others dL = daR·qᵀ + dcR and δ = Σ_k L dL.
     """
-    pid = tl.program_id(0)
-    first_position = pid % position_groups * POSITIONS
-    l = pid // position_groups % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    bh = pid // position_groups // row_tiles
+    places = plain_places(places)
+    first_position, l, bh = _program(position_groups, row_tiles, POSITIONS, BLOCK_M)
     head = bh % heads
     batch = bh // heads
     q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
@@ -284,7 +286,7 @@ def _l_backward_rows_kernel(
         _store_tokens(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "column_tiles", "position_groups"])
 def _l_backward_columns_kernel(
     q_ptr, aL_ptr, cL_ptr, lse_ptr, y_ptr, do_ptr, daR_ptr, dcR_ptr, exact_ptr, delta_ptr,
     daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr,
@@ -295,10 +297,8 @@ def _l_backward_columns_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Gradients of aL, cL and y, and δ = daL·aL + dy·y for the R-step's backward. Works on Zᵀ [k, l]."""
-    pid = tl.program_id(0)
-    first_position = pid % position_groups * POSITIONS
-    k = pid // position_groups % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    bh = pid // position_groups // column_tiles
+    places = plain_places(places)
+    first_position, k, bh = _program(position_groups, column_tiles, POSITIONS, BLOCK_N)
     head = bh % heads
     batch = bh // heads
     q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
@@ -391,7 +391,7 @@ class LStep:
         if kernel is _l_centroids_kernel:
             constants["ONE_TILE"] = one_tile
         kernel[(position_groups * tiles * B * H,)](
-            *tensors, *strides, H, self.places, position_groups, tiles, *numbers,
+            *tensors, *strides, H, self.places.unspecialised(), position_groups, tiles, *numbers,
             D=D, TILED=self.tiled, PRECISION=dot_precision(self.query.dtype), POSITIONS=positions,
             BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=block_dim(D), **constants, **options,
         )  # fmt: skip

@@ -46,6 +46,14 @@ class Places(NamedTuple):
     cells_w: int
     cells_hw: int
 
+    def unspecialised(self) -> Places:
+        """The numbers as kernels take them; `plain_places` is the inverse.
+
+        Triton compiles a kernel anew for integers that are 1 or multiples of 16, which sizes of videos are now and
+        then. No number of this form is, so that one compiled kernel serves all sizes.
+        """
+        return Places(*(16 * number + 8 for number in self))
+
 
 def grid_places(grid: LatentGrid, *, frames_per_block: int, tiles: tuple[int, int], coarse: int) -> Places:
     """Blocks of `frames_per_block` frames × one spatial tile."""
@@ -92,6 +100,17 @@ def sequence_places(tokens: int, block_size: int, padding: str) -> Places:
         cells_w=0,
         cells_hw=0,
     )
+
+
+@triton.jit
+def plain_places(places):
+    """The numbers that `Places.unspecialised` was made of."""
+    return Places(
+        places.tokens >> 4, places.blocks >> 4, places.positions >> 4, places.cells >> 4, places.offset >> 4,
+        places.frames >> 4, places.height >> 4, places.width >> 4, places.block_frames >> 4, places.tiles_h >> 4,
+        places.tiles_w >> 4, places.tile_height >> 4, places.tile_width >> 4, places.cells_w >> 4,
+        places.cells_hw >> 4,
+    )  # fmt: skip
 
 
 @triton.jit

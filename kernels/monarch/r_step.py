@@ -21,7 +21,7 @@ from vmonarch.kernels.common.launch import (
     tma_fits,
 )
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
-from vmonarch.kernels.monarch.places import Places, token_at, token_in_cell
+from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell
 
 
 @triton.jit
@@ -34,6 +34,12 @@ def _load_rows(ptr, rows, stride, columns, valid, WIDTH: tl.constexpr, BLOCK_WID
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=columns[None, :] < WIDTH, other=0.0)
+
+
+@triton.jit
+def _parts_of(group, places, heads):
+    """Block, head and batch entry of a group."""
+    return group % places.blocks, group // places.blocks % heads, group // places.blocks // heads
 
 
 @triton.jit
@@ -119,9 +125,7 @@ def _load_z(
 ):  # fmt: skip
     """Centroid queries [M, D] of positions j: the query itself in the first iteration, a block tensor later."""
     offs_d = tl.arange(0, BLOCK_D)
-    block = group % places.blocks
-    head = group // places.blocks % heads
-    batch = group // places.blocks // heads
+    block, head, batch = _parts_of(group, places, heads)
     if Z_IS_QUERY:
         token, valid = token_at(places, block, j, TILED)
         base = z_ptr + batch.to(tl.int64) * stride_zb + head.to(tl.int64) * stride_zh
@@ -131,7 +135,7 @@ def _load_z(
         return _load_rows(base, j, D, offs_d, j < places.positions, D, BLOCK_D, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "row_tiles"])
 def _r_step_kernel(
     z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, aL_ptr, y_ptr, cL_ptr, lse_ptr,
     stride_zb, stride_zs, stride_zh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -147,12 +151,11 @@ def _r_step_kernel(
     The keys after the last whole BLOCK_N go through in tiles of BLOCK_TAIL. TMA: Hopper's tensor memory accelerator
     loads the keys, for blocks of consecutive rows; WARP_SPECIALIZE: by warps of their own (num_warps=4 only).
     """
+    places = plain_places(places)
     pid = tl.program_id(0)
     group = pid // row_tiles
     j = pid % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    block = group % places.blocks
-    head = group // places.blocks % heads
-    batch = group // places.blocks // heads
+    block, head, batch = _parts_of(group, places, heads)
     if not WARP_SPECIALIZE:
         z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
     elif Z_IS_QUERY:
@@ -234,18 +237,17 @@ def _r_step_kernel(
         tl.store(y_ptr + row[:, None] * E + offs_e[None, :], y, mask=inside[:, None] & (offs_e[None, :] < E))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "cell_tiles"])
 def _pool_kernel(
     k_ptr, pooled_ptr, bias_ptr, stride_kb, stride_ks, stride_kh, heads, places, cell_tiles,
     D: tl.constexpr, COARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Mean key of every cell, and log2 of the number of its keys."""
+    places = plain_places(places)
     pid = tl.program_id(0)
     group = pid // cell_tiles
     cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    block = group % places.blocks
-    head = group // places.blocks % heads
-    batch = group // places.blocks // heads
+    block, head, batch = _parts_of(group, places, heads)
     k_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
     offs_d = tl.arange(0, BLOCK_D)
     inside = cell < places.cells
@@ -265,18 +267,17 @@ def _pool_kernel(
         tl.store(bias_ptr + group * places.cells + cell, bias, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "cell_tiles"])
 def _unpool_kernel(
     d_pooled_ptr, bias_ptr, dk_ptr, stride_kb, stride_ks, stride_kh, heads, places, cell_tiles,
     D: tl.constexpr, COARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Add to every key's gradient its share of its cell's."""
+    places = plain_places(places)
     pid = tl.program_id(0)
     group = pid // cell_tiles
     cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    block = group % places.blocks
-    head = group // places.blocks % heads
-    batch = group // places.blocks // heads
+    block, head, batch = _parts_of(group, places, heads)
     dk_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
     offs_d = tl.arange(0, BLOCK_D)
     inside = cell < places.cells
@@ -304,7 +305,7 @@ def _d_scores(
     return tl.where(p > 0, p * ds, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "row_tiles"])
 def _r_backward_z_kernel(
     z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr,
     cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
@@ -315,12 +316,11 @@ def _r_backward_z_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of z. For z = q it is added to dq; else αR and cR, of which z was made, get theirs."""
+    places = plain_places(places)
     pid = tl.program_id(0)
     group = pid // row_tiles
     j = pid % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    block = group % places.blocks
-    head = group // places.blocks % heads
-    batch = group // places.blocks // heads
+    block, head, batch = _parts_of(group, places, heads)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
     inside = j < places.positions
@@ -383,7 +383,7 @@ def _r_backward_z_kernel(
         tl.store(dcR_ptr + row, dcR, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "key_tiles"])
 def _r_backward_keys_kernel(
     z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr, dk_ptr, dv_ptr,
     stride_zb, stride_zs, stride_zh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -397,11 +397,10 @@ def _r_backward_keys_kernel(
 
     Scores are computed transposed, [N, M], so that no accumulator has to be.
     """
+    places = plain_places(places)
     pid = tl.program_id(0)
     group = pid // key_tiles
-    block = group % places.blocks
-    head = group // places.blocks % heads
-    batch = group // places.blocks // heads
+    block, head, batch = _parts_of(group, places, heads)
     offs_d = tl.arange(0, BLOCK_D)
     offs_e = tl.arange(0, BLOCK_E)
     if POOLED:
@@ -513,7 +512,7 @@ class RStep:
         block = 32
         tiles = triton.cdiv(self.places.cells, block)
         kernel[(tiles * self.groups,)](
-            *tensors, tokens.stride(0), tokens.stride(1), tokens.stride(2), self.key.shape[2], self.places, tiles,
+            *tensors, *tokens.stride()[:3], self.key.shape[2], self.places.unspecialised(), tiles,
             D=D, COARSE=self.coarse, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4,
         )  # fmt: skip
 
@@ -572,7 +571,7 @@ class RStep:
             allocate_descriptors()
         _r_step_kernel[(row_tiles * self.groups,)](
             z, key, self.value, bias, self.key_mask, aL, y, cL, lse, *strides,
-            self.key.shape[2], self.places, row_tiles, self.scale, log2_scale_of(self.scale),
+            self.key.shape[2], self.places.unspecialised(), row_tiles, self.scale, log2_scale_of(self.scale),
             STORE_LSE=lse is not None, **constants, **options,
         )  # fmt: skip
 
@@ -611,7 +610,7 @@ class RStep:
         tiles = triton.cdiv(keys, options["BLOCK_N"])
         _r_backward_keys_kernel[(tiles * self.groups,)](
             z, key, self.value, bias, self.key_mask, *saved, d_key, dv, *strides, *dk_strides, *dv.stride()[:3],
-            self.key.shape[2], self.places, tiles, *numbers, **constants, **options,
+            self.key.shape[2], self.places.unspecialised(), tiles, *numbers, **constants, **options,
         )  # fmt: skip
         if pooled is not None:
             self.unpool(d_key, pooled[1], dk)
@@ -619,5 +618,5 @@ class RStep:
         tiles = triton.cdiv(self.places.positions, options["BLOCK_M"])
         _r_backward_z_kernel[(tiles * self.groups,)](
             z, key, self.value, bias, self.key_mask, *saved, cR, daR, dcR, dq, *strides, *dq.stride()[:3],
-            self.key.shape[2], self.places, tiles, *numbers, min_mass, **constants, **options,
+            self.key.shape[2], self.places.unspecialised(), tiles, *numbers, min_mass, **constants, **options,
         )  # fmt: skip

@@ -66,6 +66,7 @@ def main():
             compiled = kernel.warmup(*arguments, grid=grid, **options)
             facts = {
                 "kernel": kernel.__name__,
+                "hash": compiled.hash,
                 "last": options.get("LAST"),
                 "shared": compiled.metadata.shared,
                 "spilled": spilled_bytes(compiled.asm["ptx"], architecture),
