@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "finetune/embedded/README.md")
+DOCUMENTS = ("README.md", "docs/kernels.md", "finetune/embedded/README.md")
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table, all columns but the first aligned to the right."""
     lines = [heading, ["---", *("---:" for _ in heading[1:])], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -38,7 +39,7 @@ def embedded_model_table(results: dict[str, Any]) -> str:
         ]
         for method, scores in results["summary"].items()
     ]
-    table = _markdown(["", "colour", "shape", "direction", "all three", "PSNR dB", "SSIM"], rows)
+    table = markdown(["", "colour", "shape", "direction", "all three", "PSNR dB", "SSIM"], rows)
     settings = results["settings"]
     about = (
         f"{settings['prompts']} prompts, {settings['num_frames']}×{settings['height']}×{settings['width']},"
@@ -52,7 +53,7 @@ def commands_table(results: dict[str, Any]) -> str:
     names = {"install": "making the environment", "demo": "`make demo` after that", "test": "`make test` after that"}
     rows = [[names[key], f"{seconds:.0f} s"] for key, seconds in results["seconds"].items()]
     return (
-        f"{_markdown(['', 'time'], rows)}\n{results['hardware']}, {results['date']}. Made by `{results['command']}`.\n"
+        f"{markdown(['', 'time'], rows)}\n{results['hardware']}, {results['date']}. Made by `{results['command']}`.\n"
     )
 
 
@@ -66,11 +67,20 @@ def demo_table(results: dict[str, Any]) -> str:
     return f"{table}\n\n{about} Made by `make demo`.\n"
 
 
+def kernels_table(results: dict[str, Any]) -> str:
+    """Times of the attention kernels, their memory and their stages."""
+    from vmonarch.eval import kernel_plots
+
+    return kernel_plots.kernels_table(results)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "embedded-model": embedded_model_table,
     "demo": demo_table,
     "commands": commands_table,
 }
+# Tables of no document yet: their JSON comes from a GPU. Each moves to TABLES together with its JSON.
+AWAITED: dict[str, Callable[[dict[str, Any]], str]] = {"kernels-h200": kernels_table}
 
 
 def render(text: str, benchmarks: Path) -> str:
@@ -83,7 +93,7 @@ def render(text: str, benchmarks: Path) -> str:
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
-        return match[1] + TABLES[name](json.loads((benchmarks / f"{name}.json").read_text())) + match[3]
+        return match[1] + {**TABLES, **AWAITED}[name](json.loads((benchmarks / f"{name}.json").read_text())) + match[3]
 
     return _BLOCK.sub(table, text)
 

@@ -1,0 +1,542 @@
+"""Tables and pictures of the kernel benchmark: `python -m vmonarch.eval.kernel_plots`.
+
+Both come from the JSON of `vmonarch bench kernels` alone. The tables go into the documents through
+`vmonarch.eval.tables`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vmonarch.eval.kernel_bench import FORMAT
+from vmonarch.eval.tables import markdown
+from vmonarch.eval.video_io import AtomicFiles
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+LABELS = {
+    "cudnn": "cuDNN, exact",
+    "fa2": "FlashAttention-2, exact",
+    "vmonarch": "VMonarch",
+    "vmonarch-coarse2": "VMonarch coarse=2",
+    "vmonarch-tiles2-coarse2": "VMonarch tiles=(2,2) coarse=2",
+    "vmonarch-t1": "VMonarch T=1",
+    "vmonarch-t3": "VMonarch T=3",
+    "vmonarch-torch": "VMonarch, plain torch",
+}
+# Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker each for prints in grey.
+_STYLES = {
+    "cudnn": ("#555555", "s"),
+    "fa2": ("#999999", "D"),
+    "vmonarch": ("#0072B2", "o"),
+    "vmonarch-coarse2": ("#D55E00", "^"),
+    "vmonarch-tiles2-coarse2": ("#009E73", "v"),
+    "vmonarch-t1": ("#56B4E9", "<"),
+    "vmonarch-t3": ("#CC79A7", ">"),
+    "vmonarch-torch": ("#E69F00", "P"),
+}
+_STAGE_COLOURS = {"exact": "#E69F00", "pool": "#999999", "R": "#0072B2", "L": "#56B4E9"}
+_LATER_HATCH = ("", "//", "..", "xx", "++")
+PASSES = ("forward", "forward+backward")
+
+
+class BenchFileError(ValueError):
+    """The JSON is not one of `vmonarch bench kernels`, or holds nothing to show."""
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The benchmark's JSON.
+
+    Raises:
+        BenchFileError: another format, measured in the interpreter, or without a single good result.
+        OSError: the file cannot be read.
+    """
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BenchFileError(f"{path} is no JSON: {error}") from error
+    if not isinstance(results, dict) or results.get("format") != FORMAT:
+        raise BenchFileError(f"{path} is no result of `vmonarch bench kernels` (format {FORMAT})")
+    if results["rates"] is None:
+        raise BenchFileError(f"{path} was measured in the interpreter, which tells nothing of speed")
+    if not any(row["status"] == "ok" for case in results["cases"] for row in case["rows"]):
+        raise BenchFileError(f"{path} holds no good result")
+    return results
+
+
+def _label(method: str) -> str:
+    return LABELS.get(method, method)
+
+
+def shape_label(case: dict[str, Any]) -> str:
+    """`43×28×52`, with the number of heads where it is not 12."""
+    heads = "" if case["heads"] == 12 else f", {case['heads']} heads"
+    return "×".join(map(str, case["grid"])) + heads
+
+
+def _rows(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["method"]: row for row in case["rows"] if row["status"] == "ok"}
+
+
+def _cases(results: dict[str, Any], head_dim: int, kind: str) -> list[dict[str, Any]]:
+    """Cases of a head dimension and pass, by tokens."""
+    cases = [case for case in results["cases"] if case["head_dim"] == head_dim and case["pass"] == kind]
+    return sorted(cases, key=lambda case: (case["heads"], case["tokens"]))
+
+
+def _head_dims(results: dict[str, Any]) -> list[int]:
+    return sorted({case["head_dim"] for case in results["cases"]}, reverse=True)
+
+
+def _methods(cases: Sequence[dict[str, Any]]) -> list[str]:
+    """Methods with a good result in any case, in the order of LABELS."""
+    found = {method for case in cases for method in _rows(case)}
+    return [*(name for name in LABELS if name in found), *sorted(found - set(LABELS))]
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, never in scientific notation."""
+    return f"{value:.{max(0, 3 - len(str(int(value))))}f}" if value >= 1 else f"{value:.3f}"
+
+
+def kernels_table(results: dict[str, Any]) -> str:
+    """Times and ratios over cuDNN by shape and method, memory, the stages of VMonarch, and how it was measured."""
+    parts = []
+    for head_dim in _head_dims(results):
+        for kind in PASSES:
+            cases = _cases(results, head_dim, kind)
+            methods = _methods(cases)
+            if not methods:
+                continue
+            rows = []
+            for case in cases:
+                good = _rows(case)
+                status = {row["method"]: row["status"] for row in case["rows"]}
+                cells = []
+                for method in methods:
+                    if method not in good:
+                        cells.append("–" if method not in status else status[method])
+                        continue
+                    row = good[method]
+                    ratio = row["over_cudnn"]
+                    shown = "" if ratio is None or method == "cudnn" else f" ({_digits(ratio)}×)"
+                    cells.append(_digits(row["ms"]["median"]) + shown)
+                rows.append([shape_label(case), f"{case['tokens']:,}", *cells])
+            heading = ["frames × height × width", "tokens", *map(_label, methods)]
+            parts.append(f"d = {head_dim}, {kind}; milliseconds (times as fast as cuDNN):\n\n{markdown(heading, rows)}")
+    tables = (_plain_torch_table, _efficiency_table, _memory_table, _stage_table)
+    parts += [text for text in (table(results) for table in tables) if text]
+    return "\n".join([*parts, _about(results)])
+
+
+def _efficiency_table(results: dict[str, Any]) -> str:
+    """TFLOP/s and distance to the floor of VMonarch, and the error that was found."""
+    rows = []
+    for head_dim in _head_dims(results):
+        for kind in PASSES:
+            for case in _cases(results, head_dim, kind):
+                row = _rows(case).get("vmonarch")
+                if row is None:
+                    continue
+                error = max(error["relative"] for error in row["check"]["errors"].values())
+                numbers = [
+                    f"{row['tflops']:.0f}",
+                    _digits(row["floor_ms"]),
+                    f"{row['over_floor']:.2f}×",
+                    f"{error:.1e}",
+                ]
+                rows.append([shape_label(case), str(head_dim), kind, *numbers])
+    heading = ["VMonarch", "d", "pass", "TFLOP/s", "floor ms", "time / floor", "largest relative error"]
+    return markdown(heading, rows) if rows else ""
+
+
+def _plain_torch_table(results: dict[str, Any]) -> str:
+    """How much faster the kernels are than the same method in plain torch."""
+    rows = []
+    for case in results["cases"]:
+        good = _rows(case)
+        if "vmonarch" in good and good["vmonarch"].get("over_torch") is not None:
+            times = [_digits(good[method]["ms"]["median"]) for method in ("vmonarch-torch", "vmonarch")]
+            ratio = f"{_digits(good['vmonarch']['over_torch'])}×"
+            rows.append([shape_label(case), str(case["head_dim"]), case["pass"], *times, ratio])
+    heading = ["frames × height × width", "d", "pass", "plain torch ms", "kernels ms", "faster"]
+    return markdown(heading, rows) if rows else ""
+
+
+def _memory_table(results: dict[str, Any]) -> str:
+    rows = []
+    methods = _methods(results["cases"])
+    for kind in PASSES:
+        for case in _cases(results, _head_dims(results)[0], kind):
+            good = _rows(case)
+            sizes = [good.get(method, {}).get("peak_extra_bytes") for method in methods]
+            if any(size is not None for size in sizes):
+                shown = ["–" if size is None else f"{size / 1e6:,.0f}" for size in sizes]
+                rows.append([shape_label(case), kind, *shown])
+    about = f"Peak memory beyond the inputs, d = {_head_dims(results)[0]}, MB:\n\n"
+    return about + markdown(["frames × height × width", "pass", *map(_label, methods)], rows) if rows else ""
+
+
+def _stage_table(results: dict[str, Any]) -> str:
+    """Milliseconds of every stage of the forward pass of VMonarch."""
+    cases = [(case, _rows(case)) for case in _cases(results, _head_dims(results)[0], "forward")]
+    stages = [(case, good["vmonarch"]["stages"]) for case, good in cases if good.get("vmonarch", {}).get("stages")]
+    names = list(dict.fromkeys(stage["stage"] for _, found in stages for stage in found))
+    rows = []
+    for case, found in stages:
+        by_name = {stage["stage"]: stage for stage in found}
+        cells = []
+        for name in names:
+            stage = by_name.get(name)
+            rate = f" ({stage['tflops']:.0f})" if stage and stage.get("tflops") and name[0] in "Re" else ""
+            cells.append(f"{_digits(stage['ms'])}{rate}" if stage else "–")
+        rows.append([shape_label(case), *cells])
+    about = f"Stages of VMonarch, forward, d = {_head_dims(results)[0]}; milliseconds (TFLOP/s):\n\n"
+    return about + markdown(["frames × height × width", *names], rows) if rows else ""
+
+
+def _about(results: dict[str, Any]) -> str:
+    versions, rates = results["versions"], results["rates"]
+    lines = [
+        f"{results['hardware']}, {results['date'][:10]}, torch {versions['torch_build']}, Triton {versions['triton']},"
+        f" {results['settings']['dtype']}, batch 1, 12 heads unless said, first frame exact; medians of one run,"
+        f" {results['settings']['timing']}. Measured there: matmul"
+        f" {rates['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s, copy"
+        f" {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s. Made by `{results['command']}`.",
+        "",
+        *(f"- {name}: {text}" for name, text in results["formulae"].items()),
+    ]
+    if results["left_out"]:
+        lines += [
+            "",
+            "Left out: " + "; ".join(f"{entry['case']} ({entry['why']})" for entry in results["left_out"]) + ".",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _style(method: str) -> dict[str, Any]:
+    colour, marker = _STYLES.get(method, ("#000000", "x"))
+    return {"color": colour, "marker": marker}
+
+
+def _token_axis(axes: Axes, cases: Sequence[dict[str, Any]]) -> None:
+    """Logarithmic, with ticks where there are points, and the frames under each."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log")
+    ticks = sorted({(case["tokens"], case["grid"][0]) for case in cases})
+    axes.set_xticks([tokens for tokens, _ in ticks], [f"{tokens / 1000:.0f}k\n{frames}" for tokens, frames in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _ratio_axis(axes: Axes, values: Sequence[float]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    axes.set_yscale("log")
+    low, high = min([*values, 1.0]) * 0.85, max([*values, 1.0]) * 1.3
+    ticks = [tick for tick in (0.1, 0.25, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 100) if low <= tick <= high]
+    axes.set_ylim(low, high)
+    axes.set_yticks(ticks, [f"{tick:g}×" for tick in ticks])
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _write_above(
+    axes: Axes, place: tuple[float, float], ratio: float, *, rotation: float = 0, below: bool = False
+) -> None:
+    """A ratio beside its point, at a distance that does not depend on the scale."""
+    look: dict[str, Any] = {"ha": "center", "rotation": rotation, "fontsize": 7}
+    if below:
+        # Other lines may pass there.
+        box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}
+        look.update(color=_style("vmonarch")["color"], bbox=box, fontweight="bold")
+    offset = (0, -14) if below else (0, 3)
+    axes.annotate(f"{ratio:.3g}×", place, offset, textcoords="offset points", **look)
+
+
+def _series(results: dict[str, Any], head_dim: int, kind: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Cases that share the most common frame size and number of heads, by tokens, and all the others."""
+    cases = _cases(results, head_dim, kind)
+    families: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for case in cases:
+        families.setdefault((case["heads"], *case["grid"][1:]), []).append(case)
+    series = max(families.values(), key=len, default=[])
+    return series, [case for case in cases if case not in series]
+
+
+def _finish(figure: Figure, title: str, results: dict[str, Any]) -> None:
+    figure.suptitle(title, fontsize=13, x=0.01, ha="left", fontweight="bold")
+    versions = results["versions"]
+    source = (
+        f"{results['hardware']}, {results['settings']['dtype']}, batch 1, torch {versions['torch_build']},"
+        f" Triton {versions['triton']}, {results['date'][:10]}"
+    )
+    figure.text(0.995, 0.993, source, fontsize=8, color="#666666", ha="right", va="top")
+
+
+def _legend_below(figure: Figure, handles: dict[str, Any]) -> None:
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=min(4, len(handles)),
+        frameon=False,
+        fontsize=9,
+    )
+
+
+def speedup_figure(results: dict[str, Any], head_dim: int) -> Figure:
+    """Speed-up over cuDNN against tokens (lines, one frame size) and at other grids (bars), a row per pass."""
+    from matplotlib.figure import Figure
+
+    kinds = [kind for kind in PASSES if _cases(results, head_dim, kind)]
+    figure = Figure(figsize=(11, 3.9 * len(kinds) + 0.9), layout="constrained")
+    panels = figure.subplots(len(kinds), 2, squeeze=False, width_ratios=(1.25, 1))
+    handles: dict[str, Any] = {}
+    for (left, right), kind in zip(panels, kinds, strict=True):
+        series, others = _series(results, head_dim, kind)
+        methods = [method for method in _methods([*series, *others]) if method != "cudnn"]
+        values: list[float] = []
+        for method in methods:
+            points = [
+                (case["tokens"], _rows(case)[method]["over_cudnn"])
+                for case in series
+                if method in _rows(case) and _rows(case)[method]["over_cudnn"] is not None
+            ]
+            if points:
+                values += [ratio for _, ratio in points]
+                (handles[_label(method)],) = left.plot(*zip(*points, strict=True), lw=1.8, ms=6, **_style(method))
+            if method == "vmonarch":
+                for at, ratio in points:
+                    _write_above(left, (at, ratio), ratio, below=True)
+        _token_axis(left, series)
+        left.set_xlabel(
+            "tokens, latent frames" + (f" of {series[0]['grid'][1]}×{series[0]['grid'][2]}" if series else "")
+        )
+        present = [case for case in others if any(row.get("over_cudnn") for row in _rows(case).values())]
+        width = 0.84 / max(1, len(methods))
+        for place, case in enumerate(present):
+            good = _rows(case)
+            for i, method in enumerate(methods):
+                ratio = good.get(method, {}).get("over_cudnn")
+                if ratio is None:
+                    continue
+                values.append(ratio)
+                colour = _style(method)["color"]
+                at = place + (i - (len(methods) - 1) / 2) * width
+                bar = right.bar(at, ratio, width * 0.92, color=colour)
+                _write_above(right, (at, ratio), ratio, rotation=90)
+                handles.setdefault(_label(method), bar)
+        right.set_xticks(
+            range(len(present)), [f"{shape_label(case)}\n{case['tokens'] / 1000:.0f}k" for case in present]
+        )
+        right.tick_params(axis="x", length=0, labelsize=8)
+        for axes in (left, right):
+            _ratio_axis(axes, [*values, max(values, default=1) * 1.15])
+            axes.axhline(1, color="#555555", lw=1, ls="--")
+            axes.grid(axis="y", color="#e4e4e4", lw=0.6)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+        left.set_ylabel("speed-up over cuDNN")
+        left.set_title(kind, loc="left", fontsize=11)
+        if not present:
+            right.set_visible(False)
+    _legend_below(figure, handles)
+    _finish(figure, f"Speed-up over exact attention (cuDNN), d = {head_dim}", results)
+    return figure
+
+
+def time_figure(results: dict[str, Any], head_dim: int) -> Figure:
+    """Milliseconds against tokens, both logarithmic, a panel per pass; other grids as points of their own."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    kinds = [kind for kind in PASSES if _cases(results, head_dim, kind)]
+    figure = Figure(figsize=(5.6 * len(kinds), 5.2), layout="constrained")
+    handles: dict[str, Any] = {}
+    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        series, others = _series(results, head_dim, kind)
+        for method in _methods([*series, *others]):
+            style = _style(method)
+            points = [(c["tokens"], _rows(c)[method]["ms"]["median"]) for c in series if method in _rows(c)]
+            if points:
+                (handles[_label(method)],) = axes.plot(*zip(*points, strict=True), lw=1.8, ms=6, **style)
+            for case in others:
+                # Of other heads, the times are no part of this picture.
+                if method in _rows(case) and (not series or case["heads"] == series[0]["heads"]):
+                    at = (case["tokens"], _rows(case)[method]["ms"]["median"])
+                    (mark,) = axes.plot(*at, ms=6, mfc="white", ls="none", **style)
+                    handles.setdefault(_label(method), mark)
+        _token_axis(axes, series)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_title(kind, loc="left", fontsize=11)
+        axes.set_xlabel(
+            "tokens, latent frames" + (f" of {series[0]['grid'][1]}×{series[0]['grid'][2]}" if series else "")
+        )
+        axes.set_ylabel("milliseconds")
+        axes.grid(color="#e4e4e4", lw=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    _legend_below(figure, handles)
+    _finish(figure, f"Time of one attention call, d = {head_dim} (hollow: other frame sizes)", results)
+    return figure
+
+
+def stage_figure(results: dict[str, Any], head_dim: int) -> Figure | None:
+    """Stacked bars of the stages' times as shares of the call, VMonarch at every shape; None without stages."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    kinds = []
+    for kind in PASSES:
+        found = [
+            (case, _rows(case)["vmonarch"]) for case in _cases(results, head_dim, kind) if "vmonarch" in _rows(case)
+        ]
+        found = [(case, row) for case, row in found if row.get("stages")]
+        if found:
+            kinds.append((kind, found))
+    if not kinds:
+        return None
+    bars = [len(found) for _, found in kinds]
+    figure = Figure(figsize=(11, 0.42 * sum(bars) + 1.1 * len(kinds) + 1.2), layout="constrained")
+    panels = figure.subplots(len(kinds), 1, squeeze=False, height_ratios=bars)[:, 0]
+    used: dict[str, tuple[str, str, float]] = {}
+    for axes, (kind, found) in zip(panels, kinds, strict=True):
+        for place, (_, row) in enumerate(found):
+            left = 0.0
+            total = max(row["ms"]["median"], sum(stage["ms"] for stage in row["stages"]))
+            for stage in row["stages"]:
+                name = stage["stage"]
+                first = name.split()[0]
+                number = int(first[1:]) if first[0] in "RL" and first[1:].isdigit() else 1
+                look = (
+                    _STAGE_COLOURS.get(first, _STAGE_COLOURS.get(first[0], "#000000")),
+                    _LATER_HATCH[(number - 1) % len(_LATER_HATCH)],
+                    0.55 if name.endswith("backward") else 1.0,
+                )
+                used[name] = look
+                share = stage["ms"] / total
+                colour, hatch, alpha = look
+                axes.barh(place, share, left=left, color=colour, hatch=hatch, alpha=alpha, edgecolor="white", lw=0.6)
+                if share > 0.045:
+                    axes.text(
+                        left + share / 2,
+                        place,
+                        _digits(stage["ms"]),
+                        ha="center",
+                        va="center",
+                        fontsize=7,
+                        bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
+                    )
+                left += share
+            if left < 0.995:
+                axes.barh(place, 1 - left, left=left, color="#eeeeee")
+            axes.text(1.01, place, f"{_digits(row['ms']['median'])} ms", va="center", fontsize=8)
+        axes.set_yticks(range(len(found)), [shape_label(case) for case, _ in found])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1)
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+        axes.set_title(kind, loc="left", fontsize=11)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0, labelsize=9)
+    handles: dict[str, Any] = {
+        name: Patch(facecolor=colour, hatch=hatch, alpha=alpha, edgecolor="white")
+        for name, (colour, hatch, alpha) in used.items()
+    }
+    handles["between stages"] = Patch(facecolor="#eeeeee")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=7, frameon=False, fontsize=8)
+    _finish(figure, f"Where the time of VMonarch goes, d = {head_dim}; milliseconds in the bars", results)
+    return figure
+
+
+def memory_figure(results: dict[str, Any], head_dim: int) -> Figure | None:
+    """Peak memory beyond the inputs, a group of bars per shape and a panel per pass; None where it was not measured."""
+    from matplotlib.figure import Figure
+
+    kinds = []
+    for kind in PASSES:
+        cases = _cases(results, head_dim, kind)
+        measured = [case for case in cases if any("peak_extra_bytes" in row for row in _rows(case).values())]
+        if measured:
+            kinds.append((kind, measured))
+    if not kinds:
+        return None
+    figure = Figure(figsize=(11, 3.3 * len(kinds) + 0.9), layout="constrained")
+    handles: dict[str, Any] = {}
+    for axes, (kind, cases) in zip(figure.subplots(len(kinds), 1, squeeze=False)[:, 0], kinds, strict=True):
+        methods = _methods(cases)
+        width = 0.84 / len(methods)
+        for place, case in enumerate(cases):
+            for i, method in enumerate(methods):
+                size = _rows(case).get(method, {}).get("peak_extra_bytes")
+                if size is not None:
+                    at = place + (i - (len(methods) - 1) / 2) * width
+                    bar = axes.bar(at, size / 1e9, width * 0.92, color=_style(method)["color"])
+                    handles.setdefault(_label(method), bar)
+        axes.set_xticks(
+            range(len(cases)), [f"{shape_label(case)}\n{case['tokens'] / 1000:.0f}k tokens" for case in cases]
+        )
+        axes.tick_params(axis="x", length=0, labelsize=8)
+        axes.set_ylabel("GB beyond the inputs")
+        axes.set_title(kind, loc="left", fontsize=11)
+        axes.grid(axis="y", color="#e4e4e4", lw=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    _legend_below(figure, handles)
+    _finish(figure, f"Peak memory, d = {head_dim}", results)
+    return figure
+
+
+def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
+    """Write `kernels-{speedup,time,stages,memory}-d{D}.png`, all or none, and return their paths."""
+    figures = {}
+    for head_dim in _head_dims(results):
+        for name, make in (
+            ("speedup", speedup_figure),
+            ("time", time_figure),
+            ("stages", stage_figure),
+            ("memory", memory_figure),
+        ):
+            figure = make(results, head_dim)
+            if figure is not None:
+                figures[folder / f"kernels-{name}-d{head_dim}.png"] = figure
+    folder.mkdir(parents=True, exist_ok=True)
+    with AtomicFiles(overwrite=True) as files:
+        for path, figure in figures.items():
+            # No date or version in the file: the same JSON gives the same bytes.
+            figure.savefig(files.stage(path), dpi=130, metadata={"Software": None})
+    return list(figures)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; exit code 2 if there is nothing to draw."""
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.kernel_plots", description=__doc__)
+    parser.add_argument("--input", type=Path, default=ROOT / "docs" / "benchmarks" / "kernels-h200.json")
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "docs" / "images")
+    parser.add_argument("--table", action="store_true", help="print the markdown tables, and draw nothing")
+    options = parser.parse_args(arguments)
+    try:
+        results = read_results(options.input)
+    except (OSError, BenchFileError) as error:
+        print(f"kernel_plots: error: --input {error}", file=sys.stderr)
+        return 2
+    if options.table:
+        print(kernels_table(results), end="")
+        return 0
+    for path in write_plots(results, options.output_dir):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""`vmonarch bench`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_EPILOG = """\
+examples:
+  vmonarch bench kernels                                  everything, within 8 minutes on an H200
+  vmonarch bench kernels --quick --output quick.json      three shapes, d=128, within 2 minutes
+  vmonarch bench kernels --shapes 43x28x52 24x44x80:40 --methods cudnn,vmonarch --passes forward
+
+A shape is frames x height x width of the latent, with 12 heads unless ":heads" follows. Results are compared with a
+float32 reference before anything is timed; a wrong one gets no speed-up, and the command ends with exit code 1.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `vmonarch bench`."""
+    parser.add_argument("what", choices=["kernels"], metavar="kernels", help="attention alone, against exact attention")
+    several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
+    parser.add_argument(
+        "--shapes", **several, help="latent grids, such as 43x28x52 16x45x80 (default: those of the docs)"
+    )
+    parser.add_argument("--methods", **several, help="such as cudnn vmonarch (default: all; an unknown one lists them)")
+    parser.add_argument("--head-dims", **several, help="default: 128 64")
+    parser.add_argument("--passes", **several, help="forward, backward (forward and backward together); default: both")
+    parser.add_argument("--rounds", type=int, metavar="N", help="measurements of each method (default 15; quick 7)")
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="add nothing after this time (default 480; quick 120)"
+    )
+    parser.add_argument("--quick", action="store_true", help="three shapes, head dimension 128, the main methods")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("outputs/bench/kernels.json"),
+        metavar="FILE",
+        help="JSON, written after every case (default outputs/bench/kernels.json)",
+    )
+    parser.add_argument(
+        "--device", default="cuda", metavar="DEVICE", help="cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress; print the path only")
+    parser.epilog = _EPILOG
+
+
+def words(values: Sequence[str]) -> list[str]:
+    """Names separated by blanks or commas."""
+    return [name for value in values for name in value.split(",") if name]
+
+
+def positive(argument: str, value: float) -> Any:
+    """`value`, if it is finite and above 0.
+
+    Raises:
+        InputError: it is not.
+    """
+    from vmonarch.configs import InputError
+
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(argument, f"must be above 0, got {value:g}")
+    return value
+
+
+def head_dims(values: Sequence[str]) -> tuple[int, ...]:
+    """Head dimensions from 1 to 256.
+
+    Raises:
+        InputError: anything else.
+    """
+    from vmonarch.configs import InputError
+
+    dims = [int(word) if word.isdecimal() else 0 for word in words(values)]
+    if not dims or not all(1 <= dim <= 256 for dim in dims):
+        raise InputError("head_dims", f"must be integers from 1 to 256, got {', '.join(words(values)) or 'none'}")
+    if len(set(dims)) < len(dims):
+        raise InputError("head_dims", f"must differ from each other, got {', '.join(map(str, dims))}")
+    return tuple(dims)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, write the JSON, print the table.
+
+    Raises:
+        InputError: an argument cannot be used.
+        WrongResultError: a kernel gave a wrong result or did not run.
+    """
+    from vmonarch.configs import InputError
+    from vmonarch.eval import kernel_bench as bench
+
+    quick = arguments.quick
+    methods = {method.name: method for method in bench.METHODS}
+    chosen: dict[str, Any] = {}
+    if arguments.shapes is not None:
+        shapes = tuple(bench.Shape.parse(word) for word in words(arguments.shapes))
+        if not shapes or len(set(shapes)) < len(shapes):
+            raise InputError("shapes", f"must be one or several different ones, got {' '.join(arguments.shapes)}")
+        chosen["shapes"] = shapes
+    elif quick:
+        chosen["shapes"] = tuple(bench.Shape.parse(name) for name in bench.QUICK_SHAPES)
+    if arguments.methods is not None or quick:
+        names = list(bench.QUICK_METHODS) if arguments.methods is None else words(arguments.methods)
+        chosen["methods"] = bench.choose("methods", names, methods)
+    if arguments.head_dims is not None:
+        chosen["head_dims"] = head_dims(arguments.head_dims)
+    elif quick:
+        chosen["head_dims"] = (128,)
+    if arguments.passes is not None:
+        chosen["passes"] = bench.choose("passes", words(arguments.passes), {name: name for name in bench.PASSES})
+    chosen["rounds"] = positive("rounds", (7 if quick else 15) if arguments.rounds is None else arguments.rounds)
+    standard = bench.QUICK_SECONDS if quick else bench.FULL_SECONDS
+    chosen["budget"] = positive("budget", standard if arguments.budget is None else arguments.budget)
+    config = bench.BenchConfig(
+        output=arguments.output,
+        device=arguments.device,
+        command=shlex.join(["vmonarch", *sys.argv[1:]]),
+        progress=not arguments.quiet,
+        **chosen,
+    )
+    results = bench.run_bench(config)
+    if not arguments.quiet:
+        print(bench.text_table(results))
+    print(arguments.output)
+    if wrong := bench.wrong_rows(results):
+        raise bench.WrongResultError(f"{len(wrong)} results are wrong or missing: {'; '.join(wrong)}")

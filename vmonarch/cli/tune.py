@@ -1,0 +1,77 @@
+"""`vmonarch tune`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from vmonarch.cli.bench import head_dims, positive, words
+
+_EPILOG = """\
+examples:
+  vmonarch tune                                          all kernels, d=128 and 64, within 8 minutes on an H200
+  vmonarch tune --kernels r_step r_step_last --head-dims 128 --budget 120
+  vmonarch tune --output my-chip.json                    a table of its own, to look at first
+
+Options that do not compile, spill much or change a result are rejected. Entries of other kernels in the table stay.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `vmonarch tune`."""
+    several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
+    parser.add_argument(
+        "--kernels", **several, help="such as r_step l_output (default: all; an unknown one lists them)"
+    )
+    parser.add_argument("--head-dims", **several, help="default: 128 64")
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16, float32")
+    parser.add_argument("--shapes", **several, help="latent grids to time on in place of those that stand for all")
+    parser.add_argument(
+        "--budget", type=float, default=480.0, metavar="SECONDS", help="begin no kernel after this time (default 480)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="table to write or extend (default: the chip's, in the package)"
+    )
+    parser.add_argument(
+        "--device", default="cuda", metavar="DEVICE", help="cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress; print the path only")
+    parser.epilog = _EPILOG
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Tune, write the table, print times before and after.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
+    from vmonarch.configs import InputError
+    from vmonarch.eval import kernel_tune as tune
+    from vmonarch.eval.kernel_bench import Shape, choose
+
+    chosen: dict[str, Any] = {}
+    if arguments.kernels is not None:
+        chosen["kernels"] = choose("kernels", words(arguments.kernels), {name: name for name in tune.SWEEPS})
+    if arguments.head_dims is not None:
+        chosen["head_dims"] = head_dims(arguments.head_dims)
+    if arguments.shapes is not None:
+        chosen["shapes"] = tuple(Shape.parse(word) for word in words(arguments.shapes))
+    if arguments.dtype not in tune.DTYPES:
+        raise InputError("dtype", f"must be of {', '.join(tune.DTYPES)}; got {arguments.dtype!r}")
+    if arguments.device == "cpu" and arguments.dtype == "bfloat16":
+        raise InputError("dtype", "bfloat16 does not work in the interpreter; supported there: float16, float32")
+    if arguments.device == "cpu" and arguments.output is None:
+        raise InputError("output", "is needed with --device cpu: the interpreter has nothing to tune")
+    config = tune.TuneConfig(
+        output=arguments.output,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        budget=positive("budget", arguments.budget),
+        progress=not arguments.quiet,
+        **chosen,
+    )
+    result = tune.run_tune(config)
+    if not arguments.quiet:
+        print(tune.text_table(result))
+    print(result["table"])
