@@ -34,6 +34,7 @@ class TrainingSettings:
     vae_batch: int = 8
     vae_learning_rate: float = 2e-3
     vae_object_weight: float = 0.0
+    vae_first_frame_weight: float = 0.0
     clips: int = 64_000
     captions_per_clip: int = 4
     steps: int = 12_000
@@ -123,6 +124,7 @@ def run(
             batch=settings.vae_batch,
             learning_rate=settings.vae_learning_rate,
             object_weight=settings.vae_object_weight,
+            first_frame_weight=settings.vae_first_frame_weight,
             seed=settings.seed,
             device=device,
             compile=compile,
@@ -198,8 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     values = {name: getattr(options, name) for name in vars(defaults)}
     for name, value in values.items():
-        if name not in ("seed", "vae_object_weight") and value <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
+        may_be_zero = name in ("seed", "vae_object_weight", "vae_first_frame_weight")
+        if value < 0 or (value == 0 and not may_be_zero):
+            least = "at least 0" if may_be_zero else "positive"
+            parser.error(f"--{name.replace('_', '-')} must be {least}, got {value}")
     if options.continue_from is not None and not (options.continue_from / "model_index.json").is_file():
         parser.error(f"--continue-from must be the folder of a pipeline, got {options.continue_from}")
     if options.quick:

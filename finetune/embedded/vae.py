@@ -125,6 +125,20 @@ class _Autoencoder(nn.Module):
         return decode_parallel(self.vae, mean + noise * (0.5 * log_variance).exp()).float(), mean, log_variance
 
 
+def weighted_errors(
+    output: torch.Tensor, video: torch.Tensor, object_weight: float, first_frame_weight: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean absolute and mean squared error of clips [B, 3, F, Y, X], where a pixel's error counts
+    1 + `object_weight` (if it is of an object) + `first_frame_weight` (if it is in the first frame) times.
+    """
+    # Saturated pixels belong to objects: a small share of a clip that plain means hardly see.
+    saturated = (video.amax(1, keepdim=True) - video.amin(1, keepdim=True) > 0.7).float()
+    weight = 1 + object_weight * saturated
+    weight[:, :, 0] += first_frame_weight
+    error = output - video
+    return (weight * error.abs()).mean(), (weight * error.square()).mean()
+
+
 def train_vae(
     *,
     steps: int,
@@ -134,6 +148,7 @@ def train_vae(
     learning_rate: float = 1.5e-3,
     kl_weight: float = 2e-5,
     object_weight: float = 0.0,
+    first_frame_weight: float = 0.0,
     compile: bool = False,
     config: dict[str, Any] | None = None,
     statistics_clips: int = 256,
@@ -141,7 +156,8 @@ def train_vae(
     """Train from scratch on whole rendered clips; sets `latents_mean` and `latents_std` in the config from data.
 
     The learning rate rises over 2 % of the steps and falls to zero along a cosine. Errors on the objects' pixels count
-    1 + `object_weight` times.
+    1 + `object_weight` times, and those in the first frame, which has a latent frame to itself, `first_frame_weight`
+    times more.
 
     Returns:
         the VAE in float32 on `device` (exponential moving average of the weights), and the logged losses.
@@ -175,11 +191,7 @@ def train_vae(
                 group["lr"] = rate
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
             output, mean, log_variance = step_function(video, noise)
-        error = output - video
-        # Saturated pixels belong to objects: a small share of a clip that plain means hardly see.
-        saturated = (video.amax(1, keepdim=True) - video.amin(1, keepdim=True) > 0.7).float()
-        weight = 1 + object_weight * saturated
-        l1, mse = (weight * error.abs()).mean(), (weight * error.square()).mean()
+        l1, mse = weighted_errors(output, video, object_weight, first_frame_weight)
         kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
         loss = l1 + 2 * mse + kl_weight * kl
         loss.backward()
@@ -190,7 +202,7 @@ def train_vae(
             optimizer.zero_grad(set_to_none=True)
         update_average(average, vae, min(0.995, (1 + step) / (10 + step)))
         if (step % 50 == 0 or step == steps - 1) and parallel.rank() == 0:
-            psnr = -10 * math.log10(max(error.detach().square().mean().item() / 4, 1e-12))
+            psnr = -10 * math.log10(max((output.detach() - video).square().mean().item() / 4, 1e-12))
             seconds = time.monotonic() - started
             log.append({"step": step, "l1": l1.item(), "psnr": psnr, "kl": kl.item(), "seconds": seconds})
             print(f"vae {step:5d}  l1 {l1.item():.4f}  psnr {psnr:.2f}  kl {kl.item():.3f}  {seconds:.0f}s", flush=True)

@@ -184,11 +184,25 @@ def test_shipped_vae_reconstructs_and_its_statistics_fit(shipped_vae):
     assert latents.mean().abs() < 0.2 and 0.7 < latents.std() < 1.3
 
 
+def test_errors_on_objects_and_in_the_first_frame_count_more():
+    video = torch.zeros(1, 3, 4, 2, 5)
+    video[:, 0, :, 0, 0] = 1.0  # one saturated pixel of ten in each of four frames
+    plain = vae.weighted_errors(video + 0.5, video, 0.0, 0.0)
+    assert [error.item() for error in plain] == pytest.approx([0.5, 0.25])
+    objects = vae.weighted_errors(video + 0.5, video, 4.0, 0.0)
+    assert [error.item() for error in objects] == pytest.approx([0.5 * 1.4, 0.25 * 1.4])
+    first = vae.weighted_errors(video + 0.5, video, 0.0, 8.0)
+    assert [error.item() for error in first] == pytest.approx([0.5 * 3, 0.25 * 3])
+    both = vae.weighted_errors(video + 0.5, video, 4.0, 8.0)
+    assert both[0].item() == pytest.approx(0.5 * 3.4)
+
+
 def test_vae_training_sets_the_statistics_of_its_latents():
     config = {**vae.VAE_CONFIG, "base_dim": 8, "decoder_base_dim": 8}
     model, log = vae.train_vae(
-        steps=2, batch=1, seed=0, device="cpu", config=config, statistics_clips=1, object_weight=3.0
-    )
+        steps=2, batch=1, seed=0, device="cpu", config=config, statistics_clips=1,
+        object_weight=3.0, first_frame_weight=2.0,
+    )  # fmt: skip
     assert [entry["step"] for entry in log] == [0, 1]
     assert model.config.latents_std != config["latents_std"] and min(model.config.latents_std) > 0
     assert not any(parameter.requires_grad for parameter in model.parameters())
