@@ -45,13 +45,16 @@ def summarise(report: str) -> dict[str, Any]:
     return {"counts": counts, **named, "seconds": round(seconds, 1)}
 
 
-def run(tests: Sequence[str], log: Path) -> dict[str, Any]:
-    """Run pytest on the tests marked `gpu`, write its output to `log`, and return the record of the run."""
+def run(tests: Sequence[str], log: Path, processes: int = 1) -> dict[str, Any]:
+    """Run pytest on the tests marked `gpu`, write its output to `log`, and return the record of the run.
+
+    Most of the time goes into compiling kernels; several `processes` (pytest-xdist) do it side by side.
+    """
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "report.xml"
-        command = ["pytest", "-m", "gpu", *tests]
+        command = ["pytest", "-m", "gpu", *tests, *(["-n", str(processes)] if processes > 1 else [])]
         with AtomicFiles(overwrite=True) as files:
             with files.stage(log).open("w") as output:
                 subprocess.run(
@@ -79,8 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.gpu_tests", description=__doc__.splitlines()[0])
     parser.add_argument("tests", nargs="*", default=["tests"], help="test files or folders (default: tests)")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write; the log goes beside it")
+    parser.add_argument("--processes", type=int, default=1, help="run the tests in this many processes")
     options = parser.parse_args(arguments)
-    record = run(options.tests, options.output.with_suffix(".log"))
+    record = run(options.tests, options.output.with_suffix(".log"), options.processes)
     with AtomicFiles(overwrite=True) as files:
         files.stage(options.output).write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps({"hardware": record["hardware"], **record["counts"], "seconds": record["seconds"]}))

@@ -232,6 +232,8 @@ def _r_step_kernel(
     if STORE_LSE:
         tl.store(lse_ptr + row, lse, mask=inside)
     if LAST:
+        # y may take the memory of z: all warps must have read their rows of z before any writes y.
+        tl.debug_barrier()
         offs_e = tl.arange(0, BLOCK_E)
         y = (acc_v * inverse[:, None]).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + row[:, None] * E + offs_e[None, :], y, mask=inside[:, None] & (offs_e[None, :] < E))
@@ -379,6 +381,8 @@ def _r_backward_z_kernel(
         dcR = tl.where(cR >= min_mass, -tl.sum(dz * z.to(tl.float32), 1) / mass, 0.0)
         mask = inside[:, None] & (offs_d[None, :] < D)
         daR = (dz / mass[:, None]).to(daR_ptr.dtype.element_ty)
+        # daR may take the memory of dy: all warps must have read their rows of dy before any writes daR.
+        tl.debug_barrier()
         tl.store(daR_ptr + row[:, None] * D + offs_d[None, :], daR, mask=mask)
         tl.store(dcR_ptr + row, dcR, mask=inside)
 

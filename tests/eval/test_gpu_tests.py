@@ -37,10 +37,10 @@ def test_a_report_without_tests_shows_nothing():
 def test_a_run_is_recorded(tmp_path, body, code, counts):
     test = tmp_path / "test_some.py"
     test.write_text(f"import pytest\npytestmark = pytest.mark.gpu\n{body}\n")
-    assert main([str(test), "--output", str(tmp_path / "gpu.json")]) == code
+    assert main([str(test), "--output", str(tmp_path / "gpu.json"), "--processes", "2"]) == code
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert record["counts"] == counts
-    assert record["command"].startswith("python -m pytest -m gpu") and record["environment"]["packages"]["torch"]
+    assert record["command"] == f"python -m pytest -m gpu {test} -n 2" and record["environment"]["packages"]["torch"]
     assert record["hardware"] and (torch.cuda.is_available() or "NVIDIA" not in record["hardware"])
     assert "test_some" in (tmp_path / "gpu.log").read_text()
 
