@@ -131,7 +131,7 @@ _BACKWARD_GRIDS = (
     {"BLOCK_M": (32, 64), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
     {"BLOCK_M": (128,), "BLOCK_N": (32, 64), "num_warps": (8,), "num_stages": (1, 2, 3)},
 )
-_L_GRID = {"POSITIONS": (1, 2, 4), "num_stages": (1, 2), "ROWS_PER_WARP": (16, 32)}
+_L_GRID = {"POSITIONS": (1, 2, 4), "num_stages": (1, 2), "ROWS_PER_WARP": (4, 8, 16)}
 
 # In order of priority: where the budget ends, the rest is left out. The winner of one is in force for those after it.
 SWEEPS: dict[str, Sweep] = {
