@@ -502,8 +502,8 @@ def test_gpu_options_in_bfloat16(shared_gpu, dim, name):
     truth = with_gradients(run("torch"), tensors, torch.float64)
     ours = with_gradients(run("triton"), tensors, torch.bfloat16)
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, truth, strict=True):
-        error = (a.double() - b).norm() / b.norm()
-        assert error < 0.02, (name, error)
+        error, size = (a.double() - b).norm(), b.norm()
+        assert error <= 0.02 * size, (name, error, size)
 
 
 @pytest.mark.gpu
