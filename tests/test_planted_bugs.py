@@ -13,6 +13,7 @@ REFERENCE = "kernels/monarch/reference.py"
 SOFTMAX = "kernels/flash_entropy/reference.py"
 BLOCKS = "kernels/monarch/blocks.py"
 ONLINE = "kernels/common/softmax.py"
+TILES = "kernels/common/tiles.py"
 PLACES = "kernels/monarch/places.py"
 R_STEP = "kernels/monarch/r_step.py"
 L_STEP = "kernels/monarch/l_step.py"
@@ -62,7 +63,7 @@ BUGS = {
     "kernel-key-is-no-value": (R_STEP, "dk = dk_as_key * scale + dk_as_value", "dk = dk_as_key * scale"),
     "kernel-gradient-without-scale": (R_STEP, "dz *= scale", "dz *= 1.0"),
     "kernel-delta-dropped": (R_STEP, "ds = dp - delta", "ds = dp"),
-    "kernel-dq-overwritten": (R_STEP, "other=0.0).to(tl.float32) + dz", "other=0.0).to(tl.float32) * 0 + dz"),
+    "kernel-gradient-overwritten": (TILES, "valid, there + x, WIDTH", "valid, there * 0 + x, WIDTH"),
     "kernel-lse-gradient-sign": (L_STEP, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr"),
     "kernel-mass-gradient-dropped": (L_STEP, "PRECISION) + dcR[:, None]", "PRECISION)"),
     "kernel-tiles-of-equal-size": (
@@ -85,7 +86,7 @@ KEYWORDS = {
 TESTS = {
     SOFTMAX: ["tests/kernels/test_flash_entropy.py", "tests/kernels/test_monarch.py"],
     "monoid.py": ["tests/vmonarch/test_monoid.py"],
-    **{file: ["tests/kernels/test_monarch_triton.py"] for file in (ONLINE, PLACES, R_STEP, L_STEP, FUSED)},
+    **{file: ["tests/kernels/test_monarch_triton.py"] for file in (ONLINE, TILES, PLACES, R_STEP, L_STEP, FUSED)},
 }
 DEFAULT_TESTS = ["tests/kernels/test_monarch.py"]
 

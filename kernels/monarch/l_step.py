@@ -18,6 +18,7 @@ import triton.language as tl
 
 from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
+from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at
 
 
@@ -27,21 +28,6 @@ def _program(position_groups, tiles, POSITIONS: tl.constexpr, BLOCK: tl.constexp
     pid = tl.program_id(0)
     blocks = pid // position_groups % tiles * BLOCK + tl.arange(0, BLOCK)
     return pid % position_groups * POSITIONS, blocks, pid // position_groups // tiles
-
-
-@triton.jit
-def _load_tokens(ptr, stride_s, token, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """[rows, WIDTH] of a [S, WIDTH] view, zeros where not `valid`."""
-    columns = tl.arange(0, BLOCK_WIDTH)
-    pointers = ptr + token.to(tl.int64)[:, None] * stride_s + columns[None, :]
-    return tl.load(pointers, mask=valid[:, None] & (columns[None, :] < WIDTH), other=0.0)
-
-
-@triton.jit
-def _store_tokens(ptr, stride_s, token, valid, x, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    columns = tl.arange(0, BLOCK_WIDTH)
-    pointers = ptr + token.to(tl.int64)[:, None] * stride_s + columns[None, :]
-    tl.store(pointers, x.to(ptr.dtype.element_ty), mask=valid[:, None] & (columns[None, :] < WIDTH))
 
 
 @triton.jit
@@ -90,7 +76,7 @@ def _l_rows_kernel(
         j = first_position + p
         token, valid = token_at(places, l, j, TILED)
         valid = valid & (l < places.blocks) & (j < places.positions)
-        q = _load_tokens(q_ptr, stride_qs, token, valid, D, BLOCK_D)  # [M, D]
+        q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -98,14 +84,14 @@ def _l_rows_kernel(
             k = first + tl.arange(0, BLOCK_N)
             row, inside = _block_rows(places, bh, k, j)
             inside = inside & (j < places.positions)
-            aL = _load_tokens(aL_ptr, D, row, inside, D, BLOCK_D)  # [N, D]
+            aL = load_rows(aL_ptr, D, row, inside, D, BLOCK_D, True)  # [N, D]
             cL = tl.load(cL_ptr + row, mask=inside, other=float("inf"))
             Z = tl.dot(q, tl.trans(aL), input_precision=PRECISION) * log2_scale - (cL * 1.4426950408889634)[None, :]
             if HAS_EXACT:
                 Z = tl.where(_is_exact(exact_ptr, places, l, valid, k, j), -float("inf"), Z)
             L, alpha, row_max, row_sum, _ = online_softmax(Z, row_max, row_sum, row_sum, 1.0, False, True)
             if LAST:
-                y = _load_tokens(y_ptr, E, row, inside, E, BLOCK_E)  # [N, E]
+                y = load_rows(y_ptr, E, row, inside, E, BLOCK_E, True)  # [N, E]
                 acc = tl.dot(L.to(y.dtype), y, acc * alpha[:, None], input_precision=PRECISION)
         if HAS_EXACT:
             # The exact part is one more column, with its log-weight as logit (algorithm notes §6).
@@ -118,12 +104,12 @@ def _l_rows_kernel(
             row_max = new_max
             if LAST:
                 # Rows without exact keys may hold anything, so they are not read.
-                out_exact = _load_tokens(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E)
+                out_exact = load_rows(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E, True)
                 acc = acc * alpha[:, None] + out_exact.to(tl.float32) * weight[:, None]
         tl.store(lse_ptr + token, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=valid)
         if LAST:
             out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-            _store_tokens(out_ptr, stride_os, token, valid, out, E, BLOCK_E)
+            store_rows(out_ptr, stride_os, token, valid, out, E, BLOCK_E)
 
 
 @triton.jit(do_not_specialize=["heads", "column_tiles", "position_groups"])
@@ -150,7 +136,7 @@ def _l_centroids_kernel(
         j = first_position + p
         row, inside = _block_rows(places, bh, k, j)
         inside = inside & (j < places.positions)
-        aL = _load_tokens(aL_ptr, D, row, inside, D, BLOCK_D)  # [N, D]
+        aL = load_rows(aL_ptr, D, row, inside, D, BLOCK_D, True)  # [N, D]
         cL = tl.load(cL_ptr + row, mask=inside, other=float("inf")) * 1.4426950408889634
         aR = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         cR = tl.zeros([BLOCK_N], tl.float32)
@@ -158,7 +144,7 @@ def _l_centroids_kernel(
             l = first + tl.arange(0, BLOCK_M)
             token, valid = token_at(places, l, j, TILED)
             valid = valid & (l < places.blocks) & (j < places.positions)
-            q = _load_tokens(q_ptr, stride_qs, token, valid, D, BLOCK_D)  # [M, D]
+            q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
             Z = tl.dot(aL, tl.trans(q), input_precision=PRECISION) * log2_scale - cL[:, None]  # [N, M]
             if HAS_EXACT:
                 pointers = exact_ptr + (_frame_of(places, l, j) * places.blocks)[None, :] + k[:, None]
@@ -186,7 +172,7 @@ def _l_centroids_kernel(
             cR += tl.sum(L, 1)
             aR = tl.dot(L.to(q.dtype), q, aR, input_precision=PRECISION)
         z = aR / tl.maximum(cR, min_mass)[:, None]
-        _store_tokens(z_ptr, D, row, inside, z, D, BLOCK_D)
+        store_rows(z_ptr, D, row, inside, z, D, BLOCK_D)
         if STORE_STATISTICS:
             tl.store(cR_ptr + row, cR, mask=inside)
 
@@ -230,14 +216,14 @@ def _l_backward_rows_kernel(
         j = first_position + p
         token, valid = token_at(places, l, j, TILED)
         valid = valid & (l < places.blocks) & (j < places.positions)
-        q = _load_tokens(q_ptr, stride_qs, token, valid, D, BLOCK_D)  # [M, D]
+        q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
         lse = tl.load(lse_ptr + token, mask=valid, other=float("inf")) * 1.4426950408889634
         lse = tl.where(lse == -float("inf"), float("inf"), lse)
         do = q
         delta = tl.zeros([BLOCK_M], tl.float32)
         if LAST:
-            do = _load_tokens(do_ptr, stride_gs, token, valid, E, BLOCK_E)
-            out = _load_tokens(out_ptr, stride_os, token, valid, E, BLOCK_E)
+            do = load_rows(do_ptr, stride_gs, token, valid, E, BLOCK_E, True)
+            out = load_rows(out_ptr, stride_os, token, valid, E, BLOCK_E, True)
             delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
         if HAS_DLSE:
             delta -= tl.load(dlse_ptr + token, mask=valid, other=0.0)
@@ -247,17 +233,17 @@ def _l_backward_rows_kernel(
                 k = first + tl.arange(0, BLOCK_N)
                 row, inside = _block_rows(places, bh, k, j)
                 inside = inside & (j < places.positions)
-                aL = _load_tokens(aL_ptr, D, row, inside, D, BLOCK_D)  # [N, D]
+                aL = load_rows(aL_ptr, D, row, inside, D, BLOCK_D, True)  # [N, D]
                 cL = tl.load(cL_ptr + row, mask=inside, other=float("inf")) * 1.4426950408889634
                 Z = tl.dot(q, tl.trans(aL), input_precision=PRECISION) * log2_scale - cL[None, :]
                 if HAS_EXACT:
                     Z = tl.where(_is_exact(exact_ptr, places, l, valid, k, j), -float("inf"), Z)
                 L = tl.exp2(Z - lse[:, None])
                 if LAST:
-                    y = _load_tokens(y_ptr, E, row, inside, E, BLOCK_E)
+                    y = load_rows(y_ptr, E, row, inside, E, BLOCK_E, True)
                     dL = tl.dot(do, tl.trans(y), input_precision=PRECISION)
                 else:
-                    daR = _load_tokens(daR_ptr, D, row, inside, D, BLOCK_D)
+                    daR = load_rows(daR_ptr, D, row, inside, D, BLOCK_D, True)
                     dcR = tl.load(dcR_ptr + row, mask=inside, other=0.0)
                     dL = tl.dot(q, tl.trans(daR), input_precision=PRECISION) + dcR[None, :]
                 if sweep == 0:
@@ -273,17 +259,18 @@ def _l_backward_rows_kernel(
             weight = tl.exp2(logit - lse)
             d_logit = -weight * delta
             if LAST:
-                out_exact = _load_tokens(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E)
+                out_exact = load_rows(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E, True)
                 d_logit += weight * tl.sum(do.to(tl.float32) * out_exact.to(tl.float32), 1)
                 if do_exact_ptr is not None:
                     do_exact = do.to(tl.float32) * weight[:, None]
-                    _store_tokens(do_exact_ptr, stride_es, token, valid, do_exact, E, BLOCK_E)
+                    store_rows(do_exact_ptr, stride_es, token, valid, do_exact, E, BLOCK_E)
             else:
                 d_logit += tl.load(dlse_exact_ptr + token, mask=valid, other=0.0)
             tl.store(dlse_exact_ptr + token, d_logit, mask=valid)
-        if not LAST:
-            dq += _load_tokens(dq_ptr, stride_dqs, token, valid, D, BLOCK_D).to(tl.float32)
-        _store_tokens(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
+        if LAST:
+            store_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
+        else:
+            add_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["heads", "column_tiles", "position_groups"])
@@ -310,12 +297,12 @@ def _l_backward_columns_kernel(
         j = first_position + p
         row, inside = _block_rows(places, bh, k, j)
         inside = inside & (j < places.positions)
-        aL = _load_tokens(aL_ptr, D, row, inside, D, BLOCK_D)  # [N, D]
+        aL = load_rows(aL_ptr, D, row, inside, D, BLOCK_D, True)  # [N, D]
         cL = tl.load(cL_ptr + row, mask=inside, other=float("inf")) * 1.4426950408889634
         if LAST:
-            y = _load_tokens(y_ptr, E, row, inside, E, BLOCK_E)
+            y = load_rows(y_ptr, E, row, inside, E, BLOCK_E, True)
         else:
-            daR = _load_tokens(daR_ptr, D, row, inside, D, BLOCK_D)
+            daR = load_rows(daR_ptr, D, row, inside, D, BLOCK_D, True)
             dcR = tl.load(dcR_ptr + row, mask=inside, other=0.0)
         daL = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dy = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
@@ -324,7 +311,7 @@ def _l_backward_columns_kernel(
             l = first + tl.arange(0, BLOCK_M)
             token, valid = token_at(places, l, j, TILED)
             valid = valid & (l < places.blocks) & (j < places.positions)
-            q = _load_tokens(q_ptr, stride_qs, token, valid, D, BLOCK_D)  # [M, D]
+            q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
             # A place without a query gets lse = inf, hence L = 0.
             lse = tl.load(lse_ptr + token, mask=valid, other=float("inf")) * 1.4426950408889634
             lse = tl.where(lse == -float("inf"), float("inf"), lse)
@@ -336,7 +323,7 @@ def _l_backward_columns_kernel(
                 Z = tl.where(exact, -float("inf"), Z)
             L = tl.exp2(Z - lse[None, :])
             if LAST:
-                do = _load_tokens(do_ptr, stride_gs, token, valid, E, BLOCK_E)
+                do = load_rows(do_ptr, stride_gs, token, valid, E, BLOCK_E, True)
                 dL = tl.dot(y, tl.trans(do), input_precision=PRECISION)
                 dy = tl.dot(L.to(do.dtype), do, dy, input_precision=PRECISION)
             else:
@@ -346,11 +333,11 @@ def _l_backward_columns_kernel(
             daL = tl.dot((dZ * scale).to(q.dtype), q, daL, input_precision=PRECISION)
         daL = daL.to(daL_ptr.dtype.element_ty)
         delta_r = tl.sum(daL.to(tl.float32) * aL.to(tl.float32), 1)
-        _store_tokens(daL_ptr, D, row, inside, daL, D, BLOCK_D)
+        store_rows(daL_ptr, D, row, inside, daL, D, BLOCK_D)
         if LAST:
             dy = dy.to(dy_ptr.dtype.element_ty)
             delta_r += tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
-            _store_tokens(dy_ptr, E, row, inside, dy, E, BLOCK_E)
+            store_rows(dy_ptr, E, row, inside, dy, E, BLOCK_E)
         tl.store(dcL_ptr + row, dcL, mask=inside)
         tl.store(delta_r_ptr + row, delta_r, mask=inside)
 

@@ -21,19 +21,8 @@ from vmonarch.kernels.common.launch import (
     tma_fits,
 )
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
+from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell
-
-
-@triton.jit
-def _load_rows(ptr, rows, stride, columns, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Load [rows, columns], zeros where not `valid` and beyond WIDTH."""
-    pointers = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    if MASKED:
-        return tl.load(pointers, mask=valid[:, None] & (columns[None, :] < WIDTH), other=0.0)
-    elif WIDTH == BLOCK_WIDTH:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=columns[None, :] < WIDTH, other=0.0)
 
 
 @triton.jit
@@ -90,8 +79,6 @@ def _r_step_keys(
     WARP_SPECIALIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [start, stop) of a block into the running sums, BLOCK_N at a time."""
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_e = tl.arange(0, BLOCK_E)
     first_row = 0 if POOLED else block * places.positions - places.offset
     for first in tl.range(start, stop, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         i = first + tl.arange(0, BLOCK_N)
@@ -99,7 +86,7 @@ def _r_step_keys(
         if TMA:
             k = k_desc.load([first_row + first, 0])  # [N, D]
         else:
-            k = _load_rows(k_ptr, rows, stride_ks, offs_d, valid, D, BLOCK_D, MASKED)
+            k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)
         scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)  # [M, N]
         scores = _masked_scores(
             scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, MASKED
@@ -113,7 +100,7 @@ def _r_step_keys(
             if TMA:
                 v = v_desc.load([first_row + first, 0])
             else:
-                v = _load_rows(v_ptr, rows, stride_vs, offs_e, valid, E, BLOCK_E, MASKED)
+                v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
             acc_v = tl.dot(p, v, acc_v * alpha[:, None], input_precision=PRECISION)
     return acc_k, acc_v, row_max, row_sum
 
@@ -124,15 +111,14 @@ def _load_z(
     D: tl.constexpr, BLOCK_D: tl.constexpr, Z_IS_QUERY: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """Centroid queries [M, D] of positions j: the query itself in the first iteration, a block tensor later."""
-    offs_d = tl.arange(0, BLOCK_D)
     block, head, batch = _parts_of(group, places, heads)
     if Z_IS_QUERY:
         token, valid = token_at(places, block, j, TILED)
         base = z_ptr + batch.to(tl.int64) * stride_zb + head.to(tl.int64) * stride_zh
-        return _load_rows(base, token, stride_zs, offs_d, valid, D, BLOCK_D, True)
+        return load_rows(base, stride_zs, token, valid, D, BLOCK_D, True)
     else:
         base = z_ptr + group.to(tl.int64) * places.positions * D
-        return _load_rows(base, j, D, offs_d, j < places.positions, D, BLOCK_D, True)
+        return load_rows(base, D, j, j < places.positions, D, BLOCK_D, True)
 
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
@@ -224,19 +210,16 @@ def _r_step_kernel(
     # The entropy is free when the value is the key (algorithm notes §3). Taken with the rounded aL that the L-step
     # reads, it cancels the rounding for queries near z.
     cL = scale * tl.sum(z.to(tl.float32) * aL.to(tl.float32), 1) - lse
-    offs_d = tl.arange(0, BLOCK_D)
     row = group.to(tl.int64) * places.positions + j
     inside = j < places.positions
-    tl.store(aL_ptr + row[:, None] * D + offs_d[None, :], aL, mask=inside[:, None] & (offs_d[None, :] < D))
+    store_rows(aL_ptr, D, row, inside, aL, D, BLOCK_D)
     tl.store(cL_ptr + row, cL, mask=inside)
     if STORE_LSE:
         tl.store(lse_ptr + row, lse, mask=inside)
     if LAST:
         # y may take the memory of z: all warps must have read their rows of z before any writes y.
         tl.debug_barrier()
-        offs_e = tl.arange(0, BLOCK_E)
-        y = (acc_v * inverse[:, None]).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + row[:, None] * E + offs_e[None, :], y, mask=inside[:, None] & (offs_e[None, :] < E))
+        store_rows(y_ptr, E, row, inside, acc_v * inverse[:, None], E, BLOCK_E)
 
 
 @triton.jit(do_not_specialize=["heads", "cell_tiles"])
@@ -251,19 +234,17 @@ def _pool_kernel(
     cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     block, head, batch = _parts_of(group, places, heads)
     k_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
-    offs_d = tl.arange(0, BLOCK_D)
     inside = cell < places.cells
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.static_range(COARSE * COARSE):
         token, valid = token_in_cell(places, block, cell, step // COARSE, step % COARSE, COARSE)
         valid = valid & inside
-        total += _load_rows(k_ptr, token, stride_ks, offs_d, valid, D, BLOCK_D, True).to(tl.float32)
+        total += load_rows(k_ptr, stride_ks, token, valid, D, BLOCK_D, True).to(tl.float32)
         count += valid.to(tl.float32)
     mean = total / tl.maximum(count, 1.0)[:, None]
     row = group.to(tl.int64) * places.cells + cell
-    pointers = pooled_ptr + row[:, None] * D + offs_d[None, :]
-    tl.store(pointers, mean.to(pooled_ptr.dtype.element_ty), mask=inside[:, None] & (offs_d[None, :] < D))
+    store_rows(pooled_ptr, D, row, inside, mean, D, BLOCK_D)
     if group < places.blocks:
         bias = tl.where(count > 0, tl.log2(tl.maximum(count, 1.0)), -float("inf"))
         tl.store(bias_ptr + group * places.cells + cell, bias, mask=inside)
@@ -281,18 +262,14 @@ def _unpool_kernel(
     cell = pid % cell_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     block, head, batch = _parts_of(group, places, heads)
     dk_ptr += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
-    offs_d = tl.arange(0, BLOCK_D)
     inside = cell < places.cells
     row = group.to(tl.int64) * places.cells + cell
-    d_pooled = _load_rows(d_pooled_ptr, row, D, offs_d, inside, D, BLOCK_D, True).to(tl.float32)
+    d_pooled = load_rows(d_pooled_ptr, D, row, inside, D, BLOCK_D, True).to(tl.float32)
     bias = tl.load(bias_ptr + block * places.cells + cell, mask=inside, other=0.0)
     share = d_pooled * tl.exp2(-tl.where(bias == -float("inf"), 0.0, bias))[:, None]
     for step in tl.static_range(COARSE * COARSE):
         token, valid = token_in_cell(places, block, cell, step // COARSE, step % COARSE, COARSE)
-        mask = (valid & inside)[:, None] & (offs_d[None, :] < D)
-        pointers = dk_ptr + token.to(tl.int64)[:, None] * stride_ks + offs_d[None, :]
-        total = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + share
-        tl.store(pointers, total.to(dk_ptr.dtype.element_ty), mask=mask)
+        add_rows(dk_ptr, stride_ks, token, valid & inside, share, D, BLOCK_D)
 
 
 @triton.jit
@@ -323,12 +300,10 @@ def _r_backward_z_kernel(
     group = pid // row_tiles
     j = pid % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     block, head, batch = _parts_of(group, places, heads)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_e = tl.arange(0, BLOCK_E)
     inside = j < places.positions
     row = group.to(tl.int64) * places.positions + j
     z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
-    daL = _load_rows(daL_ptr, row, D, offs_d, inside, D, BLOCK_D, True)
+    daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, True)
     delta = tl.load(delta_ptr + row, mask=inside, other=0.0)[:, None]
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0)[:, None]
     cL = delta
@@ -338,7 +313,7 @@ def _r_backward_z_kernel(
         dcL = tl.load(dcL_ptr + row, mask=inside, other=0.0)[:, None]
     dy = daL
     if LAST:
-        dy = _load_rows(dy_ptr, row, E, offs_e, inside, E, BLOCK_E, True)
+        dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, True)
         v_ptr += batch.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh
     if POOLED:
         k_ptr += group.to(tl.int64) * places.cells * D
@@ -353,7 +328,7 @@ def _r_backward_z_kernel(
     for first in tl.range(start, stop, BLOCK_N):
         i = first + tl.arange(0, BLOCK_N)
         rows, valid = _key_rows(places, block, i, stop, POOLED, TILED)
-        k = _load_rows(k_ptr, rows, stride_ks, offs_d, valid, D, BLOCK_D, True)
+        k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, True)
         scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)
         masked = _masked_scores(
             scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, True
@@ -361,7 +336,7 @@ def _r_backward_z_kernel(
         p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
         dp = tl.dot(daL, tl.trans(k), input_precision=PRECISION)
         if LAST:
-            v = _load_rows(v_ptr, rows, stride_vs, offs_e, valid, E, BLOCK_E, True)
+            v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, True)
             dp = tl.dot(dy, tl.trans(v), dp, input_precision=PRECISION)
         ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD)
         dz = tl.dot(ds.to(k.dtype), k, dz, input_precision=PRECISION)
@@ -369,21 +344,16 @@ def _r_backward_z_kernel(
 
     if Z_IS_QUERY:
         token, valid = token_at(places, block, j, TILED)
-        mask = valid[:, None] & (offs_d[None, :] < D)
         dq_ptr += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
-        pointers = dq_ptr + token.to(tl.int64)[:, None] * stride_dqs + offs_d[None, :]
-        total = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + dz
-        tl.store(pointers, total.to(dq_ptr.dtype.element_ty), mask=mask)
+        add_rows(dq_ptr, stride_dqs, token, valid, dz, D, BLOCK_D)
     else:
         # z = αR / max(cR, min_mass)
         cR = tl.load(cR_ptr + row, mask=inside, other=1.0)
         mass = tl.maximum(cR, min_mass)
         dcR = tl.where(cR >= min_mass, -tl.sum(dz * z.to(tl.float32), 1) / mass, 0.0)
-        mask = inside[:, None] & (offs_d[None, :] < D)
-        daR = (dz / mass[:, None]).to(daR_ptr.dtype.element_ty)
         # daR may take the memory of dy: all warps must have read their rows of dy before any writes daR.
         tl.debug_barrier()
-        tl.store(daR_ptr + row[:, None] * D + offs_d[None, :], daR, mask=mask)
+        store_rows(daR_ptr, D, row, inside, dz / mass[:, None], D, BLOCK_D)
         tl.store(dcR_ptr + row, dcR, mask=inside)
 
 
@@ -405,8 +375,6 @@ def _r_backward_keys_kernel(
     pid = tl.program_id(0)
     group = pid // key_tiles
     block, head, batch = _parts_of(group, places, heads)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_e = tl.arange(0, BLOCK_E)
     if POOLED:
         k_ptr += group.to(tl.int64) * places.cells * D
         dk_ptr += group.to(tl.int64) * places.cells * D
@@ -417,11 +385,11 @@ def _r_backward_keys_kernel(
     start, stop = _key_range(places, block, POOLED, TILED)
     i = start + pid % key_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, valid = _key_rows(places, block, i, stop, POOLED, TILED)
-    k = _load_rows(k_ptr, rows, stride_ks, offs_d, valid, D, BLOCK_D, True)
+    k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, True)
     v = k
     if LAST:
         v_ptr += batch.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh
-        v = _load_rows(v_ptr, rows, stride_vs, offs_e, valid, E, BLOCK_E, True)
+        v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, True)
     attended = valid
     if HAS_MASK:
         mask_ptr += batch.to(tl.int64) * stride_mb
@@ -438,7 +406,7 @@ def _r_backward_keys_kernel(
         inside = j < places.positions
         row = group.to(tl.int64) * places.positions + j
         z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
-        daL = _load_rows(daL_ptr, row, D, offs_d, inside, D, BLOCK_D, True)
+        daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, True)
         # A position beyond the block gets lse = inf, hence p = 0.
         lse = tl.load(lse_ptr + row, mask=inside, other=float("inf"))[None, :]
         delta = tl.load(delta_ptr + row, mask=inside, other=0.0)[None, :]
@@ -457,24 +425,20 @@ def _r_backward_keys_kernel(
         p_rounded = p.to(k.dtype)
         dk_as_value = tl.dot(p_rounded, daL, dk_as_value, input_precision=PRECISION)
         if LAST:
-            dy = _load_rows(dy_ptr, row, E, offs_e, inside, E, BLOCK_E, True)
+            dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, True)
             dp = tl.dot(v, tl.trans(dy), dp, input_precision=PRECISION)
             dv = tl.dot(p_rounded, dy, dv, input_precision=PRECISION)
         ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD)
         dk_as_key = tl.dot(ds.to(k.dtype), z, dk_as_key, input_precision=PRECISION)
 
     dk = dk_as_key * scale + dk_as_value
-    mask = valid[:, None] & (offs_d[None, :] < D)
-    pointers = dk_ptr + rows.to(tl.int64)[:, None] * stride_dks + offs_d[None, :]
-    if not POOLED:
-        dk += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    tl.store(pointers, dk.to(dk_ptr.dtype.element_ty), mask=mask)
+    if POOLED:
+        store_rows(dk_ptr, stride_dks, rows, valid, dk, D, BLOCK_D)
+    else:
+        add_rows(dk_ptr, stride_dks, rows, valid, dk, D, BLOCK_D)
     if LAST:
         dv_ptr += batch.to(tl.int64) * stride_dvb + head.to(tl.int64) * stride_dvh
-        mask = valid[:, None] & (offs_e[None, :] < E)
-        pointers = dv_ptr + rows.to(tl.int64)[:, None] * stride_dvs + offs_e[None, :]
-        dv += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-        tl.store(pointers, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+        add_rows(dv_ptr, stride_dvs, rows, valid, dv, E, BLOCK_E)
 
 
 @dataclass(frozen=True)
