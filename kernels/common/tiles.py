@@ -29,6 +29,6 @@ def store_rows(ptr, stride, rows, valid, x, WIDTH: tl.constexpr, BLOCK_WIDTH: tl
 
 @triton.jit
 def add_rows(ptr, stride, rows, valid, x, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Add x [rows, BLOCK_WIDTH] to a tensor [R, WIDTH] where a row is `valid`. No other program may touch these rows."""
+    """Add x [rows, BLOCK_WIDTH] to a tensor [R, WIDTH] where a row is `valid`. No other program may touch them."""
     there = load_rows(ptr, stride, rows, valid, WIDTH, BLOCK_WIDTH, True).to(tl.float32)
     store_rows(ptr, stride, rows, valid, there + x, WIDTH, BLOCK_WIDTH)
