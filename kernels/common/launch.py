@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
+MAX_HEAD_DIM = 256
 # A constant, because torch.compile would have to trace the search.
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 
 
 def log2_scale_of(scale: float) -> float:

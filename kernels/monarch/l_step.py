@@ -366,7 +366,7 @@ class LStep:
         """Start one program per group of positions and tile of blocks."""
         B, _, H, D = self.query.shape
         m, b = self.places.blocks, self.places.positions
-        options = dict(launch_options(name, self.query.device, self.query.dtype, D))
+        options = launch_options(name, self.query.device, self.query.dtype, D)
         # One tile for all blocks if they fit, else tiles of the table's size.
         one_tile = m <= options.pop("MAX_TILE", MAX_TILE)
         tile = max(16, triton.next_power_of_2(m)) if one_tile else options["BLOCK"]
