@@ -67,7 +67,7 @@ BUGS = {
     "kernel-lse-gradient-sign": (L_STEP, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr"),
     "kernel-mass-gradient-dropped": (L_STEP, "PRECISION) + dcR[:, None]", "PRECISION)"),
     "kernel-tiles-of-equal-size": (
-        PLACES, "first_row = tile_h * places.height // places.tiles_h", "first_row = tile_h * places.tile_height"),
+        PLACES, "row = tile_h * places.height // places.tiles_h", "row = tile_h * places.tile_height"),
     "kernel-inference-reads-old-z": (FUSED, "z = buffers.z[n]", "z = query"),
 }  # fmt: skip
 # Tests that see a bug of the kernels soonest; the interpreter is slow.

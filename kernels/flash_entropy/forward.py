@@ -7,13 +7,18 @@ whose partial results the combine kernel merges by the monoid of algorithm notes
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 import triton
 import triton.language as tl
 
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
-from vmonarch.kernels.flash_entropy.segments import Segment, processors, row_work
+from vmonarch.kernels.flash_entropy.segments import Segment, Work, processors, row_work
+
+if TYPE_CHECKING:
+    from vmonarch.kernels.hopper.schedule import Schedule
 
 # Rows that one program of the combine kernel merges; divides every BLOCK_M.
 COMBINE_ROWS = 16
@@ -290,7 +295,9 @@ def flash_forward(
         from vmonarch.kernels.hopper import flash as hopper
 
         BLOCK_M = hopper.BLOCK_M
-        work = hopper.schedule(segments, BLOCK_M, options["BLOCK_N"], B * H, processors(device), device)
+        work: Schedule | Work = hopper.schedule(
+            segments, BLOCK_M, options["BLOCK_N"], B * H, processors(device), device
+        )
     else:
         BLOCK_M = options["BLOCK_M"]
         work = row_work(segments, BLOCK_M, options["BLOCK_N"], B * H, processors(device), splits, device)
@@ -322,7 +329,7 @@ def flash_forward(
                 query,
                 key,
                 value,
-                work,
+                cast("Schedule", work),
                 scale=scale,
                 out=out,
                 lse=lse,

@@ -1,9 +1,11 @@
 """The R-step on Hopper (`kernels/monarch/r_step.py` is the portable form): aL, cL and, in the last iteration, y.
 
-Legend: B batch, S tokens, H heads, D head dim, m blocks, b positions per block, c pooled cells per block.
+Legend: B batch, S tokens, H heads, D head dim, m blocks, b positions per block, c keys of a block.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -26,6 +28,7 @@ from vmonarch.kernels.hopper.attend import (
     skip_keys,
     tail_of,
 )
+from vmonarch.kernels.monarch.places import Places
 
 _HALF = gl.constexpr(HALF)
 _BLOCK_M = gl.constexpr(BLOCK_M)
@@ -39,10 +42,12 @@ def _tile_of(tile, row_tiles, blocks, heads):
 
 
 @gluon.jit
-def _key_range(block, tokens, positions, cells, offset, KEYS_ARE_BLOCKS: gl.constexpr):
+def _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOCKS: gl.constexpr):
     """First and last + 1 of the rows of the keys of a block in their tensor."""
-    if KEYS_ARE_BLOCKS:
-        return block * 0, cells
+    if counts_ptr is not None:
+        return block * 0, gl.load(counts_ptr + block)
+    elif KEYS_ARE_BLOCKS:
+        return block * 0, keys
     else:
         start = block * positions - offset
         return gl.maximum(start, 0), gl.minimum(start + positions, tokens)
@@ -50,13 +55,13 @@ def _key_range(block, tokens, positions, cells, offset, KEYS_ARE_BLOCKS: gl.cons
 
 @gluon.jit
 def _load(
-    z_desc, k_desc, v_desc, buffers, numbers,
+    z_desc, k_desc, v_desc, counts_ptr, buffers, numbers,
     LAST: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
     """Producer: z of every tile of rows, and the keys of its block."""
     z_bufs, k_bufs, v_bufs, z_full, z_empty, _, full, empty = buffers
-    tiles, row_tiles, heads, tokens, blocks, positions, cells, offset = numbers
+    tiles, row_tiles, heads, tokens, blocks, positions, keys, offset = numbers
     n = 0
     t = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -72,7 +77,7 @@ def _load(
                 copy_rows(z_desc, batch, head, z_row, barrier, z_bufs.index(2 * turn + half))
             else:
                 copy_rows(z_desc, 0, group, z_row, barrier, z_bufs.index(2 * turn + half))
-        start, stop = _key_range(block, tokens, positions, cells, offset, KEYS_ARE_BLOCKS)
+        start, stop = _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOCKS)
         if KEYS_ARE_BLOCKS:
             n = load_keys(
                 k_desc, v_desc, k_bufs, v_bufs, full, empty, n, 0, group, start, stop,
@@ -95,13 +100,14 @@ def _give_back(z_empty, t, Q_STAGES: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    half: gl.constexpr, aL_desc, y_desc, buffers, bias_ptr, cL_ptr, lse_ptr, numbers, scale, log2_scale,
+    half: gl.constexpr, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
     LAST: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr, BIASED: gl.constexpr, STORE_LSE: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
     """Consumer: one warpgroup, rows 64·half and on of every tile."""
     z_bufs, k_bufs, v_bufs, z_full, z_empty, lead, full, empty = buffers
-    tiles, row_tiles, heads, tokens, blocks, positions, cells, offset = numbers
+    tiles, row_tiles, heads, tokens, blocks, positions, keys, offset = numbers
+    log_keys, scale, log2_scale = scales
     D: gl.constexpr = k_bufs.shape[2]
     dtype: gl.constexpr = z_bufs.dtype
     layout: gl.constexpr = accumulator_layout(D)
@@ -112,7 +118,7 @@ def _attend(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, group, block, head, batch = _tile_of(tile, row_tiles, blocks, heads)
         row += half * _HALF
-        start, stop = _key_range(block, tokens, positions, cells, offset, KEYS_ARE_BLOCKS)
+        start, stop = _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOCKS)
         turn = t % Q_STAGES
         mbarrier.wait(z_full.index(turn), t // Q_STAGES & 1)
         if half == 1:
@@ -125,13 +131,13 @@ def _attend(
             row_sum = gl.zeros([_HALF], gl.float32, stats)
             acc_k, acc_v, row_max, row_sum, _, n = attend_keys(
                 acc_k, acc_v, row_max, row_sum, row_sum, z, k_bufs, v_bufs, full, empty, lead.index(turn), half == 0,
-                n, start, stop, bias_ptr + block * cells, log2_scale,
+                n, start, stop, bias_ptr + block * keys, log2_scale,
                 True, LAST, BIASED, False, STAGES, BLOCK_N, BLOCK_TAIL,
             )  # fmt: skip
             row_max = gl.convert_layout(row_max, rows)
             row_sum = gl.convert_layout(row_sum, rows)
             inverse = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
-            lse = log2_partition(row_max, row_sum) * 0.6931471805599453
+            lse = log2_partition(row_max, row_sum) * 0.6931471805599453 + log_keys
             aL = (acc_k * inverse[:, None]).to(dtype)
             # The entropy is free when the value is the key (algorithm notes §3), here with the rounded aL.
             cL = scale * gl.sum(z.load(layout).to(gl.float32) * aL.to(gl.float32), 1) - lse
@@ -159,29 +165,30 @@ def _attend(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "row_tiles", "heads", "tokens", "blocks", "positions", "cells", "offset"])
+@gluon.jit(do_not_specialize=["tiles", "row_tiles", "heads", "tokens", "blocks", "positions", "keys", "offset"])
 def _r_step_kernel(
-    z_desc, k_desc, v_desc, aL_desc, y_desc, bias_ptr, cL_ptr, lse_ptr,
-    tiles, row_tiles, heads, tokens, blocks, positions, cells, offset, scale, log2_scale,
+    z_desc, k_desc, v_desc, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr,
+    tiles, row_tiles, heads, tokens, blocks, positions, keys, offset, log_keys, scale, log2_scale,
     LAST: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr, BIASED: gl.constexpr,
     STORE_LSE: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
     """aL, cL and, in the last iteration, y of all blocks; a program takes one tile of rows after the other."""
     buffers = allocate_tiles(k_desc.dtype, k_desc.block_type.shape[3], LAST, Q_STAGES, STAGES, BLOCK_N)
-    numbers = (tiles, row_tiles, heads, tokens, blocks, positions, cells, offset)
+    numbers = (tiles, row_tiles, heads, tokens, blocks, positions, keys, offset)
+    scales = (log_keys, scale, log2_scale)
     gl.warp_specialize(
         [
             (_load, (
-                z_desc, k_desc, v_desc, buffers, numbers,
+                z_desc, k_desc, v_desc, counts_ptr, buffers, numbers,
                 LAST, Z_IS_QUERY, KEYS_ARE_BLOCKS, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
             )),
             (_attend, (
-                0, aL_desc, y_desc, buffers, bias_ptr, cL_ptr, lse_ptr, numbers, scale, log2_scale,
+                0, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
                 LAST, KEYS_ARE_BLOCKS, BIASED, STORE_LSE, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
             )),
             (_attend, (
-                1, aL_desc, y_desc, buffers, bias_ptr, cL_ptr, lse_ptr, numbers, scale, log2_scale,
+                1, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
                 LAST, KEYS_ARE_BLOCKS, BIASED, STORE_LSE, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
             )),
         ],
@@ -193,14 +200,16 @@ def _r_step_kernel(
 def r_step(
     z: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    value: torch.Tensor,
     *,
     aL: torch.Tensor,
     cL: torch.Tensor,
     y: torch.Tensor | None,
     lse: torch.Tensor | None,
-    places,
+    counts: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    keys_per_key: int,
+    places: Places,
     heads: int,
     scale: float,
     options: dict[str, int],
@@ -209,8 +218,9 @@ def r_step(
 
     Args:
         z: [B, S, H, D] or [B·H·m, b, D].
-        key: [B, S, H, D] or [B·H·m, c, D], pooled or packed. value: like `key`, with `y`.
-        bias: [m, c], log2 of the number of keys that each key stands for; None for one each.
+        key: [B, S, H, D] or [B·H·m, c, D], pooled or packed. value: like `key` if `y` is given, else not read.
+        counts: [m], the first so many of the c keys count; None for all.
+        bias: [m, c], log2 of the number of keys that each key stands for; None if it is `keys_per_key` for each.
         aL, y: [B·H·m, b, D]. cL, lse: [B·H·m, b].
     """
     block_n = options["BLOCK_N"]
@@ -222,14 +232,14 @@ def r_step(
     keys = key.shape[1] if blocks_of_keys else places.positions
     row_tiles = triton.cdiv(places.positions, BLOCK_M)
     tiles = row_tiles * aL.shape[0]
-    ragged = not blocks_of_keys and places.positions * places.blocks != places.tokens
+    ragged = counts is not None or (not blocks_of_keys and places.positions * places.blocks != places.tokens)
     k_desc = rows(key, block_n)
     aL_desc = rows(aL, HALF)
     _r_step_kernel[(min(tiles, processors(key.device)),)](
         rows(z, HALF), k_desc, k_desc if y is None else rows(value, block_n), aL_desc,
-        aL_desc if y is None else rows(y, HALF), cL if bias is None else bias, cL, lse if lse is not None else cL,
-        tiles, row_tiles, heads, places.tokens, places.blocks, places.positions, keys, places.offset,
-        scale, log2_scale_of(scale),
+        aL_desc if y is None else rows(y, HALF), counts, cL if bias is None else bias, cL,
+        cL if lse is None else lse, tiles, row_tiles, heads, places.tokens, places.blocks, places.positions, keys,
+        places.offset, math.log(keys_per_key), scale, log2_scale_of(scale),
         LAST=y is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=blocks_of_keys, BIASED=bias is not None,
         STORE_LSE=lse is not None, **options, BLOCK_TAIL=0 if ragged else tail_of(keys, block_n),
         num_warps=4, maxnreg=168,

@@ -85,7 +85,7 @@ def schedule(
     ]
     whole = len(blocks) // processors * processors
 
-    def items_of(parts: int) -> tuple[list[tuple[int, int, int, tuple[Range, ...], int]], list[int]]:
+    def items_of(parts: int) -> tuple[list[tuple[int, int, int, tuple[Range, ...]]], list[int]]:
         """(block, part, parts, keys) of every item, and the costs."""
         items = [(i, 0, 1, block[0].key_ranges) for i, block in enumerate(blocks[:whole])]
         first = whole

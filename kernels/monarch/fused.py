@@ -197,7 +197,7 @@ def forward(
         # Copies in the order of the blocks cost less than they save; the first z is free until the first L-step.
         r = r.with_packed()
         z = buffers.z[0] if t > 1 else query.new_empty(groups, b, D)
-        r.pack(query, z)
+        r.pack(query, z, tokens_first=False)
     for i in range(t - 1):
         n = i % own
         aL, cL = buffers.aL[n], buffers.cL[n]

@@ -16,7 +16,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
-from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell
+from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell, tokens_before
 
 
 @triton.jit
@@ -201,6 +201,28 @@ def _pool_kernel(
     if group < places.blocks:
         bias = tl.where(count > 0, tl.log2(tl.maximum(count, 1.0)), -float("inf"))
         tl.store(bias_ptr + group * places.cells + cell, bias, mask=inside)
+
+
+@triton.jit(do_not_specialize=["heads", "row_tiles"])
+def _pack_kernel(
+    x_ptr, out_ptr, counts_ptr, stride_xb, stride_xs, stride_xh, heads, places, row_tiles,
+    D: tl.constexpr, TOKENS_FIRST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Copy tokens into the order of the blocks; count those of every block."""
+    places = plain_places(places)
+    pid = tl.program_id(0)
+    group = pid // row_tiles
+    position = pid % row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    block, head, batch = _parts_of(group, places, heads)
+    x_ptr += batch.to(tl.int64) * stride_xb + head.to(tl.int64) * stride_xh
+    token, valid = token_at(places, block, position, True)
+    inside = position < places.positions
+    x = load_rows(x_ptr, stride_xs, token, valid & inside, D, BLOCK_D, True)
+    before, count = tokens_before(places, block, position)
+    row = tl.where(valid, before, count + position - before) if TOKENS_FIRST else position
+    store_rows(out_ptr, D, group.to(tl.int64) * places.positions + row, inside, x, D, BLOCK_D)
+    if pid == group * row_tiles and group < places.blocks:
+        tl.store(counts_ptr + group, count)
 
 
 @triton.jit(do_not_specialize=["heads", "cell_tiles"])
@@ -396,15 +418,15 @@ def _r_backward_keys_kernel(
 
 @dataclass(frozen=True)
 class Packed:
-    """Keys and values in the order of the blocks, [B·H·m, b, D], zero at places without a token.
+    """Keys and values in the order of the blocks, [B·H·m, b, D], zero after the last token of a block.
 
     Args:
-        bias: [m, b], 0 at tokens and -inf at places without; None if there are none of these.
+        counts: [m], int32, the number of tokens of every block; None if all have b.
     """
 
     key: torch.Tensor
     value: torch.Tensor
-    bias: torch.Tensor | None
+    counts: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -433,43 +455,41 @@ class RStep:
 
     def pool(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(mean key of every cell [B·H·m, c, D], log2 of the number of its keys [m, c])."""
-        pooled = self.key.new_empty(self.groups, self.places.cells, self.key.shape[3])
-        return pooled, self._pool(self.key, pooled, self.places, self.coarse)
-
-    def pack(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Copy `tokens` [B, S, H, D] into `out` [B·H·m, b, D]; returns the bias of `Packed`, 0 or -inf [m, b]."""
         places = self.places
-        frame = places.tile_height * places.tile_width
-        # Every position is a cell of its own.
-        cells = places._replace(cells=places.positions, cells_w=places.tile_width, cells_hw=frame)
-        return self._pool(tokens, out, cells, 1)
+        pooled = self.key.new_empty(self.groups, places.cells, self.key.shape[3])
+        bias = self.key.new_empty(places.blocks, places.cells, dtype=torch.float32)
+        self._launch(_pool_kernel, (self.key, pooled, bias), self.key, places.cells, COARSE=self.coarse)
+        return pooled, bias
+
+    def pack(self, tokens: torch.Tensor, out: torch.Tensor, *, tokens_first: bool) -> torch.Tensor:
+        """Copy `tokens` [B, S, H, D] into `out` [B·H·m, b, D]; returns the number of tokens of every block [m].
+
+        Places without a token are zero; with `tokens_first` they come last.
+        """
+        counts = tokens.new_empty(self.places.blocks, dtype=torch.int32)
+        self._launch(_pack_kernel, (tokens, out, counts), tokens, self.places.positions, TOKENS_FIRST=tokens_first)
+        return counts
 
     def with_packed(self) -> RStep:
         """The same R-steps on packed keys and values."""
         key, value = (x.new_empty(self.groups, self.places.positions, x.shape[3]) for x in (self.key, self.value))
-        bias = self.pack(self.key, key)
-        self.pack(self.value, value)
+        counts = self.pack(self.key, key, tokens_first=True)
+        self.pack(self.value, value, tokens_first=True)
         every_place_filled = self.places.blocks * self.places.positions == self.places.tokens
-        return replace(self, packed=Packed(key, value, None if every_place_filled else bias))
+        return replace(self, packed=Packed(key, value, None if every_place_filled else counts))
 
     def unpool(self, d_pooled: torch.Tensor, bias: torch.Tensor, dk: torch.Tensor) -> None:
         """Add the gradient of the pooled keys to dk [B, S, H, D]."""
-        self._launch_pool(_unpool_kernel, (d_pooled, bias, dk), dk, self.places, self.coarse)
+        self._launch(_unpool_kernel, (d_pooled, bias, dk), dk, self.places.cells, COARSE=self.coarse)
 
-    def _pool(self, tokens: torch.Tensor, pooled: torch.Tensor, places: Places, coarse: int) -> torch.Tensor:
-        bias = tokens.new_empty(places.blocks, places.cells, dtype=torch.float32)
-        self._launch_pool(_pool_kernel, (tokens, pooled, bias), tokens, places, coarse)
-        return bias
-
-    def _launch_pool(
-        self, kernel, tensors: tuple[torch.Tensor, ...], tokens: torch.Tensor, places: Places, coarse: int
-    ) -> None:
+    def _launch(self, kernel, tensors: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: int, **options) -> None:
+        """Launch a kernel that works on so many rows of every block."""
         D = tokens.shape[3]
         block = 32
-        tiles = triton.cdiv(places.cells, block)
+        tiles = triton.cdiv(rows, block)
         kernel[(tiles * self.groups,)](
-            *tensors, *tokens.stride()[:3], self.key.shape[2], places.unspecialised(), tiles,
-            D=D, COARSE=coarse, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4,
+            *tensors, *tokens.stride()[:3], self.key.shape[2], self.places.unspecialised(), tiles,
+            D=D, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4, **options,
         )  # fmt: skip
 
     def _shared(self, z: torch.Tensor, pooled: torch.Tensor | None, last: bool) -> tuple[tuple, dict]:
@@ -497,6 +517,11 @@ class RStep:
         keys = self.places.cells if pooled else self.places.positions
         return min(block, max(16, triton.next_power_of_2(keys % block)))
 
+    def _cells_are_full(self) -> bool:
+        """Whether every pooled key is the mean of coarse × coarse keys."""
+        places = self.places
+        return places.blocks * places.cells * self.coarse**2 == places.tokens
+
     def on_hopper(self, z: torch.Tensor) -> bool:
         """Whether the kernel for Hopper serves `forward`: for that, tokens must be packed unless consecutive."""
         in_order = not self.tiled or (self.packed is not None and z.ndim == 3)
@@ -519,15 +544,19 @@ class RStep:
         if self.on_hopper(z):
             from vmonarch.kernels.hopper.r_step import r_step
 
-            key, value, bias = self.key, self.value, None
+            key, value, counts = self.key, self.value, None
             if self.packed is not None:
-                key, value, bias = self.packed.key, self.packed.value, self.packed.bias
+                key, value, counts = self.packed.key, self.packed.value, self.packed.counts
+            bias, keys_per_key = None, 1
             if pooled is not None:
-                key, bias = pooled
+                key, bias, counts = *pooled, None
+                if self._cells_are_full():
+                    bias, keys_per_key = None, self.coarse**2
             stage = "r_step_last" if y is not None else "r_step" if pooled is None else "r_step_pooled"
             r_step(
-                z, key, value, bias, aL=aL, cL=cL, y=y, lse=lse, places=self.places, heads=self.key.shape[2],
-                scale=self.scale, options=self._options(f"hopper_{stage}"),
+                z, key, value, aL=aL, cL=cL, y=y, lse=lse, counts=counts, bias=bias, keys_per_key=keys_per_key,
+                places=self.places, heads=self.key.shape[2], scale=self.scale,
+                options=self._options(f"hopper_{stage}"),
             )  # fmt: skip
             return
         key, bias = (self.key, None) if pooled is None else pooled
