@@ -22,6 +22,7 @@ from vmonarch.kernels.common.launch import (
 )
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
+from vmonarch.kernels.hopper.chip import backward_fits
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell
 
 
@@ -566,6 +567,17 @@ class RStep:
 
         `dcL` is None where no gradient flows through the entropy; `delta` = daL·aL + dy·y, one number per row.
         """
+        options = self._options("r_backward_keys")
+        loaded = (self.key, z, daL) if dy is None else (self.key, z, daL, self.value, dy)
+        plain = pooled is None and self.key_mask is None and not self.tiled
+        if options.pop("HOPPER", True) and plain and backward_fits(*loaded):
+            from vmonarch.kernels.hopper.backward import r_backward
+
+            r_backward(
+                self.key, self.value, self.places, self.scale, z, lse=lse, cL=cL, daL=daL, dy=dy, dcL=dcL, delta=delta,
+                dq=dq, dk=dk, dv=dv, cR=cR, daR=daR, dcR=dcR, min_mass=min_mass,
+            )  # fmt: skip
+            return
         strides, constants = self._shared(z, None if pooled is None else pooled[0], dy is not None)
         constants["ENTROPY_GRAD"] = dcL is not None
         key, bias = (self.key, None) if pooled is None else pooled
@@ -573,7 +585,6 @@ class RStep:
         saved = (daL, dy, delta, lse, cL, dcL)
         d_key = dk if pooled is None else torch.empty_like(pooled[0])
         dk_strides = dk.stride()[:3] if pooled is None else (0, key.shape[-1], 0)
-        options = self._options("r_backward_keys")
         keys = self.places.positions if pooled is None else self.places.cells
         tiles = triton.cdiv(keys, options["BLOCK_N"])
         _r_backward_keys_kernel[(tiles * self.groups,)](

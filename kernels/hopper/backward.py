@@ -1,0 +1,796 @@
+"""The backward kernels on Hopper: of the R-step (`monarch/r_step.py`) and of flash attention (`flash_entropy`).
+
+As in the portable form, one kernel owns rows (dz, dq) and another owns keys (dk, dv), so that there are no atomics and
+every sum has one order. Both serve three cases, by the products they take part in:
+    first R-steps   the key is its own value: dP = daL·kᵀ                   SUM_K
+    last R-step     the value is [k | v]:     dP = daL·kᵀ + dy·vᵀ           SUM_K and SUM_V
+    flash           plain attention:          dP = dO·vᵀ (dO is called dy)  SUM_V
+A producer warp copies tiles into stages of shared memory, two warpgroups of 64 rows (or keys) each consume them. What
+the program keeps (its rows or keys) and every stage have two barriers: `full` (the copies have arrived) and `empty`
+(both warpgroups are done); `n` counts stages, `t` items of work.
+
+Statistics of the rows are folded beforehand (`_fold_kernel`): p = 2^(s·log2_scale - lse2) and
+scale·dS = p·(scale·dP - shift + slope·log2 p).
+
+Legend: B batch, S tokens, H heads, D head dim, m blocks, b positions per block, M rows and N keys of a tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vmonarch.kernels.common.softmax import log2_scale_of
+from vmonarch.kernels.flash_entropy.segments import Work, processors
+from vmonarch.kernels.monarch.places import Places
+
+# Rows or keys of one warpgroup, and of the two of a program.
+HALF = 64
+TILE = 2 * HALF
+# Shared memory of a program, less what the barriers take.
+SHARED_MEMORY = 227 * 1024 - 256
+# Rows of a tile that attends to the keys, and keys of a tile that the rows attend to.
+KEYS_BLOCK = 64
+ROWS_BLOCK = 128
+# lse2 of a row that is not there: p is 0, and log2 p is still a number.
+NO_ROW = 1e30
+
+_HALF = gl.constexpr(HALF)
+_TILE = gl.constexpr(TILE)
+_NO_ROW = gl.constexpr(NO_ROW)
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    """Registers of a product [64, columns] of one warpgroup."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(columns):
+    """Registers of a 16-bit [64, columns] that is the left side of a product."""
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(columns), k_width=2)
+
+
+@gluon.constexpr_function
+def shared_layout(columns, rank=2):
+    """Shared memory of a 16-bit tile [rows, columns], as the copy engine writes and the tensor cores read it."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=rank)
+
+
+def rows_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Descriptor of tokens [B, S, H, D] or blocks [G, b, D] for tiles of so many rows; rows outside read as zero."""
+    view = tensor.transpose(1, 2) if tensor.ndim == 4 else tensor.unsqueeze(0)
+    columns = view.shape[3]
+    # A dimension of one element may have any stride; the copy engine wants a sensible one.
+    strides = [s if size > 1 else columns * view.shape[2] for s, size in zip(view.stride(), view.shape, strict=True)]
+    strides[3] = 1
+    return TensorDescriptor(tensor, list(view.shape), strides, [1, 1, rows, columns], shared_layout.fn(columns, 4))
+
+
+@gluon.jit
+def _copy_rows(desc, i, j, row, barrier, buffer):
+    """Start the copy of a tile of rows into `buffer` [rows, columns]."""
+    tile: gl.constexpr = desc.block_type.shape
+    tma.async_copy_global_to_shared(desc, [i, j, row, 0], barrier, buffer._reinterpret(desc.dtype, tile, desc.layout))
+
+
+@triton.jit
+def _fold_kernel(
+    lse_ptr, delta_ptr, entropy_ptr, slope_ptr, folded_ptr, size, scale,
+    SLOPE: tl.constexpr, NEGATIVE: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """[lse2, shift, slope] of every row from lse, delta and the gradient of the entropy's slope dcL = -dH.
+
+    NEGATIVE: the slope given is dH. SHIFTED: delta lacks dcL·cL.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < size
+    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
+    shift = tl.load(delta_ptr + row, mask=inside, other=0.0)
+    if SLOPE:
+        slope = tl.load(slope_ptr + row, mask=inside, other=0.0)
+        if SHIFTED:
+            shift += slope * tl.load(entropy_ptr + row, mask=inside, other=0.0)
+        if NEGATIVE:
+            slope = -slope
+        tl.store(folded_ptr + 2 * size.to(tl.int64) + row, slope * scale * 0.6931471805599453, mask=inside)
+    lse2 = tl.where(lse == -float("inf"), 1e30, lse * 1.4426950408889634)
+    tl.store(folded_ptr + row, lse2, mask=inside)
+    tl.store(folded_ptr + size + row, shift * scale, mask=inside)
+
+
+def fold(
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    scale: float,
+    *,
+    dcL: torch.Tensor | None = None,
+    cL: torch.Tensor | None = None,
+    grad_entropy: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[2 or 3, rows] statistics of the rows in the form the kernels take."""
+    slope = grad_entropy if dcL is None else dcL
+    size = lse.numel()
+    folded = lse.new_empty(2 if slope is None else 3, size)
+    _fold_kernel[(triton.cdiv(size, 1024),)](
+        lse, delta, cL, slope, folded, size, scale,
+        SLOPE=slope is not None, NEGATIVE=dcL is None, SHIFTED=dcL is not None, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    return folded
+
+
+@gluon.jit
+def _r_item(item, row_tiles, heads, blocks, positions, offset):
+    """(batch, head, group, first token of the block, first position of the tile) of an item of the R-step."""
+    group = item // row_tiles
+    token = group % blocks * positions - offset
+    return group // blocks // heads, group // blocks % heads, group, token, item % row_tiles * _TILE
+
+
+@gluon.jit
+def _keys_item(
+    item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr,
+):  # fmt: skip
+    """Where an item of the keys' kernel finds its keys and rows.
+
+    Returns:
+        (batch, head, first key of the tile, key stop, z's two outer indices, z's first row, the outer indices and
+        first row of daL and dy, rows, number of the first row among all statistics).
+    """
+    if FLASH:
+        # `row_tiles` items per head, `tokens` queries.
+        bh = item // row_tiles
+        entry = items_ptr + item % row_tiles * 5
+        key = gl.load(entry)
+        key_stop = gl.load(entry + 1)
+        span = ranges_ptr + 2 * gl.load(entry + 2)
+        row = gl.load(span)
+        rows = gl.load(span + 1) - row
+        batch = bh // heads
+        head = bh % heads
+        first = bh.to(gl.int64) * tokens + row
+        return batch, head, key, key_stop, batch, head, row, batch, head, row, rows, first
+    else:
+        batch, head, group, token, tile = _r_item(item, row_tiles, heads, blocks, positions, offset)
+        key = gl.maximum(token, 0) + tile
+        key_stop = gl.minimum(token + positions, tokens)
+        first = group.to(gl.int64) * positions
+        if Z_IS_QUERY:
+            return batch, head, key, key_stop, batch, head, token, 0, group, 0, positions, first
+        else:
+            return batch, head, key, key_stop, 0, group, 0, 0, group, 0, positions, first
+
+
+@gluon.jit
+def _rows_item(
+    item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr,
+):  # fmt: skip
+    """Where an item of the rows' kernel finds its rows and keys.
+
+    Returns:
+        (z's two outer indices, z's first row, the outer indices and first row of daL and dy, rows of the tile, number
+        of the first row among all statistics, batch, head, first key, key stop, slot of the partial result or -1).
+    """
+    if FLASH:
+        bh = item // row_tiles
+        entry = items_ptr + item % row_tiles * 5
+        row = gl.load(entry)
+        rows = gl.load(entry + 1) - row
+        span = ranges_ptr + 2 * gl.load(entry + 2)
+        slot = gl.load(entry + 4)
+        batch = bh // heads
+        head = bh % heads
+        first = bh.to(gl.int64) * tokens + row
+        return batch, head, row, batch, head, row, rows, first, batch, head, gl.load(span), gl.load(span + 1), slot
+    else:
+        batch, head, group, token, tile = _r_item(item, row_tiles, heads, blocks, positions, offset)
+        first = group.to(gl.int64) * positions + tile
+        key = gl.maximum(token, 0)
+        key_stop = gl.minimum(token + positions, tokens)
+        rows = positions - tile
+        if Z_IS_QUERY:
+            return batch, head, token + tile, 0, group, tile, rows, first, batch, head, key, key_stop, -1
+        else:
+            return 0, group, tile, 0, group, tile, rows, first, batch, head, key, key_stop, -1
+
+
+@gluon.jit
+def _d_scores(p, t, dp, shift, slope, scale, ENTROPY_GRAD: gl.constexpr):
+    """scale·dS of a tile from p, t = log2 p and dP."""
+    ds = dp * scale - shift
+    if ENTROPY_GRAD:
+        ds += slope * t
+    return p * ds
+
+
+@gluon.jit
+def _wait_both(dk, dv, SUM_V: gl.constexpr):
+    if SUM_V:
+        dk, dv = warpgroup_mma_wait(0, [dk, dv])
+        return dk, dv
+    else:
+        dk = warpgroup_mma_wait(0, [dk])
+        return dk, dk
+
+
+@gluon.jit
+def _load_for_keys(
+    z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
+    kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
+    items, row_tiles, heads, tokens, blocks, positions, offset,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Producer of the keys' kernel: the keys of every item, and the tiles of rows that attend to them."""
+    n = 0
+    t = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        batch, head, key, _, z_i, z_j, z_row, g_i, g_j, g_row, rows, _ = _keys_item(
+            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, FLASH, Z_IS_QUERY
+        )
+        mbarrier.wait(kept_empty, (t & 1) ^ 1)
+        mbarrier.expect(kept_full, 2 * (k_desc.block_type.nbytes + (v_desc.block_type.nbytes if SUM_V else 0)))
+        for half in gl.static_range(2):
+            _copy_rows(k_desc, batch, head, key + half * _HALF, kept_full, k_bufs.index(half))
+            if SUM_V:
+                _copy_rows(v_desc, batch, head, key + half * _HALF, kept_full, v_bufs.index(half))
+        for first in range(0, rows, BLOCK):
+            stage = n % STAGES
+            mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
+            barrier = full.index(stage)
+            mbarrier.expect(barrier, (1 + SUM_K + SUM_V) * z_desc.block_type.nbytes)
+            _copy_rows(z_desc, z_i, z_j, z_row + first, barrier, z_bufs.index(stage))
+            if SUM_K:
+                _copy_rows(daL_desc, g_i, g_j, g_row + first, barrier, daL_bufs.index(stage))
+            if SUM_V:
+                _copy_rows(dy_desc, g_i, g_j, g_row + first, barrier, dy_bufs.index(stage))
+            n += 1
+        t += 1
+
+
+@gluon.jit
+def _add_keys(ptr, stride, key, key_stop, x, ACCUMULATE: gl.constexpr):
+    """Write x [64, D], or add it to what is there; no other program touches these rows."""
+    D: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    rows = key + gl.arange(0, _HALF, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
+    inside = (rows < key_stop)[:, None] & (columns < D)[None, :]
+    if ACCUMULATE:
+        x += gl.load(pointers, mask=inside, other=0.0).to(gl.float32)
+    gl.store(pointers, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _sum_for_keys(
+    half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
+    items_ptr, ranges_ptr, folded_ptr, statistics, dk_ptr, dv_ptr,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
+    DEFER: gl.constexpr,
+):  # fmt: skip
+    """Consumer of the keys' kernel: dk and dv of 64 keys. Scores are transposed, [keys, rows]."""
+    D: gl.constexpr = k_bufs.shape[2]
+    dtype: gl.constexpr = k_bufs.dtype
+    layout: gl.constexpr = accumulator_layout(BLOCK)
+    operand: gl.constexpr = operand_layout(BLOCK)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    sums: gl.constexpr = accumulator_layout(D)
+    n = 0
+    t = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        batch, head, key, key_stop, _, _, _, _, _, _, rows, first_row = _keys_item(
+            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, FLASH, Z_IS_QUERY
+        )
+        key += half * _HALF
+        mbarrier.wait(kept_full, t & 1)
+        k = k_bufs.index(half)
+        v = v_bufs.index(half)
+        if key < key_stop:
+            dk = gl.zeros([_HALF, D], gl.float32, sums)
+            dv = gl.zeros([_HALF, D], gl.float32, sums) if SUM_V else dk
+            if DEFER:
+                dk = warpgroup_mma_init(dk)
+                dv = warpgroup_mma_init(dv)
+            statistic_ptr = folded_ptr + first_row
+            for first in range(0, rows, BLOCK):
+                stage = n % STAGES
+                mbarrier.wait(full.index(stage), n // STAGES & 1)
+                z = z_bufs.index(stage)
+                daL = daL_bufs.index(stage)
+                dy = dy_bufs.index(stage)
+                zero = gl.zeros([_HALF, BLOCK], gl.float32, layout)
+                scores = warpgroup_mma(k, z.permute((1, 0)), zero, use_acc=False, is_async=True)
+                if SUM_K:
+                    dp = warpgroup_mma(k, daL.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    if SUM_V:
+                        dp = warpgroup_mma(v, dy.permute((1, 0)), dp, is_async=True)
+                else:
+                    dp = warpgroup_mma(v, dy.permute((1, 0)), zero, use_acc=False, is_async=True)
+                j = first + gl.arange(0, BLOCK, columns)
+                lse2 = gl.load(statistic_ptr + j, mask=j < rows, other=_NO_ROW)
+                shift = gl.load(statistic_ptr + statistics + j, mask=j < rows, other=0.0)
+                slope = shift
+                if ENTROPY_GRAD:
+                    slope = gl.load(statistic_ptr + 2 * statistics + j, mask=j < rows, other=0.0)
+                if DEFER:
+                    # The products before these scores are done with the stage before.
+                    if SUM_V:
+                        scores, dk, dv = warpgroup_mma_wait(SUM_K + SUM_V, [scores, dk, dv])
+                    else:
+                        scores, dk = warpgroup_mma_wait(SUM_K + SUM_V, [scores, dk])
+                    mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=first > 0)
+                else:
+                    scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
+                log2_p = scores * log2_scale - lse2[None, :]
+                p = gl.exp2(log2_p)
+                rounded = gl.convert_layout(p.to(dtype), operand)
+                if SUM_V:
+                    dv = warpgroup_mma(rounded, dy, dv, is_async=True)
+                if SUM_K:
+                    dk = warpgroup_mma(rounded, daL, dk, is_async=True)
+                dp = warpgroup_mma_wait(SUM_K + SUM_V, [dp])
+                ds = _d_scores(p, log2_p, dp, shift[None, :], slope[None, :], scale, ENTROPY_GRAD)
+                ds = gl.convert_layout(ds.to(dtype), operand)
+                dk = warpgroup_mma(ds, z, dk, is_async=True)
+                if not DEFER:
+                    dk, dv = _wait_both(dk, dv, SUM_V)
+                    mbarrier.arrive(empty.index(stage))
+                n += 1
+            if DEFER:
+                dk, dv = _wait_both(dk, dv, SUM_V)
+                mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
+            mbarrier.arrive(kept_empty)
+            b = batch.to(gl.int64)
+            h = head.to(gl.int64)
+            _add_keys(dk_ptr + b * stride_dkb + h * stride_dkh, stride_dks, key, key_stop, dk, ADD_K)
+            if SUM_V:
+                _add_keys(dv_ptr + b * stride_dvb + h * stride_dvh, stride_dvs, key, key_stop, dv, ADD_V)
+        else:
+            for first in range(0, rows, BLOCK):
+                mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
+                mbarrier.arrive(empty.index(n % STAGES))
+                n += 1
+            mbarrier.arrive(kept_empty)
+        t += 1
+
+
+_SIZES = ["items", "row_tiles", "heads", "tokens", "blocks", "positions", "offset", "statistics"]
+
+
+@gluon.jit(do_not_specialize=_SIZES)
+def _keys_kernel(
+    z_desc, k_desc, v_desc, daL_desc, dy_desc, items_ptr, ranges_ptr, folded_ptr, statistics, dk_ptr, dv_ptr,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
+    DEFER: gl.constexpr,
+):  # fmt: skip
+    """dk and dv; a program takes one tile of keys after the other."""
+    D: gl.constexpr = k_desc.block_type.shape[3]
+    dtype: gl.constexpr = k_desc.dtype
+    layout: gl.constexpr = shared_layout(D)
+    k_bufs = gl.allocate_shared_memory(dtype, [2, _HALF, D], layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [2, _HALF, D], layout) if SUM_V else k_bufs
+    z_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], layout)
+    daL_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], layout) if SUM_K else z_bufs
+    dy_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], layout) if SUM_V else z_bufs
+    kept_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kept_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kept_full, count=1)
+    mbarrier.init(kept_empty, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_load_for_keys, (
+                z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
+                kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
+                items, row_tiles, heads, tokens, blocks, positions, offset,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, STAGES, BLOCK,
+            )),
+            (_sum_for_keys, (
+                0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
+                items_ptr, ranges_ptr, folded_ptr, statistics, dk_ptr, dv_ptr,
+                stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+                items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, DEFER,
+            )),
+            (_sum_for_keys, (
+                1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
+                items_ptr, ranges_ptr, folded_ptr, statistics, dk_ptr, dv_ptr,
+                stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+                items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, DEFER,
+            )),
+        ],
+        [4, 4],
+        [240, 240],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_for_rows(
+    z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
+    kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
+    items, row_tiles, heads, tokens, blocks, positions, offset,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Producer of the rows' kernel: the rows of every item, and the tiles of keys, the last and ragged one first."""
+    n = 0
+    t = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        z_i, z_j, z_row, g_i, g_j, g_row, _, _, batch, head, key, key_stop, _ = _rows_item(
+            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, FLASH, Z_IS_QUERY
+        )
+        mbarrier.wait(kept_empty, (t & 1) ^ 1)
+        mbarrier.expect(kept_full, 2 * (1 + SUM_K + SUM_V) * z_desc.block_type.nbytes)
+        for half in gl.static_range(2):
+            _copy_rows(z_desc, z_i, z_j, z_row + half * _HALF, kept_full, z_bufs.index(half))
+            if SUM_K:
+                _copy_rows(daL_desc, g_i, g_j, g_row + half * _HALF, kept_full, daL_bufs.index(half))
+            if SUM_V:
+                _copy_rows(dy_desc, g_i, g_j, g_row + half * _HALF, kept_full, dy_bufs.index(half))
+        tiles = (key_stop - key + BLOCK - 1) // BLOCK
+        for tile in range(tiles):
+            first = key + gl.where(tile == 0, tiles - 1, tile - 1) * BLOCK
+            stage = n % STAGES
+            mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
+            barrier = full.index(stage)
+            mbarrier.expect(barrier, k_desc.block_type.nbytes + (v_desc.block_type.nbytes if SUM_V else 0))
+            _copy_rows(k_desc, batch, head, first, barrier, k_bufs.index(stage))
+            if SUM_V:
+                _copy_rows(v_desc, batch, head, first, barrier, v_bufs.index(stage))
+            n += 1
+        t += 1
+
+
+@gluon.jit
+def _add_tile_for_rows(
+    dz, z, daL, dy, k, v, lse2, shift, slope, keys_left, current, previous, has_previous, scale, log2_scale,
+    SUM_K: gl.constexpr, SUM_V: gl.constexpr, ENTROPY_GRAD: gl.constexpr, MASKED: gl.constexpr, DEFER: gl.constexpr,
+):  # fmt: skip
+    """Begin to add what the keys of one tile contribute to dz; then the tile before is done with."""
+    N: gl.constexpr = k.shape[0]
+    dtype: gl.constexpr = k.dtype
+    layout: gl.constexpr = accumulator_layout(N)
+    zero = gl.zeros([_HALF, N], gl.float32, layout)
+    scores = warpgroup_mma(z, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if SUM_K:
+        dp = warpgroup_mma(daL, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if SUM_V:
+            dp = warpgroup_mma(dy, v.permute((1, 0)), dp, is_async=True)
+    else:
+        dp = warpgroup_mma(dy, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if DEFER:
+        scores, dz = warpgroup_mma_wait(SUM_K + SUM_V, [scores, dz])
+        mbarrier.arrive(previous, pred=has_previous)
+    else:
+        scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
+    log2_p = scores * log2_scale - lse2[:, None]
+    if MASKED:
+        present = gl.arange(0, N, gl.SliceLayout(0, layout)) < keys_left
+        log2_p = gl.where(present[None, :], log2_p, -_NO_ROW)
+    p = gl.exp2(log2_p)
+    dp = warpgroup_mma_wait(0, [dp])
+    ds = _d_scores(p, log2_p, dp, shift[:, None], slope[:, None], scale, ENTROPY_GRAD)
+    ds = gl.convert_layout(ds.to(dtype), operand_layout(N))
+    dz = warpgroup_mma(ds, k, dz, is_async=True)
+    if not DEFER:
+        dz = warpgroup_mma_wait(0, [dz])
+        mbarrier.arrive(current)
+    return dz
+
+
+@gluon.jit
+def _sum_for_rows(
+    half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
+    items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
+    stride_dqb, stride_dqs, stride_dqh,
+    items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale, min_mass,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
+    BLOCK_TAIL: gl.constexpr, DEFER: gl.constexpr,
+):  # fmt: skip
+    """Consumer of the rows' kernel: dz of 64 rows."""
+    D: gl.constexpr = k_bufs.shape[2]
+    sums: gl.constexpr = accumulator_layout(D)
+    layout: gl.constexpr = accumulator_layout(BLOCK)
+    tail_layout: gl.constexpr = accumulator_layout(BLOCK_TAIL)
+    n = 0
+    t = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        _, _, z_row, _, _, _, rows, first_row, batch, head, key, key_stop, slot = _rows_item(
+            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, FLASH, Z_IS_QUERY
+        )
+        z_row += half * _HALF
+        rows -= half * _HALF
+        first_row += half * _HALF
+        tiles = (key_stop - key + BLOCK - 1) // BLOCK
+        mbarrier.wait(kept_full, t & 1)
+        if rows > 0:
+            z = z_bufs.index(half)
+            daL = daL_bufs.index(half)
+            dy = dy_bufs.index(half)
+            i = gl.arange(0, _HALF, gl.SliceLayout(1, sums))
+            statistic_ptr = folded_ptr + first_row
+            lse2 = gl.load(statistic_ptr + i, mask=i < rows, other=_NO_ROW)
+            shift = gl.load(statistic_ptr + statistics + i, mask=i < rows, other=0.0)
+            slope = shift
+            if ENTROPY_GRAD:
+                slope = gl.load(statistic_ptr + 2 * statistics + i, mask=i < rows, other=0.0)
+            in_tail: gl.constexpr = gl.SliceLayout(1, tail_layout)
+            in_tile: gl.constexpr = gl.SliceLayout(1, layout)
+            dz = gl.zeros([_HALF, D], gl.float32, sums)
+            if DEFER:
+                dz = warpgroup_mma_init(dz)
+            stage = n % STAGES
+            mbarrier.wait(full.index(stage), n // STAGES & 1)
+            dz = _add_tile_for_rows(
+                dz, z, daL, dy, k_bufs.index(stage).slice(0, BLOCK_TAIL), v_bufs.index(stage).slice(0, BLOCK_TAIL),
+                gl.convert_layout(lse2, in_tail), gl.convert_layout(shift, in_tail), gl.convert_layout(slope, in_tail),
+                key_stop - key - (tiles - 1) * BLOCK, empty.index(stage), empty.index(stage), False, scale, log2_scale,
+                SUM_K, SUM_V, ENTROPY_GRAD, True, DEFER,
+            )  # fmt: skip
+            n += 1
+            lse2 = gl.convert_layout(lse2, in_tile)
+            shift = gl.convert_layout(shift, in_tile)
+            slope = gl.convert_layout(slope, in_tile)
+            for _ in range(1, tiles):
+                previous = stage
+                stage = n % STAGES
+                mbarrier.wait(full.index(stage), n // STAGES & 1)
+                dz = _add_tile_for_rows(
+                    dz, z, daL, dy, k_bufs.index(stage), v_bufs.index(stage), lse2, shift, slope, 0,
+                    empty.index(stage), empty.index(previous), True, scale, log2_scale,
+                    SUM_K, SUM_V, ENTROPY_GRAD, False, DEFER,
+                )  # fmt: skip
+                n += 1
+            if DEFER:
+                dz = warpgroup_mma_wait(0, [dz])
+                mbarrier.arrive(empty.index(stage))
+            columns = gl.arange(0, D, gl.SliceLayout(0, sums))
+            if FLASH or Z_IS_QUERY:
+                mbarrier.arrive(kept_empty)
+                if FLASH and slot >= 0:
+                    part = ((batch * heads + head).to(gl.int64) * slots + slot) * _TILE + half * _HALF + i
+                    gl.store(part_ptr + part[:, None] * D + columns[None, :], dz, mask=(i < rows)[:, None])
+                else:
+                    b = batch.to(gl.int64)
+                    h = head.to(gl.int64)
+                    # A position before the first token or after the last holds none.
+                    first = gl.maximum(z_row, 0)
+                    stop = gl.minimum(z_row + rows, tokens)
+                    q = z_row + i
+                    pointers = dq_ptr + b * stride_dqb + h * stride_dqh + q.to(gl.int64)[:, None] * stride_dqs
+                    pointers += columns[None, :]
+                    inside = ((q >= first) & (q < stop))[:, None] & (columns < D)[None, :]
+                    if ADD_Q:
+                        dz += gl.load(pointers, mask=inside, other=0.0).to(gl.float32)
+                    gl.store(pointers, dz.to(dq_ptr.dtype.element_ty), mask=inside)
+            else:
+                # z = αR / max(cR, min_mass)
+                at = first_row + i
+                cR = gl.load(cR_ptr + at, mask=i < rows, other=1.0)
+                mass = gl.maximum(cR, min_mass)
+                product = gl.sum(dz * z.load(sums).to(gl.float32), 1)
+                mbarrier.arrive(kept_empty)
+                gl.store(dcR_ptr + at, gl.where(cR >= min_mass, -product / mass, 0.0), mask=i < rows)
+                inside = (i < rows)[:, None] & (columns < D)[None, :]
+                daR = (dz / mass[:, None]).to(daR_ptr.dtype.element_ty)
+                gl.store(daR_ptr + at[:, None] * D + columns[None, :], daR, mask=inside)
+        else:
+            for _ in range(tiles):
+                mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
+                mbarrier.arrive(empty.index(n % STAGES))
+                n += 1
+            mbarrier.arrive(kept_empty)
+        t += 1
+
+
+@gluon.jit(do_not_specialize=[*_SIZES, "slots"])
+def _rows_kernel(
+    z_desc, k_desc, v_desc, daL_desc, dy_desc, items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots,
+    cR_ptr, daR_ptr, dcR_ptr, dq_ptr, stride_dqb, stride_dqs, stride_dqh,
+    items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale, min_mass,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
+    BLOCK_TAIL: gl.constexpr, DEFER: gl.constexpr,
+):  # fmt: skip
+    """dz, as dq, as partial sums of it or, where z was made of αR and cR, as their gradients."""
+    D: gl.constexpr = k_desc.block_type.shape[3]
+    dtype: gl.constexpr = k_desc.dtype
+    layout: gl.constexpr = shared_layout(D)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], layout) if SUM_V else k_bufs
+    z_bufs = gl.allocate_shared_memory(dtype, [2, _HALF, D], layout)
+    daL_bufs = gl.allocate_shared_memory(dtype, [2, _HALF, D], layout) if SUM_K else z_bufs
+    dy_bufs = gl.allocate_shared_memory(dtype, [2, _HALF, D], layout) if SUM_V else z_bufs
+    kept_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kept_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kept_full, count=1)
+    mbarrier.init(kept_empty, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_load_for_rows, (
+                z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
+                kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
+                items, row_tiles, heads, tokens, blocks, positions, offset,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, STAGES, BLOCK,
+            )),
+            (_sum_for_rows, (
+                0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
+                items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
+                stride_dqb, stride_dqs, stride_dqh,
+                items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale, min_mass,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, STAGES, BLOCK, BLOCK_TAIL, DEFER,
+            )),
+            (_sum_for_rows, (
+                1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
+                items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
+                stride_dqb, stride_dqs, stride_dqh,
+                items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale, min_mass,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, STAGES, BLOCK, BLOCK_TAIL, DEFER,
+            )),
+        ],
+        [4, 4],
+        [240, 240],
+    )  # fmt: skip
+
+
+def stages_that_fit(kept: int, stage: int, at_most: int = 4) -> int:
+    """Stages of so many bytes beside what the program keeps."""
+    return max(1, min(at_most, (SHARED_MEMORY - kept) // stage))
+
+
+def launch_keys(
+    z: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    daL: torch.Tensor | None,
+    dy: torch.Tensor | None,
+    folded: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor | None,
+    *,
+    tiles: tuple[int, int],
+    heads: int,
+    scale: float,
+    places: Places | None = None,
+    work: Work | None = None,
+    tokens: int = 0,
+    add: tuple[bool, bool] = (True, True),
+    block: int = 64,
+    defer: bool = False,
+) -> None:
+    """dk and dv of all keys; `tiles` per head (or group) and how many of those there are."""
+    D = key.shape[3]
+    sums = (daL is not None) + (dy is not None)
+    stages = stages_that_fit((1 + (dy is not None)) * TILE * D * 2, (1 + sums) * block * D * 2)
+    k_desc, z_desc = rows_descriptor(key, HALF), rows_descriptor(z, block)
+    items = tiles[0] * tiles[1]
+    _keys_kernel[(min(items, processors(key.device)),)](
+        z_desc, k_desc, k_desc if dy is None else rows_descriptor(value, HALF),
+        z_desc if daL is None else rows_descriptor(daL, block), z_desc if dy is None else rows_descriptor(dy, block),
+        None if work is None else work.items, None if work is None else work.ranges,
+        folded, folded.shape[1], dk, dk if dv is None else dv, *dk.stride()[:3], *(dk if dv is None else dv).stride()[:3],
+        items, tiles[0], heads, *_sizes(places, tokens), scale, log2_scale_of(scale),
+        FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, SUM_K=daL is not None, SUM_V=dy is not None,
+        ENTROPY_GRAD=folded.shape[0] == 3, ADD_K=add[0], ADD_V=add[1], STAGES=stages, BLOCK=block, DEFER=defer,
+        num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def launch_rows(
+    z: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    daL: torch.Tensor | None,
+    dy: torch.Tensor | None,
+    folded: torch.Tensor,
+    dq: torch.Tensor,
+    *,
+    tiles: tuple[int, int],
+    heads: int,
+    scale: float,
+    places: Places | None = None,
+    work: Work | None = None,
+    tokens: int = 0,
+    parts: torch.Tensor | None = None,
+    cR: torch.Tensor | None = None,
+    daR: torch.Tensor | None = None,
+    dcR: torch.Tensor | None = None,
+    min_mass: float = 0.0,
+    add: bool = True,
+    block: int = 128,
+    tail: int | None = None,
+    defer: bool = False,
+) -> None:
+    """dz of all rows: added to dq, written to `parts`, or turned into daR and dcR."""
+    D = key.shape[3]
+    sums = (daL is not None) + (dy is not None)
+    stages = stages_that_fit((1 + sums) * TILE * D * 2, (1 + (dy is not None)) * block * D * 2)
+    k_desc, z_desc = rows_descriptor(key, block), rows_descriptor(z, HALF)
+    items = tiles[0] * tiles[1]
+    _rows_kernel[(min(items, processors(key.device)),)](
+        z_desc, k_desc, k_desc if dy is None else rows_descriptor(value, block),
+        z_desc if daL is None else rows_descriptor(daL, HALF), z_desc if dy is None else rows_descriptor(dy, HALF),
+        None if work is None else work.items, None if work is None else work.ranges,
+        folded, folded.shape[1], parts, 0 if work is None else work.slots, cR, daR, dcR, dq, *dq.stride()[:3],
+        items, tiles[0], heads, *_sizes(places, tokens), scale, log2_scale_of(scale), min_mass,
+        FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, SUM_K=daL is not None, SUM_V=dy is not None,
+        ENTROPY_GRAD=folded.shape[0] == 3, ADD_Q=add, STAGES=stages, BLOCK=block, BLOCK_TAIL=tail or block,
+        DEFER=defer, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def _sizes(places: Places | None, tokens: int) -> tuple[int, int, int, int]:
+    if places is None:
+        return tokens, 0, 0, 0
+    return places.tokens, places.blocks, places.positions, places.offset
+
+
+def r_backward(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    places: Places,
+    scale: float,
+    z: torch.Tensor,
+    *,
+    lse: torch.Tensor,
+    cL: torch.Tensor,
+    daL: torch.Tensor,
+    dy: torch.Tensor | None,
+    dcL: torch.Tensor | None,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cR: torch.Tensor | None,
+    daR: torch.Tensor | None,
+    dcR: torch.Tensor | None,
+    min_mass: float,
+) -> None:
+    """What `RStep.backward` does, for keys that are not pooled; arguments are not checked."""
+    positions = places.positions
+    tiles = (triton.cdiv(positions, TILE), daL.shape[0])
+    folded = fold(lse, delta, scale, dcL=dcL, cL=cL)
+    shared = dict(tiles=tiles, heads=key.shape[2], scale=scale, places=places)
+    launch_keys(z, key, value, daL, dy, folded, dk, None if dy is None else dv, block=KEYS_BLOCK, **shared)
+    left = positions % ROWS_BLOCK
+    ragged = positions * places.blocks != places.tokens
+    tail = ROWS_BLOCK if ragged or left == 0 else max(64, triton.next_power_of_2(left))
+    launch_rows(
+        z, key, value, daL, dy, folded, dq, cR=cR, daR=daR, dcR=dcR, min_mass=min_mass, block=ROWS_BLOCK, tail=tail,
+        **shared,
+    )  # fmt: skip
