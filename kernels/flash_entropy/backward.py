@@ -492,8 +492,8 @@ def flash_backward(
     if hopper:
         from vmonarch.kernels.hopper import backward as on_hopper
 
-        row_options = {"BLOCK_M": on_hopper.TILE, "BLOCK_N": on_hopper.ROWS_BLOCK}
-        column_options = {"BLOCK_M": on_hopper.KEYS_BLOCK, "BLOCK_N": on_hopper.TILE}
+        row_options = {"BLOCK_M": on_hopper.TILE, "BLOCK_N": on_hopper.rows_choice(D)["block"]}
+        column_options = {"BLOCK_M": on_hopper.keys_choice(D, True)["block"], "BLOCK_N": on_hopper.TILE}
     BLOCK_M, BLOCK_N = row_options["BLOCK_M"], row_options["BLOCK_N"]
     rows = row_work(segments, BLOCK_M, BLOCK_N, B * H, processors(device), splits, device)
     rows_once = rows if rows.merges is None else row_work(segments, BLOCK_M, BLOCK_N, 1, 1, 1, device)
@@ -503,7 +503,8 @@ def flash_backward(
     entropy, grad_lse, grad_entropy = (
         None if x is None else x.to(torch.float32).contiguous() for x in (entropy, grad_lse, grad_entropy)
     )
-    delta = query.new_empty(B, H, Sq, dtype=torch.float32)
+    # For Hopper every row is folded, those of no segment too.
+    delta = (query.new_zeros if hopper else query.new_empty)(B, H, Sq, dtype=torch.float32)
     add_to_q, add_to_k, add_to_v = (given is not None for given in (dq, dk, dv))
     dq = _new_gradient(query, rows.covered) if dq is None else dq
     dk = _new_gradient(key, columns.covered) if dk is None else dk
@@ -538,11 +539,11 @@ def flash_backward(
             )
         num_items = rows.items.shape[0]
         if num_items > 0 and hopper:
-            folded = on_hopper.fold(lse, delta, scale, grad_entropy=grad_entropy)
+            folded = on_hopper.fold(lse, delta, Sq, scale, dH=grad_entropy)
             shared = dict(heads=H, scale=scale, tokens=Sq)
             on_hopper.launch_rows(
                 query, key, value, None, grad_out, folded, dq, tiles=(num_items, B * H), work=rows, parts=parts,
-                add=add_to_q, block=BLOCK_N, **shared,
+                add=add_to_q, **shared,
             )  # fmt: skip
         elif num_items > 0:
             _backward_q_kernel[(num_items * B * H,)](
@@ -598,7 +599,7 @@ def flash_backward(
         if num_items > 0 and hopper:
             on_hopper.launch_keys(
                 query, key, value, None, grad_out, folded, dk, dv, tiles=(num_items, B * H), work=columns,
-                add=(add_to_k, add_to_v), block=column_options["BLOCK_M"], **shared,
+                add=(add_to_k, add_to_v), **shared,
             )  # fmt: skip
         elif num_items > 0:
             _backward_kv_kernel[(num_items * B * H,)](

@@ -9,8 +9,8 @@ A producer warp copies tiles into stages of shared memory, two warpgroups of 64 
 the program keeps (its rows or keys) and every stage have two barriers: `full` (the copies have arrived) and `empty`
 (both warpgroups are done); `n` counts stages, `t` items of work.
 
-Statistics of the rows are folded beforehand (`_fold_kernel`): p = 2^(s·log2_scale - lse2) and
-scale·dS = p·(scale·dP - shift + slope·log2 p).
+Statistics of the rows are folded beforehand (`_fold_kernel`): p = 2^(s·log2_scale + shift_s) and
+scale·dS = p·(scale·dP + shift_dp + slope·log2 p). They are sums because a minus would cost the loop an instruction.
 
 Legend: B batch, S tokens, H heads, D head dim, m blocks, b positions per block, M rows and N keys of a tile.
 """
@@ -27,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -41,15 +40,12 @@ HALF = 64
 TILE = 2 * HALF
 # Shared memory of a program, less what the barriers take.
 SHARED_MEMORY = 227 * 1024 - 256
-# Rows of a tile that attends to the keys, and keys of a tile that the rows attend to.
-KEYS_BLOCK = 64
-ROWS_BLOCK = 128
-# lse2 of a row that is not there: p is 0, and log2 p is still a number.
-NO_ROW = 1e30
+# log2 p of what is not there: p is 0.
+NOWHERE = -1e30
 
 _HALF = gl.constexpr(HALF)
 _TILE = gl.constexpr(TILE)
-_NO_ROW = gl.constexpr(NO_ROW)
+_NOWHERE = gl.constexpr(NOWHERE)
 
 
 @gluon.constexpr_function
@@ -80,6 +76,12 @@ def rows_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(view.shape), strides, [1, 1, rows, columns], shared_layout.fn(columns, 4))
 
 
+def _folded_descriptor(folded: torch.Tensor, rows: int) -> TensorDescriptor:
+    size = folded[0].numel()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(folded, [folded.shape[0], size], [size, 1], [1, rows], layout)
+
+
 @gluon.jit
 def _copy_rows(desc, i, j, row, barrier, buffer):
     """Start the copy of a tile of rows into `buffer` [rows, columns]."""
@@ -87,48 +89,51 @@ def _copy_rows(desc, i, j, row, barrier, buffer):
     tma.async_copy_global_to_shared(desc, [i, j, row, 0], barrier, buffer._reinterpret(desc.dtype, tile, desc.layout))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "rows", "padded"])
 def _fold_kernel(
-    lse_ptr, delta_ptr, entropy_ptr, slope_ptr, folded_ptr, size, scale,
-    SLOPE: tl.constexpr, NEGATIVE: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
+    lse_ptr, delta_ptr, cL_ptr, dcL_ptr, dH_ptr, folded_ptr, groups, rows, padded, scale,
+    SLOPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """[lse2, shift, slope] of every row from lse, delta and the gradient of the entropy's slope dcL = -dH.
+    """[shift_s, shift_dp, slope] of every row, and of places between groups, where p is 0.
 
-    NEGATIVE: the slope given is dH. SHIFTED: delta lacks dcL·cL.
+    SLOPE: "" without a gradient through the entropy, else whether it comes as dcL, with cL, or as dH.
     """
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < size
-    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
-    shift = tl.load(delta_ptr + row, mask=inside, other=0.0)
-    if SLOPE:
-        slope = tl.load(slope_ptr + row, mask=inside, other=0.0)
-        if SHIFTED:
-            shift += slope * tl.load(entropy_ptr + row, mask=inside, other=0.0)
-        if NEGATIVE:
-            slope = -slope
-        tl.store(folded_ptr + 2 * size.to(tl.int64) + row, slope * scale * 0.6931471805599453, mask=inside)
-    lse2 = tl.where(lse == -float("inf"), 1e30, lse * 1.4426950408889634)
-    tl.store(folded_ptr + row, lse2, mask=inside)
-    tl.store(folded_ptr + size + row, shift * scale, mask=inside)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = groups.to(tl.int64) * padded
+    row = at // padded * rows + at % padded
+    inside = (at < size) & (at % padded < rows)
+    lse = tl.load(lse_ptr + row, mask=inside, other=-float("inf"))
+    delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
+    if SLOPE == "dcL":
+        slope = tl.load(dcL_ptr + row, mask=inside, other=0.0)
+        delta += slope * tl.load(cL_ptr + row, mask=inside, other=0.0)
+    elif SLOPE == "dH":
+        slope = -tl.load(dH_ptr + row, mask=inside, other=0.0)
+    # Where p is 0, log2 p must still be a number.
+    shift_s = tl.where(lse == -float("inf"), -1e30, -1.4426950408889634 * lse)
+    tl.store(folded_ptr + at, shift_s, mask=at < size)
+    tl.store(folded_ptr + size + at, -scale * delta, mask=at < size)
+    if SLOPE != "":
+        tl.store(folded_ptr + 2 * size + at, slope * scale * 0.6931471805599453, mask=at < size)
 
 
 def fold(
     lse: torch.Tensor,
     delta: torch.Tensor,
+    rows: int,
     scale: float,
     *,
     dcL: torch.Tensor | None = None,
     cL: torch.Tensor | None = None,
-    grad_entropy: torch.Tensor | None = None,
+    dH: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[2 or 3, rows] statistics of the rows in the form the kernels take."""
-    slope = grad_entropy if dcL is None else dcL
-    size = lse.numel()
-    folded = lse.new_empty(2 if slope is None else 3, size)
-    _fold_kernel[(triton.cdiv(size, 1024),)](
-        lse, delta, cL, slope, folded, size, scale,
-        SLOPE=slope is not None, NEGATIVE=dcL is None, SHIFTED=dcL is not None, BLOCK=1024, num_warps=4,
-    )  # fmt: skip
+    """[2 or 3, groups, padded rows] statistics of the rows in the form the kernels take."""
+    groups, padded = lse.numel() // rows, triton.cdiv(rows, TILE) * TILE
+    slope = "dcL" if dcL is not None else "dH" if dH is not None else ""
+    folded = lse.new_empty(3 if slope else 2, groups, padded)
+    _fold_kernel[(triton.cdiv(groups * padded, 1024),)](
+        lse, delta, cL, dcL, dH, folded, groups, rows, padded, scale, SLOPE=slope, BLOCK=1024, num_warps=4
+    )
     return folded
 
 
@@ -142,7 +147,7 @@ def _r_item(item, row_tiles, heads, blocks, positions, offset):
 
 @gluon.jit
 def _keys_item(
-    item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset,
+    item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, padded,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr,
 ):  # fmt: skip
     """Where an item of the keys' kernel finds its keys and rows.
@@ -162,13 +167,13 @@ def _keys_item(
         rows = gl.load(span + 1) - row
         batch = bh // heads
         head = bh % heads
-        first = bh.to(gl.int64) * tokens + row
+        first = bh * padded + row
         return batch, head, key, key_stop, batch, head, row, batch, head, row, rows, first
     else:
         batch, head, group, token, tile = _r_item(item, row_tiles, heads, blocks, positions, offset)
         key = gl.maximum(token, 0) + tile
         key_stop = gl.minimum(token + positions, tokens)
-        first = group.to(gl.int64) * positions
+        first = group * padded
         if Z_IS_QUERY:
             return batch, head, key, key_stop, batch, head, token, 0, group, 0, positions, first
         else:
@@ -177,7 +182,7 @@ def _keys_item(
 
 @gluon.jit
 def _rows_item(
-    item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset,
+    item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, padded,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr,
 ):  # fmt: skip
     """Where an item of the rows' kernel finds its rows and keys.
@@ -195,11 +200,11 @@ def _rows_item(
         slot = gl.load(entry + 4)
         batch = bh // heads
         head = bh % heads
-        first = bh.to(gl.int64) * tokens + row
+        first = bh * padded + row
         return batch, head, row, batch, head, row, rows, first, batch, head, gl.load(span), gl.load(span + 1), slot
     else:
         batch, head, group, token, tile = _r_item(item, row_tiles, heads, blocks, positions, offset)
-        first = group.to(gl.int64) * positions + tile
+        first = group * padded + tile
         key = gl.maximum(token, 0)
         key_stop = gl.minimum(token + positions, tokens)
         rows = positions - tile
@@ -211,37 +216,27 @@ def _rows_item(
 
 @gluon.jit
 def _d_scores(p, t, dp, shift, slope, scale, ENTROPY_GRAD: gl.constexpr):
-    """scale·dS of a tile from p, t = log2 p and dP."""
-    ds = dp * scale - shift
+    """scale·dS of a tile from p, t = log2 p and dP; see the top."""
+    ds = dp * scale + shift
     if ENTROPY_GRAD:
         ds += slope * t
     return p * ds
 
 
 @gluon.jit
-def _wait_both(dk, dv, SUM_V: gl.constexpr):
-    if SUM_V:
-        dk, dv = warpgroup_mma_wait(0, [dk, dv])
-        return dk, dv
-    else:
-        dk = warpgroup_mma_wait(0, [dk])
-        return dk, dk
-
-
-@gluon.jit
 def _load_for_keys(
-    z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
+    z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs,
     kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-    items, row_tiles, heads, tokens, blocks, positions, offset,
+    items, row_tiles, heads, tokens, blocks, positions, offset, padded,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK: gl.constexpr,
+    ENTROPY_GRAD: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Producer of the keys' kernel: the keys of every item, and the tiles of rows that attend to them."""
     n = 0
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        batch, head, key, _, z_i, z_j, z_row, g_i, g_j, g_row, rows, _ = _keys_item(
-            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, FLASH, Z_IS_QUERY
+        batch, head, key, _, z_i, z_j, z_row, g_i, g_j, g_row, rows, first_row = _keys_item(
+            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, padded, FLASH, Z_IS_QUERY
         )
         mbarrier.wait(kept_empty, (t & 1) ^ 1)
         mbarrier.expect(kept_full, 2 * (k_desc.block_type.nbytes + (v_desc.block_type.nbytes if SUM_V else 0)))
@@ -253,12 +248,16 @@ def _load_for_keys(
             stage = n % STAGES
             mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
             barrier = full.index(stage)
-            mbarrier.expect(barrier, (1 + SUM_K + SUM_V) * z_desc.block_type.nbytes)
+            bytes: gl.constexpr = (1 + SUM_K + SUM_V) * z_desc.block_type.nbytes + (2 + ENTROPY_GRAD) * BLOCK * 4
+            mbarrier.expect(barrier, bytes)
             _copy_rows(z_desc, z_i, z_j, z_row + first, barrier, z_bufs.index(stage))
             if SUM_K:
                 _copy_rows(daL_desc, g_i, g_j, g_row + first, barrier, daL_bufs.index(stage))
             if SUM_V:
                 _copy_rows(dy_desc, g_i, g_j, g_row + first, barrier, dy_bufs.index(stage))
+            for i in gl.static_range(2 + ENTROPY_GRAD):
+                buffer = folded_bufs.index(stage * (2 + ENTROPY_GRAD) + i)
+                tma.async_copy_global_to_shared(folded_desc, [i, first_row + first], barrier, buffer)
             n += 1
         t += 1
 
@@ -279,13 +278,13 @@ def _add_keys(ptr, stride, key, key_stop, x, ACCUMULATE: gl.constexpr):
 
 @gluon.jit
 def _sum_for_keys(
-    half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
-    items_ptr, ranges_ptr, folded_ptr, statistics, dk_ptr, dv_ptr,
+    half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, kept_full, kept_empty, full, empty,
+    items_ptr, ranges_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale,
+    items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
-    DEFER: gl.constexpr,
+    KEEP: gl.constexpr,
 ):  # fmt: skip
     """Consumer of the keys' kernel: dk and dv of 64 keys. Scores are transposed, [keys, rows]."""
     D: gl.constexpr = k_bufs.shape[2]
@@ -297,20 +296,21 @@ def _sum_for_keys(
     n = 0
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        batch, head, key, key_stop, _, _, _, _, _, _, rows, first_row = _keys_item(
-            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, FLASH, Z_IS_QUERY
+        batch, head, key, key_stop, _, _, _, _, _, _, rows, _ = _keys_item(
+            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, padded, FLASH, Z_IS_QUERY
         )
         key += half * _HALF
         mbarrier.wait(kept_full, t & 1)
-        k = k_bufs.index(half)
-        v = v_bufs.index(half)
         if key < key_stop:
+            if KEEP:
+                k = k_bufs.index(half).load(operand)
+                v = v_bufs.index(half).load(operand) if SUM_V else k
+                mbarrier.arrive(kept_empty)
+            else:
+                k = k_bufs.index(half)
+                v = v_bufs.index(half)
             dk = gl.zeros([_HALF, D], gl.float32, sums)
             dv = gl.zeros([_HALF, D], gl.float32, sums) if SUM_V else dk
-            if DEFER:
-                dk = warpgroup_mma_init(dk)
-                dv = warpgroup_mma_init(dv)
-            statistic_ptr = folded_ptr + first_row
             for first in range(0, rows, BLOCK):
                 stage = n % STAGES
                 mbarrier.wait(full.index(stage), n // STAGES & 1)
@@ -325,40 +325,34 @@ def _sum_for_keys(
                         dp = warpgroup_mma(v, dy.permute((1, 0)), dp, is_async=True)
                 else:
                     dp = warpgroup_mma(v, dy.permute((1, 0)), zero, use_acc=False, is_async=True)
-                j = first + gl.arange(0, BLOCK, columns)
-                lse2 = gl.load(statistic_ptr + j, mask=j < rows, other=_NO_ROW)
-                shift = gl.load(statistic_ptr + statistics + j, mask=j < rows, other=0.0)
-                slope = shift
-                if ENTROPY_GRAD:
-                    slope = gl.load(statistic_ptr + 2 * statistics + j, mask=j < rows, other=0.0)
-                if DEFER:
-                    # The products before these scores are done with the stage before.
-                    if SUM_V:
-                        scores, dk, dv = warpgroup_mma_wait(SUM_K + SUM_V, [scores, dk, dv])
-                    else:
-                        scores, dk = warpgroup_mma_wait(SUM_K + SUM_V, [scores, dk])
-                    mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=first > 0)
-                else:
-                    scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
-                log2_p = scores * log2_scale - lse2[None, :]
+                scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
+                statistics = stage * (2 + ENTROPY_GRAD)
+                shift = folded_bufs.index(statistics).load(layout)
+                if FLASH:
+                    # The next rows are not of this segment.
+                    j = first + gl.arange(0, BLOCK, columns)
+                    shift = gl.where((j < rows)[None, :], shift, _NOWHERE)
+                log2_p = scores * log2_scale + shift
                 p = gl.exp2(log2_p)
                 rounded = gl.convert_layout(p.to(dtype), operand)
                 if SUM_V:
                     dv = warpgroup_mma(rounded, dy, dv, is_async=True)
                 if SUM_K:
                     dk = warpgroup_mma(rounded, daL, dk, is_async=True)
+                shift = folded_bufs.index(statistics + 1).load(layout)
+                slope = folded_bufs.index(statistics + 2).load(layout) if ENTROPY_GRAD else shift
                 dp = warpgroup_mma_wait(SUM_K + SUM_V, [dp])
-                ds = _d_scores(p, log2_p, dp, shift[None, :], slope[None, :], scale, ENTROPY_GRAD)
+                ds = _d_scores(p, log2_p, dp, shift, slope, scale, ENTROPY_GRAD)
                 ds = gl.convert_layout(ds.to(dtype), operand)
                 dk = warpgroup_mma(ds, z, dk, is_async=True)
-                if not DEFER:
-                    dk, dv = _wait_both(dk, dv, SUM_V)
-                    mbarrier.arrive(empty.index(stage))
+                if SUM_V:
+                    dk, dv = warpgroup_mma_wait(0, [dk, dv])
+                else:
+                    dk = warpgroup_mma_wait(0, [dk])
+                mbarrier.arrive(empty.index(stage))
                 n += 1
-            if DEFER:
-                dk, dv = _wait_both(dk, dv, SUM_V)
-                mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
-            mbarrier.arrive(kept_empty)
+            if not KEEP:
+                mbarrier.arrive(kept_empty)
             b = batch.to(gl.int64)
             h = head.to(gl.int64)
             _add_keys(dk_ptr + b * stride_dkb + h * stride_dkh, stride_dks, key, key_stop, dk, ADD_K)
@@ -373,17 +367,17 @@ def _sum_for_keys(
         t += 1
 
 
-_SIZES = ["items", "row_tiles", "heads", "tokens", "blocks", "positions", "offset", "statistics"]
+_SIZES = ["items", "row_tiles", "heads", "tokens", "blocks", "positions", "offset", "padded"]
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def _keys_kernel(
-    z_desc, k_desc, v_desc, daL_desc, dy_desc, items_ptr, ranges_ptr, folded_ptr, statistics, dk_ptr, dv_ptr,
+    z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc, items_ptr, ranges_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale,
+    items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
-    DEFER: gl.constexpr,
+    KEEP: gl.constexpr,
 ):  # fmt: skip
     """dk and dv; a program takes one tile of keys after the other."""
     D: gl.constexpr = k_desc.block_type.shape[3]
@@ -394,6 +388,8 @@ def _keys_kernel(
     z_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], layout)
     daL_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], layout) if SUM_K else z_bufs
     dy_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], layout) if SUM_V else z_bufs
+    statistics: gl.constexpr = STAGES * (2 + ENTROPY_GRAD)
+    folded_bufs = gl.allocate_shared_memory(gl.float32, [statistics, 1, BLOCK], folded_desc.layout)
     kept_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kept_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -407,24 +403,24 @@ def _keys_kernel(
     gl.warp_specialize(
         [
             (_load_for_keys, (
-                z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
+                z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs,
                 kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-                items, row_tiles, heads, tokens, blocks, positions, offset,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, STAGES, BLOCK,
+                items, row_tiles, heads, tokens, blocks, positions, offset, padded,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, STAGES, BLOCK,
             )),
             (_sum_for_keys, (
-                0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
-                items_ptr, ranges_ptr, folded_ptr, statistics, dk_ptr, dv_ptr,
+                0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, kept_full, kept_empty, full, empty,
+                items_ptr, ranges_ptr, dk_ptr, dv_ptr,
                 stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-                items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, DEFER,
+                items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, KEEP,
             )),
             (_sum_for_keys, (
-                1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
-                items_ptr, ranges_ptr, folded_ptr, statistics, dk_ptr, dv_ptr,
+                1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, kept_full, kept_empty, full, empty,
+                items_ptr, ranges_ptr, dk_ptr, dv_ptr,
                 stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-                items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, DEFER,
+                items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, KEEP,
             )),
         ],
         [4, 4],
@@ -436,7 +432,7 @@ def _keys_kernel(
 def _load_for_rows(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
     kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-    items, row_tiles, heads, tokens, blocks, positions, offset,
+    items, row_tiles, heads, tokens, blocks, positions, offset, padded,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     STAGES: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
@@ -445,7 +441,7 @@ def _load_for_rows(
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         z_i, z_j, z_row, g_i, g_j, g_row, _, _, batch, head, key, key_stop, _ = _rows_item(
-            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, FLASH, Z_IS_QUERY
+            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, padded, FLASH, Z_IS_QUERY
         )
         mbarrier.wait(kept_empty, (t & 1) ^ 1)
         mbarrier.expect(kept_full, 2 * (1 + SUM_K + SUM_V) * z_desc.block_type.nbytes)
@@ -471,10 +467,10 @@ def _load_for_rows(
 
 @gluon.jit
 def _add_tile_for_rows(
-    dz, z, daL, dy, k, v, lse2, shift, slope, keys_left, current, previous, has_previous, scale, log2_scale,
-    SUM_K: gl.constexpr, SUM_V: gl.constexpr, ENTROPY_GRAD: gl.constexpr, MASKED: gl.constexpr, DEFER: gl.constexpr,
+    dz, z, daL, dy, k, v, shift_s, shift_dp, slope, keys_left, done, scale, log2_scale,
+    SUM_K: gl.constexpr, SUM_V: gl.constexpr, ENTROPY_GRAD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Begin to add what the keys of one tile contribute to dz; then the tile before is done with."""
+    """Add what the keys of one tile contribute to dz, and give the tile back."""
     N: gl.constexpr = k.shape[0]
     dtype: gl.constexpr = k.dtype
     layout: gl.constexpr = accumulator_layout(N)
@@ -486,23 +482,18 @@ def _add_tile_for_rows(
             dp = warpgroup_mma(dy, v.permute((1, 0)), dp, is_async=True)
     else:
         dp = warpgroup_mma(dy, v.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if DEFER:
-        scores, dz = warpgroup_mma_wait(SUM_K + SUM_V, [scores, dz])
-        mbarrier.arrive(previous, pred=has_previous)
-    else:
-        scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
-    log2_p = scores * log2_scale - lse2[:, None]
+    scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
+    log2_p = scores * log2_scale + shift_s[:, None]
     if MASKED:
         present = gl.arange(0, N, gl.SliceLayout(0, layout)) < keys_left
-        log2_p = gl.where(present[None, :], log2_p, -_NO_ROW)
+        log2_p = gl.where(present[None, :], log2_p, _NOWHERE)
     p = gl.exp2(log2_p)
     dp = warpgroup_mma_wait(0, [dp])
-    ds = _d_scores(p, log2_p, dp, shift[:, None], slope[:, None], scale, ENTROPY_GRAD)
+    ds = _d_scores(p, log2_p, dp, shift_dp[:, None], slope[:, None], scale, ENTROPY_GRAD)
     ds = gl.convert_layout(ds.to(dtype), operand_layout(N))
     dz = warpgroup_mma(ds, k, dz, is_async=True)
-    if not DEFER:
-        dz = warpgroup_mma_wait(0, [dz])
-        mbarrier.arrive(current)
+    dz = warpgroup_mma_wait(0, [dz])
+    mbarrier.arrive(done)
     return dz
 
 
@@ -511,10 +502,10 @@ def _sum_for_rows(
     half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
     items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
     stride_dqb, stride_dqs, stride_dqh,
-    items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale, min_mass,
+    items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
-    BLOCK_TAIL: gl.constexpr, DEFER: gl.constexpr,
+    BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """Consumer of the rows' kernel: dz of 64 rows."""
     D: gl.constexpr = k_bufs.shape[2]
@@ -524,8 +515,8 @@ def _sum_for_rows(
     n = 0
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, _, z_row, _, _, _, rows, first_row, batch, head, key, key_stop, slot = _rows_item(
-            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, FLASH, Z_IS_QUERY
+        _, z_j, z_row, _, _, _, rows, first_row, batch, head, key, key_stop, slot = _rows_item(
+            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, padded, FLASH, Z_IS_QUERY
         )
         z_row += half * _HALF
         rows -= half * _HALF
@@ -533,49 +524,49 @@ def _sum_for_rows(
         tiles = (key_stop - key + BLOCK - 1) // BLOCK
         mbarrier.wait(kept_full, t & 1)
         if rows > 0:
-            z = z_bufs.index(half)
-            daL = daL_bufs.index(half)
-            dy = dy_bufs.index(half)
+            if KEEP:
+                z = z_bufs.index(half).load(operand_layout(BLOCK))
+                daL = daL_bufs.index(half).load(operand_layout(BLOCK)) if SUM_K else z
+                dy = dy_bufs.index(half).load(operand_layout(BLOCK)) if SUM_V else z
+                mbarrier.arrive(kept_empty)
+            else:
+                z = z_bufs.index(half)
+                daL = daL_bufs.index(half)
+                dy = dy_bufs.index(half)
             i = gl.arange(0, _HALF, gl.SliceLayout(1, sums))
             statistic_ptr = folded_ptr + first_row
-            lse2 = gl.load(statistic_ptr + i, mask=i < rows, other=_NO_ROW)
-            shift = gl.load(statistic_ptr + statistics + i, mask=i < rows, other=0.0)
-            slope = shift
+            shift_s = gl.load(statistic_ptr + i, mask=i < rows, other=0.0)
+            shift_dp = gl.load(statistic_ptr + statistics + i, mask=i < rows, other=0.0)
+            slope = shift_dp
             if ENTROPY_GRAD:
                 slope = gl.load(statistic_ptr + 2 * statistics + i, mask=i < rows, other=0.0)
             in_tail: gl.constexpr = gl.SliceLayout(1, tail_layout)
             in_tile: gl.constexpr = gl.SliceLayout(1, layout)
             dz = gl.zeros([_HALF, D], gl.float32, sums)
-            if DEFER:
-                dz = warpgroup_mma_init(dz)
             stage = n % STAGES
             mbarrier.wait(full.index(stage), n // STAGES & 1)
             dz = _add_tile_for_rows(
                 dz, z, daL, dy, k_bufs.index(stage).slice(0, BLOCK_TAIL), v_bufs.index(stage).slice(0, BLOCK_TAIL),
-                gl.convert_layout(lse2, in_tail), gl.convert_layout(shift, in_tail), gl.convert_layout(slope, in_tail),
-                key_stop - key - (tiles - 1) * BLOCK, empty.index(stage), empty.index(stage), False, scale, log2_scale,
-                SUM_K, SUM_V, ENTROPY_GRAD, True, DEFER,
+                gl.convert_layout(shift_s, in_tail), gl.convert_layout(shift_dp, in_tail), gl.convert_layout(slope, in_tail),
+                key_stop - key - (tiles - 1) * BLOCK, empty.index(stage), scale, log2_scale,
+                SUM_K, SUM_V, ENTROPY_GRAD, True,
             )  # fmt: skip
             n += 1
-            lse2 = gl.convert_layout(lse2, in_tile)
-            shift = gl.convert_layout(shift, in_tile)
+            shift_s = gl.convert_layout(shift_s, in_tile)
+            shift_dp = gl.convert_layout(shift_dp, in_tile)
             slope = gl.convert_layout(slope, in_tile)
             for _ in range(1, tiles):
-                previous = stage
                 stage = n % STAGES
                 mbarrier.wait(full.index(stage), n // STAGES & 1)
                 dz = _add_tile_for_rows(
-                    dz, z, daL, dy, k_bufs.index(stage), v_bufs.index(stage), lse2, shift, slope, 0,
-                    empty.index(stage), empty.index(previous), True, scale, log2_scale,
-                    SUM_K, SUM_V, ENTROPY_GRAD, False, DEFER,
+                    dz, z, daL, dy, k_bufs.index(stage), v_bufs.index(stage), shift_s, shift_dp, slope, 0,
+                    empty.index(stage), scale, log2_scale, SUM_K, SUM_V, ENTROPY_GRAD, False,
                 )  # fmt: skip
                 n += 1
-            if DEFER:
-                dz = warpgroup_mma_wait(0, [dz])
-                mbarrier.arrive(empty.index(stage))
             columns = gl.arange(0, D, gl.SliceLayout(0, sums))
             if FLASH or Z_IS_QUERY:
-                mbarrier.arrive(kept_empty)
+                if not KEEP:
+                    mbarrier.arrive(kept_empty)
                 if FLASH and slot >= 0:
                     part = ((batch * heads + head).to(gl.int64) * slots + slot) * _TILE + half * _HALF + i
                     gl.store(part_ptr + part[:, None] * D + columns[None, :], dz, mask=(i < rows)[:, None])
@@ -594,11 +585,14 @@ def _sum_for_rows(
                     gl.store(pointers, dz.to(dq_ptr.dtype.element_ty), mask=inside)
             else:
                 # z = αR / max(cR, min_mass)
-                at = first_row + i
+                at = (z_j * positions + z_row).to(gl.int64) + i
                 cR = gl.load(cR_ptr + at, mask=i < rows, other=1.0)
                 mass = gl.maximum(cR, min_mass)
-                product = gl.sum(dz * z.load(sums).to(gl.float32), 1)
-                mbarrier.arrive(kept_empty)
+                if KEEP:
+                    product = gl.sum(dz * gl.convert_layout(z, sums).to(gl.float32), 1)
+                else:
+                    product = gl.sum(dz * z.load(sums).to(gl.float32), 1)
+                    mbarrier.arrive(kept_empty)
                 gl.store(dcR_ptr + at, gl.where(cR >= min_mass, -product / mass, 0.0), mask=i < rows)
                 inside = (i < rows)[:, None] & (columns < D)[None, :]
                 daR = (dz / mass[:, None]).to(daR_ptr.dtype.element_ty)
@@ -612,14 +606,14 @@ def _sum_for_rows(
         t += 1
 
 
-@gluon.jit(do_not_specialize=[*_SIZES, "slots"])
+@gluon.jit(do_not_specialize=[*_SIZES, "slots", "statistics"])
 def _rows_kernel(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots,
     cR_ptr, daR_ptr, dcR_ptr, dq_ptr, stride_dqb, stride_dqs, stride_dqh,
-    items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale, min_mass,
+    items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
-    BLOCK_TAIL: gl.constexpr, DEFER: gl.constexpr,
+    BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """dz, as dq, as partial sums of it or, where z was made of αR and cR, as their gradients."""
     D: gl.constexpr = k_desc.block_type.shape[3]
@@ -645,27 +639,40 @@ def _rows_kernel(
             (_load_for_rows, (
                 z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
                 kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-                items, row_tiles, heads, tokens, blocks, positions, offset,
+                items, row_tiles, heads, tokens, blocks, positions, offset, padded,
                 FLASH, Z_IS_QUERY, SUM_K, SUM_V, STAGES, BLOCK,
             )),
             (_sum_for_rows, (
                 0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
                 stride_dqb, stride_dqs, stride_dqh,
-                items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale, min_mass,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, STAGES, BLOCK, BLOCK_TAIL, DEFER,
+                items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, STAGES, BLOCK, BLOCK_TAIL, KEEP,
             )),
             (_sum_for_rows, (
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
                 stride_dqb, stride_dqs, stride_dqh,
-                items, row_tiles, heads, tokens, blocks, positions, offset, scale, log2_scale, min_mass,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, STAGES, BLOCK, BLOCK_TAIL, DEFER,
+                items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, STAGES, BLOCK, BLOCK_TAIL, KEEP,
             )),
         ],
         [4, 4],
         [240, 240],
     )  # fmt: skip
+
+
+def keys_choice(D: int, sum_v: bool) -> dict[str, int]:
+    """Rows of a tile, and whether the keys are kept in registers, which saves reading them for every tile.
+
+    What was fastest on an H200. Registers are the limit: with 128 dimensions there are none left beside values.
+    """
+    return {"block": 128 if D == 64 and not sum_v else 64, "keep": (D == 64) is sum_v}
+
+
+def rows_choice(D: int) -> dict[str, int]:
+    """Keys of a tile, and whether the rows are kept in registers."""
+    return {"block": 128 if D == 64 else 64, "keep": D == 64}
 
 
 def stages_that_fit(kept: int, stage: int, at_most: int = 4) -> int:
@@ -690,23 +697,23 @@ def launch_keys(
     work: Work | None = None,
     tokens: int = 0,
     add: tuple[bool, bool] = (True, True),
-    block: int = 64,
-    defer: bool = False,
 ) -> None:
     """dk and dv of all keys; `tiles` per head (or group) and how many of those there are."""
     D = key.shape[3]
+    block, keep = keys_choice(D, dy is not None).values()
     sums = (daL is not None) + (dy is not None)
-    stages = stages_that_fit((1 + (dy is not None)) * TILE * D * 2, (1 + sums) * block * D * 2)
+    stage = (1 + sums) * block * D * 2 + folded.shape[0] * block * 4
+    stages = stages_that_fit((1 + (dy is not None)) * TILE * D * 2, stage)
     k_desc, z_desc = rows_descriptor(key, HALF), rows_descriptor(z, block)
     items = tiles[0] * tiles[1]
     _keys_kernel[(min(items, processors(key.device)),)](
         z_desc, k_desc, k_desc if dy is None else rows_descriptor(value, HALF),
         z_desc if daL is None else rows_descriptor(daL, block), z_desc if dy is None else rows_descriptor(dy, block),
-        None if work is None else work.items, None if work is None else work.ranges,
-        folded, folded.shape[1], dk, dk if dv is None else dv, *dk.stride()[:3], *(dk if dv is None else dv).stride()[:3],
-        items, tiles[0], heads, *_sizes(places, tokens), scale, log2_scale_of(scale),
+        _folded_descriptor(folded, block), None if work is None else work.items, None if work is None else work.ranges,
+        dk, dk if dv is None else dv, *dk.stride()[:3], *(dk if dv is None else dv).stride()[:3],
+        items, tiles[0], heads, *_sizes(places, tokens), folded.shape[2], scale, log2_scale_of(scale),
         FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, SUM_K=daL is not None, SUM_V=dy is not None,
-        ENTROPY_GRAD=folded.shape[0] == 3, ADD_K=add[0], ADD_V=add[1], STAGES=stages, BLOCK=block, DEFER=defer,
+        ENTROPY_GRAD=folded.shape[0] == 3, ADD_K=add[0], ADD_V=add[1], STAGES=stages, BLOCK=block, KEEP=keep,
         num_warps=4, maxnreg=168,
     )  # fmt: skip
 
@@ -732,12 +739,14 @@ def launch_rows(
     dcR: torch.Tensor | None = None,
     min_mass: float = 0.0,
     add: bool = True,
-    block: int = 128,
-    tail: int | None = None,
-    defer: bool = False,
+    ragged: bool = True,
 ) -> None:
     """dz of all rows: added to dq, written to `parts`, or turned into daR and dcR."""
     D = key.shape[3]
+    block, keep = rows_choice(D).values()
+    left = places.positions % block if places is not None else 0
+    # Where all blocks end alike, what is left of the last tile may fit half of one.
+    tail = block if ragged or left == 0 else max(64, triton.next_power_of_2(left))
     sums = (daL is not None) + (dy is not None)
     stages = stages_that_fit((1 + sums) * TILE * D * 2, (1 + (dy is not None)) * block * D * 2)
     k_desc, z_desc = rows_descriptor(key, block), rows_descriptor(z, HALF)
@@ -746,11 +755,11 @@ def launch_rows(
         z_desc, k_desc, k_desc if dy is None else rows_descriptor(value, block),
         z_desc if daL is None else rows_descriptor(daL, HALF), z_desc if dy is None else rows_descriptor(dy, HALF),
         None if work is None else work.items, None if work is None else work.ranges,
-        folded, folded.shape[1], parts, 0 if work is None else work.slots, cR, daR, dcR, dq, *dq.stride()[:3],
-        items, tiles[0], heads, *_sizes(places, tokens), scale, log2_scale_of(scale), min_mass,
+        folded, folded[0].numel(), parts, 0 if work is None else work.slots, cR, daR, dcR, dq, *dq.stride()[:3],
+        items, tiles[0], heads, *_sizes(places, tokens), folded.shape[2], scale, log2_scale_of(scale), min_mass,
         FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, SUM_K=daL is not None, SUM_V=dy is not None,
-        ENTROPY_GRAD=folded.shape[0] == 3, ADD_Q=add, STAGES=stages, BLOCK=block, BLOCK_TAIL=tail or block,
-        DEFER=defer, num_warps=4, maxnreg=168,
+        ENTROPY_GRAD=folded.shape[0] == 3, ADD_Q=add, STAGES=stages, BLOCK=block, BLOCK_TAIL=tail,
+        KEEP=keep, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
@@ -784,13 +793,10 @@ def r_backward(
     """What `RStep.backward` does, for keys that are not pooled; arguments are not checked."""
     positions = places.positions
     tiles = (triton.cdiv(positions, TILE), daL.shape[0])
-    folded = fold(lse, delta, scale, dcL=dcL, cL=cL)
+    folded = fold(lse, delta, positions, scale, dcL=dcL, cL=cL)
     shared = dict(tiles=tiles, heads=key.shape[2], scale=scale, places=places)
-    launch_keys(z, key, value, daL, dy, folded, dk, None if dy is None else dv, block=KEYS_BLOCK, **shared)
-    left = positions % ROWS_BLOCK
-    ragged = positions * places.blocks != places.tokens
-    tail = ROWS_BLOCK if ragged or left == 0 else max(64, triton.next_power_of_2(left))
+    launch_keys(z, key, value, daL, dy, folded, dk, None if dy is None else dv, **shared)
     launch_rows(
-        z, key, value, daL, dy, folded, dq, cR=cR, daR=daR, dcR=dcR, min_mass=min_mass, block=ROWS_BLOCK, tail=tail,
-        **shared,
+        z, key, value, daL, dy, folded, dq, cR=cR, daR=daR, dcR=dcR, min_mass=min_mass,
+        ragged=positions * places.blocks != places.tokens, **shared,
     )  # fmt: skip
