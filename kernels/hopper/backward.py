@@ -328,10 +328,10 @@ def _sum_for_keys(
                 scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
                 statistics = stage * (2 + ENTROPY_GRAD)
                 shift = folded_bufs.index(statistics).load(layout)
-                if FLASH:
+                if FLASH and rows - first < BLOCK:
                     # The next rows are not of this segment.
-                    j = first + gl.arange(0, BLOCK, columns)
-                    shift = gl.where((j < rows)[None, :], shift, _NOWHERE)
+                    present = gl.arange(0, BLOCK, columns) < rows - first
+                    shift = gl.where(present[None, :], shift, _NOWHERE)
                 log2_p = scores * log2_scale + shift
                 p = gl.exp2(log2_p)
                 rounded = gl.convert_layout(p.to(dtype), operand)
@@ -371,7 +371,7 @@ _SIZES = ["items", "row_tiles", "heads", "tokens", "blocks", "positions", "offse
 
 
 @gluon.jit(do_not_specialize=_SIZES)
-def _keys_kernel(
+def _hopper_keys_kernel(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc, items_ptr, ranges_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
@@ -504,8 +504,8 @@ def _sum_for_rows(
     stride_dqb, stride_dqs, stride_dqh,
     items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
-    ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
-    BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr,
+    ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK: gl.constexpr, BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """Consumer of the rows' kernel: dz of 64 rows."""
     D: gl.constexpr = k_bufs.shape[2]
@@ -567,7 +567,7 @@ def _sum_for_rows(
             if FLASH or Z_IS_QUERY:
                 if not KEEP:
                     mbarrier.arrive(kept_empty)
-                if FLASH and slot >= 0:
+                if HAS_PARTS and slot >= 0:
                     part = ((batch * heads + head).to(gl.int64) * slots + slot) * _TILE + half * _HALF + i
                     gl.store(part_ptr + part[:, None] * D + columns[None, :], dz, mask=(i < rows)[:, None])
                 else:
@@ -607,13 +607,13 @@ def _sum_for_rows(
 
 
 @gluon.jit(do_not_specialize=[*_SIZES, "slots", "statistics"])
-def _rows_kernel(
+def _hopper_rows_kernel(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots,
     cR_ptr, daR_ptr, dcR_ptr, dq_ptr, stride_dqb, stride_dqs, stride_dqh,
     items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
-    ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
-    BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr,
+    ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK: gl.constexpr, BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """dz, as dq, as partial sums of it or, where z was made of αR and cR, as their gradients."""
     D: gl.constexpr = k_desc.block_type.shape[3]
@@ -647,14 +647,14 @@ def _rows_kernel(
                 items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
                 stride_dqb, stride_dqs, stride_dqh,
                 items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, STAGES, BLOCK, BLOCK_TAIL, KEEP,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, HAS_PARTS, STAGES, BLOCK, BLOCK_TAIL, KEEP,
             )),
             (_sum_for_rows, (
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
                 stride_dqb, stride_dqs, stride_dqh,
                 items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, STAGES, BLOCK, BLOCK_TAIL, KEEP,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, HAS_PARTS, STAGES, BLOCK, BLOCK_TAIL, KEEP,
             )),
         ],
         [4, 4],
@@ -706,7 +706,7 @@ def launch_keys(
     stages = stages_that_fit((1 + (dy is not None)) * TILE * D * 2, stage)
     k_desc, z_desc = rows_descriptor(key, HALF), rows_descriptor(z, block)
     items = tiles[0] * tiles[1]
-    _keys_kernel[(min(items, processors(key.device)),)](
+    _hopper_keys_kernel[(min(items, processors(key.device)),)](
         z_desc, k_desc, k_desc if dy is None else rows_descriptor(value, HALF),
         z_desc if daL is None else rows_descriptor(daL, block), z_desc if dy is None else rows_descriptor(dy, block),
         _folded_descriptor(folded, block), None if work is None else work.items, None if work is None else work.ranges,
@@ -751,15 +751,15 @@ def launch_rows(
     stages = stages_that_fit((1 + sums) * TILE * D * 2, (1 + (dy is not None)) * block * D * 2)
     k_desc, z_desc = rows_descriptor(key, block), rows_descriptor(z, HALF)
     items = tiles[0] * tiles[1]
-    _rows_kernel[(min(items, processors(key.device)),)](
+    _hopper_rows_kernel[(min(items, processors(key.device)),)](
         z_desc, k_desc, k_desc if dy is None else rows_descriptor(value, block),
         z_desc if daL is None else rows_descriptor(daL, HALF), z_desc if dy is None else rows_descriptor(dy, HALF),
         None if work is None else work.items, None if work is None else work.ranges,
         folded, folded[0].numel(), parts, 0 if work is None else work.slots, cR, daR, dcR, dq, *dq.stride()[:3],
         items, tiles[0], heads, *_sizes(places, tokens), folded.shape[2], scale, log2_scale_of(scale), min_mass,
         FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, SUM_K=daL is not None, SUM_V=dy is not None,
-        ENTROPY_GRAD=folded.shape[0] == 3, ADD_Q=add, STAGES=stages, BLOCK=block, BLOCK_TAIL=tail,
-        KEEP=keep, num_warps=4, maxnreg=168,
+        ENTROPY_GRAD=folded.shape[0] == 3, ADD_Q=add, HAS_PARTS=parts is not None,
+        STAGES=stages, BLOCK=block, BLOCK_TAIL=tail, KEEP=keep, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 

@@ -86,10 +86,13 @@ def main():
 
     from vmonarch.kernels.flash_entropy import backward as flash_backward
     from vmonarch.kernels.flash_entropy import forward as flash_forward
+    from vmonarch.kernels.hopper import chip
     from vmonarch.kernels.monarch import fused, l_step, places, r_step
 
     for module in (flash_backward, flash_forward, l_step, r_step):
         module.launch_options = options_of_a_gpu
+    if case.get("hopper"):
+        chip._is_hopper = lambda device: True
 
     grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
     tensors = [torch.zeros(1, grid.tokens, 1, case["dim"], dtype=getattr(torch, case["dtype"])) for _ in range(3)]

@@ -74,6 +74,16 @@ def test_warp_specialised_kernels_compile(block, tmp_path):
         assert kernel["spilled"] <= MAX_SPILLED and kernel["shared"] <= BIG_SHARED_MEMORY
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_backward_kernels_for_hopper_compile(dim, tmp_path):
+    case = {**CASES["paper"], "dim": dim, "hopper": True}
+    kernels = [kernel for kernel in compile_kernels(90, case, tmp_path) if "_hopper_" in kernel["kernel"]]
+    # Two iterations and the exact part, each with one that owns keys and one that owns rows.
+    assert sorted(kernel["kernel"] for kernel in kernels) == ["_hopper_keys_kernel"] * 3 + ["_hopper_rows_kernel"] * 3
+    for kernel in kernels:
+        assert kernel["spilled"] <= MAX_SPILLED and kernel["shared"] <= BIG_SHARED_MEMORY
+
+
 def test_one_compiled_kernel_serves_all_sizes(tmp_path):
     """Sizes that are 1, odd or multiples of 16 would be compiled apart if Triton looked at them."""
     compiled = [
