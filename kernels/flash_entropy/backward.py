@@ -486,9 +486,7 @@ def flash_backward(
     column_options = launch_options("flash_backward_kv", device, query.dtype, width)
     # Gradients of sums and of slices come expanded or strided.
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
-    hopper = (
-        column_options.pop("HOPPER", True) and one_range(segments) and backward_fits(query, key, value, grad_out)
-    )
+    hopper = column_options.pop("HOPPER", True) and one_range(segments) and backward_fits(query, key, value, grad_out)
     if hopper:
         from vmonarch.kernels.hopper import backward as on_hopper
 
@@ -540,10 +538,9 @@ def flash_backward(
         num_items = rows.items.shape[0]
         if num_items > 0 and hopper:
             folded = on_hopper.fold(lse, delta, Sq, scale, dH=grad_entropy)
-            shared = dict(heads=H, scale=scale, tokens=Sq)
             on_hopper.launch_rows(
-                query, key, value, None, grad_out, folded, dq, tiles=(num_items, B * H), work=rows, parts=parts,
-                add=add_to_q, **shared,
+                query, key, value, None, grad_out, folded, dq, tiles=(num_items, B * H), heads=H, scale=scale,
+                work=rows, tokens=Sq, parts=parts, add=add_to_q,
             )  # fmt: skip
         elif num_items > 0:
             _backward_q_kernel[(num_items * B * H,)](
@@ -598,8 +595,8 @@ def flash_backward(
         num_items = columns.items.shape[0]
         if num_items > 0 and hopper:
             on_hopper.launch_keys(
-                query, key, value, None, grad_out, folded, dk, dv, tiles=(num_items, B * H), work=columns,
-                add=(add_to_k, add_to_v), **shared,
+                query, key, value, None, grad_out, folded, dk, dv, tiles=(num_items, B * H), heads=H, scale=scale,
+                work=columns, tokens=Sq, add=(add_to_k, add_to_v),
             )  # fmt: skip
         elif num_items > 0:
             _backward_kv_kernel[(num_items * B * H,)](

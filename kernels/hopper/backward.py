@@ -359,7 +359,7 @@ def _sum_for_keys(
             if SUM_V:
                 _add_keys(dv_ptr + b * stride_dvb + h * stride_dvh, stride_dvs, key, key_stop, dv, ADD_V)
         else:
-            for first in range(0, rows, BLOCK):
+            for _ in range(0, rows, BLOCK):
                 mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
                 mbarrier.arrive(empty.index(n % STAGES))
                 n += 1
@@ -403,7 +403,8 @@ def _hopper_keys_kernel(
     gl.warp_specialize(
         [
             (_load_for_keys, (
-                z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs,
+                z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc,
+                k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs,
                 kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
                 items, row_tiles, heads, tokens, blocks, positions, offset, padded,
                 FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, STAGES, BLOCK,
@@ -547,9 +548,9 @@ def _sum_for_rows(
             mbarrier.wait(full.index(stage), n // STAGES & 1)
             dz = _add_tile_for_rows(
                 dz, z, daL, dy, k_bufs.index(stage).slice(0, BLOCK_TAIL), v_bufs.index(stage).slice(0, BLOCK_TAIL),
-                gl.convert_layout(shift_s, in_tail), gl.convert_layout(shift_dp, in_tail), gl.convert_layout(slope, in_tail),
-                key_stop - key - (tiles - 1) * BLOCK, empty.index(stage), scale, log2_scale,
-                SUM_K, SUM_V, ENTROPY_GRAD, True,
+                gl.convert_layout(shift_s, in_tail), gl.convert_layout(shift_dp, in_tail),
+                gl.convert_layout(slope, in_tail), key_stop - key - (tiles - 1) * BLOCK, empty.index(stage), scale,
+                log2_scale, SUM_K, SUM_V, ENTROPY_GRAD, True,
             )  # fmt: skip
             n += 1
             shift_s = gl.convert_layout(shift_s, in_tile)
@@ -683,7 +684,7 @@ def stages_that_fit(kept: int, stage: int, at_most: int = 4) -> int:
 def launch_keys(
     z: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor | None,
+    value: torch.Tensor,
     daL: torch.Tensor | None,
     dy: torch.Tensor | None,
     folded: torch.Tensor,
@@ -721,7 +722,7 @@ def launch_keys(
 def launch_rows(
     z: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor | None,
+    value: torch.Tensor,
     daL: torch.Tensor | None,
     dy: torch.Tensor | None,
     folded: torch.Tensor,
@@ -794,9 +795,11 @@ def r_backward(
     positions = places.positions
     tiles = (triton.cdiv(positions, TILE), daL.shape[0])
     folded = fold(lse, delta, positions, scale, dcL=dcL, cL=cL)
-    shared = dict(tiles=tiles, heads=key.shape[2], scale=scale, places=places)
-    launch_keys(z, key, value, daL, dy, folded, dk, None if dy is None else dv, **shared)
+    launch_keys(
+        z, key, value, daL, dy, folded, dk, None if dy is None else dv,
+        tiles=tiles, heads=key.shape[2], scale=scale, places=places,
+    )  # fmt: skip
     launch_rows(
-        z, key, value, daL, dy, folded, dq, cR=cR, daR=daR, dcR=dcR, min_mass=min_mass,
-        ragged=positions * places.blocks != places.tokens, **shared,
+        z, key, value, daL, dy, folded, dq, tiles=tiles, heads=key.shape[2], scale=scale, places=places,
+        cR=cR, daR=daR, dcR=dcR, min_mass=min_mass, ragged=positions * places.blocks != places.tokens,
     )  # fmt: skip
