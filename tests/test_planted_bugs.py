@@ -45,7 +45,7 @@ BUGS = {
     "merge-without-shift": ("monoid.py", "torch.exp(lses - shift)", "torch.exp(lses)"),
     "merge-hides-nan": ("monoid.py", "torch.where(share == 0,", "torch.where(~(share > 0),"),
     "kernel-y-from-keys": (R_STEP, "acc_v = tl.dot(p, v,", "acc_v = tl.dot(p, k,"),
-    "kernel-tail-skipped": (R_STEP, "z, full_stop, stop, k_tail_desc", "z, full_stop, full_stop, k_tail_desc"),
+    "kernel-tail-skipped": (R_STEP, "z, full_stop, stop,", "z, full_stop, full_stop,"),
     "kernel-rescale-forgotten": (R_STEP, "acc_k = tl.dot(p, k, acc_k * alpha[:, None]", "acc_k = tl.dot(p, k, acc_k"),
     "kernel-alpha-of-the-sum": (ONLINE, "row_sum = row_sum * alpha + tl.sum(p, 1)", "row_sum = row_sum + tl.sum(p, 1)"),
     "kernel-entropy-without-scale": (R_STEP, "cL = scale * tl.sum(", "cL = tl.sum("),

@@ -14,11 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.softmax import log2_scale_of, probabilities
 from vmonarch.kernels.flash_entropy.forward import COMBINE_ROWS, load_tile
 from vmonarch.kernels.flash_entropy.segments import Segment, column_work, one_range, processors, row_work
-from vmonarch.kernels.hopper.chip import backward_fits
 
 
 @triton.jit(do_not_specialize=["num_items", "H", "Sq"])
@@ -486,12 +485,15 @@ def flash_backward(
     column_options = launch_options("flash_backward_kv", device, query.dtype, width)
     # Gradients of sums and of slices come expanded or strided.
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
-    hopper = column_options.pop("HOPPER", True) and one_range(segments) and backward_fits(query, key, value, grad_out)
+    hopper = one_range(segments) and hopper_fits(query, key, value, grad_out)
     if hopper:
         from vmonarch.kernels.hopper import backward as on_hopper
 
-        row_options = {"BLOCK_M": on_hopper.TILE, "BLOCK_N": on_hopper.rows_choice(D)["block"]}
-        column_options = {"BLOCK_M": on_hopper.keys_choice(D, True)["block"], "BLOCK_N": on_hopper.TILE}
+        row_options = {"BLOCK_M": on_hopper.TILE, "BLOCK_N": on_hopper.rows_choice(on_hopper.hopper_dim(D))["block"]}
+        column_options = {
+            "BLOCK_M": on_hopper.keys_choice(on_hopper.hopper_dim(D), True)["block"],
+            "BLOCK_N": on_hopper.TILE,
+        }
     BLOCK_M, BLOCK_N = row_options["BLOCK_M"], row_options["BLOCK_N"]
     rows = row_work(segments, BLOCK_M, BLOCK_N, B * H, processors(device), splits, device)
     rows_once = rows if rows.merges is None else row_work(segments, BLOCK_M, BLOCK_N, 1, 1, 1, device)

@@ -33,6 +33,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import Work, processors
+from vmonarch.kernels.hopper.attend import (
+    accumulator_layout,
+    copy_rows,
+    hopper_dim,
+    operand_layout,
+    rows_descriptor,
+    shared_layout,
+)
 from vmonarch.kernels.monarch.places import Places
 
 # Rows or keys of one warpgroup, and of the two of a program.
@@ -48,45 +56,15 @@ _TILE = gl.constexpr(TILE)
 _NOWHERE = gl.constexpr(NOWHERE)
 
 
-@gluon.constexpr_function
-def accumulator_layout(columns):
-    """Registers of a product [64, columns] of one warpgroup."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
-@gluon.constexpr_function
-def operand_layout(columns):
-    """Registers of a 16-bit [64, columns] that is the left side of a product."""
-    return gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(columns), k_width=2)
-
-
-@gluon.constexpr_function
-def shared_layout(columns, rank=2):
-    """Shared memory of a 16-bit tile [rows, columns], as the copy engine writes and the tensor cores read it."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=rank)
-
-
-def rows_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+def _rows(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     """Descriptor of tokens [B, S, H, D] or blocks [G, b, D] for tiles of so many rows; rows outside read as zero."""
-    view = tensor.transpose(1, 2) if tensor.ndim == 4 else tensor.unsqueeze(0)
-    columns = view.shape[3]
-    # A dimension of one element may have any stride; the copy engine wants a sensible one.
-    strides = [s if size > 1 else columns * view.shape[2] for s, size in zip(view.stride(), view.shape, strict=True)]
-    strides[3] = 1
-    return TensorDescriptor(tensor, list(view.shape), strides, [1, 1, rows, columns], shared_layout.fn(columns, 4))
+    return rows_descriptor(tensor.transpose(1, 2) if tensor.ndim == 4 else tensor.unsqueeze(0), rows)
 
 
 def _folded_descriptor(folded: torch.Tensor, rows: int) -> TensorDescriptor:
     size = folded[0].numel()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(folded, [folded.shape[0], size], [size, 1], [1, rows], layout)
-
-
-@gluon.jit
-def _copy_rows(desc, i, j, row, barrier, buffer):
-    """Start the copy of a tile of rows into `buffer` [rows, columns]."""
-    tile: gl.constexpr = desc.block_type.shape
-    tma.async_copy_global_to_shared(desc, [i, j, row, 0], barrier, buffer._reinterpret(desc.dtype, tile, desc.layout))
 
 
 @triton.jit(do_not_specialize=["groups", "rows", "padded"])
@@ -241,20 +219,20 @@ def _load_for_keys(
         mbarrier.wait(kept_empty, (t & 1) ^ 1)
         mbarrier.expect(kept_full, 2 * (k_desc.block_type.nbytes + (v_desc.block_type.nbytes if SUM_V else 0)))
         for half in gl.static_range(2):
-            _copy_rows(k_desc, batch, head, key + half * _HALF, kept_full, k_bufs.index(half))
+            copy_rows(k_desc, batch, head, key + half * _HALF, kept_full, k_bufs.index(half))
             if SUM_V:
-                _copy_rows(v_desc, batch, head, key + half * _HALF, kept_full, v_bufs.index(half))
+                copy_rows(v_desc, batch, head, key + half * _HALF, kept_full, v_bufs.index(half))
         for first in range(0, rows, BLOCK):
             stage = n % STAGES
             mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
             barrier = full.index(stage)
             bytes: gl.constexpr = (1 + SUM_K + SUM_V) * z_desc.block_type.nbytes + (2 + ENTROPY_GRAD) * BLOCK * 4
             mbarrier.expect(barrier, bytes)
-            _copy_rows(z_desc, z_i, z_j, z_row + first, barrier, z_bufs.index(stage))
+            copy_rows(z_desc, z_i, z_j, z_row + first, barrier, z_bufs.index(stage))
             if SUM_K:
-                _copy_rows(daL_desc, g_i, g_j, g_row + first, barrier, daL_bufs.index(stage))
+                copy_rows(daL_desc, g_i, g_j, g_row + first, barrier, daL_bufs.index(stage))
             if SUM_V:
-                _copy_rows(dy_desc, g_i, g_j, g_row + first, barrier, dy_bufs.index(stage))
+                copy_rows(dy_desc, g_i, g_j, g_row + first, barrier, dy_bufs.index(stage))
             for i in gl.static_range(2 + ENTROPY_GRAD):
                 buffer = folded_bufs.index(stage * (2 + ENTROPY_GRAD) + i)
                 tma.async_copy_global_to_shared(folded_desc, [i, first_row + first], barrier, buffer)
@@ -263,14 +241,14 @@ def _load_for_keys(
 
 
 @gluon.jit
-def _add_keys(ptr, stride, key, key_stop, x, ACCUMULATE: gl.constexpr):
+def _add_keys(ptr, stride, key, key_stop, x, HEAD_DIM: gl.constexpr, ACCUMULATE: gl.constexpr):
     """Write x [64, D], or add it to what is there; no other program touches these rows."""
     D: gl.constexpr = x.shape[1]
     layout: gl.constexpr = x.type.layout
     rows = key + gl.arange(0, _HALF, gl.SliceLayout(1, layout))
     columns = gl.arange(0, D, gl.SliceLayout(0, layout))
     pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
-    inside = (rows < key_stop)[:, None] & (columns < D)[None, :]
+    inside = (rows < key_stop)[:, None] & (columns < HEAD_DIM)[None, :]
     if ACCUMULATE:
         x += gl.load(pointers, mask=inside, other=0.0).to(gl.float32)
     gl.store(pointers, x.to(ptr.dtype.element_ty), mask=inside)
@@ -284,7 +262,7 @@ def _sum_for_keys(
     items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
-    KEEP: gl.constexpr,
+    KEEP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Consumer of the keys' kernel: dk and dv of 64 keys. Scores are transposed, [keys, rows]."""
     D: gl.constexpr = k_bufs.shape[2]
@@ -332,8 +310,7 @@ def _sum_for_keys(
                     # The next rows are not of this segment.
                     present = gl.arange(0, BLOCK, columns) < rows - first
                     shift = gl.where(present[None, :], shift, _NOWHERE)
-                log2_p = scores * log2_scale + shift
-                p = gl.exp2(log2_p)
+                p = gl.exp2(scores * log2_scale + shift)
                 rounded = gl.convert_layout(p.to(dtype), operand)
                 if SUM_V:
                     dv = warpgroup_mma(rounded, dy, dv, is_async=True)
@@ -342,6 +319,8 @@ def _sum_for_keys(
                 shift = folded_bufs.index(statistics + 1).load(layout)
                 slope = folded_bufs.index(statistics + 2).load(layout) if ENTROPY_GRAD else shift
                 dp = warpgroup_mma_wait(SUM_K + SUM_V, [dp])
+                # There are no registers to keep it.
+                log2_p = gl.log2(gl.maximum(p, 1e-37)) if ENTROPY_GRAD else p
                 ds = _d_scores(p, log2_p, dp, shift, slope, scale, ENTROPY_GRAD)
                 ds = gl.convert_layout(ds.to(dtype), operand)
                 dk = warpgroup_mma(ds, z, dk, is_async=True)
@@ -355,9 +334,9 @@ def _sum_for_keys(
                 mbarrier.arrive(kept_empty)
             b = batch.to(gl.int64)
             h = head.to(gl.int64)
-            _add_keys(dk_ptr + b * stride_dkb + h * stride_dkh, stride_dks, key, key_stop, dk, ADD_K)
+            _add_keys(dk_ptr + b * stride_dkb + h * stride_dkh, stride_dks, key, key_stop, dk, HEAD_DIM, ADD_K)
             if SUM_V:
-                _add_keys(dv_ptr + b * stride_dvb + h * stride_dvh, stride_dvs, key, key_stop, dv, ADD_V)
+                _add_keys(dv_ptr + b * stride_dvb + h * stride_dvh, stride_dvs, key, key_stop, dv, HEAD_DIM, ADD_V)
         else:
             for _ in range(0, rows, BLOCK):
                 mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
@@ -377,7 +356,7 @@ def _hopper_keys_kernel(
     items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
-    KEEP: gl.constexpr,
+    KEEP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """dk and dv; a program takes one tile of keys after the other."""
     D: gl.constexpr = k_desc.block_type.shape[3]
@@ -414,14 +393,14 @@ def _hopper_keys_kernel(
                 items_ptr, ranges_ptr, dk_ptr, dv_ptr,
                 stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
                 items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, KEEP,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, KEEP, HEAD_DIM,
             )),
             (_sum_for_keys, (
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, dk_ptr, dv_ptr,
                 stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
                 items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, KEEP,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, KEEP, HEAD_DIM,
             )),
         ],
         [4, 4],
@@ -447,11 +426,11 @@ def _load_for_rows(
         mbarrier.wait(kept_empty, (t & 1) ^ 1)
         mbarrier.expect(kept_full, 2 * (1 + SUM_K + SUM_V) * z_desc.block_type.nbytes)
         for half in gl.static_range(2):
-            _copy_rows(z_desc, z_i, z_j, z_row + half * _HALF, kept_full, z_bufs.index(half))
+            copy_rows(z_desc, z_i, z_j, z_row + half * _HALF, kept_full, z_bufs.index(half))
             if SUM_K:
-                _copy_rows(daL_desc, g_i, g_j, g_row + half * _HALF, kept_full, daL_bufs.index(half))
+                copy_rows(daL_desc, g_i, g_j, g_row + half * _HALF, kept_full, daL_bufs.index(half))
             if SUM_V:
-                _copy_rows(dy_desc, g_i, g_j, g_row + half * _HALF, kept_full, dy_bufs.index(half))
+                copy_rows(dy_desc, g_i, g_j, g_row + half * _HALF, kept_full, dy_bufs.index(half))
         tiles = (key_stop - key + BLOCK - 1) // BLOCK
         for tile in range(tiles):
             first = key + gl.where(tile == 0, tiles - 1, tile - 1) * BLOCK
@@ -459,9 +438,9 @@ def _load_for_rows(
             mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
             barrier = full.index(stage)
             mbarrier.expect(barrier, k_desc.block_type.nbytes + (v_desc.block_type.nbytes if SUM_V else 0))
-            _copy_rows(k_desc, batch, head, first, barrier, k_bufs.index(stage))
+            copy_rows(k_desc, batch, head, first, barrier, k_bufs.index(stage))
             if SUM_V:
-                _copy_rows(v_desc, batch, head, first, barrier, v_bufs.index(stage))
+                copy_rows(v_desc, batch, head, first, barrier, v_bufs.index(stage))
             n += 1
         t += 1
 
@@ -506,7 +485,7 @@ def _sum_for_rows(
     items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK: gl.constexpr, BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr,
+    BLOCK: gl.constexpr, BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Consumer of the rows' kernel: dz of 64 rows."""
     D: gl.constexpr = k_bufs.shape[2]
@@ -570,7 +549,8 @@ def _sum_for_rows(
                     mbarrier.arrive(kept_empty)
                 if HAS_PARTS and slot >= 0:
                     part = ((batch * heads + head).to(gl.int64) * slots + slot) * _TILE + half * _HALF + i
-                    gl.store(part_ptr + part[:, None] * D + columns[None, :], dz, mask=(i < rows)[:, None])
+                    inside = (i < rows)[:, None] & (columns < HEAD_DIM)[None, :]
+                    gl.store(part_ptr + part[:, None] * HEAD_DIM + columns[None, :], dz, mask=inside)
                 else:
                     b = batch.to(gl.int64)
                     h = head.to(gl.int64)
@@ -580,7 +560,7 @@ def _sum_for_rows(
                     q = z_row + i
                     pointers = dq_ptr + b * stride_dqb + h * stride_dqh + q.to(gl.int64)[:, None] * stride_dqs
                     pointers += columns[None, :]
-                    inside = ((q >= first) & (q < stop))[:, None] & (columns < D)[None, :]
+                    inside = ((q >= first) & (q < stop))[:, None] & (columns < HEAD_DIM)[None, :]
                     if ADD_Q:
                         dz += gl.load(pointers, mask=inside, other=0.0).to(gl.float32)
                     gl.store(pointers, dz.to(dq_ptr.dtype.element_ty), mask=inside)
@@ -595,9 +575,9 @@ def _sum_for_rows(
                     product = gl.sum(dz * z.load(sums).to(gl.float32), 1)
                     mbarrier.arrive(kept_empty)
                 gl.store(dcR_ptr + at, gl.where(cR >= min_mass, -product / mass, 0.0), mask=i < rows)
-                inside = (i < rows)[:, None] & (columns < D)[None, :]
+                inside = (i < rows)[:, None] & (columns < HEAD_DIM)[None, :]
                 daR = (dz / mass[:, None]).to(daR_ptr.dtype.element_ty)
-                gl.store(daR_ptr + at[:, None] * D + columns[None, :], daR, mask=inside)
+                gl.store(daR_ptr + at[:, None] * HEAD_DIM + columns[None, :], daR, mask=inside)
         else:
             for _ in range(tiles):
                 mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
@@ -614,7 +594,7 @@ def _hopper_rows_kernel(
     items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK: gl.constexpr, BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr,
+    BLOCK: gl.constexpr, BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """dz, as dq, as partial sums of it or, where z was made of αR and cR, as their gradients."""
     D: gl.constexpr = k_desc.block_type.shape[3]
@@ -648,14 +628,16 @@ def _hopper_rows_kernel(
                 items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
                 stride_dqb, stride_dqs, stride_dqh,
                 items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, HAS_PARTS, STAGES, BLOCK, BLOCK_TAIL, KEEP,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, HAS_PARTS, STAGES, BLOCK, BLOCK_TAIL,
+                KEEP, HEAD_DIM,
             )),
             (_sum_for_rows, (
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
                 stride_dqb, stride_dqs, stride_dqh,
                 items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, HAS_PARTS, STAGES, BLOCK, BLOCK_TAIL, KEEP,
+                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, HAS_PARTS, STAGES, BLOCK, BLOCK_TAIL,
+                KEEP, HEAD_DIM,
             )),
         ],
         [4, 4],
@@ -700,22 +682,22 @@ def launch_keys(
     add: tuple[bool, bool] = (True, True),
 ) -> None:
     """dk and dv of all keys; `tiles` per head (or group) and how many of those there are."""
-    D = key.shape[3]
+    D = hopper_dim(key.shape[3])
     block, keep = keys_choice(D, dy is not None).values()
     sums = (daL is not None) + (dy is not None)
     stage = (1 + sums) * block * D * 2 + folded.shape[0] * block * 4
     stages = stages_that_fit((1 + (dy is not None)) * TILE * D * 2, stage)
-    k_desc, z_desc = rows_descriptor(key, HALF), rows_descriptor(z, block)
+    k_desc, z_desc = _rows(key, HALF), _rows(z, block)
     items = tiles[0] * tiles[1]
     _hopper_keys_kernel[(min(items, processors(key.device)),)](
-        z_desc, k_desc, k_desc if dy is None else rows_descriptor(value, HALF),
-        z_desc if daL is None else rows_descriptor(daL, block), z_desc if dy is None else rows_descriptor(dy, block),
+        z_desc, k_desc, k_desc if dy is None else _rows(value, HALF),
+        z_desc if daL is None else _rows(daL, block), z_desc if dy is None else _rows(dy, block),
         _folded_descriptor(folded, block), None if work is None else work.items, None if work is None else work.ranges,
         dk, dk if dv is None else dv, *dk.stride()[:3], *(dk if dv is None else dv).stride()[:3],
         items, tiles[0], heads, *_sizes(places, tokens), folded.shape[2], scale, log2_scale_of(scale),
         FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, SUM_K=daL is not None, SUM_V=dy is not None,
         ENTROPY_GRAD=folded.shape[0] == 3, ADD_K=add[0], ADD_V=add[1], STAGES=stages, BLOCK=block, KEEP=keep,
-        num_warps=4, maxnreg=168,
+        HEAD_DIM=key.shape[3], num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
@@ -743,24 +725,24 @@ def launch_rows(
     ragged: bool = True,
 ) -> None:
     """dz of all rows: added to dq, written to `parts`, or turned into daR and dcR."""
-    D = key.shape[3]
+    D = hopper_dim(key.shape[3])
     block, keep = rows_choice(D).values()
     left = places.positions % block if places is not None else 0
     # Where all blocks end alike, what is left of the last tile may fit half of one.
     tail = block if ragged or left == 0 else max(64, triton.next_power_of_2(left))
     sums = (daL is not None) + (dy is not None)
     stages = stages_that_fit((1 + sums) * TILE * D * 2, (1 + (dy is not None)) * block * D * 2)
-    k_desc, z_desc = rows_descriptor(key, block), rows_descriptor(z, HALF)
+    k_desc, z_desc = _rows(key, block), _rows(z, HALF)
     items = tiles[0] * tiles[1]
     _hopper_rows_kernel[(min(items, processors(key.device)),)](
-        z_desc, k_desc, k_desc if dy is None else rows_descriptor(value, block),
-        z_desc if daL is None else rows_descriptor(daL, HALF), z_desc if dy is None else rows_descriptor(dy, HALF),
+        z_desc, k_desc, k_desc if dy is None else _rows(value, block),
+        z_desc if daL is None else _rows(daL, HALF), z_desc if dy is None else _rows(dy, HALF),
         None if work is None else work.items, None if work is None else work.ranges,
         folded, folded[0].numel(), parts, 0 if work is None else work.slots, cR, daR, dcR, dq, *dq.stride()[:3],
         items, tiles[0], heads, *_sizes(places, tokens), folded.shape[2], scale, log2_scale_of(scale), min_mass,
         FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, SUM_K=daL is not None, SUM_V=dy is not None,
         ENTROPY_GRAD=folded.shape[0] == 3, ADD_Q=add, HAS_PARTS=parts is not None,
-        STAGES=stages, BLOCK=block, BLOCK_TAIL=tail, KEEP=keep, num_warps=4, maxnreg=168,
+        STAGES=stages, BLOCK=block, BLOCK_TAIL=tail, KEEP=keep, HEAD_DIM=key.shape[3], num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 

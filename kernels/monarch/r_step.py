@@ -7,22 +7,15 @@ Tokens are [B, S, H, D] with any strides but the last; block tensors are [B·H·
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import (
-    allocate_descriptors,
-    block_dim,
-    dot_precision,
-    launch_options,
-    tma_fits,
-)
+from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
-from vmonarch.kernels.hopper.chip import backward_fits
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell
 
 
@@ -73,21 +66,17 @@ def _masked_scores(
 
 @triton.jit
 def _r_step_keys(
-    acc_k, acc_v, row_max, row_sum, z, start, stop, k_desc, v_desc,
+    acc_k, acc_v, row_max, row_sum, z, start, stop,
     k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, range_stop, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr, TILED: tl.constexpr,
-    HAS_MASK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    HAS_MASK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [start, stop) of a block into the running sums, BLOCK_N at a time."""
-    first_row = 0 if POOLED else block * places.positions - places.offset
-    for first in tl.range(start, stop, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+    for first in range(start, stop, BLOCK_N):
         i = first + tl.arange(0, BLOCK_N)
         rows, valid = _key_rows(places, block, i, range_stop, POOLED, TILED)
-        if TMA:
-            k = k_desc.load([first_row + first, 0])  # [N, D]
-        else:
-            k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)
+        k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)  # [N, D]
         scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)  # [M, N]
         scores = _masked_scores(
             scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, MASKED
@@ -98,10 +87,7 @@ def _r_step_keys(
         p = p.to(k.dtype)
         acc_k = tl.dot(p, k, acc_k * alpha[:, None], input_precision=PRECISION)
         if LAST:
-            if TMA:
-                v = v_desc.load([first_row + first, 0])
-            else:
-                v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
+            v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
             acc_v = tl.dot(p, v, acc_v * alpha[:, None], input_precision=PRECISION)
     return acc_k, acc_v, row_max, row_sum
 
@@ -130,30 +116,19 @@ def _r_step_kernel(
     stride_mb, stride_ms, heads, places, row_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
     TILED: tl.constexpr, HAS_MASK: tl.constexpr, STORE_LSE: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One tile of positions of one key block: aL, cL, and in the last iteration y.
 
-    The keys after the last whole BLOCK_N go through in tiles of BLOCK_TAIL. TMA: Hopper's tensor memory accelerator
-    loads the keys, for blocks of consecutive rows; WARP_SPECIALIZE: by warps of their own (num_warps=4 only).
+    The keys after the last whole BLOCK_N go through in tiles of BLOCK_TAIL.
     """
     places = plain_places(places)
     pid = tl.program_id(0)
     group = pid // row_tiles
     j = pid % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     block, head, batch = _parts_of(group, places, heads)
-    if not WARP_SPECIALIZE:
-        z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
-    elif Z_IS_QUERY:
-        z_rows = z_ptr + batch.to(tl.int64) * stride_zb + head.to(tl.int64) * stride_zh
-        z_desc = tl.make_tensor_descriptor(z_rows, [places.tokens, D], [stride_zs, 1], [BLOCK_M, BLOCK_D])
-        z = z_desc.load([block * places.positions - places.offset + pid % row_tiles * BLOCK_M, 0])
-    else:
-        z_rows = z_ptr + group.to(tl.int64) * places.positions * D
-        z_desc = tl.make_tensor_descriptor(z_rows, [places.positions, D], [D, 1], [BLOCK_M, BLOCK_D])
-        z = z_desc.load([pid % row_tiles * BLOCK_M, 0])
+    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
     if POOLED:
         k_ptr += group.to(tl.int64) * places.cells * D
         bias_ptr += block * places.cells
@@ -169,43 +144,20 @@ def _r_step_kernel(
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     start, stop = _key_range(places, block, POOLED, TILED)
-    k_desc = k_ptr
-    v_desc = v_ptr
-    k_tail_desc = k_ptr
-    v_tail_desc = v_ptr
-    if TMA:
-        rows = places.cells if POOLED else places.tokens
-        k_desc = tl.make_tensor_descriptor(k_ptr, [rows, D], [stride_ks, 1], [BLOCK_N, BLOCK_D])
-        k_tail_desc = tl.make_tensor_descriptor(k_ptr, [rows, D], [stride_ks, 1], [BLOCK_TAIL, BLOCK_D])
-        if LAST:
-            v_desc = tl.make_tensor_descriptor(v_ptr, [rows, E], [stride_vs, 1], [BLOCK_N, BLOCK_E])
-            v_tail_desc = tl.make_tensor_descriptor(v_ptr, [rows, E], [stride_vs, 1], [BLOCK_TAIL, BLOCK_E])
     full_stop = start
-    if WARP_SPECIALIZE:
-        # The compiler takes one loop of products only, so that the last keys are masked in it.
-        full_stop = stop
-        acc_k, acc_v, row_max, row_sum = _r_step_keys(
-            acc_k, acc_v, row_max, row_sum, z, start, stop, k_desc, v_desc,
-            k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
-            D, E, LAST, POOLED, TILED, False, True, PRECISION, TMA, True, BLOCK_N, BLOCK_D, BLOCK_E,
-        )  # fmt: skip
-    elif not (HAS_MASK or (TILED and not POOLED)):
+    if not (HAS_MASK or (TILED and not POOLED)):
         full_stop = start + (stop - start) // BLOCK_N * BLOCK_N
         acc_k, acc_v, row_max, row_sum = _r_step_keys(
-            acc_k, acc_v, row_max, row_sum, z, start, full_stop, k_desc, v_desc,
+            acc_k, acc_v, row_max, row_sum, z, start, full_stop,
             k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
-            D, E, LAST, POOLED, TILED, False, False, PRECISION, TMA, False, BLOCK_N, BLOCK_D, BLOCK_E,
+            D, E, LAST, POOLED, TILED, False, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
         )  # fmt: skip
-    if not WARP_SPECIALIZE:
-        acc_k, acc_v, row_max, row_sum = _r_step_keys(
-            acc_k, acc_v, row_max, row_sum, z, full_stop, stop, k_tail_desc, v_tail_desc,
-            k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
-            D, E, LAST, POOLED, TILED, HAS_MASK, True, PRECISION, TMA, False, BLOCK_TAIL, BLOCK_D, BLOCK_E,
-        )  # fmt: skip
+    acc_k, acc_v, row_max, row_sum = _r_step_keys(
+        acc_k, acc_v, row_max, row_sum, z, full_stop, stop,
+        k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
+        D, E, LAST, POOLED, TILED, HAS_MASK, True, PRECISION, BLOCK_TAIL, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
 
-    if WARP_SPECIALIZE:
-        # What the compiler gave to the warps of the loop cannot be used after it.
-        z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
     inverse = 1.0 / tl.where(row_sum > 0, row_sum, 1.0)
     lse = log2_partition(row_max, row_sum) * 0.6931471805599453
     aL = (acc_k * inverse[:, None]).to(z.dtype)
@@ -511,6 +463,19 @@ def _r_backward_keys_kernel(
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Keys and values in the order of the blocks, [B·H·m, b, D], zero at places without a token.
+
+    Args:
+        bias: [m, b], 0 at tokens and -inf at places without; None if there are none of these.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class RStep:
     """What all R-steps of one call share: keys, values and the way to find them.
 
@@ -518,6 +483,7 @@ class RStep:
         key: [B, S, H, D]. value: [B, S, H, E]. key_mask: [B, S] bool or None.
         coarse: pooling of the keys in all but the last iteration.
         tiled: whether tokens of a block are anything but consecutive.
+        packed: the same keys and values for `forward`, copied into the order of the blocks.
     """
 
     key: torch.Tensor
@@ -527,6 +493,7 @@ class RStep:
     tiled: bool
     coarse: int
     scale: float
+    packed: Packed | None = None
 
     @property
     def groups(self) -> int:
@@ -534,23 +501,43 @@ class RStep:
 
     def pool(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(mean key of every cell [B·H·m, c, D], log2 of the number of its keys [m, c])."""
-        B, _, H, D = self.key.shape
-        pooled = self.key.new_empty(self.groups, self.places.cells, D)
-        bias = self.key.new_empty(self.places.blocks, self.places.cells, dtype=torch.float32)
-        self._launch_pool(_pool_kernel, (self.key, pooled, bias), self.key)
-        return pooled, bias
+        pooled = self.key.new_empty(self.groups, self.places.cells, self.key.shape[3])
+        return pooled, self._pool(self.key, pooled, self.places, self.coarse)
+
+    def pack(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Copy `tokens` [B, S, H, D] into `out` [B·H·m, b, D]; returns the bias of `Packed`, 0 or -inf [m, b]."""
+        places = self.places
+        frame = places.tile_height * places.tile_width
+        # Every position is a cell of its own.
+        cells = places._replace(cells=places.positions, cells_w=places.tile_width, cells_hw=frame)
+        return self._pool(tokens, out, cells, 1)
+
+    def with_packed(self) -> RStep:
+        """The same R-steps on packed keys and values."""
+        key, value = (x.new_empty(self.groups, self.places.positions, x.shape[3]) for x in (self.key, self.value))
+        bias = self.pack(self.key, key)
+        self.pack(self.value, value)
+        every_place_filled = self.places.blocks * self.places.positions == self.places.tokens
+        return replace(self, packed=Packed(key, value, None if every_place_filled else bias))
 
     def unpool(self, d_pooled: torch.Tensor, bias: torch.Tensor, dk: torch.Tensor) -> None:
         """Add the gradient of the pooled keys to dk [B, S, H, D]."""
-        self._launch_pool(_unpool_kernel, (d_pooled, bias, dk), dk)
+        self._launch_pool(_unpool_kernel, (d_pooled, bias, dk), dk, self.places, self.coarse)
 
-    def _launch_pool(self, kernel, tensors: tuple[torch.Tensor, ...], tokens: torch.Tensor) -> None:
-        D = self.key.shape[3]
+    def _pool(self, tokens: torch.Tensor, pooled: torch.Tensor, places: Places, coarse: int) -> torch.Tensor:
+        bias = tokens.new_empty(places.blocks, places.cells, dtype=torch.float32)
+        self._launch_pool(_pool_kernel, (tokens, pooled, bias), tokens, places, coarse)
+        return bias
+
+    def _launch_pool(
+        self, kernel, tensors: tuple[torch.Tensor, ...], tokens: torch.Tensor, places: Places, coarse: int
+    ) -> None:
+        D = tokens.shape[3]
         block = 32
-        tiles = triton.cdiv(self.places.cells, block)
+        tiles = triton.cdiv(places.cells, block)
         kernel[(tiles * self.groups,)](
-            *tensors, *tokens.stride()[:3], self.key.shape[2], self.places.unspecialised(), tiles,
-            D=D, COARSE=self.coarse, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4,
+            *tensors, *tokens.stride()[:3], self.key.shape[2], places.unspecialised(), tiles,
+            D=D, COARSE=coarse, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4,
         )  # fmt: skip
 
     def _shared(self, z: torch.Tensor, pooled: torch.Tensor | None, last: bool) -> tuple[tuple, dict]:
@@ -578,10 +565,10 @@ class RStep:
         keys = self.places.cells if pooled else self.places.positions
         return min(block, max(16, triton.next_power_of_2(keys % block)))
 
-    def _tma_fits(self, *tensors: torch.Tensor) -> bool:
-        """Whether the tensor memory accelerator can load tiles: keys of a block must be consecutive rows."""
-        tokens_of_tiles = self.tiled and any(tensor.ndim == 4 for tensor in tensors)
-        return self.key_mask is None and not tokens_of_tiles and tma_fits(*tensors)
+    def on_hopper(self, z: torch.Tensor) -> bool:
+        """Whether the kernel for Hopper serves `forward`: for that, tokens must be packed unless consecutive."""
+        in_order = not self.tiled or (self.packed is not None and z.ndim == 3)
+        return self.key_mask is None and in_order and hopper_fits(z, self.key, self.value)
 
     def forward(
         self,
@@ -597,15 +584,25 @@ class RStep:
 
         `z` is the query [B, S, H, D] in the first iteration, else [B·H·m, b, D]; `y` may be the memory of such a z.
         """
-        strides, constants = self._shared(z, None if pooled is None else pooled[0], y is not None)
+        if self.on_hopper(z):
+            from vmonarch.kernels.hopper.r_step import r_step
+
+            key, value, bias = self.key, self.value, None
+            if self.packed is not None:
+                key, value, bias = self.packed.key, self.packed.value, self.packed.bias
+            if pooled is not None:
+                key, bias = pooled
+            stage = "r_step_last" if y is not None else "r_step" if pooled is None else "r_step_pooled"
+            r_step(
+                z, key, value, bias, aL=aL, cL=cL, y=y, lse=lse, places=self.places, heads=self.key.shape[2],
+                scale=self.scale, options=self._options(f"hopper_{stage}"),
+            )  # fmt: skip
+            return
         key, bias = (self.key, None) if pooled is None else pooled
+        strides, constants = self._shared(z, None if pooled is None else pooled[0], y is not None)
         options = self._options("r_step" if y is None else "r_step_last")
         row_tiles = triton.cdiv(self.places.positions, options["BLOCK_M"])
         options["BLOCK_TAIL"] = self._tail_block(options["BLOCK_N"], pooled is not None)
-        options["TMA"] = bool(options.get("TMA")) and self._tma_fits(key, *(() if y is None else (self.value,)))
-        options["WARP_SPECIALIZE"] = bool(options.get("WARP_SPECIALIZE")) and options["TMA"] and self._tma_fits(z)
-        if options["TMA"]:
-            allocate_descriptors()
         _r_step_kernel[(row_tiles * self.groups,)](
             z, key, self.value, bias, self.key_mask, aL, y, cL, lse, *strides,
             self.key.shape[2], self.places.unspecialised(), row_tiles, self.scale, log2_scale_of(self.scale),
@@ -635,10 +632,9 @@ class RStep:
 
         `dcL` is None where no gradient flows through the entropy; `delta` = daL·aL + dy·y, one number per row.
         """
-        options = self._options("r_backward_keys")
         loaded = (self.key, z, daL) if dy is None else (self.key, z, daL, self.value, dy)
         plain = pooled is None and self.key_mask is None and not self.tiled
-        if options.pop("HOPPER", True) and plain and backward_fits(*loaded):
+        if plain and hopper_fits(*loaded):
             from vmonarch.kernels.hopper.backward import r_backward
 
             r_backward(
@@ -653,6 +649,7 @@ class RStep:
         saved = (daL, dy, delta, lse, cL, dcL)
         d_key = dk if pooled is None else torch.empty_like(pooled[0])
         dk_strides = dk.stride()[:3] if pooled is None else (0, key.shape[-1], 0)
+        options = self._options("r_backward_keys")
         keys = self.places.positions if pooled is None else self.places.cells
         tiles = triton.cdiv(keys, options["BLOCK_N"])
         _r_backward_keys_kernel[(tiles * self.groups,)](
