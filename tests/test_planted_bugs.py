@@ -60,7 +60,7 @@ BUGS = {
     "kernel-exact-weight-forgotten": (L_STEP, "row_sum = row_sum * alpha + weight", "row_sum = row_sum * alpha"),
     "kernel-exact-gradient-overwritten": (
         L_STEP, "d_logit += tl.load(dlse_exact_ptr + token", "d_logit += 0.0 * tl.load(dlse_exact_ptr + token"),
-    "kernel-key-is-no-value": (R_STEP, "dk = dk_as_key * scale + dk_as_value", "dk = dk_as_key * scale"),
+    "kernel-key-is-no-value": (R_STEP, "dk = tl.dot(p_rounded, daL, dk,", "_ = tl.dot(p_rounded, daL, dk,"),
     "kernel-gradient-without-scale": (R_STEP, "dz *= scale", "dz *= 1.0"),
     "kernel-delta-dropped": (R_STEP, "ds = dp - delta", "ds = dp"),
     "kernel-gradient-overwritten": (TILES, "valid, there + x, WIDTH", "valid, there * 0 + x, WIDTH"),

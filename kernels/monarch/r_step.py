@@ -96,16 +96,17 @@ def _r_step_keys(
 def _load_z(
     z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j,
     D: tl.constexpr, BLOCK_D: tl.constexpr, Z_IS_QUERY: tl.constexpr, TILED: tl.constexpr,
+    MASKED: tl.constexpr = True,
 ):  # fmt: skip
     """Centroid queries [M, D] of positions j: the query itself in the first iteration, a block tensor later."""
     block, head, batch = _parts_of(group, places, heads)
     if Z_IS_QUERY:
         token, valid = token_at(places, block, j, TILED)
         base = z_ptr + batch.to(tl.int64) * stride_zb + head.to(tl.int64) * stride_zh
-        return load_rows(base, stride_zs, token, valid, D, BLOCK_D, True)
+        return load_rows(base, stride_zs, token, valid, D, BLOCK_D, MASKED)
     else:
         base = z_ptr + group.to(tl.int64) * places.positions * D
-        return load_rows(base, D, j, j < places.positions, D, BLOCK_D, True)
+        return load_rows(base, D, j, j < places.positions, D, BLOCK_D, MASKED)
 
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
@@ -256,7 +257,37 @@ def _d_scores(
     if ENTROPY_GRAD:
         # cL is minus the entropy of Algorithm 2: dS += dcL·P·(S - lse - cL). Pooled keys' log n is no part of S.
         ds += dcL * (scores * scale - lse - cL)
-    return tl.where(p > 0, p * ds, 0.0)
+        # Without any key lse is not finite.
+        return tl.where(p > 0, p * ds, 0.0)
+    else:
+        return p * ds
+
+
+@triton.jit
+def _r_backward_z_keys(
+    dz, z, daL, dy, delta, lse, cL, dcL, start, stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
+    stride_ks, stride_vs, stride_ms, places, block, range_stop, scale, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr, TILED: tl.constexpr,
+    HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Add to dz / scale what the keys [start, stop) of a block contribute, BLOCK_N at a time."""
+    for first in tl.range(start, stop, BLOCK_N):
+        i = first + tl.arange(0, BLOCK_N)
+        rows, valid = _key_rows(places, block, i, range_stop, POOLED, TILED)
+        k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)
+        scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)
+        masked = _masked_scores(
+            scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, MASKED
+        )
+        p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
+        dp = tl.dot(daL, tl.trans(k), input_precision=PRECISION)
+        if LAST:
+            v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
+            dp = tl.dot(dy, tl.trans(v), dp, input_precision=PRECISION)
+        ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD)
+        dz = tl.dot(ds.to(k.dtype), k, dz, input_precision=PRECISION)
+    return dz
 
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
@@ -277,7 +308,7 @@ def _r_backward_z_kernel(
     block, head, batch = _parts_of(group, places, heads)
     inside = j < places.positions
     row = group.to(tl.int64) * places.positions + j
-    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
+    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED, True)
     daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, True)
     delta = tl.load(delta_ptr + row, mask=inside, other=0.0)[:, None]
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0)[:, None]
@@ -300,21 +331,19 @@ def _r_backward_z_kernel(
 
     dz = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     start, stop = _key_range(places, block, POOLED, TILED)
-    for first in tl.range(start, stop, BLOCK_N):
-        i = first + tl.arange(0, BLOCK_N)
-        rows, valid = _key_rows(places, block, i, stop, POOLED, TILED)
-        k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, True)
-        scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)
-        masked = _masked_scores(
-            scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, True
-        )
-        p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
-        dp = tl.dot(daL, tl.trans(k), input_precision=PRECISION)
-        if LAST:
-            v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, True)
-            dp = tl.dot(dy, tl.trans(v), dp, input_precision=PRECISION)
-        ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD)
-        dz = tl.dot(ds.to(k.dtype), k, dz, input_precision=PRECISION)
+    full_stop = start
+    if not (HAS_MASK or (TILED and not POOLED)):
+        full_stop = start + (stop - start) // BLOCK_N * BLOCK_N
+        dz = _r_backward_z_keys(
+            dz, z, daL, dy, delta, lse, cL, dcL, start, full_stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
+            stride_ks, stride_vs, stride_ms, places, block, stop, scale, log2_scale, D, E, LAST, POOLED, TILED,
+            False, ENTROPY_GRAD, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+        )  # fmt: skip
+    dz = _r_backward_z_keys(
+        dz, z, daL, dy, delta, lse, cL, dcL, full_stop, stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
+        stride_ks, stride_vs, stride_ms, places, block, stop, scale, log2_scale, D, E, LAST, POOLED, TILED,
+        HAS_MASK, ENTROPY_GRAD, True, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
     dz *= scale
 
     if Z_IS_QUERY:
@@ -332,6 +361,59 @@ def _r_backward_z_kernel(
         tl.store(dcR_ptr + row, dcR, mask=inside)
 
 
+@triton.jit
+def _r_backward_keys_rows(
+    dk, dv, k, v, attended, bias, start, stop, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr,
+    stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
+    TILED: tl.constexpr, HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Add to dk and dv what the rows [start, stop) of a block contribute, BLOCK_M at a time."""
+    for first in tl.range(start, stop, BLOCK_M):
+        j = first + tl.arange(0, BLOCK_M)
+        inside = j < places.positions
+        row = group.to(tl.int64) * places.positions + j
+        z = _load_z(
+            z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED, MASKED
+        )
+        daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, MASKED)
+        # A position beyond the block gets lse = inf, hence p = 0.
+        lse = _load_statistics(lse_ptr, row, inside, float("inf"), MASKED)
+        delta = _load_statistics(delta_ptr, row, inside, 0.0, MASKED)
+        cL = delta
+        dcL = delta
+        if ENTROPY_GRAD:
+            cL = _load_statistics(cL_ptr, row, inside, 0.0, MASKED)
+            dcL = _load_statistics(dcL_ptr, row, inside, 0.0, MASKED)
+        scores = tl.dot(k, tl.trans(z), input_precision=PRECISION)  # [N, M]
+        masked = scores
+        if POOLED:
+            masked = scores * log2_scale + bias[:, None]
+        elif HAS_MASK or TILED:
+            masked = tl.where(attended[:, None], scores, -float("inf"))
+        p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
+        dp = tl.dot(k, tl.trans(daL), input_precision=PRECISION)
+        p_rounded = p.to(k.dtype)
+        dk = tl.dot(p_rounded, daL, dk, input_precision=PRECISION)
+        if LAST:
+            dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, MASKED)
+            dp = tl.dot(v, tl.trans(dy), dp, input_precision=PRECISION)
+            dv = tl.dot(p_rounded, dy, dv, input_precision=PRECISION)
+        ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD) * scale
+        dk = tl.dot(ds.to(k.dtype), z, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _load_statistics(ptr, row, inside, other, MASKED: tl.constexpr):
+    """[1, M] numbers of rows."""
+    if MASKED:
+        return tl.load(ptr + row, mask=inside, other=other)[None, :]
+    else:
+        return tl.load(ptr + row)[None, :]
+
+
 @triton.jit(do_not_specialize=["heads", "key_tiles"])
 def _r_backward_keys_kernel(
     z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr, dk_ptr, dv_ptr,
@@ -344,7 +426,8 @@ def _r_backward_keys_kernel(
 ):  # fmt: skip
     """Add one tile of keys' gradients, as keys and as values, and in the last iteration those of V.
 
-    Scores are computed transposed, [N, M], so that no accumulator has to be.
+    Scores are computed transposed, [N, M], so that no accumulator has to be. Keys that are not there need no mask:
+    every key has its own row of the sums.
     """
     places = plain_places(places)
     pid = tl.program_id(0)
@@ -373,40 +456,25 @@ def _r_backward_keys_kernel(
     if POOLED:
         bias = tl.load(bias_ptr + i, mask=valid, other=-float("inf"))
 
-    dk_as_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dk_as_value = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32) if LAST else dk_as_value
-    for first in tl.range(0, places.positions, BLOCK_M):
-        j = first + tl.arange(0, BLOCK_M)
-        inside = j < places.positions
-        row = group.to(tl.int64) * places.positions + j
-        z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
-        daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, True)
-        # A position beyond the block gets lse = inf, hence p = 0.
-        lse = tl.load(lse_ptr + row, mask=inside, other=float("inf"))[None, :]
-        delta = tl.load(delta_ptr + row, mask=inside, other=0.0)[None, :]
-        cL = delta
-        dcL = delta
-        if ENTROPY_GRAD:
-            cL = tl.load(cL_ptr + row, mask=inside, other=0.0)[None, :]
-            dcL = tl.load(dcL_ptr + row, mask=inside, other=0.0)[None, :]
-        scores = tl.dot(k, tl.trans(z), input_precision=PRECISION)  # [N, M]
-        if POOLED:
-            masked = scores * log2_scale + bias[:, None]
-        else:
-            masked = tl.where(attended[:, None], scores, -float("inf"))
-        p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
-        dp = tl.dot(k, tl.trans(daL), input_precision=PRECISION)
-        p_rounded = p.to(k.dtype)
-        dk_as_value = tl.dot(p_rounded, daL, dk_as_value, input_precision=PRECISION)
-        if LAST:
-            dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, True)
-            dp = tl.dot(v, tl.trans(dy), dp, input_precision=PRECISION)
-            dv = tl.dot(p_rounded, dy, dv, input_precision=PRECISION)
-        ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD)
-        dk_as_key = tl.dot(ds.to(k.dtype), z, dk_as_key, input_precision=PRECISION)
+    # As a key and as a value.
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32) if LAST else dk
+    full_stop = 0
+    if not (TILED and Z_IS_QUERY):
+        first_token = block * places.positions - places.offset
+        if not Z_IS_QUERY or (first_token >= 0 and first_token + places.positions <= places.tokens):
+            full_stop = places.positions // BLOCK_M * BLOCK_M
+        dk, dv = _r_backward_keys_rows(
+            dk, dv, k, v, attended, bias, 0, full_stop, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr,
+            stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY, POOLED,
+            TILED, HAS_MASK, ENTROPY_GRAD, False, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
+        )  # fmt: skip
+    dk, dv = _r_backward_keys_rows(
+        dk, dv, k, v, attended, bias, full_stop, places.positions, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr,
+        dcL_ptr, stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY,
+        POOLED, TILED, HAS_MASK, ENTROPY_GRAD, True, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
 
-    dk = dk_as_key * scale + dk_as_value
     if POOLED:
         store_rows(dk_ptr, stride_dks, rows, valid, dk, D, BLOCK_D)
     else:
@@ -593,6 +661,16 @@ class RStep:
 
         `dcL` is None where no gradient flows through the entropy; `delta` = daL·aL + dy·y, one number per row.
         """
+        loaded = (self.key, z, daL) if dy is None else (self.key, z, daL, self.value, dy)
+        plain = pooled is None and self.key_mask is None and not self.tiled
+        if plain and hopper_fits(*loaded):
+            from vmonarch.kernels.hopper.backward import r_backward
+
+            r_backward(
+                self.key, self.value, self.places, self.scale, z, lse=lse, cL=cL, daL=daL, dy=dy, dcL=dcL, delta=delta,
+                dq=dq, dk=dk, dv=dv, cR=cR, daR=daR, dcR=dcR, min_mass=min_mass,
+            )  # fmt: skip
+            return
         strides, constants = self._shared(z, None if pooled is None else pooled[0], dy is not None)
         constants["ENTROPY_GRAD"] = dcL is not None
         key, bias = (self.key, None) if pooled is None else pooled

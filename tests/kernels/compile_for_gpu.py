@@ -95,9 +95,11 @@ def main():
     for module in (flash_backward, flash_forward):
         module.processors = lambda device: 132
     if architecture == 90:
+        from vmonarch.kernels.hopper import backward as hopper_backward
         from vmonarch.kernels.hopper import r_step as hopper_r_step
 
-        hopper_r_step.processors = lambda device: 132
+        for module in (hopper_backward, hopper_r_step):
+            module.processors = lambda device: 132
 
     grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
     tensors = [torch.zeros(1, grid.tokens, 1, case["dim"], dtype=getattr(torch, case["dtype"])) for _ in range(3)]
