@@ -224,7 +224,7 @@ def _row_probabilities(
 
 @triton.jit
 def _store_columns(
-    daL, dcL, dy, aL, v, daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, row, inside,
+    daL, dcL, dy, aL, v, daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -233,15 +233,16 @@ def _store_columns(
     δ is the diagonal of a product, because aL and y are in shared memory, not in registers.
     """
     daL = daL.to(aL.dtype)
-    store_rows(daL_ptr, D, row, inside, tl.trans(daL), D, BLOCK_D)
+    store_rows(daL_ptr + first_row * D, D, row, inside, tl.trans(daL), D, BLOCK_D)
     products = tl.dot(aL, daL, input_precision=PRECISION)
     if LAST:
         dy = dy.to(v.dtype)
-        store_rows(dy_ptr, E, row, inside, tl.trans(dy), E, BLOCK_E)
+        store_rows(dy_ptr + first_row * E, E, row, inside, tl.trans(dy), E, BLOCK_E)
         products = tl.dot(v, dy, products, input_precision=PRECISION)
     k = tl.arange(0, BLOCK_N)
-    tl.store(delta_r_ptr + row, tl.sum(tl.where(k[:, None] == k[None, :], products, 0.0), 0), mask=inside)
-    tl.store(dcL_ptr + row, dcL, mask=inside)
+    delta_r = tl.sum(tl.where(k[:, None] == k[None, :], products, 0.0), 1)
+    tl.store(delta_r_ptr + first_row + row, delta_r, mask=inside)
+    tl.store(dcL_ptr + first_row + row, dcL, mask=inside)
 
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
@@ -334,8 +335,8 @@ def _l_backward_rows_kernel(
                     dy = tl.dot(tl.trans(do), L.to(do.dtype), input_precision=PRECISION)
                 _store_columns(
                     tl.dot(tl.trans(q), scaled, input_precision=PRECISION), -tl.sum(dZ, 0), dy, aL, v,
-                    daL_ptr + first_row * D, dcL_ptr + first_row, dy_ptr + first_row * E, delta_r_ptr + first_row,
-                    row, inside, D, E, LAST, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+                    daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside,
+                    D, E, LAST, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
                 )  # fmt: skip
     if EXACT is not None:
         # With EXACT="rows" a row has either L = 0 or weight = 0, and do·o less Σ_k L dL is nothing.
@@ -404,9 +405,8 @@ def _l_backward_columns_kernel(
         if LAST:
             dy = tl.dot(tl.trans(do), L.to(do.dtype), dy, input_precision=PRECISION)
     _store_columns(
-        daL, dcL, dy, aL, v,
-        daL_ptr + first_row * D, dcL_ptr + first_row, dy_ptr + first_row * E, delta_r_ptr + first_row,
-        row, inside, D, E, LAST, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+        daL, dcL, dy, aL, v, daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside,
+        D, E, LAST, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
     )  # fmt: skip
 
 
