@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, tma_fits
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at
@@ -39,6 +40,19 @@ def _program(places, tiles, heads, BLOCK: tl.constexpr):
 def _first_row(places, batch, head, heads, j):
     """Row (b, h, 0, j) in the block tensors; block k is k·b rows further."""
     return ((batch * heads + head) * places.blocks).to(tl.int64) * places.positions + j
+
+
+@triton.jit
+def _store_block(
+    x, first_row, row, inside, bh, j, first_k, tile,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_WIDTH: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Write a transposed tile [WIDTH, k] of position j. TMA: x is a descriptor of [B·H, b, m, WIDTH], else a pointer."""
+    tile = tl.trans(tile)
+    if TMA:
+        x.store([bh, j, first_k, 0], tile.to(x.dtype).reshape(1, 1, BLOCK_N, BLOCK_WIDTH))
+    else:
+        store_rows(x + first_row * WIDTH, WIDTH, row, inside, tile, WIDTH, BLOCK_WIDTH)
 
 
 @triton.jit
@@ -151,10 +165,10 @@ def _l_rows_kernel(
 
 @triton.jit(do_not_specialize=["heads", "column_tiles"])
 def _l_centroids_kernel(
-    q_ptr, aL_ptr, cL_ptr, exact_ptr, lse_exact_ptr, lse_ptr, z_ptr, cR_ptr,
+    z_ptr, q_ptr, aL_ptr, cL_ptr, exact_ptr, lse_exact_ptr, lse_ptr, cR_ptr,
     stride_qb, stride_qs, stride_qh, heads, places, column_tiles, log2_scale, min_mass,
     D: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr,
-    STORE_STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
+    STORE_STATISTICS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Centroid queries: αR[k] = Σ_l L[l,k] q[l], cR[k] = Σ_l L[l,k], z = αR / max(cR, min_mass).
@@ -202,7 +216,8 @@ def _l_centroids_kernel(
         cR += tl.sum(L, 0)
         aR = tl.dot(tl.trans(q), L.to(q.dtype), aR, input_precision=PRECISION)
     z = aR * (1.0 / tl.maximum(cR, min_mass))[None, :]
-    store_rows(z_ptr + first_row * D, D, k * places.positions, inside, tl.trans(z), D, BLOCK_D)
+    bh = batch * heads + head
+    _store_block(z_ptr, first_row, k * places.positions, inside, bh, j, first_k, z, D, BLOCK_N, BLOCK_D, TMA)
     if STORE_STATISTICS:
         tl.store(cR_ptr + first_row + k * places.positions, cR, mask=inside)
 
@@ -224,8 +239,8 @@ def _row_probabilities(
 
 @triton.jit
 def _store_columns(
-    daL, dcL, dy, aL, v, daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr,
+    daL, dcL, dy, aL, v, daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside, bh, j, first_k,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of aL, cL and y, and δ = daL·aL + dy·y for the R-step's backward; daL and dy are transposed.
@@ -233,11 +248,11 @@ def _store_columns(
     δ is the diagonal of a product, because aL and y are in shared memory, not in registers.
     """
     daL = daL.to(aL.dtype)
-    store_rows(daL_ptr + first_row * D, D, row, inside, tl.trans(daL), D, BLOCK_D)
+    _store_block(daL_ptr, first_row, row, inside, bh, j, first_k, daL, D, BLOCK_N, BLOCK_D, TMA)
     products = tl.dot(aL, daL, input_precision=PRECISION)
     if LAST:
         dy = dy.to(v.dtype)
-        store_rows(dy_ptr + first_row * E, E, row, inside, tl.trans(dy), E, BLOCK_E)
+        _store_block(dy_ptr, first_row, row, inside, bh, j, first_k, dy, E, BLOCK_N, BLOCK_E, TMA)
         products = tl.dot(v, dy, products, input_precision=PRECISION)
     k = tl.arange(0, BLOCK_N)
     delta_r = tl.sum(tl.where(k[:, None] == k[None, :], products, 0.0), 1)
@@ -247,14 +262,13 @@ def _store_columns(
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
 def _l_backward_rows_kernel(
-    q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, out_ptr, dcR_ptr, dlse_ptr,
-    exact_ptr, lse_exact_ptr, out_exact_ptr, dq_ptr, delta_ptr, dlse_exact_ptr, do_exact_ptr,
-    daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr,
+    daL_ptr, dy_ptr, q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, out_ptr, dcR_ptr, dlse_ptr,
+    exact_ptr, lse_exact_ptr, out_exact_ptr, dq_ptr, delta_ptr, dlse_exact_ptr, do_exact_ptr, dcL_ptr, delta_r_ptr,
     stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
     stride_eb, stride_es, stride_eh, stride_dqb, stride_dqs, stride_dqh,
     heads, places, row_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, HAS_DLSE: tl.constexpr,
-    TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write dq of the last iteration, add to it that of others; and the gradients of the exact part, and δ of the rows.
@@ -335,8 +349,8 @@ def _l_backward_rows_kernel(
                     dy = tl.dot(tl.trans(do), L.to(do.dtype), input_precision=PRECISION)
                 _store_columns(
                     tl.dot(tl.trans(q), scaled, input_precision=PRECISION), -tl.sum(dZ, 0), dy, aL, v,
-                    daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside,
-                    D, E, LAST, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+                    daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside, batch * heads + head, j, first,
+                    D, E, LAST, TMA, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
                 )  # fmt: skip
     if EXACT is not None:
         # With EXACT="rows" a row has either L = 0 or weight = 0, and do·o less Σ_k L dL is nothing.
@@ -354,12 +368,12 @@ def _l_backward_rows_kernel(
 
 @triton.jit(do_not_specialize=["heads", "column_tiles"])
 def _l_backward_columns_kernel(
-    q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, dcR_ptr, exact_ptr, lse_exact_ptr, delta_ptr,
-    daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr,
+    daL_ptr, dy_ptr, q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, dcR_ptr, exact_ptr, lse_exact_ptr, delta_ptr,
+    dcL_ptr, delta_r_ptr,
     stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
     heads, places, column_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr,
-    ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Gradients of aL, cL and y where the blocks are several tiles, from the δ of the rows."""
@@ -406,7 +420,7 @@ def _l_backward_columns_kernel(
             dy = tl.dot(tl.trans(do), L.to(do.dtype), dy, input_precision=PRECISION)
     _store_columns(
         daL, dcL, dy, aL, v, daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside,
-        D, E, LAST, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+        batch * heads + head, j, first_k, D, E, LAST, TMA, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
     )  # fmt: skip
 
 
@@ -439,8 +453,10 @@ class LStep:
             return None
         return "rows" if self.whole_rows else "blocks"
 
-    def _launch(self, kernel, name: str, tensors: tuple, strides: tuple, numbers: tuple, **constants) -> None:
-        """Start one program per position and tile of blocks."""
+    def _launch(
+        self, kernel, name: str, tensors: tuple, strides: tuple, numbers: tuple, written: tuple = (), **constants
+    ) -> None:
+        """Start one program per position and tile of blocks; block tensors `written` are the last arguments."""
         B, S, H, D = self.query.shape
         m, b = self.places.blocks, self.places.positions
         options = self._options(name)
@@ -449,11 +465,22 @@ class LStep:
             tile = max(16, triton.next_power_of_2(m))
         options["num_warps"] = min(8, max(1, tile // options.pop("ROWS_PER_WARP")))
         tiles = triton.cdiv(m, tile)
+        tma = bool(options.pop("TMA", 0))
+        if written:
+            constants["TMA"] = tma and tma_fits(*(x for x in written if x is not None))
+            if constants["TMA"]:
+                written = tuple(x if x is None else self._descriptor(x, tile) for x in written)
         kernel[(tiles * H * b * B,)](
-            *tensors, *strides, H, self.places.unspecialised(), tiles, *numbers,
+            *written, *tensors, *strides, H, self.places.unspecialised(), tiles, *numbers,
             D=D, TILED=self.tiled, FULL=not self.tiled and m * b == S, PRECISION=dot_precision(self.query.dtype),
             BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=block_dim(D), **constants, **options,
         )  # fmt: skip
+
+    def _descriptor(self, x: torch.Tensor, tile: int) -> TensorDescriptor:
+        """Of a block tensor, as [B·H, b, m, ·] in tiles of blocks at one position."""
+        m, b, width = self.places.blocks, self.places.positions, x.shape[-1]
+        shape, strides = [x.shape[0] // m, b, m, width], [m * b * width, width, b * width, 1]
+        return TensorDescriptor(x, shape, strides, [1, 1, tile, block_dim(width)])
 
     def centroids(
         self,
@@ -472,9 +499,10 @@ class LStep:
         self._launch(
             _l_centroids_kernel,
             "l_centroids",
-            (self.query, aL, cL, self.exact, lse_exact, lse, z, cR),
+            (self.query, aL, cL, self.exact, lse_exact, lse, cR),
             self.query.stride()[:3],
             (log2_scale_of(self.scale), min_mass),
+            (z,),
             EXACT=self._exact_mode(lse_exact),
             STORE_STATISTICS=cR is not None,
         )
@@ -553,7 +581,7 @@ class LStep:
             "l_backward_rows",
             (
                 self.query, aL, cL, lse, v, do, out, dcR, dlse, self.exact, lse_exact, out_exact,
-                dq, delta, dlse_exact, do_exact, daL, dcL, dy, delta_r,
+                dq, delta, dlse_exact, do_exact, dcL, delta_r,
             ),
             (
                 *query_strides,
@@ -563,6 +591,7 @@ class LStep:
                 *dq.stride()[:3],
             ),
             (self.scale, log2_scale_of(self.scale)),
+            (daL, dy),
             HAS_DLSE=dlse is not None,
             **constants,
         )  # fmt: skip
@@ -570,8 +599,9 @@ class LStep:
             self._launch(
                 _l_backward_columns_kernel,
                 "l_backward_columns",
-                (self.query, aL, cL, lse, v, do, dcR, self.exact, lse_exact, delta, daL, dcL, dy, delta_r),
+                (self.query, aL, cL, lse, v, do, dcR, self.exact, lse_exact, delta, dcL, delta_r),
                 (*query_strides, *do_strides),
                 (self.scale, log2_scale_of(self.scale)),
+                (daL, dy),
                 **constants,
             )
