@@ -102,7 +102,7 @@ def _l_rows_kernel(
     stride_qb, stride_qs, stride_qh, stride_eb, stride_es, stride_eh, stride_ob, stride_os, stride_oh,
     heads, places, row_tiles, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr,
-    ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_STEP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Log-partition of the rows of L; in the last iteration also o[l] = Σ_k L[l,k] y[k], merged with the exact part.
@@ -126,7 +126,7 @@ def _l_rows_kernel(
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for first in range(0, BLOCK_N if ONE_TILE else places.blocks, BLOCK_N):
+    for first in range(0, BLOCK_N if ONE_STEP else places.blocks, BLOCK_N):
         k = first + tl.arange(0, BLOCK_N)
         inside = k < places.blocks
         aL = load_rows(aL_ptr, D, k * places.positions, inside, D, BLOCK_D, True)  # [N, D]
@@ -138,7 +138,7 @@ def _l_rows_kernel(
         )
         L, alpha, row_max, row_sum, _ = online_softmax(Z, row_max, row_sum, row_sum, 1.0, False, True)
         if LAST:
-            if not ONE_TILE:
+            if not ONE_STEP:
                 acc = acc * alpha[:, None]
             acc = tl.dot(L.to(y.dtype), y, acc, input_precision=PRECISION)
     if EXACT is not None:
@@ -167,7 +167,7 @@ def _l_rows_kernel(
 def _l_centroids_kernel(
     z_ptr, q_ptr, aL_ptr, cL_ptr, exact_ptr, lse_exact_ptr, lse_ptr, cR_ptr,
     stride_qb, stride_qs, stride_qh, heads, places, column_tiles, log2_scale, min_mass,
-    D: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr,
+    D: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr, ONE_STEP: tl.constexpr, ONE_TILE: tl.constexpr,
     STORE_STATISTICS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -187,7 +187,7 @@ def _l_centroids_kernel(
     cL = tl.load(cL_ptr + first_row + k * places.positions, mask=inside, other=float("inf"))
     aR = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)  # transposed
     cR = tl.zeros([BLOCK_N], tl.float32)
-    for first in range(0, BLOCK_M if ONE_TILE else places.blocks, BLOCK_M):
+    for first in range(0, BLOCK_M if ONE_STEP else places.blocks, BLOCK_M):
         l = first + tl.arange(0, BLOCK_M)
         token, valid = _tokens(places, l, j, TILED, FULL)
         q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
@@ -268,7 +268,7 @@ def _l_backward_rows_kernel(
     stride_eb, stride_es, stride_eh, stride_dqb, stride_dqs, stride_dqh,
     heads, places, row_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, HAS_DLSE: tl.constexpr,
-    TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TILED: tl.constexpr, FULL: tl.constexpr, ONE_STEP: tl.constexpr, ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write dq of the last iteration, add to it that of others; and the gradients of the exact part, and δ of the rows.
@@ -296,7 +296,7 @@ def _l_backward_rows_kernel(
     if LAST:
         do_ptr += batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
         do = load_rows(do_ptr, stride_gs, token, valid, E, BLOCK_E, True)
-        if not ONE_TILE:
+        if not ONE_STEP:
             out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
             out = load_rows(out_ptr, stride_os, token, valid, E, BLOCK_E, True)
             delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
@@ -311,13 +311,13 @@ def _l_backward_rows_kernel(
             out_exact = load_rows(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E, True)
             d_weight = tl.sum(do.to(tl.float32) * out_exact.to(tl.float32), 1)
             store_rows(do_exact_ptr, stride_es, token, valid, do.to(tl.float32) * weight[:, None], E, BLOCK_E)
-            if ONE_TILE:
+            if ONE_STEP:
                 delta = weight * d_weight
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + first_token + token, mask=valid, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for sweep in tl.static_range(1 if LAST or ONE_TILE else 0, 2):
-        for first in range(0, BLOCK_N if ONE_TILE else places.blocks, BLOCK_N):
+    for sweep in tl.static_range(1 if LAST or ONE_STEP else 0, 2):
+        for first in range(0, BLOCK_N if ONE_STEP else places.blocks, BLOCK_N):
             k = first + tl.arange(0, BLOCK_N)
             inside = k < places.blocks
             row = k * places.positions
@@ -331,7 +331,7 @@ def _l_backward_rows_kernel(
                 q, do, lse, aL, cL, v, dcR, logit, exact_ptr, places, l, valid, first, j, log2_scale,
                 LAST, EXACT, BLOCK_N, PRECISION,
             )  # fmt: skip
-            if sweep == 0 or ONE_TILE:
+            if sweep == 0 or ONE_STEP:
                 delta += tl.sum(L * dL, 1)
             if sweep == 1:
                 dZ = L * (dL - delta[:, None])
@@ -373,7 +373,7 @@ def _l_backward_columns_kernel(
     stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
     heads, places, column_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr,
-    ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_STEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Gradients of aL, cL and y where the blocks are several tiles, from the δ of the rows."""
@@ -396,7 +396,7 @@ def _l_backward_columns_kernel(
     daL = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)  # transposed, as dy
     dy = tl.zeros([BLOCK_E, BLOCK_N], tl.float32)
     dcL = tl.zeros([BLOCK_N], tl.float32)
-    for first in range(0, places.blocks, BLOCK_M):
+    for first in range(0, BLOCK_M if ONE_STEP else places.blocks, BLOCK_M):
         l = first + tl.arange(0, BLOCK_M)
         token, valid = _tokens(places, l, j, TILED, FULL)
         q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
@@ -442,11 +442,16 @@ class LStep:
     exact: torch.Tensor | None
     whole_rows: bool = False
 
-    def _options(self, name: str) -> dict[str, int]:
-        """Launch options, with ONE_TILE: whether all blocks are in one tile, else tiles have the table's size."""
+    def _tiles(self, name: str) -> tuple[int, int, dict[str, int]]:
+        """Blocks per program, blocks per step of its loop, and other launch options."""
         options = launch_options(name, self.query.device, self.query.dtype, self.query.shape[3])
-        options["ONE_TILE"] = self.places.blocks <= options.pop("MAX_TILE", 128)
-        return options
+        m = self.places.blocks
+        tile, step, most = options.pop("BLOCK"), options.pop("STEP"), options.pop("MAX_TILE", 0)
+        whole = max(16, triton.next_power_of_2(m))
+        return (whole, whole, options) if m <= most else (tile, min(step, whole), options)
+
+    def _one_tile(self, name: str) -> bool:
+        return min(self._tiles(name)[:2]) >= self.places.blocks
 
     def _exact_mode(self, lse_exact: torch.Tensor | None) -> str | None:
         if lse_exact is None:
@@ -456,15 +461,17 @@ class LStep:
     def _launch(
         self, kernel, name: str, tensors: tuple, strides: tuple, numbers: tuple, written: tuple = (), **constants
     ) -> None:
-        """Start one program per position and tile of blocks; block tensors `written` are the last arguments."""
+        """Start one program per position and tile of blocks; block tensors `written` are the first arguments."""
         B, S, H, D = self.query.shape
         m, b = self.places.blocks, self.places.positions
-        options = self._options(name)
-        tile = options.pop("BLOCK")
-        if options["ONE_TILE"]:
-            tile = max(16, triton.next_power_of_2(m))
-        options["num_warps"] = min(8, max(1, tile // options.pop("ROWS_PER_WARP")))
+        tile, step, options = self._tiles(name)
+        # Hopper's wgmma, which takes four warps, reads beyond its memory in Triton 3.6 where a tile is 32 wide.
+        most_warps = 8 if min(tile, step) >= 64 else 2
+        options["num_warps"] = min(most_warps, max(1, tile // options.pop("ROWS_PER_WARP")))
         tiles = triton.cdiv(m, tile)
+        rows = kernel in (_l_rows_kernel, _l_backward_rows_kernel)
+        if kernel in (_l_centroids_kernel, _l_backward_rows_kernel):
+            constants["ONE_TILE"] = min(tile, step) >= m
         tma = bool(options.pop("TMA", 0))
         if written:
             constants["TMA"] = tma and tma_fits(*(x for x in written if x is not None))
@@ -473,7 +480,8 @@ class LStep:
         kernel[(tiles * H * b * B,)](
             *written, *tensors, *strides, H, self.places.unspecialised(), tiles, *numbers,
             D=D, TILED=self.tiled, FULL=not self.tiled and m * b == S, PRECISION=dot_precision(self.query.dtype),
-            BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=block_dim(D), **constants, **options,
+            ONE_STEP=step >= m, BLOCK_M=tile if rows else step, BLOCK_N=step if rows else tile, BLOCK_D=block_dim(D),
+            **constants, **options,
         )  # fmt: skip
 
     def _descriptor(self, x: torch.Tensor, tile: int) -> TensorDescriptor:
@@ -494,7 +502,7 @@ class LStep:
         min_mass: float,
     ) -> None:
         """Write z [B·H·m, b, D] and, where cR is given (training), cR and the log-partitions lse [B, H, S]."""
-        if not self._options("l_centroids")["ONE_TILE"]:
+        if not self._one_tile("l_centroids"):
             self._rows("l_rows", aL, cL, None, lse=lse, lse_exact=lse_exact, out_exact=None, out=None)
         self._launch(
             _l_centroids_kernel,
@@ -571,7 +579,7 @@ class LStep:
         assert v is not None
         E = v.shape[-1]
         none = (0, 0, 0)
-        one_tile = self._options("l_backward_rows")["ONE_TILE"]
+        one_tile = self._one_tile("l_backward_rows")
         delta = None if one_tile else torch.empty_like(lse)
         constants = dict(E=E, BLOCK_E=block_dim(E), LAST=y is not None, EXACT=self._exact_mode(lse_exact))
         query_strides = self.query.stride()[:3]
