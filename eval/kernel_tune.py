@@ -132,7 +132,7 @@ _BACKWARD_GRIDS = (
     {"BLOCK_M": (32, 64), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
     {"BLOCK_M": (128,), "BLOCK_N": (32, 64), "num_warps": (8,), "num_stages": (1, 2, 3)},
 )
-_L_GRID = {"MAX_TILE": (64, 128), "STEP": (64, 128), "ROWS_PER_WARP": (8, 16, 32), "maxnreg": (128, 168, 255)}
+_L_GRID = {"MAX_TILE": (64, 128), "MAX_WARPS": (4, 8), "maxnreg": (128, 168, 255)}
 # Those that write transposed tiles, which Hopper and Blackwell can do by descriptors.
 _L_COLUMNS_GRID = {**_L_GRID, "TMA": (0, 1)}
 

@@ -4,9 +4,9 @@ Legend: B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positio
 block. Tokens are [B, S, H, D] with any strides but the last; block tensors are [B·H·m, b, D], contiguous; cL, cR and
 δ of the R-step are [B·H·m, b]; lse and δ of the rows of L are [B, H, S]; all of them float32.
 
-A program serves one position, and programs that read neighbouring memory are neighbours. Little is computed per byte, so
-that what counts is how many programs share a processor: few registers, few instructions. ONE_TILE: all m blocks fit one
-tile, which is so for whole frames of usual videos. Then one kernel does all, else `rows` gives the centroid kernel the
+A program serves one position, and programs that read neighbouring memory are neighbours. Little is computed per byte,
+so what counts is how many programs share a processor: few registers, few instructions. ONE_TILE: all m blocks fit one
+tile, which is so for whole frames of usual videos. Then one kernel does all; else `rows` gives the centroid kernel the
 log-partitions first, and the backward has a kernel for rows and one for columns.
 
 L is [l, k] in all products. Sums over l are taken as (qᵀ L)ᵀ, so that no accumulator is transposed for a product.
@@ -47,7 +47,10 @@ def _store_block(
     x, first_row, row, inside, bh, j, first_k, tile,
     WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Write a transposed tile [WIDTH, k] of position j. TMA: x is a descriptor of [B·H, b, m, WIDTH], else a pointer."""
+    """Write [WIDTH, k], transposed, to the rows of position j. TMA: x is a descriptor [B·H, b, m, WIDTH], else a pointer.
+
+    The descriptor saves a detour: converting a transposed tile for a coalesced store takes Triton many barriers.
+    """
     tile = tl.trans(tile)
     if TMA:
         x.store([bh, j, first_k, 0], tile.to(x.dtype).reshape(1, 1, BLOCK_N, BLOCK_WIDTH))
@@ -102,7 +105,7 @@ def _l_rows_kernel(
     stride_qb, stride_qs, stride_qh, stride_eb, stride_es, stride_eh, stride_ob, stride_os, stride_oh,
     heads, places, row_tiles, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr,
-    ONE_STEP: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Log-partition of the rows of L; in the last iteration also o[l] = Σ_k L[l,k] y[k], merged with the exact part.
@@ -126,19 +129,17 @@ def _l_rows_kernel(
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for first in range(0, BLOCK_N if ONE_STEP else places.blocks, BLOCK_N):
+    for first in range(0, BLOCK_N if ONE_TILE else places.blocks, BLOCK_N):
         k = first + tl.arange(0, BLOCK_N)
         inside = k < places.blocks
         aL = load_rows(aL_ptr, D, k * places.positions, inside, D, BLOCK_D, True)  # [N, D]
         cL = tl.load(cL_ptr + k * places.positions, mask=inside, other=float("inf"))
         if LAST:
             y = load_rows(y_ptr + first_row * E, E, k * places.positions, inside, E, BLOCK_E, True)  # [N, E]
-        Z = _logits(
-            q, aL, cL, logit, exact_ptr, places, l, valid, first, j, log2_scale, EXACT, BLOCK_N, PRECISION
-        )
+        Z = _logits(q, aL, cL, logit, exact_ptr, places, l, valid, first, j, log2_scale, EXACT, BLOCK_N, PRECISION)
         L, alpha, row_max, row_sum, _ = online_softmax(Z, row_max, row_sum, row_sum, 1.0, False, True)
         if LAST:
-            if not ONE_STEP:
+            if not ONE_TILE:
                 acc = acc * alpha[:, None]
             acc = tl.dot(L.to(y.dtype), y, acc, input_precision=PRECISION)
     if EXACT is not None:
@@ -167,7 +168,7 @@ def _l_rows_kernel(
 def _l_centroids_kernel(
     z_ptr, q_ptr, aL_ptr, cL_ptr, exact_ptr, lse_exact_ptr, lse_ptr, cR_ptr,
     stride_qb, stride_qs, stride_qh, heads, places, column_tiles, log2_scale, min_mass,
-    D: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr, ONE_STEP: tl.constexpr, ONE_TILE: tl.constexpr,
+    D: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr,
     STORE_STATISTICS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -187,16 +188,14 @@ def _l_centroids_kernel(
     cL = tl.load(cL_ptr + first_row + k * places.positions, mask=inside, other=float("inf"))
     aR = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)  # transposed
     cR = tl.zeros([BLOCK_N], tl.float32)
-    for first in range(0, BLOCK_M if ONE_STEP else places.blocks, BLOCK_M):
+    for first in range(0, BLOCK_M if ONE_TILE else places.blocks, BLOCK_M):
         l = first + tl.arange(0, BLOCK_M)
         token, valid = _tokens(places, l, j, TILED, FULL)
         q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
         logit = 0.0
         if EXACT is not None:
             logit = tl.load(lse_exact_ptr + first_token + token, mask=valid, other=-float("inf")) * 1.4426950408889634
-        Z = _logits(
-            q, aL, cL, logit, exact_ptr, places, l, valid, first_k, j, log2_scale, EXACT, BLOCK_N, PRECISION
-        )
+        Z = _logits(q, aL, cL, logit, exact_ptr, places, l, valid, first_k, j, log2_scale, EXACT, BLOCK_N, PRECISION)
         if ONE_TILE:
             row_max = tl.max(Z, 1)
             if EXACT is not None:
@@ -268,7 +267,7 @@ def _l_backward_rows_kernel(
     stride_eb, stride_es, stride_eh, stride_dqb, stride_dqs, stride_dqh,
     heads, places, row_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, HAS_DLSE: tl.constexpr,
-    TILED: tl.constexpr, FULL: tl.constexpr, ONE_STEP: tl.constexpr, ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write dq of the last iteration, add to it that of others; and the gradients of the exact part, and δ of the rows.
@@ -296,7 +295,7 @@ def _l_backward_rows_kernel(
     if LAST:
         do_ptr += batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
         do = load_rows(do_ptr, stride_gs, token, valid, E, BLOCK_E, True)
-        if not ONE_STEP:
+        if not ONE_TILE:
             out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
             out = load_rows(out_ptr, stride_os, token, valid, E, BLOCK_E, True)
             delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
@@ -311,13 +310,13 @@ def _l_backward_rows_kernel(
             out_exact = load_rows(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E, True)
             d_weight = tl.sum(do.to(tl.float32) * out_exact.to(tl.float32), 1)
             store_rows(do_exact_ptr, stride_es, token, valid, do.to(tl.float32) * weight[:, None], E, BLOCK_E)
-            if ONE_STEP:
+            if ONE_TILE:
                 delta = weight * d_weight
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + first_token + token, mask=valid, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for sweep in tl.static_range(1 if LAST or ONE_STEP else 0, 2):
-        for first in range(0, BLOCK_N if ONE_STEP else places.blocks, BLOCK_N):
+    for sweep in tl.static_range(1 if LAST or ONE_TILE else 0, 2):
+        for first in range(0, BLOCK_N if ONE_TILE else places.blocks, BLOCK_N):
             k = first + tl.arange(0, BLOCK_N)
             inside = k < places.blocks
             row = k * places.positions
@@ -331,7 +330,7 @@ def _l_backward_rows_kernel(
                 q, do, lse, aL, cL, v, dcR, logit, exact_ptr, places, l, valid, first, j, log2_scale,
                 LAST, EXACT, BLOCK_N, PRECISION,
             )  # fmt: skip
-            if sweep == 0 or ONE_STEP:
+            if sweep == 0 or ONE_TILE:
                 delta += tl.sum(L * dL, 1)
             if sweep == 1:
                 dZ = L * (dL - delta[:, None])
@@ -373,7 +372,7 @@ def _l_backward_columns_kernel(
     stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
     heads, places, column_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr,
-    ONE_STEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Gradients of aL, cL and y where the blocks are several tiles, from the δ of the rows."""
@@ -396,7 +395,7 @@ def _l_backward_columns_kernel(
     daL = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)  # transposed, as dy
     dy = tl.zeros([BLOCK_E, BLOCK_N], tl.float32)
     dcL = tl.zeros([BLOCK_N], tl.float32)
-    for first in range(0, BLOCK_M if ONE_STEP else places.blocks, BLOCK_M):
+    for first in range(0, places.blocks, BLOCK_M):
         l = first + tl.arange(0, BLOCK_M)
         token, valid = _tokens(places, l, j, TILED, FULL)
         q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
@@ -442,16 +441,15 @@ class LStep:
     exact: torch.Tensor | None
     whole_rows: bool = False
 
-    def _tiles(self, name: str) -> tuple[int, int, dict[str, int]]:
-        """Blocks per program, blocks per step of its loop, and other launch options."""
+    def _options(self, name: str) -> dict[str, int]:
+        """Launch options; BLOCK is the table's, or what holds all blocks if that is at most MAX_TILE."""
         options = launch_options(name, self.query.device, self.query.dtype, self.query.shape[3])
-        m = self.places.blocks
-        tile, step, most = options.pop("BLOCK"), options.pop("STEP"), options.pop("MAX_TILE", 0)
-        whole = max(16, triton.next_power_of_2(m))
-        return (whole, whole, options) if m <= most else (tile, min(step, whole), options)
+        if self.places.blocks <= options.pop("MAX_TILE"):
+            options["BLOCK"] = max(16, triton.next_power_of_2(self.places.blocks))
+        return options
 
     def _one_tile(self, name: str) -> bool:
-        return min(self._tiles(name)[:2]) >= self.places.blocks
+        return self._options(name)["BLOCK"] >= self.places.blocks
 
     def _exact_mode(self, lse_exact: torch.Tensor | None) -> str | None:
         if lse_exact is None:
@@ -464,14 +462,13 @@ class LStep:
         """Start one program per position and tile of blocks; block tensors `written` are the first arguments."""
         B, S, H, D = self.query.shape
         m, b = self.places.blocks, self.places.positions
-        tile, step, options = self._tiles(name)
-        # Hopper's wgmma, which takes four warps, reads beyond its memory in Triton 3.6 where a tile is 32 wide.
-        most_warps = 8 if min(tile, step) >= 64 else 2
-        options["num_warps"] = min(most_warps, max(1, tile // options.pop("ROWS_PER_WARP")))
+        options = self._options(name)
+        tile, warps = options.pop("BLOCK"), options.pop("MAX_WARPS", 8)
+        if tile < 64:
+            # Hopper's wgmma, which takes four warps, reads beyond its memory in Triton 3.6 where a tile is 32 wide.
+            warps = min(warps, 2)
+        options["num_warps"] = min(warps, max(1, tile // options.pop("ROWS_PER_WARP")))
         tiles = triton.cdiv(m, tile)
-        rows = kernel in (_l_rows_kernel, _l_backward_rows_kernel)
-        if kernel in (_l_centroids_kernel, _l_backward_rows_kernel):
-            constants["ONE_TILE"] = min(tile, step) >= m
         tma = bool(options.pop("TMA", 0))
         if written:
             constants["TMA"] = tma and tma_fits(*(x for x in written if x is not None))
@@ -479,8 +476,8 @@ class LStep:
                 written = tuple(x if x is None else self._descriptor(x, tile) for x in written)
         kernel[(tiles * H * b * B,)](
             *written, *tensors, *strides, H, self.places.unspecialised(), tiles, *numbers,
-            D=D, TILED=self.tiled, FULL=not self.tiled and m * b == S, PRECISION=dot_precision(self.query.dtype),
-            ONE_STEP=step >= m, BLOCK_M=tile if rows else step, BLOCK_N=step if rows else tile, BLOCK_D=block_dim(D),
+            D=D, TILED=self.tiled, FULL=not self.tiled and m * b == S, ONE_TILE=tiles == 1,
+            PRECISION=dot_precision(self.query.dtype), BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=block_dim(D),
             **constants, **options,
         )  # fmt: skip
 

@@ -123,19 +123,18 @@ def test_head_dimensions(dims):
 
 
 @interpreted
-@pytest.mark.parametrize("step", [16, 32], ids=["steps", "one-step"])
 @pytest.mark.parametrize(
     "exact", [None, ExactBlocks(band=0), ExactBlocks(rows=(1, 17))], ids=["monarch", "band", "rows"]
 )
-def test_more_blocks_than_one_tile_of_the_l_step(exact, step):
-    tiles = {kernel: {**options, "STEP": step} for kernel, options in SEVERAL_L_TILES.items()}
-    check_float32(qkv(20 * 2), vmonarch_attention, tiles, grid=(20, 1, 2), exact=exact, num_iterations=3)
+def test_more_blocks_than_one_tile_of_the_l_step(exact):
+    check_float32(qkv(20 * 2), vmonarch_attention, SEVERAL_L_TILES, grid=(20, 1, 2), exact=exact, num_iterations=3)
 
 
 @interpreted
 @pytest.mark.parametrize("overrides", [None, SEVERAL_L_TILES], ids=["one-tile", "several"])
 def test_exact_blocks_beyond_the_first_word_of_bits(overrides):
-    check_float32(qkv(35 * 2), vmonarch_attention, overrides, grid=(35, 1, 2), exact=ExactBlocks(columns=(31, 33), band=0))
+    exact = ExactBlocks(columns=(31, 33), band=0)
+    check_float32(qkv(35 * 2), vmonarch_attention, overrides, grid=(35, 1, 2), exact=exact)
 
 
 HOPPER_CASES = {
@@ -530,18 +529,17 @@ def test_gpu_options_in_bfloat16(shared_gpu, dim, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("frames", [21, 43, 81, 172])
 @pytest.mark.parametrize("dim", [32, 64, 80, 128, 256])
-def test_gpu_tiles_of_the_l_step(shared_gpu, frames, dim):
-    """Every size of a tile, and several tiles, with and without whole exact rows."""
+@pytest.mark.parametrize("exact", ["first_frame", ExactBlocks(band=1)], ids=["first-frame", "band"])
+def test_gpu_tiles_of_the_l_step(shared_gpu, frames, dim, exact):
+    """Every size of a tile, and several tiles."""
     tensors = qkv(frames * 3 * 5, heads=3, dim=dim, device="cuda")
-    for exact in ("first_frame", ExactBlocks(band=1)):
-        run = lambda how: lambda *t: vmonarch_attention(
-            *t, return_lse=True, implementation=how, grid=(frames, 3, 5), exact=exact
-        )
-        truth = with_gradients(run("torch"), tensors, torch.float64)
-        ours = with_gradients(run("triton"), tensors, torch.bfloat16)
-        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, truth, strict=True):
-            error, size = (a.double() - b).norm(), b.norm()
-            assert error <= 0.02 * size, (name, exact, error, size)
+    options = dict(grid=(frames, 3, 5), exact=exact)
+    run = lambda how: lambda *t: vmonarch_attention(*t, return_lse=True, implementation=how, **options)
+    truth = with_gradients(run("torch"), tensors, torch.float64)
+    ours = with_gradients(run("triton"), tensors, torch.bfloat16)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, truth, strict=True):
+        error, size = (a.double() - b).norm(), b.norm()
+        assert error <= 0.02 * size, (name, error, size)
 
 
 @pytest.mark.gpu
