@@ -47,7 +47,7 @@ def _store_block(
     x, first_row, row, inside, bh, j, first_k, tile,
     WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Write [WIDTH, k], transposed, to the rows of position j. TMA: x is a descriptor [B·H, b, m, WIDTH], else a pointer.
+    """Write a transposed tile [WIDTH, k]. TMA: x is a descriptor of [B·H, b, m, WIDTH], else a pointer.
 
     The descriptor saves a detour: converting a transposed tile for a coalesced store takes Triton many barriers.
     """
