@@ -122,6 +122,7 @@ _FLASH_FORWARD = (Workload("16x28x52"), Workload("43x28x52"))
 _L_FORWARD = tuple(Workload(f"{frames}x28x52") for frames in (16, 43, 81))
 _L_BACKWARD = tuple(Workload(f"{frames}x28x52", training=True) for frames in (16, 43, 81))
 _MANY_BLOCKS = (Workload("43x28x52", (("tiles", (2, 2)),)),)
+_MANY_BLOCKS_BACKWARD = (Workload("43x28x52", (("tiles", (2, 2)),), training=True),)
 _TILES = {"BLOCK_M": (64, 128), "BLOCK_N": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
 # Triton specialises warps on Hopper, with four of them and 128 rows; elsewhere these candidates do not compile.
 _SPECIALISED = {**_TILES, "BLOCK_M": (128,), "num_warps": (4,), "WARP_SPECIALIZE": (1,)}
@@ -131,7 +132,9 @@ _BACKWARD_GRIDS = (
     {"BLOCK_M": (32, 64), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
     {"BLOCK_M": (128,), "BLOCK_N": (32, 64), "num_warps": (8,), "num_stages": (1, 2, 3)},
 )
-_L_GRID = {"POSITIONS": (1, 2, 4), "num_stages": (1, 2), "ROWS_PER_WARP": (4, 8, 16)}
+_L_GRID = {"MAX_TILE": (64, 128), "MAX_WARPS": (4, 8), "maxnreg": (128, 168, 255)}
+# Those that write transposed tiles, which Hopper and Blackwell can do by descriptors.
+_L_COLUMNS_GRID = {**_L_GRID, "TMA": (0, 1)}
 
 # In order of priority: where the budget ends, the rest is left out. The winner of one is in force for those after it.
 SWEEPS: dict[str, Sweep] = {
@@ -143,12 +146,10 @@ SWEEPS: dict[str, Sweep] = {
     "flash_backward_kv": Sweep("exact backward", None, _BACKWARD, _BACKWARD_GRIDS),
     "flash_backward_q": Sweep("exact backward", None, _BACKWARD, _BACKWARD_GRIDS),
     "l_output": Sweep(r"L\d+", "out", _L_FORWARD, (_L_GRID,)),
-    "l_centroids": Sweep(r"L\d+", "z", _L_FORWARD, (_L_GRID,)),
-    "l_backward_rows": Sweep(r"L\d+ backward", "y", _L_BACKWARD, (_L_GRID,)),
-    "l_backward_columns": Sweep(r"L\d+ backward", "y", _L_BACKWARD, (_L_GRID,)),
-    "l_rows": Sweep(
-        r"L\d+", "z", _MANY_BLOCKS, ({"BLOCK": (32, 64, 128), "POSITIONS": (1, 2, 4), "num_stages": (1, 2)},)
-    ),
+    "l_centroids": Sweep(r"L\d+", "z", _L_FORWARD, (_L_COLUMNS_GRID,)),
+    "l_backward_rows": Sweep(r"L\d+ backward", "y", _L_BACKWARD, (_L_COLUMNS_GRID,)),
+    "l_backward_columns": Sweep(r"L\d+ backward", "y", _MANY_BLOCKS_BACKWARD, (_L_COLUMNS_GRID,)),
+    "l_rows": Sweep(r"L\d+", "z", _MANY_BLOCKS, (_L_GRID,)),
 }
 
 

@@ -51,11 +51,11 @@ BUGS = {
     "kernel-entropy-without-scale": (R_STEP, "cL = scale * tl.sum(", "cL = tl.sum("),
     "kernel-wrong-frame-stride": (
         R_STEP, "return block * places.positions - places.offset + i,", "return places.positions + i,"),
-    "kernel-clamp-dropped": (L_STEP, "tl.maximum(cR, min_mass)[:, None]", "tl.maximum(cR, 1e-30)[:, None]"),
+    "kernel-clamp-dropped": (L_STEP, "tl.maximum(cR, min_mass)", "tl.maximum(cR, 1e-30)"),
     "kernel-clamp-lets-gradient-through": (R_STEP, "tl.where(cR >= min_mass,", "tl.where(cR >= 0.0,"),
     "kernel-pooled-keys-count-once": (R_STEP, "tl.log2(tl.maximum(count, 1.0))", "0.0 * count"),
     "kernel-pooled-gradient-not-shared": (R_STEP, "tl.exp2(-tl.where(bias", "tl.exp2(0.0 * tl.where(bias"),
-    "kernel-padded-queries-count": (L_STEP, "L = tl.where(valid[None, :], L, 0.0)", "L = L"),
+    "kernel-padded-queries-count": (L_STEP, "tl.where(valid, 1.0 / tl", "tl.where(valid | True, 1.0 / tl"),
     "kernel-exact-blocks-counted-twice": (L_STEP, "Z = tl.where(_is_exact(", "_ = tl.where(_is_exact("),
     "kernel-exact-weight-forgotten": (L_STEP, "row_sum = row_sum * alpha + weight", "row_sum = row_sum * alpha"),
     "kernel-exact-gradient-overwritten": (
@@ -65,7 +65,7 @@ BUGS = {
     "kernel-delta-dropped": (R_STEP, "ds = dp - delta", "ds = dp"),
     "kernel-gradient-overwritten": (TILES, "valid, there + x, WIDTH", "valid, there * 0 + x, WIDTH"),
     "kernel-lse-gradient-sign": (L_STEP, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr"),
-    "kernel-mass-gradient-dropped": (L_STEP, "PRECISION) + dcR[:, None]", "PRECISION)"),
+    "kernel-mass-gradient-dropped": (L_STEP, "PRECISION) + dcR[None, :]", "PRECISION)"),
     "kernel-tiles-of-equal-size": (
         PLACES, "row = tile_h * places.height // places.tiles_h", "row = tile_h * places.tile_height"),
     "kernel-inference-reads-old-z": (FUSED, "z = buffers.z[n]", "z = query"),

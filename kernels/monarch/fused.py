@@ -82,9 +82,15 @@ def _exact_part(pattern: ExactBlocks | None, places: Places) -> _ExactPart | Non
 
 @functools.lru_cache(maxsize=64)
 def _exact_table(pattern: ExactBlocks, places: Places, device: torch.device) -> torch.Tensor | None:
-    """[T, m] int8 on the device, 1 in exact blocks; kept, so that repeated calls copy nothing."""
+    """int32 [T, ⌈m/32⌉] on the device, a bit per block, 1 in exact ones; kept, so that repeated calls copy nothing."""
     exact = _exact_part(pattern, places)
-    return None if exact is None else torch.tensor(exact.table, dtype=torch.int8, device=device)
+    if exact is None:
+        return None
+    table = torch.zeros(len(exact.table), -(-places.blocks // 32) * 32, dtype=torch.int64)
+    table[:, : places.blocks] = torch.tensor(exact.table)
+    words = (table.unflatten(1, (-1, 32)) << torch.arange(32)).sum(-1)
+    # Bit 31 is the sign.
+    return torch.where(words >= 2**31, words - 2**32, words).to(device, torch.int32)
 
 
 @dataclass
@@ -228,10 +234,11 @@ def _steps(
     options: MonarchOptions,
 ) -> tuple[RStep, LStep]:
     places, exact = options.places, options.exact
+    part = _exact_part(exact, places)
     table = None if exact is None else _exact_table(exact, places, query.device)
     return (
         RStep(key, value, key_mask, places, options.tiled, options.coarse, options.scale),
-        LStep(query, places, options.tiled, options.scale, table),
+        LStep(query, places, options.tiled, options.scale, table, part is not None and part.whole_rows),
     )
 
 

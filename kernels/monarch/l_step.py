@@ -4,8 +4,12 @@ Legend: B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positio
 block. Tokens are [B, S, H, D] with any strides but the last; block tensors are [B·H·m, b, D], contiguous; cL, cR and
 δ of the R-step are [B·H·m, b]; lse and δ of the rows of L are [B, H, S]; all of them float32.
 
-A program serves one position after the other. Where all m blocks fit one tile, which is always so for whole frames of
-usual videos, the centroid kernel computes the softmax itself; beyond, `rows` gives it the log-partitions first.
+A program serves one position, and programs that read neighbouring memory are neighbours. Little is computed per byte,
+so what counts is how many programs share a processor: few registers, few instructions. ONE_TILE: all m blocks fit one
+tile, which is so for whole frames of usual videos. Then one kernel does all; else `rows` gives the centroid kernel the
+log-partitions first, and the backward has a kernel for rows and one for columns.
+
+L is [l, k] in all products. Sums over l are taken as (qᵀ L)ᵀ, so that no accumulator is transposed for a product.
 """
 
 from __future__ import annotations
@@ -15,335 +19,408 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, tma_fits
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at
 
 
 @triton.jit
-def _program(position_groups, tiles, POSITIONS: tl.constexpr, BLOCK: tl.constexpr):
-    """First position, tile of blocks and (batch, head) of this program."""
+def _program(places, tiles, heads, BLOCK: tl.constexpr):
+    """First block, position, head and batch of this program."""
     pid = tl.program_id(0)
-    blocks = pid // position_groups % tiles * BLOCK + tl.arange(0, BLOCK)
-    return pid % position_groups * POSITIONS, blocks, pid // position_groups // tiles
+    head = pid // tiles % heads
+    group = pid // tiles // heads
+    return pid % tiles * BLOCK, group % places.positions, head, group // places.positions
 
 
 @triton.jit
-def _block_rows(places, bh, k, j):
-    """Row (b·h, k, j) in the block tensors, and whether there is a block k."""
-    return (bh.to(tl.int64) * places.blocks + k) * places.positions + j, k < places.blocks
+def _first_row(places, batch, head, heads, j):
+    """Row (b, h, 0, j) in the block tensors; block k is k·b rows further."""
+    return ((batch * heads + head) * places.blocks).to(tl.int64) * places.positions + j
 
 
 @triton.jit
-def _frame_of(places, block, j):
-    """Latent frame of position j in `block`."""
-    tile_positions = places.tile_height * places.tile_width
-    return block // (places.tiles_h * places.tiles_w) * places.block_frames + j // tile_positions
+def _store_block(
+    x, first_row, row, inside, bh, j, first_k, tile,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_WIDTH: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Write a transposed tile [WIDTH, k]. TMA: x is a descriptor of [B·H, b, m, WIDTH], else a pointer.
+
+    The descriptor saves a detour: converting a transposed tile for a coalesced store takes Triton many barriers.
+    """
+    tile = tl.trans(tile)
+    if TMA:
+        x.store([bh, j, first_k, 0], tile.to(x.dtype).reshape(1, 1, BLOCK_N, BLOCK_WIDTH))
+    else:
+        store_rows(x + first_row * WIDTH, WIDTH, row, inside, tile, WIDTH, BLOCK_WIDTH)
 
 
 @triton.jit
-def _is_exact(exact_ptr, places, l, valid, k, j):
-    """[l, k] true in exact blocks; `exact_ptr` is an int8 table [T, m]."""
-    pointers = exact_ptr + (_frame_of(places, l, j) * places.blocks)[:, None] + k[None, :]
-    return tl.load(pointers, mask=valid[:, None] & (k < places.blocks)[None, :], other=0) != 0
+def _tokens(places, l, j, TILED: tl.constexpr, FULL: tl.constexpr):
+    """Token at position j of the blocks l, and whether there is one. FULL: all blocks are consecutive whole tokens."""
+    if FULL:
+        token = l * places.positions + j
+        valid = l < places.blocks
+    else:
+        token, valid = token_at(places, l, j, TILED)
+        valid = valid & (l < places.blocks)
+    return token, valid
 
 
-@triton.jit(do_not_specialize=["heads", "row_tiles", "position_groups"])
+@triton.jit
+def _is_exact(exact_ptr, places, l, valid, first, j, BLOCK_N: tl.constexpr):
+    """[l, k] true in exact blocks, k from `first`; `exact_ptr` is a table of bits, int32 [T, ⌈m/32⌉]."""
+    words = (places.blocks + 31) // 32
+    frame = l // (places.tiles_h * places.tiles_w) * places.block_frames
+    word_ptr = exact_ptr + (frame + j // (places.tile_height * places.tile_width)) * words
+    word = first // 32
+    bits = tl.load(word_ptr + word, mask=valid, other=0)[:, None]
+    k = (first + tl.arange(0, BLOCK_N))[None, :]
+    for n in tl.static_range(1, (BLOCK_N + 31) // 32):
+        more = tl.load(word_ptr + word + n, mask=valid & (word + n < words), other=0)
+        bits = tl.where(k // 32 == word + n, more[:, None], bits)
+    return ((bits >> (k % 32)) & 1) != 0
+
+
+@triton.jit
+def _logits(
+    q, aL, cL, logit, exact_ptr, places, l, valid, first, j, log2_scale,
+    EXACT: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Z [l, k] in units of log 2, -inf in exact blocks and where cL is inf. `logit` is that of the exact part."""
+    Z = tl.dot(q, tl.trans(aL), input_precision=PRECISION) * log2_scale - (cL * 1.4426950408889634)[None, :]
+    if EXACT == "rows":
+        Z = tl.where((logit == -float("inf"))[:, None], Z, -float("inf"))
+    if EXACT == "blocks":
+        Z = tl.where(_is_exact(exact_ptr, places, l, valid, first, j, BLOCK_N), -float("inf"), Z)
+    return Z
+
+
+@triton.jit(do_not_specialize=["heads", "row_tiles"])
 def _l_rows_kernel(
     q_ptr, aL_ptr, cL_ptr, y_ptr, exact_ptr, lse_exact_ptr, out_exact_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_eb, stride_es, stride_eh, stride_ob, stride_os, stride_oh,
-    heads, places, position_groups, row_tiles, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, HAS_EXACT: tl.constexpr, TILED: tl.constexpr,
-    PRECISION: tl.constexpr, POSITIONS: tl.constexpr,
+    heads, places, row_tiles, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr,
+    ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Log-partition of the rows of L; in the last iteration also o[l] = Σ_k L[l,k] y[k], merged with the exact part."""
+    """Log-partition of the rows of L; in the last iteration also o[l] = Σ_k L[l,k] y[k], merged with the exact part.
+
+    EXACT: None; "rows" if rows of L are exact throughout, with their outputs in `out` already, or not at all; "blocks".
+    """
     places = plain_places(places)
-    first_position, l, bh = _program(position_groups, row_tiles, POSITIONS, BLOCK_M)
-    head = bh % heads
-    batch = bh // heads
+    first_l, j, head, batch = _program(places, row_tiles, heads, BLOCK_M)
+    first_row = _first_row(places, batch, head, heads, j)
     q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
-    lse_ptr += bh.to(tl.int64) * places.tokens
-    if LAST:
-        out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
-    if HAS_EXACT:
-        lse_exact_ptr += bh.to(tl.int64) * places.tokens
+    aL_ptr += first_row * D
+    cL_ptr += first_row
+    first_token = (batch * heads + head).to(tl.int64) * places.tokens
+    lse_ptr += first_token
+    l = first_l + tl.arange(0, BLOCK_M)
+    token, valid = _tokens(places, l, j, TILED, FULL)
+    q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
+    logit = 0.0
+    if EXACT is not None:
+        logit = tl.load(lse_exact_ptr + first_token + token, mask=valid, other=-float("inf")) * 1.4426950408889634
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for first in range(0, BLOCK_N if ONE_TILE else places.blocks, BLOCK_N):
+        k = first + tl.arange(0, BLOCK_N)
+        inside = k < places.blocks
+        aL = load_rows(aL_ptr, D, k * places.positions, inside, D, BLOCK_D, True)  # [N, D]
+        cL = tl.load(cL_ptr + k * places.positions, mask=inside, other=float("inf"))
         if LAST:
+            y = load_rows(y_ptr + first_row * E, E, k * places.positions, inside, E, BLOCK_E, True)  # [N, E]
+        Z = _logits(q, aL, cL, logit, exact_ptr, places, l, valid, first, j, log2_scale, EXACT, BLOCK_N, PRECISION)
+        L, alpha, row_max, row_sum, _ = online_softmax(Z, row_max, row_sum, row_sum, 1.0, False, True)
+        if LAST:
+            if not ONE_TILE:
+                acc = acc * alpha[:, None]
+            acc = tl.dot(L.to(y.dtype), y, acc, input_precision=PRECISION)
+    if EXACT is not None:
+        # The exact part is one more column, with its log-weight as logit (algorithm notes §6).
+        new_max = tl.maximum(row_max, logit)
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        alpha = tl.exp2(row_max - shift)
+        weight = tl.exp2(logit - shift)
+        row_sum = row_sum * alpha + weight
+        row_max = new_max
+        if LAST and EXACT == "blocks":
+            # Rows without exact keys may hold anything, so they are not read.
             out_exact_ptr += batch.to(tl.int64) * stride_eb + head.to(tl.int64) * stride_eh
-    for p in range(POSITIONS):
-        j = first_position + p
-        token, valid = token_at(places, l, j, TILED)
-        valid = valid & (l < places.blocks) & (j < places.positions)
-        q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
-        row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-        for first in range(0, places.blocks, BLOCK_N):
-            k = first + tl.arange(0, BLOCK_N)
-            row, inside = _block_rows(places, bh, k, j)
-            inside = inside & (j < places.positions)
-            aL = load_rows(aL_ptr, D, row, inside, D, BLOCK_D, True)  # [N, D]
-            cL = tl.load(cL_ptr + row, mask=inside, other=float("inf"))
-            Z = tl.dot(q, tl.trans(aL), input_precision=PRECISION) * log2_scale - (cL * 1.4426950408889634)[None, :]
-            if HAS_EXACT:
-                Z = tl.where(_is_exact(exact_ptr, places, l, valid, k, j), -float("inf"), Z)
-            L, alpha, row_max, row_sum, _ = online_softmax(Z, row_max, row_sum, row_sum, 1.0, False, True)
-            if LAST:
-                y = load_rows(y_ptr, E, row, inside, E, BLOCK_E, True)  # [N, E]
-                acc = tl.dot(L.to(y.dtype), y, acc * alpha[:, None], input_precision=PRECISION)
-        if HAS_EXACT:
-            # The exact part is one more column, with its log-weight as logit (algorithm notes §6).
-            logit = tl.load(lse_exact_ptr + token, mask=valid, other=-float("inf")) * 1.4426950408889634
-            new_max = tl.maximum(row_max, logit)
-            shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-            alpha = tl.exp2(row_max - shift)
-            weight = tl.exp2(logit - shift)
-            row_sum = row_sum * alpha + weight
-            row_max = new_max
-            if LAST:
-                # Rows without exact keys may hold anything, so they are not read.
-                out_exact = load_rows(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E, True)
-                acc = acc * alpha[:, None] + out_exact.to(tl.float32) * weight[:, None]
-        tl.store(lse_ptr + token, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=valid)
-        if LAST:
-            out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-            store_rows(out_ptr, stride_os, token, valid, out, E, BLOCK_E)
+            out_exact = load_rows(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E, True)
+            acc = acc * alpha[:, None] + out_exact.to(tl.float32) * weight[:, None]
+    tl.store(lse_ptr + token, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=valid)
+    if LAST:
+        if EXACT == "rows":
+            valid = valid & (logit == -float("inf"))
+        out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+        out = acc * (1.0 / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
+        store_rows(out_ptr, stride_os, token, valid, out, E, BLOCK_E)
 
 
-@triton.jit(do_not_specialize=["heads", "column_tiles", "position_groups"])
+@triton.jit(do_not_specialize=["heads", "column_tiles"])
 def _l_centroids_kernel(
-    q_ptr, aL_ptr, cL_ptr, exact_ptr, lse_exact_ptr, lse_ptr, z_ptr, cR_ptr,
-    stride_qb, stride_qs, stride_qh, heads, places, position_groups, column_tiles, log2_scale, min_mass,
-    D: tl.constexpr, HAS_EXACT: tl.constexpr, TILED: tl.constexpr, ONE_TILE: tl.constexpr,
-    STORE_STATISTICS: tl.constexpr, PRECISION: tl.constexpr, POSITIONS: tl.constexpr,
+    z_ptr, q_ptr, aL_ptr, cL_ptr, exact_ptr, lse_exact_ptr, lse_ptr, cR_ptr,
+    stride_qb, stride_qs, stride_qh, heads, places, column_tiles, log2_scale, min_mass,
+    D: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr,
+    STORE_STATISTICS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Centroid queries: αR[k] = Σ_l L[l,k] q[l], cR[k] = Σ_l L[l,k], z = αR / max(cR, min_mass).
 
-    Works on Zᵀ [k, l], so that L is never transposed. ONE_TILE: all blocks are in the tile, the softmax is done here.
+    ONE_TILE: the softmax is done here; else `lse_ptr` has the log-partitions.
     """
     places = plain_places(places)
-    first_position, k, bh = _program(position_groups, column_tiles, POSITIONS, BLOCK_N)
-    head = bh % heads
-    batch = bh // heads
+    first_k, j, head, batch = _program(places, column_tiles, heads, BLOCK_N)
+    first_row = _first_row(places, batch, head, heads, j)
     q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
-    lse_ptr += bh.to(tl.int64) * places.tokens
-    if HAS_EXACT:
-        lse_exact_ptr += bh.to(tl.int64) * places.tokens
-    for p in range(POSITIONS):
-        j = first_position + p
-        row, inside = _block_rows(places, bh, k, j)
-        inside = inside & (j < places.positions)
-        aL = load_rows(aL_ptr, D, row, inside, D, BLOCK_D, True)  # [N, D]
-        cL = tl.load(cL_ptr + row, mask=inside, other=float("inf")) * 1.4426950408889634
-        aR = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        cR = tl.zeros([BLOCK_N], tl.float32)
-        for first in range(0, places.blocks, BLOCK_M):
-            l = first + tl.arange(0, BLOCK_M)
-            token, valid = token_at(places, l, j, TILED)
-            valid = valid & (l < places.blocks) & (j < places.positions)
-            q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
-            Z = tl.dot(aL, tl.trans(q), input_precision=PRECISION) * log2_scale - cL[:, None]  # [N, M]
-            if HAS_EXACT:
-                pointers = exact_ptr + (_frame_of(places, l, j) * places.blocks)[None, :] + k[:, None]
-                exact = tl.load(pointers, mask=valid[None, :] & (k < places.blocks)[:, None], other=0) != 0
-                Z = tl.where(exact, -float("inf"), Z)
-            if ONE_TILE:
-                row_max = tl.max(Z, 0)
-                logit = row_max
-                if HAS_EXACT:
-                    logit = tl.load(lse_exact_ptr + token, mask=valid, other=-float("inf")) * 1.4426950408889634
-                    row_max = tl.maximum(row_max, logit)
-                shift = tl.where(row_max == -float("inf"), 0.0, row_max)
-                L = tl.exp2(Z - shift[None, :])
-                row_sum = tl.sum(L, 0)
-                if HAS_EXACT:
-                    row_sum += tl.exp2(logit - shift)
-                L = L / tl.where(row_sum > 0, row_sum, 1.0)[None, :]
-                if STORE_STATISTICS:
-                    tl.store(lse_ptr + token, log2_partition(shift, row_sum) * 0.6931471805599453, mask=valid)
-            else:
-                lse = tl.load(lse_ptr + token, mask=valid, other=float("inf")) * 1.4426950408889634
-                L = tl.exp2(Z - tl.where(lse == -float("inf"), float("inf"), lse)[None, :])
+    first_token = (batch * heads + head).to(tl.int64) * places.tokens
+    lse_ptr += first_token
+    k = first_k + tl.arange(0, BLOCK_N)
+    inside = k < places.blocks
+    aL = load_rows(aL_ptr + first_row * D, D, k * places.positions, inside, D, BLOCK_D, True)  # [N, D]
+    cL = tl.load(cL_ptr + first_row + k * places.positions, mask=inside, other=float("inf"))
+    aR = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)  # transposed
+    cR = tl.zeros([BLOCK_N], tl.float32)
+    for first in range(0, BLOCK_M if ONE_TILE else places.blocks, BLOCK_M):
+        l = first + tl.arange(0, BLOCK_M)
+        token, valid = _tokens(places, l, j, TILED, FULL)
+        q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
+        logit = 0.0
+        if EXACT is not None:
+            logit = tl.load(lse_exact_ptr + first_token + token, mask=valid, other=-float("inf")) * 1.4426950408889634
+        Z = _logits(q, aL, cL, logit, exact_ptr, places, l, valid, first_k, j, log2_scale, EXACT, BLOCK_N, PRECISION)
+        if ONE_TILE:
+            row_max = tl.max(Z, 1)
+            if EXACT is not None:
+                row_max = tl.maximum(row_max, logit)
+            shift = tl.where(row_max == -float("inf"), 0.0, row_max)
+            L = tl.exp2(Z - shift[:, None])
+            row_sum = tl.sum(L, 1)
+            if EXACT is not None:
+                row_sum += tl.exp2(logit - shift)
+            if STORE_STATISTICS:
+                tl.store(lse_ptr + token, log2_partition(shift, row_sum) * 0.6931471805599453, mask=valid)
             # A place without a query counts for nothing.
-            L = tl.where(valid[None, :], L, 0.0)
-            cR += tl.sum(L, 1)
-            aR = tl.dot(L.to(q.dtype), q, aR, input_precision=PRECISION)
-        z = aR / tl.maximum(cR, min_mass)[:, None]
-        store_rows(z_ptr, D, row, inside, z, D, BLOCK_D)
-        if STORE_STATISTICS:
-            tl.store(cR_ptr + row, cR, mask=inside)
+            L = L * tl.where(valid, 1.0 / tl.where(row_sum > 0, row_sum, 1.0), 0.0)[:, None]
+        else:
+            lse = tl.load(lse_ptr + token, mask=valid, other=float("inf")) * 1.4426950408889634
+            L = tl.exp2(Z - tl.where(lse == -float("inf"), float("inf"), lse)[:, None])
+        cR += tl.sum(L, 0)
+        aR = tl.dot(tl.trans(q), L.to(q.dtype), aR, input_precision=PRECISION)
+    z = aR * (1.0 / tl.maximum(cR, min_mass))[None, :]
+    bh = batch * heads + head
+    _store_block(z_ptr, first_row, k * places.positions, inside, bh, j, first_k, z, D, BLOCK_N, BLOCK_D, TMA)
+    if STORE_STATISTICS:
+        tl.store(cR_ptr + first_row + k * places.positions, cR, mask=inside)
 
 
-@triton.jit(do_not_specialize=["heads", "row_tiles", "position_groups"])
+@triton.jit
+def _row_probabilities(
+    q, do, lse, aL, cL, v, dcR, logit, exact_ptr, places, l, valid, first, j, log2_scale,
+    LAST: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """L and its gradient dL [l, k]: of the last iteration do·yᵀ, of others q·daRᵀ + dcR; v is y or daR."""
+    Z = _logits(q, aL, cL, logit, exact_ptr, places, l, valid, first, j, log2_scale, EXACT, BLOCK_N, PRECISION)
+    L = tl.exp2(Z - lse[:, None])
+    if LAST:
+        dL = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    else:
+        dL = tl.dot(q, tl.trans(v), input_precision=PRECISION) + dcR[None, :]
+    return L, dL
+
+
+@triton.jit
+def _store_columns(
+    daL, dcL, dy, aL, v, daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside, bh, j, first_k,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of aL, cL and y, and δ = daL·aL + dy·y for the R-step's backward; daL and dy are transposed.
+
+    δ is the diagonal of a product, because aL and y are in shared memory, not in registers.
+    """
+    daL = daL.to(aL.dtype)
+    _store_block(daL_ptr, first_row, row, inside, bh, j, first_k, daL, D, BLOCK_N, BLOCK_D, TMA)
+    products = tl.dot(aL, daL, input_precision=PRECISION)
+    if LAST:
+        dy = dy.to(v.dtype)
+        _store_block(dy_ptr, first_row, row, inside, bh, j, first_k, dy, E, BLOCK_N, BLOCK_E, TMA)
+        products = tl.dot(v, dy, products, input_precision=PRECISION)
+    k = tl.arange(0, BLOCK_N)
+    delta_r = tl.sum(tl.where(k[:, None] == k[None, :], products, 0.0), 1)
+    tl.store(delta_r_ptr + first_row + row, delta_r, mask=inside)
+    tl.store(dcL_ptr + first_row + row, dcL, mask=inside)
+
+
+@triton.jit(do_not_specialize=["heads", "row_tiles"])
 def _l_backward_rows_kernel(
-    q_ptr, aL_ptr, cL_ptr, lse_ptr, y_ptr, do_ptr, out_ptr, daR_ptr, dcR_ptr, dlse_ptr,
-    exact_ptr, lse_exact_ptr, out_exact_ptr, dq_ptr, delta_ptr, dlse_exact_ptr, do_exact_ptr,
+    daL_ptr, dy_ptr, q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, out_ptr, dcR_ptr, dlse_ptr,
+    exact_ptr, lse_exact_ptr, out_exact_ptr, dq_ptr, delta_ptr, dlse_exact_ptr, do_exact_ptr, dcL_ptr, delta_r_ptr,
     stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
     stride_eb, stride_es, stride_eh, stride_dqb, stride_dqs, stride_dqh,
-    heads, places, position_groups, row_tiles, scale, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, HAS_EXACT: tl.constexpr, HAS_DLSE: tl.constexpr,
-    TILED: tl.constexpr, PRECISION: tl.constexpr, POSITIONS: tl.constexpr,
+    heads, places, row_tiles, scale, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, HAS_DLSE: tl.constexpr,
+    TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq what the rows of L give, and write δ of every row and the gradients of the exact part.
+    """Write dq of the last iteration, add to it that of others; and the gradients of the exact part, and δ of the rows.
 
-    The last iteration has dL = do·yᵀ and δ = do·o - dlse; the others dL = daR·qᵀ + dcR and δ = Σ_k L dL.
+    v is y or daR; δ = do·o - dlse, or Σ_k L dL. ONE_TILE: all blocks are in the tile. Then Σ_k L dL stands for do·o,
+    and what `_l_backward_columns_kernel` writes is written here, in place of δ.
     """
     places = plain_places(places)
-    first_position, l, bh = _program(position_groups, row_tiles, POSITIONS, BLOCK_M)
-    head = bh % heads
-    batch = bh // heads
+    first_l, j, head, batch = _program(places, row_tiles, heads, BLOCK_M)
+    first_row = _first_row(places, batch, head, heads, j)
     q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
     dq_ptr += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
-    lse_ptr += bh.to(tl.int64) * places.tokens
-    delta_ptr += bh.to(tl.int64) * places.tokens
+    aL_ptr += first_row * D
+    v_ptr += first_row * E
+    cL_ptr += first_row
+    first_token = (batch * heads + head).to(tl.int64) * places.tokens
+    l = first_l + tl.arange(0, BLOCK_M)
+    token, valid = _tokens(places, l, j, TILED, FULL)
+    q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
+    # A place without a query gets lse = inf, hence L = 0.
+    lse = tl.load(lse_ptr + first_token + token, mask=valid, other=float("inf")) * 1.4426950408889634
+    lse = tl.where(lse == -float("inf"), float("inf"), lse)
+    do = q
+    delta = tl.zeros([BLOCK_M], tl.float32)
     if LAST:
         do_ptr += batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
-        out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
-    if HAS_DLSE:
-        dlse_ptr += bh.to(tl.int64) * places.tokens
-    if HAS_EXACT:
-        lse_exact_ptr += bh.to(tl.int64) * places.tokens
-        dlse_exact_ptr += bh.to(tl.int64) * places.tokens
-        if LAST:
-            out_exact_ptr += batch.to(tl.int64) * stride_eb + head.to(tl.int64) * stride_eh
-        if do_exact_ptr is not None:
-            do_exact_ptr += batch.to(tl.int64) * stride_eb + head.to(tl.int64) * stride_eh
-    for p in range(POSITIONS):
-        j = first_position + p
-        token, valid = token_at(places, l, j, TILED)
-        valid = valid & (l < places.blocks) & (j < places.positions)
-        q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
-        lse = tl.load(lse_ptr + token, mask=valid, other=float("inf")) * 1.4426950408889634
-        lse = tl.where(lse == -float("inf"), float("inf"), lse)
-        do = q
-        delta = tl.zeros([BLOCK_M], tl.float32)
-        if LAST:
-            do = load_rows(do_ptr, stride_gs, token, valid, E, BLOCK_E, True)
+        do = load_rows(do_ptr, stride_gs, token, valid, E, BLOCK_E, True)
+        if not ONE_TILE:
+            out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
             out = load_rows(out_ptr, stride_os, token, valid, E, BLOCK_E, True)
             delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
-        if HAS_DLSE:
-            delta -= tl.load(dlse_ptr + token, mask=valid, other=0.0)
-        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for sweep in tl.static_range(0 if not LAST else 1, 2):
-            for first in range(0, places.blocks, BLOCK_N):
-                k = first + tl.arange(0, BLOCK_N)
-                row, inside = _block_rows(places, bh, k, j)
-                inside = inside & (j < places.positions)
-                aL = load_rows(aL_ptr, D, row, inside, D, BLOCK_D, True)  # [N, D]
-                cL = tl.load(cL_ptr + row, mask=inside, other=float("inf")) * 1.4426950408889634
-                Z = tl.dot(q, tl.trans(aL), input_precision=PRECISION) * log2_scale - cL[None, :]
-                if HAS_EXACT:
-                    Z = tl.where(_is_exact(exact_ptr, places, l, valid, k, j), -float("inf"), Z)
-                L = tl.exp2(Z - lse[:, None])
+    logit = 0.0
+    if EXACT is not None:
+        logit = tl.load(lse_exact_ptr + first_token + token, mask=valid, other=-float("inf")) * 1.4426950408889634
+        weight = tl.exp2(logit - lse)
+        d_weight = delta
+        if LAST and EXACT == "blocks":
+            out_exact_ptr += batch.to(tl.int64) * stride_eb + head.to(tl.int64) * stride_eh
+            do_exact_ptr += batch.to(tl.int64) * stride_eb + head.to(tl.int64) * stride_eh
+            out_exact = load_rows(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E, True)
+            d_weight = tl.sum(do.to(tl.float32) * out_exact.to(tl.float32), 1)
+            store_rows(do_exact_ptr, stride_es, token, valid, do.to(tl.float32) * weight[:, None], E, BLOCK_E)
+            if ONE_TILE:
+                delta = weight * d_weight
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + first_token + token, mask=valid, other=0.0)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for sweep in tl.static_range(1 if LAST or ONE_TILE else 0, 2):
+        for first in range(0, BLOCK_N if ONE_TILE else places.blocks, BLOCK_N):
+            k = first + tl.arange(0, BLOCK_N)
+            inside = k < places.blocks
+            row = k * places.positions
+            aL = load_rows(aL_ptr, D, row, inside, D, BLOCK_D, True)  # [N, D]
+            v = load_rows(v_ptr, E, row, inside, E, BLOCK_E, True)
+            cL = tl.load(cL_ptr + row, mask=inside, other=float("inf"))
+            dcR = cL
+            if not LAST:
+                dcR = tl.load(dcR_ptr + first_row + row, mask=inside, other=0.0)
+            L, dL = _row_probabilities(
+                q, do, lse, aL, cL, v, dcR, logit, exact_ptr, places, l, valid, first, j, log2_scale,
+                LAST, EXACT, BLOCK_N, PRECISION,
+            )  # fmt: skip
+            if sweep == 0 or ONE_TILE:
+                delta += tl.sum(L * dL, 1)
+            if sweep == 1:
+                dZ = L * (dL - delta[:, None])
+                scaled = (dZ * scale).to(aL.dtype)
+                dq = tl.dot(scaled, aL, dq, input_precision=PRECISION)
+                if not LAST:
+                    dq = tl.dot(L.to(v.dtype), v, dq, input_precision=PRECISION)
+            if ONE_TILE:
                 if LAST:
-                    y = load_rows(y_ptr, E, row, inside, E, BLOCK_E, True)
-                    dL = tl.dot(do, tl.trans(y), input_precision=PRECISION)
+                    store_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
                 else:
-                    daR = load_rows(daR_ptr, D, row, inside, D, BLOCK_D, True)
-                    dcR = tl.load(dcR_ptr + row, mask=inside, other=0.0)
-                    dL = tl.dot(q, tl.trans(daR), input_precision=PRECISION) + dcR[None, :]
-                if sweep == 0:
-                    delta += tl.sum(L * dL, 1)
-                else:
-                    dZ = L * (dL - delta[:, None]) * scale
-                    dq = tl.dot(dZ.to(aL.dtype), aL, dq, input_precision=PRECISION)
-                    if not LAST:
-                        dq = tl.dot(L.to(daR.dtype), daR, dq, input_precision=PRECISION)
-        tl.store(delta_ptr + token, delta, mask=valid)
-        if HAS_EXACT:
-            logit = tl.load(lse_exact_ptr + token, mask=valid, other=-float("inf")) * 1.4426950408889634
-            weight = tl.exp2(logit - lse)
-            d_logit = -weight * delta
-            if LAST:
-                out_exact = load_rows(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E, True)
-                d_logit += weight * tl.sum(do.to(tl.float32) * out_exact.to(tl.float32), 1)
-                if do_exact_ptr is not None:
-                    do_exact = do.to(tl.float32) * weight[:, None]
-                    store_rows(do_exact_ptr, stride_es, token, valid, do_exact, E, BLOCK_E)
-            else:
-                d_logit += tl.load(dlse_exact_ptr + token, mask=valid, other=0.0)
-            tl.store(dlse_exact_ptr + token, d_logit, mask=valid)
+                    add_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
+                dy = L
+                if LAST:
+                    dy = tl.dot(tl.trans(do), L.to(do.dtype), input_precision=PRECISION)
+                _store_columns(
+                    tl.dot(tl.trans(q), scaled, input_precision=PRECISION), -tl.sum(dZ, 0), dy, aL, v,
+                    daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside, batch * heads + head, j, first,
+                    D, E, LAST, TMA, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+                )  # fmt: skip
+    if EXACT is not None:
+        # With EXACT="rows" a row has either L = 0 or weight = 0, and do·o less Σ_k L dL is nothing.
+        d_logit = weight * (d_weight - delta)
+        if not LAST:
+            d_logit += tl.load(dlse_exact_ptr + first_token + token, mask=valid, other=0.0)
+        tl.store(dlse_exact_ptr + first_token + token, d_logit, mask=valid)
+    if not ONE_TILE:
+        tl.store(delta_ptr + first_token + token, delta, mask=valid)
         if LAST:
             store_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
         else:
             add_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["heads", "column_tiles", "position_groups"])
+@triton.jit(do_not_specialize=["heads", "column_tiles"])
 def _l_backward_columns_kernel(
-    q_ptr, aL_ptr, cL_ptr, lse_ptr, y_ptr, do_ptr, daR_ptr, dcR_ptr, exact_ptr, delta_ptr,
-    daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr,
+    daL_ptr, dy_ptr, q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, dcR_ptr, exact_ptr, lse_exact_ptr, delta_ptr,
+    dcL_ptr, delta_r_ptr,
     stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
-    heads, places, position_groups, column_tiles, scale, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, HAS_EXACT: tl.constexpr, TILED: tl.constexpr,
-    PRECISION: tl.constexpr, POSITIONS: tl.constexpr,
+    heads, places, column_tiles, scale, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr,
+    ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of aL, cL and y, and δ = daL·aL + dy·y for the R-step's backward. Works on Zᵀ [k, l]."""
+    """Gradients of aL, cL and y where the blocks are several tiles, from the δ of the rows."""
     places = plain_places(places)
-    first_position, k, bh = _program(position_groups, column_tiles, POSITIONS, BLOCK_N)
-    head = bh % heads
-    batch = bh // heads
+    first_k, j, head, batch = _program(places, column_tiles, heads, BLOCK_N)
+    first_row = _first_row(places, batch, head, heads, j)
     q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
-    lse_ptr += bh.to(tl.int64) * places.tokens
-    delta_ptr += bh.to(tl.int64) * places.tokens
     if LAST:
         do_ptr += batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
-    for p in range(POSITIONS):
-        j = first_position + p
-        row, inside = _block_rows(places, bh, k, j)
-        inside = inside & (j < places.positions)
-        aL = load_rows(aL_ptr, D, row, inside, D, BLOCK_D, True)  # [N, D]
-        cL = tl.load(cL_ptr + row, mask=inside, other=float("inf")) * 1.4426950408889634
+    first_token = (batch * heads + head).to(tl.int64) * places.tokens
+    k = first_k + tl.arange(0, BLOCK_N)
+    inside = k < places.blocks
+    row = k * places.positions
+    aL = load_rows(aL_ptr + first_row * D, D, row, inside, D, BLOCK_D, True)  # [N, D]
+    v = load_rows(v_ptr + first_row * E, E, row, inside, E, BLOCK_E, True)
+    cL = tl.load(cL_ptr + first_row + row, mask=inside, other=float("inf"))
+    dcR = cL
+    if not LAST:
+        dcR = tl.load(dcR_ptr + first_row + row, mask=inside, other=0.0)
+    daL = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)  # transposed, as dy
+    dy = tl.zeros([BLOCK_E, BLOCK_N], tl.float32)
+    dcL = tl.zeros([BLOCK_N], tl.float32)
+    for first in range(0, places.blocks, BLOCK_M):
+        l = first + tl.arange(0, BLOCK_M)
+        token, valid = _tokens(places, l, j, TILED, FULL)
+        q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
+        do = q
         if LAST:
-            y = load_rows(y_ptr, E, row, inside, E, BLOCK_E, True)
-        else:
-            daR = load_rows(daR_ptr, D, row, inside, D, BLOCK_D, True)
-            dcR = tl.load(dcR_ptr + row, mask=inside, other=0.0)
-        daL = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        dy = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-        dcL = tl.zeros([BLOCK_N], tl.float32)
-        for first in range(0, places.blocks, BLOCK_M):
-            l = first + tl.arange(0, BLOCK_M)
-            token, valid = token_at(places, l, j, TILED)
-            valid = valid & (l < places.blocks) & (j < places.positions)
-            q = load_rows(q_ptr, stride_qs, token, valid, D, BLOCK_D, True)  # [M, D]
-            # A place without a query gets lse = inf, hence L = 0.
-            lse = tl.load(lse_ptr + token, mask=valid, other=float("inf")) * 1.4426950408889634
-            lse = tl.where(lse == -float("inf"), float("inf"), lse)
-            delta = tl.load(delta_ptr + token, mask=valid, other=0.0)
-            Z = tl.dot(aL, tl.trans(q), input_precision=PRECISION) * log2_scale - cL[:, None]  # [N, M]
-            if HAS_EXACT:
-                pointers = exact_ptr + (_frame_of(places, l, j) * places.blocks)[None, :] + k[:, None]
-                exact = tl.load(pointers, mask=valid[None, :] & (k < places.blocks)[:, None], other=0) != 0
-                Z = tl.where(exact, -float("inf"), Z)
-            L = tl.exp2(Z - lse[None, :])
-            if LAST:
-                do = load_rows(do_ptr, stride_gs, token, valid, E, BLOCK_E, True)
-                dL = tl.dot(y, tl.trans(do), input_precision=PRECISION)
-                dy = tl.dot(L.to(do.dtype), do, dy, input_precision=PRECISION)
-            else:
-                dL = tl.dot(daR, tl.trans(q), input_precision=PRECISION) + dcR[:, None]
-            dZ = L * (dL - delta[None, :])
-            dcL -= tl.sum(dZ, 1)
-            daL = tl.dot((dZ * scale).to(q.dtype), q, daL, input_precision=PRECISION)
-        daL = daL.to(daL_ptr.dtype.element_ty)
-        delta_r = tl.sum(daL.to(tl.float32) * aL.to(tl.float32), 1)
-        store_rows(daL_ptr, D, row, inside, daL, D, BLOCK_D)
+            do = load_rows(do_ptr, stride_gs, token, valid, E, BLOCK_E, True)
+        lse = tl.load(lse_ptr + first_token + token, mask=valid, other=float("inf")) * 1.4426950408889634
+        lse = tl.where(lse == -float("inf"), float("inf"), lse)
+        delta = tl.load(delta_ptr + first_token + token, mask=valid, other=0.0)
+        logit = 0.0
+        if EXACT is not None:
+            logit = tl.load(lse_exact_ptr + first_token + token, mask=valid, other=-float("inf"))
+        L, dL = _row_probabilities(
+            q, do, lse, aL, cL, v, dcR, logit, exact_ptr, places, l, valid, first_k, j, log2_scale,
+            LAST, EXACT, BLOCK_N, PRECISION,
+        )  # fmt: skip
+        dZ = L * (dL - delta[:, None])
+        dcL -= tl.sum(dZ, 0)
+        daL = tl.dot(tl.trans(q), (dZ * scale).to(q.dtype), daL, input_precision=PRECISION)
         if LAST:
-            dy = dy.to(dy_ptr.dtype.element_ty)
-            delta_r += tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
-            store_rows(dy_ptr, E, row, inside, dy, E, BLOCK_E)
-        tl.store(dcL_ptr + row, dcL, mask=inside)
-        tl.store(delta_r_ptr + row, delta_r, mask=inside)
-
-
-MAX_TILE = 128
-"""Blocks that one tile of the L-step may hold."""
+            dy = tl.dot(tl.trans(do), L.to(do.dtype), dy, input_precision=PRECISION)
+    _store_columns(
+        daL, dcL, dy, aL, v, daL_ptr, dcL_ptr, dy_ptr, delta_r_ptr, first_row, row, inside,
+        batch * heads + head, j, first_k, D, E, LAST, TMA, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -353,7 +430,8 @@ class LStep:
     Args:
         query: [B, S, H, D].
         tiled: whether tokens of a block are anything but consecutive.
-        exact: int8 table [T, m], 1 where key block k is answered exactly for query frame l; or None.
+        exact: int32 table [T, ⌈m/32⌉] of bits, 1 where a key block is answered exactly for a query frame; or None.
+        whole_rows: whether every query frame is answered exactly throughout or not at all.
     """
 
     query: torch.Tensor
@@ -361,31 +439,53 @@ class LStep:
     tiled: bool
     scale: float
     exact: torch.Tensor | None
+    whole_rows: bool = False
 
-    def _launch(self, kernel, name: str, tensors: tuple, strides: tuple, numbers: tuple, **constants) -> None:
-        """Start one program per group of positions and tile of blocks."""
-        B, _, H, D = self.query.shape
+    def _options(self, name: str) -> dict[str, int]:
+        """Launch options; BLOCK is the table's, or what holds all blocks if that is at most MAX_TILE."""
+        options = launch_options(name, self.query.device, self.query.dtype, self.query.shape[3])
+        if self.places.blocks <= options.pop("MAX_TILE"):
+            options["BLOCK"] = max(16, triton.next_power_of_2(self.places.blocks))
+        return options
+
+    def _one_tile(self, name: str) -> bool:
+        return self._options(name)["BLOCK"] >= self.places.blocks
+
+    def _exact_mode(self, lse_exact: torch.Tensor | None) -> str | None:
+        if lse_exact is None:
+            return None
+        return "rows" if self.whole_rows else "blocks"
+
+    def _launch(
+        self, kernel, name: str, tensors: tuple, strides: tuple, numbers: tuple, written: tuple = (), **constants
+    ) -> None:
+        """Start one program per position and tile of blocks; block tensors `written` are the first arguments."""
+        B, S, H, D = self.query.shape
         m, b = self.places.blocks, self.places.positions
-        options = launch_options(name, self.query.device, self.query.dtype, D)
-        # One tile for all blocks if they fit, else tiles of the table's size.
-        one_tile = m <= options.pop("MAX_TILE", MAX_TILE)
-        tile = max(16, triton.next_power_of_2(m)) if one_tile else options["BLOCK"]
-        options.pop("BLOCK")
-        options["num_warps"] = min(8, max(1, tile // options.pop("ROWS_PER_WARP")))
+        options = self._options(name)
+        tile, warps = options.pop("BLOCK"), options.pop("MAX_WARPS", 8)
+        if tile < 64:
+            # Hopper's wgmma, which takes four warps, reads beyond its memory in Triton 3.6 where a tile is 32 wide.
+            warps = min(warps, 2)
+        options["num_warps"] = min(warps, max(1, tile // options.pop("ROWS_PER_WARP")))
         tiles = triton.cdiv(m, tile)
-        positions = min(options.pop("POSITIONS"), b)
-        position_groups = triton.cdiv(b, positions)
-        if kernel is _l_centroids_kernel:
-            constants["ONE_TILE"] = one_tile
-        kernel[(position_groups * tiles * B * H,)](
-            *tensors, *strides, H, self.places.unspecialised(), position_groups, tiles, *numbers,
-            D=D, TILED=self.tiled, PRECISION=dot_precision(self.query.dtype), POSITIONS=positions,
-            BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=block_dim(D), **constants, **options,
+        tma = bool(options.pop("TMA", 0))
+        if written:
+            constants["TMA"] = tma and tma_fits(*(x for x in written if x is not None))
+            if constants["TMA"]:
+                written = tuple(x if x is None else self._descriptor(x, tile) for x in written)
+        kernel[(tiles * H * b * B,)](
+            *written, *tensors, *strides, H, self.places.unspecialised(), tiles, *numbers,
+            D=D, TILED=self.tiled, FULL=not self.tiled and m * b == S, ONE_TILE=tiles == 1,
+            PRECISION=dot_precision(self.query.dtype), BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=block_dim(D),
+            **constants, **options,
         )  # fmt: skip
 
-    def _needs_rows_first(self) -> bool:
-        options = launch_options("l_centroids", self.query.device, self.query.dtype, self.query.shape[3])
-        return self.places.blocks > options.get("MAX_TILE", MAX_TILE)
+    def _descriptor(self, x: torch.Tensor, tile: int) -> TensorDescriptor:
+        """Of a block tensor, as [B·H, b, m, ·] in tiles of blocks at one position."""
+        m, b, width = self.places.blocks, self.places.positions, x.shape[-1]
+        shape, strides = [x.shape[0] // m, b, m, width], [m * b * width, width, b * width, 1]
+        return TensorDescriptor(x, shape, strides, [1, 1, tile, block_dim(width)])
 
     def centroids(
         self,
@@ -399,15 +499,16 @@ class LStep:
         min_mass: float,
     ) -> None:
         """Write z [B·H·m, b, D] and, where cR is given (training), cR and the log-partitions lse [B, H, S]."""
-        if self._needs_rows_first():
+        if not self._one_tile("l_centroids"):
             self._rows("l_rows", aL, cL, None, lse=lse, lse_exact=lse_exact, out_exact=None, out=None)
         self._launch(
             _l_centroids_kernel,
             "l_centroids",
-            (self.query, aL, cL, None if lse_exact is None else self.exact, lse_exact, lse, z, cR),
+            (self.query, aL, cL, self.exact, lse_exact, lse, cR),
             self.query.stride()[:3],
             (log2_scale_of(self.scale), min_mass),
-            HAS_EXACT=lse_exact is not None,
+            (z,),
+            EXACT=self._exact_mode(lse_exact),
             STORE_STATISTICS=cR is not None,
         )
 
@@ -422,7 +523,7 @@ class LStep:
         lse_exact: torch.Tensor | None,
         out_exact: torch.Tensor | None,
     ) -> None:
-        """Write out [B, S, H, E] and lse [B, H, S]; `out_exact` [B, S, H, E] may be `out` itself."""
+        """Write out [B, S, H, E] and lse [B, H, S]; `out_exact` [B, S, H, E] may be `out`, and is with `whole_rows`."""
         self._rows("l_output", aL, cL, y, lse=lse, lse_exact=lse_exact, out_exact=out_exact, out=out)
 
     def _rows(self, name: str, aL, cL, y, *, lse, lse_exact, out_exact, out) -> None:
@@ -431,7 +532,7 @@ class LStep:
         self._launch(
             _l_rows_kernel,
             name,
-            (self.query, aL, cL, y, None if lse_exact is None else self.exact, lse_exact, out_exact, out, lse),
+            (self.query, aL, cL, y, self.exact, lse_exact, out_exact, out, lse),
             (
                 *self.query.stride()[:3],
                 *(none if out_exact is None else out_exact.stride()[:3]),
@@ -441,7 +542,7 @@ class LStep:
             E=E,
             BLOCK_E=block_dim(E) if y is not None else 16,
             LAST=y is not None,
-            HAS_EXACT=lse_exact is not None,
+            EXACT=self._exact_mode(lse_exact),
         )
 
     def backward(
@@ -469,21 +570,23 @@ class LStep:
         """Backward of `output` (which has y, out, do and dy) or of `centroids` (which has daR and dcR).
 
         Writes daL, dcL, delta_r and dy. Of the output, dq, dlse_exact and do_exact are written; of centroids added to.
+        With `whole_rows`, `out_exact` is `out` and do_exact is not written.
         """
-        last = y is not None
-        E = y.shape[-1] if y is not None else self.query.shape[3]
+        v = daR if y is None else y
+        assert v is not None
+        E = v.shape[-1]
         none = (0, 0, 0)
-        exact = None if lse_exact is None else self.exact
-        delta = torch.empty_like(lse)
-        constants = dict(E=E, BLOCK_E=block_dim(E) if last else 16, LAST=last, HAS_EXACT=exact is not None)
+        one_tile = self._one_tile("l_backward_rows")
+        delta = None if one_tile else torch.empty_like(lse)
+        constants = dict(E=E, BLOCK_E=block_dim(E), LAST=y is not None, EXACT=self._exact_mode(lse_exact))
         query_strides = self.query.stride()[:3]
         do_strides = none if do is None else do.stride()[:3]
         self._launch(
             _l_backward_rows_kernel,
             "l_backward_rows",
             (
-                self.query, aL, cL, lse, y, do, out, daR, dcR, dlse, exact, lse_exact, out_exact,
-                dq, delta, dlse_exact, do_exact,
+                self.query, aL, cL, lse, v, do, out, dcR, dlse, self.exact, lse_exact, out_exact,
+                dq, delta, dlse_exact, do_exact, dcL, delta_r,
             ),
             (
                 *query_strides,
@@ -493,14 +596,17 @@ class LStep:
                 *dq.stride()[:3],
             ),
             (self.scale, log2_scale_of(self.scale)),
+            (daL, dy),
             HAS_DLSE=dlse is not None,
             **constants,
         )  # fmt: skip
-        self._launch(
-            _l_backward_columns_kernel,
-            "l_backward_columns",
-            (self.query, aL, cL, lse, y, do, daR, dcR, exact, delta, daL, dcL, dy, delta_r),
-            (*query_strides, *do_strides),
-            (self.scale, log2_scale_of(self.scale)),
-            **constants,
-        )
+        if not one_tile:
+            self._launch(
+                _l_backward_columns_kernel,
+                "l_backward_columns",
+                (self.query, aL, cL, lse, v, do, dcR, self.exact, lse_exact, delta, dcL, delta_r),
+                (*query_strides, *do_strides),
+                (self.scale, log2_scale_of(self.scale)),
+                (daL, dy),
+                **constants,
+            )

@@ -51,18 +51,18 @@ def few(monkeypatch):
         for kernel, grid in grids.items():
             monkeypatch.setitem(SWEEPS, kernel, dataclasses.replace(SWEEPS[kernel], grids=(grid,)))
 
-    small = {name: {"BLOCK_N": (16, 32)} if name[0] != "l" else {"POSITIONS": (2, 4)} for name in SWEEPS}
+    small = {name: {"BLOCK_N": (16, 32)} if name[0] != "l" else {"ROWS_PER_WARP": (2, 4)} for name in SWEEPS}
     set_grids(**small)
     return set_grids
 
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Times that depend on the options alone: `timed[...] = ms` for a value of BLOCK_N or POSITIONS, else 1 ms."""
+    """Times that depend on the options alone: `timed[...] = ms` for a value of BLOCK_N or ROWS_PER_WARP, else 1 ms."""
     milliseconds = {}
 
     def times(kernel, candidates, groups, base, clock, rounds):
-        return [[milliseconds.get(c.get("BLOCK_N", c.get("POSITIONS")), 1.0)] * len(groups) for c in candidates]
+        return [[milliseconds.get(c.get("BLOCK_N", c.get("ROWS_PER_WARP")), 1.0)] * len(groups) for c in candidates]
 
     monkeypatch.setattr(kernel_tune, "_times", times)
     return milliseconds
@@ -87,7 +87,7 @@ def test_every_kernel_is_found_in_its_stage_and_its_winner_is_used(tables, few, 
     assert [tuned.kernel for tuned in result["tuned"]] == kernels
     assert result["left_out"] == [{"kernel": "l_rows", "head_dim": 16, "why": "not launched at these shapes"}]
     for tuned in result["tuned"]:
-        option, value = ("POSITIONS", 4) if tuned.kernel[0] == "l" else ("BLOCK_N", 32)
+        option, value = ("ROWS_PER_WARP", 4) if tuned.kernel[0] == "l" else ("BLOCK_N", 32)
         assert tuned.speedup == pytest.approx(2) and tuned.rejected == []
         assert launch_options(tuned.kernel, CPU, torch.float32, 16) == {**tuned.before, option: value}
         # What was not tuned stays as it was: other item sizes, and wider heads.
@@ -244,6 +244,7 @@ def test_a_sweep_for_every_kernel_of_the_tables(tables):
         known = {key for e in default["entries"] if e["kernel"] == name for key in e["options"]}
         # Options that the launchers take but no table has to name.
         known |= {"r_step": {"TMA", "WARP_SPECIALIZE"}, "flash_": {"WARP_SPECIALIZE"}}.get(name[:6], set())
+        known |= {"TMA", "MAX_WARPS", "maxnreg"} if name.startswith("l_") else set()
         assert all(set(candidate) <= known for candidate in sweep.candidates()), name
 
 
@@ -267,7 +268,7 @@ def test_the_compiling_process_tells_what_became_of_each_candidate(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     workload = kernel_tune.Workload("2x4x4:1", training=True)
     for kernel in ("r_backward_z", "l_backward_rows", "flash_backward_q", "r_step"):
-        option = "POSITIONS" if kernel[0] == "l" else "BLOCK_N"
+        option = "ROWS_PER_WARP" if kernel[0] == "l" else "BLOCK_N"
         # There are no tiles of nothing.
         candidates = (((option, 16),), ((option, 0),))
         good, bad = kernel_tune._compile(kernel_tune._Task(kernel, (workload,), 16, "float32", "cpu", candidates))

@@ -123,9 +123,18 @@ def test_head_dimensions(dims):
 
 
 @interpreted
-@pytest.mark.parametrize("exact", [None, ExactBlocks(band=0)], ids=["monarch", "band"])
+@pytest.mark.parametrize(
+    "exact", [None, ExactBlocks(band=0), ExactBlocks(rows=(1, 17))], ids=["monarch", "band", "rows"]
+)
 def test_more_blocks_than_one_tile_of_the_l_step(exact):
     check_float32(qkv(20 * 2), vmonarch_attention, SEVERAL_L_TILES, grid=(20, 1, 2), exact=exact, num_iterations=3)
+
+
+@interpreted
+@pytest.mark.parametrize("overrides", [None, SEVERAL_L_TILES], ids=["one-tile", "several"])
+def test_exact_blocks_beyond_the_first_word_of_bits(overrides):
+    exact = ExactBlocks(columns=(31, 33), band=0)
+    check_float32(qkv(35 * 2), vmonarch_attention, overrides, grid=(35, 1, 2), exact=exact)
 
 
 HOPPER_CASES = {
@@ -148,6 +157,17 @@ def test_hoppers_way_of_loading_changes_nothing(options, warp_specialize):
     exact = {"WARP_SPECIALIZE": warp_specialize}
     with launch_overrides({"r_step": r_step, "r_step_last": r_step, "flash_forward": exact}):
         for a, b in zip(run_triton(*tensors, **options), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("grid", [(3, 2, 7), (20, 1, 2)], ids=["one-tile", "several-tiles"])
+def test_hoppers_way_of_storing_changes_nothing(grid):
+    tensors = [tensor.float() for tensor in qkv(math.prod(grid), heads=2, dim=12)]
+    run = lambda *t: run_triton(*t, grid=grid, exact=ExactBlocks(columns=(0,)))
+    expected = with_gradients(run, tensors, torch.float32)
+    with launch_overrides({kernel: {"MAX_TILE": 8, "TMA": 1} for kernel in L_KERNELS}):
+        for a, b in zip(with_gradients(run, tensors, torch.float32), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
 
 
@@ -498,6 +518,22 @@ def test_gpu_options_in_bfloat16(shared_gpu, dim, name):
     T, H, W = (3 * size for size in GPU_CASES[name]["grid"])
     tensors = qkv(T * H * W, heads=2, dim=dim, device="cuda")
     options = {**GPU_CASES[name], "grid": (T, H, W)}
+    run = lambda how: lambda *t: vmonarch_attention(*t, return_lse=True, implementation=how, **options)
+    truth = with_gradients(run("torch"), tensors, torch.float64)
+    ours = with_gradients(run("triton"), tensors, torch.bfloat16)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, truth, strict=True):
+        error, size = (a.double() - b).norm(), b.norm()
+        assert error <= 0.02 * size, (name, error, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("frames", [21, 43, 81, 172])
+@pytest.mark.parametrize("dim", [32, 64, 80, 128, 256])
+@pytest.mark.parametrize("exact", ["first_frame", ExactBlocks(band=1)], ids=["first-frame", "band"])
+def test_gpu_tiles_of_the_l_step(shared_gpu, frames, dim, exact):
+    """Every size of a tile, and several tiles."""
+    tensors = qkv(frames * 3 * 5, heads=3, dim=dim, device="cuda")
+    options = dict(grid=(frames, 3, 5), exact=exact)
     run = lambda how: lambda *t: vmonarch_attention(*t, return_lse=True, implementation=how, **options)
     truth = with_gradients(run("torch"), tensors, torch.float64)
     ours = with_gradients(run("triton"), tensors, torch.bfloat16)
