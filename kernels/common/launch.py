@@ -90,14 +90,22 @@ def hopper_fits(*tensors: torch.Tensor) -> bool:
         and (_overrides.get() or {}).get("hopper", {"enabled": 1})["enabled"] == 1
         and first.dtype in (torch.float16, torch.bfloat16)
         and first.shape[-1] <= HOPPER_HEAD_DIM
-        and all(tensor.shape[-1] == first.shape[-1] and _copy_engine_takes(tensor) for tensor in tensors)
+        and all(tensor.shape[-1] == first.shape[-1] for tensor in tensors)
+        and tma_fits(*tensors)
     )
 
 
-def _copy_engine_takes(tensor: torch.Tensor) -> bool:
-    """Whether every row of a 16-bit tensor starts at a multiple of 16 bytes."""
-    strides = (stride for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False) if size > 1)
-    return tensor.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in strides)
+def tma_fits(*tensors: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator can address the tensors: every row starts at a multiple of 16 bytes."""
+    return all(
+        tensor.data_ptr() % 16 == 0
+        and all(
+            stride > 0 and stride * tensor.itemsize % 16 == 0
+            for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False)
+            if size > 1
+        )
+        for tensor in tensors
+    )
 
 
 @functools.cache
