@@ -45,7 +45,7 @@ BUGS = {
     "merge-without-shift": ("monoid.py", "torch.exp(lses - shift)", "torch.exp(lses)"),
     "merge-hides-nan": ("monoid.py", "torch.where(share == 0,", "torch.where(~(share > 0),"),
     "kernel-y-from-keys": (R_STEP, "acc_v = tl.dot(p, v,", "acc_v = tl.dot(p, k,"),
-    "kernel-tail-skipped": (R_STEP, "z, full_stop, stop, k_tail_desc", "z, full_stop, full_stop, k_tail_desc"),
+    "kernel-tail-skipped": (R_STEP, "z, full_stop, stop,", "z, full_stop, full_stop,"),
     "kernel-rescale-forgotten": (R_STEP, "acc_k = tl.dot(p, k, acc_k * alpha[:, None]", "acc_k = tl.dot(p, k, acc_k"),
     "kernel-alpha-of-the-sum": (ONLINE, "row_sum = row_sum * alpha + tl.sum(p, 1)", "row_sum = row_sum + tl.sum(p, 1)"),
     "kernel-entropy-without-scale": (R_STEP, "cL = scale * tl.sum(", "cL = tl.sum("),
@@ -60,14 +60,14 @@ BUGS = {
     "kernel-exact-weight-forgotten": (L_STEP, "row_sum = row_sum * alpha + weight", "row_sum = row_sum * alpha"),
     "kernel-exact-gradient-overwritten": (
         L_STEP, "d_logit += tl.load(dlse_exact_ptr", "d_logit += 0.0 * tl.load(dlse_exact_ptr"),
-    "kernel-key-is-no-value": (R_STEP, "dk = dk_as_key * scale + dk_as_value", "dk = dk_as_key * scale"),
+    "kernel-key-is-no-value": (R_STEP, "dk = tl.dot(p_rounded, daL, dk,", "_ = tl.dot(p_rounded, daL, dk,"),
     "kernel-gradient-without-scale": (R_STEP, "dz *= scale", "dz *= 1.0"),
     "kernel-delta-dropped": (R_STEP, "ds = dp - delta", "ds = dp"),
     "kernel-gradient-overwritten": (TILES, "valid, there + x, WIDTH", "valid, there * 0 + x, WIDTH"),
     "kernel-lse-gradient-sign": (L_STEP, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr"),
     "kernel-mass-gradient-dropped": (L_STEP, "PRECISION) + dcR[None, :]", "PRECISION)"),
     "kernel-tiles-of-equal-size": (
-        PLACES, "first_row = tile_h * places.height // places.tiles_h", "first_row = tile_h * places.tile_height"),
+        PLACES, "row = tile_h * places.height // places.tiles_h", "row = tile_h * places.tile_height"),
     "kernel-inference-reads-old-z": (FUSED, "z = buffers.z[n]", "z = query"),
 }  # fmt: skip
 # Tests that see a bug of the kernels soonest; the interpreter is slow.

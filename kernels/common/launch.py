@@ -16,6 +16,8 @@ import torch
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+# Of the kernels for Hopper.
+HOPPER_HEAD_DIM = 128
 # A constant, because torch.compile would have to trace the search.
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -77,19 +79,30 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def tma_fits(*tensors: torch.Tensor) -> bool:
-    """Whether Hopper's tensor memory accelerator can address the tensors: it wants multiples of 16 bytes."""
-    return all(
-        tensor.data_ptr() % 16 == 0 and all(stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
-        for tensor in tensors
+def hopper_fits(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels for Hopper take these tensors: 16 bit, one head dimension up to 128, aligned rows.
+
+    The override {"hopper": {"enabled": 0}} says no.
+    """
+    first = tensors[0]
+    return (
+        _on_hopper(first.device)
+        and (_overrides.get() or {}).get("hopper", {"enabled": 1})["enabled"] == 1
+        and first.dtype in (torch.float16, torch.bfloat16)
+        and first.shape[-1] <= HOPPER_HEAD_DIM
+        and all(tensor.shape[-1] == first.shape[-1] and _copy_engine_takes(tensor) for tensor in tensors)
     )
 
 
-def allocate_descriptors() -> None:
-    """Let kernels that are launched next make descriptors on the device; Triton asks for memory to keep them in."""
-    import triton
+def _copy_engine_takes(tensor: torch.Tensor) -> bool:
+    """Whether every row of a 16-bit tensor starts at a multiple of 16 bytes."""
+    strides = (stride for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False) if size > 1)
+    return tensor.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in strides)
 
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+
+@functools.cache
+def _on_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and not interpreted() and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @contextmanager

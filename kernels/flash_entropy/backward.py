@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.softmax import log2_scale_of, probabilities
 from vmonarch.kernels.flash_entropy.forward import COMBINE_ROWS, load_tile
-from vmonarch.kernels.flash_entropy.segments import Segment, column_work, processors, row_work
+from vmonarch.kernels.flash_entropy.segments import Segment, column_work, one_range, processors, row_work
 
 
 @triton.jit(do_not_specialize=["num_items", "H", "Sq"])
@@ -483,19 +483,28 @@ def flash_backward(
     width = max(D, Dv)
     row_options = launch_options("flash_backward_q", device, query.dtype, width)
     column_options = launch_options("flash_backward_kv", device, query.dtype, width)
+    # Gradients of sums and of slices come expanded or strided.
+    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    hopper = one_range(segments) and hopper_fits(query, key, value, grad_out)
+    if hopper:
+        from vmonarch.kernels.hopper import backward as on_hopper
+
+        row_options = {"BLOCK_M": on_hopper.TILE, "BLOCK_N": on_hopper.rows_choice(on_hopper.hopper_dim(D))["block"]}
+        column_options = {
+            "BLOCK_M": on_hopper.keys_choice(on_hopper.hopper_dim(D), True)["block"],
+            "BLOCK_N": on_hopper.TILE,
+        }
     BLOCK_M, BLOCK_N = row_options["BLOCK_M"], row_options["BLOCK_N"]
     rows = row_work(segments, BLOCK_M, BLOCK_N, B * H, processors(device), splits, device)
     rows_once = rows if rows.merges is None else row_work(segments, BLOCK_M, BLOCK_N, 1, 1, 1, device)
     columns = column_work(segments, column_options["BLOCK_M"], column_options["BLOCK_N"], device)
-
-    # Gradients of sums and of slices come expanded or strided.
-    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
     out = out if out.stride(-1) == 1 else out.contiguous()
     lse = lse.contiguous()
     entropy, grad_lse, grad_entropy = (
         None if x is None else x.to(torch.float32).contiguous() for x in (entropy, grad_lse, grad_entropy)
     )
-    delta = query.new_empty(B, H, Sq, dtype=torch.float32)
+    # For Hopper every row is folded, those of no segment too.
+    delta = (query.new_zeros if hopper else query.new_empty)(B, H, Sq, dtype=torch.float32)
     add_to_q, add_to_k, add_to_v = (given is not None for given in (dq, dk, dv))
     dq = _new_gradient(query, rows.covered) if dq is None else dq
     dk = _new_gradient(key, columns.covered) if dk is None else dk
@@ -529,7 +538,13 @@ def flash_backward(
                 **dims,
             )
         num_items = rows.items.shape[0]
-        if num_items > 0:
+        if num_items > 0 and hopper:
+            folded = on_hopper.fold(lse, delta, Sq, scale, dH=grad_entropy)
+            on_hopper.launch_rows(
+                query, key, value, None, grad_out, folded, dq, tiles=(num_items, B * H), heads=H, scale=scale,
+                work=rows, tokens=Sq, parts=parts, add=add_to_q,
+            )  # fmt: skip
+        elif num_items > 0:
             _backward_q_kernel[(num_items * B * H,)](
                 query,
                 key,
@@ -570,7 +585,8 @@ def flash_backward(
                 num_blocks,
                 rows.slots,
                 H,
-                scale,
+                # The kernel for Hopper has it in already.
+                1.0 if hopper else scale,
                 HEAD_DIM=D,
                 BLOCK_D=block_dim(D),
                 BLOCK_M=BLOCK_M,
@@ -579,7 +595,12 @@ def flash_backward(
                 num_warps=4,
             )
         num_items = columns.items.shape[0]
-        if num_items > 0:
+        if num_items > 0 and hopper:
+            on_hopper.launch_keys(
+                query, key, value, None, grad_out, folded, dk, dv, tiles=(num_items, B * H), heads=H, scale=scale,
+                work=columns, tokens=Sq, add=(add_to_k, add_to_v),
+            )  # fmt: skip
+        elif num_items > 0:
             _backward_kv_kernel[(num_items * B * H,)](
                 query,
                 key,

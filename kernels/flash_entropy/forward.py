@@ -7,19 +7,18 @@ whose partial results the combine kernel merges by the monoid of algorithm notes
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import (
-    allocate_descriptors,
-    block_dim,
-    dot_precision,
-    launch_options,
-    tma_fits,
-)
+from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.softmax import entropy_of, log2_partition, log2_scale_of, online_softmax
-from vmonarch.kernels.flash_entropy.segments import Segment, processors, row_work
+from vmonarch.kernels.flash_entropy.segments import Segment, Work, processors, row_work
+
+if TYPE_CHECKING:
+    from vmonarch.kernels.hopper.schedule import Schedule
 
 # Rows that one program of the combine kernel merges; divides every BLOCK_M.
 COMBINE_ROWS = 16
@@ -85,55 +84,7 @@ def _attend_tile(
     return acc, row_max, row_sum, row_entropy
 
 
-@triton.jit
-def _attend_range_specialised(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    stride_qs,
-    stride_ks,
-    stride_vs,
-    Sq,
-    Sk,
-    row_start,
-    start,
-    stop,
-    log2_scale,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Attend from a row block of one head to the keys [start, stop); warps of their own load the tiles.
-
-    The compiler (Hopper, num_warps=4) takes one loop of products, whose operands all come through descriptors, so the
-    last keys are masked in that loop.
-    """
-    q_desc = tl.make_tensor_descriptor(q_ptr, [Sq, HEAD_DIM], [stride_qs, 1], [BLOCK_M, BLOCK_D])
-    k_desc = tl.make_tensor_descriptor(k_ptr, [Sk, HEAD_DIM], [stride_ks, 1], [BLOCK_N, BLOCK_D])
-    v_desc = tl.make_tensor_descriptor(v_ptr, [Sk, VALUE_DIM], [stride_vs, 1], [BLOCK_N, BLOCK_DV])
-    q = q_desc.load([row_start, 0])
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_entropy = tl.zeros([BLOCK_M], tl.float32)
-    for first in tl.range(start, stop, BLOCK_N, warp_specialize=True):
-        k = k_desc.load([first, 0])
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
-        scores = tl.where((first + tl.arange(0, BLOCK_N) < stop)[None, :], scores, -float("inf"))
-        p, alpha, row_max, row_sum, row_entropy = online_softmax(
-            scores, row_max, row_sum, row_entropy, log2_scale, ENTROPY=ENTROPY, MAY_BE_EMPTY=False
-        )
-        v = v_desc.load([first, 0])
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, row_max, row_sum, row_entropy
-
-
-@triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq", "Sk"])
+@triton.jit(do_not_specialize=["num_items", "num_slots", "H", "Sq"])
 def _forward_kernel(
     q_ptr,
     k_ptr,
@@ -162,7 +113,6 @@ def _forward_kernel(
     num_slots,
     H,
     Sq,
-    Sk,
     log2_scale,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -172,7 +122,6 @@ def _forward_kernel(
     BLOCK_N: tl.constexpr,
     ENTROPY: tl.constexpr,
     HAS_PARTS: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -194,40 +143,32 @@ def _forward_kernel(
     q_head_ptr = q_ptr + b * stride_qb + h * stride_qh
     k_head_ptr = k_ptr + b * stride_kb + h * stride_kh
     v_head_ptr = v_ptr + b * stride_vb + h * stride_vh
-    if WARP_SPECIALIZE:
-        start = tl.load(ranges_ptr + 2 * first_range)
-        stop = tl.load(ranges_ptr + 2 * first_range + 1)
-        acc, row_max, row_sum, row_entropy = _attend_range_specialised(
-            q_head_ptr, k_head_ptr, v_head_ptr, stride_qs, stride_ks, stride_vs, Sq, Sk, row_start, start, stop,
-            log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, ENTROPY, PRECISION,
-        )  # fmt: skip
-    else:
-        q_rows_ptr = q_head_ptr + row_start.to(tl.int64) * stride_qs
-        q = load_tile(q_rows_ptr, stride_qs, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
-        k_step = tl.full([], BLOCK_N, tl.int64) * stride_ks
-        v_step = tl.full([], BLOCK_N, tl.int64) * stride_vs
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
-        row_entropy = tl.zeros([BLOCK_M], tl.float32)
-        for r in range(first_range, last_range):
-            start = tl.load(ranges_ptr + 2 * r)
-            num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
-            k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
-            v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
-            for _ in range(num_keys // BLOCK_N):
-                acc, row_max, row_sum, row_entropy = _attend_tile(
-                    q, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, BLOCK_N, acc, row_max, row_sum, row_entropy,
-                    log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, True, ENTROPY, PRECISION,
-                )  # fmt: skip
-                k_tile_ptr += k_step
-                v_tile_ptr += v_step
-            keys_left = num_keys % BLOCK_N
-            if keys_left > 0:
-                acc, row_max, row_sum, row_entropy = _attend_tile(
-                    q, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, keys_left, acc, row_max, row_sum, row_entropy,
-                    log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, False, ENTROPY, PRECISION,
-                )  # fmt: skip
+    q_rows_ptr = q_head_ptr + row_start.to(tl.int64) * stride_qs
+    q = load_tile(q_rows_ptr, stride_qs, rows[:, None], rows_left, dims[None, :], HEAD_DIM, BLOCK_D, False)
+    k_step = tl.full([], BLOCK_N, tl.int64) * stride_ks
+    v_step = tl.full([], BLOCK_N, tl.int64) * stride_vs
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_entropy = tl.zeros([BLOCK_M], tl.float32)
+    for r in range(first_range, last_range):
+        start = tl.load(ranges_ptr + 2 * r)
+        num_keys = tl.load(ranges_ptr + 2 * r + 1) - start
+        k_tile_ptr = k_head_ptr + start.to(tl.int64) * stride_ks
+        v_tile_ptr = v_head_ptr + start.to(tl.int64) * stride_vs
+        for _ in range(num_keys // BLOCK_N):
+            acc, row_max, row_sum, row_entropy = _attend_tile(
+                q, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, BLOCK_N, acc, row_max, row_sum, row_entropy,
+                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, True, ENTROPY, PRECISION,
+            )  # fmt: skip
+            k_tile_ptr += k_step
+            v_tile_ptr += v_step
+        keys_left = num_keys % BLOCK_N
+        if keys_left > 0:
+            acc, row_max, row_sum, row_entropy = _attend_tile(
+                q, k_tile_ptr, v_tile_ptr, stride_ks, stride_vs, keys_left, acc, row_max, row_sum, row_entropy,
+                log2_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, False, ENTROPY, PRECISION,
+            )  # fmt: skip
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     log2_lse = log2_partition(row_max, row_sum)
@@ -259,7 +200,7 @@ def _combine_kernel(
     part_out_ptr,  # [B·H, slots, BLOCK_M, Dv]
     part_lse_ptr,  # [B·H, slots, BLOCK_M], in units of log 2
     part_entropy_ptr,  # [B·H, slots, BLOCK_M]
-    merges_ptr,  # [J, 4]
+    merges_ptr,  # [J, 4], the same for all heads; with HEADS_IN_TABLE [J, 5]
     stride_ob,
     stride_os,
     stride_oh,
@@ -272,16 +213,20 @@ def _combine_kernel(
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     ENTROPY: tl.constexpr,
+    HEADS_IN_TABLE: tl.constexpr,
 ):
     """Merge the partial results of rows whose keys were split; always in the order of the keys."""
     pid = tl.program_id(0)
     block = pid % num_blocks
-    merge_ptr = merges_ptr + (block // (BLOCK_M // ROWS)) * 4
+    merge_ptr = merges_ptr + (block // (BLOCK_M // ROWS)) * (5 if HEADS_IN_TABLE else 4)
     row_start = tl.load(merge_ptr)
     row_stop = tl.load(merge_ptr + 1)
     first_slot = tl.load(merge_ptr + 2)
     slots = tl.load(merge_ptr + 3)
     bh = (pid // num_blocks).to(tl.int64)
+    slot_base = bh * num_slots + first_slot
+    if HEADS_IN_TABLE:
+        bh = tl.load(merge_ptr + 4).to(tl.int64)
     b = bh // H
     h = bh % H
 
@@ -294,7 +239,7 @@ def _combine_kernel(
     row_sum = tl.zeros([ROWS], tl.float32)
     row_entropy = tl.zeros([ROWS], tl.float32)
     for slot in range(slots):
-        part_rows = (bh * num_slots + first_slot + slot) * BLOCK_M + rows
+        part_rows = (slot_base + slot) * BLOCK_M + rows
         log2_weight = tl.load(part_lse_ptr + part_rows, mask=present, other=0.0)
         # One "key" of every row is a whole part; its weight is its partition.
         p, alpha, row_max, row_sum, row_entropy = online_softmax(
@@ -344,9 +289,18 @@ def flash_forward(
     B, Sq, H, D = query.shape
     Dv = value.shape[3]
     device = query.device
-    options = launch_options("flash_forward", device, query.dtype, max(D, Dv))
-    BLOCK_M, BLOCK_N = options["BLOCK_M"], options["BLOCK_N"]
-    work = row_work(segments, BLOCK_M, BLOCK_N, B * H, processors(device), splits, device)
+    on_hopper = splits is None and hopper_fits(query, key, value)
+    options = launch_options("hopper_flash" if on_hopper else "flash_forward", device, query.dtype, max(D, Dv))
+    if on_hopper:
+        from vmonarch.kernels.hopper import flash as hopper
+
+        BLOCK_M = hopper.BLOCK_M
+        work: Schedule | Work = hopper.schedule(
+            segments, BLOCK_M, options["BLOCK_N"], B * H, processors(device), device
+        )
+    else:
+        BLOCK_M = options["BLOCK_M"]
+        work = row_work(segments, BLOCK_M, options["BLOCK_N"], B * H, processors(device), splits, device)
     whole = work.covered == Sq
 
     def statistic(fill: float) -> torch.Tensor:
@@ -357,9 +311,11 @@ def flash_forward(
         out = query.new_empty(B, Sq, H, Dv) if whole else query.new_zeros(B, Sq, H, Dv)
     lse = statistic(-torch.inf)
     row_entropy = statistic(0.0) if entropy else None
+    # Parts and merges of all heads are in the tables for Hopper; elsewhere those of one head.
+    tables = 1 if on_hopper else B * H
     parts: tuple[torch.Tensor | None, ...] = (None, None, None)
     if work.merges is not None:
-        part_shape = (B * H, work.slots, BLOCK_M)
+        part_shape = (tables * work.slots, BLOCK_M)
         parts = (
             query.new_empty(*part_shape, Dv, dtype=torch.float32),
             query.new_empty(part_shape, dtype=torch.float32),
@@ -367,11 +323,21 @@ def flash_forward(
         )
     num_items = work.items.shape[0]
     out_strides = out.stride()[:3]
-    specialised = bool(options.pop("WARP_SPECIALIZE", False)) and work.one_range and tma_fits(query, key, value)
     with torch.cuda.device_of(query):
-        if specialised:
-            allocate_descriptors()
-        if num_items > 0:
+        if on_hopper and num_items > 0:
+            hopper.flash(
+                query,
+                key,
+                value,
+                cast("Schedule", work),
+                scale=scale,
+                out=out,
+                lse=lse,
+                entropy=row_entropy,
+                parts=parts,
+                options=options,
+            )
+        elif num_items > 0:
             _forward_kernel[(num_items * B * H,)](
                 query,
                 key,
@@ -390,7 +356,6 @@ def flash_forward(
                 work.slots,
                 H,
                 Sq,
-                key.shape[1],
                 log2_scale_of(scale),
                 HEAD_DIM=D,
                 VALUE_DIM=Dv,
@@ -398,13 +363,12 @@ def flash_forward(
                 BLOCK_DV=block_dim(Dv),
                 ENTROPY=entropy,
                 HAS_PARTS=work.merges is not None,
-                WARP_SPECIALIZE=specialised,
                 PRECISION=dot_precision(query.dtype),
                 **options,
             )
         if work.merges is not None:
             num_blocks = work.merges.shape[0] * (BLOCK_M // COMBINE_ROWS)
-            _combine_kernel[(num_blocks * B * H,)](
+            _combine_kernel[(num_blocks * tables,)](
                 out,
                 lse,
                 row_entropy,
@@ -420,6 +384,7 @@ def flash_forward(
                 BLOCK_M=BLOCK_M,
                 ROWS=COMBINE_ROWS,
                 ENTROPY=entropy,
+                HEADS_IN_TABLE=on_hopper,
                 num_warps=4,
             )
     return out, lse, row_entropy

@@ -82,6 +82,13 @@ def transposed(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
     return simplified(tuple(columns))
 
 
+@functools.lru_cache(maxsize=128)
+def one_range(segments: tuple[Segment, ...]) -> bool:
+    """Whether every query attends to consecutive keys, and every key is attended to by consecutive queries."""
+    both = (*simplified(segments), *transposed(segments))
+    return all(len(segment.key_ranges) <= 1 for segment in both)
+
+
 @dataclass(frozen=True)
 class Work:
     """Tables that the programs of one kernel read, int32 on the device.

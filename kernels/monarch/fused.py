@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from vmonarch.exact import ExactBlocks
+from vmonarch.kernels.common.launch import hopper_fits
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.flash_entropy.segments import Segment
@@ -198,6 +199,11 @@ def forward(
     r, l = _steps(query, key, value, key_mask, options)
     pooled = r.pool() if options.coarse > 1 else None
     z = query
+    if options.tiled and key_mask is None and hopper_fits(query, key, value):
+        # Copies in the order of the blocks cost less than they save; the first z is free until the first L-step.
+        r = r.with_packed()
+        z = buffers.z[0] if t > 1 else query.new_empty(groups, b, D)
+        r.pack(query, z, tokens_first=False)
     for i in range(t - 1):
         n = i % own
         aL, cL = buffers.aL[n], buffers.cL[n]

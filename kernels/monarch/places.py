@@ -127,19 +127,38 @@ def token_at(places, block, position, TILED: tl.constexpr):
 
 
 @triton.jit
-def _token_in_tile(places, block, frame, row, column):
-    """Token at (frame, row, column) of the tile that is `block`, and whether the tile has that place."""
+def _tile_of(places, block):
+    """First frame, row and column of the tile that is `block`, and how many it has of each."""
     tile_w = block % places.tiles_w
     tile_h = block // places.tiles_w % places.tiles_h
-    frame_in_grid = block // (places.tiles_w * places.tiles_h) * places.block_frames + frame
-    first_row = tile_h * places.height // places.tiles_h
-    last_row = (tile_h + 1) * places.height // places.tiles_h
-    first_column = tile_w * places.width // places.tiles_w
-    last_column = (tile_w + 1) * places.width // places.tiles_w
-    valid = (frame < places.block_frames) & (frame_in_grid < places.frames)
-    valid = valid & (row < last_row - first_row) & (column < last_column - first_column)
-    token = (frame_in_grid * places.height + first_row + row) * places.width + first_column + column
+    frame = block // (places.tiles_w * places.tiles_h) * places.block_frames
+    row = tile_h * places.height // places.tiles_h
+    column = tile_w * places.width // places.tiles_w
+    frames = tl.minimum(places.block_frames, places.frames - frame)
+    rows = (tile_h + 1) * places.height // places.tiles_h - row
+    columns = (tile_w + 1) * places.width // places.tiles_w - column
+    return frame, row, column, frames, rows, columns
+
+
+@triton.jit
+def _token_in_tile(places, block, frame, row, column):
+    """Token at (frame, row, column) of the tile that is `block`, and whether the tile has that place."""
+    first_frame, first_row, first_column, frames, rows, columns = _tile_of(places, block)
+    valid = (frame < frames) & (row < rows) & (column < columns)
+    token = ((first_frame + frame) * places.height + first_row + row) * places.width + first_column + column
     return token, valid
+
+
+@triton.jit
+def tokens_before(places, block, position):
+    """Number of tokens at the positions before `position` of a tile, and in all of it."""
+    _, _, _, frames, rows, columns = _tile_of(places, block)
+    frame = position // (places.tile_height * places.tile_width)
+    row = position // places.tile_width % places.tile_height
+    column = position % places.tile_width
+    in_row = tl.where(row < rows, tl.minimum(column, columns), 0)
+    in_frame = tl.where(frame < frames, tl.minimum(row, rows) * columns + in_row, 0)
+    return tl.minimum(frame, frames) * rows * columns + in_frame, frames * rows * columns
 
 
 @triton.jit

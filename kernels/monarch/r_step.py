@@ -7,22 +7,16 @@ Tokens are [B, S, H, D] with any strides but the last; block tensors are [B·H·
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import (
-    allocate_descriptors,
-    block_dim,
-    dot_precision,
-    launch_options,
-    tma_fits,
-)
+from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
-from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell
+from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell, tokens_before
 
 
 @triton.jit
@@ -72,21 +66,17 @@ def _masked_scores(
 
 @triton.jit
 def _r_step_keys(
-    acc_k, acc_v, row_max, row_sum, z, start, stop, k_desc, v_desc,
+    acc_k, acc_v, row_max, row_sum, z, start, stop,
     k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, range_stop, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr, TILED: tl.constexpr,
-    HAS_MASK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    HAS_MASK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [start, stop) of a block into the running sums, BLOCK_N at a time."""
-    first_row = 0 if POOLED else block * places.positions - places.offset
-    for first in tl.range(start, stop, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+    for first in range(start, stop, BLOCK_N):
         i = first + tl.arange(0, BLOCK_N)
         rows, valid = _key_rows(places, block, i, range_stop, POOLED, TILED)
-        if TMA:
-            k = k_desc.load([first_row + first, 0])  # [N, D]
-        else:
-            k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)
+        k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)  # [N, D]
         scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)  # [M, N]
         scores = _masked_scores(
             scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, MASKED
@@ -97,10 +87,7 @@ def _r_step_keys(
         p = p.to(k.dtype)
         acc_k = tl.dot(p, k, acc_k * alpha[:, None], input_precision=PRECISION)
         if LAST:
-            if TMA:
-                v = v_desc.load([first_row + first, 0])
-            else:
-                v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
+            v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
             acc_v = tl.dot(p, v, acc_v * alpha[:, None], input_precision=PRECISION)
     return acc_k, acc_v, row_max, row_sum
 
@@ -109,16 +96,17 @@ def _r_step_keys(
 def _load_z(
     z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j,
     D: tl.constexpr, BLOCK_D: tl.constexpr, Z_IS_QUERY: tl.constexpr, TILED: tl.constexpr,
+    MASKED: tl.constexpr = True,
 ):  # fmt: skip
     """Centroid queries [M, D] of positions j: the query itself in the first iteration, a block tensor later."""
     block, head, batch = _parts_of(group, places, heads)
     if Z_IS_QUERY:
         token, valid = token_at(places, block, j, TILED)
         base = z_ptr + batch.to(tl.int64) * stride_zb + head.to(tl.int64) * stride_zh
-        return load_rows(base, stride_zs, token, valid, D, BLOCK_D, True)
+        return load_rows(base, stride_zs, token, valid, D, BLOCK_D, MASKED)
     else:
         base = z_ptr + group.to(tl.int64) * places.positions * D
-        return load_rows(base, D, j, j < places.positions, D, BLOCK_D, True)
+        return load_rows(base, D, j, j < places.positions, D, BLOCK_D, MASKED)
 
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
@@ -128,30 +116,19 @@ def _r_step_kernel(
     stride_mb, stride_ms, heads, places, row_tiles, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
     TILED: tl.constexpr, HAS_MASK: tl.constexpr, STORE_LSE: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One tile of positions of one key block: aL, cL, and in the last iteration y.
 
-    The keys after the last whole BLOCK_N go through in tiles of BLOCK_TAIL. TMA: Hopper's tensor memory accelerator
-    loads the keys, for blocks of consecutive rows; WARP_SPECIALIZE: by warps of their own (num_warps=4 only).
+    The keys after the last whole BLOCK_N go through in tiles of BLOCK_TAIL.
     """
     places = plain_places(places)
     pid = tl.program_id(0)
     group = pid // row_tiles
     j = pid % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     block, head, batch = _parts_of(group, places, heads)
-    if not WARP_SPECIALIZE:
-        z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
-    elif Z_IS_QUERY:
-        z_rows = z_ptr + batch.to(tl.int64) * stride_zb + head.to(tl.int64) * stride_zh
-        z_desc = tl.make_tensor_descriptor(z_rows, [places.tokens, D], [stride_zs, 1], [BLOCK_M, BLOCK_D])
-        z = z_desc.load([block * places.positions - places.offset + pid % row_tiles * BLOCK_M, 0])
-    else:
-        z_rows = z_ptr + group.to(tl.int64) * places.positions * D
-        z_desc = tl.make_tensor_descriptor(z_rows, [places.positions, D], [D, 1], [BLOCK_M, BLOCK_D])
-        z = z_desc.load([pid % row_tiles * BLOCK_M, 0])
+    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
     if POOLED:
         k_ptr += group.to(tl.int64) * places.cells * D
         bias_ptr += block * places.cells
@@ -167,43 +144,20 @@ def _r_step_kernel(
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     start, stop = _key_range(places, block, POOLED, TILED)
-    k_desc = k_ptr
-    v_desc = v_ptr
-    k_tail_desc = k_ptr
-    v_tail_desc = v_ptr
-    if TMA:
-        rows = places.cells if POOLED else places.tokens
-        k_desc = tl.make_tensor_descriptor(k_ptr, [rows, D], [stride_ks, 1], [BLOCK_N, BLOCK_D])
-        k_tail_desc = tl.make_tensor_descriptor(k_ptr, [rows, D], [stride_ks, 1], [BLOCK_TAIL, BLOCK_D])
-        if LAST:
-            v_desc = tl.make_tensor_descriptor(v_ptr, [rows, E], [stride_vs, 1], [BLOCK_N, BLOCK_E])
-            v_tail_desc = tl.make_tensor_descriptor(v_ptr, [rows, E], [stride_vs, 1], [BLOCK_TAIL, BLOCK_E])
     full_stop = start
-    if WARP_SPECIALIZE:
-        # The compiler takes one loop of products only, so that the last keys are masked in it.
-        full_stop = stop
-        acc_k, acc_v, row_max, row_sum = _r_step_keys(
-            acc_k, acc_v, row_max, row_sum, z, start, stop, k_desc, v_desc,
-            k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
-            D, E, LAST, POOLED, TILED, False, True, PRECISION, TMA, True, BLOCK_N, BLOCK_D, BLOCK_E,
-        )  # fmt: skip
-    elif not (HAS_MASK or (TILED and not POOLED)):
+    if not (HAS_MASK or (TILED and not POOLED)):
         full_stop = start + (stop - start) // BLOCK_N * BLOCK_N
         acc_k, acc_v, row_max, row_sum = _r_step_keys(
-            acc_k, acc_v, row_max, row_sum, z, start, full_stop, k_desc, v_desc,
+            acc_k, acc_v, row_max, row_sum, z, start, full_stop,
             k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
-            D, E, LAST, POOLED, TILED, False, False, PRECISION, TMA, False, BLOCK_N, BLOCK_D, BLOCK_E,
+            D, E, LAST, POOLED, TILED, False, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
         )  # fmt: skip
-    if not WARP_SPECIALIZE:
-        acc_k, acc_v, row_max, row_sum = _r_step_keys(
-            acc_k, acc_v, row_max, row_sum, z, full_stop, stop, k_tail_desc, v_tail_desc,
-            k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
-            D, E, LAST, POOLED, TILED, HAS_MASK, True, PRECISION, TMA, False, BLOCK_TAIL, BLOCK_D, BLOCK_E,
-        )  # fmt: skip
+    acc_k, acc_v, row_max, row_sum = _r_step_keys(
+        acc_k, acc_v, row_max, row_sum, z, full_stop, stop,
+        k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
+        D, E, LAST, POOLED, TILED, HAS_MASK, True, PRECISION, BLOCK_TAIL, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
 
-    if WARP_SPECIALIZE:
-        # What the compiler gave to the warps of the loop cannot be used after it.
-        z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
     inverse = 1.0 / tl.where(row_sum > 0, row_sum, 1.0)
     lse = log2_partition(row_max, row_sum) * 0.6931471805599453
     aL = (acc_k * inverse[:, None]).to(z.dtype)
@@ -250,6 +204,28 @@ def _pool_kernel(
         tl.store(bias_ptr + group * places.cells + cell, bias, mask=inside)
 
 
+@triton.jit(do_not_specialize=["heads", "row_tiles"])
+def _pack_kernel(
+    x_ptr, out_ptr, counts_ptr, stride_xb, stride_xs, stride_xh, heads, places, row_tiles,
+    D: tl.constexpr, TOKENS_FIRST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Copy tokens into the order of the blocks; count those of every block."""
+    places = plain_places(places)
+    pid = tl.program_id(0)
+    group = pid // row_tiles
+    position = pid % row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    block, head, batch = _parts_of(group, places, heads)
+    x_ptr += batch.to(tl.int64) * stride_xb + head.to(tl.int64) * stride_xh
+    token, valid = token_at(places, block, position, True)
+    inside = position < places.positions
+    x = load_rows(x_ptr, stride_xs, token, valid & inside, D, BLOCK_D, True)
+    before, count = tokens_before(places, block, position)
+    row = tl.where(valid, before, count + position - before) if TOKENS_FIRST else position
+    store_rows(out_ptr, D, group.to(tl.int64) * places.positions + row, inside, x, D, BLOCK_D)
+    if pid == group * row_tiles and group < places.blocks:
+        tl.store(counts_ptr + group, count)
+
+
 @triton.jit(do_not_specialize=["heads", "cell_tiles"])
 def _unpool_kernel(
     d_pooled_ptr, bias_ptr, dk_ptr, stride_kb, stride_ks, stride_kh, heads, places, cell_tiles,
@@ -281,7 +257,37 @@ def _d_scores(
     if ENTROPY_GRAD:
         # cL is minus the entropy of Algorithm 2: dS += dcL·P·(S - lse - cL). Pooled keys' log n is no part of S.
         ds += dcL * (scores * scale - lse - cL)
-    return tl.where(p > 0, p * ds, 0.0)
+        # Without any key lse is not finite.
+        return tl.where(p > 0, p * ds, 0.0)
+    else:
+        return p * ds
+
+
+@triton.jit
+def _r_backward_z_keys(
+    dz, z, daL, dy, delta, lse, cL, dcL, start, stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
+    stride_ks, stride_vs, stride_ms, places, block, range_stop, scale, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr, TILED: tl.constexpr,
+    HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Add to dz / scale what the keys [start, stop) of a block contribute, BLOCK_N at a time."""
+    for first in tl.range(start, stop, BLOCK_N):
+        i = first + tl.arange(0, BLOCK_N)
+        rows, valid = _key_rows(places, block, i, range_stop, POOLED, TILED)
+        k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, MASKED)
+        scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)
+        masked = _masked_scores(
+            scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, MASKED
+        )
+        p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
+        dp = tl.dot(daL, tl.trans(k), input_precision=PRECISION)
+        if LAST:
+            v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
+            dp = tl.dot(dy, tl.trans(v), dp, input_precision=PRECISION)
+        ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD)
+        dz = tl.dot(ds.to(k.dtype), k, dz, input_precision=PRECISION)
+    return dz
 
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
@@ -302,7 +308,7 @@ def _r_backward_z_kernel(
     block, head, batch = _parts_of(group, places, heads)
     inside = j < places.positions
     row = group.to(tl.int64) * places.positions + j
-    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
+    z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED, True)
     daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, True)
     delta = tl.load(delta_ptr + row, mask=inside, other=0.0)[:, None]
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0)[:, None]
@@ -325,21 +331,19 @@ def _r_backward_z_kernel(
 
     dz = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     start, stop = _key_range(places, block, POOLED, TILED)
-    for first in tl.range(start, stop, BLOCK_N):
-        i = first + tl.arange(0, BLOCK_N)
-        rows, valid = _key_rows(places, block, i, stop, POOLED, TILED)
-        k = load_rows(k_ptr, stride_ks, rows, valid, D, BLOCK_D, True)
-        scores = tl.dot(z, tl.trans(k), input_precision=PRECISION)
-        masked = _masked_scores(
-            scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, True
-        )
-        p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
-        dp = tl.dot(daL, tl.trans(k), input_precision=PRECISION)
-        if LAST:
-            v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, True)
-            dp = tl.dot(dy, tl.trans(v), dp, input_precision=PRECISION)
-        ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD)
-        dz = tl.dot(ds.to(k.dtype), k, dz, input_precision=PRECISION)
+    full_stop = start
+    if not (HAS_MASK or (TILED and not POOLED)):
+        full_stop = start + (stop - start) // BLOCK_N * BLOCK_N
+        dz = _r_backward_z_keys(
+            dz, z, daL, dy, delta, lse, cL, dcL, start, full_stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
+            stride_ks, stride_vs, stride_ms, places, block, stop, scale, log2_scale, D, E, LAST, POOLED, TILED,
+            False, ENTROPY_GRAD, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+        )  # fmt: skip
+    dz = _r_backward_z_keys(
+        dz, z, daL, dy, delta, lse, cL, dcL, full_stop, stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
+        stride_ks, stride_vs, stride_ms, places, block, stop, scale, log2_scale, D, E, LAST, POOLED, TILED,
+        HAS_MASK, ENTROPY_GRAD, True, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
     dz *= scale
 
     if Z_IS_QUERY:
@@ -357,6 +361,59 @@ def _r_backward_z_kernel(
         tl.store(dcR_ptr + row, dcR, mask=inside)
 
 
+@triton.jit
+def _r_backward_keys_rows(
+    dk, dv, k, v, attended, bias, start, stop, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr,
+    stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, Z_IS_QUERY: tl.constexpr, POOLED: tl.constexpr,
+    TILED: tl.constexpr, HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Add to dk and dv what the rows [start, stop) of a block contribute, BLOCK_M at a time."""
+    for first in tl.range(start, stop, BLOCK_M):
+        j = first + tl.arange(0, BLOCK_M)
+        inside = j < places.positions
+        row = group.to(tl.int64) * places.positions + j
+        z = _load_z(
+            z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED, MASKED
+        )
+        daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, MASKED)
+        # A position beyond the block gets lse = inf, hence p = 0.
+        lse = _load_statistics(lse_ptr, row, inside, float("inf"), MASKED)
+        delta = _load_statistics(delta_ptr, row, inside, 0.0, MASKED)
+        cL = delta
+        dcL = delta
+        if ENTROPY_GRAD:
+            cL = _load_statistics(cL_ptr, row, inside, 0.0, MASKED)
+            dcL = _load_statistics(dcL_ptr, row, inside, 0.0, MASKED)
+        scores = tl.dot(k, tl.trans(z), input_precision=PRECISION)  # [N, M]
+        masked = scores
+        if POOLED:
+            masked = scores * log2_scale + bias[:, None]
+        elif HAS_MASK or TILED:
+            masked = tl.where(attended[:, None], scores, -float("inf"))
+        p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
+        dp = tl.dot(k, tl.trans(daL), input_precision=PRECISION)
+        p_rounded = p.to(k.dtype)
+        dk = tl.dot(p_rounded, daL, dk, input_precision=PRECISION)
+        if LAST:
+            dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, MASKED)
+            dp = tl.dot(v, tl.trans(dy), dp, input_precision=PRECISION)
+            dv = tl.dot(p_rounded, dy, dv, input_precision=PRECISION)
+        ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD) * scale
+        dk = tl.dot(ds.to(k.dtype), z, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _load_statistics(ptr, row, inside, other, MASKED: tl.constexpr):
+    """[1, M] numbers of rows."""
+    if MASKED:
+        return tl.load(ptr + row, mask=inside, other=other)[None, :]
+    else:
+        return tl.load(ptr + row)[None, :]
+
+
 @triton.jit(do_not_specialize=["heads", "key_tiles"])
 def _r_backward_keys_kernel(
     z_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr, dk_ptr, dv_ptr,
@@ -369,7 +426,8 @@ def _r_backward_keys_kernel(
 ):  # fmt: skip
     """Add one tile of keys' gradients, as keys and as values, and in the last iteration those of V.
 
-    Scores are computed transposed, [N, M], so that no accumulator has to be.
+    Scores are computed transposed, [N, M], so that no accumulator has to be. Keys that are not there need no mask:
+    every key has its own row of the sums.
     """
     places = plain_places(places)
     pid = tl.program_id(0)
@@ -398,40 +456,25 @@ def _r_backward_keys_kernel(
     if POOLED:
         bias = tl.load(bias_ptr + i, mask=valid, other=-float("inf"))
 
-    dk_as_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dk_as_value = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32) if LAST else dk_as_value
-    for first in tl.range(0, places.positions, BLOCK_M):
-        j = first + tl.arange(0, BLOCK_M)
-        inside = j < places.positions
-        row = group.to(tl.int64) * places.positions + j
-        z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED)
-        daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, True)
-        # A position beyond the block gets lse = inf, hence p = 0.
-        lse = tl.load(lse_ptr + row, mask=inside, other=float("inf"))[None, :]
-        delta = tl.load(delta_ptr + row, mask=inside, other=0.0)[None, :]
-        cL = delta
-        dcL = delta
-        if ENTROPY_GRAD:
-            cL = tl.load(cL_ptr + row, mask=inside, other=0.0)[None, :]
-            dcL = tl.load(dcL_ptr + row, mask=inside, other=0.0)[None, :]
-        scores = tl.dot(k, tl.trans(z), input_precision=PRECISION)  # [N, M]
-        if POOLED:
-            masked = scores * log2_scale + bias[:, None]
-        else:
-            masked = tl.where(attended[:, None], scores, -float("inf"))
-        p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
-        dp = tl.dot(k, tl.trans(daL), input_precision=PRECISION)
-        p_rounded = p.to(k.dtype)
-        dk_as_value = tl.dot(p_rounded, daL, dk_as_value, input_precision=PRECISION)
-        if LAST:
-            dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, True)
-            dp = tl.dot(v, tl.trans(dy), dp, input_precision=PRECISION)
-            dv = tl.dot(p_rounded, dy, dv, input_precision=PRECISION)
-        ds = _d_scores(p, dp, delta, dcL, cL, lse, scores, scale, ENTROPY_GRAD)
-        dk_as_key = tl.dot(ds.to(k.dtype), z, dk_as_key, input_precision=PRECISION)
+    # As a key and as a value.
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32) if LAST else dk
+    full_stop = 0
+    if not (TILED and Z_IS_QUERY):
+        first_token = block * places.positions - places.offset
+        if not Z_IS_QUERY or (first_token >= 0 and first_token + places.positions <= places.tokens):
+            full_stop = places.positions // BLOCK_M * BLOCK_M
+        dk, dv = _r_backward_keys_rows(
+            dk, dv, k, v, attended, bias, 0, full_stop, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr, dcL_ptr,
+            stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY, POOLED,
+            TILED, HAS_MASK, ENTROPY_GRAD, False, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
+        )  # fmt: skip
+    dk, dv = _r_backward_keys_rows(
+        dk, dv, k, v, attended, bias, full_stop, places.positions, z_ptr, daL_ptr, dy_ptr, delta_ptr, lse_ptr, cL_ptr,
+        dcL_ptr, stride_zb, stride_zs, stride_zh, heads, places, group, scale, log2_scale, D, E, LAST, Z_IS_QUERY,
+        POOLED, TILED, HAS_MASK, ENTROPY_GRAD, True, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
 
-    dk = dk_as_key * scale + dk_as_value
     if POOLED:
         store_rows(dk_ptr, stride_dks, rows, valid, dk, D, BLOCK_D)
     else:
@@ -442,6 +485,19 @@ def _r_backward_keys_kernel(
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Keys and values in the order of the blocks, [B·H·m, b, D], zero after the last token of a block.
+
+    Args:
+        counts: [m], int32, the number of tokens of every block; None if all have b.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    counts: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class RStep:
     """What all R-steps of one call share: keys, values and the way to find them.
 
@@ -449,6 +505,7 @@ class RStep:
         key: [B, S, H, D]. value: [B, S, H, E]. key_mask: [B, S] bool or None.
         coarse: pooling of the keys in all but the last iteration.
         tiled: whether tokens of a block are anything but consecutive.
+        packed: the same keys and values for `forward`, copied into the order of the blocks.
     """
 
     key: torch.Tensor
@@ -458,6 +515,7 @@ class RStep:
     tiled: bool
     coarse: int
     scale: float
+    packed: Packed | None = None
 
     @property
     def groups(self) -> int:
@@ -465,23 +523,41 @@ class RStep:
 
     def pool(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(mean key of every cell [B·H·m, c, D], log2 of the number of its keys [m, c])."""
-        B, _, H, D = self.key.shape
-        pooled = self.key.new_empty(self.groups, self.places.cells, D)
-        bias = self.key.new_empty(self.places.blocks, self.places.cells, dtype=torch.float32)
-        self._launch_pool(_pool_kernel, (self.key, pooled, bias), self.key)
+        places = self.places
+        pooled = self.key.new_empty(self.groups, places.cells, self.key.shape[3])
+        bias = self.key.new_empty(places.blocks, places.cells, dtype=torch.float32)
+        self._launch(_pool_kernel, (self.key, pooled, bias), self.key, places.cells, COARSE=self.coarse)
         return pooled, bias
+
+    def pack(self, tokens: torch.Tensor, out: torch.Tensor, *, tokens_first: bool) -> torch.Tensor:
+        """Copy `tokens` [B, S, H, D] into `out` [B·H·m, b, D]; returns the number of tokens of every block [m].
+
+        Places without a token are zero; with `tokens_first` they come last.
+        """
+        counts = tokens.new_empty(self.places.blocks, dtype=torch.int32)
+        self._launch(_pack_kernel, (tokens, out, counts), tokens, self.places.positions, TOKENS_FIRST=tokens_first)
+        return counts
+
+    def with_packed(self) -> RStep:
+        """The same R-steps on packed keys and values."""
+        key, value = (x.new_empty(self.groups, self.places.positions, x.shape[3]) for x in (self.key, self.value))
+        counts = self.pack(self.key, key, tokens_first=True)
+        self.pack(self.value, value, tokens_first=True)
+        every_place_filled = self.places.blocks * self.places.positions == self.places.tokens
+        return replace(self, packed=Packed(key, value, None if every_place_filled else counts))
 
     def unpool(self, d_pooled: torch.Tensor, bias: torch.Tensor, dk: torch.Tensor) -> None:
         """Add the gradient of the pooled keys to dk [B, S, H, D]."""
-        self._launch_pool(_unpool_kernel, (d_pooled, bias, dk), dk)
+        self._launch(_unpool_kernel, (d_pooled, bias, dk), dk, self.places.cells, COARSE=self.coarse)
 
-    def _launch_pool(self, kernel, tensors: tuple[torch.Tensor, ...], tokens: torch.Tensor) -> None:
-        D = self.key.shape[3]
+    def _launch(self, kernel, tensors: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: int, **options) -> None:
+        """Launch a kernel that works on so many rows of every block."""
+        D = tokens.shape[3]
         block = 32
-        tiles = triton.cdiv(self.places.cells, block)
+        tiles = triton.cdiv(rows, block)
         kernel[(tiles * self.groups,)](
             *tensors, *tokens.stride()[:3], self.key.shape[2], self.places.unspecialised(), tiles,
-            D=D, COARSE=self.coarse, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4,
+            D=D, BLOCK_N=block, BLOCK_D=block_dim(D), num_warps=4, **options,
         )  # fmt: skip
 
     def _shared(self, z: torch.Tensor, pooled: torch.Tensor | None, last: bool) -> tuple[tuple, dict]:
@@ -509,10 +585,15 @@ class RStep:
         keys = self.places.cells if pooled else self.places.positions
         return min(block, max(16, triton.next_power_of_2(keys % block)))
 
-    def _tma_fits(self, *tensors: torch.Tensor) -> bool:
-        """Whether the tensor memory accelerator can load tiles: keys of a block must be consecutive rows."""
-        tokens_of_tiles = self.tiled and any(tensor.ndim == 4 for tensor in tensors)
-        return self.key_mask is None and not tokens_of_tiles and tma_fits(*tensors)
+    def _cells_are_full(self) -> bool:
+        """Whether every pooled key is the mean of coarse × coarse keys."""
+        places = self.places
+        return places.blocks * places.cells * self.coarse**2 == places.tokens
+
+    def on_hopper(self, z: torch.Tensor) -> bool:
+        """Whether the kernel for Hopper serves `forward`: for that, tokens must be packed unless consecutive."""
+        in_order = not self.tiled or (self.packed is not None and z.ndim == 3)
+        return self.key_mask is None and in_order and hopper_fits(z, self.key, self.value)
 
     def forward(
         self,
@@ -528,15 +609,29 @@ class RStep:
 
         `z` is the query [B, S, H, D] in the first iteration, else [B·H·m, b, D]; `y` may be the memory of such a z.
         """
-        strides, constants = self._shared(z, None if pooled is None else pooled[0], y is not None)
+        if self.on_hopper(z):
+            from vmonarch.kernels.hopper.r_step import r_step
+
+            key, value, counts = self.key, self.value, None
+            if self.packed is not None:
+                key, value, counts = self.packed.key, self.packed.value, self.packed.counts
+            bias, keys_per_key = None, 1
+            if pooled is not None:
+                key, bias, counts = *pooled, None
+                if self._cells_are_full():
+                    bias, keys_per_key = None, self.coarse**2
+            stage = "r_step_last" if y is not None else "r_step" if pooled is None else "r_step_pooled"
+            r_step(
+                z, key, value, aL=aL, cL=cL, y=y, lse=lse, counts=counts, bias=bias, keys_per_key=keys_per_key,
+                places=self.places, heads=self.key.shape[2], scale=self.scale,
+                options=self._options(f"hopper_{stage}"),
+            )  # fmt: skip
+            return
         key, bias = (self.key, None) if pooled is None else pooled
+        strides, constants = self._shared(z, None if pooled is None else pooled[0], y is not None)
         options = self._options("r_step" if y is None else "r_step_last")
         row_tiles = triton.cdiv(self.places.positions, options["BLOCK_M"])
         options["BLOCK_TAIL"] = self._tail_block(options["BLOCK_N"], pooled is not None)
-        options["TMA"] = bool(options.get("TMA")) and self._tma_fits(key, *(() if y is None else (self.value,)))
-        options["WARP_SPECIALIZE"] = bool(options.get("WARP_SPECIALIZE")) and options["TMA"] and self._tma_fits(z)
-        if options["TMA"]:
-            allocate_descriptors()
         _r_step_kernel[(row_tiles * self.groups,)](
             z, key, self.value, bias, self.key_mask, aL, y, cL, lse, *strides,
             self.key.shape[2], self.places.unspecialised(), row_tiles, self.scale, log2_scale_of(self.scale),
@@ -566,6 +661,16 @@ class RStep:
 
         `dcL` is None where no gradient flows through the entropy; `delta` = daL·aL + dy·y, one number per row.
         """
+        loaded = (self.key, z, daL) if dy is None else (self.key, z, daL, self.value, dy)
+        plain = pooled is None and self.key_mask is None and not self.tiled
+        if plain and hopper_fits(*loaded):
+            from vmonarch.kernels.hopper.backward import r_backward
+
+            r_backward(
+                self.key, self.value, self.places, self.scale, z, lse=lse, cL=cL, daL=daL, dy=dy, dcL=dcL, delta=delta,
+                dq=dq, dk=dk, dv=dv, cR=cR, daR=daR, dcR=dcR, min_mass=min_mass,
+            )  # fmt: skip
+            return
         strides, constants = self._shared(z, None if pooled is None else pooled[0], dy is not None)
         constants["ENTROPY_GRAD"] = dcL is not None
         key, bias = (self.key, None) if pooled is None else pooled

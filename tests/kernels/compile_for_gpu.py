@@ -44,8 +44,8 @@ class AbsentGPU:
         pass
 
 
-def spilled_bytes(ptx, architecture):
-    """What the assembler spills to local memory, in bytes."""
+def assembler_report(ptx, architecture):
+    """What the assembler spills to local memory, in bytes, and whether it makes asynchronous products wait."""
     name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
     assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     suffix = "a" if architecture >= 90 else ""
@@ -54,7 +54,8 @@ def spilled_bytes(ptx, architecture):
         source.write_text(ptx)
         command = [assembler, "-v", f"-arch=sm_{architecture}{suffix}", source, "-o", Path(folder) / "kernel.cubin"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return max(int(number) for number in re.findall(r"(\d+) bytes spill stores", report))
+    spilled = max(int(number) for number in re.findall(r"(\d+) bytes spill stores", report))
+    return {"spilled": spilled, "serialized": "are serialized" in report}
 
 
 def main():
@@ -67,10 +68,10 @@ def main():
             facts = {
                 "kernel": kernel.__name__,
                 "hash": compiled.hash,
-                "last": options.get("LAST"),
+                "options": {name: value for name, value in options.items() if isinstance(value, int)},
                 "shared": compiled.metadata.shared,
-                "spilled": spilled_bytes(compiled.asm["ptx"], architecture),
                 "warp_specialized": "ttg.warp_specialize" in compiled.asm["ttgir"],
+                **assembler_report(compiled.asm["ptx"], architecture),
             }
             print(json.dumps(facts), flush=True)
 
@@ -79,6 +80,7 @@ def main():
     JITFunction.__getitem__ = compile_instead
     # Tensors on the CPU stand for those of an unknown chip, which gets the default options.
     launch._chip_name = lambda index: "unknown"
+    launch._on_hopper = lambda device: architecture == 90
     originals = launch.launch_options
 
     def options_of_a_gpu(kernel, device, dtype, head_dim):
@@ -90,6 +92,14 @@ def main():
 
     for module in (flash_backward, flash_forward, l_step, r_step):
         module.launch_options = options_of_a_gpu
+    for module in (flash_backward, flash_forward):
+        module.processors = lambda device: 132
+    if architecture == 90:
+        from vmonarch.kernels.hopper import backward as hopper_backward
+        from vmonarch.kernels.hopper import r_step as hopper_r_step
+
+        for module in (hopper_backward, hopper_r_step):
+            module.processors = lambda device: 132
 
     grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
     tensors = [torch.zeros(1, grid.tokens, 1, case["dim"], dtype=getattr(torch, case["dtype"])) for _ in range(3)]

@@ -53,31 +53,43 @@ def compile_kernels(architecture, case, folder):
     ],
     ids=lambda value: str(value),
 )
-def test_kernels_compile(architecture, name, tmp_path):
-    kernels = compile_kernels(architecture, CASES[name], tmp_path)
+def test_portable_kernels_compile(architecture, name, tmp_path):
+    kernels = compile_kernels(architecture, {**CASES[name], "overrides": {"hopper": {"enabled": 0}}}, tmp_path)
     names = {kernel["kernel"] for kernel in kernels}
     assert len(names) >= 10 and {"_r_step_kernel", "_l_centroids_kernel", "_r_backward_keys_kernel"} <= names
+    assert not [kernel for kernel in kernels if kernel["warp_specialized"]]
     limit = BIG_SHARED_MEMORY if architecture == 100 else SMALLEST_SHARED_MEMORY
     assert not [kernel for kernel in kernels if kernel["shared"] > limit]
     if CASES[name]["dtype"] != "float32" and CASES[name]["dim"] <= 128:
         assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
 
 
-@pytest.mark.parametrize("block", [64, 128])
-def test_warp_specialised_kernels_compile(block, tmp_path):
-    options = {"TMA": 1, "WARP_SPECIALIZE": 1, "BLOCK_M": 128, "BLOCK_N": block, "num_warps": 4, "num_stages": 2}
-    flash = {name: value for name, value in options.items() if name != "TMA"}
-    case = {**CASES["paper"], "overrides": {"r_step": options, "r_step_last": options, "flash_forward": flash}}
-    specialised = [kernel for kernel in compile_kernels(90, case, tmp_path) if kernel["warp_specialized"]]
-    assert [kernel["kernel"] for kernel in specialised] == ["_forward_kernel", "_r_step_kernel", "_r_step_kernel"]
-    for kernel in specialised:
-        assert kernel["spilled"] <= MAX_SPILLED and kernel["shared"] <= BIG_SHARED_MEMORY
+@pytest.mark.parametrize("name", ["paper", "paper-64", "tiles", "entropy-gradient"])
+def test_hopper_kernels_compile(name, tmp_path):
+    """Without spills, and with products that run while the same warps do other things."""
+    kernels = [kernel for kernel in compile_kernels(90, CASES[name], tmp_path) if kernel["warp_specialized"]]
+    backward = [kernel for kernel in kernels if kernel["kernel"] in ("_hopper_keys_kernel", "_hopper_rows_kernel")]
+    assert {"_flash_kernel", "_r_step_kernel"} <= {kernel["kernel"] for kernel in kernels}
+    steps = [kernel["options"] for kernel in kernels if kernel["kernel"] == "_r_step_kernel"]
+    assert [step["LAST"] for step in steps] == [False] * (CASES[name].get("num_iterations", 2) - 1) + [True]
+    assert steps[0]["KEYS_ARE_BLOCKS"] == ("coarse" in CASES[name] or "tiles" in CASES[name])
+    for kernel in kernels:
+        # Two sums, scores and their gradient leave no registers in the kernel that owns keys.
+        spilled = MAX_SPILLED if kernel in backward else 0
+        assert not kernel["serialized"] and kernel["spilled"] <= spilled, kernel
+        assert kernel["shared"] <= BIG_SHARED_MEMORY, kernel
+    # Plain R-steps and the exact part, each with one that owns keys and one that owns rows.
+    steps = 1 if "tiles" in CASES[name] or "coarse" in CASES[name] else 2
+    assert len(backward) == 2 * (steps + 1) or "tiles" in CASES[name]
 
 
 def test_one_compiled_kernel_serves_all_sizes(tmp_path):
-    """Sizes that are 1, odd or multiples of 16 would be compiled apart if Triton looked at them."""
+    """Sizes that are 1, odd or multiples of 16 would be compiled apart if Triton looked at them.
+
+    Only for Hopper it matters how many keys of a block are left after the last whole tile: none to 64, or more.
+    """
     compiled = [
         {kernel["hash"] for kernel in compile_kernels(90, {**CASES["paper"], "grid": grid}, tmp_path)}
-        for grid in ([16, 28, 52], [11, 12, 9])
+        for grid in ([16, 28, 52], [11, 12, 15])
     ]
     assert compiled[0] == compiled[1] and len(compiled[0]) >= 10

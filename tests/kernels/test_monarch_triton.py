@@ -578,10 +578,14 @@ def test_gpu_beyond_two_to_the_31(shared_gpu):
     B, S, H, D = 2, 24 * 3520, 104, 128
     assert B * S * H * D > 2**31
     tensors = [torch.randn(B, S, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    out = vmonarch_attention(*tensors, grid=(24, 44, 80), implementation="triton")
+    out = vmonarch_attention(*tensors, grid=(24, 44, 80), implementation="triton")[1:, :, -1:].clone()
     last = [tensor[1:, :, -1:].clone() for tensor in tensors]
+    del tensors
     alone = vmonarch_attention(*last, grid=(24, 44, 80), implementation="triton")
-    assert torch.equal(out[1:, :, -1:], alone)
+    expected = vmonarch_attention(*(x.float() for x in last), grid=(24, 44, 80), implementation="torch")
+    # Not equal in bits: how the keys of the first frame are split among programs depends on the number of heads.
+    errors = [((x.float() - expected).norm() / expected.norm()).item() for x in (out, alone)]
+    assert errors[0] <= 1.1 * errors[1] and errors[1] < 5e-3, errors
 
 
 @pytest.mark.gpu

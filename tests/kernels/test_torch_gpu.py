@@ -66,4 +66,4 @@ def test_sixty_thousand_tokens_fit_in_a_few_gigabytes():
         out = vmonarch_attention(q, k, v, grid=(43, 28, 52))
     peak = torch.cuda.max_memory_allocated() - before
     assert out.isfinite().all()
-    assert peak < 30 * q.numel() * q.element_size(), f"peak of {peak / 2**30:.2f} GiB"
+    assert peak < 6e9, f"peak of {peak / 1e9:.2f} GB"

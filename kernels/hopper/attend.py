@@ -1,0 +1,290 @@
+"""The loop of attention on Hopper: a producer warp loads tiles, two warpgroups of 64 query rows each consume them.
+
+Legend: D head dim, E value dim, N keys of a tile. A tile of keys serves the scores and, where the value is the key
+(R-steps), the first sum too: `acc_k` is Σ p·k, `acc_v` is Σ p·v. Every tile of keys has a place in shared memory with
+two barriers: `full` (the copies have arrived) and `empty` (both warpgroups are done with it); `n` counts the tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vmonarch.kernels.common import softmax
+from vmonarch.kernels.common.launch import block_dim
+
+# Query rows of one warpgroup, and of the two of a program.
+HALF = 64
+BLOCK_M = 2 * HALF
+_HALF = gl.constexpr(HALF)
+
+online_softmax = gluon.jit(softmax.online_softmax.fn)
+log2_partition = gluon.jit(softmax.log2_partition.fn)
+entropy_of = gluon.jit(softmax.entropy_of.fn)
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    """Registers of a product [64, columns] of one warpgroup."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(columns):
+    """Registers of a 16-bit [64, columns] that is the left side of a product."""
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(columns), k_width=2)
+
+
+@gluon.constexpr_function
+def shared_layout(columns, rank=2):
+    """Shared memory of a 16-bit tile [rows, columns], as the copy engine writes and the tensor cores read it."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=rank)
+
+
+def hopper_dim(head_dim: int) -> int:
+    """What a head dimension is padded to in shared memory: a whole number of the copy engine's 128 bytes."""
+    return max(64, block_dim(head_dim))
+
+
+def rows_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Descriptor of `tensor` [a, b, rows, columns] for tiles of so many rows; zeros are read outside."""
+    columns = hopper_dim(tensor.shape[3])
+    # A dimension of one element may have any stride; the copy engine wants a multiple of 16 bytes.
+    strides = [stride if size > 1 else 16 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
+    return TensorDescriptor(
+        tensor, list(tensor.shape), [*strides[:3], 1], [1, 1, rows, columns], shared_layout.fn(columns, 4)
+    )
+
+
+@gluon.jit
+def copy_rows(desc, i, j, row, barrier, buffer):
+    """Start the copy of a tile of rows into `buffer` [rows, columns]."""
+    tile: gl.constexpr = desc.block_type.shape
+    tma.async_copy_global_to_shared(desc, [i, j, row, 0], barrier, buffer._reinterpret(desc.dtype, tile, desc.layout))
+
+
+@gluon.jit
+def allocate_tiles(
+    dtype: gl.constexpr, D: gl.constexpr, HAS_V: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for Q_STAGES tiles of query rows, in halves, for STAGES tiles of keys, and their barriers."""
+    layout: gl.constexpr = shared_layout(D)
+    q_bufs = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, _HALF, D], layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], layout) if HAS_V else k_bufs
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    lead = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(lead.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    return q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty
+
+
+@gluon.jit
+def load_keys(
+    k_desc, v_desc, k_bufs, v_bufs, full, empty, n, i, j, start, stop,
+    LOAD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
+):  # fmt: skip
+    """Producer: bring the keys (and values) [start, stop) in, in the order of `attend_keys`."""
+    tiles = (stop - start + BLOCK_N - 1) // BLOCK_N
+    for tile in range(tiles):
+        first = start + (tile if BLOCK_TAIL else gl.where(tile == 0, tiles - 1, tile - 1)) * BLOCK_N
+        stage = n % STAGES
+        mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
+        barrier = full.index(stage)
+        bytes: gl.constexpr = k_desc.block_type.nbytes + (v_desc.block_type.nbytes if LOAD_V else 0)
+        mbarrier.expect(barrier, bytes)
+        copy_rows(k_desc, i, j, first, barrier, k_bufs.index(stage))
+        if LOAD_V:
+            copy_rows(v_desc, i, j, first, barrier, v_bufs.index(stage))
+        n += 1
+    return n
+
+
+@gluon.jit
+def skip_keys(full, empty, n, start, stop, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Consumer without rows: give every tile back at once."""
+    tiles = (stop - start + BLOCK_N - 1) // BLOCK_N
+    for _ in range(tiles):
+        mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
+        mbarrier.arrive(empty.index(n % STAGES))
+        n += 1
+    return n
+
+
+@gluon.jit
+def _scores(q, keys):
+    """q·kᵀ [64, N], begun."""
+    M: gl.constexpr = q.shape[0]
+    N: gl.constexpr = keys.shape[0]
+    zero = gl.zeros([M, N], gl.float32, accumulator_layout(N))
+    return warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _load_bias(bias_ptr, first, stop, N: gl.constexpr, BIASED: gl.constexpr):
+    """log2 of the keys that each of N keys stands for, -inf for those outside; nothing unless BIASED."""
+    if BIASED:
+        i = first + gl.arange(0, N, gl.SliceLayout(0, accumulator_layout(N)))
+        return gl.load(bias_ptr + i, mask=i < stop, other=-float("inf"))
+    else:
+        return first
+
+
+@gluon.jit
+def _softmax(
+    scores, bias, row_max, row_sum, row_entropy, first, stop, log2_scale,
+    BIASED: gl.constexpr, MASKED: gl.constexpr, ENTROPY: gl.constexpr,
+):  # fmt: skip
+    """Take scores [64, N] into the running sums, which keep their layout."""
+    N: gl.constexpr = scores.shape[1]
+    layout: gl.constexpr = accumulator_layout(N)
+    kept: gl.constexpr = row_max.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    if BIASED:
+        # A key stands for n keys: log n is added to its logit (algorithm notes §13).
+        scores = scores * log2_scale + bias[None, :]
+    elif MASKED:
+        i = first + gl.arange(0, N, gl.SliceLayout(0, layout))
+        scores = gl.where((i < stop)[None, :], scores, -float("inf"))
+    p, alpha, row_max, row_sum, row_entropy = online_softmax(
+        scores, gl.convert_layout(row_max, rows), gl.convert_layout(row_sum, rows),
+        gl.convert_layout(row_entropy, rows), 1.0 if BIASED else log2_scale, ENTROPY, BIASED,
+    )  # fmt: skip
+    return (
+        p,
+        alpha,
+        gl.convert_layout(row_max, kept),
+        gl.convert_layout(row_sum, kept),
+        gl.convert_layout(row_entropy, kept),
+    )
+
+
+@gluon.jit
+def _begin_sums(acc_k, acc_v, p, k, v, SUM_K: gl.constexpr, SUM_V: gl.constexpr):
+    """Σ p·k and Σ p·v of a tile, begun."""
+    if SUM_K:
+        acc_k = warpgroup_mma(p, k, acc_k, is_async=True)
+    if SUM_V:
+        acc_v = warpgroup_mma(p, v, acc_v, is_async=True)
+    return acc_k, acc_v
+
+
+@gluon.jit
+def _end_sums(acc_k, acc_v, p, SUM_K: gl.constexpr, SUM_V: gl.constexpr):
+    """Wait for the sums; until then the registers of p are read."""
+    if SUM_K and SUM_V:
+        acc_k, acc_v, p = warpgroup_mma_wait(0, [acc_k, acc_v, p])
+    elif SUM_K:
+        acc_k, p = warpgroup_mma_wait(0, [acc_k, p])
+    else:
+        acc_v, p = warpgroup_mma_wait(0, [acc_v, p])
+    return acc_k, acc_v
+
+
+@gluon.jit
+def _scaled(acc_k, acc_v, alpha, SUM_K: gl.constexpr, SUM_V: gl.constexpr):
+    if SUM_K:
+        acc_k = acc_k * gl.convert_layout(alpha, gl.SliceLayout(1, acc_k.type.layout))[:, None]
+    if SUM_V:
+        acc_v = acc_v * gl.convert_layout(alpha, gl.SliceLayout(1, acc_v.type.layout))[:, None]
+    return acc_k, acc_v
+
+
+@gluon.jit
+def attend_keys(
+    acc_k, acc_v, row_max, row_sum, row_entropy, q, k_bufs, v_bufs, full, empty, lead, leads, n, start, stop,
+    bias_ptr, log2_scale, SUM_K: gl.constexpr, SUM_V: gl.constexpr, BIASED: gl.constexpr, ENTROPY: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
+):  # fmt: skip
+    """Consumer: take the keys [start, stop), at least one, into the running sums of 64 rows.
+
+    The softmax of a tile runs while the tensor cores sum the one before. BLOCK_TAIL: the keys after the last whole
+    tile go through in a smaller one at the end, and there is at least one whole tile; 0: the last keys go through
+    first, masked. `leads`: tell the other warpgroup, which waits for it, that the first softmax is done; so they are
+    about a tile apart, and one computes products while the other does not. The statistics of the rows are in the
+    layout of scores [64, BLOCK_N].
+    """
+    dtype: gl.constexpr = q.dtype
+    tiles = (stop - start) // BLOCK_N if BLOCK_TAIL else (stop - start + BLOCK_N - 1) // BLOCK_N
+    stage = n % STAGES
+    mbarrier.wait(full.index(stage), n // STAGES & 1)
+    scores = _scores(q, k_bufs.index(stage))
+    first = start if BLOCK_TAIL else start + (tiles - 1) * BLOCK_N
+    bias = _load_bias(bias_ptr, first, stop, BLOCK_N, BIASED)
+    scores = warpgroup_mma_wait(0, [scores])
+    p, alpha, row_max, row_sum, row_entropy = _softmax(
+        scores, bias, row_max, row_sum, row_entropy, first, stop, log2_scale, BIASED, not BLOCK_TAIL, ENTROPY
+    )
+    p = gl.convert_layout(p.to(dtype), operand_layout(BLOCK_N))
+    acc_k, acc_v = _scaled(acc_k, acc_v, alpha, SUM_K, SUM_V)
+    n += 1
+    mbarrier.arrive(lead, pred=leads)
+    for tile in range(tiles - 1):
+        previous = stage
+        stage = n % STAGES
+        mbarrier.wait(full.index(stage), n // STAGES & 1)
+        scores = _scores(q, k_bufs.index(stage))
+        acc_k, acc_v = _begin_sums(acc_k, acc_v, p, k_bufs.index(previous), v_bufs.index(previous), SUM_K, SUM_V)
+        first = start + (tile + 1 if BLOCK_TAIL else tile) * BLOCK_N
+        bias = _load_bias(bias_ptr, first, stop, BLOCK_N, BIASED)
+        scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
+        p_next, alpha, row_max, row_sum, row_entropy = _softmax(
+            scores, bias, row_max, row_sum, row_entropy, first, stop, log2_scale, BIASED, False, ENTROPY
+        )
+        acc_k, acc_v = _end_sums(acc_k, acc_v, p, SUM_K, SUM_V)
+        mbarrier.arrive(empty.index(previous))
+        p = gl.convert_layout(p_next.to(dtype), operand_layout(BLOCK_N))
+        acc_k, acc_v = _scaled(acc_k, acc_v, alpha, SUM_K, SUM_V)
+        n += 1
+    if BLOCK_TAIL:
+        tail = n % STAGES
+        mbarrier.wait(full.index(tail), n // STAGES & 1)
+        k_tail = k_bufs.index(tail).slice(0, BLOCK_TAIL)
+        v_tail = v_bufs.index(tail).slice(0, BLOCK_TAIL)
+        scores_tail = _scores(q, k_tail)
+        acc_k, acc_v = _begin_sums(acc_k, acc_v, p, k_bufs.index(stage), v_bufs.index(stage), SUM_K, SUM_V)
+        first = start + tiles * BLOCK_N
+        bias_tail = _load_bias(bias_ptr, first, stop, BLOCK_TAIL, BIASED)
+        scores_tail = warpgroup_mma_wait(SUM_K + SUM_V, [scores_tail])
+        p_tail, alpha, row_max, row_sum, row_entropy = _softmax(
+            scores_tail, bias_tail, row_max, row_sum, row_entropy, first, stop, log2_scale, BIASED, True, ENTROPY
+        )
+        acc_k, acc_v = _end_sums(acc_k, acc_v, p, SUM_K, SUM_V)
+        mbarrier.arrive(empty.index(stage))
+        p_tail = gl.convert_layout(p_tail.to(dtype), operand_layout(BLOCK_TAIL))
+        acc_k, acc_v = _scaled(acc_k, acc_v, alpha, SUM_K, SUM_V)
+        acc_k, acc_v = _begin_sums(acc_k, acc_v, p_tail, k_tail, v_tail, SUM_K, SUM_V)
+        acc_k, acc_v = _end_sums(acc_k, acc_v, p_tail, SUM_K, SUM_V)
+        mbarrier.arrive(empty.index(tail))
+        n += 1
+    else:
+        acc_k, acc_v = _begin_sums(acc_k, acc_v, p, k_bufs.index(stage), v_bufs.index(stage), SUM_K, SUM_V)
+        acc_k, acc_v = _end_sums(acc_k, acc_v, p, SUM_K, SUM_V)
+        mbarrier.arrive(empty.index(stage))
+    return acc_k, acc_v, row_max, row_sum, row_entropy, n
+
+
+def tail_of(keys: int, block_n: int) -> int:
+    """BLOCK_TAIL for ranges of so many keys: as few as hold those after the last whole tile."""
+    left = keys % block_n
+    tail = max(64, 1 << (left - 1).bit_length()) if left else 0
+    return tail if keys > block_n and tail < block_n else 0

@@ -1,0 +1,201 @@
+"""Flash attention with log-partition and entropy on Hopper (`kernels/flash_entropy/forward.py` is the portable form).
+
+Legend: B batch, Sq queries, Sk keys, H heads, D head dim, which is that of the values too.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from vmonarch.kernels.common.softmax import log2_scale_of
+from vmonarch.kernels.hopper.attend import (
+    BLOCK_M,
+    HALF,
+    accumulator_layout,
+    allocate_tiles,
+    attend_keys,
+    copy_rows,
+    entropy_of,
+    load_keys,
+    log2_partition,
+    rows_descriptor,
+    skip_keys,
+)
+from vmonarch.kernels.hopper.schedule import Schedule, schedule
+
+__all__ = ["BLOCK_M", "flash", "schedule"]
+
+_HALF = gl.constexpr(HALF)
+_BLOCK_M = gl.constexpr(BLOCK_M)
+
+
+@gluon.jit
+def _load(
+    q_desc, k_desc, v_desc, buffers, items_ptr, firsts_ptr, ranges_ptr, H,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Producer: the queries of every item, and its keys and values."""
+    q_bufs, k_bufs, v_bufs, q_full, q_empty, _, full, empty = buffers
+    n = 0
+    t = 0
+    for item in range(gl.load(firsts_ptr + gl.program_id(0)), gl.load(firsts_ptr + gl.program_id(0) + 1)):
+        item_ptr = items_ptr + item * 8
+        bh = gl.load(item_ptr)
+        row = gl.load(item_ptr + 1)
+        first_range = gl.load(item_ptr + 4)
+        last_range = gl.load(item_ptr + 5)
+        turn = t % Q_STAGES
+        mbarrier.wait(q_empty.index(turn), (t // Q_STAGES & 1) ^ 1)
+        barrier = q_full.index(turn)
+        mbarrier.expect(barrier, 2 * q_desc.block_type.nbytes)
+        for half in gl.static_range(2):
+            copy_rows(q_desc, bh // H, bh % H, row + half * _HALF, barrier, q_bufs.index(2 * turn + half))
+        for r in range(first_range, last_range):
+            start = gl.load(ranges_ptr + 2 * r)
+            stop = gl.load(ranges_ptr + 2 * r + 1)
+            n = load_keys(
+                k_desc, v_desc, k_bufs, v_bufs, full, empty, n, bh // H, bh % H, start, stop, True, STAGES, BLOCK_N, 0
+            )
+        t += 1
+
+
+@gluon.jit
+def _attend(
+    half: gl.constexpr, buffers, items_ptr, firsts_ptr, ranges_ptr,
+    out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr, stride_ob, stride_os, stride_oh,
+    H, Sq, log2_scale, D: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Consumer: one warpgroup, rows 64·half and on of every item."""
+    q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty = buffers
+    BLOCK_D: gl.constexpr = k_bufs.shape[2]
+    layout: gl.constexpr = accumulator_layout(BLOCK_D)
+    stats: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
+    n = 0
+    t = 0
+    for item in range(gl.load(firsts_ptr + gl.program_id(0)), gl.load(firsts_ptr + gl.program_id(0) + 1)):
+        item_ptr = items_ptr + item * 8
+        bh = gl.load(item_ptr)
+        row = gl.load(item_ptr + 1) + half * _HALF
+        row_stop = gl.load(item_ptr + 2)
+        slot = gl.load(item_ptr + 3)
+        first_range = gl.load(item_ptr + 4)
+        last_range = gl.load(item_ptr + 5)
+        start = gl.load(item_ptr + 6)
+        stop = gl.load(item_ptr + 7)
+        turn = t % Q_STAGES
+        mbarrier.wait(q_full.index(turn), t // Q_STAGES & 1)
+        if half == 1:
+            mbarrier.wait(lead.index(turn), t // Q_STAGES & 1)
+        q = q_bufs.index(2 * turn + half)
+        if row < row_stop:
+            acc = gl.zeros([_HALF, BLOCK_D], gl.float32, layout)
+            row_max = gl.full([_HALF], -float("inf"), gl.float32, stats)
+            row_sum = gl.zeros([_HALF], gl.float32, stats)
+            row_entropy = gl.zeros([_HALF], gl.float32, stats)
+            for r in range(first_range, last_range):
+                _, acc, row_max, row_sum, row_entropy, n = attend_keys(
+                    acc, acc, row_max, row_sum, row_entropy, q, k_bufs, v_bufs, full, empty, lead.index(turn),
+                    (half == 0) & (r == first_range), n, start, stop, lse_ptr, log2_scale,
+                    False, True, False, ENTROPY, STAGES, BLOCK_N, 0,
+                )  # fmt: skip
+                if r + 1 < last_range:
+                    start = gl.load(ranges_ptr + 2 * (r + 1))
+                    stop = gl.load(ranges_ptr + 2 * (r + 1) + 1)
+            mbarrier.arrive(q_empty.index(turn))
+            # Every row has met a key.
+            acc = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, layout))[:, None]
+            log2_lse = log2_partition(row_max, row_sum)
+            rows = gl.arange(0, _HALF, gl.SliceLayout(1, layout))
+            stat_rows = gl.arange(0, _HALF, stats)
+            columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
+            if HAS_PARTS and slot >= 0:
+                part = slot.to(gl.int64) * _BLOCK_M + half * _HALF
+                gl.store(part_out_ptr + (part + rows)[:, None] * D + columns[None, :], acc, mask=columns[None, :] < D)
+                gl.store(part_lse_ptr + part + stat_rows, log2_lse)
+                if ENTROPY:
+                    gl.store(part_entropy_ptr + part + stat_rows, entropy_of(row_sum, row_entropy))
+            else:
+                out_ptrs = out_ptr + (bh // H).to(gl.int64) * stride_ob + (bh % H).to(gl.int64) * stride_oh
+                at = (row + rows).to(gl.int64)[:, None] * stride_os + columns[None, :]
+                mask = (row + rows < row_stop)[:, None] & (columns < D)[None, :]
+                gl.store(out_ptrs + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+                at = bh.to(gl.int64) * Sq + row + stat_rows
+                inside = row + stat_rows < row_stop
+                gl.store(lse_ptr + at, log2_lse * 0.6931471805599453, mask=inside)
+                if ENTROPY:
+                    gl.store(entropy_ptr + at, entropy_of(row_sum, row_entropy), mask=inside)
+        else:
+            for r in range(first_range, last_range):
+                start = gl.load(ranges_ptr + 2 * r)
+                stop = gl.load(ranges_ptr + 2 * r + 1)
+                n = skip_keys(full, empty, n, start, stop, STAGES, BLOCK_N)
+            mbarrier.arrive(q_empty.index(turn))
+        t += 1
+
+
+@gluon.jit(do_not_specialize=["H", "Sq"])
+def _flash_kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
+    items_ptr, firsts_ptr, ranges_ptr, stride_ob, stride_os, stride_oh, H, Sq, log2_scale,
+    D: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Out, log-partition and entropy of all items; a program takes one of its items after the other."""
+    buffers = allocate_tiles(k_desc.dtype, k_desc.block_type.shape[3], True, Q_STAGES, STAGES, BLOCK_N)
+    gl.warp_specialize(
+        [
+            (_load, (
+                q_desc, k_desc, v_desc, buffers, items_ptr, firsts_ptr, ranges_ptr, H, Q_STAGES, STAGES, BLOCK_N,
+            )),
+            (_attend, (
+                0, buffers, items_ptr, firsts_ptr, ranges_ptr,
+                out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
+                stride_ob, stride_os, stride_oh, H, Sq, log2_scale,
+                D, ENTROPY, HAS_PARTS, Q_STAGES, STAGES, BLOCK_N,
+            )),
+            (_attend, (
+                1, buffers, items_ptr, firsts_ptr, ranges_ptr,
+                out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
+                stride_ob, stride_os, stride_oh, H, Sq, log2_scale,
+                D, ENTROPY, HAS_PARTS, Q_STAGES, STAGES, BLOCK_N,
+            )),
+        ],
+        [4, 4],
+        [240, 240],
+    )  # fmt: skip
+
+
+def flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    work: Schedule,
+    *,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    entropy: torch.Tensor | None,
+    parts: tuple[torch.Tensor | None, ...],
+    options: dict[str, int],
+) -> None:
+    """Attend as `work` says; arguments are not checked.
+
+    Args:
+        query: [B, Sq, H, D]. key, value: [B, Sk, H, D]. out: [B, Sq, H, D], any strides but the last. lse, entropy:
+            [B, H, Sq].
+        parts: partial outputs [slots, 128, D], log-partitions and entropies [slots, 128].
+    """
+    block_n = options["BLOCK_N"]
+    _flash_kernel[(work.firsts.shape[0] - 1,)](
+        rows_descriptor(query.transpose(1, 2), HALF),
+        rows_descriptor(key.transpose(1, 2), block_n),
+        rows_descriptor(value.transpose(1, 2), block_n),
+        out, lse, entropy, *parts, work.items, work.firsts, work.ranges, *out.stride()[:3],
+        query.shape[2], query.shape[1], log2_scale_of(scale),
+        D=query.shape[3], ENTROPY=entropy is not None, HAS_PARTS=work.merges is not None, **options,
+        num_warps=4, maxnreg=168,
+    )  # fmt: skip

@@ -1,0 +1,246 @@
+"""The R-step on Hopper (`kernels/monarch/r_step.py` is the portable form): aL, cL and, in the last iteration, y.
+
+Legend: B batch, S tokens, H heads, D head dim, m blocks, b positions per block, c keys of a block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from vmonarch.kernels.common.softmax import log2_scale_of
+from vmonarch.kernels.flash_entropy.segments import processors
+from vmonarch.kernels.hopper.attend import (
+    BLOCK_M,
+    HALF,
+    accumulator_layout,
+    allocate_tiles,
+    attend_keys,
+    copy_rows,
+    load_keys,
+    log2_partition,
+    rows_descriptor,
+    skip_keys,
+    tail_of,
+)
+from vmonarch.kernels.monarch.places import Places
+
+_HALF = gl.constexpr(HALF)
+_BLOCK_M = gl.constexpr(BLOCK_M)
+
+
+@gluon.jit
+def _tile_of(tile, row_tiles, blocks, heads):
+    """First row, group, block, head and batch entry of a tile of rows."""
+    group = tile // row_tiles
+    return tile % row_tiles * _BLOCK_M, group, group % blocks, group // blocks % heads, group // blocks // heads
+
+
+@gluon.jit
+def _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOCKS: gl.constexpr):
+    """First and last + 1 of the rows of the keys of a block in their tensor."""
+    if counts_ptr is not None:
+        return block * 0, gl.load(counts_ptr + block)
+    elif KEYS_ARE_BLOCKS:
+        return block * 0, keys
+    else:
+        start = block * positions - offset
+        return gl.maximum(start, 0), gl.minimum(start + positions, tokens)
+
+
+@gluon.jit
+def _load(
+    z_desc, k_desc, v_desc, counts_ptr, buffers, numbers,
+    LAST: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
+):  # fmt: skip
+    """Producer: z of every tile of rows, and the keys of its block."""
+    z_bufs, k_bufs, v_bufs, z_full, z_empty, _, full, empty = buffers
+    tiles, row_tiles, heads, tokens, blocks, positions, keys, offset = numbers
+    n = 0
+    t = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, group, block, head, batch = _tile_of(tile, row_tiles, blocks, heads)
+        z_first = block * positions - offset if Z_IS_QUERY else 0
+        turn = t % Q_STAGES
+        mbarrier.wait(z_empty.index(turn), (t // Q_STAGES & 1) ^ 1)
+        barrier = z_full.index(turn)
+        mbarrier.expect(barrier, 2 * z_desc.block_type.nbytes)
+        for half in gl.static_range(2):
+            z_row = z_first + row + half * _HALF
+            if Z_IS_QUERY:
+                copy_rows(z_desc, batch, head, z_row, barrier, z_bufs.index(2 * turn + half))
+            else:
+                copy_rows(z_desc, 0, group, z_row, barrier, z_bufs.index(2 * turn + half))
+        start, stop = _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOCKS)
+        if KEYS_ARE_BLOCKS:
+            n = load_keys(
+                k_desc, v_desc, k_bufs, v_bufs, full, empty, n, 0, group, start, stop,
+                LAST, STAGES, BLOCK_N, BLOCK_TAIL,
+            )  # fmt: skip
+        else:
+            n = load_keys(
+                k_desc, v_desc, k_bufs, v_bufs, full, empty, n, batch, head, start, stop,
+                LAST, STAGES, BLOCK_N, BLOCK_TAIL,
+            )  # fmt: skip
+        t += 1
+
+
+@gluon.jit
+def _give_back(z_empty, t, Q_STAGES: gl.constexpr):
+    """The results of the tile before have left its place in shared memory, which is free for another z now."""
+    tma.store_wait(0)
+    mbarrier.arrive(z_empty.index((t + Q_STAGES - 1) % Q_STAGES), pred=t > 0)
+
+
+@gluon.jit
+def _attend(
+    half: gl.constexpr, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
+    LAST: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr, BIASED: gl.constexpr, STORE_LSE: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
+):  # fmt: skip
+    """Consumer: one warpgroup, rows 64·half and on of every tile."""
+    z_bufs, k_bufs, v_bufs, z_full, z_empty, lead, full, empty = buffers
+    tiles, row_tiles, heads, tokens, blocks, positions, keys, offset = numbers
+    log_keys, scale, log2_scale = scales
+    D: gl.constexpr = k_bufs.shape[2]
+    dtype: gl.constexpr = z_bufs.dtype
+    layout: gl.constexpr = accumulator_layout(D)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    stats: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
+    n = 0
+    t = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, group, block, head, batch = _tile_of(tile, row_tiles, blocks, heads)
+        row += half * _HALF
+        start, stop = _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOCKS)
+        turn = t % Q_STAGES
+        mbarrier.wait(z_full.index(turn), t // Q_STAGES & 1)
+        if half == 1:
+            mbarrier.wait(lead.index(turn), t // Q_STAGES & 1)
+        if row < positions:
+            z = z_bufs.index(2 * turn + half)
+            acc_k = gl.zeros([_HALF, D], gl.float32, layout)
+            acc_v = gl.zeros([_HALF, D], gl.float32, layout) if LAST else acc_k
+            row_max = gl.full([_HALF], -float("inf"), gl.float32, stats)
+            row_sum = gl.zeros([_HALF], gl.float32, stats)
+            acc_k, acc_v, row_max, row_sum, _, n = attend_keys(
+                acc_k, acc_v, row_max, row_sum, row_sum, z, k_bufs, v_bufs, full, empty, lead.index(turn), half == 0,
+                n, start, stop, bias_ptr + block * keys, log2_scale,
+                True, LAST, BIASED, False, STAGES, BLOCK_N, BLOCK_TAIL,
+            )  # fmt: skip
+            row_max = gl.convert_layout(row_max, rows)
+            row_sum = gl.convert_layout(row_sum, rows)
+            inverse = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
+            lse = log2_partition(row_max, row_sum) * 0.6931471805599453 + log_keys
+            aL = (acc_k * inverse[:, None]).to(dtype)
+            # The entropy is free when the value is the key (algorithm notes §3), here with the rounded aL.
+            cL = scale * gl.sum(z.load(layout).to(gl.float32) * aL.to(gl.float32), 1) - lse
+            j = row + gl.arange(0, _HALF, rows)
+            at = group.to(gl.int64) * positions + j
+            gl.store(cL_ptr + at, cL, mask=j < positions)
+            if STORE_LSE:
+                gl.store(lse_ptr + at, lse, mask=j < positions)
+            _give_back(z_empty, t, Q_STAGES)
+            # The rows of z have been read: their place takes the results on the way out.
+            out: gl.constexpr = aL_desc.block_type.shape
+            staged = z._reinterpret(dtype, out, aL_desc.layout)
+            z.store(aL)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(aL_desc, [0, group, row, 0], staged)
+            if LAST:
+                tma.store_wait(0)
+                z.store((acc_v * inverse[:, None]).to(dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(y_desc, [0, group, row, 0], staged)
+        else:
+            n = skip_keys(full, empty, n, start, stop, STAGES, BLOCK_N)
+            _give_back(z_empty, t, Q_STAGES)
+        t += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tiles", "row_tiles", "heads", "tokens", "blocks", "positions", "keys", "offset"])
+def _r_step_kernel(
+    z_desc, k_desc, v_desc, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr,
+    tiles, row_tiles, heads, tokens, blocks, positions, keys, offset, log_keys, scale, log2_scale,
+    LAST: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr, BIASED: gl.constexpr,
+    STORE_LSE: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
+):  # fmt: skip
+    """aL, cL and, in the last iteration, y of all blocks; a program takes one tile of rows after the other."""
+    buffers = allocate_tiles(k_desc.dtype, k_desc.block_type.shape[3], LAST, Q_STAGES, STAGES, BLOCK_N)
+    numbers = (tiles, row_tiles, heads, tokens, blocks, positions, keys, offset)
+    scales = (log_keys, scale, log2_scale)
+    gl.warp_specialize(
+        [
+            (_load, (
+                z_desc, k_desc, v_desc, counts_ptr, buffers, numbers,
+                LAST, Z_IS_QUERY, KEYS_ARE_BLOCKS, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
+            )),
+            (_attend, (
+                0, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
+                LAST, KEYS_ARE_BLOCKS, BIASED, STORE_LSE, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
+            )),
+            (_attend, (
+                1, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
+                LAST, KEYS_ARE_BLOCKS, BIASED, STORE_LSE, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
+            )),
+        ],
+        [4, 4],
+        [240, 240],
+    )  # fmt: skip
+
+
+def r_step(
+    z: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    aL: torch.Tensor,
+    cL: torch.Tensor,
+    y: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    keys_per_key: int,
+    places: Places,
+    heads: int,
+    scale: float,
+    options: dict[str, int],
+) -> None:
+    """One R-step; arguments are not checked.
+
+    Args:
+        z: [B, S, H, D] or [B·H·m, b, D].
+        key: [B, S, H, D] or [B·H·m, c, D], pooled or packed. value: like `key` if `y` is given, else not read.
+        counts: [m], the first so many of the c keys count; None for all.
+        bias: [m, c], log2 of the number of keys that each key stands for; None if it is `keys_per_key` for each.
+        aL, y: [B·H·m, b, D]. cL, lse: [B·H·m, b].
+    """
+    block_n = options["BLOCK_N"]
+
+    def rows(x: torch.Tensor, count: int):
+        return rows_descriptor(x.transpose(1, 2) if x.ndim == 4 else x.unsqueeze(0), count)
+
+    blocks_of_keys = key.ndim == 3
+    keys = key.shape[1] if blocks_of_keys else places.positions
+    row_tiles = triton.cdiv(places.positions, BLOCK_M)
+    tiles = row_tiles * aL.shape[0]
+    ragged = counts is not None or (not blocks_of_keys and places.positions * places.blocks != places.tokens)
+    k_desc = rows(key, block_n)
+    aL_desc = rows(aL, HALF)
+    _r_step_kernel[(min(tiles, processors(key.device)),)](
+        rows(z, HALF), k_desc, k_desc if y is None else rows(value, block_n), aL_desc,
+        aL_desc if y is None else rows(y, HALF), counts, cL if bias is None else bias, cL,
+        cL if lse is None else lse, tiles, row_tiles, heads, places.tokens, places.blocks, places.positions, keys,
+        places.offset, math.log(keys_per_key), scale, log2_scale_of(scale),
+        LAST=y is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=blocks_of_keys, BIASED=bias is not None,
+        STORE_LSE=lse is not None, **options, BLOCK_TAIL=0 if ragged else tail_of(keys, block_n),
+        num_warps=4, maxnreg=168,
+    )  # fmt: skip

@@ -1,0 +1,143 @@
+"""Which program of a persistent kernel attends from which queries to which keys, so that all end at the same time."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from dataclasses import dataclass
+
+import torch
+
+from vmonarch.kernels.flash_entropy.segments import MAX_SPLITS, Range, Segment, simplified, union
+
+# What one more item costs, and what writing and reading its result in parts costs, in tiles of keys.
+ITEM_COST, PART_COST = 1, 2
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Tables of a persistent kernel, int32 on the device.
+
+    Args:
+        items: [I, 8] = (batch·H + head, row start, row stop, slot of the partial result or -1, first range,
+            last range + 1, start and stop of the first range); the items of one program are consecutive.
+        firsts: [P + 1], the first item of every program.
+        ranges: [R, 2] = (start, stop) of the keys.
+        merges: [J, 5] = (row start, row stop, first slot, slots, batch·H + head) of rows whose keys are split.
+        slots: the number of partial results.
+        covered: the number of rows of one head that are in any segment.
+    """
+
+    items: torch.Tensor
+    firsts: torch.Tensor
+    ranges: torch.Tensor
+    merges: torch.Tensor | None
+    slots: int
+    covered: int
+
+
+def _parts(key_ranges: tuple[Range, ...], block: int, parts: int) -> list[tuple[Range, ...]]:
+    """The keys in so many parts of nearly equal numbers of tiles, at most one part per tile."""
+    tiles = [(n, min(n + block, stop)) for start, stop in key_ranges for n in range(start, stop, block)]
+    parts = min(parts, len(tiles))
+    return [union(tiles[len(tiles) * i // parts : len(tiles) * (i + 1) // parts]) for i in range(parts)]
+
+
+def _assigned(costs: list[int], processors: int) -> tuple[int, list[list[int]]]:
+    """Longest time, and the items of every processor: each in turn goes to the one that is free first."""
+    free = [(0, p) for p in range(processors)]
+    lists: list[list[int]] = [[] for _ in range(processors)]
+    for i, cost in enumerate(costs):
+        time, p = heapq.heappop(free)
+        lists[p].append(i)
+        heapq.heappush(free, (time + cost, p))
+    return max(time for time, _ in free), lists
+
+
+@functools.lru_cache(maxsize=128)
+def schedule(
+    segments: tuple[Segment, ...],
+    block_rows: int,
+    block_columns: int,
+    heads: int,
+    processors: int,
+    device: torch.device,
+) -> Schedule:
+    """Whole row blocks for as long as every processor gets one, then the rest with their keys in parts.
+
+    Row blocks of one head and part of the keys follow each other, so that programs at work at the same time read the
+    same keys. Long segments come first.
+
+    Args:
+        heads: batch × heads. processors: programs that run at a time.
+    """
+
+    def tiles_of(ranges: tuple[Range, ...]) -> int:
+        return sum(-(-(stop - start) // block_columns) for start, stop in ranges)
+
+    segments = tuple(sorted(simplified(segments), key=lambda s: -tiles_of(s.key_ranges)))
+    segments = tuple(s for s in segments if s.key_ranges)
+    blocks = [
+        (segment, bh, row, min(row + block_rows, segment.query_stop))
+        for segment in segments
+        for bh in range(heads)
+        for row in range(segment.query_start, segment.query_stop, block_rows)
+    ]
+    whole = len(blocks) // processors * processors
+
+    def items_of(parts: int) -> tuple[list[tuple[int, int, int, tuple[Range, ...]]], list[int]]:
+        """(block, part, parts, keys) of every item, and the costs."""
+        items = [(i, 0, 1, block[0].key_ranges) for i, block in enumerate(blocks[:whole])]
+        first = whole
+        while first < len(blocks):
+            # Blocks of one segment and head share their keys.
+            last = first
+            while last < len(blocks) and blocks[last][:2] == blocks[first][:2]:
+                last += 1
+            cut = _parts(blocks[first][0].key_ranges, block_columns, parts)
+            items += [(i, part, len(cut), keys) for part, keys in enumerate(cut) for i in range(first, last)]
+            first = last
+        costs = [tiles_of(keys) + ITEM_COST + PART_COST * (n > 1) for _, _, n, keys in items]
+        return items, costs
+
+    parts = min(range(1, MAX_SPLITS + 1), key=lambda n: _assigned(items_of(n)[1], processors)[0])
+    items, costs = items_of(parts)
+    lists = _assigned(costs, processors)[1]
+
+    range_rows: list[Range] = []
+    range_places: dict[tuple[Range, ...], tuple[int, int]] = {}
+    for _, _, _, keys in items:
+        if keys not in range_places:
+            range_places[keys] = (len(range_rows), len(range_rows) + len(keys))
+            range_rows += keys
+    first_slots: dict[int, int] = {}
+    merges: list[tuple[int, int, int, int, int]] = []
+    slots = 0
+    for i, part, n, _ in items:
+        if n > 1 and part == 0:
+            first_slots[i] = slots
+            _, bh, start, stop = blocks[i]
+            merges.append((start, stop, slots, n, bh))
+            slots += n
+    rows: list[tuple[int, ...]] = []
+    firsts = [0]
+    for own in lists:
+        for item in own:
+            i, part, n, keys = items[item]
+            _, bh, start, stop = blocks[i]
+            slot = first_slots[i] + part if n > 1 else -1
+            rows.append((bh, start, stop, slot, *range_places[keys], *keys[0]))
+        firsts.append(len(rows))
+
+    def table(entries, width: int) -> torch.Tensor:
+        return torch.tensor(entries, dtype=torch.int32, device=device).reshape(-1, width)
+
+    covered = sum(segment.query_stop - segment.query_start for segment in segments)
+    return Schedule(
+        table(rows, 8),
+        table(firsts, 1),
+        table(range_rows, 2),
+        table(merges, 5) if merges else None,
+        slots,
+        covered,
+    )
