@@ -59,7 +59,7 @@ BUGS = {
     "kernel-exact-blocks-counted-twice": (L_STEP, "Z = tl.where(_is_exact(", "_ = tl.where(_is_exact("),
     "kernel-exact-weight-forgotten": (L_STEP, "row_sum = row_sum * alpha + weight", "row_sum = row_sum * alpha"),
     "kernel-exact-gradient-overwritten": (
-        L_STEP, "d_logit += tl.load(dlse_exact_ptr + token", "d_logit += 0.0 * tl.load(dlse_exact_ptr + token"),
+        L_STEP, "d_logit += tl.load(dlse_exact_ptr", "d_logit += 0.0 * tl.load(dlse_exact_ptr"),
     "kernel-key-is-no-value": (R_STEP, "dk = tl.dot(p_rounded, daL, dk,", "_ = tl.dot(p_rounded, daL, dk,"),
     "kernel-gradient-without-scale": (R_STEP, "dz *= scale", "dz *= 1.0"),
     "kernel-delta-dropped": (R_STEP, "ds = dp - delta", "ds = dp"),

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, tma_fits
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at
@@ -310,8 +310,6 @@ def _l_backward_rows_kernel(
             out_exact = load_rows(out_exact_ptr, stride_es, token, valid & (weight > 0), E, BLOCK_E, True)
             d_weight = tl.sum(do.to(tl.float32) * out_exact.to(tl.float32), 1)
             store_rows(do_exact_ptr, stride_es, token, valid, do.to(tl.float32) * weight[:, None], E, BLOCK_E)
-            if ONE_TILE:
-                delta = weight * d_weight
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + first_token + token, mask=valid, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -330,7 +328,15 @@ def _l_backward_rows_kernel(
                 q, do, lse, aL, cL, v, dcR, logit, exact_ptr, places, l, valid, first, j, log2_scale,
                 LAST, EXACT, BLOCK_N, PRECISION,
             )  # fmt: skip
-            if sweep == 0 or ONE_TILE:
+            if ONE_TILE:
+                # Recomputed from a log-partition, L does not quite sum to 1; with large logits that is no small error.
+                mass, mean = tl.sum(L, 1), tl.sum(L * dL, 1)
+                if EXACT is not None:
+                    mass += weight
+                if LAST and EXACT == "blocks":
+                    mean += weight * d_weight
+                delta += mean / tl.where(mass > 0, mass, 1.0)
+            elif sweep == 0:
                 delta += tl.sum(L * dL, 1)
             if sweep == 1:
                 dZ = L * (dL - delta[:, None])
@@ -352,7 +358,7 @@ def _l_backward_rows_kernel(
                     D, E, LAST, TMA, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
                 )  # fmt: skip
     if EXACT is not None:
-        # With EXACT="rows" a row has either L = 0 or weight = 0, and do·o less Σ_k L dL is nothing.
+        # With EXACT="rows" a row has either L = 0 or weight = 0, so that d_weight may lack its part of δ.
         d_logit = weight * (d_weight - delta)
         if not LAST:
             d_logit += tl.load(dlse_exact_ptr + first_token + token, mask=valid, other=0.0)
@@ -471,7 +477,10 @@ class LStep:
         tiles = triton.cdiv(m, tile)
         tma = bool(options.pop("TMA", 0))
         if written:
-            constants["TMA"] = tma and tma_fits(*(x for x in written if x is not None))
+            # The accelerator takes rows at multiples of 16 bytes.
+            constants["TMA"] = tma and all(
+                x is None or (x.data_ptr() % 16 == 0 and x.shape[-1] * x.itemsize % 16 == 0) for x in written
+            )
             if constants["TMA"]:
                 written = tuple(x if x is None else self._descriptor(x, tile) for x in written)
         kernel[(tiles * H * b * B,)](
