@@ -63,7 +63,14 @@ _CANDIDATES_PER_TASK = 6
 # Where jit functions are; a module that is not there is passed over.
 _KERNEL_MODULES = tuple(
     f"vmonarch.kernels.{name}"
-    for name in ("flash_entropy.forward", "flash_entropy.backward", "monarch.r_step", "monarch.l_step")
+    for name in (
+        "flash_entropy.forward",
+        "flash_entropy.backward",
+        "monarch.r_step",
+        "monarch.l_step",
+        "hopper.flash",
+        "hopper.r_step",
+    )
 )
 
 
@@ -86,12 +93,18 @@ class Sweep:
         workloads: what it is timed on; a candidate's score is the geometric mean of its times over these.
         grids: candidates, as products of values by option; new constexpr options are added here. What a candidate does
             not name stays as it is in the table.
+        hopper: whether it is one of the kernels that only Hopper has.
     """
 
     stages: str
     argument: str | None
     workloads: tuple[Workload, ...]
     grids: tuple[Mapping[str, tuple[int, ...]], ...]
+    hopper: bool = False
+
+    def switch(self) -> dict[str, Options]:
+        """The override that lets the kernels for Hopper run, or keeps them from standing in for the portable ones."""
+        return {"hopper": {"enabled": int(self.hopper)}}
 
     def candidates(self) -> list[Options]:
         """All of them, each once."""
@@ -124,10 +137,10 @@ _L_BACKWARD = tuple(Workload(f"{frames}x28x52", training=True) for frames in (16
 _MANY_BLOCKS = (Workload("43x28x52", (("tiles", (2, 2)),)),)
 _MANY_BLOCKS_BACKWARD = (Workload("43x28x52", (("tiles", (2, 2)),), training=True),)
 _TILES = {"BLOCK_M": (64, 128), "BLOCK_N": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
-# Triton specialises warps on Hopper, with four of them and 128 rows; elsewhere these candidates do not compile.
-_SPECIALISED = {**_TILES, "BLOCK_M": (128,), "num_warps": (4,), "WARP_SPECIALIZE": (1,)}
-_FLASH_GRIDS = ({**_TILES, "WARP_SPECIALIZE": (0,)}, _SPECIALISED)
-_R_GRIDS = ({**_TILES, "TMA": (0, 1), "WARP_SPECIALIZE": (0,)}, {**_SPECIALISED, "TMA": (1,)})
+_COARSE = (Workload("43x28x52", (("coarse", 2),)),)
+_HOPPER = {"BLOCK_N": (64, 128), "Q_STAGES": (1, 2, 3), "STAGES": (2, 3, 4, 5)}
+# The results of an R-step leave through the place of z, which is given back a tile later.
+_HOPPER_R = {**_HOPPER, "Q_STAGES": (2, 3)}
 _BACKWARD_GRIDS = (
     {"BLOCK_M": (32, 64), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
     {"BLOCK_M": (128,), "BLOCK_N": (32, 64), "num_warps": (8,), "num_stages": (1, 2, 3)},
@@ -138,9 +151,13 @@ _L_COLUMNS_GRID = {**_L_GRID, "TMA": (0, 1)}
 
 # In order of priority: where the budget ends, the rest is left out. The winner of one is in force for those after it.
 SWEEPS: dict[str, Sweep] = {
-    "r_step_last": Sweep(r"R\d+", "y", _FORWARD, _R_GRIDS),
-    "r_step": Sweep(r"R\d+", "not y", _FORWARD, _R_GRIDS),
-    "flash_forward": Sweep("exact", None, _FLASH_FORWARD, _FLASH_GRIDS),
+    "hopper_r_step_last": Sweep(r"R\d+", "y", _FORWARD, (_HOPPER_R,), hopper=True),
+    "hopper_r_step": Sweep(r"R\d+", "not y", _FORWARD, (_HOPPER_R,), hopper=True),
+    "hopper_r_step_pooled": Sweep(r"R\d+", "not y", _COARSE, (_HOPPER_R,), hopper=True),
+    "hopper_flash": Sweep("exact", None, _FLASH_FORWARD, (_HOPPER,), hopper=True),
+    "r_step_last": Sweep(r"R\d+", "y", _FORWARD, (_TILES,)),
+    "r_step": Sweep(r"R\d+", "not y", _FORWARD, (_TILES,)),
+    "flash_forward": Sweep("exact", None, _FLASH_FORWARD, (_TILES,)),
     "r_backward_keys": Sweep(r"R\d+ backward", "dy", _BACKWARD, _BACKWARD_GRIDS),
     "r_backward_z": Sweep(r"R\d+ backward", "dy", _BACKWARD, _BACKWARD_GRIDS),
     "flash_backward_kv": Sweep("exact backward", None, _BACKWARD, _BACKWARD_GRIDS),
@@ -334,7 +351,7 @@ def _compile(task: _Task) -> list[tuple[str | None, int] | None]:
     for candidate in task.candidates:
         known = set(_spills())
         try:
-            with launch_overrides({task.kernel: dict(candidate)}):
+            with launch_overrides({**SWEEPS[task.kernel].switch(), task.kernel: dict(candidate)}):
                 for stage in stages:
                     stage.function(*stage.args, **stage.kwargs)
             torch.cuda.synchronize(device)
@@ -359,6 +376,8 @@ def compile_tasks(config: TuneConfig, device: str) -> list[_Task]:
     ordered = sorted(single, key=lambda workload: not workload.training)
     tasks = [_Task("", (workload,), dim, config.dtype, device) for dim in config.head_dims for workload in ordered]
     for kernel in config.kernels:
+        if SWEEPS[kernel].hopper and not launch.on_hopper(torch.device(device)):
+            continue
         for head_dim in config.head_dims:
             candidates = [tuple(candidate.items()) for candidate in SWEEPS[kernel].candidates()]
             for first in range(0, len(candidates), _CANDIDATES_PER_TASK):
@@ -398,8 +417,10 @@ def tune_kernel(
         compiled: what became of every candidate when it was compiled; None to find out here.
     """
     sweep, device, dtype = SWEEPS[kernel], clock.device, DTYPES[config.dtype]
+    if sweep.hopper and not launch.on_hopper(device):
+        return None
     default = launch_options(kernel, device, dtype, head_dim)
-    base = {**winners, kernel: default}
+    base = {**winners, **sweep.switch(), kernel: default}
     groups = []
     for workload in workloads_of(sweep, config.shapes):
         with launch_overrides(base):
@@ -599,7 +620,7 @@ def run_tune(config: TuneConfig) -> dict[str, Any]:
                 why = f"the budget of {config.budget:g} s was used up"
                 left_out.append({"kernel": kernel, "head_dim": head_dim, "why": why})
                 continue
-            results = None if compiled is None else compiled[kernel, head_dim]
+            results = None if compiled is None else compiled.get((kernel, head_dim))
             tuned = tune_kernel(kernel, head_dim, config, clock, winners[head_dim], results, deadline)
             if tuned is None:
                 left_out.append({"kernel": kernel, "head_dim": head_dim, "why": "not launched at these shapes"})

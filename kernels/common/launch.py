@@ -56,17 +56,17 @@ def why_not_triton(*tensors: torch.Tensor) -> str | None:
 def use_triton(op: str, implementation: str, *tensors: torch.Tensor) -> bool:
     """Decide between Triton and torch.
 
-    "auto" is plain torch on every device for as long as the kernels' GPU tests have no committed log; then it will be
-    the kernels for all CUDA tensors that they can take.
+    "auto" is the kernels for all CUDA tensors that they can take, see `why_not_triton`, else plain torch.
 
     Raises:
         NotImplementedError: implementation="triton", and the kernels cannot take the tensors; the message says why.
     """
-    if implementation != "triton":
+    if implementation == "torch" or (implementation == "auto" and tensors[0].device.type != "cuda"):
         return False
-    if reason := why_not_triton(*tensors):
+    reason = why_not_triton(*tensors)
+    if reason and implementation == "triton":
         raise NotImplementedError(f'{op} with implementation="triton": {reason}')
-    return True
+    return reason is None
 
 
 def block_dim(head_dim: int) -> int:
@@ -86,7 +86,7 @@ def hopper_fits(*tensors: torch.Tensor) -> bool:
     """
     first = tensors[0]
     return (
-        _on_hopper(first.device)
+        on_hopper(first.device)
         and (_overrides.get() or {}).get("hopper", {"enabled": 1})["enabled"] == 1
         and first.dtype in (torch.float16, torch.bfloat16)
         and first.shape[-1] <= HOPPER_HEAD_DIM
@@ -109,7 +109,8 @@ def tma_fits(*tensors: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _on_hopper(device: torch.device) -> bool:
+def on_hopper(device: torch.device) -> bool:
+    """Whether the kernels for Hopper can run there."""
     return device.type == "cuda" and not interpreted() and torch.cuda.get_device_capability(device) == (9, 0)
 
 

@@ -7,6 +7,8 @@ two barriers: `full` (the copies have arrived) and `empty` (both warpgroups are 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -60,9 +62,12 @@ def rows_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     columns = hopper_dim(tensor.shape[3])
     # A dimension of one element may have any stride; the copy engine wants a multiple of 16 bytes.
     strides = [stride if size > 1 else 16 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
-    return TensorDescriptor(
-        tensor, list(tensor.shape), [*strides[:3], 1], [1, 1, rows, columns], shared_layout.fn(columns, 4)
-    )
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides[:3], 1], [1, 1, rows, columns], _tile_layout(columns))
+
+
+@functools.cache
+def _tile_layout(columns: int) -> gl.NVMMASharedLayout:
+    return shared_layout.fn(columns, 4)
 
 
 @gluon.jit

@@ -779,7 +779,7 @@ def r_backward(
     folded = fold(lse, delta, positions, scale, dcL=dcL, cL=cL)
     launch_keys(
         z, key, value, daL, dy, folded, dk, None if dy is None else dv,
-        tiles=tiles, heads=key.shape[2], scale=scale, places=places,
+        tiles=tiles, heads=key.shape[2], scale=scale, places=places, add=(dy is None, False),
     )  # fmt: skip
     launch_rows(
         z, key, value, daL, dy, folded, dq, tiles=tiles, heads=key.shape[2], scale=scale, places=places,

@@ -270,8 +270,8 @@ def backward(
         grad_lse = grad_lse.contiguous()
 
     dq = query.new_empty(query.shape)
-    dk = key.new_zeros(key.shape)
-    dv = value.new_zeros(value.shape)
+    dk = key.new_empty(key.shape)
+    dv = value.new_empty(value.shape)
     daL = torch.empty_like(blocks[0])
     dy = torch.empty_like(y)
     # A row tile of dy is read last by the program that writes the same rows of daR.
@@ -333,6 +333,8 @@ def backward(
                 dcR=dcR,
                 **(exact_arguments if exact is not None and exact.aware else {}),
             )
+    # The exact part needs room of its own, where its keys are split.
+    del daL, dy, daR, pooled
     if exact is not None:
         flash_backward(
             grad_out if do_exact is None else do_exact,

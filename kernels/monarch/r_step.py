@@ -475,13 +475,14 @@ def _r_backward_keys_kernel(
         POOLED, TILED, HAS_MASK, ENTROPY_GRAD, True, PRECISION, BLOCK_M, BLOCK_D, BLOCK_E,
     )  # fmt: skip
 
-    if POOLED:
+    # The last iteration is differentiated first.
+    if POOLED or LAST:
         store_rows(dk_ptr, stride_dks, rows, valid, dk, D, BLOCK_D)
     else:
         add_rows(dk_ptr, stride_dks, rows, valid, dk, D, BLOCK_D)
     if LAST:
         dv_ptr += batch.to(tl.int64) * stride_dvb + head.to(tl.int64) * stride_dvh
-        add_rows(dv_ptr, stride_dvs, rows, valid, dv, E, BLOCK_E)
+        store_rows(dv_ptr, stride_dvs, rows, valid, dv, E, BLOCK_E)
 
 
 @dataclass(frozen=True)
@@ -657,7 +658,8 @@ class RStep:
         dcR: torch.Tensor | None = None,
         min_mass: float = 0.0,
     ) -> None:
-        """Add to dk, to dv (if dy is given) and, where z is the query, to dq; else write daR and dcR.
+        """Write dk and dv if dy is given (the last iteration), else add to dk; add to dq where z is the query, else
+        write daR and dcR.
 
         `dcL` is None where no gradient flows through the entropy; `delta` = daL·aL + dy·y, one number per row.
         """

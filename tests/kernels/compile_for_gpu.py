@@ -80,7 +80,7 @@ def main():
     JITFunction.__getitem__ = compile_instead
     # Tensors on the CPU stand for those of an unknown chip, which gets the default options.
     launch._chip_name = lambda index: "unknown"
-    launch._on_hopper = lambda device: architecture == 90
+    launch.on_hopper = lambda device: architecture == 90
     originals = launch.launch_options
 
     def options_of_a_gpu(kernel, device, dtype, head_dim):

@@ -87,3 +87,12 @@ def test_many_more_tiles_than_processors():
     """Thousands of small blocks: every program goes round its buffers many times."""
     inputs = torch.randn(4, 40 * 70, 3, 40, 64, device="cuda", dtype=torch.bfloat16).unbind(2)
     check(lambda q, k, v, **how: vmonarch_attention(q, k, v, grid=(40, 7, 10), return_lse=True, **how), *inputs)
+
+
+@pytest.mark.gpu
+def test_auto_means_the_kernels_where_they_can_run():
+    query, key, value = torch.randn(3, 1, 5 * 63, 2, 64, device="cuda", dtype=torch.bfloat16)
+    attend = lambda *tensors, **how: vmonarch_attention(*tensors, grid=(5, 7, 9), **how)
+    assert torch.equal(attend(query, key, value), attend(query, key, value, implementation="triton"))
+    double = [x.double() for x in (query, key, value)]
+    assert torch.equal(attend(*double), attend(*double, implementation="torch"))

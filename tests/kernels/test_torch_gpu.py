@@ -1,5 +1,7 @@
 """The plain torch form on a CUDA device: same numbers as on the CPU, in every dtype, compiled too."""
 
+import functools
+
 import pytest
 import torch
 
@@ -33,10 +35,10 @@ def relative_error(actual, expected):
 def test_the_device_gives_the_numbers_of_the_cpu(name, dtype, budget):
     q, k, v = (x.requires_grad_() for x in qkv(dtype))
     expected_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = vmonarch_attention(*expected_inputs, grid=GRID, **OPTIONS[name])
+    expected = vmonarch_attention(*expected_inputs, grid=GRID, implementation="torch", **OPTIONS[name])
     expected_grads = torch.autograd.grad(expected.sin().sum(), expected_inputs)
     on_device = [x.detach().cuda().requires_grad_() for x in (q, k, v)]
-    out = vmonarch_attention(*on_device, grid=GRID, **OPTIONS[name])
+    out = vmonarch_attention(*on_device, grid=GRID, implementation="torch", **OPTIONS[name])
     grads = torch.autograd.grad(out.sin().sum(), on_device)
     assert out.is_cuda and out.dtype == dtype
     assert relative_error(out, expected.detach()) < budget
@@ -47,14 +49,17 @@ def test_the_device_gives_the_numbers_of_the_cpu(name, dtype, budget):
 def test_flash_entropy_attention_on_the_device():
     q, k, v = qkv()
     expected = flash_entropy_attention(q, k, v)
-    for actual, wanted in zip(flash_entropy_attention(q.cuda(), k.cuda(), v.cuda()), expected, strict=True):
+    for actual, wanted in zip(
+        flash_entropy_attention(q.cuda(), k.cuda(), v.cuda(), implementation="torch"), expected, strict=True
+    ):
         torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-11, atol=1e-11)
 
 
 def test_compiled_by_inductor_it_gives_the_same_numbers():
     q, k, v = (x.cuda() for x in qkv(torch.float32))
-    compiled = torch.compile(lambda q, k, v: vmonarch_attention(q, k, v, grid=GRID), fullgraph=True)
-    torch.testing.assert_close(compiled(q, k, v), vmonarch_attention(q, k, v, grid=GRID), rtol=1e-4, atol=1e-5)
+    attention = functools.partial(vmonarch_attention, grid=GRID, implementation="torch")
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v), fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v), rtol=1e-4, atol=1e-5)
 
 
 def test_sixty_thousand_tokens_fit_in_a_few_gigabytes():
@@ -63,7 +68,7 @@ def test_sixty_thousand_tokens_fit_in_a_few_gigabytes():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
-        out = vmonarch_attention(q, k, v, grid=(43, 28, 52))
+        out = vmonarch_attention(q, k, v, grid=(43, 28, 52), implementation="torch")
     peak = torch.cuda.max_memory_allocated() - before
     assert out.isfinite().all()
     assert peak < 6e9, f"peak of {peak / 1e9:.2f} GB"
