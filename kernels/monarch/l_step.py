@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, tma_fits
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at
@@ -477,10 +477,7 @@ class LStep:
         tiles = triton.cdiv(m, tile)
         tma = bool(options.pop("TMA", 0))
         if written:
-            # The accelerator takes rows at multiples of 16 bytes.
-            constants["TMA"] = tma and all(
-                x is None or (x.data_ptr() % 16 == 0 and x.shape[-1] * x.itemsize % 16 == 0) for x in written
-            )
+            constants["TMA"] = tma and tma_fits(*(x for x in written if x is not None))
             if constants["TMA"]:
                 written = tuple(x if x is None else self._descriptor(x, tile) for x in written)
         kernel[(tiles * H * b * B,)](

@@ -165,10 +165,11 @@ def test_hoppers_way_of_loading_changes_nothing(options, warp_specialize):
 def test_hoppers_way_of_storing_changes_nothing(grid):
     tensors = [tensor.float() for tensor in qkv(math.prod(grid), heads=2, dim=12)]
     run = lambda *t: run_triton(*t, grid=grid, exact=ExactBlocks(columns=(0,)))
-    expected = with_gradients(run, tensors, torch.float32)
-    with launch_overrides({kernel: {"MAX_TILE": 8, "TMA": 1} for kernel in L_KERNELS}):
+    with launch_overrides(SEVERAL_L_TILES):
+        expected = with_gradients(run, tensors, torch.float32)
+    with launch_overrides({kernel: {**options, "TMA": 1} for kernel, options in SEVERAL_L_TILES.items()}):
         for a, b in zip(with_gradients(run, tensors, torch.float32), expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+            assert torch.equal(a, b)
 
 
 @interpreted
