@@ -19,6 +19,7 @@ from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.monarch.blocks import grid_layout
 from vmonarch.kernels.monarch.op import monarch_backward, monarch_forward
 from vmonarch.kernels.monarch.places import grid_places, token_at
+from vmonarch.kernels.monarch.r_step import RStep
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 L_KERNELS = ("l_centroids", "l_rows", "l_output", "l_backward_rows", "l_backward_columns")
@@ -137,27 +138,31 @@ def test_exact_blocks_beyond_the_first_word_of_bits(overrides):
     check_float32(qkv(35 * 2), vmonarch_attention, overrides, grid=(35, 1, 2), exact=exact)
 
 
-HOPPER_CASES = {
-    "paper": dict(grid=(2, 3, 7), **FIRST_FRAME),
-    "short-block": dict(grid=(3, 2, 5), frames_per_block=2, exact=None),
-    "coarse": dict(grid=(2, 5, 7), coarse=2, exact=None),
-    "coarse-tiles": dict(grid=(2, 5, 7), coarse=2, tiles=(2, 2), exact=None),
-    "columns": dict(grid=(2, 3, 7), exact=ExactBlocks(columns=(0,))),
-}
-
-
 @interpreted
-@pytest.mark.parametrize("options", HOPPER_CASES.values(), ids=HOPPER_CASES)
-@pytest.mark.parametrize("warp_specialize", [0, 1], ids=["tma", "warp-specialised"])
-def test_hoppers_way_of_loading_changes_nothing(options, warp_specialize):
-    """The interpreter runs descriptors, not warps: what this proves is the arithmetic and the indexing."""
-    tensors = [tensor.float() for tensor in qkv(math.prod(options["grid"]), heads=2)]
-    expected = run_triton(*tensors, **options)
-    r_step = {"TMA": 1, "WARP_SPECIALIZE": warp_specialize}
-    exact = {"WARP_SPECIALIZE": warp_specialize}
-    with launch_overrides({"r_step": r_step, "r_step_last": r_step, "flash_forward": exact}):
-        for a, b in zip(run_triton(*tensors, **options), expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+@pytest.mark.parametrize(
+    "grid,tiles,frames_per_block",
+    [((5, 5, 7), (2, 3), 2), ((3, 4, 6), (2, 2), 1), ((4, 5, 3), (1, 2), 3)],
+    ids=["ragged", "even", "ragged-in-time"],
+)
+def test_tokens_packed_in_the_order_of_blocks(grid, tiles, frames_per_block):
+    """What the kernels for Hopper read where the tokens of a tile are not consecutive."""
+    grid = LatentGrid(*grid)
+    tokens = qkv(grid.tokens, batch=2, heads=3, dim=8)[0].float()
+    layout = grid_layout(grid, frames_per_block=frames_per_block, tiles=tiles, coarse=1, device=tokens.device)
+    places = grid_places(grid, frames_per_block=frames_per_block, tiles=tiles, coarse=1)
+    step = RStep(tokens, tokens, None, places, True, 1, 1.0)
+    m, b = places.blocks, places.positions
+    packed = torch.full((step.groups, b, 8), 9.0)
+    counts = step.pack(tokens, packed, tokens_first=False)
+    expected = layout.to_blocks(tokens)
+    assert torch.equal(packed.view(2, 3, m, b, 8), expected)
+    present = torch.ones(m, b, dtype=torch.bool) if layout.valid is None else layout.valid
+    assert torch.equal(counts, present.sum(1).int())
+    found = step.with_packed().packed
+    assert (found.counts is None) == bool(present.all())
+    for k in range(m):
+        own = found.value.view(2, 3, m, b, 8)[:, :, k]
+        assert torch.equal(own[:, :, : counts[k]], expected[:, :, k, present[k]]) and not own[:, :, counts[k] :].any()
 
 
 @interpreted
