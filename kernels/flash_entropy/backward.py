@@ -485,7 +485,8 @@ def flash_backward(
     column_options = launch_options("flash_backward_kv", device, query.dtype, width)
     # Gradients of sums and of slices come expanded or strided.
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
-    hopper = one_range(segments) and hopper_fits(query, key, value, grad_out)
+    # The copy engine loads the statistics of queries, 4 bytes each, from multiples of 16 bytes only.
+    hopper = one_range(segments, multiple=4) and hopper_fits(query, key, value, grad_out)
     if hopper:
         from vmonarch.kernels.hopper import backward as on_hopper
 

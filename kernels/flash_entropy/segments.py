@@ -83,10 +83,16 @@ def transposed(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 
 @functools.lru_cache(maxsize=128)
-def one_range(segments: tuple[Segment, ...]) -> bool:
-    """Whether every query attends to consecutive keys, and every key is attended to by consecutive queries."""
-    both = (*simplified(segments), *transposed(segments))
-    return all(len(segment.key_ranges) <= 1 for segment in both)
+@functools.lru_cache(maxsize=128)
+def one_range(segments: tuple[Segment, ...], multiple: int) -> bool:
+    """Whether every query attends to consecutive keys, and every key is attended to by consecutive queries.
+
+    These queries must start at a multiple of so many.
+    """
+    columns = transposed(segments)
+    return all(len(segment.key_ranges) <= 1 for segment in (*simplified(segments), *columns)) and all(
+        start % multiple == 0 for segment in columns for start, _ in segment.key_ranges
+    )
 
 
 @dataclass(frozen=True)
