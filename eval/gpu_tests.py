@@ -45,6 +45,13 @@ def summarise(report: str) -> dict[str, Any]:
     return {"counts": counts, **named, "seconds": round(seconds, 1)}
 
 
+def without_paths(text: str) -> str:
+    """`text` without the folders of this machine: they tell a reader nothing."""
+    for folder, name in ((str(ROOT), "."), (sys.prefix, "PYTHON"), (tempfile.gettempdir(), "TMP")):
+        text = text.replace(folder, name)
+    return text
+
+
 def run(tests: Sequence[str], log: Path, processes: int = 1) -> dict[str, Any]:
     """Run pytest on the tests marked `gpu`, write its output to `log`, and return the record of the run.
 
@@ -56,7 +63,8 @@ def run(tests: Sequence[str], log: Path, processes: int = 1) -> dict[str, Any]:
         junit = Path(folder) / "report.xml"
         command = ["pytest", "-m", "gpu", *tests, *(["-n", str(processes)] if processes > 1 else [])]
         with AtomicFiles(overwrite=True) as files:
-            with files.stage(log).open("w") as output:
+            staged = files.stage(log)
+            with staged.open("w") as output:
                 subprocess.run(
                     [sys.executable, "-m", *command, f"--junitxml={junit}", "--durations=20"],
                     cwd=ROOT,
@@ -64,6 +72,7 @@ def run(tests: Sequence[str], log: Path, processes: int = 1) -> dict[str, Any]:
                     stderr=subprocess.STDOUT,
                     check=False,
                 )
+            staged.write_text(without_paths(staged.read_text()))
         if not junit.exists():
             raise RuntimeError(f"pytest wrote no report; its output is in {log}")
         summary = summarise(junit.read_text())

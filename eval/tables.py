@@ -1,6 +1,7 @@
 """Write the tables of the documents from the committed JSON: `python -m vmonarch.eval.tables`.
 
-What stands between `<!-- table: NAME -->` and `<!-- end -->` comes from `docs/benchmarks/NAME.json`.
+What stands between `<!-- table: NAME -->` and `<!-- end -->` comes from `docs/benchmarks/NAME.json`, or from the file
+that SOURCES names.
 """
 
 from __future__ import annotations
@@ -74,13 +75,38 @@ def kernels_table(results: dict[str, Any]) -> str:
     return kernel_plots.kernels_table(results)
 
 
+def speed_table(results: dict[str, Any]) -> str:
+    """Attention by cuDNN and by VMonarch, head dimension 128: what a first reader wants to know."""
+    from vmonarch.eval import kernel_plots
+
+    return kernel_plots.speed_table(results)
+
+
+def kernel_log_table(results: dict[str, Any]) -> str:
+    """What was tried for the kernels, what was expected and what was seen."""
+    parts = []
+    for section in results["sections"]:
+        rows = [[entry[key] for key in ("what", "expected", "seen")] for entry in section["entries"]]
+        lines = [["what", "expected", "seen"], ["---"] * 3, *rows]
+        parts.append(f"{section['about']}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    return "\n".join(parts) + f"\n{results['hardware']}, {results['versions']}.\n"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "embedded-model": embedded_model_table,
     "demo": demo_table,
     "commands": commands_table,
+    "kernels-h200": kernels_table,
+    "speed": speed_table,
+    "kernel-log": kernel_log_table,
 }
-# Tables of no document yet: their JSON comes from a GPU. Each moves to TABLES together with its JSON.
-AWAITED: dict[str, Callable[[dict[str, Any]], str]] = {"kernels-h200": kernels_table}
+# Tables of another name than their JSON.
+SOURCES = {"speed": "kernels-h200"}
+
+
+def source(name: str, benchmarks: Path) -> Path:
+    """The JSON that a table is made of."""
+    return benchmarks / f"{SOURCES.get(name, name)}.json"
 
 
 def render(text: str, benchmarks: Path) -> str:
@@ -93,7 +119,7 @@ def render(text: str, benchmarks: Path) -> str:
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
-        return match[1] + {**TABLES, **AWAITED}[name](json.loads((benchmarks / f"{name}.json").read_text())) + match[3]
+        return match[1] + TABLES[name](json.loads(source(name, benchmarks).read_text())) + match[3]
 
     return _BLOCK.sub(table, text)
 

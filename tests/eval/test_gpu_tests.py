@@ -1,11 +1,13 @@
 """The record of a run of GPU tests."""
 
 import json
+import sys
+import tempfile
 
 import pytest
 import torch
 
-from vmonarch.eval.gpu_tests import main, summarise
+from vmonarch.eval.gpu_tests import ROOT, main, summarise, without_paths
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="good" time="1.5"/>
@@ -50,3 +52,8 @@ def test_a_run_that_dies_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="pytest wrote no report"):
         main([str(tmp_path / "test_some.py"), "--output", str(tmp_path / "gpu.json")])
     assert not (tmp_path / "gpu.json").exists()
+
+
+def test_no_folder_of_the_machine_gets_into_the_log(tmp_path):
+    text = without_paths(f"rootdir: {ROOT}\n{sys.prefix}/lib/x.py: warning\n{tempfile.gettempdir()}/report")
+    assert text == "rootdir: .\nPYTHON/lib/x.py: warning\nTMP/report"

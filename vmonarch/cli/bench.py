@@ -119,7 +119,10 @@ def run(arguments: argparse.Namespace) -> None:
     config = bench.BenchConfig(
         output=arguments.output,
         device=arguments.device,
-        command=shlex.join(["vmonarch", *sys.argv[1:]]),
+        # Folders of this machine are nobody else's.
+        command=shlex.join(
+            ["vmonarch", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])]
+        ),
         progress=not arguments.quiet,
         **chosen,
     )
