@@ -138,7 +138,7 @@ def _attend(
 
 
 @gluon.jit(do_not_specialize=["H", "Sq"])
-def _flash_kernel(
+def _hopper_flash_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
     items_ptr, firsts_ptr, ranges_ptr, stride_ob, stride_os, stride_oh, H, Sq, log2_scale,
     D: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr,
@@ -190,7 +190,7 @@ def flash(
         parts: partial outputs [slots, 128, D], log-partitions and entropies [slots, 128].
     """
     block_n = options["BLOCK_N"]
-    _flash_kernel[(work.firsts.shape[0] - 1,)](
+    _hopper_flash_kernel[(work.firsts.shape[0] - 1,)](
         rows_descriptor(query.transpose(1, 2), HALF),
         rows_descriptor(key.transpose(1, 2), block_n),
         rows_descriptor(value.transpose(1, 2), block_n),

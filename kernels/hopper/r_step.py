@@ -166,7 +166,7 @@ def _attend(
 
 
 @gluon.jit(do_not_specialize=["tiles", "row_tiles", "heads", "tokens", "blocks", "positions", "keys", "offset"])
-def _r_step_kernel(
+def _hopper_r_step_kernel(
     z_desc, k_desc, v_desc, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr,
     tiles, row_tiles, heads, tokens, blocks, positions, keys, offset, log_keys, scale, log2_scale,
     LAST: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr, BIASED: gl.constexpr,
@@ -235,7 +235,7 @@ def r_step(
     ragged = counts is not None or (not blocks_of_keys and places.positions * places.blocks != places.tokens)
     k_desc = rows(key, block_n)
     aL_desc = rows(aL, HALF)
-    _r_step_kernel[(min(tiles, processors(key.device)),)](
+    _hopper_r_step_kernel[(min(tiles, processors(key.device)),)](
         rows(z, HALF), k_desc, k_desc if y is None else rows(value, block_n), aL_desc,
         aL_desc if y is None else rows(y, HALF), counts, cL if bias is None else bias, cL,
         cL if lse is None else lse, tiles, row_tiles, heads, places.tokens, places.blocks, places.positions, keys,

@@ -69,8 +69,8 @@ def test_hopper_kernels_compile(name, tmp_path):
     """Without spills, and with products that run while the same warps do other things."""
     kernels = [kernel for kernel in compile_kernels(90, CASES[name], tmp_path) if kernel["warp_specialized"]]
     backward = [kernel for kernel in kernels if kernel["kernel"] in ("_hopper_keys_kernel", "_hopper_rows_kernel")]
-    assert {"_flash_kernel", "_r_step_kernel"} <= {kernel["kernel"] for kernel in kernels}
-    steps = [kernel["options"] for kernel in kernels if kernel["kernel"] == "_r_step_kernel"]
+    assert {"_hopper_flash_kernel", "_hopper_r_step_kernel"} <= {kernel["kernel"] for kernel in kernels}
+    steps = [kernel["options"] for kernel in kernels if kernel["kernel"] == "_hopper_r_step_kernel"]
     assert [step["LAST"] for step in steps] == [False] * (CASES[name].get("num_iterations", 2) - 1) + [True]
     assert steps[0]["KEYS_ARE_BLOCKS"] == ("coarse" in CASES[name] or "tiles" in CASES[name])
     for kernel in kernels:
