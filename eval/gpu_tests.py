@@ -47,7 +47,8 @@ def summarise(report: str) -> dict[str, Any]:
 
 def without_paths(text: str) -> str:
     """`text` without the folders of this machine: they tell a reader nothing."""
-    for folder, name in ((str(ROOT), "."), (sys.prefix, "PYTHON"), (tempfile.gettempdir(), "TMP")):
+    # The environment may lie in the checkout, and that among temporary files.
+    for folder, name in ((sys.prefix, "PYTHON"), (str(ROOT), "."), (tempfile.gettempdir(), "TMP")):
         text = text.replace(folder, name)
     return text
 

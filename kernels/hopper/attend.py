@@ -58,7 +58,11 @@ def hopper_dim(head_dim: int) -> int:
 
 
 def rows_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Descriptor of `tensor` [a, b, rows, columns] for tiles of so many rows; zeros are read outside."""
+    """Descriptor of tokens [B, S, H, D] or blocks [G, b, D] for tiles of so many rows; zeros are read outside.
+
+    Its indices are (batch, head, row, column) or (0, group, row, column).
+    """
+    tensor = tensor.transpose(1, 2) if tensor.ndim == 4 else tensor.unsqueeze(0)
     columns = hopper_dim(tensor.shape[3])
     # A dimension of one element may have any stride; the copy engine wants a multiple of 16 bytes.
     strides = [stride if size > 1 else 16 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]

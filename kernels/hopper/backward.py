@@ -34,6 +34,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import Work, processors
 from vmonarch.kernels.hopper.attend import (
+    BLOCK_M,
+    HALF,
     accumulator_layout,
     copy_rows,
     hopper_dim,
@@ -43,9 +45,8 @@ from vmonarch.kernels.hopper.attend import (
 )
 from vmonarch.kernels.monarch.places import Places
 
-# Rows or keys of one warpgroup, and of the two of a program.
-HALF = 64
-TILE = 2 * HALF
+# Rows or keys of the two warpgroups of a program.
+TILE = BLOCK_M
 # Shared memory of a program, less what the barriers take.
 SHARED_MEMORY = 227 * 1024 - 256
 # log2 p of what is not there: p is 0.
@@ -54,11 +55,6 @@ NOWHERE = -1e30
 _HALF = gl.constexpr(HALF)
 _TILE = gl.constexpr(TILE)
 _NOWHERE = gl.constexpr(NOWHERE)
-
-
-def _rows(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Descriptor of tokens [B, S, H, D] or blocks [G, b, D] for tiles of so many rows; rows outside read as zero."""
-    return rows_descriptor(tensor.transpose(1, 2) if tensor.ndim == 4 else tensor.unsqueeze(0), rows)
 
 
 def _folded_descriptor(folded: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -687,11 +683,11 @@ def launch_keys(
     sums = (daL is not None) + (dy is not None)
     stage = (1 + sums) * block * D * 2 + folded.shape[0] * block * 4
     stages = stages_that_fit((1 + (dy is not None)) * TILE * D * 2, stage)
-    k_desc, z_desc = _rows(key, HALF), _rows(z, block)
+    k_desc, z_desc = rows_descriptor(key, HALF), rows_descriptor(z, block)
     items = tiles[0] * tiles[1]
     _hopper_keys_kernel[(min(items, processors(key.device)),)](
-        z_desc, k_desc, k_desc if dy is None else _rows(value, HALF),
-        z_desc if daL is None else _rows(daL, block), z_desc if dy is None else _rows(dy, block),
+        z_desc, k_desc, k_desc if dy is None else rows_descriptor(value, HALF),
+        z_desc if daL is None else rows_descriptor(daL, block), z_desc if dy is None else rows_descriptor(dy, block),
         _folded_descriptor(folded, block), None if work is None else work.items, None if work is None else work.ranges,
         dk, dk if dv is None else dv, *dk.stride()[:3], *(dk if dv is None else dv).stride()[:3],
         items, tiles[0], heads, *_sizes(places, tokens), folded.shape[2], scale, log2_scale_of(scale),
@@ -732,11 +728,11 @@ def launch_rows(
     tail = block if ragged or left == 0 else max(64, triton.next_power_of_2(left))
     sums = (daL is not None) + (dy is not None)
     stages = stages_that_fit((1 + sums) * TILE * D * 2, (1 + (dy is not None)) * block * D * 2)
-    k_desc, z_desc = _rows(key, block), _rows(z, HALF)
+    k_desc, z_desc = rows_descriptor(key, block), rows_descriptor(z, HALF)
     items = tiles[0] * tiles[1]
     _hopper_rows_kernel[(min(items, processors(key.device)),)](
-        z_desc, k_desc, k_desc if dy is None else _rows(value, block),
-        z_desc if daL is None else _rows(daL, HALF), z_desc if dy is None else _rows(dy, HALF),
+        z_desc, k_desc, k_desc if dy is None else rows_descriptor(value, block),
+        z_desc if daL is None else rows_descriptor(daL, HALF), z_desc if dy is None else rows_descriptor(dy, HALF),
         None if work is None else work.items, None if work is None else work.ranges,
         folded, folded[0].numel(), parts, 0 if work is None else work.slots, cR, daR, dcR, dq, *dq.stride()[:3],
         items, tiles[0], heads, *_sizes(places, tokens), folded.shape[2], scale, log2_scale_of(scale), min_mass,

@@ -191,9 +191,9 @@ def flash(
     """
     block_n = options["BLOCK_N"]
     _hopper_flash_kernel[(work.firsts.shape[0] - 1,)](
-        rows_descriptor(query.transpose(1, 2), HALF),
-        rows_descriptor(key.transpose(1, 2), block_n),
-        rows_descriptor(value.transpose(1, 2), block_n),
+        rows_descriptor(query, HALF),
+        rows_descriptor(key, block_n),
+        rows_descriptor(value, block_n),
         out, lse, entropy, *parts, work.items, work.firsts, work.ranges, *out.stride()[:3],
         query.shape[2], query.shape[1], log2_scale_of(scale),
         D=query.shape[3], ENTROPY=entropy is not None, HAS_PARTS=work.merges is not None, **options,

@@ -225,19 +225,16 @@ def r_step(
     """
     block_n = options["BLOCK_N"]
 
-    def rows(x: torch.Tensor, count: int):
-        return rows_descriptor(x.transpose(1, 2) if x.ndim == 4 else x.unsqueeze(0), count)
-
     blocks_of_keys = key.ndim == 3
     keys = key.shape[1] if blocks_of_keys else places.positions
     row_tiles = triton.cdiv(places.positions, BLOCK_M)
     tiles = row_tiles * aL.shape[0]
     ragged = counts is not None or (not blocks_of_keys and places.positions * places.blocks != places.tokens)
-    k_desc = rows(key, block_n)
-    aL_desc = rows(aL, HALF)
+    k_desc = rows_descriptor(key, block_n)
+    aL_desc = rows_descriptor(aL, HALF)
     _hopper_r_step_kernel[(min(tiles, processors(key.device)),)](
-        rows(z, HALF), k_desc, k_desc if y is None else rows(value, block_n), aL_desc,
-        aL_desc if y is None else rows(y, HALF), counts, cL if bias is None else bias, cL,
+        rows_descriptor(z, HALF), k_desc, k_desc if y is None else rows_descriptor(value, block_n), aL_desc,
+        aL_desc if y is None else rows_descriptor(y, HALF), counts, cL if bias is None else bias, cL,
         cL if lse is None else lse, tiles, row_tiles, heads, places.tokens, places.blocks, places.positions, keys,
         places.offset, math.log(keys_per_key), scale, log2_scale_of(scale),
         LAST=y is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=blocks_of_keys, BIASED=bias is not None,
