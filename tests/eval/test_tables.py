@@ -36,7 +36,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
         numbers = results
         for step in path:
             numbers = numbers[step]
-        numbers[key] += ", not" if isinstance(numbers[key], str) else 0.7
+        numbers[key] += ", not" if isinstance(numbers[key], str) else 7.7
         tables.source(name, tmp_path).write_text(json.dumps(results))
     for document in tables.DOCUMENTS:
         for match in tables._BLOCK.finditer((ROOT / document).read_text()):
