@@ -480,21 +480,19 @@ def flash_backward(
     B, Sq, H, D = query.shape
     Dv = value.shape[3]
     device = query.device
-    width = max(D, Dv)
-    row_options = launch_options("flash_backward_q", device, query.dtype, width)
-    column_options = launch_options("flash_backward_kv", device, query.dtype, width)
     # Gradients of sums and of slices come expanded or strided.
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
     # The copy engine loads the statistics of queries, 4 bytes each, from multiples of 16 bytes only.
-    hopper = one_range(segments, multiple=4) and hopper_fits(query, key, value, grad_out)
-    if hopper:
-        from vmonarch.kernels.hopper import backward as on_hopper
+    on_hopper = hopper_fits(query, key, value, grad_out) and one_range(segments, multiple=4)
+    if on_hopper:
+        from vmonarch.kernels.hopper import backward as hopper_kernels
 
-        row_options = {"BLOCK_M": on_hopper.TILE, "BLOCK_N": on_hopper.rows_choice(on_hopper.hopper_dim(D))["block"]}
-        column_options = {
-            "BLOCK_M": on_hopper.keys_choice(on_hopper.hopper_dim(D), True)["block"],
-            "BLOCK_N": on_hopper.TILE,
-        }
+        tile, width = hopper_kernels.TILE, hopper_kernels.hopper_dim(D)
+        row_options = {"BLOCK_M": tile, "BLOCK_N": hopper_kernels.rows_choice(width)["block"]}
+        column_options = {"BLOCK_M": hopper_kernels.keys_choice(width, True)["block"], "BLOCK_N": tile}
+    else:
+        row_options = launch_options("flash_backward_q", device, query.dtype, max(D, Dv))
+        column_options = launch_options("flash_backward_kv", device, query.dtype, max(D, Dv))
     BLOCK_M, BLOCK_N = row_options["BLOCK_M"], row_options["BLOCK_N"]
     rows = row_work(segments, BLOCK_M, BLOCK_N, B * H, processors(device), splits, device)
     rows_once = rows if rows.merges is None else row_work(segments, BLOCK_M, BLOCK_N, 1, 1, 1, device)
@@ -505,7 +503,7 @@ def flash_backward(
         None if x is None else x.to(torch.float32).contiguous() for x in (entropy, grad_lse, grad_entropy)
     )
     # For Hopper every row is folded, those of no segment too.
-    delta = (query.new_zeros if hopper else query.new_empty)(B, H, Sq, dtype=torch.float32)
+    delta = (query.new_zeros if on_hopper else query.new_empty)(B, H, Sq, dtype=torch.float32)
     add_to_q, add_to_k, add_to_v = (given is not None for given in (dq, dk, dv))
     dq = _new_gradient(query, rows.covered) if dq is None else dq
     dk = _new_gradient(key, columns.covered) if dk is None else dk
@@ -539,9 +537,9 @@ def flash_backward(
                 **dims,
             )
         num_items = rows.items.shape[0]
-        if num_items > 0 and hopper:
-            folded = on_hopper.fold(lse, delta, Sq, scale, dH=grad_entropy)
-            on_hopper.launch_rows(
+        if num_items > 0 and on_hopper:
+            folded = hopper_kernels.fold(lse, delta, Sq, scale, dH=grad_entropy)
+            hopper_kernels.launch_rows(
                 query, key, value, None, grad_out, folded, dq, tiles=(num_items, B * H), heads=H, scale=scale,
                 work=rows, tokens=Sq, parts=parts, add=add_to_q,
             )  # fmt: skip
@@ -587,7 +585,7 @@ def flash_backward(
                 rows.slots,
                 H,
                 # The kernel for Hopper has it in already.
-                1.0 if hopper else scale,
+                1.0 if on_hopper else scale,
                 HEAD_DIM=D,
                 BLOCK_D=block_dim(D),
                 BLOCK_M=BLOCK_M,
@@ -596,8 +594,8 @@ def flash_backward(
                 num_warps=4,
             )
         num_items = columns.items.shape[0]
-        if num_items > 0 and hopper:
-            on_hopper.launch_keys(
+        if num_items > 0 and on_hopper:
+            hopper_kernels.launch_keys(
                 query, key, value, None, grad_out, folded, dk, dv, tiles=(num_items, B * H), heads=H, scale=scale,
                 work=columns, tokens=Sq, add=(add_to_k, add_to_v),
             )  # fmt: skip

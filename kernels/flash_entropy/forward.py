@@ -292,10 +292,10 @@ def flash_forward(
     on_hopper = splits is None and hopper_fits(query, key, value)
     options = launch_options("hopper_flash" if on_hopper else "flash_forward", device, query.dtype, max(D, Dv))
     if on_hopper:
-        from vmonarch.kernels.hopper import flash as hopper
+        from vmonarch.kernels.hopper import flash as hopper_kernels
 
-        BLOCK_M = hopper.BLOCK_M
-        work: Schedule | Work = hopper.schedule(
+        BLOCK_M = hopper_kernels.BLOCK_M
+        work: Schedule | Work = hopper_kernels.schedule(
             segments, BLOCK_M, options["BLOCK_N"], B * H, processors(device), device
         )
     else:
@@ -325,7 +325,7 @@ def flash_forward(
     out_strides = out.stride()[:3]
     with torch.cuda.device_of(query):
         if on_hopper and num_items > 0:
-            hopper.flash(
+            hopper_kernels.flash(
                 query,
                 key,
                 value,

@@ -105,7 +105,6 @@ class Work:
         merges: [J, 4] = (row start, row stop, first slot, slots) of the rows whose columns are split; None without.
         slots: the number of partial results of one head.
         covered: the number of rows that are in any segment.
-        one_range: whether every item has exactly one range.
     """
 
     items: torch.Tensor
@@ -113,15 +112,26 @@ class Work:
     merges: torch.Tensor | None
     slots: int
     covered: int
-    one_range: bool
 
 
-def _tiles(segment: Segment, block: int) -> list[Range]:
-    return [(n, min(n + block, stop)) for start, stop in segment.key_ranges for n in range(start, stop, block)]
+def tiles_of(ranges: Iterable[Range], block: int) -> list[Range]:
+    """The ranges in tiles of `block`, the last of each range as long as what is left."""
+    return [(n, min(n + block, stop)) for start, stop in ranges for n in range(start, stop, block)]
 
 
-def _row_blocks(segment: Segment, block: int) -> list[Range]:
-    return [(m, min(m + block, segment.query_stop)) for m in range(segment.query_start, segment.query_stop, block)]
+def row_blocks_of(segment: Segment, block: int) -> list[Range]:
+    """The queries of a segment in tiles of `block`."""
+    return tiles_of([(segment.query_start, segment.query_stop)], block)
+
+
+def parts_of(tiles: Sequence[Range], parts: int) -> list[tuple[Range, ...]]:
+    """The tiles in so many parts of nearly equal numbers of them, each as few ranges as possible."""
+    return [union(tiles[len(tiles) * i // parts : len(tiles) * (i + 1) // parts]) for i in range(parts)]
+
+
+def device_table(entries: Sequence[tuple[int, ...]], width: int, device: torch.device) -> torch.Tensor:
+    """[entries, width], int32."""
+    return torch.tensor(entries, dtype=torch.int32, device=device).reshape(-1, width)
 
 
 def split_counts(row_blocks: Sequence[int], tiles: Sequence[int], heads: int, processors: int) -> list[int]:
@@ -137,17 +147,17 @@ def split_counts(row_blocks: Sequence[int], tiles: Sequence[int], heads: int, pr
     """
     work = sum(rows * n for rows, n in zip(row_blocks, tiles, strict=True)) * heads
 
-    def parts_of(longest: int) -> list[int]:
+    def counts(longest: int) -> list[int]:
         return [max(1, -(-n // longest)) for n in tiles]
 
     def time(longest: int) -> float:
-        parts = parts_of(longest)
+        parts = counts(longest)
         split_items = sum(rows * n for rows, n in zip(row_blocks, parts, strict=True) if n > 1) * heads
         return (work + SPLIT_COST * split_items) / processors + longest
 
     most = max(tiles, default=1)
     candidates = {max(1, -(-most // splits)) for splits in range(1, MAX_SPLITS + 1)}
-    return parts_of(min(candidates, key=lambda longest: (time(longest), -longest)))
+    return counts(min(candidates, key=lambda longest: (time(longest), -longest)))
 
 
 @functools.lru_cache(maxsize=128)
@@ -166,8 +176,8 @@ def row_work(
         splits: parts to cut the keys of every segment into (fewer if it has fewer tiles); None to choose.
     """
     segments = simplified(segments)
-    rows = [_row_blocks(segment, block_rows) for segment in segments]
-    tiles = [_tiles(segment, block_columns) for segment in segments]
+    rows = [row_blocks_of(segment, block_rows) for segment in segments]
+    tiles = [tiles_of(segment.key_ranges, block_columns) for segment in segments]
     if splits is None:
         parts = split_counts([len(r) for r in rows], [len(t) for t in tiles], heads, processors)
     else:
@@ -178,21 +188,23 @@ def row_work(
     merges: list[tuple[int, int, int, int]] = []
     slots = 0
     for row_blocks, segment_tiles, n in zip(rows, tiles, parts, strict=True):
-        for part in range(n):
+        for part, keys in enumerate(parts_of(segment_tiles, n)):
             first_range = len(ranges)
-            ranges += union(segment_tiles[len(segment_tiles) * part // n : len(segment_tiles) * (part + 1) // n])
+            ranges += keys
             for i, (start, stop) in enumerate(row_blocks):
                 items.append((start, stop, first_range, len(ranges), slots + i * n + part if n > 1 else -1))
         if n > 1:
             merges += [(start, stop, slots + i * n, n) for i, (start, stop) in enumerate(row_blocks)]
             slots += n * len(row_blocks)
 
-    def table(entries: Sequence[tuple[int, ...]], width: int) -> torch.Tensor:
-        return torch.tensor(entries, dtype=torch.int32, device=device).reshape(-1, width)
-
     covered = sum(segment.query_stop - segment.query_start for segment in segments)
-    one_range = all(last - first == 1 for _, _, first, last, _ in items)
-    return Work(table(items, 5), table(ranges, 2), table(merges, 4) if merges else None, slots, covered, one_range)
+    return Work(
+        device_table(items, 5, device),
+        device_table(ranges, 2, device),
+        device_table(merges, 4, device) if merges else None,
+        slots,
+        covered,
+    )
 
 
 @functools.lru_cache(maxsize=128)

@@ -66,28 +66,22 @@ def _load(
     t = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, group, block, head, batch = _tile_of(tile, row_tiles, blocks, heads)
+        z_i = batch if Z_IS_QUERY else 0
+        z_j = head if Z_IS_QUERY else group
         z_first = block * positions - offset if Z_IS_QUERY else 0
+        k_i = 0 if KEYS_ARE_BLOCKS else batch
+        k_j = group if KEYS_ARE_BLOCKS else head
         turn = t % Q_STAGES
         mbarrier.wait(z_empty.index(turn), (t // Q_STAGES & 1) ^ 1)
         barrier = z_full.index(turn)
         mbarrier.expect(barrier, 2 * z_desc.block_type.nbytes)
         for half in gl.static_range(2):
             z_row = z_first + row + half * _HALF
-            if Z_IS_QUERY:
-                copy_rows(z_desc, batch, head, z_row, barrier, z_bufs.index(2 * turn + half))
-            else:
-                copy_rows(z_desc, 0, group, z_row, barrier, z_bufs.index(2 * turn + half))
+            copy_rows(z_desc, z_i, z_j, z_row, barrier, z_bufs.index(2 * turn + half))
         start, stop = _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOCKS)
-        if KEYS_ARE_BLOCKS:
-            n = load_keys(
-                k_desc, v_desc, k_bufs, v_bufs, full, empty, n, 0, group, start, stop,
-                LAST, STAGES, BLOCK_N, BLOCK_TAIL,
-            )  # fmt: skip
-        else:
-            n = load_keys(
-                k_desc, v_desc, k_bufs, v_bufs, full, empty, n, batch, head, start, stop,
-                LAST, STAGES, BLOCK_N, BLOCK_TAIL,
-            )  # fmt: skip
+        n = load_keys(
+            k_desc, v_desc, k_bufs, v_bufs, full, empty, n, k_i, k_j, start, stop, LAST, STAGES, BLOCK_N, BLOCK_TAIL
+        )
         t += 1
 
 
@@ -224,7 +218,6 @@ def r_step(
         aL, y: [B·H·m, b, D]. cL, lse: [B·H·m, b].
     """
     block_n = options["BLOCK_N"]
-
     blocks_of_keys = key.ndim == 3
     keys = key.shape[1] if blocks_of_keys else places.positions
     row_tiles = triton.cdiv(places.positions, BLOCK_M)

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from vmonarch.kernels.flash_entropy.segments import MAX_SPLITS, Range, Segment, simplified, union
+from vmonarch.kernels.flash_entropy.segments import (
+    MAX_SPLITS,
+    Range,
+    Segment,
+    device_table,
+    parts_of,
+    row_blocks_of,
+    simplified,
+    tiles_of,
+)
 
 # What one more item costs, and what writing and reading its result in parts costs, in tiles of keys.
 ITEM_COST, PART_COST = 1, 2
@@ -34,13 +43,6 @@ class Schedule:
     merges: torch.Tensor | None
     slots: int
     covered: int
-
-
-def _parts(key_ranges: tuple[Range, ...], block: int, parts: int) -> list[tuple[Range, ...]]:
-    """The keys in so many parts of nearly equal numbers of tiles, at most one part per tile."""
-    tiles = [(n, min(n + block, stop)) for start, stop in key_ranges for n in range(start, stop, block)]
-    parts = min(parts, len(tiles))
-    return [union(tiles[len(tiles) * i // parts : len(tiles) * (i + 1) // parts]) for i in range(parts)]
 
 
 def _assigned(costs: list[int], processors: int) -> tuple[int, list[list[int]]]:
@@ -72,16 +74,16 @@ def schedule(
         heads: batch × heads. processors: programs that run at a time.
     """
 
-    def tiles_of(ranges: tuple[Range, ...]) -> int:
-        return sum(-(-(stop - start) // block_columns) for start, stop in ranges)
+    def cost_of(ranges: tuple[Range, ...]) -> int:
+        return len(tiles_of(ranges, block_columns))
 
-    segments = tuple(sorted(simplified(segments), key=lambda s: -tiles_of(s.key_ranges)))
+    segments = tuple(sorted(simplified(segments), key=lambda s: -cost_of(s.key_ranges)))
     segments = tuple(s for s in segments if s.key_ranges)
     blocks = [
-        (segment, bh, row, min(row + block_rows, segment.query_stop))
+        (segment, bh, *rows)
         for segment in segments
         for bh in range(heads)
-        for row in range(segment.query_start, segment.query_stop, block_rows)
+        for rows in row_blocks_of(segment, block_rows)
     ]
     whole = len(blocks) // processors * processors
 
@@ -94,10 +96,11 @@ def schedule(
             last = first
             while last < len(blocks) and blocks[last][:2] == blocks[first][:2]:
                 last += 1
-            cut = _parts(blocks[first][0].key_ranges, block_columns, parts)
+            tiles = tiles_of(blocks[first][0].key_ranges, block_columns)
+            cut = parts_of(tiles, min(parts, len(tiles)))
             items += [(i, part, len(cut), keys) for part, keys in enumerate(cut) for i in range(first, last)]
             first = last
-        costs = [tiles_of(keys) + ITEM_COST + PART_COST * (n > 1) for _, _, n, keys in items]
+        costs = [cost_of(keys) + ITEM_COST + PART_COST * (n > 1) for _, _, n, keys in items]
         return items, costs
 
     parts = min(range(1, MAX_SPLITS + 1), key=lambda n: _assigned(items_of(n)[1], processors)[0])
@@ -129,15 +132,12 @@ def schedule(
             rows.append((bh, start, stop, slot, *range_places[keys], *keys[0]))
         firsts.append(len(rows))
 
-    def table(entries, width: int) -> torch.Tensor:
-        return torch.tensor(entries, dtype=torch.int32, device=device).reshape(-1, width)
-
     covered = sum(segment.query_stop - segment.query_start for segment in segments)
     return Schedule(
-        table(rows, 8),
-        table(firsts, 1),
-        table(range_rows, 2),
-        table(merges, 5) if merges else None,
+        device_table(rows, 8, device),
+        device_table([(first,) for first in firsts], 1, device),
+        device_table(range_rows, 2, device),
+        device_table(merges, 5, device) if merges else None,
         slots,
         covered,
     )

@@ -591,7 +591,7 @@ class RStep:
         places = self.places
         return places.blocks * places.cells * self.coarse**2 == places.tokens
 
-    def on_hopper(self, z: torch.Tensor) -> bool:
+    def _served_on_hopper(self, z: torch.Tensor) -> bool:
         """Whether the kernel for Hopper serves `forward`: for that, tokens must be packed unless consecutive."""
         in_order = not self.tiled or (self.packed is not None and z.ndim == 3)
         return self.key_mask is None and in_order and hopper_fits(z, self.key, self.value)
@@ -610,7 +610,7 @@ class RStep:
 
         `z` is the query [B, S, H, D] in the first iteration, else [B·H·m, b, D]; `y` may be the memory of such a z.
         """
-        if self.on_hopper(z):
+        if self._served_on_hopper(z):
             from vmonarch.kernels.hopper.r_step import r_step
 
             key, value, counts = self.key, self.value, None
