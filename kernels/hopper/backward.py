@@ -17,6 +17,8 @@ Legend: B batch, S tokens, H heads, D head dim, m blocks, b positions per block,
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -65,11 +67,12 @@ def _folded_descriptor(folded: torch.Tensor, rows: int) -> TensorDescriptor:
 
 @triton.jit(do_not_specialize=["groups", "rows", "padded"])
 def _fold_kernel(
-    lse_ptr, delta_ptr, cL_ptr, dcL_ptr, dH_ptr, folded_ptr, groups, rows, padded, scale,
+    lse_ptr, delta_ptr, cL_ptr, dcL_ptr, dH_ptr, folded_ptr, groups, rows, padded, scale, log_keys,
     SLOPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """[shift_s, shift_dp, slope] of every row, and of places between groups, where p is 0.
 
+    Every key stands for n keys, log_keys = log n: p has it in, the entropy's gradient has not (algorithm notes §13).
     SLOPE: "" without a gradient through the entropy, else whether it comes as dcL, with cL, or as dH.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -80,11 +83,11 @@ def _fold_kernel(
     delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
     if SLOPE == "dcL":
         slope = tl.load(dcL_ptr + row, mask=inside, other=0.0)
-        delta += slope * tl.load(cL_ptr + row, mask=inside, other=0.0)
+        delta += slope * (tl.load(cL_ptr + row, mask=inside, other=0.0) + log_keys)
     elif SLOPE == "dH":
         slope = -tl.load(dH_ptr + row, mask=inside, other=0.0)
     # Where p is 0, log2 p must still be a number.
-    shift_s = tl.where(lse == -float("inf"), -1e30, -1.4426950408889634 * lse)
+    shift_s = tl.where(lse == -float("inf"), -1e30, 1.4426950408889634 * (log_keys - lse))
     tl.store(folded_ptr + at, shift_s, mask=at < size)
     tl.store(folded_ptr + size + at, -scale * delta, mask=at < size)
     if SLOPE != "":
@@ -100,13 +103,27 @@ def fold(
     dcL: torch.Tensor | None = None,
     cL: torch.Tensor | None = None,
     dH: torch.Tensor | None = None,
+    keys_per_key: int = 1,
 ) -> torch.Tensor:
     """[2 or 3, groups, padded rows] statistics of the rows in the form the kernels take."""
     groups, padded = lse.numel() // rows, triton.cdiv(rows, TILE) * TILE
     slope = "dcL" if dcL is not None else "dH" if dH is not None else ""
     folded = lse.new_empty(3 if slope else 2, groups, padded)
     _fold_kernel[(triton.cdiv(groups * padded, 1024),)](
-        lse, delta, cL, dcL, dH, folded, groups, rows, padded, scale, SLOPE=slope, BLOCK=1024, num_warps=4
+        lse,
+        delta,
+        cL,
+        dcL,
+        dH,
+        folded,
+        groups,
+        rows,
+        padded,
+        scale,
+        math.log(keys_per_key),
+        SLOPE=slope,
+        BLOCK=1024,
+        num_warps=4,
     )
     return folded
 
@@ -121,14 +138,14 @@ def _r_item(item, row_tiles, heads, blocks, positions, offset):
 
 @gluon.jit
 def _keys_item(
-    item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, padded,
-    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr,
+    item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Where an item of the keys' kernel finds its keys and rows.
 
     Returns:
-        (batch, head, first key of the tile, key stop, z's two outer indices, z's first row, the outer indices and
-        first row of daL and dy, rows, number of the first row among all statistics).
+        (the keys' two outer indices, first key of the tile, key stop, z's two outer indices, z's first row, the outer
+        indices and first row of daL and dy, rows, number of the first row among all statistics).
     """
     if FLASH:
         # `row_tiles` items per head, `tokens` queries.
@@ -145,25 +162,34 @@ def _keys_item(
         return batch, head, key, key_stop, batch, head, row, batch, head, row, rows, first
     else:
         batch, head, group, token, tile = _r_item(item, row_tiles, heads, blocks, positions, offset)
-        key = gl.maximum(token, 0) + tile
-        key_stop = gl.minimum(token + positions, tokens)
         first = group * padded
-        if Z_IS_QUERY:
-            return batch, head, key, key_stop, batch, head, token, 0, group, 0, positions, first
+        if KEYS_ARE_BLOCKS:
+            k_i = group * 0
+            k_j = group
+            key = tile
+            key_stop = keys
         else:
-            return batch, head, key, key_stop, 0, group, 0, 0, group, 0, positions, first
+            k_i = batch
+            k_j = head
+            key = gl.maximum(token, 0) + tile
+            key_stop = gl.minimum(token + positions, tokens)
+        if Z_IS_QUERY:
+            return k_i, k_j, key, key_stop, batch, head, token, 0, group, 0, positions, first
+        else:
+            return k_i, k_j, key, key_stop, 0, group, 0, 0, group, 0, positions, first
 
 
 @gluon.jit
 def _rows_item(
-    item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, padded,
-    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr,
+    item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Where an item of the rows' kernel finds its rows and keys.
 
     Returns:
         (z's two outer indices, z's first row, the outer indices and first row of daL and dy, rows of the tile, number
-        of the first row among all statistics, batch, head, first key, key stop, slot of the partial result or -1).
+        of the first row among all statistics, the keys' two outer indices, first key, key stop, slot of the partial
+        result or -1).
     """
     if FLASH:
         bh = item // row_tiles
@@ -179,13 +205,21 @@ def _rows_item(
     else:
         batch, head, group, token, tile = _r_item(item, row_tiles, heads, blocks, positions, offset)
         first = group * padded + tile
-        key = gl.maximum(token, 0)
-        key_stop = gl.minimum(token + positions, tokens)
+        if KEYS_ARE_BLOCKS:
+            k_i = group * 0
+            k_j = group
+            key = group * 0
+            key_stop = keys
+        else:
+            k_i = batch
+            k_j = head
+            key = gl.maximum(token, 0)
+            key_stop = gl.minimum(token + positions, tokens)
         rows = positions - tile
         if Z_IS_QUERY:
-            return batch, head, token + tile, 0, group, tile, rows, first, batch, head, key, key_stop, -1
+            return batch, head, token + tile, 0, group, tile, rows, first, k_i, k_j, key, key_stop, -1
         else:
-            return 0, group, tile, 0, group, tile, rows, first, batch, head, key, key_stop, -1
+            return 0, group, tile, 0, group, tile, rows, first, k_i, k_j, key, key_stop, -1
 
 
 @gluon.jit
@@ -201,23 +235,37 @@ def _d_scores(p, t, dp, shift, slope, scale, ENTROPY_GRAD: gl.constexpr):
 def _load_for_keys(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs,
     kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-    items, row_tiles, heads, tokens, blocks, positions, offset, padded,
-    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
+    SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Producer of the keys' kernel: the keys of every item, and the tiles of rows that attend to them."""
     n = 0
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        batch, head, key, _, z_i, z_j, z_row, g_i, g_j, g_row, rows, first_row = _keys_item(
-            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, padded, FLASH, Z_IS_QUERY
+        k_i, k_j, key, _, z_i, z_j, z_row, g_i, g_j, g_row, rows, first_row = _keys_item(
+            item,
+            items_ptr,
+            ranges_ptr,
+            row_tiles,
+            heads,
+            tokens,
+            blocks,
+            positions,
+            offset,
+            keys,
+            padded,
+            FLASH,
+            Z_IS_QUERY,
+            KEYS_ARE_BLOCKS,
         )
         mbarrier.wait(kept_empty, (t & 1) ^ 1)
         mbarrier.expect(kept_full, 2 * (k_desc.block_type.nbytes + (v_desc.block_type.nbytes if SUM_V else 0)))
         for half in gl.static_range(2):
-            copy_rows(k_desc, batch, head, key + half * _HALF, kept_full, k_bufs.index(half))
+            copy_rows(k_desc, k_i, k_j, key + half * _HALF, kept_full, k_bufs.index(half))
             if SUM_V:
-                copy_rows(v_desc, batch, head, key + half * _HALF, kept_full, v_bufs.index(half))
+                copy_rows(v_desc, k_i, k_j, key + half * _HALF, kept_full, v_bufs.index(half))
         for first in range(0, rows, BLOCK):
             stage = n % STAGES
             mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
@@ -255,8 +303,9 @@ def _sum_for_keys(
     half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, kept_full, kept_empty, full, empty,
     items_ptr, ranges_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
-    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
+    SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
     KEEP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
@@ -270,8 +319,21 @@ def _sum_for_keys(
     n = 0
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        batch, head, key, key_stop, _, _, _, _, _, _, rows, _ = _keys_item(
-            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, padded, FLASH, Z_IS_QUERY
+        k_i, k_j, key, key_stop, _, _, _, _, _, _, rows, _ = _keys_item(
+            item,
+            items_ptr,
+            ranges_ptr,
+            row_tiles,
+            heads,
+            tokens,
+            blocks,
+            positions,
+            offset,
+            keys,
+            padded,
+            FLASH,
+            Z_IS_QUERY,
+            KEYS_ARE_BLOCKS,
         )
         key += half * _HALF
         mbarrier.wait(kept_full, t & 1)
@@ -328,8 +390,8 @@ def _sum_for_keys(
                 n += 1
             if not KEEP:
                 mbarrier.arrive(kept_empty)
-            b = batch.to(gl.int64)
-            h = head.to(gl.int64)
+            b = k_i.to(gl.int64)
+            h = k_j.to(gl.int64)
             _add_keys(dk_ptr + b * stride_dkb + h * stride_dkh, stride_dks, key, key_stop, dk, HEAD_DIM, ADD_K)
             if SUM_V:
                 _add_keys(dv_ptr + b * stride_dvb + h * stride_dvh, stride_dvs, key, key_stop, dv, HEAD_DIM, ADD_V)
@@ -342,15 +404,16 @@ def _sum_for_keys(
         t += 1
 
 
-_SIZES = ["items", "row_tiles", "heads", "tokens", "blocks", "positions", "offset", "padded"]
+_SIZES = ["items", "row_tiles", "heads", "tokens", "blocks", "positions", "offset", "keys", "padded"]
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def _hopper_keys_kernel(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc, items_ptr, ranges_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
-    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
+    SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
     KEEP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
@@ -381,22 +444,24 @@ def _hopper_keys_kernel(
                 z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc,
                 k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs,
                 kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-                items, row_tiles, heads, tokens, blocks, positions, offset, padded,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, STAGES, BLOCK,
+                items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, ENTROPY_GRAD, STAGES, BLOCK,
             )),
             (_sum_for_keys, (
                 0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, dk_ptr, dv_ptr,
                 stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-                items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, KEEP, HEAD_DIM,
+                items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
+                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, KEEP,
+                HEAD_DIM,
             )),
             (_sum_for_keys, (
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, dk_ptr, dv_ptr,
                 stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-                items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, KEEP, HEAD_DIM,
+                items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
+                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, KEEP,
+                HEAD_DIM,
             )),
         ],
         [4, 4],
@@ -408,16 +473,30 @@ def _hopper_keys_kernel(
 def _load_for_rows(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
     kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-    items, row_tiles, heads, tokens, blocks, positions, offset, padded,
-    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
+    SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     STAGES: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Producer of the rows' kernel: the rows of every item, and the tiles of keys, the last and ragged one first."""
     n = 0
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        z_i, z_j, z_row, g_i, g_j, g_row, _, _, batch, head, key, key_stop, _ = _rows_item(
-            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, padded, FLASH, Z_IS_QUERY
+        z_i, z_j, z_row, g_i, g_j, g_row, _, _, k_i, k_j, key, key_stop, _ = _rows_item(
+            item,
+            items_ptr,
+            ranges_ptr,
+            row_tiles,
+            heads,
+            tokens,
+            blocks,
+            positions,
+            offset,
+            keys,
+            padded,
+            FLASH,
+            Z_IS_QUERY,
+            KEYS_ARE_BLOCKS,
         )
         mbarrier.wait(kept_empty, (t & 1) ^ 1)
         mbarrier.expect(kept_full, 2 * (1 + SUM_K + SUM_V) * z_desc.block_type.nbytes)
@@ -434,9 +513,9 @@ def _load_for_rows(
             mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
             barrier = full.index(stage)
             mbarrier.expect(barrier, k_desc.block_type.nbytes + (v_desc.block_type.nbytes if SUM_V else 0))
-            copy_rows(k_desc, batch, head, first, barrier, k_bufs.index(stage))
+            copy_rows(k_desc, k_i, k_j, first, barrier, k_bufs.index(stage))
             if SUM_V:
-                copy_rows(v_desc, batch, head, first, barrier, v_bufs.index(stage))
+                copy_rows(v_desc, k_i, k_j, first, barrier, v_bufs.index(stage))
             n += 1
         t += 1
 
@@ -478,8 +557,9 @@ def _sum_for_rows(
     half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
     items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
     stride_dqb, stride_dqs, stride_dqh,
-    items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
-    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale, min_mass,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
+    SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK: gl.constexpr, BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
@@ -491,8 +571,21 @@ def _sum_for_rows(
     n = 0
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, z_j, z_row, _, _, _, rows, first_row, batch, head, key, key_stop, slot = _rows_item(
-            item, items_ptr, ranges_ptr, row_tiles, heads, tokens, blocks, positions, offset, padded, FLASH, Z_IS_QUERY
+        z_i, z_j, z_row, _, _, _, rows, first_row, _, _, key, key_stop, slot = _rows_item(
+            item,
+            items_ptr,
+            ranges_ptr,
+            row_tiles,
+            heads,
+            tokens,
+            blocks,
+            positions,
+            offset,
+            keys,
+            padded,
+            FLASH,
+            Z_IS_QUERY,
+            KEYS_ARE_BLOCKS,
         )
         z_row += half * _HALF
         rows -= half * _HALF
@@ -544,12 +637,12 @@ def _sum_for_rows(
                 if not KEEP:
                     mbarrier.arrive(kept_empty)
                 if HAS_PARTS and slot >= 0:
-                    part = ((batch * heads + head).to(gl.int64) * slots + slot) * _TILE + half * _HALF + i
+                    part = ((z_i * heads + z_j).to(gl.int64) * slots + slot) * _TILE + half * _HALF + i
                     inside = (i < rows)[:, None] & (columns < HEAD_DIM)[None, :]
                     gl.store(part_ptr + part[:, None] * HEAD_DIM + columns[None, :], dz, mask=inside)
                 else:
-                    b = batch.to(gl.int64)
-                    h = head.to(gl.int64)
+                    b = z_i.to(gl.int64)
+                    h = z_j.to(gl.int64)
                     # A position before the first token or after the last holds none.
                     first = gl.maximum(z_row, 0)
                     stop = gl.minimum(z_row + rows, tokens)
@@ -587,8 +680,9 @@ def _sum_for_rows(
 def _hopper_rows_kernel(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots,
     cR_ptr, daR_ptr, dcR_ptr, dq_ptr, stride_dqb, stride_dqs, stride_dqh,
-    items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
-    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale, min_mass,
+    FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
+    SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK: gl.constexpr, BLOCK_TAIL: gl.constexpr, KEEP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
@@ -616,24 +710,24 @@ def _hopper_rows_kernel(
             (_load_for_rows, (
                 z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
                 kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-                items, row_tiles, heads, tokens, blocks, positions, offset, padded,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, STAGES, BLOCK,
+                items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, STAGES, BLOCK,
             )),
             (_sum_for_rows, (
                 0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
                 stride_dqb, stride_dqs, stride_dqh,
-                items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, HAS_PARTS, STAGES, BLOCK, BLOCK_TAIL,
-                KEEP, HEAD_DIM,
+                items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale, min_mass,
+                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, HAS_PARTS, STAGES, BLOCK,
+                BLOCK_TAIL, KEEP, HEAD_DIM,
             )),
             (_sum_for_rows, (
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
                 stride_dqb, stride_dqs, stride_dqh,
-                items, row_tiles, heads, tokens, blocks, positions, offset, padded, scale, log2_scale, min_mass,
-                FLASH, Z_IS_QUERY, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, HAS_PARTS, STAGES, BLOCK, BLOCK_TAIL,
-                KEEP, HEAD_DIM,
+                items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale, min_mass,
+                FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, HAS_PARTS, STAGES, BLOCK,
+                BLOCK_TAIL, KEEP, HEAD_DIM,
             )),
         ],
         [4, 4],
@@ -678,7 +772,7 @@ def launch_keys(
     add: tuple[bool, bool] = (True, True),
 ) -> None:
     """dk and dv of all keys; `tiles` per head (or group) and how many of those there are."""
-    D = hopper_dim(key.shape[3])
+    D = hopper_dim(key.shape[-1])
     block, keep = keys_choice(D, dy is not None).values()
     sums = (daL is not None) + (dy is not None)
     stage = (1 + sums) * block * D * 2 + folded.shape[0] * block * 4
@@ -686,14 +780,15 @@ def launch_keys(
     k_desc, z_desc = rows_descriptor(key, HALF), rows_descriptor(z, block)
     items = tiles[0] * tiles[1]
     _hopper_keys_kernel[(min(items, processors(key.device)),)](
-        z_desc, k_desc, k_desc if dy is None else rows_descriptor(value, HALF),
-        z_desc if daL is None else rows_descriptor(daL, block), z_desc if dy is None else rows_descriptor(dy, block),
+        z_desc, k_desc, None if dy is None else rows_descriptor(value, HALF),
+        None if daL is None else rows_descriptor(daL, block), None if dy is None else rows_descriptor(dy, block),
         _folded_descriptor(folded, block), None if work is None else work.items, None if work is None else work.ranges,
-        dk, dk if dv is None else dv, *dk.stride()[:3], *(dk if dv is None else dv).stride()[:3],
-        items, tiles[0], heads, *_sizes(places, tokens), folded.shape[2], scale, log2_scale_of(scale),
-        FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, SUM_K=daL is not None, SUM_V=dy is not None,
+        dk, dv, *_outer_strides(dk), *((0, 0, 0) if dv is None else dv.stride()[:3]),
+        items, tiles[0], heads, *_sizes(places, tokens, key), folded.shape[2], scale, log2_scale_of(scale),
+        FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=key.ndim == 3,
+        SUM_K=daL is not None, SUM_V=dy is not None,
         ENTROPY_GRAD=folded.shape[0] == 3, ADD_K=add[0], ADD_V=add[1], STAGES=stages, BLOCK=block, KEEP=keep,
-        HEAD_DIM=key.shape[3], num_warps=4, maxnreg=168,
+        HEAD_DIM=key.shape[-1], num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
@@ -721,9 +816,9 @@ def launch_rows(
     ragged: bool = True,
 ) -> None:
     """dz of all rows: added to dq, written to `parts`, or turned into daR and dcR."""
-    D = hopper_dim(key.shape[3])
+    D = hopper_dim(key.shape[-1])
     block, keep = rows_choice(D).values()
-    left = places.positions % block if places is not None else 0
+    left = 0 if places is None else (key.shape[1] if key.ndim == 3 else places.positions) % block
     # Where all blocks end alike, what is left of the last tile may fit half of one.
     tail = block if ragged or left == 0 else max(64, triton.next_power_of_2(left))
     sums = (daL is not None) + (dy is not None)
@@ -731,30 +826,39 @@ def launch_rows(
     k_desc, z_desc = rows_descriptor(key, block), rows_descriptor(z, HALF)
     items = tiles[0] * tiles[1]
     _hopper_rows_kernel[(min(items, processors(key.device)),)](
-        z_desc, k_desc, k_desc if dy is None else rows_descriptor(value, block),
-        z_desc if daL is None else rows_descriptor(daL, HALF), z_desc if dy is None else rows_descriptor(dy, HALF),
+        z_desc, k_desc, None if dy is None else rows_descriptor(value, block),
+        None if daL is None else rows_descriptor(daL, HALF), None if dy is None else rows_descriptor(dy, HALF),
         None if work is None else work.items, None if work is None else work.ranges,
         folded, folded[0].numel(), parts, 0 if work is None else work.slots, cR, daR, dcR, dq, *dq.stride()[:3],
-        items, tiles[0], heads, *_sizes(places, tokens), folded.shape[2], scale, log2_scale_of(scale), min_mass,
-        FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, SUM_K=daL is not None, SUM_V=dy is not None,
+        items, tiles[0], heads, *_sizes(places, tokens, key), folded.shape[2], scale, log2_scale_of(scale), min_mass,
+        FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=key.ndim == 3,
+        SUM_K=daL is not None, SUM_V=dy is not None,
         ENTROPY_GRAD=folded.shape[0] == 3, ADD_Q=add, HAS_PARTS=parts is not None,
-        STAGES=stages, BLOCK=block, BLOCK_TAIL=tail, KEEP=keep, HEAD_DIM=key.shape[3], num_warps=4, maxnreg=168,
+        STAGES=stages, BLOCK=block, BLOCK_TAIL=tail, KEEP=keep, HEAD_DIM=key.shape[-1], num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
-def _sizes(places: Places | None, tokens: int) -> tuple[int, int, int, int]:
+def _sizes(places: Places | None, tokens: int, key: torch.Tensor) -> tuple[int, ...]:
+    """tokens, blocks, positions, offset and, where keys are blocks, their number."""
     if places is None:
-        return tokens, 0, 0, 0
-    return places.tokens, places.blocks, places.positions, places.offset
+        return tokens, 0, 0, 0, 0
+    return places.tokens, places.blocks, places.positions, places.offset, key.shape[1] if key.ndim == 3 else 0
+
+
+def _outer_strides(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides of the outer index, the row and the inner index of tokens [B, S, H, D] or blocks (0, G) [G, c, D]."""
+    return x.stride()[:3] if x.ndim == 4 else (0, x.stride(1), x.stride(0))
 
 
 def r_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     places: Places,
+    heads: int,
     scale: float,
     z: torch.Tensor,
     *,
+    keys_per_key: int,
     lse: torch.Tensor,
     cL: torch.Tensor,
     daL: torch.Tensor,
@@ -769,15 +873,22 @@ def r_backward(
     dcR: torch.Tensor | None,
     min_mass: float,
 ) -> None:
-    """What `RStep.backward` does, for keys that are not pooled; arguments are not checked."""
+    """What `RStep.backward` does; arguments are not checked.
+
+    Args:
+        key, dk: [B, S, H, D]; or pooled, [B·H·m, c, D], one key for `keys_per_key`: then dk is written.
+    """
     positions = places.positions
-    tiles = (triton.cdiv(positions, TILE), daL.shape[0])
-    folded = fold(lse, delta, positions, scale, dcL=dcL, cL=cL)
+    pooled = key.ndim == 3
+    folded = fold(lse, delta, positions, scale, dcL=dcL, cL=cL, keys_per_key=keys_per_key)
+    groups = daL.shape[0]
     launch_keys(
         z, key, value, daL, dy, folded, dk, None if dy is None else dv,
-        tiles=tiles, heads=key.shape[2], scale=scale, places=places, add=(dy is None, False),
+        tiles=(triton.cdiv(key.shape[1] if pooled else positions, TILE), groups), heads=heads, scale=scale,
+        places=places, add=(dy is None and not pooled, False),
     )  # fmt: skip
     launch_rows(
-        z, key, value, daL, dy, folded, dq, tiles=tiles, heads=key.shape[2], scale=scale, places=places,
-        cR=cR, daR=daR, dcR=dcR, min_mass=min_mass, ragged=positions * places.blocks != places.tokens,
+        z, key, value, daL, dy, folded, dq, tiles=(triton.cdiv(positions, TILE), groups), heads=heads, scale=scale,
+        places=places, cR=cR, daR=daR, dcR=dcR, min_mass=min_mass,
+        ragged=not pooled and positions * places.blocks != places.tokens,
     )  # fmt: skip

@@ -223,11 +223,9 @@ def r_step(
     row_tiles = triton.cdiv(places.positions, BLOCK_M)
     tiles = row_tiles * aL.shape[0]
     ragged = counts is not None or (not blocks_of_keys and places.positions * places.blocks != places.tokens)
-    k_desc = rows_descriptor(key, block_n)
-    aL_desc = rows_descriptor(aL, HALF)
     _hopper_r_step_kernel[(min(tiles, processors(key.device)),)](
-        rows_descriptor(z, HALF), k_desc, k_desc if y is None else rows_descriptor(value, block_n), aL_desc,
-        aL_desc if y is None else rows_descriptor(y, HALF), counts, cL if bias is None else bias, cL,
+        rows_descriptor(z, HALF), rows_descriptor(key, block_n), None if y is None else rows_descriptor(value, block_n),
+        rows_descriptor(aL, HALF), None if y is None else rows_descriptor(y, HALF), counts, cL if bias is None else bias, cL,
         cL if lse is None else lse, tiles, row_tiles, heads, places.tokens, places.blocks, places.positions, keys,
         places.offset, math.log(keys_per_key), scale, log2_scale_of(scale),
         LAST=y is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=blocks_of_keys, BIASED=bias is not None,

@@ -663,22 +663,25 @@ class RStep:
 
         `dcL` is None where no gradient flows through the entropy; `delta` = daL·aL + dy·y, one number per row.
         """
-        loaded = (self.key, z, daL) if dy is None else (self.key, z, daL, self.value, dy)
-        plain = pooled is None and self.key_mask is None and not self.tiled
-        if plain and hopper_fits(*loaded):
+        key, bias = (self.key, None) if pooled is None else pooled
+        d_key = dk if pooled is None else torch.empty_like(key)
+        loaded = (key, z, daL) if dy is None else (key, z, daL, self.value, dy)
+        even = pooled is None or self._cells_are_full()
+        if even and self.key_mask is None and not self.tiled and hopper_fits(*loaded):
             from vmonarch.kernels.hopper.backward import r_backward
 
             r_backward(
-                self.key, self.value, self.places, self.scale, z, lse=lse, cL=cL, daL=daL, dy=dy, dcL=dcL, delta=delta,
-                dq=dq, dk=dk, dv=dv, cR=cR, daR=daR, dcR=dcR, min_mass=min_mass,
+                key, self.value, self.places, self.key.shape[2], self.scale, z,
+                keys_per_key=1 if pooled is None else self.coarse**2, lse=lse, cL=cL, daL=daL, dy=dy, dcL=dcL,
+                delta=delta, dq=dq, dk=d_key, dv=dv, cR=cR, daR=daR, dcR=dcR, min_mass=min_mass,
             )  # fmt: skip
+            if bias is not None:
+                self.unpool(d_key, bias, dk)
             return
         strides, constants = self._shared(z, None if pooled is None else pooled[0], dy is not None)
         constants["ENTROPY_GRAD"] = dcL is not None
-        key, bias = (self.key, None) if pooled is None else pooled
         numbers = (self.scale, log2_scale_of(self.scale))
         saved = (daL, dy, delta, lse, cL, dcL)
-        d_key = dk if pooled is None else torch.empty_like(pooled[0])
         dk_strides = dk.stride()[:3] if pooled is None else (0, key.shape[-1], 0)
         options = self._options("r_backward_keys")
         keys = self.places.positions if pooled is None else self.places.cells
@@ -687,8 +690,8 @@ class RStep:
             z, key, self.value, bias, self.key_mask, *saved, d_key, dv, *strides, *dk_strides, *dv.stride()[:3],
             self.key.shape[2], self.places.unspecialised(), tiles, *numbers, **constants, **options,
         )  # fmt: skip
-        if pooled is not None:
-            self.unpool(d_key, pooled[1], dk)
+        if bias is not None:
+            self.unpool(d_key, bias, dk)
         options = self._options("r_backward_z")
         tiles = triton.cdiv(self.places.positions, options["BLOCK_M"])
         _r_backward_z_kernel[(tiles * self.groups,)](
