@@ -223,6 +223,22 @@ def _rows_item(
 
 
 @gluon.jit
+def _allocate_barriers(STAGES: gl.constexpr):
+    """`full` and `empty` barriers of what the program keeps and of the stages; see the top."""
+    kept_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kept_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kept_full, count=1)
+    mbarrier.init(kept_empty, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    return kept_full, kept_empty, full, empty
+
+
+@gluon.jit
 def _d_scores(p, t, dp, shift, slope, scale, ENTROPY_GRAD: gl.constexpr):
     """scale·dS of a tile from p, t = log2 p and dP; see the top."""
     ds = dp * scale + shift
@@ -428,16 +444,7 @@ def _hopper_keys_kernel(
     dy_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], layout) if SUM_V else z_bufs
     statistics: gl.constexpr = STAGES * (2 + ENTROPY_GRAD)
     folded_bufs = gl.allocate_shared_memory(gl.float32, [statistics, 1, BLOCK], folded_desc.layout)
-    kept_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    kept_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kept_full, count=1)
-    mbarrier.init(kept_empty, count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
+    kept_full, kept_empty, full, empty = _allocate_barriers(STAGES)
     gl.warp_specialize(
         [
             (_load_for_keys, (
@@ -695,16 +702,7 @@ def _hopper_rows_kernel(
     z_bufs = gl.allocate_shared_memory(dtype, [2, _HALF, D], layout)
     daL_bufs = gl.allocate_shared_memory(dtype, [2, _HALF, D], layout) if SUM_K else z_bufs
     dy_bufs = gl.allocate_shared_memory(dtype, [2, _HALF, D], layout) if SUM_V else z_bufs
-    kept_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    kept_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kept_full, count=1)
-    mbarrier.init(kept_empty, count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
+    kept_full, kept_empty, full, empty = _allocate_barriers(STAGES)
     gl.warp_specialize(
         [
             (_load_for_rows, (

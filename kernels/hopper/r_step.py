@@ -225,9 +225,10 @@ def r_step(
     ragged = counts is not None or (not blocks_of_keys and places.positions * places.blocks != places.tokens)
     _hopper_r_step_kernel[(min(tiles, processors(key.device)),)](
         rows_descriptor(z, HALF), rows_descriptor(key, block_n), None if y is None else rows_descriptor(value, block_n),
-        rows_descriptor(aL, HALF), None if y is None else rows_descriptor(y, HALF), counts, cL if bias is None else bias, cL,
-        cL if lse is None else lse, tiles, row_tiles, heads, places.tokens, places.blocks, places.positions, keys,
-        places.offset, math.log(keys_per_key), scale, log2_scale_of(scale),
+        rows_descriptor(aL, HALF), None if y is None else rows_descriptor(y, HALF), counts,
+        cL if bias is None else bias, cL, cL if lse is None else lse,
+        tiles, row_tiles, heads, places.tokens, places.blocks, places.positions, keys, places.offset,
+        math.log(keys_per_key), scale, log2_scale_of(scale),
         LAST=y is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=blocks_of_keys, BIASED=bias is not None,
         STORE_LSE=lse is not None, **options, BLOCK_TAIL=0 if ragged else tail_of(keys, block_n),
         num_warps=4, maxnreg=168,
