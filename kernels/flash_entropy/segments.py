@@ -83,7 +83,6 @@ def transposed(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 
 @functools.lru_cache(maxsize=128)
-@functools.lru_cache(maxsize=128)
 def one_range(segments: tuple[Segment, ...], multiple: int) -> bool:
     """Whether every query attends to consecutive keys, and every key is attended to by consecutive queries.
 

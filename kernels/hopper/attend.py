@@ -82,6 +82,13 @@ def copy_rows(desc, i, j, row, barrier, buffer):
 
 
 @gluon.jit
+def own_items(order_ptr):
+    """What this program takes by the table of `even_order`: place of the first item, of the end, and the first item."""
+    begin = gl.load(order_ptr + gl.program_id(0))
+    return begin, gl.load(order_ptr + gl.program_id(0) + 1), gl.load(order_ptr + begin)
+
+
+@gluon.jit
 def allocate_tiles(
     dtype: gl.constexpr, D: gl.constexpr, HAS_V: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,

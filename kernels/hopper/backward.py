@@ -42,9 +42,11 @@ from vmonarch.kernels.hopper.attend import (
     copy_rows,
     hopper_dim,
     operand_layout,
+    own_items,
     rows_descriptor,
     shared_layout,
 )
+from vmonarch.kernels.hopper.schedule import even_order
 from vmonarch.kernels.monarch.places import Places
 
 # Rows or keys of the two warpgroups of a program.
@@ -251,7 +253,7 @@ def _d_scores(p, t, dp, shift, slope, scale, ENTROPY_GRAD: gl.constexpr):
 def _load_for_keys(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs,
     kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-    items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+    order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
@@ -259,7 +261,9 @@ def _load_for_keys(
     """Producer of the keys' kernel: the keys of every item, and the tiles of rows that attend to them."""
     n = 0
     t = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    begin, end, item = own_items(order_ptr)
+    for place in range(begin, end):
+        next_item = gl.load(order_ptr + place + 1)
         k_i, k_j, key, _, z_i, z_j, z_row, g_i, g_j, g_row, rows, first_row = _keys_item(
             item,
             items_ptr,
@@ -297,6 +301,7 @@ def _load_for_keys(
                 buffer = folded_bufs.index(stage * (2 + ENTROPY_GRAD) + i)
                 tma.async_copy_global_to_shared(folded_desc, [i, first_row + first], barrier, buffer)
             n += 1
+        item = next_item
         t += 1
 
 
@@ -319,7 +324,7 @@ def _sum_for_keys(
     half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, kept_full, kept_empty, full, empty,
     items_ptr, ranges_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
+    order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
@@ -334,7 +339,9 @@ def _sum_for_keys(
     sums: gl.constexpr = accumulator_layout(D)
     n = 0
     t = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    begin, end, item = own_items(order_ptr)
+    for place in range(begin, end):
+        next_item = gl.load(order_ptr + place + 1)
         k_i, k_j, key, key_stop, _, _, _, _, _, _, rows, _ = _keys_item(
             item,
             items_ptr,
@@ -417,17 +424,18 @@ def _sum_for_keys(
                 mbarrier.arrive(empty.index(n % STAGES))
                 n += 1
             mbarrier.arrive(kept_empty)
+        item = next_item
         t += 1
 
 
-_SIZES = ["items", "row_tiles", "heads", "tokens", "blocks", "positions", "offset", "keys", "padded"]
+_SIZES = ["row_tiles", "heads", "tokens", "blocks", "positions", "offset", "keys", "padded"]
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def _hopper_keys_kernel(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc, items_ptr, ranges_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
+    order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_K: gl.constexpr, ADD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
@@ -451,14 +459,14 @@ def _hopper_keys_kernel(
                 z_desc, k_desc, v_desc, daL_desc, dy_desc, folded_desc,
                 k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs,
                 kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-                items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+                order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, ENTROPY_GRAD, STAGES, BLOCK,
             )),
             (_sum_for_keys, (
                 0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, dk_ptr, dv_ptr,
                 stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-                items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
+                order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, KEEP,
                 HEAD_DIM,
             )),
@@ -466,7 +474,7 @@ def _hopper_keys_kernel(
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, folded_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, dk_ptr, dv_ptr,
                 stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-                items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
+                order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, ENTROPY_GRAD, ADD_K, ADD_V, STAGES, BLOCK, KEEP,
                 HEAD_DIM,
             )),
@@ -480,7 +488,7 @@ def _hopper_keys_kernel(
 def _load_for_rows(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
     kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-    items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+    order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     STAGES: gl.constexpr, BLOCK: gl.constexpr,
@@ -488,7 +496,9 @@ def _load_for_rows(
     """Producer of the rows' kernel: the rows of every item, and the tiles of keys, the last and ragged one first."""
     n = 0
     t = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    begin, end, item = own_items(order_ptr)
+    for place in range(begin, end):
+        next_item = gl.load(order_ptr + place + 1)
         z_i, z_j, z_row, g_i, g_j, g_row, _, _, k_i, k_j, key, key_stop, _ = _rows_item(
             item,
             items_ptr,
@@ -524,6 +534,7 @@ def _load_for_rows(
             if SUM_V:
                 copy_rows(v_desc, k_i, k_j, first, barrier, v_bufs.index(stage))
             n += 1
+        item = next_item
         t += 1
 
 
@@ -564,7 +575,7 @@ def _sum_for_rows(
     half: gl.constexpr, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
     items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
     stride_dqb, stride_dqs, stride_dqh,
-    items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale, min_mass,
+    order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale, min_mass,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
@@ -577,7 +588,9 @@ def _sum_for_rows(
     tail_layout: gl.constexpr = accumulator_layout(BLOCK_TAIL)
     n = 0
     t = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    begin, end, item = own_items(order_ptr)
+    for place in range(begin, end):
+        next_item = gl.load(order_ptr + place + 1)
         z_i, z_j, z_row, _, _, _, rows, first_row, _, _, key, key_stop, slot = _rows_item(
             item,
             items_ptr,
@@ -680,6 +693,7 @@ def _sum_for_rows(
                 mbarrier.arrive(empty.index(n % STAGES))
                 n += 1
             mbarrier.arrive(kept_empty)
+        item = next_item
         t += 1
 
 
@@ -687,7 +701,7 @@ def _sum_for_rows(
 def _hopper_rows_kernel(
     z_desc, k_desc, v_desc, daL_desc, dy_desc, items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots,
     cR_ptr, daR_ptr, dcR_ptr, dq_ptr, stride_dqb, stride_dqs, stride_dqh,
-    items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale, min_mass,
+    order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale, min_mass,
     FLASH: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
     SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     ENTROPY_GRAD: gl.constexpr, ADD_Q: gl.constexpr, HAS_PARTS: gl.constexpr, STAGES: gl.constexpr,
@@ -708,14 +722,15 @@ def _hopper_rows_kernel(
             (_load_for_rows, (
                 z_desc, k_desc, v_desc, daL_desc, dy_desc, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs,
                 kept_full, kept_empty, full, empty, items_ptr, ranges_ptr,
-                items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+                order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, STAGES, BLOCK,
             )),
             (_sum_for_rows, (
                 0, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
                 stride_dqb, stride_dqs, stride_dqh,
-                items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale, min_mass,
+                order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+                scale, log2_scale, min_mass,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, HAS_PARTS, STAGES, BLOCK,
                 BLOCK_TAIL, KEEP, HEAD_DIM,
             )),
@@ -723,7 +738,8 @@ def _hopper_rows_kernel(
                 1, k_bufs, v_bufs, z_bufs, daL_bufs, dy_bufs, kept_full, kept_empty, full, empty,
                 items_ptr, ranges_ptr, folded_ptr, statistics, part_ptr, slots, cR_ptr, daR_ptr, dcR_ptr, dq_ptr,
                 stride_dqb, stride_dqs, stride_dqh,
-                items, row_tiles, heads, tokens, blocks, positions, offset, keys, padded, scale, log2_scale, min_mass,
+                order_ptr, row_tiles, heads, tokens, blocks, positions, offset, keys, padded,
+                scale, log2_scale, min_mass,
                 FLASH, Z_IS_QUERY, KEYS_ARE_BLOCKS, SUM_K, SUM_V, ENTROPY_GRAD, ADD_Q, HAS_PARTS, STAGES, BLOCK,
                 BLOCK_TAIL, KEEP, HEAD_DIM,
             )),
@@ -768,21 +784,27 @@ def launch_keys(
     work: Work | None = None,
     tokens: int = 0,
     add: tuple[bool, bool] = (True, True),
+    half_tiles: bool = False,
 ) -> None:
-    """dk and dv of all keys; `tiles` per head (or group) and how many of those there are."""
+    """dk and dv of all keys.
+
+    Args:
+        tiles: items per head (or group), and how many of those there are.
+        half_tiles: whether the last item of each has keys for one warpgroup only.
+    """
     D = hopper_dim(key.shape[-1])
     block, keep = keys_choice(D, dy is not None).values()
     sums = (daL is not None) + (dy is not None)
     stage = (1 + sums) * block * D * 2 + folded.shape[0] * block * 4
     stages = stages_that_fit((1 + (dy is not None)) * TILE * D * 2, stage)
     k_desc, z_desc = rows_descriptor(key, HALF), rows_descriptor(z, block)
-    items = tiles[0] * tiles[1]
-    _hopper_keys_kernel[(min(items, processors(key.device)),)](
+    order = even_order(*tiles, half_tiles, processors(key.device), key.device)
+    _hopper_keys_kernel[(min(tiles[0] * tiles[1], processors(key.device)),)](
         z_desc, k_desc, None if dy is None else rows_descriptor(value, HALF),
         None if daL is None else rows_descriptor(daL, block), None if dy is None else rows_descriptor(dy, block),
         _folded_descriptor(folded, block), None if work is None else work.items, None if work is None else work.ranges,
         dk, dv, *_outer_strides(dk), *((0, 0, 0) if dv is None else dv.stride()[:3]),
-        items, tiles[0], heads, *_sizes(places, tokens, key), folded.shape[2], scale, log2_scale_of(scale),
+        order, tiles[0], heads, *_sizes(places, tokens, key), folded.shape[2], scale, log2_scale_of(scale),
         FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=key.ndim == 3,
         SUM_K=daL is not None, SUM_V=dy is not None,
         ENTROPY_GRAD=folded.shape[0] == 3, ADD_K=add[0], ADD_V=add[1], STAGES=stages, BLOCK=block, KEEP=keep,
@@ -812,8 +834,9 @@ def launch_rows(
     min_mass: float = 0.0,
     add: bool = True,
     ragged: bool = True,
+    half_tiles: bool = False,
 ) -> None:
-    """dz of all rows: added to dq, written to `parts`, or turned into daR and dcR."""
+    """dz of all rows: added to dq, written to `parts`, or turned into daR and dcR; `tiles` as in `launch_keys`."""
     D = hopper_dim(key.shape[-1])
     block, keep = rows_choice(D).values()
     left = 0 if places is None else (key.shape[1] if key.ndim == 3 else places.positions) % block
@@ -822,13 +845,13 @@ def launch_rows(
     sums = (daL is not None) + (dy is not None)
     stages = stages_that_fit((1 + sums) * TILE * D * 2, (1 + (dy is not None)) * block * D * 2)
     k_desc, z_desc = rows_descriptor(key, block), rows_descriptor(z, HALF)
-    items = tiles[0] * tiles[1]
-    _hopper_rows_kernel[(min(items, processors(key.device)),)](
+    order = even_order(*tiles, half_tiles, processors(key.device), key.device)
+    _hopper_rows_kernel[(min(tiles[0] * tiles[1], processors(key.device)),)](
         z_desc, k_desc, None if dy is None else rows_descriptor(value, block),
         None if daL is None else rows_descriptor(daL, HALF), None if dy is None else rows_descriptor(dy, HALF),
         None if work is None else work.items, None if work is None else work.ranges,
         folded, folded[0].numel(), parts, 0 if work is None else work.slots, cR, daR, dcR, dq, *dq.stride()[:3],
-        items, tiles[0], heads, *_sizes(places, tokens, key), folded.shape[2], scale, log2_scale_of(scale), min_mass,
+        order, tiles[0], heads, *_sizes(places, tokens, key), folded.shape[2], scale, log2_scale_of(scale), min_mass,
         FLASH=work is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=key.ndim == 3,
         SUM_K=daL is not None, SUM_V=dy is not None,
         ENTROPY_GRAD=folded.shape[0] == 3, ADD_Q=add, HAS_PARTS=parts is not None,
@@ -879,14 +902,14 @@ def r_backward(
     positions = places.positions
     pooled = key.ndim == 3
     folded = fold(lse, delta, positions, scale, dcL=dcL, cL=cL, keys_per_key=keys_per_key)
-    groups = daL.shape[0]
+    groups, keys = daL.shape[0], key.shape[1] if pooled else positions
     launch_keys(
         z, key, value, daL, dy, folded, dk, None if dy is None else dv,
-        tiles=(triton.cdiv(key.shape[1] if pooled else positions, TILE), groups), heads=heads, scale=scale,
-        places=places, add=(dy is None and not pooled, False),
+        tiles=(triton.cdiv(keys, TILE), groups), heads=heads, scale=scale, places=places,
+        add=(dy is None and not pooled, False), half_tiles=0 < keys % TILE <= HALF,
     )  # fmt: skip
     launch_rows(
         z, key, value, daL, dy, folded, dq, tiles=(triton.cdiv(positions, TILE), groups), heads=heads, scale=scale,
         places=places, cR=cR, daR=daR, dcR=dcR, min_mass=min_mass,
-        ragged=not pooled and positions * places.blocks != places.tokens,
+        ragged=not pooled and positions * places.blocks != places.tokens, half_tiles=0 < positions % TILE <= HALF,
     )  # fmt: skip

@@ -24,10 +24,12 @@ from vmonarch.kernels.hopper.attend import (
     copy_rows,
     load_keys,
     log2_partition,
+    own_items,
     rows_descriptor,
     skip_keys,
     tail_of,
 )
+from vmonarch.kernels.hopper.schedule import even_order
 from vmonarch.kernels.monarch.places import Places
 
 _HALF = gl.constexpr(HALF)
@@ -61,10 +63,12 @@ def _load(
 ):  # fmt: skip
     """Producer: z of every tile of rows, and the keys of its block."""
     z_bufs, k_bufs, v_bufs, z_full, z_empty, _, full, empty = buffers
-    tiles, row_tiles, heads, tokens, blocks, positions, keys, offset = numbers
+    order_ptr, row_tiles, heads, tokens, blocks, positions, keys, offset = numbers
     n = 0
     t = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    begin, end, tile = own_items(order_ptr)
+    for place in range(begin, end):
+        next_tile = gl.load(order_ptr + place + 1)
         row, group, block, head, batch = _tile_of(tile, row_tiles, blocks, heads)
         z_i = batch if Z_IS_QUERY else 0
         z_j = head if Z_IS_QUERY else group
@@ -82,6 +86,7 @@ def _load(
         n = load_keys(
             k_desc, v_desc, k_bufs, v_bufs, full, empty, n, k_i, k_j, start, stop, LAST, STAGES, BLOCK_N, BLOCK_TAIL
         )
+        tile = next_tile
         t += 1
 
 
@@ -100,7 +105,7 @@ def _attend(
 ):  # fmt: skip
     """Consumer: one warpgroup, rows 64·half and on of every tile."""
     z_bufs, k_bufs, v_bufs, z_full, z_empty, lead, full, empty = buffers
-    tiles, row_tiles, heads, tokens, blocks, positions, keys, offset = numbers
+    order_ptr, row_tiles, heads, tokens, blocks, positions, keys, offset = numbers
     log_keys, scale, log2_scale = scales
     D: gl.constexpr = k_bufs.shape[2]
     dtype: gl.constexpr = z_bufs.dtype
@@ -109,7 +114,9 @@ def _attend(
     stats: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
     n = 0
     t = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    begin, end, tile = own_items(order_ptr)
+    for place in range(begin, end):
+        next_tile = gl.load(order_ptr + place + 1)
         row, group, block, head, batch = _tile_of(tile, row_tiles, blocks, heads)
         row += half * _HALF
         start, stop = _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOCKS)
@@ -155,21 +162,22 @@ def _attend(
         else:
             n = skip_keys(full, empty, n, start, stop, STAGES, BLOCK_N)
             _give_back(z_empty, t, Q_STAGES)
+        tile = next_tile
         t += 1
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "row_tiles", "heads", "tokens", "blocks", "positions", "keys", "offset"])
+@gluon.jit(do_not_specialize=["row_tiles", "heads", "tokens", "blocks", "positions", "keys", "offset"])
 def _hopper_r_step_kernel(
     z_desc, k_desc, v_desc, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr,
-    tiles, row_tiles, heads, tokens, blocks, positions, keys, offset, log_keys, scale, log2_scale,
+    order_ptr, row_tiles, heads, tokens, blocks, positions, keys, offset, log_keys, scale, log2_scale,
     LAST: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr, BIASED: gl.constexpr,
     STORE_LSE: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
     """aL, cL and, in the last iteration, y of all blocks; a program takes one tile of rows after the other."""
     buffers = allocate_tiles(k_desc.dtype, k_desc.block_type.shape[3], LAST, Q_STAGES, STAGES, BLOCK_N)
-    numbers = (tiles, row_tiles, heads, tokens, blocks, positions, keys, offset)
+    numbers = (order_ptr, row_tiles, heads, tokens, blocks, positions, keys, offset)
     scales = (log_keys, scale, log2_scale)
     gl.warp_specialize(
         [
@@ -221,13 +229,14 @@ def r_step(
     blocks_of_keys = key.ndim == 3
     keys = key.shape[1] if blocks_of_keys else places.positions
     row_tiles = triton.cdiv(places.positions, BLOCK_M)
-    tiles = row_tiles * aL.shape[0]
+    half_tiles = 0 < places.positions % BLOCK_M <= HALF
+    order = even_order(row_tiles, aL.shape[0], half_tiles, processors(key.device), key.device)
     ragged = counts is not None or (not blocks_of_keys and places.positions * places.blocks != places.tokens)
-    _hopper_r_step_kernel[(min(tiles, processors(key.device)),)](
+    _hopper_r_step_kernel[(min(row_tiles * aL.shape[0], processors(key.device)),)](
         rows_descriptor(z, HALF), rows_descriptor(key, block_n), None if y is None else rows_descriptor(value, block_n),
         rows_descriptor(aL, HALF), None if y is None else rows_descriptor(y, HALF), counts,
         cL if bias is None else bias, cL, cL if lse is None else lse,
-        tiles, row_tiles, heads, places.tokens, places.blocks, places.positions, keys, places.offset,
+        order, row_tiles, heads, places.tokens, places.blocks, places.positions, keys, places.offset,
         math.log(keys_per_key), scale, log2_scale_of(scale),
         LAST=y is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=blocks_of_keys, BIASED=bias is not None,
         STORE_LSE=lse is not None, **options, BLOCK_TAIL=0 if ragged else tail_of(keys, block_n),

@@ -7,6 +7,7 @@ import heapq
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from vmonarch.kernels.flash_entropy.segments import (
     MAX_SPLITS,
@@ -21,6 +22,8 @@ from vmonarch.kernels.flash_entropy.segments import (
 
 # What one more item costs, and what writing and reading its result in parts costs, in tiles of keys.
 ITEM_COST, PART_COST = 1, 2
+# What a tile of rows costs, and one that has rows for one of the two warpgroups only.
+TILE_COST, HALF_TILE_COST = 10, 7
 
 
 @dataclass(frozen=True)
@@ -141,3 +144,32 @@ def schedule(
         slots,
         covered,
     )
+
+
+@functools.lru_cache(maxsize=128)
+def even_order(tiles: int, groups: int, half_tiles: bool, processors: int, device: torch.device) -> torch.Tensor:
+    """Which of the tiles·groups items, group·tiles + tile, each program takes, so that all end at the same time.
+
+    Without it every program would get the same kind of tile, where `tiles` divides the number of programs.
+
+    Args:
+        half_tiles: whether the last tile of every group has rows for one warpgroup only.
+        processors: programs that run at a time.
+
+    Returns:
+        int32 on the device: the place of the first item of every program and of the end, the items, one place more.
+    """
+    items = range(tiles * groups)
+
+    def cost(item: int) -> int:
+        return HALF_TILE_COST if half_tiles and item % tiles == tiles - 1 else TILE_COST
+
+    # Neighbours share keys. Only at the end do short items come last, where they even out what is left.
+    end = min(groups, triton.cdiv(2 * processors, tiles)) * tiles
+    in_order = [*items[: len(items) - end], *sorted(items[len(items) - end :], key=cost, reverse=True)]
+    lists = _assigned([cost(item) for item in in_order], min(processors, len(items)))[1]
+    firsts = [len(lists) + 1]
+    for own in lists:
+        firsts.append(firsts[-1] + len(own))
+    order = [in_order[place] for own in lists for place in own]
+    return torch.tensor([*firsts, *order, 0], dtype=torch.int32, device=device)

@@ -1,10 +1,10 @@
-"""The schedule of the exact part on Hopper: every query meets each of its keys once, and no program waits for long."""
+"""Schedules on Hopper: every query meets each of its keys once, and no program waits for long."""
 
 import pytest
 import torch
 
 from vmonarch.kernels.flash_entropy.segments import Segment, simplified
-from vmonarch.kernels.hopper.schedule import ITEM_COST, PART_COST, schedule
+from vmonarch.kernels.hopper.schedule import HALF_TILE_COST, ITEM_COST, PART_COST, TILE_COST, even_order, schedule
 
 CPU = torch.device("cpu")
 BLOCK_M, BLOCK_N = 128, 128
@@ -66,3 +66,28 @@ def test_programs_end_at_about_the_same_time(name):
     firsts = work.firsts.flatten().tolist()
     times = [sum(costs[start:stop]) for start, stop in zip(firsts, firsts[1:], strict=False)]
     assert len(times) == 132 and max(times) <= 1.12 * sum(times) / 132
+
+
+def own_items(order, programs):
+    order = order.tolist()
+    return [order[order[p] : order[p + 1]] for p in range(programs)]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "groups", "half_tiles"),
+    [(12, 192, True), (12, 516, True), (29, 192, True), (28, 960, False), (1, 7, True), (3, 44, False), (12, 1, True)],
+)
+def test_items_are_spread_evenly(tiles, groups, half_tiles):
+    programs = min(132, tiles * groups)
+    lists = own_items(even_order(tiles, groups, half_tiles, 132, CPU), programs)
+    assert sorted(item for own in lists for item in own) == list(range(tiles * groups))
+    assert all(lists)
+    costs = [
+        sum(HALF_TILE_COST if half_tiles and item % tiles == tiles - 1 else TILE_COST for item in own) for own in lists
+    ]
+    assert max(costs) - sum(costs) / programs <= TILE_COST * 0.75
+    # Items at work at the same time are of neighbouring groups, and share their keys in the cache.
+    turns = max(len(own) for own in lists)
+    for turn in range(turns - 3):
+        groups_at_work = [own[turn] // tiles for own in lists if turn < len(own)]
+        assert max(groups_at_work) - min(groups_at_work) <= 3 * programs / tiles + 1
