@@ -245,7 +245,6 @@ def test_a_sweep_for_every_kernel_of_the_tables(tables):
     for name, sweep in SWEEPS.items():
         known = {key for e in default["entries"] if e["kernel"] == name for key in e["options"]}
         # Options that the launchers take but no table has to name.
-        known |= {"r_step": {"TMA", "WARP_SPECIALIZE"}, "flash_": {"WARP_SPECIALIZE"}}.get(name[:6], set())
         known |= {"TMA", "MAX_WARPS", "maxnreg"} if name.startswith("l_") else set()
         assert all(set(candidate) <= known for candidate in sweep.candidates()), name
 

@@ -312,13 +312,11 @@ def masked_plain(q, k, v, scale, mask):
 @in_interpreter
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("specialised", [0, 1], ids=["plain", "warp-specialised"])
-def test_exact_blocks_match_the_reference_however_their_keys_are_split(name, splits, specialised):
+def test_exact_blocks_match_the_reference_however_their_keys_are_split(name, splits):
     S = FRAMES * POSITIONS
     q, k, v = qkv(S, S, 24, 40, batch=1)
     segments = segments_of(PATTERNS[name])
-    with launch_overrides({"flash_forward": {"WARP_SPECIALIZE": specialised}}):
-        out, lse, entropy = flash_forward(q, k, v, segments, scale=0.3, entropy=True, splits=splits)
+    out, lse, entropy = flash_forward(q, k, v, segments, scale=0.3, entropy=True, splits=splits)
 
     q64, k64, v64 = (x.double().transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     expected_out, expected_lse = exact_part(q64 * 0.3, k64, v64, PATTERNS[name].key_frames(FRAMES))
@@ -329,8 +327,7 @@ def test_exact_blocks_match_the_reference_however_their_keys_are_split(name, spl
     expected_entropy = masked_plain(q.double()[:, rows], k.double(), v.double(), 0.3, mask[rows])[2]
     torch.testing.assert_close(entropy[..., rows].double(), expected_entropy, rtol=1e-6, atol=2e-6)
     assert (entropy[..., ~rows] == 0).all() and (out[:, ~rows] == 0).all() and (lse[..., ~rows] == -torch.inf).all()
-    with launch_overrides({"flash_forward": {"WARP_SPECIALIZE": specialised}}):
-        bare = flash_forward(q, k, v, segments, scale=0.3, entropy=False, splits=splits)
+    bare = flash_forward(q, k, v, segments, scale=0.3, entropy=False, splits=splits)
     assert torch.equal(bare[0], out) and torch.equal(bare[1], lse) and bare[2] is None
 
 
