@@ -19,6 +19,7 @@ _EXPORTS = {
     "LatentGrid": "vmonarch.grid",
     "ExactBlocks": "vmonarch.exact",
     "merge_partials": "vmonarch.monoid",
+    "flash_bias_attention": "vmonarch.kernels.flash_bias.api",
     "flash_entropy_attention": "vmonarch.kernels.flash_entropy.api",
     "monarch_attention": "vmonarch.kernels.monarch.api",
     "vmonarch_attention": "vmonarch.kernels.monarch.api",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from vmonarch.grid import LatentGrid as LatentGrid
     from vmonarch.installation import apply as apply
     from vmonarch.installation import restore as restore
+    from vmonarch.kernels.flash_bias.api import flash_bias_attention as flash_bias_attention
     from vmonarch.kernels.flash_entropy.api import flash_entropy_attention as flash_entropy_attention
     from vmonarch.kernels.monarch.api import monarch_attention as monarch_attention
     from vmonarch.kernels.monarch.api import vmonarch_attention as vmonarch_attention

@@ -53,6 +53,24 @@ def check_qkv(query: object, key: object, value: object, *, same_length: bool = 
         raise ValueError(f"key must have as many tokens as query ({query.shape[1]}), got {key.shape[1]}")
 
 
+def check_key_mask(key_mask: object, key: torch.Tensor) -> None:
+    """Check that `key_mask` is None or a boolean [B, Sk] on the device of `key` [B, Sk, H, D].
+
+    Raises:
+        TypeError: it is no boolean tensor.
+        ValueError: its shape or device is another.
+    """
+    if key_mask is None:
+        return
+    if not isinstance(key_mask, torch.Tensor) or key_mask.dtype != torch.bool:
+        kind = key_mask.dtype if isinstance(key_mask, torch.Tensor) else type(key_mask).__name__
+        raise TypeError(f"key_mask must be a boolean tensor [B, S], got {kind}")
+    if key_mask.shape != key.shape[:2]:
+        raise ValueError(f"key_mask must be [B, S] = {tuple(key.shape[:2])}, got {tuple(key_mask.shape)}")
+    if key_mask.device != key.device:
+        raise ValueError(f"key_mask must lie on the device of query ({key.device}), got {key_mask.device}")
+
+
 def check_positive_integer(name: str, number: object) -> None:
     """Raise TypeError or ValueError unless `number` is an integer of at least 1."""
     if isinstance(number, bool) or not hasattr(number, "__index__"):

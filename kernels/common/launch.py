@@ -53,17 +53,20 @@ def why_not_triton(*tensors: torch.Tensor) -> str | None:
     return None
 
 
-def use_triton(op: str, implementation: str, *tensors: torch.Tensor) -> bool:
+def use_triton(op: str, implementation: str, *tensors: torch.Tensor, unless: str | None = None) -> bool:
     """Decide between Triton and torch.
 
     "auto" is the kernels for all CUDA tensors that they can take, see `why_not_triton`, else plain torch.
+
+    Args:
+        unless: another reason why the kernels cannot take this call, or None.
 
     Raises:
         NotImplementedError: implementation="triton", and the kernels cannot take the tensors; the message says why.
     """
     if implementation == "torch" or (implementation == "auto" and tensors[0].device.type != "cuda"):
         return False
-    reason = why_not_triton(*tensors)
+    reason = why_not_triton(*tensors) or unless
     if reason and implementation == "triton":
         raise NotImplementedError(f'{op} with implementation="triton": {reason}')
     return reason is None

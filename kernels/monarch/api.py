@@ -13,7 +13,14 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.monarch.blocks import blocks_of_frames, exact_key_frames, grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import monarch_attention_reference
-from vmonarch.validation import check_flag, check_implementation, check_positive_integer, check_qkv, resolve_scale
+from vmonarch.validation import (
+    check_flag,
+    check_implementation,
+    check_key_mask,
+    check_positive_integer,
+    check_qkv,
+    resolve_scale,
+)
 
 PADDINGS = ("post", "pre")
 
@@ -257,14 +264,7 @@ def monarch_attention(
     check_flag("return_lse", return_lse)
     check_implementation(implementation)
     B, S = query.shape[:2]
-    if key_mask is not None:
-        if not isinstance(key_mask, torch.Tensor) or key_mask.dtype != torch.bool:
-            kind = key_mask.dtype if isinstance(key_mask, torch.Tensor) else type(key_mask).__name__
-            raise TypeError(f"key_mask must be a boolean tensor [B, S], got {kind}")
-        if key_mask.shape != (B, S):
-            raise ValueError(f"key_mask must be [B, S] = {(B, S)}, got {tuple(key_mask.shape)}")
-        if key_mask.device != query.device:
-            raise ValueError(f"key_mask must lie on the device of query ({query.device}), got {key_mask.device}")
+    check_key_mask(key_mask, key)
     block_size = min(block_size, S)
     scale = resolve_scale(scale, query.shape[-1])
     if use_triton("monarch_attention", implementation, query, key, value):

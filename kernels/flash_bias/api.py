@@ -1,0 +1,95 @@
+"""Front door of FlashBias."""
+
+from __future__ import annotations
+
+import torch
+
+from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.flash_bias.factors import why_too_wide
+from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
+from vmonarch.validation import check_flag, check_implementation, check_key_mask, check_qkv, resolve_scale
+
+
+def flash_bias_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_factor: torch.Tensor,
+    key_factor: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    key_mask: torch.Tensor | None = None,
+    return_lse: bool = False,
+    implementation: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact softmax attention with a bias of low rank: softmax(q·kᵀ·scale + φq·φkᵀ)·v.
+
+    The bias [Sq, Sk] is never stored, in no implementation; all five tensors have gradients.
+
+    Args:
+        query: [B, Sq, H, D].
+        key: [B, Sk, H, D].
+        value: [B, Sk, H, E].
+        query_factor: φq, [B or 1, Sq, H or 1, R], in nats: what is added to a logit is φq·φk, not scaled.
+        key_factor: φk, [B or 1, Sk, H or 1, R]. Both factors are of the dtype of `query` or both of float32. In
+            16 bit, large terms that cancel lose what is left of them (positions, squared distances): give those in
+            float32. The kernels then take three times the rank for float16, six times for bfloat16; columns cost
+            nothing up to 16 and little up to 64.
+        scale: softmax scale of q·k; 1/√D if None.
+        causal: query i attends to the keys up to i + Sk - Sq, so that the last one attends to all.
+        key_mask: bool [B, Sk], True where a key counts. A query without any key gets 0 and the log-partition -inf.
+        return_lse: also return the log-partition.
+        implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; head dimensions up to
+            256, rank up to 256); or "auto", see `kernels.common.launch.use_triton`.
+
+    Returns:
+        out [B, Sq, H, E] in the dtype of `query`; with `return_lse` also lse [B, H, Sq] in nats, in float32, or
+        float64 for float64 inputs.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+        NotImplementedError: implementation="triton", and the kernels cannot take the tensors; the message says why.
+
+    Source: FlashBias, Eq. 3.
+    """
+    check_qkv(query, key, value)
+    _check_factor("query_factor", query_factor, query, query.shape[1])
+    _check_factor("key_factor", key_factor, query, key.shape[1])
+    for what, ours, theirs in (
+        ("rank", query_factor.shape[3], key_factor.shape[3]),
+        ("dtype", query_factor.dtype, key_factor.dtype),
+    ):
+        if ours != theirs:
+            raise ValueError(f"key_factor must have the {what} of query_factor ({ours}), got {theirs}")
+    check_flag("causal", causal)
+    check_flag("return_lse", return_lse)
+    check_implementation(implementation)
+    if causal and query.shape[1] > key.shape[1]:
+        raise ValueError(
+            f"causal needs at least as many keys as queries, got {key.shape[1]} keys and {query.shape[1]} queries"
+        )
+    check_key_mask(key_mask, key)
+    scale = resolve_scale(scale, query.shape[-1])
+    attend = flash_bias_attention_reference
+    too_wide = why_too_wide(query_factor, query.dtype)
+    if use_triton("flash_bias_attention", implementation, query, key, value, unless=too_wide):
+        # Triton is imported when it is needed, not with the package.
+        from vmonarch.kernels.flash_bias.op import flash_bias_attention_triton
+
+        attend = flash_bias_attention_triton
+    out, lse = attend(query, key, value, query_factor, key_factor, scale=scale, causal=causal, key_mask=key_mask)
+    return (out, lse) if return_lse else out
+
+
+def _check_factor(name: str, factor: object, query: torch.Tensor, tokens: int) -> None:
+    B, _, H, _ = query.shape
+    if not isinstance(factor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor [B or 1, S, H or 1, R], got {type(factor).__name__}")
+    fits = factor.ndim == 4 and factor.shape[0] in (1, B) and factor.shape[1] == tokens and factor.shape[2] in (1, H)
+    if not fits or factor.shape[3] == 0:
+        raise ValueError(f"{name} must be [{B} or 1, {tokens}, {H} or 1, R], got shape {tuple(factor.shape)}")
+    if factor.dtype not in (query.dtype, torch.float32):
+        raise ValueError(f"{name} must have the dtype of query ({query.dtype}) or be float32, got {factor.dtype}")
+    if factor.device != query.device:
+        raise ValueError(f"{name} must lie on the device of query ({query.device}), got {factor.device}")

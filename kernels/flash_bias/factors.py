@@ -1,0 +1,48 @@
+"""Factors of a bias in the form that the kernels take: of the dtype of the query, and still as exact as given."""
+
+from __future__ import annotations
+
+import torch
+
+MAX_RANK = 256
+# Parts that a float32 number is cut into, by dtype, to keep about 22 bits of it.
+_PARTS = {torch.float16: 2, torch.bfloat16: 3}
+
+
+def why_too_wide(factor: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot take a factor among tensors of `dtype`, or None if they can."""
+    parts = _PARTS[dtype] if factor.dtype != dtype and dtype in _PARTS else 1
+    most = MAX_RANK // (parts * (parts + 1) // 2)
+    if factor.shape[-1] <= most:
+        return None
+    return f"the rank of the factors is {factor.shape[-1]} (supported for {factor.dtype} among {dtype}: up to {most})"
+
+
+def as_parts(factor: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Tensors of `dtype` whose sum is `factor`, in falling size."""
+    parts = []
+    for _ in range(_PARTS[dtype]):
+        parts.append(factor.to(dtype))
+        factor = factor - parts[-1].to(factor.dtype)
+    return parts
+
+
+def in_dtype(
+    query_factor: torch.Tensor, key_factor: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of `dtype` with the same product φq·φkᵀ.
+
+    A float32 factor among 16-bit tensors is cut into parts, and the products of parts become columns: all but the
+    smallest, which are below what is left out anyway. Gradients flow back through the cut.
+
+    Args:
+        query_factor: […, Sq, H, R]. key_factor: […, Sk, H, R]; both of `dtype` or both of float32.
+
+    Returns:
+        the two factors, of a rank three or six times as high where they were cut.
+    """
+    if query_factor.dtype == dtype:
+        return query_factor, key_factor
+    query_parts, key_parts = as_parts(query_factor, dtype), as_parts(key_factor, dtype)
+    pairs = [(i, n - i) for n in range(len(query_parts)) for i in range(n + 1)]
+    return torch.cat([query_parts[i] for i, _ in pairs], -1), torch.cat([key_parts[j] for _, j in pairs], -1)

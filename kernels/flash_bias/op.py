@@ -1,0 +1,115 @@
+"""FlashBias as a torch operator: opaque to torch.compile, differentiable, without views of its inputs.
+
+Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, E value dim, R bias rank. Factors are [B or 1, S, H or 1, R].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vmonarch.kernels.flash_bias.backward import flash_bias_backward as backward_kernels
+from vmonarch.kernels.flash_bias.factors import in_dtype
+from vmonarch.kernels.flash_bias.forward import Launch
+from vmonarch.kernels.flash_bias.forward import flash_bias_forward as forward_kernel
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor query_factor, Tensor key_factor, Tensor? key_mask,"
+    " float scale, bool causal"
+)
+
+
+def _launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_factor: torch.Tensor,
+    key_factor: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+) -> Launch:
+    B, _, H, _ = query.shape
+    factors = (factor.expand(B, -1, H, -1) for factor in (query_factor, key_factor))
+    return Launch(query, key, value, *factors, key_mask, scale, causal)
+
+
+@torch.library.custom_op("vmonarch::flash_bias_forward", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
+def flash_bias_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, Sq, H, E], lse [B, H, Sq])."""
+    return forward_kernel(_launch(*inputs))
+
+
+@flash_bias_forward.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    B, Sq, H, _D = query.shape
+    return query.new_empty(B, Sq, H, value.shape[3]), query.new_empty(B, H, Sq, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "vmonarch::flash_bias_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_INPUTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def flash_bias_backward(
+    grad_out: torch.Tensor, grad_lse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *inputs: Any
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv, dφq, dφk), each in the shape and dtype of its input."""
+    *gradients, dfq, dfk = backward_kernels(_launch(*inputs), grad_out, grad_lse, out, lse)
+    # A factor that batch entries or heads share has the sum of their gradients.
+    factors = inputs[3:5]
+    return *gradients, *(d.sum_to_size(f.shape).to(f.dtype) for d, f in zip((dfq, dfk), factors, strict=True))
+
+
+@flash_bias_backward.register_fake
+def _(
+    grad_out: torch.Tensor, grad_lse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *inputs: Any
+) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:5])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *tensors, ctx.scale, ctx.causal = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    if grad_out is None and grad_lse is None:
+        return (None,) * 8
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    gradients = flash_bias_backward(grad_out, grad_lse, out, lse, *tensors, ctx.scale, ctx.causal)
+    return *gradients, None, None, None
+
+
+flash_bias_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def flash_bias_attention_triton(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_factor: torch.Tensor,
+    key_factor: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    key_mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by the kernels; arguments as in `flash_bias_attention`, already checked."""
+    if scale <= 0:
+        # The kernels divide the bias by the scale and take the maximum of what is left.
+        query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
+    query_factor, key_factor = in_dtype(query_factor, key_factor, query.dtype)
+    query_factor, key_factor = (f if f.stride(-1) == 1 else f.contiguous() for f in (query_factor, key_factor))
+    tensors = (query, key, value, query_factor, key_factor)
+    grad_needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if grad_needed or torch.compiler.is_compiling() or any(type(tensor) is not torch.Tensor for tensor in tensors):
+        return flash_bias_forward(*tensors, key_mask, scale, causal)
+    # Without a gradient, the dispatcher would only cost time.
+    return forward_kernel(_launch(*tensors, key_mask, scale, causal))

@@ -1,0 +1,325 @@
+"""FlashBias against attention with the bias written out, in float64: plain torch, and the kernels (Triton).
+
+Here the kernels run through Triton's interpreter on tiles of 16 × 16; tests marked `gpu` run them compiled, at real
+sizes.
+"""
+
+import math
+
+import pytest
+import torch
+
+from vmonarch import flash_bias_attention
+from vmonarch.kernels.common.launch import interpreted
+from vmonarch.kernels.flash_bias.factors import in_dtype
+from vmonarch.kernels.flash_entropy import reference as flash_reference
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dφq", "dφk")
+CPU = torch.device("cpu")
+LOG2_E = 1 / math.log(2)
+in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
+# The interpreter computes masked elements too, and NumPy complains about theirs.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+IMPLEMENTATIONS = ["torch", pytest.param("triton", marks=in_interpreter)]
+
+
+def inputs(Sq, Sk, D=16, E=None, R=3, *, batch=2, heads=3, shared=(True, True), dtype=torch.float32, factors=None,
+           device=CPU):  # fmt: skip
+    """q, k, v, φq, φk with logits and biases of order 1; `shared`: whether batch entries and heads share factors."""
+    generator = torch.Generator().manual_seed(1000 * Sq + Sk + R)
+    factor_shape = (1 if shared[0] else batch, 1 if shared[1] else heads)
+    shapes = [(batch, Sq, heads, D), (batch, Sk, heads, D), (batch, Sk, heads, E or D)]
+    shapes += [(factor_shape[0], S, factor_shape[1], R) for S in (Sq, Sk)]
+    dtypes = [dtype] * 3 + [factors or dtype] * 2
+    sizes = [1.0] * 3 + [R**-0.25] * 2
+    return [
+        (torch.randn(shape, generator=generator) * size).to(device, dtype)
+        for shape, size, dtype in zip(shapes, sizes, dtypes, strict=True)
+    ]
+
+
+def some_keys(batch, Sk, device=CPU):
+    """A key mask: half of the keys, and none for the last batch entry."""
+    mask = torch.rand(batch, Sk, generator=torch.Generator().manual_seed(Sk)) > 0.5
+    mask[-1] = False
+    return mask.to(device)
+
+
+def logits_of(q, k, fq, fk, scale, causal=False, key_mask=None):
+    """[B, H, Sq, Sk], -inf where a query does not attend to a key."""
+    B, Sq, H, D = q.shape
+    logits = torch.einsum("bshd,bthd->bhst", q, k) * (D**-0.5 if scale is None else scale)
+    logits = logits + torch.einsum("bshr,bthr->bhst", fq.expand(B, -1, H, -1), fk.expand(B, -1, H, -1))
+    if causal:
+        seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[1] - Sq)
+        logits = logits.masked_fill(~seen, -torch.inf)
+    return logits if key_mask is None else logits.masked_fill(~key_mask[:, None, None], -torch.inf)
+
+
+def written_out(q, k, v, fq, fk, scale, causal=False, key_mask=None, dtype=None):
+    """(out, lse) with the bias as a matrix; P rounded to `dtype`."""
+    logits = logits_of(q, k, fq, fk, scale, causal, key_mask)
+    empty = logits.isneginf().all(-1, keepdim=True)
+    lse = logits.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True)
+    P = (logits - lse).exp()
+    P = P if dtype is None else P.to(dtype).to(P.dtype)
+    return torch.einsum("bhst,bthd->bshd", P, v), lse.masked_fill(empty, -torch.inf).squeeze(-1)
+
+
+def plain_results(q, k, v, fq, fk, grads, scale, causal, key_mask):
+    """out, lse and gradients by plain torch in float32, of what a flash kernel keeps, with rounded operands.
+
+    P is 2 to the logit minus the log-partition, whose last bit is worth more where logits are large.
+    """
+    dtype = q.dtype
+    inputs = [x.float() for x in (q, k, v, fq, fk)]
+    out, lse = written_out(*inputs, scale, causal, key_mask, dtype)
+    q, k, v, fq, fk = inputs
+    B, _, H, D = q.shape
+    out = out.to(dtype)
+    logits = logits_of(q, k, fq, fk, scale, causal, key_mask)
+    log2_lse = torch.where(lse.isneginf(), torch.inf, lse * LOG2_E).unsqueeze(-1)
+    P = (logits * LOG2_E - log2_lse).exp2()
+    grad_out, grad_lse = (g.float() for g in grads)
+    delta = (grad_out * out.float()).sum(-1).transpose(1, 2) - grad_lse
+    dS = P * (torch.einsum("bshd,bthd->bhst", grad_out, v) - delta.unsqueeze(-1))
+    P, dS = (x.to(dtype).float() for x in (P, dS))
+    scale = D**-0.5 if scale is None else scale
+    dq = torch.einsum("bhst,bthd->bshd", dS, k) * scale
+    dk = torch.einsum("bhst,bshd->bthd", dS, q) * scale
+    dv = torch.einsum("bhst,bshd->bthd", P, grad_out)
+    dfq = torch.einsum("bhst,bthr->bshr", dS, fk.expand(B, -1, H, -1)).sum_to_size(fq.shape)
+    dfk = torch.einsum("bhst,bshr->bthr", dS, fq.expand(B, -1, H, -1)).sum_to_size(fk.shape)
+    return out, lse, dq, dk, dv, dfq, dfk
+
+
+def with_gradients(function, tensors, grads):
+    """out, lse and the five gradients; an infinite lse has none."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out, lse = function(*leaves)
+    grad_out, grad_lse = grads
+    total = (out * grad_out.to(out.dtype)).sum()
+    total = total + torch.where(lse.isneginf(), 0.0, lse * grad_lse.to(lse.dtype)).sum()
+    gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
+    return out.detach(), lse.detach(), *gradients
+
+
+def check(tensors, *, implementation, scale=None, causal=False, key_mask=None):
+    """Our error is at most twice that of plain torch in the same precision, plus some units in the last place."""
+    (B, Sq, H, _), E = tensors[0].shape, tensors[2].shape[3]
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(shape, generator=generator).to(tensors[0]) for shape in ((B, Sq, H, E), (B, H, Sq))]
+
+    def ours(*tensors):
+        return flash_bias_attention(
+            *tensors, scale=scale, causal=causal, key_mask=key_mask, return_lse=True, implementation=implementation
+        )
+
+    actual = with_gradients(ours, tensors, grads)
+    expected = with_gradients(lambda *x: written_out(*x, scale, causal, key_mask), [x.double() for x in tensors], grads)
+    budget = plain_results(*tensors, grads, scale, causal, key_mask)
+    for name, x, plain, exact, source in zip(
+        NAMES, actual, budget, expected, [tensors[0], None, *tensors], strict=True
+    ):
+        assert x.shape == exact.shape, name
+        assert x.dtype == (torch.float32 if source is None else source.dtype), name
+        empty = exact.isneginf()
+        assert torch.equal(x.isneginf(), empty), name
+        plain = plain.to(x.dtype)
+        error, allowed = ((y.double() - exact)[~empty].abs().max().item() for y in (x, plain))
+        # Sums over batch entries, heads and keys are taken in another order than torch's.
+        allowed = 2 * allowed + 8 * torch.finfo(x.dtype).eps * max(1.0, exact[~empty].abs().max().item())
+        assert error <= allowed, f"{name}: error {error:.3g} > {allowed:.3g}"
+    with torch.no_grad():
+        assert all(torch.equal(x, y) for x, y in zip(ours(*tensors), actual, strict=False))
+
+
+CASES = {
+    "one-token": dict(Sq=1, Sk=1),
+    "whole-tiles": dict(Sq=32, Sk=32, D=32, R=16),
+    "ragged": dict(Sq=33, Sk=47, D=24, E=40, R=5),
+    "factors-of-their-own": dict(Sq=17, Sk=63, R=9, shared=(False, False)),
+    "factors-by-head": dict(Sq=20, Sk=20, R=2, shared=(True, False)),
+    "factors-by-batch-entry": dict(Sq=20, Sk=7, R=1, shared=(False, True)),
+    "high-rank": dict(Sq=18, Sk=19, D=72, R=100),
+    "wide": dict(Sq=9, Sk=18, D=256, E=130, R=17, batch=1, heads=1),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_are_those_of_the_written_out_bias(name, implementation):
+    check(inputs(**CASES[name]), implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("Sq", "Sk"), [(1, 1), (16, 16), (33, 33), (17, 40), (1, 50), (40, 41)], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["all-keys", "some-keys"])
+def test_causal_attention_ends_with_all_keys(Sq, Sk, masked, implementation):
+    key_mask = some_keys(2, Sk) if masked else None
+    check(inputs(Sq, Sk, heads=2), causal=True, key_mask=key_mask, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_masked_keys_count_for_nothing(implementation):
+    tensors = inputs(19, 35, R=4, shared=(False, False))
+    mask = some_keys(2, 35)
+    check(tensors, key_mask=mask, implementation=implementation)
+    poisoned = [x.clone() for x in tensors]
+    for i in (1, 2, 4):
+        poisoned[i][~mask] = 1e4
+    results = [
+        flash_bias_attention(*x, key_mask=mask, return_lse=True, implementation=implementation)
+        for x in (tensors, poisoned)
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert (results[0][0][-1] == 0).all() and results[0][1][-1].isneginf().all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("scale", [-0.4, 0.0, 2.0])
+def test_the_scale_is_that_of_q_and_k_alone(scale, implementation):
+    check(inputs(17, 23), scale=scale, implementation=implementation)
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", ["ragged", "factors-of-their-own", "high-rank"])
+@pytest.mark.parametrize("factors", [torch.float16, torch.float32], ids=str)
+def test_float16_keeps_the_precision_of_plain_torch(name, factors):
+    case = {**CASES[name], "R": min(CASES[name]["R"], 85)}
+    check(inputs(**case, dtype=torch.float16, factors=factors), implementation="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_float32_factors_stay_exact_among_16_bit_tensors(dtype):
+    positions = torch.arange(30000, 30040, dtype=torch.float32)
+    ones = torch.ones_like(positions)
+    fq = torch.stack([positions, ones], -1)[None, :, None] / 256
+    fk = torch.stack([ones, -positions], -1)[None, :, None]
+    fk[..., 1] /= 256
+    fk = fk * torch.tensor([1.0, 1.0])
+    product = (a.double().squeeze() for a in in_dtype(fq, fk, dtype))
+    left, right = product
+    exact = fq.double().squeeze() @ fk.double().squeeze().T
+    assert left.shape[1] == {torch.float16: 6, torch.bfloat16: 12}[dtype]
+    assert (left @ right.T - exact).abs().max() < 2e-4
+    # In 16 bit alone nothing is left of differences.
+    rounded = fq.to(dtype).double().squeeze() @ fk.to(dtype).double().squeeze().T
+    assert (rounded - exact).abs().max() > 0.02
+
+
+@in_interpreter
+def test_a_head_full_of_nan_leaves_the_others_as_they_are():
+    tensors = inputs(20, 33, shared=(False, False))
+
+    def run(tensors):
+        out, lse = flash_bias_attention(*tensors, causal=False, return_lse=True, implementation="triton")
+        return out.transpose(1, 2), lse
+
+    clean = run(tensors)
+    others = torch.ones(2, 3, dtype=torch.bool)
+    others[1, 1] = False
+    for i in range(5):
+        poisoned = [x.clone() for x in tensors]
+        poisoned[i][1, :, 1] = torch.nan
+        out, lse = run(poisoned)
+        assert out[1, 1].isnan().any() and (i == 2 or lse[1, 1].isnan().any())
+        assert torch.equal(out[others], clean[0][others]) and torch.equal(lse[others], clean[1][others])
+
+
+@in_interpreter
+def test_fused_views_give_the_same_bits_as_contiguous_tensors():
+    fused = torch.randn(2, 19, 3, 2, 24, generator=torch.Generator().manual_seed(0))
+    factors = torch.randn(2, 19, 1, 2 * 5, generator=torch.Generator().manual_seed(1))
+    views = [*fused.unbind(2), factors[..., :5], factors[..., 5:]]
+    grads = (torch.randn(2, 19, 24, 2).transpose(2, 3), torch.randn(2, 2, 19))
+
+    def run(tensors):
+        return with_gradients(
+            lambda *x: flash_bias_attention(*x, return_lse=True, implementation="triton"), tensors, grads
+        )
+
+    strided = [*views[:3], *(torch.stack([x, x], -1)[..., 0] for x in views[3:])]
+    whole = run([x.contiguous() for x in views])
+    for tensors in (views, strided):
+        assert all(torch.equal(x, y) for x, y in zip(run(tensors), whole, strict=True))
+
+
+def test_long_inputs_go_in_chunks_and_give_the_same(monkeypatch):
+    tensors = inputs(23, 29, R=4, shared=(False, True))
+    mask = some_keys(2, 29)
+    grads = (torch.randn(2, 23, 3, 16), torch.randn(2, 3, 23))
+
+    def run():
+        return with_gradients(
+            lambda *x: flash_bias_attention(*x, causal=True, key_mask=mask, return_lse=True, implementation="torch"),
+            tensors,
+            grads,
+        )
+
+    whole = run()
+    monkeypatch.setattr(flash_reference, "MAX_CHUNK_SCORES", 5 * 29)
+    for x, y in zip(run(), whole, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@in_interpreter
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_operator_keeps_torchs_rules(causal):
+    from vmonarch.kernels.flash_bias.op import flash_bias_forward
+
+    tensors = [x.requires_grad_() for x in inputs(9, 12, R=2, shared=(True, False))]
+    torch.library.opcheck(flash_bias_forward, (*tensors, some_keys(2, 12), 0.3, causal))
+
+
+@in_interpreter
+def test_compiled_it_gives_the_same_without_a_graph_break():
+    tensors = inputs(17, 20, R=4)
+    grads = (torch.randn(2, 17, 3, 16), torch.randn(2, 3, 17))
+
+    def attend(*x):
+        return flash_bias_attention(*x, return_lse=True, implementation="triton")
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for x, y in zip(with_gradients(compiled, tensors, grads), with_gradients(attend, tensors, grads), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+Q, F = torch.randn(2, 6, 3, 8), torch.randn(1, 6, 1, 2)
+BAD = {
+    "factor-not-a-tensor": (lambda: flash_bias_attention(Q, Q, Q, [1.0], F), TypeError, "query_factor must be a torch"),
+    "factor-of-three-dimensions": (
+        lambda: flash_bias_attention(Q, Q, Q, F[0], F), ValueError, r"query_factor must be \[2 or 1, 6, 3 or 1, R\]"),
+    "factor-of-other-length": (
+        lambda: flash_bias_attention(Q, Q, Q, F, F[:, :5]), ValueError, r"key_factor must be \[2 or 1, 6, 3 or 1, R\]"),
+    "factor-of-other-heads": (
+        lambda: flash_bias_attention(Q, Q, Q, F.repeat(1, 1, 2, 1), F), ValueError, "query_factor must be"),
+    "rank-zero": (lambda: flash_bias_attention(Q, Q, Q, F[..., :0], F[..., :0]), ValueError, "query_factor must be"),
+    "other-rank": (lambda: flash_bias_attention(Q, Q, Q, F, F[..., :1]), ValueError, "must have the rank of query_fac"),
+    "other-dtypes": (
+        lambda: flash_bias_attention(*[Q.half()] * 3, F.half(), F), ValueError, "must have the dtype of query_factor"),
+    "integers": (lambda: flash_bias_attention(Q, Q, Q, F.int(), F.int()), ValueError, "or be float32, got torch.int32"),
+    "other-device": (lambda: flash_bias_attention(Q, Q, Q, F, F.to("meta")), ValueError, "key_factor must lie on the"),
+    "causal-a-number": (lambda: flash_bias_attention(Q, Q, Q, F, F, causal=1), TypeError, "causal must be True or"),
+    "causal-with-few-keys": (
+        lambda: flash_bias_attention(Q, Q[:, :5], Q[:, :5], F, F[:, :5], causal=True), ValueError,
+        "causal needs at least as many keys as queries, got 5 keys and 6"),
+    "mask-of-numbers": (
+        lambda: flash_bias_attention(Q, Q, Q, F, F, key_mask=torch.ones(2, 6)), TypeError, "key_mask must be a bool"),
+    "mask-of-other-shape": (
+        lambda: flash_bias_attention(Q, Q, Q, F, F, key_mask=torch.ones(2, 5) > 0), ValueError, "key_mask must be"),
+    "return-lse-a-string": (
+        lambda: flash_bias_attention(Q, Q, Q, F, F, return_lse="yes"), TypeError, "return_lse must be True or False"),
+    "rank-for-the-kernels": (
+        lambda: flash_bias_attention(
+            *[Q.half()] * 3, F.repeat(1, 1, 1, 43), F.repeat(1, 1, 1, 43), implementation="triton"),
+        NotImplementedError, "rank of the factors is 86 .supported for torch.float32 among torch.float16: up to 85"),
+}  # fmt: skip
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,179 @@
+"""Factors of biases: their products are the bias, exactly, to the energy asked for, or as well as networks learn it."""
+
+import math
+
+import pytest
+import torch
+
+from vmonarch import LatentGrid, flash_bias_attention
+from vmonarch.bias import (
+    NeuralFactors,
+    SpatioTemporalDecay,
+    alibi_factors,
+    alibi_slopes,
+    distance_factors,
+    fit_neural_factors,
+    low_rank_bias_attention,
+    svd_factors,
+)
+
+
+def product(factors):
+    """[H, Sq, Sk] in float64."""
+    query_factor, key_factor = (x.detach().double()[0] for x in factors)
+    heads = max(query_factor.shape[1], key_factor.shape[1])
+    return torch.einsum("shr,thr->hst", query_factor.expand(-1, heads, -1), key_factor.expand(-1, heads, -1))
+
+
+def randn(*shape, seed=0, **options):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), **options)
+
+
+@pytest.mark.parametrize(
+    ("heads", "slopes"),
+    [
+        (8, [2.0**-n for n in range(1, 9)]),
+        (1, [2.0**-8]),
+        (6, [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]),
+        (12, [2.0**-n for n in range(1, 9)] + [2.0 ** (-0.5 - n) for n in range(4)]),
+    ],
+)
+def test_alibi_has_the_slopes_of_its_paper(heads, slopes):
+    torch.testing.assert_close(alibi_slopes(heads), torch.tensor(slopes))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (3, 9), (1, 40_001)])
+def test_alibi_is_the_distance_to_keys_before(queries, keys):
+    slopes = alibi_slopes(12)
+    factors = alibi_factors(queries, keys, slopes)
+    i = torch.arange(keys - queries, keys, dtype=torch.float64)[:, None]
+    j = torch.arange(keys, dtype=torch.float64)
+    assert factors[0].shape == (1, queries, 1, 2) and factors[1].shape == (1, keys, 12, 2)
+    expected = -slopes.double()[:, None, None] * (i - j)
+    assert (product(factors) - expected).abs().max() <= 2**-24 * keys
+    assert product(alibi_factors(3, 3)).tolist()[0] == [[0, 1, 2], [-1, 0, 1], [-2, -1, 0]]
+
+
+@pytest.mark.parametrize("C", [1, 2, 3, 5])
+@pytest.mark.parametrize("weights", ["number", "head", "query-and-head", "axis", "query-head-and-axis"])
+def test_distances_are_squared_and_weighted(C, weights):
+    x, y = 100 + randn(7, C), 100 + randn(9, C, seed=1)
+    shape = {"head": (4,), "query-and-head": (7, 4), "axis": (1, 4, C), "query-head-and-axis": (7, 4, C)}.get(weights)
+    weight = -0.3 if shape is None else randn(*shape, seed=2).requires_grad_()
+    factors = distance_factors(x, y, weight)
+    assert factors[0].shape[3] == factors[1].shape[3] == (2 * C + 1 if "axis" in weights else C + 2)
+    squares = (x.double()[:, None] - y.double()).square()  # [Sq, Sk, C]
+    if shape is None:
+        expected = weight * squares.sum(-1)[None]
+    elif "axis" in weights:
+        expected = torch.einsum("shc,stc->hst", weight.detach().double().expand(7, -1, -1), squares)
+    else:
+        expected = weight.detach().double().expand(7, 4).T[:, :, None] * squares.sum(-1)
+    torch.testing.assert_close(product(factors), expected, rtol=0, atol=2e-5)
+    if shape is not None:
+        q, k, v = randn(1, 7, 4, 8), randn(1, 9, 4, 8, seed=1), randn(1, 9, 4, 8, seed=2)
+        (gradient,) = torch.autograd.grad(flash_bias_attention(q, k, v, *factors).sum(), weight)
+        assert gradient.shape == weight.shape and gradient.abs().max() > 0
+
+
+def test_a_decay_over_space_and_time_starts_at_its_reach():
+    grid = LatentGrid(3, 4, 5)
+    decay = SpatioTemporalDecay(2, reach=(2.0, 4.0, math.inf))
+    factors = decay(grid)
+    assert factors[0].shape == (1, 60, 2, 7) and factors[1].shape == (1, 60, 1, 7)
+    bias = product(factors).unflatten(1, grid).unflatten(4, grid)
+    assert bias[1, 0, 0, 0, 2, 0, 0].item() == pytest.approx(-1.0, abs=1e-6)
+    assert bias[0, 1, 3, 2, 0, 1, 2].item() == pytest.approx(-0.25 - 0.25, abs=1e-6)
+    assert bias[0, 1, 3, 0, 1, 3, 4].item() == pytest.approx(0.0, abs=1e-6)
+    product_sum = torch.einsum("bshr,bthr->bhst", factors[0], factors[1].expand(-1, -1, 2, -1)).square().sum()
+    (gradient,) = torch.autograd.grad(product_sum - factors[0][..., 3].sum() * 1e3, decay.decay)
+    assert (gradient.abs() > 0).all()
+
+
+def low_and_high_rank(H=5, Sq=30, Sk=40):
+    """A bias of rank 1, 2, 3, …, but of full rank in the last head."""
+    bias = torch.stack([randn(Sq, n + 1, seed=n) @ randn(n + 1, Sk, seed=n + 50) for n in range(H)])
+    bias[-1] = randn(Sq, Sk, seed=99)
+    return bias
+
+
+def test_svd_keeps_the_energy_that_was_asked_for():
+    bias = low_and_high_rank()
+    found = svd_factors(bias, energy=0.995, max_rank=8)
+    assert found.low_rank_heads == (0, 1, 2, 3) and found.dense_heads == (4,)
+    assert found.rank == 8 and found.ranks[4] > 20
+    for head, rank in enumerate(found.ranks):
+        squares = torch.linalg.svdvals(bias[head].double()).square()
+        share = squares.cumsum(0) / squares.sum()
+        assert share[rank - 1] >= 0.995 and (rank == 1 or share[rank - 2] < 0.995)
+    assert (product((found.query_factor, found.key_factor)) - bias[:4]).abs().max() < 1e-5
+    assert torch.equal(found.dense[0], bias[4])
+    assert "head   4: rank" in found.report() and "dense" in found.report()
+    coarse = svd_factors(bias[4:], energy=0.5, max_rank=20, multiple=4)
+    kept = product((coarse.query_factor, coarse.key_factor)).square().sum() / bias[4].double().square().sum()
+    assert coarse.energies[0] == pytest.approx(kept.item(), abs=1e-6) and 0.5 <= kept < 0.9
+    assert coarse.rank % 4 == 0 and coarse.rank - coarse.ranks[0] < 4
+
+
+@pytest.mark.parametrize("heads", [[0, 1, 2, 3, 4], [0, 1], [4]], ids=["both-kinds", "low", "high"])
+def test_heads_of_low_and_high_rank_attend_side_by_side(heads):
+    bias = low_and_high_rank()[heads]
+    H = len(heads)
+    q, k, v = randn(2, 30, H, 8), randn(2, 40, H, 8, seed=1), randn(2, 40, H, 6, seed=2)
+    out = low_rank_bias_attention(q, k, v, svd_factors(bias, energy=1.0, max_rank=8))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2).double() for x in (q, k, v)), attn_mask=bias.double()[None]
+    ).transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
+
+
+def test_a_bias_of_zeros_has_rank_one():
+    found = svd_factors(torch.zeros(2, 12, 12))
+    assert (
+        found.ranks == (1, 1) and found.rank == 8 and product((found.query_factor, found.key_factor)).abs().max() == 0
+    )
+
+
+def test_networks_learn_a_smooth_bias():
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    factors = NeuralFactors(2, rank=8, heads=2, hidden=64)
+
+    def bias(x, y):
+        distance = (x[:, None] - y).square().sum(-1)
+        return torch.stack([-distance, torch.exp(-distance)])
+
+    errors = fit_neural_factors(
+        factors, bias, lambda: (torch.rand(64, 2, generator=generator), torch.rand(64, 2, generator=generator)),
+        steps=800, lr=3e-3,
+    )  # fmt: skip
+    # A constant would be off by the bias's variance, 0.03 and 0.07.
+    assert len(errors) == 800 and errors[-1] < 1e-3
+    x, y = torch.rand(20, 2), torch.rand(30, 2)
+    query_factor, key_factor = factors(x, y)
+    assert query_factor.shape == (1, 20, 2, 8) and key_factor.shape == (1, 30, 2, 8)
+    assert (product((query_factor, key_factor)) - bias(x, y)).square().mean() < 2e-3
+
+
+BAD = {
+    "heads": (lambda: alibi_slopes(0), "heads must be at least 1"),
+    "slopes": (lambda: alibi_factors(3, 3, torch.ones(2, 2)), r"slopes must be a number or \[H\]"),
+    "points": (lambda: distance_factors(torch.ones(3), torch.ones(3, 1)), r"query_points must be a tensor \[S, C\]"),
+    "coordinates": (lambda: distance_factors(torch.ones(3, 2), torch.ones(3, 1)), "key_points must have as many coord"),
+    "weight": (lambda: distance_factors(torch.ones(3, 2), torch.ones(3, 2), torch.ones(2, 4)), "weight must be a num"),
+    "reach": (lambda: SpatioTemporalDecay(2, reach=(1.0, 0.0, 1.0)), "reach must be three numbers above 0"),
+    "bias": (lambda: svd_factors(torch.ones(3, 3)), r"bias must be a tensor \[H, Sq, Sk\]"),
+    "energy": (lambda: svd_factors(torch.ones(1, 3, 3), energy=99), "energy must be above 0 and at most 1"),
+    "max-rank": (lambda: svd_factors(torch.ones(1, 3, 3), max_rank=0), "max_rank must be at least 1"),
+    "other-lengths": (
+        lambda: low_rank_bias_attention(*[torch.ones(1, 4, 1, 2)] * 3, svd_factors(torch.ones(1, 3, 3))),
+        "bias must be of 1 heads, 4 queries and 4 keys, got 1, 3 and 3"),
+    "rank": (lambda: NeuralFactors(2, rank=0), "rank must be at least 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
