@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from vmonarch.kernels.common.launch import use_triton
@@ -10,6 +12,34 @@ from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
 from vmonarch.validation import check_flag, check_implementation, check_key_mask, check_qkv, resolve_scale
 
 
+@overload
+def flash_bias_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_factor: torch.Tensor,
+    key_factor: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    causal: bool = ...,
+    key_mask: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: str = ...,
+) -> torch.Tensor: ...
+@overload
+def flash_bias_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_factor: torch.Tensor,
+    key_factor: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    causal: bool = ...,
+    key_mask: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    implementation: str = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def flash_bias_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -31,8 +31,8 @@ def _launch(
     causal: bool,
 ) -> Launch:
     B, _, H, _ = query.shape
-    factors = (factor.expand(B, -1, H, -1) for factor in (query_factor, key_factor))
-    return Launch(query, key, value, *factors, key_mask, scale, causal)
+    query_factor, key_factor = (factor.expand(B, -1, H, -1) for factor in (query_factor, key_factor))
+    return Launch(query, key, value, query_factor, key_factor, key_mask, scale, causal)
 
 
 @torch.library.custom_op("vmonarch::flash_bias_forward", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")

@@ -93,15 +93,15 @@ def svd_factors(
     most = max((int(ranks[head]) for head in low), default=1)
     rank = min(-(-most // multiple) * multiple, sigma.shape[1])
     root = sigma[low, :rank].sqrt()
-    query_factor, key_factor = U[low, :, :rank] * root[:, None], Vh[low, :rank].transpose(1, 2) * root[:, None]
     padding = -(-rank // multiple) * multiple - rank
-    factors = (
-        torch.nn.functional.pad(factor, (0, padding)).transpose(0, 1)[None].to(bias.dtype).contiguous()
-        for factor in (query_factor, key_factor)
+    query_factor, key_factor = (
+        torch.nn.functional.pad(vectors * root[:, None], (0, padding)).transpose(0, 1)[None].to(bias.dtype).contiguous()
+        for vectors in (U[low, :, :rank], Vh[low, :rank].transpose(1, 2))
     )
     energies = tuple(1.0 if head in high else float(share[head, rank - 1]) for head in range(H))
     return LowRankBias(
-        *factors,
+        query_factor,
+        key_factor,
         bias.detach()[high].contiguous(),
         tuple(low),
         tuple(high),
@@ -144,15 +144,14 @@ def low_rank_bias_attention(
     low, high = list(bias.low_rank_heads), list(bias.dense_heads)
     out = value.new_empty(*query.shape[:3], value.shape[3])
     if low:
-        inputs = (query, key, value) if not high else (x[:, :, low] for x in (query, key, value))
-        factors = (bias.query_factor.to(query.dtype), bias.key_factor.to(query.dtype))
-        found = flash_bias_attention(*inputs, *factors, scale=scale, implementation=implementation)
-        assert isinstance(found, torch.Tensor)
+        q, k, v = (query, key, value) if not high else (x[:, :, low] for x in (query, key, value))
+        query_factor, key_factor = bias.query_factor.to(q.dtype), bias.key_factor.to(q.dtype)
+        found = flash_bias_attention(q, k, v, query_factor, key_factor, scale=scale, implementation=implementation)
         if not high:
             return found
         out = out.index_copy(2, torch.tensor(low, device=out.device), found)
-    inputs = (x[:, :, high].transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x[:, :, high].transpose(1, 2) for x in (query, key, value))
     found = torch.nn.functional.scaled_dot_product_attention(
-        *inputs, attn_mask=bias.dense[None].to(query.dtype), scale=scale
+        q, k, v, attn_mask=bias.dense[None].to(q.dtype), scale=scale
     )
     return out.index_copy(2, torch.tensor(high, device=out.device), found.transpose(1, 2))
