@@ -36,6 +36,7 @@ from vmonarch.configs import InputError, suggest
 from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
+from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.pipelines.environment import device_name, git_commit, package_versions
 
@@ -99,8 +100,9 @@ class Method:
     """A way to compute attention.
 
     Args:
-        kind: "vmonarch", the fused kernels; "torch", the plain-torch VMonarch; "cudnn" or "flash", a backend of SDPA.
-        options: of `vmonarch_attention`.
+        kind: "vmonarch", the fused kernels; "torch", the plain-torch VMonarch; "cudnn" or "flash", a backend of SDPA;
+            "flash_bias".
+        options: of `vmonarch_attention`; of "flash_bias" `rank`.
         only: the shapes it is measured on, all if empty.
         head_dims: the head dimensions it is measured at, all if empty.
     """
@@ -386,6 +388,15 @@ class Inputs:
             tensor.requires_grad_(case.training)
         return cls(*inputs)
 
+    def factors(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors [1, S, H, rank] of a bias of order 1, which learn when the query does."""
+        query = self.query.detach()
+        generator = torch.Generator(query.device).manual_seed(rank)
+        size = (*query.shape[:3], rank)
+        factors = [torch.randn(size, generator=generator, device=query.device) * rank**-0.25 for _ in range(2)]
+        first, second = (x.to(query.dtype).requires_grad_(self.query.requires_grad) for x in factors)
+        return first, second
+
     def of_heads(self, heads: list[int]) -> Inputs:
         """Float32 copies of some heads."""
         tensors = [tensor.detach()[:, :, heads].float() for tensor in (self.query, self.key, self.value, self.grad_out)]
@@ -410,6 +421,9 @@ def attention(method: Method, inputs: Inputs, grid: LatentGrid, implementation: 
     """Output [1, S, H, D] of a method; `implementation` overrides that of VMonarch."""
     if method.kind in ("cudnn", "flash"):
         return _sdpa(method.kind, inputs.query, inputs.key, inputs.value)
+    if method.kind == "flash_bias":
+        factors = inputs.factors(method.options["rank"])
+        return flash_bias_attention(inputs.query, inputs.key, inputs.value, *factors, implementation="triton")
     implementation = implementation or {"vmonarch": "triton", "torch": "torch"}[method.kind]
     return vmonarch_attention(
         inputs.query, inputs.key, inputs.value, grid=grid, implementation=implementation, **method.options
@@ -588,10 +602,11 @@ class StageCall:
 
 @contextlib.contextmanager
 def watched_stages(watch: Callable[[StageCall], Any]) -> Iterator[None]:
-    """Let `watch` make every call of a stage in `kernels.monarch.fused`, in place of the call itself.
+    """Let `watch` make every call of a stage in `kernels.monarch.fused` and of FlashBias, in place of the call itself.
 
     So the stages run in the order and with the tensors of the real operator, whatever these are.
     """
+    from vmonarch.kernels.flash_bias import op as bias_op
     from vmonarch.kernels.monarch import fused
 
     counts = {"R": 0, "L": 0, "R backward": 0, "L backward": 0}
@@ -643,14 +658,20 @@ def watched_stages(watch: Callable[[StageCall], Any]) -> Iterator[None]:
         "flash_forward": function(fused.flash_forward, "exact"),
         "flash_backward": function(fused.flash_backward, "exact backward"),
     }
-    originals = {name: getattr(fused, name) for name in stand_ins}
-    for name, stand_in in stand_ins.items():
-        setattr(fused, name, stand_in)
+    of_bias = {
+        "forward_kernel": function(bias_op.forward_kernel, "bias"),
+        "backward_kernels": function(bias_op.backward_kernels, "bias backward"),
+    }
+    changes = [(fused, name, new) for name, new in stand_ins.items()]
+    changes += [(bias_op, name, new) for name, new in of_bias.items()]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    for module, name, new in changes:
+        setattr(module, name, new)
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(fused, name, original)
+        for module, name, old in originals:
+            setattr(module, name, old)
 
 
 def measure_stages(
@@ -778,7 +799,7 @@ def map_in_processes(
 # Stages that one process compiles, as patterns: one process for all of a backward pass would be the last to finish.
 _PARTS = {False: (r"[RL]\d+",), True: (r"[RL]\d+", r"R\d+ backward", r"L\d+ backward|exact backward")}
 # What the calls of other stages are made of; without the rest their values are arbitrary.
-RETURNING = "exact|pool"
+RETURNING = "exact|pool|bias"
 
 
 def call_stages(run: Callable[[], Any], needed: str) -> list[StageCall]:

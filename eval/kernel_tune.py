@@ -66,6 +66,8 @@ _KERNEL_MODULES = tuple(
     for name in (
         "flash_entropy.forward",
         "flash_entropy.backward",
+        "flash_bias.forward",
+        "flash_bias.backward",
         "monarch.r_step",
         "monarch.l_step",
         "hopper.flash",
@@ -76,11 +78,22 @@ _KERNEL_MODULES = tuple(
 
 @dataclass(frozen=True)
 class Workload:
-    """A shape with options of `vmonarch_attention`, and whether the stage is taken from forward and backward."""
+    """A shape with options of `vmonarch_attention`, and whether the stage is taken from forward and backward.
+
+    Args:
+        bias_rank: of FlashBias, which is run in place of VMonarch if it is not 0.
+    """
 
     shape: str
     options: tuple[tuple[str, Any], ...] = ()
     training: bool = False
+    bias_rank: int = 0
+
+    @property
+    def method(self) -> Method:
+        if self.bias_rank:
+            return Method("flash-bias", "flash_bias", {"rank": self.bias_rank})
+        return Method("vmonarch", "vmonarch", dict(self.options))
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,8 @@ _BACKWARD_GRIDS = (
     {"BLOCK_M": (32, 64), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
     {"BLOCK_M": (128,), "BLOCK_N": (32, 64), "num_warps": (8,), "num_stages": (1, 2, 3)},
 )
+_BIAS = tuple(Workload("8x32x32", bias_rank=rank) for rank in (9, 64))
+_BIAS_BACKWARD = tuple(Workload("8x32x32", training=True, bias_rank=rank) for rank in (9, 64))
 _L_GRID = {"MAX_TILE": (64, 128), "MAX_WARPS": (4, 8), "maxnreg": (128, 168, 255)}
 # Those that write transposed tiles, which Hopper and Blackwell can do by descriptors.
 _L_COLUMNS_GRID = {**_L_GRID, "TMA": (0, 1)}
@@ -167,6 +182,9 @@ SWEEPS: dict[str, Sweep] = {
     "l_backward_rows": Sweep(r"L\d+ backward", "y", _L_BACKWARD, (_L_COLUMNS_GRID,)),
     "l_backward_columns": Sweep(r"L\d+ backward", "y", _MANY_BLOCKS_BACKWARD, (_L_COLUMNS_GRID,)),
     "l_rows": Sweep(r"L\d+", "z", _MANY_BLOCKS, (_L_GRID,)),
+    "flash_bias_forward": Sweep("bias", None, _BIAS, (_TILES,)),
+    "flash_bias_rows": Sweep("bias backward", None, _BIAS_BACKWARD, _BACKWARD_GRIDS),
+    "flash_bias_keys": Sweep("bias backward", None, _BIAS_BACKWARD, _BACKWARD_GRIDS),
 }
 
 
@@ -209,7 +227,7 @@ def workloads_of(sweep: Sweep, shapes: Sequence[Shape]) -> list[Workload]:
     """Those of the sweep, at other shapes if any are given."""
     if not shapes:
         return list(sweep.workloads)
-    templates = {(w.options, w.training): w for w in sweep.workloads}
+    templates = {(w.options, w.training, w.bias_rank): w for w in sweep.workloads}
     return [dataclasses.replace(w, shape=shape.name) for w in templates.values() for shape in shapes]
 
 
@@ -232,9 +250,8 @@ def capture(
     if few_heads:
         shape = dataclasses.replace(shape, heads=compiling_heads(shape.heads))
     case = Case(shape, head_dim, workload.training)
-    method = Method("vmonarch", "vmonarch", dict(workload.options))
     inputs = Inputs.random(case, device, dtype)
-    return call_stages(lambda: call(method, inputs, case), needed)
+    return call_stages(lambda: call(workload.method, inputs, case), needed)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -32,11 +32,13 @@ def _add_keys(
     for first in range(start, stop, BLOCK_N):
         j = first + tl.arange(0, BLOCK_N)
         inside = j < Sk
-        fk = load_rows(fk_ptr, stride_fks, j, inside, R, BLOCK_R, MASKED)  # [N, R]
         k = load_rows(k_ptr, stride_ks, j, inside, D, BLOCK_D, MASKED)  # [N, D]
         v = load_rows(v_ptr, stride_vs, j, inside, E, BLOCK_E, MASKED)  # [N, E]
-        scores = tl.dot(fq, tl.trans(fk), input_precision=PRECISION) * inverse_scale  # [M, N]
-        scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if R > 0:
+            fk = load_rows(fk_ptr, stride_fks, j, inside, R, BLOCK_R, MASKED)  # [N, R]
+            scores = tl.dot(fq, tl.trans(fk), input_precision=PRECISION) * inverse_scale
+        scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)  # [M, N]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if MASKED:
             i = first_row + tl.arange(0, BLOCK_M)
@@ -45,7 +47,8 @@ def _add_keys(
         ds = probabilities(scores, lse[:, None], log2_scale) * (dp - delta[:, None])
         ds = ds.to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
-        dfq = tl.dot(ds, fk, dfq, input_precision=PRECISION)
+        if R > 0:
+            dfq = tl.dot(ds, fk, dfq, input_precision=PRECISION)
     return dq, dfq
 
 
@@ -109,20 +112,23 @@ def _add_rows(
     Sq, Sk, inverse_scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries [start, stop) contribute to dk / scale, dv and dφk of the keys j."""
     for first in range(start, stop, BLOCK_M):
         i = first + tl.arange(0, BLOCK_M)
         present = i < Sq
         q = load_rows(q_ptr, stride_qs, i, present, D, BLOCK_D, MASKED)  # [M, D]
-        fq = load_rows(fq_ptr, stride_fqs, i, present, R, BLOCK_R, MASKED)  # [M, R]
+        if R > 0:
+            fq = load_rows(fq_ptr, stride_fqs, i, present, R, BLOCK_R, MASKED)  # [M, R]
         do = load_rows(do_ptr, stride_gs, i, present, E, BLOCK_E, MASKED)  # [M, E]
         # Where there is no row, lse = inf makes p = 0.
         lse = tl.load(lse_ptr + first_stat + i, mask=present, other=float("inf"))
         delta = tl.load(delta_ptr + first_stat + i, mask=present, other=0.0)
-        scores = tl.dot(fk, tl.trans(fq), input_precision=PRECISION) * inverse_scale  # [N, M]
-        scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION)
+        scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if R > 0:
+            scores = tl.dot(fk, tl.trans(fq), input_precision=PRECISION) * inverse_scale
+        scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION)  # [N, M]
         if MASKED:
             attended = is_attended(i[None, :], j[:, None], Sq, Sk, mask_ptr, stride_ms, CAUSAL, HAS_MASK)
             scores = tl.where(attended, scores, -float("inf"))
@@ -131,7 +137,8 @@ def _add_rows(
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        dfk = tl.dot(ds, fq, dfk, input_precision=PRECISION)
+        if R > 0:
+            dfk = tl.dot(ds, fq, dfk, input_precision=PRECISION)
     return dk, dv, dfk
 
 
@@ -177,19 +184,19 @@ def _flash_bias_keys_kernel(
         dk, dv, dfk, k, v, fk, start, tl.minimum(whole, Sq), j, bh * Sq,
         q_ptr, fq_ptr, do_ptr, lse_ptr, delta_ptr, mask_ptr, stride_qs, stride_fqs, stride_gs, stride_ms,
         Sq, Sk, inverse_scale, log2_scale, D, E, R, CAUSAL, HAS_MASK, True, PRECISION,
-        BLOCK_M, BLOCK_D, BLOCK_E, BLOCK_R,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, BLOCK_R,
     )  # fmt: skip
     dk, dv, dfk = _add_rows(
         dk, dv, dfk, k, v, fk, whole, stop, j, bh * Sq,
         q_ptr, fq_ptr, do_ptr, lse_ptr, delta_ptr, mask_ptr, stride_qs, stride_fqs, stride_gs, stride_ms,
         Sq, Sk, inverse_scale, log2_scale, D, E, R, CAUSAL, HAS_MASK, False, PRECISION,
-        BLOCK_M, BLOCK_D, BLOCK_E, BLOCK_R,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, BLOCK_R,
     )  # fmt: skip
     dk, dv, dfk = _add_rows(
         dk, dv, dfk, k, v, fk, stop, Sq, j, bh * Sq,
         q_ptr, fq_ptr, do_ptr, lse_ptr, delta_ptr, mask_ptr, stride_qs, stride_fqs, stride_gs, stride_ms,
         Sq, Sk, inverse_scale, log2_scale, D, E, R, CAUSAL, HAS_MASK, True, PRECISION,
-        BLOCK_M, BLOCK_D, BLOCK_E, BLOCK_R,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, BLOCK_R,
     )  # fmt: skip
     row = (b * Sk + j) * H + h
     store_rows(dk_ptr, D, row, inside, dk * scale, D, BLOCK_D)

@@ -58,10 +58,12 @@ def _attend_keys(
     for first in range(start, stop, BLOCK_N):
         j = first + tl.arange(0, BLOCK_N)
         inside = j < Sk
-        fk = load_rows(fk_ptr, stride_fks, j, inside, R, BLOCK_R, MASKED)  # [N, R]
         k = load_rows(k_ptr, stride_ks, j, inside, D, BLOCK_D, MASKED)  # [N, D]
-        scores = tl.dot(fq, tl.trans(fk), input_precision=PRECISION) * inverse_scale  # [M, N]
-        scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if R > 0:
+            fk = load_rows(fk_ptr, stride_fks, j, inside, R, BLOCK_R, MASKED)  # [N, R]
+            scores = tl.dot(fq, tl.trans(fk), input_precision=PRECISION) * inverse_scale
+        scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)  # [M, N]
         if MASKED:
             i = first_row + tl.arange(0, BLOCK_M)
             attended = is_attended(i[:, None], j[None, :], Sq, Sk, mask_ptr, stride_ms, CAUSAL, HAS_MASK)
@@ -123,7 +125,8 @@ class Launch:
 
     Args:
         query: [B, Sq, H, D]. key: [B, Sk, H, D]. value: [B, Sk, H, E].
-        query_factor: [B, Sq, H, R]. key_factor: [B, Sk, H, R]; expanded, of the dtype of `query`.
+        query_factor: [B, Sq, H, R]. key_factor: [B, Sk, H, R]; expanded, of the dtype of `query`. With R = 0 there is
+            no bias, which benchmarks compare with.
         key_mask: bool [B, Sk], True where a key counts; or None.
         scale: above 0.
     """
