@@ -1,6 +1,7 @@
 """Compile every kernel of a forward and backward call for a GPU that is not there; print one JSON line per kernel.
 
-    python compile_for_gpu.py ARCHITECTURE '{"grid": [16, 28, 52], "dim": 128, …}'
+    python compile_for_gpu.py ARCHITECTURE '{"grid": [16, 28, 52], "dim": 128, …}'         VMonarch
+    python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "rank": 9, "dim": 128, …}'    FlashBias
 
 A kernel launch is replaced by a compilation with the same arguments: the tensors lie on the CPU and are never read.
 """
@@ -86,11 +87,13 @@ def main():
     def options_of_a_gpu(kernel, device, dtype, head_dim):
         return originals(kernel, torch.device("cuda"), dtype, head_dim)
 
+    from vmonarch.kernels.flash_bias import backward as bias_backward
+    from vmonarch.kernels.flash_bias import forward as bias_forward
     from vmonarch.kernels.flash_entropy import backward as flash_backward
     from vmonarch.kernels.flash_entropy import forward as flash_forward
     from vmonarch.kernels.monarch import fused, l_step, places, r_step
 
-    for module in (flash_backward, flash_forward, l_step, r_step):
+    for module in (bias_forward, flash_backward, flash_forward, l_step, r_step):
         module.launch_options = options_of_a_gpu
     for module in (flash_backward, flash_forward):
         module.processors = lambda device: 132
@@ -101,6 +104,16 @@ def main():
         for module in (hopper_backward, hopper_r_step):
             module.processors = lambda device: 132
 
+    if "rank" in case:
+        dtype = getattr(torch, case["dtype"])
+        tensors = [torch.zeros(1, case["tokens"], 2, case["dim"], dtype=dtype) for _ in range(3)]
+        factors = [torch.zeros(1, case["tokens"], 2, case["rank"], dtype=dtype) for _ in range(2)]
+        mask = torch.ones(1, case["tokens"], dtype=torch.bool) if case.get("masked") else None
+        call = bias_forward.Launch(*tensors, *factors, mask, 0.1, case.get("causal", False))
+        with launch.launch_overrides(case.get("overrides", {})):
+            out, lse = bias_forward.flash_bias_forward(call)
+            bias_backward.flash_bias_backward(call, out, lse, out, lse)
+        return
     grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
     tensors = [torch.zeros(1, grid.tokens, 1, case["dim"], dtype=getattr(torch, case["dtype"])) for _ in range(3)]
     options = fused.MonarchOptions(

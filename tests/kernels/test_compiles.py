@@ -65,6 +65,32 @@ def test_portable_kernels_compile(architecture, name, tmp_path):
         assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
 
 
+BIAS_CASES = {
+    "rank-9": dict(tokens=4096, rank=9, dim=128, dtype="bfloat16"),
+    "rank-64": dict(tokens=4096, rank=64, dim=128, dtype="bfloat16"),
+    "narrow-causal": dict(tokens=2048, rank=2, dim=32, dtype="float16", causal=True),
+    "masked": dict(tokens=1000, rank=32, dim=64, dtype="bfloat16", masked=True),
+    "wide": dict(tokens=1000, rank=256, dim=256, dtype="bfloat16"),
+    "float32": dict(tokens=1000, rank=9, dim=128, dtype="float32"),
+}
+
+
+@pytest.mark.parametrize(
+    "architecture,name",
+    [(80, "rank-9"), (89, "narrow-causal"), (100, "rank-9"), (120, "rank-64"), *((90, name) for name in BIAS_CASES)],
+    ids=lambda value: str(value),
+)
+def test_kernels_with_a_bias_compile(architecture, name, tmp_path):
+    kernels = compile_kernels(architecture, BIAS_CASES[name], tmp_path)
+    assert {kernel["kernel"] for kernel in kernels} == {
+        "_flash_bias_kernel", "_flash_bias_rows_kernel", "_flash_bias_keys_kernel"
+    }  # fmt: skip
+    limit = BIG_SHARED_MEMORY if architecture == 100 else SMALLEST_SHARED_MEMORY
+    assert not [kernel for kernel in kernels if kernel["shared"] > limit]
+    if BIAS_CASES[name]["dtype"] != "float32" and BIAS_CASES[name]["dim"] <= 128:
+        assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
+
+
 @pytest.mark.parametrize("name", ["paper", "paper-64", "tiles", "entropy-gradient"])
 def test_hopper_kernels_compile(name, tmp_path):
     """Without spills, and with products that run while the same warps do other things."""
