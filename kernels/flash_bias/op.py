@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.flash_bias.backward import flash_bias_backward as backward_kernels
 from vmonarch.kernels.flash_bias.factors import in_dtype
 from vmonarch.kernels.flash_bias.forward import Launch
@@ -107,6 +108,10 @@ def flash_bias_attention_triton(
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     query_factor, key_factor = in_dtype(query_factor, key_factor, query.dtype)
     query_factor, key_factor = (f if f.stride(-1) == 1 else f.contiguous() for f in (query_factor, key_factor))
+    rank = query_factor.shape[3]
+    if missing := block_dim(rank) - rank:
+        # What the kernels pad to anyway; masked columns cost them registers, which are few.
+        query_factor, key_factor = (torch.nn.functional.pad(f, (0, missing)) for f in (query_factor, key_factor))
     tensors = (query, key, value, query_factor, key_factor)
     grad_needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if grad_needed or torch.compiler.is_compiling() or any(type(tensor) is not torch.Tensor for tensor in tensors):

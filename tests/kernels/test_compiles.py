@@ -66,18 +66,18 @@ def test_portable_kernels_compile(architecture, name, tmp_path):
 
 
 BIAS_CASES = {
-    "rank-9": dict(tokens=4096, rank=9, dim=128, dtype="bfloat16"),
+    "rank-16": dict(tokens=4096, rank=16, dim=128, dtype="bfloat16"),
     "rank-64": dict(tokens=4096, rank=64, dim=128, dtype="bfloat16"),
-    "narrow-causal": dict(tokens=2048, rank=2, dim=32, dtype="float16", causal=True),
+    "narrow-causal": dict(tokens=2048, rank=16, dim=32, dtype="float16", causal=True),
     "masked": dict(tokens=1000, rank=32, dim=64, dtype="bfloat16", masked=True),
     "wide": dict(tokens=1000, rank=256, dim=256, dtype="bfloat16"),
-    "float32": dict(tokens=1000, rank=9, dim=128, dtype="float32"),
+    "float32": dict(tokens=1000, rank=16, dim=128, dtype="float32"),
 }
 
 
 @pytest.mark.parametrize(
     "architecture,name",
-    [(80, "rank-9"), (89, "narrow-causal"), (100, "rank-9"), (120, "rank-64"), *((90, name) for name in BIAS_CASES)],
+    [(80, "rank-16"), (89, "narrow-causal"), (100, "rank-16"), (120, "rank-64"), *((90, name) for name in BIAS_CASES)],
     ids=lambda value: str(value),
 )
 def test_kernels_with_a_bias_compile(architecture, name, tmp_path):
