@@ -18,6 +18,13 @@ PLACES = "kernels/monarch/places.py"
 R_STEP = "kernels/monarch/r_step.py"
 L_STEP = "kernels/monarch/l_step.py"
 FUSED = "kernels/monarch/fused.py"
+BIAS_REFERENCE = "kernels/flash_bias/reference.py"
+BIAS_FORWARD = "kernels/flash_bias/forward.py"
+BIAS_BACKWARD = "kernels/flash_bias/backward.py"
+BIAS_OP = "kernels/flash_bias/op.py"
+BIAS_FACTORS = "kernels/flash_bias/factors.py"
+EXACT_BIAS = "bias/exact.py"
+SVD_BIAS = "bias/svd.py"
 
 # name -> (file in the package, text in it, what the bug makes of it)
 BUGS = {
@@ -69,6 +76,29 @@ BUGS = {
     "kernel-tiles-of-equal-size": (
         PLACES, "row = tile_h * places.height // places.tiles_h", "row = tile_h * places.tile_height"),
     "kernel-inference-reads-old-z": (FUSED, "z = buffers.z[n]", "z = query"),
+    "bias-scaled": (BIAS_REFERENCE, "cat([scaled_query, to_groups(", "cat([scaled_query, scale * to_groups("),
+    "bias-causal-from-the-first-key": (BIAS_REFERENCE, "Sk - Sq if causal", "0 if causal"),
+    "bias-mask-of-other-heads": (BIAS_REFERENCE, "repeat_interleave(H, 0)", "repeat(H, 1)"),
+    "bias-kernel-scaled": (BIAS_FORWARD, "* inverse_scale\n", "* 1.0\n"),
+    "bias-kernel-causal-one-short": (BIAS_FORWARD, "(j <= i + Sk - Sq)", "(j < i + Sk - Sq)"),
+    "bias-kernel-causal-from-the-first-key": (BIAS_FORWARD, "(j <= i + Sk - Sq)", "(j <= i)"),
+    "bias-kernel-tail-skipped": (BIAS_FORWARD, "q, fq, whole, stop,", "q, fq, whole, whole,"),
+    "bias-kernel-too-many-whole-tiles": (BIAS_FORWARD, "tl.minimum(Sk, first_row + 1 + Sk - Sq)", "stop"),
+    "bias-kernel-rescale-forgotten": (BIAS_FORWARD, "acc * alpha[:, None]", "acc"),
+    "bias-kernel-factors-of-head-0": (BIAS_FORWARD, "b * stride_fkb + h * stride_fkh", "b * stride_fkb"),
+    "bias-gradient-scaled": (BIAS_BACKWARD, "row, present, dfq, R", "row, present, dfq * scale, R"),
+    "bias-key-gradient-unscaled": (BIAS_BACKWARD, "row, inside, dk * scale, D", "row, inside, dk, D"),
+    "bias-lse-gradient-sign": (BIAS_BACKWARD, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr"),
+    "bias-delta-dropped": (BIAS_BACKWARD, "ds = (p * (dp - delta[None, :]))", "ds = (p * dp)"),
+    "bias-first-rows-skipped": (BIAS_BACKWARD, "start, tl.minimum(whole, Sq), j,", "whole, tl.minimum(whole, Sq), j,"),
+    "bias-last-rows-skipped": (BIAS_BACKWARD, "stop, Sq, j, bh * Sq", "Sq, Sq, j, bh * Sq"),
+    "bias-causal-rows-start-late": (BIAS_BACKWARD, "tl.maximum(0, first_key + Sq - Sk) //", "(first_key + BLOCK_N) //"),
+    "bias-shared-factor-of-one-head": (BIAS_OP, "d.sum_to_size(f.shape)", "d[: f.shape[0], :, : f.shape[2]]"),
+    "bias-parts-left-out": (BIAS_FACTORS, "in range(len(query_parts)) for", "in range(1) for"),
+    "bias-distance-of-the-sum": (EXACT_BIAS, "-2 * weights * x]", "2 * weights * x]"),
+    "bias-alibi-from-the-first-key": (EXACT_BIAS, "positions[keys - queries :]", "positions[:queries]"),
+    "bias-energy-of-sigma": (SVD_BIAS, "sigma.square().cumsum", "sigma.cumsum"),
+    "bias-heads-mixed-up": (SVD_BIAS, "torch.tensor(low, device", "torch.tensor(low[::-1], device"),
 }  # fmt: skip
 # Tests that see a bug of the kernels soonest; the interpreter is slow.
 KEYWORDS = {
@@ -86,6 +116,11 @@ KEYWORDS = {
 TESTS = {
     SOFTMAX: ["tests/kernels/test_flash_entropy.py", "tests/kernels/test_monarch.py"],
     "monoid.py": ["tests/vmonarch/test_monoid.py"],
+    **{
+        file: ["tests/kernels/test_flash_bias.py"]
+        for file in (BIAS_REFERENCE, BIAS_FORWARD, BIAS_BACKWARD, BIAS_OP, BIAS_FACTORS)
+    },
+    **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},
     **{file: ["tests/kernels/test_monarch_triton.py"] for file in (ONLINE, TILES, PLACES, R_STEP, L_STEP, FUSED)},
 }
 DEFAULT_TESTS = ["tests/kernels/test_monarch.py"]
