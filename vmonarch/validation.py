@@ -71,6 +71,36 @@ def check_key_mask(key_mask: object, key: torch.Tensor) -> None:
         raise ValueError(f"key_mask must lie on the device of query ({key.device}), got {key_mask.device}")
 
 
+def check_factors(query_factor: object, key_factor: object, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Check the factors of a bias: [B or 1, Sq, H or 1, R] and [B or 1, Sk, H or 1, R], of query's dtype or float32.
+
+    Raises:
+        TypeError: a factor is not a tensor.
+        ValueError: shapes, dtypes or devices do not fit together.
+    """
+    B, _, H, _ = query.shape
+    for name, factor, tokens in (
+        ("query_factor", query_factor, query.shape[1]),
+        ("key_factor", key_factor, key.shape[1]),
+    ):
+        if not isinstance(factor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor [B or 1, S, H or 1, R], got {type(factor).__name__}")
+        fits = factor.ndim == 4 and factor.shape[0] in (1, B) and factor.shape[1] == tokens
+        if not fits or factor.shape[2] not in (1, H) or factor.shape[3] == 0:
+            raise ValueError(f"{name} must be [{B} or 1, {tokens}, {H} or 1, R], got shape {tuple(factor.shape)}")
+        if factor.dtype not in (query.dtype, torch.float32):
+            raise ValueError(f"{name} must have the dtype of query ({query.dtype}) or be float32, got {factor.dtype}")
+        if factor.device != query.device:
+            raise ValueError(f"{name} must lie on the device of query ({query.device}), got {factor.device}")
+    assert isinstance(query_factor, torch.Tensor) and isinstance(key_factor, torch.Tensor)
+    for what, ours, theirs in (
+        ("rank", query_factor.shape[3], key_factor.shape[3]),
+        ("dtype", query_factor.dtype, key_factor.dtype),
+    ):
+        if ours != theirs:
+            raise ValueError(f"key_factor must have the {what} of query_factor ({ours}), got {theirs}")
+
+
 def check_positive_integer(name: str, number: object) -> None:
     """Raise TypeError or ValueError unless `number` is an integer of at least 1."""
     if isinstance(number, bool) or not hasattr(number, "__index__"):

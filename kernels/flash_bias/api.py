@@ -9,7 +9,14 @@ import torch
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.flash_bias.factors import why_too_wide
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
-from vmonarch.validation import check_flag, check_implementation, check_key_mask, check_qkv, resolve_scale
+from vmonarch.validation import (
+    check_factors,
+    check_flag,
+    check_implementation,
+    check_key_mask,
+    check_qkv,
+    resolve_scale,
+)
 
 
 @overload
@@ -84,14 +91,7 @@ def flash_bias_attention(
     Source: FlashBias, Eq. 3.
     """
     check_qkv(query, key, value)
-    _check_factor("query_factor", query_factor, query, query.shape[1])
-    _check_factor("key_factor", key_factor, query, key.shape[1])
-    for what, ours, theirs in (
-        ("rank", query_factor.shape[3], key_factor.shape[3]),
-        ("dtype", query_factor.dtype, key_factor.dtype),
-    ):
-        if ours != theirs:
-            raise ValueError(f"key_factor must have the {what} of query_factor ({ours}), got {theirs}")
+    check_factors(query_factor, key_factor, query, key)
     check_flag("causal", causal)
     check_flag("return_lse", return_lse)
     check_implementation(implementation)
@@ -110,16 +110,3 @@ def flash_bias_attention(
         attend = flash_bias_attention_triton
     out, lse = attend(query, key, value, query_factor, key_factor, scale=scale, causal=causal, key_mask=key_mask)
     return (out, lse) if return_lse else out
-
-
-def _check_factor(name: str, factor: object, query: torch.Tensor, tokens: int) -> None:
-    B, _, H, _ = query.shape
-    if not isinstance(factor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor [B or 1, S, H or 1, R], got {type(factor).__name__}")
-    fits = factor.ndim == 4 and factor.shape[0] in (1, B) and factor.shape[1] == tokens and factor.shape[2] in (1, H)
-    if not fits or factor.shape[3] == 0:
-        raise ValueError(f"{name} must be [{B} or 1, {tokens}, {H} or 1, R], got shape {tuple(factor.shape)}")
-    if factor.dtype not in (query.dtype, torch.float32):
-        raise ValueError(f"{name} must have the dtype of query ({query.dtype}) or be float32, got {factor.dtype}")
-    if factor.device != query.device:
-        raise ValueError(f"{name} must lie on the device of query ({query.device}), got {factor.device}")

@@ -46,3 +46,24 @@ def in_dtype(
     query_parts, key_parts = as_parts(query_factor, dtype), as_parts(key_factor, dtype)
     pairs = [(i, n - i) for n in range(len(query_parts)) for i in range(n + 1)]
     return torch.cat([query_parts[i] for i, _ in pairs], -1), torch.cat([key_parts[j] for _, j in pairs], -1)
+
+
+def extended(
+    query: torch.Tensor, key: torch.Tensor, query_factor: torch.Tensor, key_factor: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[q | φq/scale] and [k | φk] [B, S, H, D + R]: their scaled products are the logits with the bias.
+
+    Args:
+        query, key: [B, S, H, D]. query_factor, key_factor: [B or 1, S, H or 1, R]. scale: not 0.
+    """
+    dtype = query.dtype
+    wide = torch.promote_types(query_factor.dtype, torch.float32)
+    factors = (query_factor.to(wide) / scale, key_factor.to(wide))
+    if query_factor.dtype == dtype:
+        factors = (factors[0].to(dtype), factors[1].to(dtype))
+    elif dtype in _PARTS:
+        factors = in_dtype(*factors, dtype)
+    B, _, H, _ = query.shape
+    pairs = zip((query, key), factors, strict=True)
+    extended_query, extended_key = (torch.cat([x, f.to(dtype).expand(B, -1, H, -1)], -1) for x, f in pairs)
+    return extended_query, extended_key

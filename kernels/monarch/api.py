@@ -11,9 +11,11 @@ import torch
 from vmonarch.exact import ExactBlocks, resolve_exact
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.flash_bias.factors import extended
 from vmonarch.kernels.monarch.blocks import blocks_of_frames, exact_key_frames, grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import monarch_attention_reference
 from vmonarch.validation import (
+    check_factors,
     check_flag,
     check_implementation,
     check_key_mask,
@@ -76,6 +78,7 @@ def vmonarch_attention(
     coarse: int = ...,
     exact: str | ExactBlocks | None = ...,
     min_mass: float = ...,
+    bias: tuple[torch.Tensor, torch.Tensor] | None = ...,
     scale: float | None = ...,
     entropy_grad: bool = ...,
     return_lse: Literal[False] = ...,
@@ -94,6 +97,7 @@ def vmonarch_attention(
     coarse: int = ...,
     exact: str | ExactBlocks | None = ...,
     min_mass: float = ...,
+    bias: tuple[torch.Tensor, torch.Tensor] | None = ...,
     scale: float | None = ...,
     entropy_grad: bool = ...,
     return_lse: Literal[True],
@@ -111,6 +115,7 @@ def vmonarch_attention(
     coarse: int = 1,
     exact: str | ExactBlocks | None = "first_frame",
     min_mass: float = 0.1,
+    bias: tuple[torch.Tensor, torch.Tensor] | None = None,
     scale: float | None = None,
     entropy_grad: bool = False,
     return_lse: bool = False,
@@ -133,6 +138,9 @@ def vmonarch_attention(
         exact: None; "first_frame", the paper's recomputation (the L-steps do not know of it); or an `ExactBlocks`
             pattern. With frames_per_block > 1, exact key frames are rounded outward to whole blocks.
         min_mass: lower bound of cR where it divides (0.1 in the paper; 0 only keeps empty columns finite).
+        bias: (φq [B or 1, S, H or 1, R], φk [B or 1, S, H or 1, R]), whose product φq·φk is added to every logit, in
+            exact rows too; see `flash_bias_attention`. They make heads wider: D + R dimensions, or up to D + 6·R for
+            float32 factors among 16-bit tensors.
         scale: softmax scale; 1/√D if None.
         entropy_grad: whether gradients flow through the entropy cL (stopped by default, as in the paper).
         return_lse: also return the log-partition of every row. For a Monarch row it equals
@@ -176,6 +184,8 @@ def vmonarch_attention(
     tiles = (tiles[0], tiles[1])
     pattern = resolve_exact(exact)
     scale = resolve_scale(scale, query.shape[-1])
+    if bias is not None:
+        query, key = _with_bias(query, key, bias, scale)
     if use_triton("vmonarch_attention", implementation, query, key, value):
         from vmonarch.kernels.monarch.fused import MonarchOptions
         from vmonarch.kernels.monarch.op import monarch_attention_triton
@@ -209,6 +219,17 @@ def vmonarch_attention(
         aware=pattern is not None and pattern.aware,
     )
     return (out, lse) if return_lse else out
+
+
+def _with_bias(query: torch.Tensor, key: torch.Tensor, bias: object, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and key whose products have the bias in them (algorithm notes §11)."""
+    if not isinstance(bias, (tuple, list)) or len(bias) != 2:
+        raise TypeError(f"bias must be None or a pair (query_factor, key_factor), got {type(bias).__name__}")
+    query_factor, key_factor = bias
+    check_factors(query_factor, key_factor, query, key)
+    if scale == 0:
+        raise ValueError("scale must not be 0 with a bias: the bias is divided by it")
+    return extended(query, key, query_factor, key_factor, scale)
 
 
 def monarch_attention(
