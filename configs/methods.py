@@ -9,8 +9,9 @@ To add a kind: one frozen dataclass with `install`, one line in `KINDS`, one YAM
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -50,6 +51,7 @@ class VMonarchAttention:
 
     Args:
         exact: null, "first_frame", or a mapping with rows, columns, band, aware (see `vmonarch.ExactBlocks`).
+        reach: null, or the reach along (time, height, width) of a `vmonarch.bias.SpatioTemporalDecay` over all heads.
         dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
     """
 
@@ -61,30 +63,28 @@ class VMonarchAttention:
     coarse: int = 1
     exact: Any = "first_frame"
     min_mass: float = 0.1
+    reach: tuple[float, float, float] | None = None
     dense_steps: Any = 0
     dense_layers: Any = 0
     implementation: str = "auto"
 
     def __post_init__(self) -> None:
-        from vmonarch.dense import DenseSet
         from vmonarch.kernels.monarch.api import check_vmonarch_options
 
         parameters = self._parameters()
-        dense = {name: parameters.pop(name) for name in ("dense_steps", "dense_layers")}
-        try:
+        for name in ("bias", "dense_steps", "dense_layers"):
+            parameters.pop(name)
+        with _naming_the_option():
             check_vmonarch_options(**parameters)
-            for name, value in dense.items():
-                DenseSet(name, value)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            # The checks name the option first: "num_iterations must be at least 1, got 0".
-            argument, _, problem = str(error).partition(" ")
-            raise InputError(argument, problem) from error
+            _check_dense(self)
 
     def _parameters(self) -> dict[str, Any]:
         """The processor's arguments."""
         from vmonarch.exact import ExactBlocks
 
         parameters = dataclasses.asdict(self)
+        reach = parameters.pop("reach")
+        parameters["bias"] = None if reach is None else _decay(reach)
         if isinstance(self.exact, Mapping):
             check_keys(ExactBlocks, self.exact, prefix="exact.")
             try:
@@ -104,9 +104,69 @@ class VMonarchAttention:
         return dataclasses.replace(self, dense_steps=0)
 
 
-Parameters = FullAttention | VMonarchAttention
-KINDS: dict[str, type[FullAttention] | type[VMonarchAttention]] = {
-    method.kind: method for method in (FullAttention, VMonarchAttention)
+@dataclass(frozen=True)
+class FlashBiasAttention:
+    """Exact attention with a bias that falls off over space and time; see `vmonarch.FlashBiasProcessor`.
+
+    Args:
+        reach: along (time, height, width), of a `vmonarch.bias.SpatioTemporalDecay` that all heads share.
+        dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep attention without it.
+    """
+
+    kind: ClassVar[str] = "flashbias"
+
+    reach: tuple[float, float, float] = (16.0, 64.0, 64.0)
+    dense_steps: Any = 0
+    dense_layers: Any = 0
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        from vmonarch.validation import check_implementation
+
+        _decay(self.reach)
+        with _naming_the_option():
+            check_implementation(self.implementation)
+            _check_dense(self)
+
+    def install(self, pipe: Any) -> None:
+        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+        from vmonarch import FlashBiasProcessor, apply
+
+        parameters = dataclasses.asdict(self)
+        apply(pipe, FlashBiasProcessor(_decay(parameters.pop("reach")), **parameters))
+
+    def without_dense(self) -> FlashBiasAttention:
+        """The method with no dense steps: what a one-step warm-up has to run."""
+        return dataclasses.replace(self, dense_steps=0)
+
+
+@contextlib.contextmanager
+def _naming_the_option() -> Iterator[None]:
+    """Turn errors of checks, which name the option first ("coarse must be at least 1, got 0"), into `InputError`s."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        argument, _, problem = str(error).partition(" ")
+        raise InputError(argument, problem) from error
+
+
+def _check_dense(method: VMonarchAttention | FlashBiasAttention) -> None:
+    from vmonarch.dense import DenseSet
+
+    DenseSet("dense_steps", method.dense_steps)
+    DenseSet("dense_layers", method.dense_layers)
+
+
+def _decay(reach: Any) -> Any:
+    from vmonarch.bias import SpatioTemporalDecay
+
+    with _naming_the_option():
+        return SpatioTemporalDecay(1, reach)
+
+
+Parameters = FullAttention | VMonarchAttention | FlashBiasAttention
+KINDS: dict[str, type[Parameters]] = {
+    method.kind: method for method in (FullAttention, VMonarchAttention, FlashBiasAttention)
 }
 
 

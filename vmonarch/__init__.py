@@ -24,6 +24,7 @@ _EXPORTS = {
     "monarch_attention": "vmonarch.kernels.monarch.api",
     "vmonarch_attention": "vmonarch.kernels.monarch.api",
     "VMonarchProcessor": "vmonarch.processors",
+    "FlashBiasProcessor": "vmonarch.processors",
     "apply": "vmonarch.installation",
     "restore": "vmonarch.installation",
 }
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from vmonarch.kernels.monarch.api import monarch_attention as monarch_attention
     from vmonarch.kernels.monarch.api import vmonarch_attention as vmonarch_attention
     from vmonarch.monoid import merge_partials as merge_partials
+    from vmonarch.processors import FlashBiasProcessor as FlashBiasProcessor
     from vmonarch.processors import VMonarchProcessor as VMonarchProcessor
 
 

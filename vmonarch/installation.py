@@ -146,7 +146,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     Args:
         pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a Wan-family transformer. Of a
             pipeline both `transformer` and `transformer_2` are changed, whichever exist.
-        processor: a `VMonarchProcessor`. It is not changed and may be applied elsewhere too.
+        processor: a `VMonarchProcessor` or another of ours. It is not changed and may be applied elsewhere too.
 
     Returns:
         The installation: `.grid` seen last, `.restore()`, and a context manager that restores.
@@ -159,7 +159,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     transformers = _find_transformers(pipe_or_transformer)
     if not isinstance(processor, VideoAttentionProcessor):
         raise TypeError(
-            f"processor must be a VMonarchProcessor(...), got {_describe(processor)}; vmonarch.restore switches it off"
+            f"processor must be a VMonarchProcessor(...) or another of vmonarch's, got {_describe(processor)};"
+            " vmonarch.restore switches it off"
         )
     is_pipe = not isinstance(pipe_or_transformer, torch.nn.Module)
     dense_steps = DenseSet("dense_steps", processor.dense_steps)

@@ -17,10 +17,13 @@ from diffusers.models.transformers import transformer_skyreels_v2 as skyreels
 from diffusers.models.transformers import transformer_wan as wan
 from diffusers.models.transformers import transformer_wan_animate as animate
 
+from vmonarch.bias.video import BiasOption, GridBias
 from vmonarch.dense import Dense, DenseSet
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
+from vmonarch.validation import check_implementation
 
 # Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
 WAN_ATTENTION = (wan.WanAttention, animate.WanAttention, chronoedit.WanAttention, skyreels.SkyReelsV2Attention)
@@ -211,9 +214,15 @@ class VideoAttentionProcessor:
         self._needs_apply = next(
             (name for name in ("dense_steps", "dense_layers") if DenseSet(name, getattr(self, name)).some), None
         )
+        self._bias: BiasOption | None = None
         self._context: ForwardContext | None = None
         self._original: Any = None
         self._inferred: tuple[weakref.ref[torch.Tensor], LatentGrid] | None = None
+
+    @property
+    def bias(self) -> GridBias | None:
+        """What makes the factors of the bias, of processors that have one."""
+        return None if self._bias is None else self._bias.bias
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
@@ -226,6 +235,8 @@ class VideoAttentionProcessor:
         """The options as JSON-serialisable values; `from_config` takes them back."""
 
         def plain(option: Any) -> Any:
+            if self._bias is not None and option is self._bias.bias:
+                return self._bias.config()
             if dataclasses.is_dataclass(option) and not isinstance(option, type):
                 return {name: plain(entry) for name, entry in dataclasses.asdict(option).items()}
             return list(option) if isinstance(option, tuple) else option
@@ -367,6 +378,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
 
     Args:
         num_iterations, frames_per_block, tiles, coarse, exact, min_mass, implementation: as in `vmonarch_attention`.
+        bias: None, or a low-rank bias that every logit gets, as in `FlashBiasProcessor`.
         dense_steps: denoising steps computed with exact attention: the first n (int), the first fraction, rounded up
             (float), or a collection of step indices. Needs `vmonarch.apply(pipe, …)`.
         dense_layers: transformer blocks that keep their own processor, given like `dense_steps`; VACE's control blocks
@@ -384,6 +396,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         "coarse",
         "exact",
         "min_mass",
+        "bias",
         "dense_steps",
         "dense_layers",
         "grid",
@@ -399,12 +412,14 @@ class VMonarchProcessor(VideoAttentionProcessor):
         coarse: int = 1,
         exact: str | ExactBlocks | None = "first_frame",
         min_mass: float = 0.1,
+        bias: object = None,
         dense_steps: object = 0,
         dense_layers: object = 0,
         grid: object = None,
         implementation: str = "auto",
     ) -> None:
         super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
+        self._bias = None if bias is None else BiasOption(bias)
         check_vmonarch_options(
             num_iterations=num_iterations,
             frames_per_block=frames_per_block,
@@ -439,5 +454,44 @@ class VMonarchProcessor(VideoAttentionProcessor):
             coarse=self.coarse,
             exact=self.exact,
             min_mass=self.min_mass,
+            bias=None if self._bias is None else self._bias.factors(grid, query.device),
             implementation=self.implementation,
         )
+
+
+class FlashBiasProcessor(VideoAttentionProcessor):
+    """Exact attention with a low-rank bias for every Wan-family transformer (FlashBias; `flash_bias_attention`).
+
+    Cross-attention, with text or with an image, has no bias.
+
+    Args:
+        bias: a pair of tensors (query_factor, key_factor), each [1, S, H or 1, R], for the one grid that they fit; or a
+            callable that makes such a pair for a `LatentGrid`, for example `vmonarch.bias.SpatioTemporalDecay(heads)`
+            or any module. All layers share it; what it learns is saved by its owner.
+        dense_steps, dense_layers, grid: as in `VMonarchProcessor`.
+        implementation: as in `flash_bias_attention`.
+
+    Raises:
+        TypeError, ValueError: an option has an unsupported value.
+    """
+
+    _OPTIONS = ("bias", "dense_steps", "dense_layers", "grid", "implementation")
+
+    def __init__(
+        self,
+        bias: object,
+        *,
+        dense_steps: object = 0,
+        dense_layers: object = 0,
+        grid: object = None,
+        implementation: str = "auto",
+    ) -> None:
+        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
+        self._bias = BiasOption(bias)
+        check_implementation(implementation)
+        self.implementation = implementation
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        assert self._bias is not None
+        query_factor, key_factor = self._bias.factors(grid, query.device)
+        return flash_bias_attention(query, key, value, query_factor, key_factor, implementation=self.implementation)

@@ -12,6 +12,7 @@ from vmonarch.eval.compare import CompareConfig
 from vmonarch.pipelines.generation import GenerateConfig, build_config, complete, find_model, load_model
 
 GENERAL = {"full", "vmonarch", "vmonarch-t1", "vmonarch-t3", "vmonarch-band1"}
+REACH = (4.0, 8.0, 8.0)
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +23,16 @@ def pipe(tiny_model: Path):
 
 @pytest.mark.parametrize("name", method_names())
 def test_every_method_installs_what_it_says(name: str, pipe) -> None:
-    from vmonarch import ExactBlocks, VMonarchProcessor
+    from vmonarch import ExactBlocks, FlashBiasProcessor, VMonarchProcessor
 
     method = resolve_method(name)
     assert method.label == method.name == name and resolve_method(method.to_dict()) == method
     method.install(pipe)
     processor = pipe.transformer.blocks[0].attn1.processor
-    assert isinstance(processor, VMonarchProcessor) == (name != "full")
+    kinds = {"full": (), "vmonarch": VMonarchProcessor, "flashbias": FlashBiasProcessor}
+    kind = method.parameters.kind
+    assert isinstance(processor, kinds[kind] or type(pipe.transformer.blocks[0].attn2.processor))
+    assert (kind == "full") != isinstance(processor, (VMonarchProcessor, FlashBiasProcessor))
     if isinstance(method.parameters, VMonarchAttention):
         assert processor.num_iterations == method.parameters.num_iterations
         exact = method.parameters.exact
@@ -47,6 +51,16 @@ def test_parameters_in_the_name() -> None:
     expected = VMonarchAttention(num_iterations=3, tiles=(2, 2), exact={"band": 1}, dense_steps=0.25)
     assert method.parameters == expected and method.name == "vmonarch"
     assert method.label.startswith("vmonarch:") and resolve_method("vmonarch:").label == "vmonarch"
+
+
+def test_a_bias_falls_off_over_the_reach(pipe) -> None:
+    for spec, kind in (("flashbias:reach=[4, 8, 8]", "flashbias"), ("vmonarch:reach=[4, 8, 8]", "vmonarch")):
+        method = resolve_method(spec)
+        assert method.parameters.kind == kind and tuple(method.parameters.reach) == REACH
+        method.install(pipe)
+        decay = pipe.transformer.blocks[0].attn1.processor.bias.decay
+        assert decay.tolist() == [[reach**-2 for reach in REACH]]
+        assert resolve_method(method.to_dict()) == method
 
 
 def test_the_warm_up_runs_the_method_itself() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 
 import pytest
@@ -128,6 +129,7 @@ def test_every_option_reaches_the_op(tiny, monkeypatch):
         "coarse": 2,
         "exact": ExactBlocks(columns=(0,), band=1),
         "min_mass": 0.2,
+        "bias": (torch.ones(1, math.prod(tiny.GRID), 1, 1), torch.zeros(1, math.prod(tiny.GRID), 1, 1)),
         "implementation": "torch",
     }
     seen = {}

@@ -7,6 +7,7 @@ nothing. Shapes: Sq queries, Sk keys, H heads, C coordinates, R rank; factors ar
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -111,27 +112,54 @@ def _weights(name: str, weight: torch.Tensor | float, queries: int | None, coord
     return tensor
 
 
+def check_reach(reach: object) -> None:
+    """Raise ValueError unless `reach` is three numbers above 0, math.inf among them."""
+    numbers = list(reach) if isinstance(reach, Sequence) and not isinstance(reach, str) else []
+    if len(numbers) != 3 or not all(isinstance(r, (int, float)) and not isinstance(r, bool) and r > 0 for r in numbers):
+        raise ValueError(f"reach must be three numbers above 0 (time, height, width), got {reach!r}")
+
+
 class SpatioTemporalDecay(torch.nn.Module):
     """A bias for video: -Σ_axis (Δaxis / reach)², learnable for every head, of rank 7; axes are time, height, width.
 
     A key as far as `reach` along an axis counts e⁻¹ times as much as a near one with the same logit.
 
     Args:
-        heads: H.
+        heads: H, or 1 for one decay that all heads share.
         reach: initial reach along (time, height, width), in latent frames, rows and columns; math.inf for an axis
             along which nothing decays at first.
 
     The parameter `decay` [H, 3] is 1 / reach². It is used as it is: in training, an axis may come to favour far keys.
     """
 
-    def __init__(self, heads: int, reach: tuple[float, float, float] = (16.0, 64.0, 64.0)) -> None:
+    KIND = "spatio-temporal-decay"
+
+    def __init__(self, heads: int = 1, reach: Sequence[float] = (16.0, 64.0, 64.0)) -> None:
         super().__init__()
         check_positive_integer("heads", heads)
-        if len(reach) != 3 or not all(isinstance(r, (int, float)) and r > 0 for r in reach):
-            raise ValueError(f"reach must be three numbers above 0 (time, height, width), got {reach!r}")
-        self.reach = (float(reach[0]), float(reach[1]), float(reach[2]))
-        start = [0.0 if math.isinf(r) else r**-2 for r in self.reach]
+        check_reach(reach)
+        start = [0.0 if math.isinf(r) else float(r) ** -2 for r in reach]
         self.decay = torch.nn.Parameter(torch.tensor([start] * heads))
+
+    @property
+    def config(self) -> dict[str, object]:
+        """What it is, with the decays as they are now, as JSON-serialisable values; `from_config` takes it back."""
+        return {"kind": self.KIND, "decay": self.decay.tolist()}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> SpatioTemporalDecay:
+        """The bias of a `config`.
+
+        Raises:
+            ValueError: it is the config of something else.
+        """
+        decay = torch.as_tensor(config.get("decay", ()), dtype=torch.float32)
+        if config.get("kind") != cls.KIND or set(config) != {"kind", "decay"} or decay.shape[1:] != (3,):
+            wanted = f'{{"kind": "{cls.KIND}", "decay": [H lists of three numbers]}}'
+            raise ValueError(f"bias as a config must be {wanted}, got {dict(config)!r}")
+        bias = cls(decay.shape[0])
+        bias.decay = torch.nn.Parameter(decay)
+        return bias
 
     def forward(self, grid: LatentGrid) -> tuple[torch.Tensor, torch.Tensor]:
         """(φq [1, S, H, 7], φk [1, S, 1, 7]) for the tokens of a grid."""

@@ -1,0 +1,136 @@
+"""Processors with a low-rank bias: exact attention and VMonarch."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+
+import pytest
+import torch
+
+import vmonarch
+from vmonarch import ExactBlocks, FlashBiasProcessor, LatentGrid, VMonarchProcessor
+from vmonarch.bias import SpatioTemporalDecay
+from vmonarch.installation import is_applied
+
+PROCESSORS = {
+    "flash-bias": lambda bias, **options: FlashBiasProcessor(bias, **options),
+    "vmonarch": lambda bias, **options: VMonarchProcessor(bias=bias, exact=ExactBlocks(band=1000), **options),
+}
+by_processor = pytest.mark.parametrize("make", PROCESSORS.values(), ids=PROCESSORS)
+
+
+def factors(tiny, heads=1, rank=2):
+    generator = torch.Generator().manual_seed(0)
+    tokens = math.prod(tiny.GRID)
+    return tuple(torch.randn(1, tokens, heads, rank, generator=generator) for _ in range(2))
+
+
+def no_bias(grid):
+    return torch.zeros(1, grid.tokens, 1, 1), torch.zeros(1, grid.tokens, 1, 1)
+
+
+@by_processor
+def test_a_bias_of_zeros_changes_nothing_and_another_does(tiny, make):
+    model = tiny.transformer()
+    stock = tiny.run(model)
+    with vmonarch.apply(model, make(no_bias)):
+        torch.testing.assert_close(tiny.run(model), stock, rtol=1e-4, atol=1e-5)
+    with vmonarch.apply(model, make(factors(tiny))):
+        assert is_applied(model) and (tiny.run(model) - stock).abs().max() > 1e-3
+    assert torch.equal(tiny.run(model), stock)
+
+
+@by_processor
+def test_it_is_attention_with_the_bias(tiny, make):
+    bias = factors(tiny, heads=2)
+    q, k, v = (torch.randn(1, math.prod(tiny.GRID), 2, 12) for _ in range(3))
+    out = make(bias).attend(q, k, v, LatentGrid(*tiny.GRID))
+    matrix = torch.einsum("bshr,bthr->bhst", *bias)
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), matrix)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+@by_processor
+def test_a_decay_learns_through_the_whole_model(tiny, make):
+    model = tiny.transformer()
+    decay = SpatioTemporalDecay(2, reach=(2.0, 3.0, 3.0))
+    vmonarch.apply(model, make(decay))
+    model(**tiny.inputs())[0].square().sum().backward()
+    assert decay.decay.grad is not None and (decay.decay.grad != 0).all()
+
+
+def test_factors_are_made_once_per_grid_and_again_when_they_change(tiny):
+    calls = []
+
+    class Counted(SpatioTemporalDecay):
+        def forward(self, grid):
+            calls.append(grid)
+            return super().forward(grid)
+
+    decay = Counted(1)
+    model = tiny.transformer()
+    vmonarch.apply(model, FlashBiasProcessor(decay))
+    first = tiny.run(model)
+    assert calls == [LatentGrid(*tiny.GRID)]
+    tiny.run(model, grid=(2, 2, 2))
+    assert torch.equal(tiny.run(model), first) and len(calls) == 2
+    with torch.no_grad():
+        decay.decay.mul_(100.0)
+    assert not torch.equal(tiny.run(model), first) and len(calls) == 3
+
+
+@by_processor
+def test_config_keeps_what_was_learnt(make):
+    decay = SpatioTemporalDecay(3, reach=(2.0, math.inf, 5.0))
+    with torch.no_grad():
+        decay.decay.add_(0.25)
+    processor = make(decay, dense_steps=2)
+    twin = type(processor).from_config(json.loads(json.dumps(processor.config)))
+    assert torch.equal(twin.bias.decay, decay.decay) and twin.dense_steps == 2
+    assert twin.config == processor.config
+    for copied in (pickle.loads(pickle.dumps(processor)), copy.deepcopy(processor)):
+        assert torch.equal(copied.bias.decay, decay.decay)
+
+
+def test_a_bias_that_is_no_config_says_so(tiny):
+    for bias, name in ((no_bias, "function"), (factors(tiny), "tuple")):
+        with pytest.raises(TypeError, match=f"a {name} cannot be written as a config"):
+            _ = FlashBiasProcessor(bias).config
+
+
+@pytest.mark.parametrize("make", PROCESSORS.values(), ids=PROCESSORS)
+def test_compiled_it_gives_the_same(tiny, make):
+    model = tiny.transformer()
+    vmonarch.apply(model, make(SpatioTemporalDecay(2, reach=(2.0, 3.0, 3.0))))
+    expected = tiny.run(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(tiny.run(compiled), expected, rtol=1e-4, atol=1e-5)
+
+
+BAD = {
+    "number": (lambda tiny: FlashBiasProcessor(3), TypeError, "bias must be a pair of tensors .* got int"),
+    "none": (lambda tiny: FlashBiasProcessor(None), TypeError, "bias must be a pair of tensors .* got NoneType"),
+    "one-tensor": (lambda tiny: VMonarchProcessor(bias=torch.ones(1)), TypeError, "bias must be a pair of tensors"),
+    "config": (lambda tiny: FlashBiasProcessor({"kind": "alibi"}), ValueError, "bias as a config must be .*decay"),
+    "implementation": (lambda tiny: FlashBiasProcessor(no_bias, implementation="x"), ValueError, "must be one of auto"),
+    "other-grid": (
+        lambda tiny: tiny.run(applied(tiny, factors(tiny)), grid=(1, 2, 2)), ValueError, "query_factor must be .1 or"),
+    "other-heads": (
+        lambda tiny: tiny.run(applied(tiny, factors(tiny, heads=5))), ValueError, "query_factor must be"),
+}  # fmt: skip
+
+
+def applied(tiny, bias):
+    model = tiny.transformer()
+    vmonarch.apply(model, FlashBiasProcessor(bias))
+    return model
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(tiny, name):
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call(tiny)

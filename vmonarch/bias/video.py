@@ -1,0 +1,78 @@
+"""The option `bias` of the processors: factors for the tokens of any latent grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from vmonarch.bias.exact import SpatioTemporalDecay
+from vmonarch.grid import LatentGrid
+
+Factors = tuple[torch.Tensor, torch.Tensor]
+# A pair (φq, φk), or what makes one for a grid.
+GridBias = Factors | Callable[[LatentGrid], Factors]
+
+
+class BiasOption:
+    """A processor's bias, with its factors kept per grid for as long as they cannot change.
+
+    Args:
+        bias: a pair of tensors (φq, φk), each [1, S, H or 1, R], for the one grid that they fit; or a callable that
+            makes such a pair for a `LatentGrid`, for example a `SpatioTemporalDecay`, a module with parameters or not;
+            or a config of one.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+
+    def __init__(self, bias: object) -> None:
+        self.bias: GridBias
+        if isinstance(bias, Mapping):
+            self.bias = SpatioTemporalDecay.from_config(bias)
+        elif callable(bias):
+            self.bias = bias
+        elif isinstance(bias, (tuple, list)) and len(bias) == 2 and all(isinstance(x, torch.Tensor) for x in bias):
+            self.bias = (bias[0], bias[1])
+        else:
+            raise TypeError(
+                "bias must be a pair of tensors (query_factor, key_factor), or a callable that makes one for a latent"
+                f" grid, such as vmonarch.bias.SpatioTemporalDecay(heads); got {type(bias).__name__}"
+            )
+        self._kept: dict[tuple[LatentGrid, torch.device], tuple[tuple[int, ...], Factors]] = {}
+
+    def factors(self, grid: LatentGrid, device: torch.device) -> Factors:
+        """(φq, φk) for the tokens of a grid, on the device of the query."""
+        if isinstance(self.bias, tuple):
+            query_factor, key_factor = self.bias
+            return query_factor.to(device), key_factor.to(device)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return self._made(grid, device)
+        # Parameters count their changes.
+        parameters = self.bias.parameters() if isinstance(self.bias, torch.nn.Module) else ()
+        versions = tuple(parameter._version for parameter in parameters)
+        kept = self._kept.get((grid, device))
+        if kept is None or kept[0] != versions:
+            kept = versions, self._made(grid, device)
+            self._kept[grid, device] = kept
+        return kept[1]
+
+    def _made(self, grid: LatentGrid, device: torch.device) -> Factors:
+        assert callable(self.bias)
+        query_factor, key_factor = self.bias(grid)
+        return query_factor.to(device), key_factor.to(device)
+
+    def config(self) -> Any:
+        """The bias as JSON-serialisable values.
+
+        Raises:
+            TypeError: it has no `config`.
+        """
+        config = getattr(self.bias, "config", None)
+        if config is None:
+            raise TypeError(f"a {type(self.bias).__name__} cannot be written as a config: it has no attribute config")
+        return config
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": {}}
