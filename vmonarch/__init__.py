@@ -21,6 +21,7 @@ _EXPORTS = {
     "merge_partials": "vmonarch.monoid",
     "flash_bias_attention": "vmonarch.kernels.flash_bias.api",
     "flash_entropy_attention": "vmonarch.kernels.flash_entropy.api",
+    "taylor_attention": "vmonarch.kernels.taylor.api",
     "monarch_attention": "vmonarch.kernels.monarch.api",
     "vmonarch_attention": "vmonarch.kernels.monarch.api",
     "VMonarchProcessor": "vmonarch.processors",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from vmonarch.kernels.flash_entropy.api import flash_entropy_attention as flash_entropy_attention
     from vmonarch.kernels.monarch.api import monarch_attention as monarch_attention
     from vmonarch.kernels.monarch.api import vmonarch_attention as vmonarch_attention
+    from vmonarch.kernels.taylor.api import taylor_attention as taylor_attention
     from vmonarch.monoid import merge_partials as merge_partials
     from vmonarch.processors import FlashBiasProcessor as FlashBiasProcessor
     from vmonarch.processors import VMonarchProcessor as VMonarchProcessor

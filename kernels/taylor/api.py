@@ -1,0 +1,124 @@
+"""Front door of the linear attention of Based."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS, FeatureMap
+from vmonarch.kernels.taylor.reference import LinearState, taylor_attention_reference
+from vmonarch.validation import check_flag, check_implementation, check_positive_integer, check_qkv, resolve_scale
+
+
+@overload
+def taylor_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool = ...,
+    feature_map: str = ...,
+    state: LinearState | None = ...,
+    return_state: Literal[False] = ...,
+    max_tokens: int | None = ...,
+    scale: float | None = ...,
+    implementation: str = ...,
+) -> torch.Tensor: ...
+@overload
+def taylor_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool = ...,
+    feature_map: str = ...,
+    state: LinearState | None = ...,
+    return_state: Literal[True],
+    max_tokens: int | None = ...,
+    scale: float | None = ...,
+    implementation: str = ...,
+) -> tuple[torch.Tensor, LinearState]: ...
+def taylor_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool = False,
+    feature_map: str = "taylor",
+    state: LinearState | None = None,
+    return_state: bool = False,
+    max_tokens: int | None = None,
+    scale: float | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, LinearState]:
+    """Linear attention: Σ_j w_ij v_j / Σ_j w_ij with w_ij = φ(q_i)·φ(k_j), in time and memory linear in the tokens.
+
+    With the Taylor map, w = 1 + s + s²/2, s = scale·q·k, which is above 0 for any s. No weight and no feature vector
+    of a whole sequence is ever stored.
+
+    Args:
+        query: [B, Sq, H, d']; Based projects heads to d' = 16.
+        key: [B, Sk, H, d'].
+        value: [B, Sk, H, E].
+        causal: token i attends to tokens up to i; Sq = Sk. Else every query attends to all keys.
+        feature_map: "taylor"; or "relu", "elu" (ELU + 1), "square", "identity", "performer" (d' orthogonal random
+            features), "cosformer", the other maps of the paper's study.
+        state: what earlier keys left (from `return_state`); all queries attend to those too. A token at a time this is
+            recurrent decoding; longer pieces are prefill.
+        return_state: also return the state after these keys.
+        max_tokens: tokens that a sequence has at most, which "cosformer" spreads its angles over; None for those so
+            far and the longer of Sq and Sk.
+        scale: of q·k; 1/√d' if None.
+        implementation: "torch" or "auto"; there is no kernel yet, so "triton" raises.
+
+    Returns:
+        out [B, Sq, H, E] in the dtype of `query`; with `return_state` also the state, in float32, or float64 for
+        float64 inputs. Where no key weighs anything (possible with "relu", "square" and "cosformer"), out is 0.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+        NotImplementedError: implementation="triton".
+
+    Source: Based, Eq. 2-4 and Listing 1.
+    """
+    check_qkv(query, key, value, same_length=causal is True)
+    check_flag("causal", causal)
+    check_flag("return_state", return_state)
+    check_implementation(implementation)
+    if feature_map not in FEATURE_MAPS:
+        raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {feature_map!r}")
+    chosen = FEATURE_MAPS[feature_map]
+    scale = resolve_scale(scale, query.shape[-1])
+    if scale <= 0:
+        raise ValueError(f"scale must be above 0, got {scale}: its root multiplies query and key")
+    _check_state(state, chosen, key, value)
+    tokens = (0 if state is None else state.tokens) + max(query.shape[1], key.shape[1])
+    if max_tokens is None:
+        max_tokens = tokens
+    check_positive_integer("max_tokens", max_tokens)
+    if chosen.placed and tokens > max_tokens:
+        raise ValueError(f"max_tokens={max_tokens}, but there are {tokens} tokens with those of the state")
+    use_triton("taylor_attention", implementation, query, key, value, unless="there is no kernel yet")
+    out, after = taylor_attention_reference(
+        query, key, value, feature_map=chosen, scale=scale, causal=causal, state=state, max_tokens=max_tokens
+    )
+    return (out, after) if return_state else out
+
+
+def _check_state(state: object, feature_map: FeatureMap, key: torch.Tensor, value: torch.Tensor) -> None:
+    if state is None:
+        return
+    if not isinstance(state, LinearState):
+        raise TypeError(f"state must be None or what return_state=True gave, got {type(state).__name__}")
+    B, _, H, dims = key.shape
+    F, E = feature_map.features(dims), value.shape[3]
+    for name, tensor, shape in (("kv", state.kv, (B, H, F, E)), ("k", state.k, (B, H, F))):
+        if tensor.shape != shape:
+            raise ValueError(
+                f"state.{name} must be {shape} for these inputs and feature_map={feature_map.name!r}, got"
+                f" {tuple(tensor.shape)}"
+            )
+        if tensor.device != key.device:
+            raise ValueError(f"state.{name} must lie on the device of query ({key.device}), got {tensor.device}")
