@@ -22,6 +22,7 @@ _EXPORTS = {
     "flash_bias_attention": "vmonarch.kernels.flash_bias.api",
     "flash_entropy_attention": "vmonarch.kernels.flash_entropy.api",
     "taylor_attention": "vmonarch.kernels.taylor.api",
+    "window_attention": "vmonarch.kernels.window.api",
     "monarch_attention": "vmonarch.kernels.monarch.api",
     "vmonarch_attention": "vmonarch.kernels.monarch.api",
     "VMonarchProcessor": "vmonarch.processors",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from vmonarch.kernels.monarch.api import monarch_attention as monarch_attention
     from vmonarch.kernels.monarch.api import vmonarch_attention as vmonarch_attention
     from vmonarch.kernels.taylor.api import taylor_attention as taylor_attention
+    from vmonarch.kernels.window.api import window_attention as window_attention
     from vmonarch.monoid import merge_partials as merge_partials
     from vmonarch.processors import FlashBiasProcessor as FlashBiasProcessor
     from vmonarch.processors import VMonarchProcessor as VMonarchProcessor

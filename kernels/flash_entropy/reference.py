@@ -31,14 +31,14 @@ def in_row_chunks(function, query: torch.Tensor, key: torch.Tensor, *others: tor
     for g in range(0, G, groups):
         grouped = [None if tensor is None else tensor[g : g + groups] for tensor in (key, *others)]
         for r in range(0, M, rows):
-            parts.append(_recomputed(function, query[g : g + groups, r : r + rows], *grouped))
+            parts.append(recomputed(function, query[g : g + groups, r : r + rows], *grouped))
     # A chunk holds either whole groups or rows of one group, so concatenation keeps the order [G, M].
     return tuple(
         torch.cat([part.flatten(0, 1) for part in column]).unflatten(0, (G, M)) for column in zip(*parts, strict=True)
     )
 
 
-def _recomputed(function, *tensors):
+def recomputed(function, *tensors):
     """Call `function`; in training, recompute its intermediates in the backward pass instead of keeping them."""
     if torch.is_grad_enabled():
         return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,1 @@
+"""Exact attention in sliding windows of a sequence and in neighbourhoods of a video."""

@@ -1,0 +1,109 @@
+"""Front door of attention in windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.window.neighbours import Window
+from vmonarch.kernels.window.reference import window_attention_reference
+from vmonarch.validation import check_flag, check_implementation, check_positive_integer, check_qkv, resolve_scale
+
+
+@overload
+def window_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    window: int | Sequence[int],
+    causal: bool = ...,
+    grid: LatentGrid | tuple[int, int, int] | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: str = ...,
+) -> torch.Tensor: ...
+@overload
+def window_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    window: int | Sequence[int],
+    causal: bool = ...,
+    grid: LatentGrid | tuple[int, int, int] | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    implementation: str = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def window_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    window: int | Sequence[int],
+    causal: bool = False,
+    grid: LatentGrid | tuple[int, int, int] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact softmax attention of every query to the keys in a window around it.
+
+    Args:
+        query: [B, Sq, H, D]. Queries are the last Sq of the tokens, so that a single one is a step of decoding, for
+            which the window's keys will do as `key`.
+        key: [B, Sk, H, D], Sk >= Sq.
+        value: [B, Sk, H, E].
+        window: w tokens of a sequence: the query and those before it if causal, else the query in their middle. Or,
+            with `grid`, (frames, rows, columns) of a neighbourhood, the query in the middle; if causal, frames end with
+            the query's. Windows are cut off at the borders. Even sizes reach one further ahead than back.
+        grid: (T, H, W) of the tokens of a video; None for a sequence.
+        scale: softmax scale; 1/√D if None.
+        return_lse: also return the log-partition of every row, with which `merge_partials` joins other parts.
+        implementation: "torch" or "auto"; there is no kernel yet, so "triton" raises.
+
+    Returns:
+        out [B, Sq, H, E] in the dtype of `query`; with `return_lse` also lse [B, H, Sq] in nats, in float32, or
+        float64 for float64 inputs.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+        NotImplementedError: implementation="triton".
+
+    Source: Based, §4.2 (TCWINDOW); the neighbourhood in three dimensions is ours.
+    """
+    check_qkv(query, key, value)
+    check_flag("causal", causal)
+    check_flag("return_lse", return_lse)
+    check_implementation(implementation)
+    Sq, Sk = query.shape[1], key.shape[1]
+    if Sq > Sk:
+        raise ValueError(f"key must have at least as many tokens as query ({Sq}), got {Sk}")
+    if grid is None:
+        check_positive_integer("window", window)
+        grid, sizes, axis = LatentGrid(1, 1, Sk), (1, 1, int(window)), 2  # type: ignore[arg-type]
+    else:
+        grid, sizes, axis = LatentGrid.parse(grid), _sizes(window), 0
+        if grid.tokens != Sk:
+            raise ValueError(f"grid {tuple(grid)} has {grid.tokens} tokens, but key has {Sk}")
+    scale = resolve_scale(scale, query.shape[-1])
+    use_triton("window_attention", implementation, query, key, value, unless="there is no kernel yet")
+    out, lse = window_attention_reference(
+        query, key, value, grid=grid, window=sizes, causal_axis=axis if causal else None, scale=scale
+    )
+    return (out, lse) if return_lse else out
+
+
+def _sizes(window: object) -> Window:
+    if isinstance(window, (str, bytes)) or not isinstance(window, Sequence):
+        raise TypeError(f"window must be three integers (frames, rows, columns) with a grid, got {window!r}")
+    if len(window) != 3:
+        raise ValueError(f"window must have three entries (frames, rows, columns) with a grid, got {len(window)}")
+    for axis, size in enumerate(window):
+        check_positive_integer(f"window[{axis}]", size)
+    return int(window[0]), int(window[1]), int(window[2])

@@ -1,0 +1,48 @@
+"""Which keys lie in the window of a query.
+
+In a sequence, a window of w tokens ends at the query if causal, else the query is in its middle (before the middle by
+one for even w). In a video, a window is such a range along time, height and width at once; causal means along time.
+Windows end where the sequence or the video does.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from vmonarch.grid import LatentGrid
+
+Window = tuple[int, int, int]
+
+
+def extents(window: int, causal: bool) -> tuple[int, int]:
+    """How far a window of so many reaches back and ahead of the query."""
+    return (window - 1, 0) if causal else ((window - 1) // 2, window // 2)
+
+
+@functools.lru_cache(maxsize=16)
+def neighbours(
+    grid: LatentGrid, queries: int, window: Window, causal_axis: int | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys in the windows of the last `queries` tokens.
+
+    Args:
+        grid: of the keys; (1, 1, Sk) for a sequence.
+        window: along (time, height, width).
+        causal_axis: along which a window ends at the query; None for none.
+
+    Returns:
+        (index [queries, W] of the keys, 0 where there is none, present [queries, W]); W = ∏ window.
+    """
+    token = torch.arange(grid.tokens - queries, grid.tokens, device=device)
+    place = (token // grid.tokens_per_frame, token // grid.width % grid.height, token % grid.width)
+    index = torch.zeros(queries, 1, dtype=torch.int64, device=device)
+    present = torch.ones(queries, 1, dtype=torch.bool, device=device)
+    for axis, size in enumerate(grid):
+        back, ahead = extents(window[axis], axis == causal_axis)
+        at = place[axis][:, None] + torch.arange(-back, ahead + 1, device=device)
+        inside = (at >= 0) & (at < size)
+        index = (index[:, :, None] * size + at[:, None]).flatten(1)
+        present = (present[:, :, None] & inside[:, None]).flatten(1)
+    return index.masked_fill(~present, 0), present
