@@ -6,10 +6,13 @@ from typing import Literal, overload
 
 import torch
 
-from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.common.launch import MAX_HEAD_DIM, use_triton
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS, FeatureMap
 from vmonarch.kernels.taylor.reference import LinearState, taylor_attention_reference
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, check_qkv, resolve_scale
+
+# Dims whose pairs the kernels hold; see `op.py`.
+MAX_TAYLOR_DIM = 32
 
 
 @overload
@@ -71,7 +74,9 @@ def taylor_attention(
         max_tokens: tokens that a sequence has at most, which "cosformer" spreads its angles over; None for those so
             far and the longer of Sq and Sk.
         scale: of q·k; 1/√d' if None.
-        implementation: "torch" or "auto"; there is no kernel yet, so "triton" raises.
+        implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; d' up to 32 with the
+            Taylor map, up to 256 features with others; no gradients through states); or "auto", see
+            `kernels.common.launch.use_triton`.
 
     Returns:
         out [B, Sq, H, E] in the dtype of `query`; with `return_state` also the state, in float32, or float64 for
@@ -79,7 +84,7 @@ def taylor_attention(
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
-        NotImplementedError: implementation="triton".
+        NotImplementedError: implementation="triton", and the kernels cannot take this call; the message says why.
 
     Source: Based, Eq. 2-4 and Listing 1.
     """
@@ -100,11 +105,56 @@ def taylor_attention(
     check_positive_integer("max_tokens", max_tokens)
     if chosen.placed and tokens > max_tokens:
         raise ValueError(f"max_tokens={max_tokens}, but there are {tokens} tokens with those of the state")
-    use_triton("taylor_attention", implementation, query, key, value, unless="there is no kernel yet")
-    out, after = taylor_attention_reference(
-        query, key, value, feature_map=chosen, scale=scale, causal=causal, state=state, max_tokens=max_tokens
-    )
+    reason = _why_not(query, key, value, chosen, state, return_state)
+    if use_triton("taylor_attention", implementation, query, key, value, unless=reason):
+        # Triton is imported when it is needed, not with the package.
+        from vmonarch.kernels.taylor.op import taylor_attention_triton
+
+        is_taylor = feature_map == "taylor"
+        if not is_taylor:
+            query, key = _features(chosen, query, key, scale, 0 if state is None else state.tokens, max_tokens)
+        out, after = taylor_attention_triton(
+            query, key, value, scale=scale if is_taylor else 1.0, causal=causal, taylor=is_taylor, state=state
+        )
+    else:
+        out, after = taylor_attention_reference(
+            query, key, value, feature_map=chosen, scale=scale, causal=causal, state=state, max_tokens=max_tokens
+        )
     return (out, after) if return_state else out
+
+
+def _why_not(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    feature_map: FeatureMap,
+    state: LinearState | None,
+    return_state: bool,
+) -> str | None:
+    """Why the kernels cannot take this call, or None if they can."""
+    dims = key.shape[3]
+    most = MAX_TAYLOR_DIM if feature_map.name == "taylor" else MAX_HEAD_DIM
+    if feature_map.name == "taylor" and dims > most:
+        return f"key has {dims} dimensions (supported with the Taylor map: up to {most})"
+    if feature_map.features(dims) > most and feature_map.name != "taylor":
+        return f"there are {feature_map.features(dims)} features (supported: up to {most})"
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if learns and (state is not None or return_state):
+        return "a state is taken or returned while gradients are recorded (supported: one or the other)"
+    return None
+
+
+def _features(
+    feature_map: FeatureMap, query: torch.Tensor, key: torch.Tensor, scale: float, before: int, max_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """φ(q) and φ(k) [B, S, H, F], made in float32, in the dtype of the query."""
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        positions = before + torch.arange(x.shape[1], device=x.device)
+        wide = feature_map.map(x.float().transpose(1, 2), scale, positions, max_tokens)
+        return wide.transpose(1, 2).to(x.dtype).contiguous()
+
+    return of(query), of(key)
 
 
 def _check_state(state: object, feature_map: FeatureMap, key: torch.Tensor, value: torch.Tensor) -> None:

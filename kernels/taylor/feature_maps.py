@@ -21,14 +21,12 @@ class FeatureMap:
         name: as in the option `feature_map`.
         features: F for d' dimensions.
         map: (x, scale, positions [S], max_tokens) -> […, S, F]; `scale` multiplies q·k, half of it each side.
-        positive: whether φ(q)·φ(k) is never negative.
         placed: whether it depends on positions, hence on `max_tokens`.
     """
 
     name: str
     features: Callable[[int], int]
     map: Callable[[torch.Tensor, float, torch.Tensor, int], torch.Tensor]
-    positive: bool = True
     placed: bool = False
 
 
@@ -73,7 +71,7 @@ FEATURE_MAPS = {
         FeatureMap("relu", _same, lambda x, scale, *_: torch.relu(x * math.sqrt(scale))),
         FeatureMap("elu", _same, lambda x, scale, *_: torch.nn.functional.elu(x * math.sqrt(scale)) + 1),
         FeatureMap("square", _same, lambda x, scale, *_: x.square() * scale),
-        FeatureMap("identity", _same, lambda x, scale, *_: x * math.sqrt(scale), positive=False),
+        FeatureMap("identity", _same, lambda x, scale, *_: x * math.sqrt(scale)),
         FeatureMap("performer", _same, _performer),
         FeatureMap("cosformer", lambda dims: 2 * dims, _cosformer, placed=True),
     )

@@ -14,8 +14,8 @@ from vmonarch.kernels.taylor.feature_maps import FeatureMap
 
 # Tokens whose features exist at a time.
 CHUNK = 256
-# Least weight of a row, as a share of what its tokens weigh at most: where all weights are 0, so is the output.
-EPS = 1e-12
+# A row whose tokens weigh less than this together gets 0: with features that may vanish, all of them may.
+LEAST_WEIGHT = 1e-12
 
 
 class LinearState(NamedTuple):
@@ -32,11 +32,10 @@ class LinearState(NamedTuple):
     tokens: int
 
 
-def normalised(numerator: torch.Tensor, weight: torch.Tensor, positive: bool) -> torch.Tensor:
-    """numerator / weight, 0 where nothing weighs anything; weight […, 1] may be negative only without `positive`."""
-    if positive:
-        return numerator / weight.clamp(min=EPS)
-    return numerator / torch.where(weight.abs() < EPS, torch.copysign(torch.full_like(weight, EPS), weight), weight)
+def normalised(numerator: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """numerator / weight […, 1], 0 where that is about 0."""
+    some = weight.abs() > LEAST_WEIGHT
+    return torch.where(some, numerator / torch.where(some, weight, 1.0), 0.0)
 
 
 def taylor_attention_reference(
@@ -73,12 +72,12 @@ def taylor_attention_reference(
             weights = (q_chunk @ k_chunk.transpose(1, 2)).tril()
             numerator = q_chunk @ kv + weights @ v_chunk
             weight = q_chunk @ k_sum.unsqueeze(-1) + weights.sum(-1, keepdim=True)
-            outs.append(normalised(numerator, weight, feature_map.positive))
+            outs.append(normalised(numerator, weight))
         kv = kv + k_chunk.transpose(1, 2) @ v_chunk
         k_sum = k_sum + k_chunk.sum(1)
     if not causal:
         for start in range(0, Sq, CHUNK):
             q_chunk = features(q[:, start : start + CHUNK], start)
-            outs.append(normalised(q_chunk @ kv, q_chunk @ k_sum.unsqueeze(-1), feature_map.positive))
+            outs.append(normalised(q_chunk @ kv, q_chunk @ k_sum.unsqueeze(-1)))
     out = torch.cat(outs, 1).unflatten(0, (B, H)).transpose(1, 2).to(query.dtype)
     return out, LinearState(kv.unflatten(0, (B, H)), k_sum.unflatten(0, (B, H)), before + Sk)

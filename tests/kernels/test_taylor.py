@@ -1,4 +1,7 @@
-"""Linear attention against its weights written out as a matrix, in float64."""
+"""Linear attention against its weights written out as a matrix, in float64: plain torch, and the kernels (Triton).
+
+Here the kernels run through Triton's interpreter on tiles of 16 × 16 and chunks of 32 tokens.
+"""
 
 import math
 
@@ -6,10 +9,14 @@ import pytest
 import torch
 
 from vmonarch import taylor_attention
+from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.taylor import reference
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS, performer_directions
 from vmonarch.kernels.taylor.reference import LinearState
 
+in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
+# The interpreter computes masked elements too, and NumPy complains about theirs.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 by_map = pytest.mark.parametrize("name", FEATURE_MAPS)
 
 
@@ -134,6 +141,132 @@ def test_states_are_summed_in_float32(dtype):
     torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=0)
 
 
+def with_gradients(inputs, **options):
+    """out, dq, dk and dv."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = taylor_attention(*leaves, **options)
+    return out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)
+
+
+CASES = {
+    "not-causal": dict(Sq=40, Sk=70),
+    "causal": dict(Sq=75, Sk=75, causal=True),
+    "whole-chunks": dict(Sq=64, Sk=64, dims=16, E=16, causal=True),
+    "a-few-tokens": dict(Sq=5, Sk=3),
+    "values-in-tiles": dict(Sq=20, Sk=20, dims=4, E=40, causal=True),
+}
+
+
+def check_kernels(case, name, dtype=torch.float32):
+    """Their error is at most twice that of plain torch in the same precision, plus some units in the last place."""
+    case = dict(case)
+    options = {"causal": case.pop("causal", False), "feature_map": name}
+    inputs = qkv(**case, dtype=dtype)
+    if name == "identity":
+        # Weights of either sign cancel at times, and then nothing of the precision is left.
+        inputs = [x.abs() for x in inputs]
+    exact = with_gradients([x.double() for x in inputs], **options)
+    results = (with_gradients(inputs, implementation=i, **options) for i in ("triton", "torch"))
+    for label, ours, plain, expected in zip(("out", "dq", "dk", "dv"), *results, exact, strict=True):
+        assert ours.dtype == dtype and ours.shape == expected.shape
+        error, allowed = ((x.double() - expected).norm().item() for x in (ours, plain))
+        allowed = 2 * allowed + 8 * torch.finfo(dtype).eps * expected.norm().item()
+        assert error <= allowed, f"{label}: error {error:.3g} > {allowed:.3g}"
+
+
+@in_interpreter
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@by_map
+def test_the_kernels_are_as_precise_as_plain_torch(name, case):
+    check_kernels(case, name)
+
+
+@in_interpreter
+@pytest.mark.parametrize("case", ["not-causal", "causal"])
+@pytest.mark.parametrize("name", ["taylor", "elu"])
+def test_the_kernels_work_in_float16(name, case):
+    check_kernels(CASES[case], name, torch.float16)
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", ["taylor", "cosformer"])
+@pytest.mark.parametrize("pieces", [(1, 1, 40), (33, 9)], ids=str)
+def test_the_kernels_go_on_from_a_state(name, pieces):
+    q, k, v = qkv(42, 42, dtype=torch.float32)
+    options = {"causal": True, "feature_map": name, "return_state": True, "max_tokens": 42}
+    whole, after = taylor_attention(*(x.double() for x in (q, k, v)), **options)
+    for implementations in (("triton",) * 3, ("torch", "triton", "triton"), ("triton", "torch", "torch")):
+        state, outs = None, []
+        for implementation, *piece in zip(implementations, *(x.split(pieces, 1) for x in (q, k, v)), strict=False):
+            out, state = taylor_attention(*piece, state=state, implementation=implementation, **options)
+            outs.append(out)
+        assert state.tokens == 42
+        for ours, expected in ((torch.cat(outs, 1), whole), (state.kv, after.kv), (state.k, after.k)):
+            torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", ["relu", "square"])
+def test_where_nothing_weighs_the_kernels_give_zeros_and_no_gradient(name):
+    q, k, v = qkv(20, 20, dtype=torch.float32)
+    results = [
+        with_gradients((q * 0, k, v), feature_map=name, causal=True, implementation=i) for i in ("triton", "torch")
+    ]
+    for ours, plain in zip(*results, strict=True):
+        assert (ours == 0).all() and (plain == 0).all()
+
+
+@in_interpreter
+def test_strided_views_give_the_same_bits():
+    fused = torch.randn(2, 37, 3, 2, 20, generator=torch.Generator().manual_seed(0))
+    q, k, v = fused[..., :6].unbind(2)[0], fused[..., 6:12].unbind(2)[1], fused.unbind(2)[2]
+    options = {"causal": True, "implementation": "triton"}
+    whole = with_gradients([x.contiguous() for x in (q, k, v)], **options)
+    for x, y in zip(with_gradients((q, k, v), **options), whole, strict=True):
+        assert torch.equal(x, y)
+
+
+@in_interpreter
+def test_a_head_full_of_nan_leaves_the_others_as_they_are():
+    tensors = qkv(40, 40, dtype=torch.float32)
+    clean = with_gradients(tensors, causal=True, implementation="triton")
+    poisoned = [x.clone() for x in tensors]
+    for x in poisoned:
+        x[1, 3, 1] = torch.nan
+    others = torch.ones(2, 3, dtype=torch.bool)
+    others[1, 1] = False
+    for x, y in zip(with_gradients(poisoned, causal=True, implementation="triton"), clean, strict=True):
+        assert torch.equal(x.transpose(1, 2)[others], y.transpose(1, 2)[others])
+        assert x[1, :, 1].isnan().any()
+
+
+@in_interpreter
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_operator_keeps_torchs_rules(causal):
+    from vmonarch.kernels.taylor.op import taylor_forward
+
+    tensors = [x.requires_grad_() for x in qkv(9, 9, dims=4, dtype=torch.float32)]
+    # Sums are what an operator returns beside its output; gradients flow through the output alone.
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(taylor_forward, (*tensors, None, None, 0.5, causal, True), test_utils=tests)
+
+
+@in_interpreter
+def test_compiled_it_gives_the_same_without_a_graph_break():
+    inputs = qkv(40, 40, dtype=torch.float32)
+
+    def attend(*x):
+        return taylor_attention(*x, causal=True, implementation="triton")
+
+    leaves = [x.requires_grad_() for x in inputs]
+    results = []
+    for function in (torch.compile(attend, backend="aot_eager", fullgraph=True), attend):
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 Q = torch.randn(1, 4, 2, 3)
 STATE = LinearState(torch.zeros(1, 2, 13, 3), torch.zeros(1, 2, 13), 5)
 BAD = {
@@ -150,10 +283,19 @@ BAD = {
         lambda: taylor_attention(Q, Q, Q, feature_map="cosformer", max_tokens=3), ValueError, "max_tokens=3, but"),
     "scale": (lambda: taylor_attention(Q, Q, Q, scale=-1.0), ValueError, "scale must be above 0"),
     "return-state": (lambda: taylor_attention(Q, Q, Q, return_state=None), TypeError, "return_state must be True or"),
-    "triton": (lambda: taylor_attention(Q, Q, Q, implementation="triton"), NotImplementedError, "there is no kernel"),
+    "triton-dims": (
+        lambda: taylor_attention(*[torch.randn(1, 4, 1, 33)] * 3, implementation="triton"), NotImplementedError,
+        "key has 33 dimensions .supported with the Taylor map: up to 32"),
+    "triton-features": (
+        lambda: taylor_attention(*[torch.randn(1, 4, 1, 200)] * 3, feature_map="cosformer", implementation="triton"),
+        NotImplementedError, "there are 400 features .supported: up to 256"),
+    "triton-learning-states": (
+        lambda: taylor_attention(Q.clone().requires_grad_(), Q, Q, return_state=True, implementation="triton"),
+        NotImplementedError, "a state is taken or returned while gradients"),
 }  # fmt: skip
 
 
+@in_interpreter
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named(name):
     call, error, message = BAD[name]
