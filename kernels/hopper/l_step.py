@@ -9,8 +9,8 @@ the turns.
 An item is one position of one head, or PACK positions where the blocks are few: row r of its tiles is block r // PACK
 at position j + r % PACK, and positions do not see each other. Up to 64 rows are one warpgroup's, 128 are two's.
 
-Legend: B batch, H heads, D head dim, m blocks, b positions per block, l query block, k key block. Tensors of vectors are
-taken as [B, m, b, H, D], whatever their strides; cL, cR and log-partitions are [B, H, m, b], float32.
+Legend: B batch, H heads, D head dim, m blocks, b positions per block, l query block, k key block. Vectors are taken as
+[B, m, b, H, D], whatever their strides; cL, cR and log-partitions are [B, H, m, b], float32.
 """
 
 from __future__ import annotations
@@ -351,20 +351,22 @@ def _tile_layout(columns: int) -> gl.NVMMASharedLayout:
     return shared_layout.fn(columns, 5)
 
 
-def _by_position(x: torch.Tensor, places: Places, heads: int) -> torch.Tensor:
-    """Tokens [B, S, H, D] or blocks [B·H·m, b, D] as [B, m, b, H, D]."""
+def _by_position(x: torch.Tensor, places: Places, heads: int) -> tuple[list[int], list[int]]:
+    """Shape and strides of tokens [B, S, H, D] or blocks [B·H·m, b, D] as [B, m, b, H, D]."""
+    m, b, D = places.blocks, places.positions, x.shape[-1]
     if x.ndim == 4:
-        return x.unflatten(1, (places.blocks, places.positions))
-    return x.view(-1, heads, places.blocks, *x.shape[1:]).permute(0, 2, 3, 1, 4)
+        stride_b, stride_s, stride_h, _ = x.stride()
+        return [x.shape[0], m, b, heads, D], [stride_b, b * stride_s, stride_s, stride_h, 1]
+    return [x.shape[0] // (heads * m), m, b, heads, D], [heads * m * b * D, b * D, D, m * b * D, 1]
 
 
-def _descriptor(x: torch.Tensor, block: int, pack: int) -> TensorDescriptor:
-    """Descriptor of [B, m, b, H, D] for the tiles of items, `block` rows of `pack` positions."""
-    columns = hopper_dim(x.shape[4])
+def _descriptor(x: torch.Tensor, places: Places, heads: int, block: int, pack: int) -> TensorDescriptor:
+    """Descriptor of tokens or blocks as [B, m, b, H, D] for the tiles of items, `block` rows of `pack` positions."""
+    shape, strides = _by_position(x, places, heads)
     # A dimension of one element may have any stride; the copy engine wants a multiple of 16 bytes.
-    strides = [stride if size > 1 else 16 for stride, size in zip(x.stride(), x.shape, strict=True)]
-    tile = [1, block // pack, pack, 1, columns]
-    return TensorDescriptor(x, list(x.shape), [*strides[:4], 1], tile, _tile_layout(columns))
+    strides = [stride if size > 1 else 16 for stride, size in zip(strides, shape, strict=True)]
+    columns = hopper_dim(shape[4])
+    return TensorDescriptor(x, shape, [*strides[:4], 1], [1, block // pack, pack, 1, columns], _tile_layout(columns))
 
 
 def _pack(places: Places) -> int:
@@ -394,7 +396,7 @@ def centroids(
     items = query.shape[0] * heads * triton.cdiv(places.positions, pack)
     stages = stages_that_fit(4096, 2 * HALF * hopper_dim(query.shape[3]) * 2 + HALF * 8, MAX_STAGES) // 3 * 3
     _hopper_l_centroids_kernel[(min(items, processors(query.device)),)](
-        *(_descriptor(_by_position(x, places, heads), HALF, pack) for x in (query, aL, z)),
+        *(_descriptor(x, places, heads, HALF, pack) for x in (query, aL, z)),
         cL, lse_exact, lse, cR, items, heads, places.positions, places.blocks, log2_scale_of(scale), min_mass,
         EXACT=lse_exact is not None, STORE_STATISTICS=cR is not None, PACK=pack, STAGES=stages,
         num_warps=4, maxnreg=128,
@@ -422,10 +424,9 @@ def output(
     block = HALF if places.blocks <= HALF else 2 * HALF
     items = query.shape[0] * heads * triton.cdiv(places.positions, pack)
     stages = stages_that_fit(4096, 3 * block * hopper_dim(query.shape[3]) * 2 + block * 8, MAX_STAGES) // 2 * 2
-    by_position = _by_position(out, places, heads)
     _hopper_l_output_kernel[(min(items, processors(query.device)),)](
-        *(_descriptor(_by_position(x, places, heads), block, pack) for x in (query, aL, y)),
-        cL, lse_exact, lse, out, *by_position.stride()[:4], items, heads, places.positions, places.blocks,
-        log2_scale_of(scale), EXACT=lse_exact is not None, WIDTH=query.shape[3], PACK=pack, STAGES=stages,
-        num_warps=4, maxnreg=168,
+        *(_descriptor(x, places, heads, block, pack) for x in (query, aL, y)),
+        cL, lse_exact, lse, out, *_by_position(out, places, heads)[1][:4],
+        items, heads, places.positions, places.blocks, log2_scale_of(scale),
+        EXACT=lse_exact is not None, WIDTH=query.shape[3], PACK=pack, STAGES=stages, num_warps=4, maxnreg=168,
     )  # fmt: skip

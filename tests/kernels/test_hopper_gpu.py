@@ -116,7 +116,7 @@ def test_numbers_of_frames(frames, dim, exact):
 @pytest.mark.parametrize("frames", [17, 43, 81])
 def test_gradients_with_many_frames(frames, exact):
     """They need what the L-steps save: cR and log-partitions."""
-    query, key, value, grad = torch.randn(4, 2, frames * 35, 3, 64, device="cuda", dtype=torch.bfloat16)
+    query, key, value, grad = torch.randn(4, 2, frames * 35, 3, 128, device="cuda", dtype=torch.bfloat16)
 
     def gradients(*tensors, **how):
         tensors = [x.detach().requires_grad_() for x in tensors]
