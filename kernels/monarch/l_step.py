@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, tma_fits
+from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, tma_fits
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at
@@ -462,6 +462,16 @@ class LStep:
             return None
         return "rows" if self.whole_rows else "blocks"
 
+    def _served_on_hopper(self, out: torch.Tensor, lse_exact: torch.Tensor | None, last: bool) -> bool:
+        """Whole consecutive tokens, rows of L exact throughout or not at all, and where those kernels are faster."""
+        m, b, wide = self.places.blocks, self.places.positions, self.query.shape[3] > 64
+        if last:
+            faster = 16 < m <= (48 if wide else 32) or 64 < m <= 128
+        else:
+            faster = 16 < m <= 64 and wide
+        whole = not self.tiled and m * b == self.query.shape[1] and self._exact_mode(lse_exact) != "blocks"
+        return faster and whole and hopper_fits(self.query, out)
+
     def _launch(
         self, kernel, name: str, tensors: tuple, strides: tuple, numbers: tuple, written: tuple = (), **constants
     ) -> None:
@@ -505,6 +515,14 @@ class LStep:
         min_mass: float,
     ) -> None:
         """Write z [B·H·m, b, D] and, where cR is given (training), cR and the log-partitions lse [B, H, S]."""
+        if self._served_on_hopper(z, lse_exact, last=False):
+            from vmonarch.kernels.hopper.l_step import centroids
+
+            centroids(
+                self.query, aL, cL, z=z, lse=lse, cR=cR, lse_exact=lse_exact,
+                places=self.places, scale=self.scale, min_mass=min_mass,
+            )  # fmt: skip
+            return
         if not self._one_tile("l_centroids"):
             self._rows("l_rows", aL, cL, None, lse=lse, lse_exact=lse_exact, out_exact=None, out=None)
         self._launch(
@@ -530,6 +548,11 @@ class LStep:
         out_exact: torch.Tensor | None,
     ) -> None:
         """Write out [B, S, H, E] and lse [B, H, S]; `out_exact` [B, S, H, E] may be `out`, and is with `whole_rows`."""
+        if self._served_on_hopper(out, lse_exact, last=True):
+            from vmonarch.kernels.hopper.l_step import output
+
+            output(self.query, aL, cL, y, out=out, lse=lse, lse_exact=lse_exact, places=self.places, scale=self.scale)
+            return
         self._rows("l_output", aL, cL, y, lse=lse, lse_exact=lse_exact, out_exact=out_exact, out=out)
 
     def _rows(self, name: str, aL, cL, y, *, lse, lse_exact, out_exact, out) -> None:

@@ -99,9 +99,10 @@ def main():
         module.processors = lambda device: 132
     if architecture == 90:
         from vmonarch.kernels.hopper import backward as hopper_backward
+        from vmonarch.kernels.hopper import l_step as hopper_l_step
         from vmonarch.kernels.hopper import r_step as hopper_r_step
 
-        for module in (hopper_backward, hopper_r_step):
+        for module in (hopper_backward, hopper_l_step, hopper_r_step):
             module.processors = lambda device: 132
 
     if "rank" in case:

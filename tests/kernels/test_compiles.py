@@ -111,6 +111,16 @@ def test_hopper_kernels_compile(name, tmp_path):
     assert len(backward) == 2 * (plain + exact)
 
 
+@pytest.mark.parametrize("frames,kernels", [(24, ["centroids", "output"]), (81, ["output"])])
+def test_hopper_l_steps_compile(frames, kernels, tmp_path):
+    """Without spills: two positions to a tile, and half of one."""
+    case = {**CASES["paper"], "grid": [frames, 28, 52]}
+    found = [kernel for kernel in compile_kernels(90, case, tmp_path) if kernel["kernel"].startswith("_hopper_l_")]
+    assert [kernel["kernel"] for kernel in found] == [f"_hopper_l_{name}_kernel" for name in kernels]
+    for kernel in found:
+        assert not kernel["serialized"] and kernel["spilled"] == 0 and kernel["shared"] <= BIG_SHARED_MEMORY, kernel
+
+
 def test_one_compiled_kernel_serves_all_sizes(tmp_path):
     """Sizes that are 1, odd or multiples of 16 would be compiled apart if Triton looked at them.
 
@@ -118,6 +128,6 @@ def test_one_compiled_kernel_serves_all_sizes(tmp_path):
     """
     compiled = [
         {kernel["hash"] for kernel in compile_kernels(90, {**CASES["paper"], "grid": grid}, tmp_path)}
-        for grid in ([16, 28, 52], [11, 12, 15])
+        for grid in ([24, 28, 52], [19, 12, 15])
     ]
     assert compiled[0] == compiled[1] and len(compiled[0]) >= 10

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from vmonarch import ExactBlocks, vmonarch_attention
+from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
 from vmonarch.kernels.common.launch import hopper_fits, launch_overrides
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
+from vmonarch.kernels.monarch.l_step import LStep
+from vmonarch.kernels.monarch.places import grid_places
 
 PORTABLE = {"hopper": {"enabled": 0}}
 # Positions per frame: fewer than a warpgroup's rows, whole tiles, one more and one less, odd ones, those of videos.
@@ -87,6 +89,73 @@ def test_many_more_tiles_than_processors():
     """Thousands of small blocks: every program goes round its buffers many times."""
     inputs = torch.randn(4, 40 * 70, 3, 40, 64, device="cuda", dtype=torch.bfloat16).unbind(2)
     check(lambda q, k, v, **how: vmonarch_attention(q, k, v, grid=(40, 7, 10), return_lse=True, **how), *inputs)
+
+
+WHOLE_ROWS = [
+    None,
+    ExactBlocks(rows=(0,)),
+    ExactBlocks(rows=(0,), aware=False),
+    ExactBlocks(rows=(0, 7, 16)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", WHOLE_ROWS, ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("frames", [17, 32, 33, 43, 64, 65, 128])
+def test_numbers_of_frames(frames, dim, exact):
+    """Two positions to a tile, one, or half of one; an odd number of positions."""
+    dtype = torch.float16 if frames % 2 else torch.bfloat16
+    inputs = torch.randn(2, frames * 35, 3, 3, dim, device="cuda", dtype=dtype).unbind(2)
+    options = dict(grid=(frames, 5, 7), exact=exact, return_lse=True)
+    check(lambda q, k, v, **how: vmonarch_attention(q, k, v, **options, **how), *inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", WHOLE_ROWS, ids=str)
+@pytest.mark.parametrize("frames", [17, 43, 81])
+def test_gradients_with_many_frames(frames, exact):
+    """They need what the L-steps save: cR and log-partitions."""
+    query, key, value, grad = torch.randn(4, 2, frames * 35, 3, 128, device="cuda", dtype=torch.bfloat16)
+
+    def gradients(*tensors, **how):
+        tensors = [x.detach().requires_grad_() for x in tensors]
+        out = vmonarch_attention(*tensors, grid=(frames, 5, 7), exact=exact, num_iterations=3, **how)
+        return torch.autograd.grad(out, tensors, grad.to(out.dtype))
+
+    check(gradients, query, key, value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("frames", [20, 43, 81])
+def test_l_steps_with_empty_rows_of_R(frames):
+    """Where cL is inf, L is 0; a column of nothing but zeros gives z = 0 by the clamp, a row the log-partition -inf."""
+    positions, heads, dim = 35, 3, 128
+    places = grid_places(LatentGrid(frames, 5, 7), frames_per_block=1, tiles=(1, 1), coarse=1)
+    query = torch.randn(2, frames * positions, heads, dim, device="cuda", dtype=torch.bfloat16)
+    aL, y = torch.randn(2, 2 * heads * frames, positions, dim, device="cuda", dtype=torch.bfloat16)
+    cL = torch.rand(2 * heads * frames, positions, device="cuda")
+    cL[torch.rand_like(cL) < 0.1] = float("inf")
+    cL.unflatten(0, (2, heads, frames))[1, 2, :, 3] = float("inf")
+    step = LStep(query, places, False, dim**-0.5, None)
+
+    def run():
+        z, out, cR = torch.empty_like(aL), torch.empty_like(query), torch.empty_like(cL)
+        lse, last_lse = torch.empty(2, 2, heads, frames * positions, device="cuda")
+        step.centroids(aL, cL, z=z, lse=lse, cR=cR, lse_exact=None, min_mass=0.1)
+        step.output(aL, cL, y, out=out, lse=last_lse, lse_exact=None, out_exact=None)
+        return z, out, cR, lse.exp(), last_lse.exp()
+
+    found = run()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(found, run(), strict=True))
+    with launch_overrides(PORTABLE):
+        portable = run()
+    for a, b in zip(found, portable, strict=True):
+        assert torch.isfinite(a).all()
+        assert relative_error(a, b) <= 1e-2
+    for a, b in zip(found[2:], portable[2:], strict=True):
+        assert relative_error(a, b) <= 1e-5
 
 
 @pytest.mark.gpu
