@@ -2,6 +2,7 @@
 
     python compile_for_gpu.py ARCHITECTURE '{"grid": [16, 28, 52], "dim": 128, …}'         VMonarch
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "rank": 9, "dim": 128, …}'    FlashBias
+    python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "dim": 16, "width": 64, …}'   linear attention
 
 A kernel launch is replaced by a compilation with the same arguments: the tensors lie on the CPU and are never read.
 """
@@ -92,8 +93,9 @@ def main():
     from vmonarch.kernels.flash_entropy import backward as flash_backward
     from vmonarch.kernels.flash_entropy import forward as flash_forward
     from vmonarch.kernels.monarch import fused, l_step, places, r_step
+    from vmonarch.kernels.taylor import op as taylor_op
 
-    for module in (bias_forward, flash_backward, flash_forward, l_step, r_step):
+    for module in (bias_forward, flash_backward, flash_forward, l_step, r_step, taylor_op):
         module.launch_options = options_of_a_gpu
     for module in (flash_backward, flash_forward):
         module.processors = lambda device: 132
@@ -114,6 +116,15 @@ def main():
         with launch.launch_overrides(case.get("overrides", {})):
             out, lse = bias_forward.flash_bias_forward(call)
             bias_backward.flash_bias_backward(call, out, lse, out, lse)
+        return
+    if "width" in case:
+        q, k, v = (
+            torch.zeros(1, case["tokens"], 2, width, dtype=getattr(torch, case["dtype"]))
+            for width in (case["dim"], case["dim"], case["width"])
+        )
+        numbers = (1.0, case.get("causal", False), case.get("taylor", True))
+        out, weight, *_ = taylor_op.taylor_forward(q, k, v, None, None, *numbers)
+        taylor_op.taylor_backward(out, q, k, v, out, weight, *numbers)
         return
     grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
     tensors = [torch.zeros(1, grid.tokens, 1, case["dim"], dtype=getattr(torch, case["dtype"])) for _ in range(3)]

@@ -91,6 +91,29 @@ def test_kernels_with_a_bias_compile(architecture, name, tmp_path):
         assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
 
 
+LINEAR_CASES = {
+    "taylor": dict(tokens=4096, dim=16, width=64, dtype="bfloat16"),
+    "taylor-causal": dict(tokens=4096, dim=16, width=128, dtype="float16", causal=True),
+    "taylor-wide": dict(tokens=4096, dim=32, width=64, dtype="bfloat16", causal=True),
+    "features": dict(tokens=4096, dim=64, width=64, dtype="bfloat16", causal=True, taylor=False),
+    "float32": dict(tokens=4096, dim=16, width=64, dtype="float32", causal=True),
+}
+
+
+@pytest.mark.parametrize(
+    "architecture,name",
+    [(80, "taylor-causal"), (89, "taylor"), (100, "taylor"), (120, "features"), *((90, name) for name in LINEAR_CASES)],
+    ids=lambda value: str(value),
+)
+def test_kernels_of_linear_attention_compile(architecture, name, tmp_path):
+    kernels = compile_kernels(architecture, LINEAR_CASES[name], tmp_path)
+    forward, backward = ["state", "read"], ["state", "gradient", "state", "gradient", "read"]
+    assert [kernel["kernel"].removesuffix("_kernel") for kernel in kernels] == forward + backward
+    assert not [kernel for kernel in kernels if kernel["shared"] > SMALLEST_SHARED_MEMORY]
+    if LINEAR_CASES[name]["dtype"] != "float32":
+        assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
+
+
 @pytest.mark.parametrize("name", ["paper", "paper-64", "tiles", "entropy-gradient"])
 def test_hopper_kernels_compile(name, tmp_path):
     """Without spills, and with products that run while the same warps do other things."""

@@ -285,6 +285,61 @@ def test_compiled_it_gives_the_same_without_a_graph_break():
         torch.testing.assert_close(x, y)
 
 
+GPU_CASES = {
+    "rank-9": dict(Sq=1000, Sk=1000, D=128, R=9),
+    "rank-64": dict(Sq=515, Sk=700, D=64, R=64, shared=(False, False)),
+    "rank-200": dict(Sq=300, Sk=300, D=256, R=200),
+    "odd-heads": dict(Sq=777, Sk=333, D=72, E=80, R=33),
+    "narrow": dict(Sq=2048, Sk=2048, D=32, R=2, shared=(True, False)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("mode", ["all-pairs", "causal", "masked", "float32-factors"])
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_gpu_results_and_gradients_match_float64(name, mode, dtype):
+    case = dict(GPU_CASES[name])
+    options = {}
+    if mode == "causal":
+        options["causal"] = True
+        case["Sq"] = min(case["Sq"], case["Sk"])
+    if mode == "float32-factors":
+        case["factors"] = torch.float32
+        case["R"] = min(case["R"], 42)
+    tensors = inputs(**case, dtype=dtype, device="cuda")
+    if mode == "masked":
+        options["key_mask"] = some_keys(2, case["Sk"], "cuda")
+    check(tensors, implementation="triton", **options)
+
+
+@pytest.mark.gpu
+def test_gpu_250_equal_runs():
+    tensors = inputs(Sq=500, Sk=600, D=64, R=9, dtype=torch.bfloat16, device="cuda")
+    grads = (torch.randn(2, 500, 3, 64, device="cuda"), torch.randn(2, 3, 500, device="cuda"))
+
+    def run():
+        return with_gradients(lambda *x: flash_bias_attention(*x, return_lse=True), tensors, grads)
+
+    first = run()
+    for _ in range(250):
+        assert all(torch.equal(x, y) for x, y in zip(run(), first, strict=True))
+
+
+@pytest.mark.gpu
+def test_gpu_memory_does_not_grow_with_the_pairs():
+    tensors = [
+        x.requires_grad_() for x in inputs(16384, 16384, D=64, R=16, batch=1, dtype=torch.bfloat16, device="cuda")
+    ]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(flash_bias_attention(*tensors).sum(), tensors)
+    peak = torch.cuda.max_memory_allocated() - before
+    # A written-out bias of one head alone would be 512 MiB.
+    assert peak < 100 * 2**20
+
+
 Q, F = torch.randn(2, 6, 3, 8), torch.randn(1, 6, 1, 2)
 BAD = {
     "factor-not-a-tensor": (lambda: flash_bias_attention(Q, Q, Q, [1.0], F), TypeError, "query_factor must be a torch"),

@@ -157,11 +157,11 @@ CASES = {
 }
 
 
-def check_kernels(case, name, dtype=torch.float32):
+def check_kernels(case, name, dtype=torch.float32, device="cpu"):
     """Their error is at most twice that of plain torch in the same precision, plus some units in the last place."""
     case = dict(case)
     options = {"causal": case.pop("causal", False), "feature_map": name}
-    inputs = qkv(**case, dtype=dtype)
+    inputs = [x.to(device) for x in qkv(**case, dtype=dtype)]
     if name == "identity":
         # Weights of either sign cancel at times, and then nothing of the precision is left.
         inputs = [x.abs() for x in inputs]
@@ -186,6 +186,15 @@ def test_the_kernels_are_as_precise_as_plain_torch(name, case):
 @pytest.mark.parametrize("name", ["taylor", "elu"])
 def test_the_kernels_work_in_float16(name, case):
     check_kernels(CASES[case], name, torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dims", "E"), [(16, 64), (16, 128), (24, 40), (32, 64), (5, 16)], ids=str)
+@pytest.mark.parametrize("name", ["taylor", "elu"])
+def test_gpu_results_and_gradients_match_float64(name, dims, E, causal, dtype):
+    check_kernels(dict(Sq=1333, Sk=1333, dims=dims, E=E, causal=causal), name, dtype, "cuda")
 
 
 @in_interpreter
