@@ -33,7 +33,7 @@ def in_dtype(
     """Factors of `dtype` with the same product φq·φkᵀ.
 
     A float32 factor among 16-bit tensors is cut into parts, and the products of parts become columns: all but the
-    smallest, which are below what is left out anyway. Gradients flow back through the cut.
+    smallest, which are below what is left out anyway.
 
     Args:
         query_factor: […, Sq, H, R]. key_factor: […, Sk, H, R]; both of `dtype` or both of float32.
@@ -44,8 +44,28 @@ def in_dtype(
     if query_factor.dtype == dtype:
         return query_factor, key_factor
     query_parts, key_parts = as_parts(query_factor, dtype), as_parts(key_factor, dtype)
-    pairs = [(i, n - i) for n in range(len(query_parts)) for i in range(n + 1)]
+    pairs = _pairs(dtype)
     return torch.cat([query_parts[i] for i, _ in pairs], -1), torch.cat([key_parts[j] for _, j in pairs], -1)
+
+
+def _pairs(dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Which parts of φq and φk are multiplied."""
+    return [(i, n - i) for n in range(_PARTS[dtype]) for i in range(n + 1)]
+
+
+def gradients_of_cut(
+    query_gradient: torch.Tensor, key_gradient: torch.Tensor, rank: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients […, rank] of factors from those of what `in_dtype` made of them (and more columns, not read).
+
+    The largest part of a factor meets all parts of the other, and so the other as a whole.
+    """
+
+    def whole(gradient: torch.Tensor, side: int) -> torch.Tensor:
+        columns = gradient[..., : rank * len(_pairs(dtype))].unflatten(-1, (-1, rank))
+        return columns[..., [n for n, pair in enumerate(_pairs(dtype)) if pair[side] == 0], :].sum(-2)
+
+    return whole(query_gradient, 0), whole(key_gradient, 1)
 
 
 def extended(

@@ -11,7 +11,7 @@ import torch
 
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.flash_bias.backward import flash_bias_backward as backward_kernels
-from vmonarch.kernels.flash_bias.factors import in_dtype
+from vmonarch.kernels.flash_bias.factors import gradients_of_cut, in_dtype
 from vmonarch.kernels.flash_bias.forward import Launch
 from vmonarch.kernels.flash_bias.forward import flash_bias_forward as forward_kernel
 
@@ -31,6 +31,12 @@ def _launch(
     scale: float,
     causal: bool,
 ) -> Launch:
+    query_factor, key_factor = in_dtype(query_factor, key_factor, query.dtype)
+    rank = query_factor.shape[3]
+    if missing := block_dim(rank) - rank:
+        # What the kernels pad to anyway; masked columns cost them registers, which are few.
+        query_factor, key_factor = (torch.nn.functional.pad(f, (0, missing)) for f in (query_factor, key_factor))
+    query_factor, key_factor = (f if f.stride(-1) == 1 else f.contiguous() for f in (query_factor, key_factor))
     B, _, H, _ = query.shape
     query_factor, key_factor = (factor.expand(B, -1, H, -1) for factor in (query_factor, key_factor))
     return Launch(query, key, value, query_factor, key_factor, key_mask, scale, causal)
@@ -59,8 +65,13 @@ def flash_bias_backward(
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv, dφq, dφk), each in the shape and dtype of its input."""
     *gradients, dfq, dfk = backward_kernels(_launch(*inputs), grad_out, grad_lse, out, lse)
+    query, _, _, *factors = inputs[:5]
+    rank = factors[0].shape[3]
+    if factors[0].dtype == query.dtype:
+        dfq, dfk = dfq[..., :rank], dfk[..., :rank]
+    else:
+        dfq, dfk = gradients_of_cut(dfq, dfk, rank, query.dtype)
     # A factor that batch entries or heads share has the sum of their gradients.
-    factors = inputs[3:5]
     return *gradients, *(d.sum_to_size(f.shape).to(f.dtype) for d, f in zip((dfq, dfk), factors, strict=True))
 
 
@@ -106,12 +117,6 @@ def flash_bias_attention_triton(
     if scale <= 0:
         # The kernels divide the bias by the scale and take the maximum of what is left.
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
-    query_factor, key_factor = in_dtype(query_factor, key_factor, query.dtype)
-    query_factor, key_factor = (f if f.stride(-1) == 1 else f.contiguous() for f in (query_factor, key_factor))
-    rank = query_factor.shape[3]
-    if missing := block_dim(rank) - rank:
-        # What the kernels pad to anyway; masked columns cost them registers, which are few.
-        query_factor, key_factor = (torch.nn.functional.pad(f, (0, missing)) for f in (query_factor, key_factor))
     tensors = (query, key, value, query_factor, key_factor)
     grad_needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if grad_needed or torch.compiler.is_compiling() or any(type(tensor) is not torch.Tensor for tensor in tensors):

@@ -75,8 +75,8 @@ def taylor_attention(
             far and the longer of Sq and Sk.
         scale: of q·k; 1/√d' if None.
         implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; d' up to 32 with the
-            Taylor map, up to 256 features with others; no gradients through states); or "auto", see
-            `kernels.common.launch.use_triton`.
+            Taylor map, up to 256 features with others; no gradients through states); or "auto", which is plain torch
+            for as long as the kernels have not passed their tests on a GPU.
 
     Returns:
         out [B, Sq, H, E] in the dtype of `query`; with `return_state` also the state, in float32, or float64 for
@@ -106,7 +106,7 @@ def taylor_attention(
     if chosen.placed and tokens > max_tokens:
         raise ValueError(f"max_tokens={max_tokens}, but there are {tokens} tokens with those of the state")
     reason = _why_not(query, key, value, chosen, state, return_state)
-    if use_triton("taylor_attention", implementation, query, key, value, unless=reason):
+    if implementation == "triton" and use_triton("taylor_attention", "triton", query, key, value, unless=reason):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.taylor.op import taylor_attention_triton
 

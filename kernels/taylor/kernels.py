@@ -91,18 +91,22 @@ def state_kernel(
     for first in range(start, stop, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         inside = n < stop
-        x = load_rows(x_ptr, stride_xs, n, inside, D, BLOCK_D, True).to(tl.float32) * root_scale
+        # Transposed as it is loaded: products never take the transpose of what was computed.
+        dims = tl.arange(0, BLOCK_D)
+        x_pointers = x_ptr + n.to(tl.int64)[None, :] * stride_xs + dims[:, None]
+        x = tl.load(x_pointers, mask=inside[None, :] & (dims < D)[:, None], other=0.0)  # [d', N]
+        x = x.to(tl.float32) * root_scale
         v_pointers = v_ptr + n.to(tl.int64)[:, None] * stride_vs + columns[None, :]
         v = tl.load(v_pointers, mask=inside[:, None] & (first_e + columns < E)[None, :], other=0.0)
         c = inside.to(tl.float32)
         if c_ptr is not None:
             c = tl.load(c_ptr + bh * S + n, mask=inside, other=0.0)
-        s1 = tl.dot(tl.trans(x.to(v.dtype)), v, s1, input_precision=PRECISION)
-        z1 += tl.sum(x * c[:, None], 0)
+        s1 = tl.dot(x.to(v.dtype), v, s1, input_precision=PRECISION)
+        z1 += tl.sum(x * c[None, :], 1)
         if TAYLOR:
-            xx = _squares(x, BLOCK_P)
-            s2 = tl.dot(tl.trans(xx.to(v.dtype)), v, s2, input_precision=PRECISION)
-            z2 += tl.sum(xx * c[:, None], 0)
+            xx = tl.reshape(x[:, None, :] * x[None, :, :], [BLOCK_P, BLOCK_N])
+            s2 = tl.dot(xx.to(v.dtype), v, s2, input_precision=PRECISION)
+            z2 += tl.sum(xx * c[None, :], 1)
             s0 += tl.sum(v.to(tl.float32), 0)
             z0 += tl.sum(c, 0)
     F: tl.constexpr = 1 + D + D * D if TAYLOR else D
