@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/kernels.md", "finetune/embedded/README.md")
+DOCUMENTS = ("README.md", "docs/kernels.md", "docs/bias.md", "finetune/embedded/README.md")
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -92,6 +92,21 @@ def kernel_log_table(results: dict[str, Any]) -> str:
     return "\n".join(parts) + f"\n{results['hardware']}, {results['versions']}.\n"
 
 
+def neural_bias_table(results: dict[str, Any]) -> str:
+    """How close two networks come to biases without factors."""
+    rows = [
+        [name, *(_percent(record[f"relative_error{kind}"]) for kind in ("", "_of_svd", "_of_a_constant"))]
+        for name, record in results["biases"].items()
+    ]
+    settings = results["settings"]
+    table = markdown(["bias", "two networks", "SVD of the matrix", "a constant"], rows)
+    about = (
+        f"Relative error (Frobenius norm) on {settings['fresh_points']} points that were not trained on, rank"
+        f" {settings['rank']}; {results['hardware']}, {results['date']}."
+    )
+    return f"{table}\n{about} Made by `{results['command']}`.\n"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "embedded-model": embedded_model_table,
     "demo": demo_table,
@@ -99,6 +114,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "kernels-h200": kernels_table,
     "speed": speed_table,
     "kernel-log": kernel_log_table,
+    "neural-bias": neural_bias_table,
 }
 # Tables of another name than their JSON.
 SOURCES = {"speed": "kernels-h200"}

@@ -33,7 +33,7 @@ def _launch(
 ) -> Launch:
     query_factor, key_factor = in_dtype(query_factor, key_factor, query.dtype)
     rank = query_factor.shape[3]
-    if missing := block_dim(rank) - rank:
+    if rank and (missing := block_dim(rank) - rank):
         # What the kernels pad to anyway; masked columns cost them registers, which are few.
         query_factor, key_factor = (torch.nn.functional.pad(f, (0, missing)) for f in (query_factor, key_factor))
     query_factor, key_factor = (f if f.stride(-1) == 1 else f.contiguous() for f in (query_factor, key_factor))

@@ -183,6 +183,21 @@ def test_the_scale_is_that_of_q_and_k_alone(scale, implementation):
 
 
 @in_interpreter
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_rank_0_the_kernels_are_those_without_a_bias(causal):
+    from vmonarch.kernels.flash_bias.op import flash_bias_forward
+
+    q, k, v, fq, fk = inputs(20, 33)
+    results = []
+    for factors in ((fq[..., :0], fk[..., :0]), (fq * 0, fk)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = flash_bias_forward(*leaves, *factors, None, 0.3, causal)
+        results.append([out, lse, *torch.autograd.grad(out.sin().sum() + lse.sum(), leaves)])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@in_interpreter
 @pytest.mark.parametrize("name", ["ragged", "factors-of-their-own", "high-rank"])
 @pytest.mark.parametrize("factors", [torch.float16, torch.float32], ids=str)
 def test_float16_keeps_the_precision_of_plain_torch(name, factors):
