@@ -25,6 +25,13 @@ BIAS_OP = "kernels/flash_bias/op.py"
 BIAS_FACTORS = "kernels/flash_bias/factors.py"
 EXACT_BIAS = "bias/exact.py"
 SVD_BIAS = "bias/svd.py"
+FEATURES = "kernels/taylor/feature_maps.py"
+LINEAR = "kernels/taylor/reference.py"
+LINEAR_KERNELS = "kernels/taylor/kernels.py"
+LINEAR_OP = "kernels/taylor/op.py"
+NEIGHBOURS = "kernels/window/neighbours.py"
+WINDOW = "kernels/window/reference.py"
+WINDOW_KERNELS = "kernels/window/kernels.py"
 
 # name -> (file in the package, text in it, what the bug makes of it)
 BUGS = {
@@ -94,11 +101,34 @@ BUGS = {
     "bias-last-rows-skipped": (BIAS_BACKWARD, "stop, Sq, j, bh * Sq", "Sq, Sq, j, bh * Sq"),
     "bias-causal-rows-start-late": (BIAS_BACKWARD, "tl.maximum(0, first_key + Sq - Sk) //", "(first_key + BLOCK_N) //"),
     "bias-shared-factor-of-one-head": (BIAS_OP, "d.sum_to_size(f.shape)", "d[: f.shape[0], :, : f.shape[2]]"),
-    "bias-parts-left-out": (BIAS_FACTORS, "in range(len(query_parts)) for", "in range(1) for"),
+    "bias-parts-left-out": (BIAS_FACTORS, "for n in range(_PARTS[dtype]) for", "for n in range(1) for"),
     "bias-distance-of-the-sum": (EXACT_BIAS, "-2 * weights * x]", "2 * weights * x]"),
     "bias-alibi-from-the-first-key": (EXACT_BIAS, "positions[keys - queries :]", "positions[:queries]"),
     "bias-energy-of-sigma": (SVD_BIAS, "sigma.square().cumsum", "sigma.cumsum"),
     "bias-heads-mixed-up": (SVD_BIAS, "torch.tensor(low, device", "torch.tensor(low[::-1], device"),
+    "taylor-without-half": (FEATURES, ".flatten(-2) * math.sqrt(0.5)", ".flatten(-2)"),
+    "cosformer-angle-doubled": (FEATURES, "math.pi / (2 * max_tokens)", "math.pi / max_tokens"),
+    "linear-state-of-the-own-chunk": (LINEAR, "transpose(1, 2)).tril()", "transpose(1, 2))"),
+    "linear-positions-restart": (LINEAR, "before + start + torch.arange", "start + torch.arange"),
+    "linear-kernel-half-forgotten": (LINEAR_KERNELS, "xx = _squares(x, BLOCK_P) * 0.5", "xx = _squares(x, BLOCK_P)"),
+    "linear-kernel-order-0-forgotten": (LINEAR_KERNELS, "s0 += tl.sum(v", "s0 += 0.0 * tl.sum(v"),
+    "linear-kernel-sees-the-next-token": (LINEAR_KERNELS, "(j[None, :] <= i[:", "(j[None, :] <= 1 + i[:"),
+    "linear-kernel-weights-of-columns": (LINEAR_KERNELS, "dw *= 1.0 + s", "dw *= 1.0"),
+    "linear-kernel-gradient-of-half": (LINEAR_KERNELS, "* x[:, None, :], 2)", "* x[:, None, :] * 0.5, 2)"),
+    "linear-kernel-scale-once": (LINEAR_KERNELS, "inside, dx * root_scale, D", "inside, dx, D"),
+    "linear-chunks-count-their-own": (LINEAR_OP, "sums[:, :-1].cumsum(1)", "sums[:, 1:].cumsum(1)"),
+    "linear-state-units-mixed": (LINEAR_OP, "z[:, pairs:] *= math.sqrt(2.0)", "z[:, pairs:] *= 1.0"),
+    "window-one-short": (NEIGHBOURS, "(window - 1, 0) if causal", "(window - 2, 0) if causal"),
+    "window-off-centre": (NEIGHBOURS, "((window - 1) // 2, window // 2)", "(window // 2, (window - 1) // 2)"),
+    "window-rows-wrap-around": (NEIGHBOURS, "inside = (at >= 0) & (at < size)", "inside = (at >= 0) & (at < size + 1)"),
+    "window-causal-along-rows": (NEIGHBOURS, "axis == causal_axis", "axis == 2 and causal_axis is not None"),
+    "window-kernel-misses-the-last-brick": (WINDOW_KERNELS, "high - low + 1, 0)", "high - low, 1)"),
+    "window-kernel-reaches-the-wrong-way": (
+        WINDOW_KERNELS, "n.skipped, n.ahead_t, n.ahead_h, n.ahead_w", "n.skipped, n.back_t, n.back_h, n.back_w"),
+    "window-kernel-sees-all-rows": (WINDOW_KERNELS, "near & (kh >= h - n.back_h) & (kh <= h + n.ahead_h)", "near"),
+    "window-kernel-forgets-skipped-tokens": (WINDOW_KERNELS, "brick, n, n.skipped, 0, n.back_t", "brick, n, 0, 0, n.back_t"),
+    "window-kernel-attends-to-nothing": (WINDOW_KERNELS, "near & there[None, :]", "near"),
+    "window-absent-keys-attended": (WINDOW, "masked_fill(~present, -torch.inf)", "masked_fill(~present, 0.0)"),
 }  # fmt: skip
 # Tests that see a bug of the kernels soonest; the interpreter is slow.
 KEYWORDS = {
@@ -120,6 +150,8 @@ TESTS = {
         file: ["tests/kernels/test_flash_bias.py"]
         for file in (BIAS_REFERENCE, BIAS_FORWARD, BIAS_BACKWARD, BIAS_OP, BIAS_FACTORS)
     },
+    **{file: ["tests/kernels/test_taylor.py"] for file in (FEATURES, LINEAR, LINEAR_KERNELS, LINEAR_OP)},
+    **{file: ["tests/kernels/test_window.py"] for file in (NEIGHBOURS, WINDOW, WINDOW_KERNELS)},
     **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},
     **{file: ["tests/kernels/test_monarch_triton.py"] for file in (ONLINE, TILES, PLACES, R_STEP, L_STEP, FUSED)},
 }

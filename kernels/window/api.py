@@ -65,7 +65,9 @@ def window_attention(
         grid: (T, H, W) of the tokens of a video; None for a sequence.
         scale: softmax scale; 1/√D if None.
         return_lse: also return the log-partition of every row, with which `merge_partials` joins other parts.
-        implementation: "torch" or "auto"; there is no kernel yet, so "triton" raises.
+        implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; head dimensions up to
+            256; of a video all queries); or "auto", which is plain torch for as long as the kernels have not passed
+            their tests on a GPU.
 
     Returns:
         out [B, Sq, H, E] in the dtype of `query`; with `return_lse` also lse [B, H, Sq] in nats, in float32, or
@@ -73,7 +75,7 @@ def window_attention(
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
-        NotImplementedError: implementation="triton".
+        NotImplementedError: implementation="triton", and the kernels cannot take this call; the message says why.
 
     Source: Based, §4.2 (TCWINDOW); the neighbourhood in three dimensions is ours.
     """
@@ -92,10 +94,15 @@ def window_attention(
         if grid.tokens != Sk:
             raise ValueError(f"grid {tuple(grid)} has {grid.tokens} tokens, but key has {Sk}")
     scale = resolve_scale(scale, query.shape[-1])
-    use_triton("window_attention", implementation, query, key, value, unless="there is no kernel yet")
-    out, lse = window_attention_reference(
-        query, key, value, grid=grid, window=sizes, causal_axis=axis if causal else None, scale=scale
-    )
+    attend = window_attention_reference
+    last_of_a_video = "queries are the last tokens of a video (supported: all of them, or a sequence)"
+    reason = last_of_a_video if axis == 0 and Sq != Sk else None
+    if implementation == "triton" and use_triton("window_attention", "triton", query, key, value, unless=reason):
+        # Triton is imported when it is needed, not with the package.
+        from vmonarch.kernels.window.op import window_attention_triton
+
+        attend = window_attention_triton
+    out, lse = attend(query, key, value, grid=grid, window=sizes, causal_axis=axis if causal else None, scale=scale)
     return (out, lse) if return_lse else out
 
 

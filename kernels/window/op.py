@@ -1,0 +1,165 @@
+"""Attention in windows as a torch operator: opaque to torch.compile, differentiable, without views of its inputs.
+
+Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, E value dim. An operator takes numbers, not objects: a
+`Neighbourhood` travels as a list of integers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.softmax import log2_scale_of
+from vmonarch.kernels.window.kernels import Neighbourhood, window_kernel, window_keys_kernel, window_rows_kernel
+from vmonarch.kernels.window.neighbours import Window, extents
+
+
+def brick_of(n: Neighbourhood, tokens: int) -> tuple[int, int, int]:
+    """Frames, rows and columns, powers of two, of a brick of so many tokens: as nearly alike as the grid allows."""
+    brick = [1, 1, 1]
+    sizes = [triton.next_power_of_2(size) for size in n[:3]]
+    while math.prod(brick) < tokens:
+        open_axes = [axis for axis in range(3) if brick[axis] < sizes[axis]]
+        # A small grid leaves places of the brick empty; along the columns, as good as anywhere.
+        axis = min(open_axes, key=lambda a: (brick[a], -a)) if open_axes else 2
+        brick[axis] *= 2
+    return brick[0], brick[1], brick[2]
+
+
+def _launch(
+    name: str, query: torch.Tensor, value: torch.Tensor, n: Neighbourhood, skipped: int
+) -> tuple[int, dict[str, Any]]:
+    """Bricks of the columns from `skipped` on, and the options and constants of a kernel."""
+    D, E = query.shape[3], value.shape[3]
+    options = launch_options(name, query.device, query.dtype, max(D, E))
+    BT, BH, BW = brick_of(n, options.pop("BLOCK"))
+    bricks = triton.cdiv(n.frames, BT) * triton.cdiv(n.rows, BH) * triton.cdiv(n.columns - skipped, BW)
+    return bricks, {
+        "D": D, "E": E, "BLOCK_D": block_dim(D), "BLOCK_E": block_dim(E), "PRECISION": dot_precision(query.dtype),
+        "BT": BT, "BH": BH, "BW": BW, **options,
+    }  # fmt: skip
+
+
+@torch.library.custom_op(
+    "vmonarch::window_forward",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, int[] numbers, float scale) -> (Tensor, Tensor)",
+)
+def window_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, numbers: list[int], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, Sq, H, E], lse [B, H, Sq])."""
+    B, Sq, H, _ = query.shape
+    n = Neighbourhood(*numbers)
+    out = query.new_empty(B, Sq, H, value.shape[3])
+    lse = query.new_empty(B, H, Sq, dtype=torch.float32)
+    bricks, constants = _launch("window", query, value, n, n.skipped)
+    with torch.cuda.device_of(query):
+        window_kernel[(bricks * B * H,)](
+            query, key, value, out, lse, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            *out.stride()[:3], H, Sq, bricks, n.unspecialised(), log2_scale_of(scale), **constants,
+        )  # fmt: skip
+    return out, lse
+
+
+@window_forward.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, numbers: list[int], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    B, Sq, H, _D = query.shape
+    return query.new_empty(B, Sq, H, value.shape[3]), query.new_empty(B, H, Sq, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "vmonarch::window_backward",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,"
+    " int[] numbers, float scale) -> (Tensor, Tensor, Tensor)",
+)
+def window_backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    numbers: list[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), each in the shape and dtype of its input."""
+    B, Sq, H, _ = query.shape
+    n = Neighbourhood(*numbers)
+    # Gradients of sums and of slices come expanded or strided.
+    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    delta = torch.empty_like(lse)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
+    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3])
+    numbers_of_all = (n.unspecialised(), scale, log2_scale_of(scale))
+    with torch.cuda.device_of(query):
+        bricks, constants = _launch("window_rows", query, value, n, n.skipped)
+        window_rows_kernel[(bricks * B * H,)](
+            query, key, value, grad_out, out, lse, grad_lse, delta, dq, *strides, *out.stride()[:3],
+            H, Sq, bricks, *numbers_of_all, **constants,
+        )  # fmt: skip
+        bricks, constants = _launch("window_keys", query, value, n, 0)
+        window_keys_kernel[(bricks * B * H,)](
+            query, key, value, grad_out, lse, delta, dk, dv, *strides, H, Sq, key.shape[1], bricks, *numbers_of_all,
+            **constants,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+@window_backward.register_fake
+def _(
+    grad_out: torch.Tensor, grad_lse: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    query, key, value, *ctx.numbers = inputs
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    query, key, value, out, lse = ctx.saved_tensors
+    if grad_out is None and grad_lse is None:
+        return (None,) * 5
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    gradients = window_backward(grad_out, grad_lse, query, key, value, out, lse, *ctx.numbers)
+    return *gradients, None, None
+
+
+window_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def window_attention_triton(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid: LatentGrid,
+    window: Window,
+    causal_axis: int | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by the kernels; arguments as in `window_attention_reference`, already checked."""
+    if scale < 0:
+        # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
+        query, scale = -query, -scale
+    reach = [extents(size, axis == causal_axis) for axis, size in enumerate(window)]
+    n = Neighbourhood(
+        *grid, key.shape[1] - query.shape[1], *(back for back, _ in reach), *(ahead for _, ahead in reach)
+    )
+    return window_forward(query, key, value, list(n), scale)
