@@ -126,7 +126,7 @@ BUGS = {
     "window-kernel-reaches-the-wrong-way": (
         WINDOW_KERNELS, "n.skipped, n.ahead_t, n.ahead_h, n.ahead_w", "n.skipped, n.back_t, n.back_h, n.back_w"),
     "window-kernel-sees-all-rows": (WINDOW_KERNELS, "near & (kh >= h - n.back_h) & (kh <= h + n.ahead_h)", "near"),
-    "window-kernel-forgets-skipped-tokens": (WINDOW_KERNELS, "brick, n, n.skipped, 0, n.back_t", "brick, n, 0, 0, n.back_t"),
+    "window-kernel-forgets-skipped-tokens": (WINDOW_KERNELS, "n, n.skipped, 0, n.back_t", "n, 0, 0, n.back_t"),
     "window-kernel-attends-to-nothing": (WINDOW_KERNELS, "near & there[None, :]", "near"),
     "window-absent-keys-attended": (WINDOW, "masked_fill(~present, -torch.inf)", "masked_fill(~present, 0.0)"),
 }  # fmt: skip

@@ -3,11 +3,13 @@
     python compile_for_gpu.py ARCHITECTURE '{"grid": [16, 28, 52], "dim": 128, …}'         VMonarch
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "rank": 9, "dim": 128, …}'    FlashBias
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "dim": 16, "width": 64, …}'   linear attention
+    python compile_for_gpu.py ARCHITECTURE '{"grid": [4, 8, 8], "window": [1, 2, 2], "dim": 64, …}'   windows
 
 A kernel launch is replaced by a compilation with the same arguments: the tensors lie on the CPU and are never read.
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -94,8 +96,9 @@ def main():
     from vmonarch.kernels.flash_entropy import forward as flash_forward
     from vmonarch.kernels.monarch import fused, l_step, places, r_step
     from vmonarch.kernels.taylor import op as taylor_op
+    from vmonarch.kernels.window import op as window_op
 
-    for module in (bias_forward, flash_backward, flash_forward, l_step, r_step, taylor_op):
+    for module in (bias_forward, flash_backward, flash_forward, l_step, r_step, taylor_op, window_op):
         module.launch_options = options_of_a_gpu
     for module in (flash_backward, flash_forward):
         module.processors = lambda device: 132
@@ -116,6 +119,12 @@ def main():
         with launch.launch_overrides(case.get("overrides", {})):
             out, lse = bias_forward.flash_bias_forward(call)
             bias_backward.flash_bias_backward(call, out, lse, out, lse)
+        return
+    if "window" in case:
+        tensors = [torch.zeros(1, math.prod(case["grid"]), 2, case["dim"], dtype=getattr(torch, case["dtype"]))] * 3
+        numbers = [*case["grid"], 0, *case["window"], *case["window"]]
+        out, lse = window_op.window_forward(*tensors, numbers, 0.1)
+        window_op.window_backward(out, lse, *tensors, out, lse, numbers, 0.1)
         return
     if "width" in case:
         q, k, v = (

@@ -114,6 +114,27 @@ def test_kernels_of_linear_attention_compile(architecture, name, tmp_path):
         assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
 
 
+WINDOW_CASES = {
+    "sequence": dict(grid=[1, 1, 4096], window=[0, 0, 63], dim=64, dtype="bfloat16"),
+    "video": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=128, dtype="float16"),
+    "wide": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=256, dtype="bfloat16"),
+    "float32": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=128, dtype="float32"),
+}
+
+
+@pytest.mark.parametrize(
+    "architecture,name",
+    [(80, "video"), (89, "sequence"), (100, "video"), (120, "sequence"), *((90, name) for name in WINDOW_CASES)],
+    ids=lambda value: str(value),
+)
+def test_kernels_of_window_attention_compile(architecture, name, tmp_path):
+    kernels = compile_kernels(architecture, WINDOW_CASES[name], tmp_path)
+    assert [kernel["kernel"] for kernel in kernels] == ["window_kernel", "window_rows_kernel", "window_keys_kernel"]
+    assert not [kernel for kernel in kernels if kernel["shared"] > SMALLEST_SHARED_MEMORY]
+    if WINDOW_CASES[name]["dtype"] != "float32" and WINDOW_CASES[name]["dim"] <= 128:
+        assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
+
+
 @pytest.mark.parametrize("name", ["paper", "paper-64", "tiles", "entropy-gradient"])
 def test_hopper_kernels_compile(name, tmp_path):
     """Without spills, and with products that run while the same warps do other things."""
