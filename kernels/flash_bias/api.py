@@ -71,8 +71,7 @@ def flash_bias_attention(
         query_factor: φq, [B or 1, Sq, H or 1, R], in nats: what is added to a logit is φq·φk, not scaled.
         key_factor: φk, [B or 1, Sk, H or 1, R]. Both factors are of the dtype of `query` or both of float32. In
             16 bit, large terms that cancel lose what is left of them (positions, squared distances): give those in
-            float32. The kernels then take three times the rank for float16, six times for bfloat16; columns cost
-            nothing up to 16 and little up to 64.
+            float32. The kernels then work with three times the rank for float16, six times for bfloat16.
         scale: softmax scale of q·k; 1/√D if None.
         causal: query i attends to the keys up to i + Sk - Sq, so that the last one attends to all.
         key_mask: bool [B, Sk], True where a key counts. A query without any key gets 0 and the log-partition -inf.
