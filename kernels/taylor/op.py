@@ -88,11 +88,11 @@ class _Launch:
         """φ(x)·state [B, S, H, E], of x's dtype; divided by the weight, which is written, if `weight` [B, H, S]."""
         B, S, H, _ = x.shape
         out = x.new_empty(B, S, H, self.width)
-        blocks, tiles = self.blocks(), self._tiles(S)
+        blocks, (chunks, chunk, tiles) = self.blocks(), self._tiles(S)
         columns = triton.cdiv(self.width, blocks["BLOCK_E"])
-        read_kernel[(columns * tiles[1] * tiles[0] * B * H,)](
+        read_kernel[(columns * tiles * chunks * B * H,)](
             x, y, v, s, z, out, weight, *x.stride()[:3], *y.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-            H, S, tiles[0], tiles[2], tiles[1], math.sqrt(self.scale), LEAST_WEIGHT,
+            H, S, chunks, chunk, tiles, math.sqrt(self.scale), LEAST_WEIGHT,
             CAUSAL=self.causal, BACK=back, NORMALISE=weight is not None, BLOCK_M=self.options()["BLOCK_M"], **blocks,
         )  # fmt: skip
         return out
@@ -104,19 +104,19 @@ class _Launch:
         """dx [B, S, H, d'] of Σ (g·v + h·c)·w; x, g and h are of one side, y, v, c and the state of the other."""
         B, S, H, _ = x.shape
         dx = x.new_empty(x.shape)
-        tiles = self._tiles(S)
-        gradient_kernel[(tiles[1] * tiles[0] * B * H,)](
+        chunks, chunk, tiles = self._tiles(S)
+        gradient_kernel[(tiles * chunks * B * H,)](
             x, g, h, y, v, c, s, z, dx, *x.stride()[:3], *g.stride()[:3], *y.stride()[:3], *v.stride()[:3],
-            H, S, tiles[0], tiles[2], tiles[1], math.sqrt(self.scale),
+            H, S, chunks, chunk, tiles, math.sqrt(self.scale),
             CAUSAL=self.causal, BACK=back, BLOCK_M=self.options()["BLOCK_M"], **self.blocks(),
         )  # fmt: skip
         return dx
 
     def _tiles(self, tokens: int) -> tuple[int, int, int]:
-        """Chunks of the tokens that are read for, tiles per chunk, tokens per chunk."""
+        """Chunks of the tokens that are read for, tokens per chunk and tiles per chunk; one chunk if not causal."""
         block = self.options()["BLOCK_M"]
         chunk = self.chunk(tokens) if self.causal else triton.cdiv(tokens, block) * block
-        return triton.cdiv(tokens, chunk), triton.cdiv(chunk, block), chunk
+        return triton.cdiv(tokens, chunk), chunk, triton.cdiv(chunk, block)
 
 
 def _before(sums: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
