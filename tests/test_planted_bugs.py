@@ -124,7 +124,7 @@ BUGS = {
     "window-causal-along-rows": (NEIGHBOURS, "axis == causal_axis", "axis == 2 and causal_axis is not None"),
     "window-kernel-misses-the-last-brick": (WINDOW_KERNELS, "high - low + 1, 0)", "high - low, 1)"),
     "window-kernel-reaches-the-wrong-way": (
-        WINDOW_KERNELS, "n.skipped, n.ahead_t, n.ahead_h, n.ahead_w", "n.skipped, n.back_t, n.back_h, n.back_w"),
+        WINDOW_KERNELS, "n.ahead_w, n.back_t, n.back_h, n.back_w", "n.ahead_w, n.ahead_t, n.ahead_h, n.ahead_w"),
     "window-kernel-sees-all-rows": (WINDOW_KERNELS, "near & (kh >= h - n.back_h) & (kh <= h + n.ahead_h)", "near"),
     "window-kernel-forgets-skipped-tokens": (WINDOW_KERNELS, "n, n.skipped, 0, n.back_t", "n, 0, 0, n.back_t"),
     "window-kernel-attends-to-nothing": (WINDOW_KERNELS, "near & there[None, :]", "near"),
