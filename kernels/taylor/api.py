@@ -133,11 +133,11 @@ def _why_not(
 ) -> str | None:
     """Why the kernels cannot take this call, or None if they can."""
     dims = key.shape[3]
-    most = MAX_TAYLOR_DIM if feature_map.name == "taylor" else MAX_HEAD_DIM
-    if feature_map.name == "taylor" and dims > most:
-        return f"key has {dims} dimensions (supported with the Taylor map: up to {most})"
-    if feature_map.features(dims) > most and feature_map.name != "taylor":
-        return f"there are {feature_map.features(dims)} features (supported: up to {most})"
+    if feature_map.name == "taylor":
+        if dims > MAX_TAYLOR_DIM:
+            return f"key has {dims} dimensions (supported with the Taylor map: up to {MAX_TAYLOR_DIM})"
+    elif feature_map.features(dims) > MAX_HEAD_DIM:
+        return f"there are {feature_map.features(dims)} features (supported: up to {MAX_HEAD_DIM})"
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if learns and (state is not None or return_state):
         return "a state is taken or returned while gradients are recorded (supported: one or the other)"

@@ -43,8 +43,8 @@ class _Launch:
         return 1 + dims + dims**2 if self.taylor else dims
 
     def options(self) -> dict[str, int]:
-        # Four warps: with eight, Triton 3.6 shares products 16 wide out among two warpgroups of Hopper, which then read
-        # beyond their memory.
+        # The tables have four warps for tiles of 64 rows: with eight, Triton 3.6 shares products 16 wide out among two
+        # warpgroups of Hopper, which then read beyond their memory.
         return launch_options("taylor", self.like.device, self.like.dtype, self.like.shape[3])
 
     def blocks(self) -> dict[str, Any]:
