@@ -791,15 +791,17 @@ def map_in_processes(
             for i in [i for i, answer in waiting.items() if answer.ready()]:
                 answer = waiting.pop(i)
                 progress = time.monotonic()
-                with contextlib.suppress(Exception):
+                try:
                     results[i] = answer.get()
+                except Exception as error:
+                    print(f"a process failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return results
 
 
 # Stages that one process compiles, as patterns: one process for all of a backward pass would be the last to finish.
 _PARTS = {False: (r"[RL]\d+",), True: (r"[RL]\d+", r"R\d+ backward", r"L\d+ backward|exact backward")}
 # What the calls of other stages are made of; without the rest their values are arbitrary.
-RETURNING = "exact|pool|bias"
+RETURNING = "exact|pool|bias|bias backward"
 
 
 def call_stages(run: Callable[[], Any], needed: str) -> list[StageCall]:

@@ -187,7 +187,7 @@ SWEEPS: dict[str, Sweep] = {
     "flash_bias_keys": Sweep("bias backward", None, _BIAS_BACKWARD, _BACKWARD_GRIDS),
 }
 
-# Kernels that `auto` does not take yet.
+# Kernels without a sweep: set by hand.
 UNTUNED = ("taylor", "window", "window_rows", "window_keys")
 
 

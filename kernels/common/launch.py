@@ -83,14 +83,10 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def hopper_fits(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels for Hopper take these tensors: 16 bit, one head dimension up to 128, aligned rows.
-
-    The override {"hopper": {"enabled": 0}} says no.
-    """
+    """Whether the kernels for Hopper take these tensors: 16 bit, one head dimension up to 128, aligned rows."""
     first = tensors[0]
     return (
-        on_hopper(first.device)
-        and (_overrides.get() or {}).get("hopper", {"enabled": 1})["enabled"] == 1
+        hopper_enabled(first.device)
         and first.dtype in (torch.float16, torch.bfloat16)
         and first.shape[-1] <= HOPPER_HEAD_DIM
         and all(tensor.shape[-1] == first.shape[-1] for tensor in tensors)
@@ -109,6 +105,11 @@ def tma_fits(*tensors: torch.Tensor) -> bool:
         )
         for tensor in tensors
     )
+
+
+def hopper_enabled(device: torch.device) -> bool:
+    """Whether the kernels for Hopper are to be used there; the override {"hopper": {"enabled": 0}} says no."""
+    return on_hopper(device) and (_overrides.get() or {}).get("hopper", {"enabled": 1})["enabled"] == 1
 
 
 @functools.cache

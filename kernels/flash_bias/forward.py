@@ -15,9 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, tma_fits
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import load_rows, store_rows
+from vmonarch.kernels.flash_entropy.forward import combine_parts, new_parts
+from vmonarch.kernels.flash_entropy.segments import Segment, processors
+
+# What the kernels for Hopper take: a rank up to this, and this many keys of a tile.
+HOPPER_RANK = 64
+HOPPER_KEYS = 128
 
 
 @triton.jit
@@ -169,6 +175,45 @@ class Launch:
             "PRECISION": dot_precision(self.query.dtype),
         }
 
+    def hopper_factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """φq and φk as the kernels for Hopper take them, not expanded; None if the portable ones are to be used."""
+        factors = tuple(
+            f[: 1 if f.stride(0) == 0 else None, :, : 1 if f.stride(2) == 0 else None]
+            for f in (self.query_factor, self.key_factor)
+        )
+        skipped = self.key.shape[1] - self.query.shape[1]
+        fits = (
+            self.key_mask is None
+            and self.query_factor.shape[3] <= HOPPER_RANK
+            # The diagonal has to be in the last tile of keys of a tile of rows.
+            and not (self.causal and skipped % HOPPER_KEYS)
+            and hopper_fits(self.query, self.key, self.value)
+            and (self.query_factor.shape[3] == 0 or tma_fits(*factors))
+        )
+        return factors if fits else None  # type: ignore[return-value]
+
+
+def _forward_on_hopper(
+    launch: Launch, factors: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    from vmonarch.kernels.hopper.flash import BLOCK_M, flash, schedule
+
+    query, key = launch.query, launch.key
+    B, Sq, H, D = query.shape
+    Sk = key.shape[1]
+    options = {**launch.options("hopper_flash"), "BLOCK_N": HOPPER_KEYS}
+    rows = BLOCK_M if launch.causal else Sq
+    segments = tuple(
+        Segment(first, min(first + rows, Sq), ((0, min(first + rows + Sk - Sq, Sk)),)) for first in range(0, Sq, rows)
+    )
+    work = schedule(segments, BLOCK_M, options["BLOCK_N"], B * H, processors(query.device), query.device)
+    parts = new_parts(query, work.slots, BLOCK_M, D, False)
+    flash(
+        query, key, launch.value, work, scale=launch.scale, out=out, lse=lse, entropy=None, parts=parts,
+        options=options, factors=factors if factors[0].shape[3] else None, causal=launch.causal,
+    )  # fmt: skip
+    combine_parts(parts, work.merges, BLOCK_M, 1, out, lse, None)
+
 
 def flash_bias_forward(launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, Sq, H, E] in the dtype of the query, lse [B, H, Sq] in float32); arguments are not checked."""
@@ -178,6 +223,9 @@ def flash_bias_forward(launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
     options = launch.options("flash_bias_forward")
     row_tiles = triton.cdiv(Sq, options["BLOCK_M"])
     with torch.cuda.device_of(launch.query):
+        if factors := launch.hopper_factors():
+            _forward_on_hopper(launch, factors, out, lse)
+            return out, lse
         _flash_bias_kernel[(row_tiles * B * H,)](
             *launch.tensors(), out, lse, *launch.strides(), *out.stride()[:3], H, Sq, launch.key.shape[1], row_tiles,
             *launch.numbers(), **launch.constants(), **options,

@@ -261,6 +261,43 @@ def _combine_kernel(
         tl.store(entropy_ptr + stat_rows, entropy_of(row_sum, row_entropy), mask=present)
 
 
+def new_parts(
+    query: torch.Tensor, slots: int, rows: int, width: int, entropy: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Partial outputs [slots, rows, width], log-partitions and entropies [slots, rows], empty; none without slots."""
+    if slots == 0:
+        return None, None, None
+    statistics = [query.new_empty(slots, rows, dtype=torch.float32) for _ in range(1 + entropy)]
+    return query.new_empty(slots, rows, width, dtype=torch.float32), statistics[0], statistics[1] if entropy else None
+
+
+def combine_parts(
+    parts: tuple[torch.Tensor | None, ...],
+    merges: torch.Tensor | None,
+    block_rows: int,
+    tables: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    entropy: torch.Tensor | None,
+) -> None:
+    """Write the outputs, log-partitions and entropies of rows whose keys were split.
+
+    Args:
+        merges: of a `Work`, for `tables` = B·H heads alike; or of a `Schedule`, one table for all heads.
+        out: [B, Sq, H, Dv]. lse, entropy: [B, H, Sq].
+    """
+    if merges is None:
+        return
+    assert parts[0] is not None
+    B, Sq, H, Dv = out.shape
+    num_blocks = merges.shape[0] * (block_rows // COMBINE_ROWS)
+    _combine_kernel[(num_blocks * tables,)](
+        out, lse, entropy, *parts, merges, *out.stride()[:3], num_blocks, parts[0].shape[0] // tables, H, Sq,
+        VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows, ROWS=COMBINE_ROWS, ENTROPY=entropy is not None,
+        HEADS_IN_TABLE=merges.shape[1] == 5, num_warps=4,
+    )  # fmt: skip
+
+
 def flash_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -313,14 +350,7 @@ def flash_forward(
     row_entropy = statistic(0.0) if entropy else None
     # Parts and merges of all heads are in the tables for Hopper; elsewhere those of one head.
     tables = 1 if on_hopper else B * H
-    parts: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if work.merges is not None:
-        part_shape = (tables * work.slots, BLOCK_M)
-        parts = (
-            query.new_empty(*part_shape, Dv, dtype=torch.float32),
-            query.new_empty(part_shape, dtype=torch.float32),
-            query.new_empty(part_shape, dtype=torch.float32) if entropy else None,
-        )
+    parts = new_parts(query, tables * work.slots, BLOCK_M, Dv, entropy)
     num_items = work.items.shape[0]
     out_strides = out.stride()[:3]
     with torch.cuda.device_of(query):
@@ -366,25 +396,5 @@ def flash_forward(
                 PRECISION=dot_precision(query.dtype),
                 **options,
             )
-        if work.merges is not None:
-            num_blocks = work.merges.shape[0] * (BLOCK_M // COMBINE_ROWS)
-            _combine_kernel[(num_blocks * tables,)](
-                out,
-                lse,
-                row_entropy,
-                *parts,
-                work.merges,
-                *out_strides,
-                num_blocks,
-                work.slots,
-                H,
-                Sq,
-                VALUE_DIM=Dv,
-                BLOCK_DV=block_dim(Dv),
-                BLOCK_M=BLOCK_M,
-                ROWS=COMBINE_ROWS,
-                ENTROPY=entropy,
-                HEADS_IN_TABLE=on_hopper,
-                num_warps=4,
-            )
+        combine_parts(parts, work.merges, BLOCK_M, tables, out, lse, row_entropy)
     return out, lse, row_entropy

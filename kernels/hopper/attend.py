@@ -1,8 +1,15 @@
 """The loop of attention on Hopper: a producer warp loads tiles, two warpgroups of 64 query rows each consume them.
 
-Legend: D head dim, E value dim, N keys of a tile. A tile of keys serves the scores and, where the value is the key
-(R-steps), the first sum too: `acc_k` is Σ p·k, `acc_v` is Σ p·v. Every tile of keys has a place in shared memory with
-two barriers: `full` (the copies have arrived) and `empty` (both warpgroups are done with it); `n` counts the tiles.
+Legend: D head dim, E value dim, R bias rank, N keys of a tile. A tile of keys serves the scores and, where the value
+is the key (R-steps), the first sum too: `acc_k` is Σ p·k, `acc_v` is Σ p·v. Every tile of keys has a place in shared
+memory with two barriers: `full` (the copies have arrived) and `empty` (both warpgroups are done with it); `n` counts
+the tiles.
+
+SPLIT: keys and values of a tile have barriers of their own, so that a place of keys is free again as soon as there are
+scores; two tiles in flight are then enough. `k_full` and `k_empty` are the keys' barriers, else not used.
+
+FACTORS: logits have a bias of low rank (FlashBias, Eq. 3). `factors` is then (φq in shared memory [64, R], the places
+of φk in the stages, 1 / softmax scale), else None.
 """
 
 from __future__ import annotations
@@ -27,6 +34,8 @@ from vmonarch.kernels.common.launch import block_dim
 # Query rows of one warpgroup, and of the two of a program.
 HALF = 64
 BLOCK_M = 2 * HALF
+# Shared memory of a program, less what the barriers take.
+SHARED_MEMORY = 227 * 1024 - 256
 _HALF = gl.constexpr(HALF)
 
 online_softmax = gluon.jit(softmax.online_softmax.fn)
@@ -57,13 +66,19 @@ def hopper_dim(head_dim: int) -> int:
     return max(64, block_dim(head_dim))
 
 
-def rows_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+def stages_that_fit(kept: int, stage: int, at_most: int = 4) -> int:
+    """Stages of so many bytes beside what the program keeps."""
+    return max(1, min(at_most, (SHARED_MEMORY - kept) // stage))
+
+
+def rows_descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
     """Descriptor of tokens [B, S, H, D] or blocks [G, b, D] for tiles of so many rows; zeros are read outside.
 
-    Its indices are (batch, head, row, column) or (0, group, row, column).
+    Its indices are (batch, head, row, column) or (0, group, row, column). `columns`: of a tile; None for those that a
+    head dimension takes.
     """
     tensor = tensor.transpose(1, 2) if tensor.ndim == 4 else tensor.unsqueeze(0)
-    columns = hopper_dim(tensor.shape[3])
+    columns = columns or hopper_dim(tensor.shape[3])
     # A dimension of one element may have any stride; the copy engine wants a multiple of 16 bytes.
     strides = [stride if size > 1 else 16 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides[:3], 1], [1, 1, rows, columns], _tile_layout(columns))
@@ -89,6 +104,17 @@ def own_items(order_ptr):
 
 
 @gluon.jit
+def allocate_barriers(STAGES: gl.constexpr):
+    """`full` and `empty` of so many tiles."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    return full, empty
+
+
+@gluon.jit
 def allocate_tiles(
     dtype: gl.constexpr, D: gl.constexpr, HAS_V: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -101,34 +127,44 @@ def allocate_tiles(
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     lead = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(lead.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = allocate_barriers(STAGES)
     fence_async_shared()
     return q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty
 
 
 @gluon.jit
 def load_keys(
-    k_desc, v_desc, k_bufs, v_bufs, full, empty, n, i, j, start, stop,
-    LOAD_V: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
+    k_desc, v_desc, k_bufs, v_bufs, k_full, k_empty, full, empty, n, i, j, start, stop, fk_desc, fk_bufs, fk_i, fk_j,
+    LOAD_V: gl.constexpr, FACTORS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Producer: bring the keys (and values) [start, stop) in, in the order of `attend_keys`."""
+    """Producer: bring the keys (values, factors) [start, stop) in, in the order of `attend_keys`."""
     tiles = (stop - start + BLOCK_N - 1) // BLOCK_N
     for tile in range(tiles):
         first = start + (tile if BLOCK_TAIL else gl.where(tile == 0, tiles - 1, tile - 1)) * BLOCK_N
         stage = n % STAGES
-        mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
-        barrier = full.index(stage)
-        bytes: gl.constexpr = k_desc.block_type.nbytes + (v_desc.block_type.nbytes if LOAD_V else 0)
-        mbarrier.expect(barrier, bytes)
+        round = (n // STAGES & 1) ^ 1
+        of_values: gl.constexpr = v_desc.block_type.nbytes if LOAD_V else 0
+        of_factors: gl.constexpr = fk_desc.block_type.nbytes if FACTORS else 0
+        if SPLIT:
+            mbarrier.wait(k_empty.index(stage), round)
+            barrier = k_full.index(stage)
+            mbarrier.expect(barrier, k_desc.block_type.nbytes + of_factors)
+        else:
+            mbarrier.wait(empty.index(stage), round)
+            barrier = full.index(stage)
+            mbarrier.expect(barrier, k_desc.block_type.nbytes + of_factors + of_values)
         copy_rows(k_desc, i, j, first, barrier, k_bufs.index(stage))
+        if FACTORS:
+            copy_rows(fk_desc, fk_i, fk_j, first, barrier, fk_bufs.index(stage))
+        if SPLIT:
+            mbarrier.wait(empty.index(stage), round)
+            barrier = full.index(stage)
+            mbarrier.expect(barrier, of_values)
         if LOAD_V:
             copy_rows(v_desc, i, j, first, barrier, v_bufs.index(stage))
         n += 1
@@ -136,10 +172,15 @@ def load_keys(
 
 
 @gluon.jit
-def skip_keys(full, empty, n, start, stop, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
+def skip_keys(
+    k_full, k_empty, full, empty, n, start, stop, SPLIT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr
+):
     """Consumer without rows: give every tile back at once."""
     tiles = (stop - start + BLOCK_N - 1) // BLOCK_N
     for _ in range(tiles):
+        if SPLIT:
+            mbarrier.wait(k_full.index(n % STAGES), n // STAGES & 1)
+            mbarrier.arrive(k_empty.index(n % STAGES))
         mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
         mbarrier.arrive(empty.index(n % STAGES))
         n += 1
@@ -147,12 +188,17 @@ def skip_keys(full, empty, n, start, stop, STAGES: gl.constexpr, BLOCK_N: gl.con
 
 
 @gluon.jit
-def _scores(q, keys):
-    """q·kᵀ [64, N], begun."""
+def _scores(q, keys, factors, stage, FACTORS: gl.constexpr):
+    """q·kᵀ + φq·φkᵀ / scale [64, N], begun."""
     M: gl.constexpr = q.shape[0]
     N: gl.constexpr = keys.shape[0]
-    zero = gl.zeros([M, N], gl.float32, accumulator_layout(N))
-    return warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = gl.zeros([M, N], gl.float32, accumulator_layout(N))
+    if FACTORS:
+        fq, fk_bufs, inverse_scale = factors
+        scores = warpgroup_mma(fq, fk_bufs.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
+        # Multiplied here, in float32: in 16 bit φq / scale would be rounded.
+        scores = warpgroup_mma_wait(0, [scores]) * inverse_scale
+    return warpgroup_mma(q, keys.permute((1, 0)), scores, use_acc=FACTORS, is_async=True)
 
 
 @gluon.jit
@@ -167,10 +213,13 @@ def _load_bias(bias_ptr, first, stop, N: gl.constexpr, BIASED: gl.constexpr):
 
 @gluon.jit
 def _softmax(
-    scores, bias, row_max, row_sum, row_entropy, first, stop, log2_scale,
-    BIASED: gl.constexpr, MASKED: gl.constexpr, ENTROPY: gl.constexpr,
+    scores, bias, row_max, row_sum, row_entropy, first, stop, diagonal, log2_scale,
+    BIASED: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, ENTROPY: gl.constexpr,
 ):  # fmt: skip
-    """Take scores [64, N] into the running sums, which keep their layout."""
+    """Take scores [64, N] into the running sums, which keep their layout.
+
+    CAUSAL, of masked tiles: row i attends to the keys up to `diagonal` + i.
+    """
     N: gl.constexpr = scores.shape[1]
     layout: gl.constexpr = accumulator_layout(N)
     kept: gl.constexpr = row_max.type.layout
@@ -180,7 +229,11 @@ def _softmax(
         scores = scores * log2_scale + bias[None, :]
     elif MASKED:
         i = first + gl.arange(0, N, gl.SliceLayout(0, layout))
-        scores = gl.where((i < stop)[None, :], scores, -float("inf"))
+        attended = (i < stop)[None, :]
+        if CAUSAL:
+            last = diagonal + gl.arange(0, scores.shape[0], rows)
+            attended = attended & (i[None, :] <= last[:, None])
+        scores = gl.where(attended, scores, -float("inf"))
     p, alpha, row_max, row_sum, row_entropy = online_softmax(
         scores, gl.convert_layout(row_max, rows), gl.convert_layout(row_sum, rows),
         gl.convert_layout(row_entropy, rows), 1.0 if BIASED else log2_scale, ENTROPY, BIASED,
@@ -227,8 +280,9 @@ def _scaled(acc_k, acc_v, alpha, SUM_K: gl.constexpr, SUM_V: gl.constexpr):
 
 @gluon.jit
 def attend_keys(
-    acc_k, acc_v, row_max, row_sum, row_entropy, q, k_bufs, v_bufs, full, empty, lead, leads, n, start, stop,
-    bias_ptr, log2_scale, SUM_K: gl.constexpr, SUM_V: gl.constexpr, BIASED: gl.constexpr, ENTROPY: gl.constexpr,
+    acc_k, acc_v, row_max, row_sum, row_entropy, q, k_bufs, v_bufs, k_full, k_empty, full, empty, lead, leads,
+    n, start, stop, bias_ptr, factors, diagonal, log2_scale, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    BIASED: gl.constexpr, FACTORS: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr, ENTROPY: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
     """Consumer: take the keys [start, stop), at least one, into the running sums of 64 rows.
@@ -237,19 +291,23 @@ def attend_keys(
     tile go through in a smaller one at the end, and there is at least one whole tile; 0: the last keys go through
     first, masked. `leads`: tell the other warpgroup, which waits for it, that the first softmax is done; so they are
     about a tile apart, and one computes products while the other does not. The statistics of the rows are in the
-    layout of scores [64, BLOCK_N].
+    layout of scores [64, BLOCK_N]. SPLIT, CAUSAL: without BLOCK_TAIL. CAUSAL: as in `_softmax`; the diagonal
+    crosses the last keys only.
     """
     dtype: gl.constexpr = q.dtype
     tiles = (stop - start) // BLOCK_N if BLOCK_TAIL else (stop - start + BLOCK_N - 1) // BLOCK_N
     stage = n % STAGES
-    mbarrier.wait(full.index(stage), n // STAGES & 1)
-    scores = _scores(q, k_bufs.index(stage))
+    mbarrier.wait((k_full if SPLIT else full).index(stage), n // STAGES & 1)
+    scores = _scores(q, k_bufs.index(stage), factors, stage, FACTORS)
     first = start if BLOCK_TAIL else start + (tiles - 1) * BLOCK_N
     bias = _load_bias(bias_ptr, first, stop, BLOCK_N, BIASED)
     scores = warpgroup_mma_wait(0, [scores])
+    if SPLIT:
+        mbarrier.arrive(k_empty.index(stage))
     p, alpha, row_max, row_sum, row_entropy = _softmax(
-        scores, bias, row_max, row_sum, row_entropy, first, stop, log2_scale, BIASED, not BLOCK_TAIL, ENTROPY
-    )
+        scores, bias, row_max, row_sum, row_entropy, first, stop, diagonal, log2_scale, BIASED, not BLOCK_TAIL, CAUSAL,
+        ENTROPY,
+    )  # fmt: skip
     p = gl.convert_layout(p.to(dtype), operand_layout(BLOCK_N))
     acc_k, acc_v = _scaled(acc_k, acc_v, alpha, SUM_K, SUM_V)
     n += 1
@@ -257,15 +315,20 @@ def attend_keys(
     for tile in range(tiles - 1):
         previous = stage
         stage = n % STAGES
-        mbarrier.wait(full.index(stage), n // STAGES & 1)
-        scores = _scores(q, k_bufs.index(stage))
+        mbarrier.wait((k_full if SPLIT else full).index(stage), n // STAGES & 1)
+        scores = _scores(q, k_bufs.index(stage), factors, stage, FACTORS)
+        if SPLIT:
+            mbarrier.wait(full.index(previous), (n - 1) // STAGES & 1)
         acc_k, acc_v = _begin_sums(acc_k, acc_v, p, k_bufs.index(previous), v_bufs.index(previous), SUM_K, SUM_V)
         first = start + (tile + 1 if BLOCK_TAIL else tile) * BLOCK_N
         bias = _load_bias(bias_ptr, first, stop, BLOCK_N, BIASED)
         scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
+        if SPLIT:
+            mbarrier.arrive(k_empty.index(stage))
         p_next, alpha, row_max, row_sum, row_entropy = _softmax(
-            scores, bias, row_max, row_sum, row_entropy, first, stop, log2_scale, BIASED, False, ENTROPY
-        )
+            scores, bias, row_max, row_sum, row_entropy, first, stop, diagonal, log2_scale, BIASED, False, False,
+            ENTROPY,
+        )  # fmt: skip
         acc_k, acc_v = _end_sums(acc_k, acc_v, p, SUM_K, SUM_V)
         mbarrier.arrive(empty.index(previous))
         p = gl.convert_layout(p_next.to(dtype), operand_layout(BLOCK_N))
@@ -276,14 +339,15 @@ def attend_keys(
         mbarrier.wait(full.index(tail), n // STAGES & 1)
         k_tail = k_bufs.index(tail).slice(0, BLOCK_TAIL)
         v_tail = v_bufs.index(tail).slice(0, BLOCK_TAIL)
-        scores_tail = _scores(q, k_tail)
+        scores_tail = _scores(q, k_tail, None, tail, False)
         acc_k, acc_v = _begin_sums(acc_k, acc_v, p, k_bufs.index(stage), v_bufs.index(stage), SUM_K, SUM_V)
         first = start + tiles * BLOCK_N
         bias_tail = _load_bias(bias_ptr, first, stop, BLOCK_TAIL, BIASED)
         scores_tail = warpgroup_mma_wait(SUM_K + SUM_V, [scores_tail])
         p_tail, alpha, row_max, row_sum, row_entropy = _softmax(
-            scores_tail, bias_tail, row_max, row_sum, row_entropy, first, stop, log2_scale, BIASED, True, ENTROPY
-        )
+            scores_tail, bias_tail, row_max, row_sum, row_entropy, first, stop, diagonal, log2_scale, BIASED, True,
+            False, ENTROPY,
+        )  # fmt: skip
         acc_k, acc_v = _end_sums(acc_k, acc_v, p, SUM_K, SUM_V)
         mbarrier.arrive(empty.index(stage))
         p_tail = gl.convert_layout(p_tail.to(dtype), operand_layout(BLOCK_TAIL))
@@ -293,6 +357,8 @@ def attend_keys(
         mbarrier.arrive(empty.index(tail))
         n += 1
     else:
+        if SPLIT:
+            mbarrier.wait(full.index(stage), (n - 1) // STAGES & 1)
         acc_k, acc_v = _begin_sums(acc_k, acc_v, p, k_bufs.index(stage), v_bufs.index(stage), SUM_K, SUM_V)
         acc_k, acc_v = _end_sums(acc_k, acc_v, p, SUM_K, SUM_V)
         mbarrier.arrive(empty.index(stage))

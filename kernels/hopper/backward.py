@@ -45,14 +45,13 @@ from vmonarch.kernels.hopper.attend import (
     own_items,
     rows_descriptor,
     shared_layout,
+    stages_that_fit,
 )
 from vmonarch.kernels.hopper.schedule import even_order
 from vmonarch.kernels.monarch.places import Places
 
 # Rows or keys of the two warpgroups of a program.
 TILE = BLOCK_M
-# Shared memory of a program, less what the barriers take.
-SHARED_MEMORY = 227 * 1024 - 256
 # log2 p of what is not there: p is 0.
 NOWHERE = -1e30
 
@@ -760,11 +759,6 @@ def keys_choice(D: int, sum_v: bool) -> dict[str, int]:
 def rows_choice(D: int) -> dict[str, int]:
     """Keys of a tile, and whether the rows are kept in registers."""
     return {"block": 128 if D == 64 else 64, "keep": D == 64}
-
-
-def stages_that_fit(kept: int, stage: int, at_most: int = 4) -> int:
-    """Stages of so many bytes beside what the program keeps."""
-    return max(1, min(at_most, (SHARED_MEMORY - kept) // stage))
 
 
 def launch_keys(

@@ -1,6 +1,8 @@
-"""Flash attention with log-partition and entropy on Hopper (`kernels/flash_entropy/forward.py` is the portable form).
+"""Flash attention with log-partition and entropy, or with a bias of low rank (FlashBias, Eq. 3), on Hopper.
 
-Legend: B batch, Sq queries, Sk keys, H heads, D head dim, which is that of the values too.
+`kernels/flash_entropy/forward.py` and `kernels/flash_bias/forward.py` are the portable forms.
+
+Legend: B batch, Sq queries, Sk keys, H heads, D head dim, which is that of the values too, R bias rank.
 """
 
 from __future__ import annotations
@@ -8,21 +10,26 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.hopper.attend import (
     BLOCK_M,
     HALF,
     accumulator_layout,
+    allocate_barriers,
     allocate_tiles,
     attend_keys,
     copy_rows,
     entropy_of,
+    hopper_dim,
     load_keys,
     log2_partition,
     rows_descriptor,
+    shared_layout,
     skip_keys,
+    stages_that_fit,
 )
 from vmonarch.kernels.hopper.schedule import Schedule, schedule
 
@@ -34,11 +41,15 @@ _BLOCK_M = gl.constexpr(BLOCK_M)
 
 @gluon.jit
 def _load(
-    q_desc, k_desc, v_desc, buffers, items_ptr, firsts_ptr, ranges_ptr, H,
+    q_desc, k_desc, v_desc, fq_desc, fk_desc, buffers, factor_buffers, shares, items_ptr, firsts_ptr, ranges_ptr, H,
+    FACTORS: gl.constexpr, SPLIT: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Producer: the queries of every item, and its keys and values."""
+    """Producer: the queries of every item, and its keys and values; with FACTORS also what they have of the bias."""
     q_bufs, k_bufs, v_bufs, q_full, q_empty, _, full, empty = buffers
+    fq_bufs, fk_bufs, k_full, k_empty = factor_buffers
+    # 0 where batch or heads share a factor.
+    fq_batch, fq_head, fk_batch, fk_head = shares
     n = 0
     t = 0
     for item in range(gl.load(firsts_ptr + gl.program_id(0)), gl.load(firsts_ptr + gl.program_id(0) + 1)):
@@ -50,27 +61,34 @@ def _load(
         turn = t % Q_STAGES
         mbarrier.wait(q_empty.index(turn), (t // Q_STAGES & 1) ^ 1)
         barrier = q_full.index(turn)
-        mbarrier.expect(barrier, 2 * q_desc.block_type.nbytes)
+        of_factors: gl.constexpr = fq_desc.block_type.nbytes if FACTORS else 0
+        mbarrier.expect(barrier, 2 * (q_desc.block_type.nbytes + of_factors))
         for half in gl.static_range(2):
             copy_rows(q_desc, bh // H, bh % H, row + half * _HALF, barrier, q_bufs.index(2 * turn + half))
+            if FACTORS:
+                fq_buf = fq_bufs.index(2 * turn + half)
+                copy_rows(fq_desc, bh // H * fq_batch, bh % H * fq_head, row + half * _HALF, barrier, fq_buf)
         for r in range(first_range, last_range):
             start = gl.load(ranges_ptr + 2 * r)
             stop = gl.load(ranges_ptr + 2 * r + 1)
             n = load_keys(
-                k_desc, v_desc, k_bufs, v_bufs, full, empty, n, bh // H, bh % H, start, stop, True, STAGES, BLOCK_N, 0
-            )
+                k_desc, v_desc, k_bufs, v_bufs, k_full, k_empty, full, empty, n, bh // H, bh % H, start, stop,
+                fk_desc, fk_bufs, bh // H * fk_batch, bh % H * fk_head, True, FACTORS, SPLIT, STAGES, BLOCK_N, 0,
+            )  # fmt: skip
         t += 1
 
 
 @gluon.jit
 def _attend(
-    half: gl.constexpr, buffers, items_ptr, firsts_ptr, ranges_ptr,
+    half: gl.constexpr, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
     out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr, stride_ob, stride_os, stride_oh,
-    H, Sq, log2_scale, D: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr,
+    H, Sq, skipped, inverse_scale, log2_scale, D: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr,
+    FACTORS: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Consumer: one warpgroup, rows 64·half and on of every item."""
     q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty = buffers
+    fq_bufs, fk_bufs, k_full, k_empty = factor_buffers
     BLOCK_D: gl.constexpr = k_bufs.shape[2]
     layout: gl.constexpr = accumulator_layout(BLOCK_D)
     stats: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
@@ -91,6 +109,7 @@ def _attend(
         if half == 1:
             mbarrier.wait(lead.index(turn), t // Q_STAGES & 1)
         q = q_bufs.index(2 * turn + half)
+        factors = (fq_bufs.index(2 * turn + half) if FACTORS else q, fk_bufs, inverse_scale)
         if row < row_stop:
             acc = gl.zeros([_HALF, BLOCK_D], gl.float32, layout)
             row_max = gl.full([_HALF], -float("inf"), gl.float32, stats)
@@ -98,9 +117,10 @@ def _attend(
             row_entropy = gl.zeros([_HALF], gl.float32, stats)
             for r in range(first_range, last_range):
                 _, acc, row_max, row_sum, row_entropy, n = attend_keys(
-                    acc, acc, row_max, row_sum, row_entropy, q, k_bufs, v_bufs, full, empty, lead.index(turn),
-                    (half == 0) & (r == first_range), n, start, stop, lse_ptr, log2_scale,
-                    False, True, False, ENTROPY, STAGES, BLOCK_N, 0,
+                    acc, acc, row_max, row_sum, row_entropy, q, k_bufs, v_bufs, k_full, k_empty, full, empty,
+                    lead.index(turn), (half == 0) & (r == first_range), n, start, stop, lse_ptr, factors,
+                    row + skipped, log2_scale, False, True, False, FACTORS, SPLIT, CAUSAL, ENTROPY,
+                    STAGES, BLOCK_N, 0,
                 )  # fmt: skip
                 if r + 1 < last_range:
                     start = gl.load(ranges_ptr + 2 * (r + 1))
@@ -132,36 +152,58 @@ def _attend(
             for r in range(first_range, last_range):
                 start = gl.load(ranges_ptr + 2 * r)
                 stop = gl.load(ranges_ptr + 2 * r + 1)
-                n = skip_keys(full, empty, n, start, stop, STAGES, BLOCK_N)
+                n = skip_keys(k_full, k_empty, full, empty, n, start, stop, SPLIT, STAGES, BLOCK_N)
             mbarrier.arrive(q_empty.index(turn))
         t += 1
 
 
-@gluon.jit(do_not_specialize=["H", "Sq"])
+@gluon.jit
+def _allocate_more(
+    buffers, R: gl.constexpr, SPLIT: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """Shared memory for what tiles of rows and of keys have of the bias, and the keys' own barriers.
+
+    Something that is not read stands in for what is not needed.
+    """
+    _, fq_bufs, fk_bufs, _, _, _, k_full, k_empty = buffers
+    if R > 0:
+        dtype: gl.constexpr = fk_bufs.dtype
+        fq_bufs = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, _HALF, R], shared_layout(R))
+        fk_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, R], shared_layout(R))
+    if SPLIT:
+        k_full, k_empty = allocate_barriers(STAGES)
+        fence_async_shared()
+    return fq_bufs, fk_bufs, k_full, k_empty
+
+
+@gluon.jit(do_not_specialize=["H", "Sq", "skipped", "shares"])
 def _hopper_flash_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
-    items_ptr, firsts_ptr, ranges_ptr, stride_ob, stride_os, stride_oh, H, Sq, log2_scale,
-    D: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr,
-    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    q_desc, k_desc, v_desc, fq_desc, fk_desc, out_ptr, lse_ptr, entropy_ptr,
+    part_out_ptr, part_lse_ptr, part_entropy_ptr, items_ptr, firsts_ptr, ranges_ptr,
+    stride_ob, stride_os, stride_oh, shares, H, Sq, skipped, inverse_scale, log2_scale,
+    D: gl.constexpr, R: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+    SPLIT: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Out, log-partition and entropy of all items; a program takes one of its items after the other."""
     buffers = allocate_tiles(k_desc.dtype, k_desc.block_type.shape[3], True, Q_STAGES, STAGES, BLOCK_N)
+    factor_buffers = _allocate_more(buffers, R, SPLIT, Q_STAGES, STAGES, BLOCK_N)
     gl.warp_specialize(
         [
             (_load, (
-                q_desc, k_desc, v_desc, buffers, items_ptr, firsts_ptr, ranges_ptr, H, Q_STAGES, STAGES, BLOCK_N,
+                q_desc, k_desc, v_desc, fq_desc, fk_desc, buffers, factor_buffers, shares,
+                items_ptr, firsts_ptr, ranges_ptr, H, R > 0, SPLIT, Q_STAGES, STAGES, BLOCK_N,
             )),
             (_attend, (
-                0, buffers, items_ptr, firsts_ptr, ranges_ptr,
+                0, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
                 out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
-                stride_ob, stride_os, stride_oh, H, Sq, log2_scale,
-                D, ENTROPY, HAS_PARTS, Q_STAGES, STAGES, BLOCK_N,
+                stride_ob, stride_os, stride_oh, H, Sq, skipped, inverse_scale, log2_scale,
+                D, ENTROPY, HAS_PARTS, R > 0, SPLIT, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
             )),
             (_attend, (
-                1, buffers, items_ptr, firsts_ptr, ranges_ptr,
+                1, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
                 out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
-                stride_ob, stride_os, stride_oh, H, Sq, log2_scale,
-                D, ENTROPY, HAS_PARTS, Q_STAGES, STAGES, BLOCK_N,
+                stride_ob, stride_os, stride_oh, H, Sq, skipped, inverse_scale, log2_scale,
+                D, ENTROPY, HAS_PARTS, R > 0, SPLIT, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
             )),
         ],
         [4, 4],
@@ -181,6 +223,8 @@ def flash(
     entropy: torch.Tensor | None,
     parts: tuple[torch.Tensor | None, ...],
     options: dict[str, int],
+    factors: tuple[torch.Tensor, torch.Tensor] | None = None,
+    causal: bool = False,
 ) -> None:
     """Attend as `work` says; arguments are not checked.
 
@@ -188,14 +232,27 @@ def flash(
         query: [B, Sq, H, D]. key, value: [B, Sk, H, D]. out: [B, Sq, H, D], any strides but the last. lse, entropy:
             [B, H, Sq].
         parts: partial outputs [slots, 128, D], log-partitions and entropies [slots, 128].
+        factors: φq [B or 1, Sq, H or 1, R] and φk, see `factors_fit`.
+        causal: query i attends to the keys up to i + Sk - Sq; `work` must end the keys of a tile of rows at its last.
     """
     block_n = options["BLOCK_N"]
+    descriptors: list[TensorDescriptor | None] = [None, None]
+    shares, R = (0, 0, 0, 0), 0
+    options = {"SPLIT": int(factors is not None), **options}
+    if factors is not None:
+        R = factors[0].shape[3]
+        descriptors = [rows_descriptor(f, rows, R) for f, rows in zip(factors, (HALF, block_n), strict=True)]
+        shares = tuple(int(f.shape[axis] > 1) for f in factors for axis in (0, 2))  # type: ignore[assignment]
+        columns = hopper_dim(query.shape[3])
+        kept, stage = (options["Q_STAGES"] * BLOCK_M * (columns + R), block_n * (2 * columns + R))
+        options = {**options, "STAGES": stages_that_fit(2 * kept, 2 * stage, options["STAGES"])}
     _hopper_flash_kernel[(work.firsts.shape[0] - 1,)](
         rows_descriptor(query, HALF),
         rows_descriptor(key, block_n),
         rows_descriptor(value, block_n),
-        out, lse, entropy, *parts, work.items, work.firsts, work.ranges, *out.stride()[:3],
-        query.shape[2], query.shape[1], log2_scale_of(scale),
-        D=query.shape[3], ENTROPY=entropy is not None, HAS_PARTS=work.merges is not None, **options,
-        num_warps=4, maxnreg=168,
+        *descriptors,
+        out, lse, entropy, *parts, work.items, work.firsts, work.ranges, *out.stride()[:3], shares,
+        query.shape[2], query.shape[1], key.shape[1] - query.shape[1], 1.0 / scale if R else 1.0, log2_scale_of(scale),
+        D=query.shape[3], R=R, ENTROPY=entropy is not None, HAS_PARTS=work.merges is not None, CAUSAL=causal,
+        **options, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -40,8 +40,8 @@ from vmonarch.kernels.hopper.attend import (
     log2_partition,
     operand_layout,
     shared_layout,
+    stages_that_fit,
 )
-from vmonarch.kernels.hopper.backward import stages_that_fit
 from vmonarch.kernels.monarch.places import Places
 
 # More stages gain nothing.

@@ -84,8 +84,9 @@ def _load(
             copy_rows(z_desc, z_i, z_j, z_row, barrier, z_bufs.index(2 * turn + half))
         start, stop = _key_range(block, counts_ptr, tokens, positions, keys, offset, KEYS_ARE_BLOCKS)
         n = load_keys(
-            k_desc, v_desc, k_bufs, v_bufs, full, empty, n, k_i, k_j, start, stop, LAST, STAGES, BLOCK_N, BLOCK_TAIL
-        )
+            k_desc, v_desc, k_bufs, v_bufs, full, empty, full, empty, n, k_i, k_j, start, stop, None, None, 0, 0,
+            LAST, False, False, STAGES, BLOCK_N, BLOCK_TAIL,
+        )  # fmt: skip
         tile = next_tile
         t += 1
 
@@ -131,9 +132,9 @@ def _attend(
             row_max = gl.full([_HALF], -float("inf"), gl.float32, stats)
             row_sum = gl.zeros([_HALF], gl.float32, stats)
             acc_k, acc_v, row_max, row_sum, _, n = attend_keys(
-                acc_k, acc_v, row_max, row_sum, row_sum, z, k_bufs, v_bufs, full, empty, lead.index(turn), half == 0,
-                n, start, stop, bias_ptr + block * keys, log2_scale,
-                True, LAST, BIASED, False, STAGES, BLOCK_N, BLOCK_TAIL,
+                acc_k, acc_v, row_max, row_sum, row_sum, z, k_bufs, v_bufs, full, empty, full, empty,
+                lead.index(turn), half == 0, n, start, stop, bias_ptr + block * keys, None, 0, log2_scale,
+                True, LAST, BIASED, False, False, False, False, STAGES, BLOCK_N, BLOCK_TAIL,
             )  # fmt: skip
             row_max = gl.convert_layout(row_max, rows)
             row_sum = gl.convert_layout(row_sum, rows)
@@ -160,7 +161,7 @@ def _attend(
                 fence_async_shared()
                 tma.async_copy_shared_to_global(y_desc, [0, group, row, 0], staged)
         else:
-            n = skip_keys(full, empty, n, start, stop, STAGES, BLOCK_N)
+            n = skip_keys(full, empty, full, empty, n, start, stop, False, STAGES, BLOCK_N)
             _give_back(z_empty, t, Q_STAGES)
         tile = next_tile
         t += 1

@@ -3,14 +3,17 @@
 With q̂ = √scale·q, k̂ = √scale·k and s = q̂·k̂, a pair weighs w = 1 + s + s²/2 (TAYLOR), or w = s where features were made
 beforehand. A state holds the sums of one side:
     order 0: Σ v, Σ c      order 1: Σ k̂ v, Σ k̂ c      order 2: Σ (k̂⊗k̂) v, Σ (k̂⊗k̂) c      with c = 1
-The products k̂⊗k̂ live in registers. From a state of the keys come the outputs and the queries' gradients; from the dual
-state of the queries, with (g, h) in place of (v, c), the gradients of values and keys:
+The products k̂⊗k̂ of a tile of tokens never leave the chip. From a state of the keys come the outputs and the queries'
+gradients; from the dual state of the queries, with (g, h) in place of (v, c), the gradients of values and keys:
     out = num / den,  g = dO / den,  h = -(dO·out) / den,  dw = g·v + h,  ds = (1 + s)·dw
 CAUSAL: the state of a tile is that of the chunks before (or, seen from the keys, after) its own; the pairs inside a
-chunk are taken one by one.
+chunk are taken one by one. OWN: every chunk reads a state of its own, else all read the same one.
 
-Shapes: B batch, S tokens, H heads, d' dims (P = d'² pairs), E value dim, C tokens per chunk; M or N rows of a tile.
-States are float32, [B·H, chunks, 1 + d' + P or d', E] and, for c, [B·H, chunks, 1 + d' + P or d'].
+A program keeps its state and takes many tiles of tokens. Where d' is so large that the state is not held at once,
+order 2 is taken BLOCK_A of its first dimension at a time.
+
+Shapes: B batch, S tokens, H heads, d' dims, A of them, E value dim, C tokens per chunk; M or N rows of a tile. States
+are float32, [B·H, chunks, 1 + d' + d'² or d', E] and, for c, [B·H, chunks, 1 + d' + d'² or d'].
 """
 
 from __future__ import annotations
@@ -22,17 +25,36 @@ from vmonarch.kernels.common.tiles import load_rows, store_rows
 
 
 @triton.jit
-def _squares(x, BLOCK_P: tl.constexpr):
-    """x⊗x of every row [N, d'] -> [N, P]."""
-    return tl.reshape(x[:, :, None] * x[:, None, :], [x.shape[0], BLOCK_P])
+def _pairs(xa, x):
+    """xa⊗x of every row: [N, A], [N, d'] -> [N, A·d']."""
+    return tl.reshape(xa[:, :, None] * x[:, None, :], [x.shape[0], xa.shape[1] * x.shape[1]])
 
 
 @triton.jit
-def _state_rows(order, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, TAYLOR: tl.constexpr):
-    """Rows of a state that hold the sums of an order, and which of them there are. Pairs are numbered in BLOCK_D²."""
+def _load_scaled(ptr, stride, rows, inside, first_a, root_scale, D: tl.constexpr, BLOCK: tl.constexpr):
+    """√scale·x of the dims from `first_a` on, in float32: [N, BLOCK]."""
+    dims = first_a + tl.arange(0, BLOCK)
+    pointers = ptr + rows.to(tl.int64)[:, None] * stride + dims[None, :]
+    x = tl.load(pointers, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
+    return x.to(tl.float32) * root_scale
+
+
+@triton.jit
+def _load_columns(ptr, stride, rows, inside, first, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Columns from `first` on of rows [N, E]."""
+    columns = first + tl.arange(0, BLOCK_E)
+    pointers = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    return tl.load(pointers, mask=inside[:, None] & (columns < E)[None, :], other=0.0)
+
+
+@triton.jit
+def _rows_of_order(
+    order: tl.constexpr, first_a, D: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, TAYLOR: tl.constexpr
+):
+    """Rows of a state that hold the sums of an order, and which of them there are."""
     if order == 2:
-        pair = tl.arange(0, BLOCK_P)
-        a, b = pair // BLOCK_D, pair % BLOCK_D
+        pair = tl.arange(0, BLOCK_A * BLOCK_D)
+        a, b = first_a + pair // BLOCK_D, pair % BLOCK_D
         return 1 + D + a * D + b, (a < D) & (b < D)
     else:
         i = tl.arange(0, BLOCK_D)
@@ -41,24 +63,36 @@ def _state_rows(order, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.const
 
 @triton.jit
 def _load_state(
-    s_ptr, order: tl.constexpr, first, E: tl.constexpr, D: tl.constexpr, TAYLOR: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    s_ptr, order: tl.constexpr, first_a, first_e, D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Sums of an order [d' or P, E], columns from `first` on."""
-    rows, inside = _state_rows(order, D, BLOCK_D, BLOCK_P, TAYLOR)
-    columns = first + tl.arange(0, BLOCK_E)
-    return tl.load(
-        s_ptr + rows[:, None] * E + columns[None, :], mask=inside[:, None] & (columns < E)[None, :], other=0.0
-    )
+    """Sums of an order, [d' or A·d', BLOCK_E]."""
+    rows, inside = _rows_of_order(order, first_a, D, BLOCK_A, BLOCK_D, TAYLOR)
+    return _load_columns(s_ptr, E, rows, inside, first_e, E, BLOCK_E)
 
 
 @triton.jit
-def _load_sums(
-    z_ptr, order: tl.constexpr, D: tl.constexpr, TAYLOR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr
-):
-    """Sums of c of an order [d' or P]."""
-    rows, inside = _state_rows(order, D, BLOCK_D, BLOCK_P, TAYLOR)
-    return tl.load(z_ptr + rows, mask=inside, other=0.0)
+def _load_sums(z_ptr, D: tl.constexpr, TAYLOR: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Sums of c: of order 1 [d'], and of order 2 [d', d']."""
+    i = tl.arange(0, BLOCK_D)
+    z1 = tl.load(z_ptr + (1 if TAYLOR else 0) + i, mask=i < D, other=0.0)
+    if TAYLOR:
+        inside = (i < D)[:, None] & (i < D)[None, :]
+        z2 = tl.load(z_ptr + 1 + D + i[:, None] * D + i[None, :], mask=inside, other=0.0)
+    else:
+        z2 = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
+    return z1, z2
+
+
+@triton.jit
+def _times(x, z, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """x·z in the precision of z, which is float32: of sums over all tokens, 16 bit would keep too little."""
+    narrow = x.to(dtype)
+    high = z.to(dtype)
+    product = tl.dot(narrow, high, input_precision=PRECISION)
+    if dtype != tl.float32:
+        product = tl.dot(narrow, (z - high.to(tl.float32)).to(dtype), product, input_precision=PRECISION)
+    return product
 
 
 @triton.jit(do_not_specialize=["H", "S", "chunks", "chunk"])
@@ -66,64 +100,72 @@ def state_kernel(
     x_ptr, v_ptr, c_ptr, s_ptr, z_ptr, stride_xb, stride_xs, stride_xh, stride_vb, stride_vs, stride_vh,
     H, S, chunks, chunk, root_scale,
     D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one chunk, for BLOCK_E columns of the values. c is 1 where `c_ptr` is None, else [B, H, S]."""
+    """The sums of one chunk, for BLOCK_E columns of the values and BLOCK_A first dims of order 2.
+
+    c is 1 where `c_ptr` is None, else [B, H, S]. Sums are kept transposed, [E, rows]: products take the features of a
+    tile from the right.
+    """
     column_tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    a_tiles: tl.constexpr = BLOCK_D // BLOCK_A if TAYLOR else 1
     pid = tl.program_id(0)
     first_e = pid % column_tiles * BLOCK_E
-    part = (pid // column_tiles).to(tl.int64)
+    first_a = pid // column_tiles % a_tiles * BLOCK_A
+    part = (pid // (column_tiles * a_tiles)).to(tl.int64)
     bh = part // chunks
     b = bh // H
     h = bh % H
     start = (part % chunks).to(tl.int32) * chunk
     stop = tl.minimum(start + chunk, S)
     x_ptr += b * stride_xb + h * stride_xh
-    v_ptr += b * stride_vb + h * stride_vh + first_e
-    columns = tl.arange(0, BLOCK_E)
-    s1 = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
-    z1 = tl.zeros([BLOCK_D], tl.float32)
+    v_ptr += b * stride_vb + h * stride_vh
+    s1 = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+    z1 = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if TAYLOR:
-        s2 = tl.zeros([BLOCK_P, BLOCK_E], tl.float32)
-        z2 = tl.zeros([BLOCK_P], tl.float32)
-        s0 = tl.zeros([BLOCK_E], tl.float32)
-        z0 = 0.0
+        s2 = tl.zeros([BLOCK_E, BLOCK_A * BLOCK_D], tl.float32)
+        z2 = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
+        # Of every row of a tile; the rows are added at the end.
+        s0 = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+        z0 = tl.zeros([BLOCK_N], tl.float32)
     for first in range(start, stop, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         inside = n < stop
-        # Transposed as it is loaded: products never take the transpose of what was computed.
-        dims = tl.arange(0, BLOCK_D)
-        x_pointers = x_ptr + n.to(tl.int64)[None, :] * stride_xs + dims[:, None]
-        x = tl.load(x_pointers, mask=inside[None, :] & (dims < D)[:, None], other=0.0)  # [d', N]
-        x = x.to(tl.float32) * root_scale
-        v_pointers = v_ptr + n.to(tl.int64)[:, None] * stride_vs + columns[None, :]
-        v = tl.load(v_pointers, mask=inside[:, None] & (first_e + columns < E)[None, :], other=0.0)
+        x = _load_scaled(x_ptr, stride_xs, n, inside, 0, root_scale, D, BLOCK_D)
+        v = _load_columns(v_ptr, stride_vs, n, inside, first_e, E, BLOCK_E)
         c = inside.to(tl.float32)
         if c_ptr is not None:
             c = tl.load(c_ptr + bh * S + n, mask=inside, other=0.0)
-        s1 = tl.dot(x.to(v.dtype), v, s1, input_precision=PRECISION)
-        z1 += tl.sum(x * c[None, :], 1)
+        narrow = x.to(v.dtype)
+        s1 = tl.dot(tl.trans(v), narrow, s1, input_precision=PRECISION)
+        z1 += x * c[:, None]
         if TAYLOR:
-            xx = tl.reshape(x[:, None, :] * x[None, :, :], [BLOCK_P, BLOCK_N])
-            s2 = tl.dot(xx.to(v.dtype), v, s2, input_precision=PRECISION)
-            z2 += tl.sum(xx * c[None, :], 1)
-            s0 += tl.sum(v.to(tl.float32), 0)
-            z0 += tl.sum(c, 0)
+            xa = x
+            if a_tiles > 1:
+                xa = _load_scaled(x_ptr, stride_xs, n, inside, first_a, root_scale, D, BLOCK_A)
+            s2 = tl.dot(tl.trans(v), _pairs(xa, x).to(v.dtype), s2, input_precision=PRECISION)
+            z2 = tl.dot(tl.trans((x * c[:, None]).to(v.dtype)), narrow, z2, input_precision=PRECISION)
+            s0 += v.to(tl.float32)
+            z0 += c
     F: tl.constexpr = 1 + D + D * D if TAYLOR else D
     s_ptr += part * F * E
     z_ptr += part * F
-    is_column = first_e + columns < E
-    rows, inside = _state_rows(1, D, BLOCK_D, BLOCK_P, TAYLOR)
-    pointers = s_ptr + rows[:, None] * E + (first_e + columns)[None, :]
-    tl.store(pointers, s1, mask=inside[:, None] & is_column[None, :])
-    tl.store(z_ptr + rows, z1, mask=inside & (first_e == 0))
+    columns = first_e + tl.arange(0, BLOCK_E)
+    is_column = columns < E
+    # What all programs of a chunk compute, the first of them writes.
+    once = (first_e == 0) & (first_a == 0)
+    rows, inside = _rows_of_order(1, 0, D, BLOCK_A, BLOCK_D, TAYLOR)
+    mask = is_column[:, None] & inside[None, :] & (first_a == 0)
+    tl.store(s_ptr + columns[:, None] + rows[None, :] * E, s1, mask=mask)
+    tl.store(z_ptr + rows, tl.sum(z1, 0), mask=inside & once)
     if TAYLOR:
-        rows, inside = _state_rows(2, D, BLOCK_D, BLOCK_P, TAYLOR)
-        pointers = s_ptr + rows[:, None] * E + (first_e + columns)[None, :]
-        tl.store(pointers, s2, mask=inside[:, None] & is_column[None, :])
-        tl.store(z_ptr + rows, z2, mask=inside & (first_e == 0))
-        tl.store(s_ptr + first_e + columns, s0, mask=is_column)
-        tl.store(z_ptr, z0, mask=first_e == 0)
+        i = tl.arange(0, BLOCK_D)
+        mask = (i < D)[:, None] & (i < D)[None, :] & once
+        tl.store(z_ptr + 1 + D + i[:, None] * D + i[None, :], z2, mask=mask)
+        tl.store(z_ptr, tl.sum(z0, 0), mask=once)
+        tl.store(s_ptr + columns, tl.sum(s0, 0), mask=is_column & (first_a == 0))
+        rows, inside = _rows_of_order(2, first_a, D, BLOCK_A, BLOCK_D, TAYLOR)
+        tl.store(s_ptr + columns[:, None] + rows[None, :] * E, s2, mask=is_column[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -134,145 +176,176 @@ def _weights(s, TAYLOR: tl.constexpr):
         return s
 
 
-@triton.jit(do_not_specialize=["H", "S", "chunks", "chunk", "tiles_per_chunk"])
+@triton.jit
+def _own_tiles(pid, chunks, chunk, S, programs, BLOCK_M: tl.constexpr):
+    """(part, batch·heads, start and stop of the chunk, first tile, tile stop) of a program; `programs` per chunk."""
+    part = (pid // programs).to(tl.int64)
+    bh = part // chunks
+    start = (part % chunks).to(tl.int32) * chunk
+    stop = tl.minimum(start + chunk, S)
+    tiles = tl.cdiv(stop - start, BLOCK_M)
+    own = pid % programs
+    return part, bh, start, stop, tiles * own // programs, tiles * (own + 1) // programs
+
+
+@triton.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
 def read_kernel(
     x_ptr, y_ptr, v_ptr, s_ptr, z_ptr, out_ptr, weight_ptr,
     stride_xb, stride_xs, stride_xh, stride_yb, stride_ys, stride_yh, stride_vb, stride_vs, stride_vh,
-    stride_ob, stride_os, stride_oh, H, S, chunks, chunk, tiles_per_chunk, root_scale, least_weight,
-    D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr, CAUSAL: tl.constexpr, BACK: tl.constexpr,
-    NORMALISE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    stride_ob, stride_os, stride_oh, H, S, chunks, chunk, programs, root_scale, least_weight,
+    D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
+    BACK: tl.constexpr, NORMALISE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """φ(x)·state for one tile of tokens and BLOCK_E columns; with CAUSAL also the pairs with y, v of its own chunk.
+    """φ(x)·state for some tiles of a chunk and BLOCK_E columns; with CAUSAL also the pairs with y, v of that chunk.
 
     NORMALISE: divide by the weight, and write that [B, H, S]. BACK: tokens see those after them, not those before.
     """
     column_tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    a_tiles: tl.constexpr = BLOCK_D // BLOCK_A if TAYLOR else 0
     pid = tl.program_id(0)
     first_e = pid % column_tiles * BLOCK_E
-    tile = pid // column_tiles % tiles_per_chunk
-    part = (pid // column_tiles // tiles_per_chunk).to(tl.int64)
-    bh = part // chunks
+    part, bh, start, stop, first_tile, last_tile = _own_tiles(pid // column_tiles, chunks, chunk, S, programs, BLOCK_M)
     b = bh // H
     h = bh % H
-    start = (part % chunks).to(tl.int32) * chunk
-    stop = tl.minimum(start + chunk, S)
-    i = start + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = i < stop
-    raw = load_rows(x_ptr + b * stride_xb + h * stride_xh, stride_xs, i, inside, D, BLOCK_D, True)
-    x = raw.to(tl.float32) * root_scale
-    dtype = raw.dtype
+    x_ptr += b * stride_xb + h * stride_xh
+    y_ptr += b * stride_yb + h * stride_yh
+    v_ptr += b * stride_vb + h * stride_vh
+    out_ptr += b * stride_ob + h * stride_oh
+    dtype = x_ptr.dtype.element_ty
     F: tl.constexpr = 1 + D + D * D if TAYLOR else D
-    # Without CAUSAL all chunks read the same sums.
-    own = part if CAUSAL else bh
-    s_ptr += own * F * E
-    z_ptr += own * F
+    read = part if OWN else bh
+    s_ptr += read * F * E
+    z_ptr += read * F
     columns = first_e + tl.arange(0, BLOCK_E)
-    s1 = _load_state(s_ptr, 1, first_e, E, D, TAYLOR, BLOCK_D, BLOCK_P, BLOCK_E)
-    acc = tl.dot(x.to(dtype), s1.to(dtype), input_precision=PRECISION)  # [M, E]
-    weight = tl.sum(x * _load_sums(z_ptr, 1, D, TAYLOR, BLOCK_D, BLOCK_P)[None, :], 1)
+    s1 = _load_state(s_ptr, 1, 0, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E).to(dtype)
     if TAYLOR:
-        xx = _squares(x, BLOCK_P) * 0.5
-        s2 = _load_state(s_ptr, 2, first_e, E, D, TAYLOR, BLOCK_D, BLOCK_P, BLOCK_E)
-        acc = tl.dot(xx.to(dtype), s2.to(dtype), acc, input_precision=PRECISION)
-        acc += tl.load(s_ptr + columns, mask=columns < E, other=0.0)[None, :]
-        weight += tl.sum(xx * _load_sums(z_ptr, 2, D, TAYLOR, BLOCK_D, BLOCK_P)[None, :], 1) + tl.load(z_ptr)
-    if CAUSAL:
-        y_ptr += b * stride_yb + h * stride_yh
-        v_ptr += b * stride_vb + h * stride_vh
-        own_first = start + tile * BLOCK_M
-        for first in range(own_first if BACK else start, stop if BACK else own_first + BLOCK_M, BLOCK_M):
-            j = first + tl.arange(0, BLOCK_M)
-            present = j < stop
-            y = load_rows(y_ptr, stride_ys, j, present, D, BLOCK_D, True)
-            s = tl.dot(raw, tl.trans(y), input_precision=PRECISION) * (root_scale * root_scale)
-            seen = (j[None, :] >= i[:, None]) if BACK else (j[None, :] <= i[:, None])
-            w = tl.where(seen & present[None, :], _weights(s, TAYLOR), 0.0)
-            v_pointers = v_ptr + j.to(tl.int64)[:, None] * stride_vs + columns[None, :]
-            v = tl.load(v_pointers, mask=present[:, None] & (columns < E)[None, :], other=0.0)
-            acc = tl.dot(w.to(v.dtype), v, acc, input_precision=PRECISION)
-            weight += tl.sum(w, 1)
+        s0 = tl.load(s_ptr + columns, mask=columns < E, other=0.0)
+        s2 = (0.5 * _load_state(s_ptr, 2, 0, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)).to(dtype)
     if NORMALISE:
-        # Weights of given features may be 0, or below.
-        some = tl.abs(weight) > least_weight
-        acc = tl.where(some[:, None], acc / tl.where(some, weight, 1.0)[:, None], 0.0)
-        tl.store(weight_ptr + bh * S + i, weight, mask=inside & (first_e == 0))
-    pointers = out_ptr + b * stride_ob + h * stride_oh + i.to(tl.int64)[:, None] * stride_os + columns[None, :]
-    tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < E)[None, :])
+        z1, z2 = _load_sums(z_ptr, D, TAYLOR, BLOCK_D)
+        z0 = tl.load(z_ptr) if TAYLOR else 0.0
+    for tile in range(first_tile, last_tile):
+        own_first = start + tile * BLOCK_M
+        i = own_first + tl.arange(0, BLOCK_M)
+        inside = i < stop
+        x = _load_scaled(x_ptr, stride_xs, i, inside, 0, root_scale, D, BLOCK_D)
+        narrow = x.to(dtype)
+        acc = tl.dot(narrow, s1, input_precision=PRECISION)  # [M, E]
+        if TAYLOR:
+            acc += s0[None, :]
+            xa = x
+            if a_tiles > 1:
+                xa = _load_scaled(x_ptr, stride_xs, i, inside, 0, root_scale, D, BLOCK_A)
+            acc = tl.dot(_pairs(xa, x).to(dtype), s2, acc, input_precision=PRECISION)
+            for a_tile in tl.static_range(1, a_tiles):
+                first_a = a_tile * BLOCK_A
+                xa = _load_scaled(x_ptr, stride_xs, i, inside, first_a, root_scale, D, BLOCK_A)
+                more = 0.5 * _load_state(s_ptr, 2, first_a, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)
+                acc = tl.dot(_pairs(xa, x).to(dtype), more.to(dtype), acc, input_precision=PRECISION)
+        if NORMALISE:
+            terms = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + z1[None, :]
+            if TAYLOR:
+                terms += 0.5 * _times(x, z2, dtype, PRECISION)
+            weight = z0 + tl.sum(x * terms, 1)
+        if CAUSAL:
+            raw = load_rows(x_ptr, stride_xs, i, inside, D, BLOCK_D, True)
+            for first in range(own_first if BACK else start, stop if BACK else own_first + BLOCK_M, BLOCK_M):
+                j = first + tl.arange(0, BLOCK_M)
+                present = j < stop
+                y = load_rows(y_ptr, stride_ys, j, present, D, BLOCK_D, True)
+                s = tl.dot(raw, tl.trans(y), input_precision=PRECISION) * (root_scale * root_scale)
+                seen = (j[None, :] >= i[:, None]) if BACK else (j[None, :] <= i[:, None])
+                w = tl.where(seen & present[None, :], _weights(s, TAYLOR), 0.0)
+                v = _load_columns(v_ptr, stride_vs, j, present, first_e, E, BLOCK_E)
+                acc = tl.dot(w.to(dtype), v, acc, input_precision=PRECISION)
+                if NORMALISE:
+                    weight += tl.sum(w, 1)
+        if NORMALISE:
+            # Weights of given features may be 0, or below.
+            some = tl.abs(weight) > least_weight
+            acc = tl.where(some[:, None], acc / tl.where(some, weight, 1.0)[:, None], 0.0)
+            tl.store(weight_ptr + bh * S + i, weight, mask=inside & (first_e == 0))
+        pointers = out_ptr + i.to(tl.int64)[:, None] * stride_os + columns[None, :]
+        tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < E)[None, :])
 
 
-@triton.jit(do_not_specialize=["H", "S", "chunks", "chunk", "tiles_per_chunk"])
+@triton.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
 def gradient_kernel(
     x_ptr, g_ptr, h_ptr, y_ptr, v_ptr, c_ptr, s_ptr, z_ptr, dx_ptr,
     stride_xb, stride_xs, stride_xh, stride_gb, stride_gs, stride_gh,
     stride_yb, stride_ys, stride_yh, stride_vb, stride_vs, stride_vh,
-    H, S, chunks, chunk, tiles_per_chunk, root_scale,
-    D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr, CAUSAL: tl.constexpr, BACK: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    H, S, chunks, chunk, programs, root_scale,
+    D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
+    BACK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dx [B, S, H, d'], contiguous, of Σ (g·v + h·c)·w over the state's tokens (v, c), for one tile of tokens.
+    """dx [B, S, H, d'], contiguous, of Σ (g·v + h·c)·w over the state's tokens (v, c), for some tiles of a chunk.
 
     g [B, S, H, E] and h [B, H, S] or 1 (None) are this side's, v and c the other's.
     """
-    pid = tl.program_id(0)
-    tile = pid % tiles_per_chunk
-    part = (pid // tiles_per_chunk).to(tl.int64)
-    bh = part // chunks
+    e_tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    a_tiles: tl.constexpr = BLOCK_D // BLOCK_A if TAYLOR else 0
+    part, bh, start, stop, first_tile, last_tile = _own_tiles(
+        tl.program_id(0), chunks, chunk, S, programs, BLOCK_M
+    )  # fmt: skip
     b = bh // H
     head = bh % H
-    start = (part % chunks).to(tl.int32) * chunk
-    stop = tl.minimum(start + chunk, S)
-    i = start + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = i < stop
-    raw = load_rows(x_ptr + b * stride_xb + head * stride_xh, stride_xs, i, inside, D, BLOCK_D, True)
-    x = raw.to(tl.float32) * root_scale
-    dtype = raw.dtype
-    h = inside.to(tl.float32)
-    if h_ptr is not None:
-        h = tl.load(h_ptr + bh * S + i, mask=inside, other=0.0)
-    F: tl.constexpr = 1 + D + D * D if TAYLOR else D
-    own = part if CAUSAL else bh
-    s_ptr += own * F * E
-    z_ptr += own * F
+    x_ptr += b * stride_xb + head * stride_xh
     g_ptr += b * stride_gb + head * stride_gh
-    dx = h[:, None] * _load_sums(z_ptr, 1, D, TAYLOR, BLOCK_D, BLOCK_P)[None, :]  # [M, d']
-    if TAYLOR:
-        pairs = h[:, None] * _load_sums(z_ptr, 2, D, TAYLOR, BLOCK_D, BLOCK_P)[None, :]  # [M, P]
-    for first_e in range(0, E, BLOCK_E):
-        columns = first_e + tl.arange(0, BLOCK_E)
-        g_pointers = g_ptr + i.to(tl.int64)[:, None] * stride_gs + columns[None, :]
-        g = tl.load(g_pointers, mask=inside[:, None] & (columns < E)[None, :], other=0.0)
-        s1 = _load_state(s_ptr, 1, first_e, E, D, TAYLOR, BLOCK_D, BLOCK_P, BLOCK_E)
-        dx = tl.dot(g, tl.trans(s1.to(dtype)), dx, input_precision=PRECISION)
-        if TAYLOR:
-            s2 = _load_state(s_ptr, 2, first_e, E, D, TAYLOR, BLOCK_D, BLOCK_P, BLOCK_E)
-            pairs = tl.dot(g, tl.trans(s2.to(dtype)), pairs, input_precision=PRECISION)
-    if TAYLOR:
-        # d/dx_a of ½ Σ_ab x_a x_b T_ab, T symmetric, is Σ_b x_b T_ab.
-        dx += tl.sum(tl.reshape(pairs, [BLOCK_M, BLOCK_D, BLOCK_D]) * x[:, None, :], 2)
-    if CAUSAL:
-        y_ptr += b * stride_yb + head * stride_yh
-        v_ptr += b * stride_vb + head * stride_vh
+    y_ptr += b * stride_yb + head * stride_yh
+    v_ptr += b * stride_vb + head * stride_vh
+    dtype = x_ptr.dtype.element_ty
+    F: tl.constexpr = 1 + D + D * D if TAYLOR else D
+    read = part if OWN else bh
+    s_ptr += read * F * E
+    z_ptr += read * F
+    z1, z2 = _load_sums(z_ptr, D, TAYLOR, BLOCK_D)
+    for tile in range(first_tile, last_tile):
         own_first = start + tile * BLOCK_M
-        for first in range(own_first if BACK else start, stop if BACK else own_first + BLOCK_M, BLOCK_M):
-            j = first + tl.arange(0, BLOCK_M)
-            present = j < stop
-            y = load_rows(y_ptr, stride_ys, j, present, D, BLOCK_D, True)
-            c = present.to(tl.float32)
-            if c_ptr is not None:
-                c = tl.load(c_ptr + bh * S + j, mask=present, other=0.0)
-            dw = h[:, None] * c[None, :]
-            for first_e in range(0, E, BLOCK_E):
-                columns = first_e + tl.arange(0, BLOCK_E)
-                g_pointers = g_ptr + i.to(tl.int64)[:, None] * stride_gs + columns[None, :]
-                g = tl.load(g_pointers, mask=inside[:, None] & (columns < E)[None, :], other=0.0)
-                v_pointers = v_ptr + j.to(tl.int64)[:, None] * stride_vs + columns[None, :]
-                v = tl.load(v_pointers, mask=present[:, None] & (columns < E)[None, :], other=0.0)
-                dw = tl.dot(g, tl.trans(v), dw, input_precision=PRECISION)
-            if TAYLOR:
-                s = tl.dot(raw, tl.trans(y), input_precision=PRECISION) * (root_scale * root_scale)
-                dw *= 1.0 + s
-            seen = (j[None, :] >= i[:, None]) if BACK else (j[None, :] <= i[:, None])
-            ds = tl.where(seen & present[None, :], dw, 0.0) * root_scale
-            dx = tl.dot(ds.to(dtype), y, dx, input_precision=PRECISION)
-    store_rows(dx_ptr, D, (b * S + i) * H + head, inside, dx * root_scale, D, BLOCK_D)
+        i = own_first + tl.arange(0, BLOCK_M)
+        inside = i < stop
+        x = _load_scaled(x_ptr, stride_xs, i, inside, 0, root_scale, D, BLOCK_D)
+        h = inside.to(tl.float32)
+        if h_ptr is not None:
+            h = tl.load(h_ptr + bh * S + i, mask=inside, other=0.0)
+        dx = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + z1[None, :]  # [M, d']
+        if TAYLOR:
+            dx += _times(x, z2, dtype, PRECISION)
+        dx *= h[:, None]
+        for e_tile in tl.static_range(e_tiles):
+            first_e = e_tile * BLOCK_E
+            g = _load_columns(g_ptr, stride_gs, i, inside, first_e, E, BLOCK_E)
+            s1 = _load_state(s_ptr, 1, 0, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)
+            dx = tl.dot(g, tl.trans(s1.to(dtype)), dx, input_precision=PRECISION)
+            for a_tile in tl.static_range(a_tiles):
+                first_a = a_tile * BLOCK_A
+                s2 = _load_state(s_ptr, 2, first_a, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)
+                # d/dx_b of ½ Σ_ab x_a x_b T_ab, T symmetric, is Σ_a x_a T_ab.
+                pairs = tl.dot(g, tl.trans(s2.to(dtype)), input_precision=PRECISION)
+                xa = x
+                if a_tiles > 1:
+                    xa = _load_scaled(x_ptr, stride_xs, i, inside, first_a, root_scale, D, BLOCK_A)
+                dx += tl.sum(tl.reshape(pairs, [BLOCK_M, BLOCK_A, BLOCK_D]) * xa[:, :, None], 1)
+        if CAUSAL:
+            raw = load_rows(x_ptr, stride_xs, i, inside, D, BLOCK_D, True)
+            for first in range(own_first if BACK else start, stop if BACK else own_first + BLOCK_M, BLOCK_M):
+                j = first + tl.arange(0, BLOCK_M)
+                present = j < stop
+                y = load_rows(y_ptr, stride_ys, j, present, D, BLOCK_D, True)
+                c = present.to(tl.float32)
+                if c_ptr is not None:
+                    c = tl.load(c_ptr + bh * S + j, mask=present, other=0.0)
+                dw = h[:, None] * c[None, :]
+                for e_tile in tl.static_range(e_tiles):
+                    first_e = e_tile * BLOCK_E
+                    g = _load_columns(g_ptr, stride_gs, i, inside, first_e, E, BLOCK_E)
+                    v = _load_columns(v_ptr, stride_vs, j, present, first_e, E, BLOCK_E)
+                    dw = tl.dot(g, tl.trans(v), dw, input_precision=PRECISION)
+                if TAYLOR:
+                    s = tl.dot(raw, tl.trans(y), input_precision=PRECISION) * (root_scale * root_scale)
+                    dw *= 1.0 + s
+                seen = (j[None, :] >= i[:, None]) if BACK else (j[None, :] <= i[:, None])
+                ds = tl.where(seen & present[None, :], dw, 0.0) * root_scale
+                dx = tl.dot(ds.to(dtype), y, dx, input_precision=PRECISION)
+        store_rows(dx_ptr, D, (b * S + i) * H + head, inside, dx * root_scale, D, BLOCK_D)

@@ -1,6 +1,6 @@
 """Linear attention as a torch operator: opaque to torch.compile, differentiable, without views of its inputs.
 
-Shapes: B batch, S tokens, H heads, d' dims of query and key, E value dim, F rows of a state.
+Shapes: B batch, S tokens, H heads, d' dims of query and key, E value dim, F rows of a state, T frames.
 """
 
 from __future__ import annotations
@@ -12,12 +12,22 @@ from typing import Any
 import torch
 import triton
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.launch import (
+    HOPPER_HEAD_DIM,
+    block_dim,
+    dot_precision,
+    hopper_enabled,
+    launch_options,
+    tma_fits,
+)
 from vmonarch.kernels.taylor.kernels import gradient_kernel, read_kernel, state_kernel
-from vmonarch.kernels.taylor.reference import LEAST_WEIGHT, LinearState
+from vmonarch.kernels.taylor.reference import LEAST_WEIGHT, LinearState, log_partition
 
-# Programs that the sums of all tokens are spread over, at least; several times the processors of any chip.
-PROGRAMS = 1024
+# Programs that the tokens are spread over, at least: several times the processors of any chip. The fewer, the less is
+# written and read of sums; these are four for every processor of an H200.
+PROGRAMS = 528
+# d' that the kernels for Hopper take.
+HOPPER_DIM = 16
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,7 @@ class _Launch:
         like: a tensor [B, S, H, d'] of the call. width: E.
         scale: of q·k; 1 where features were made beforehand.
         taylor: whether weights are 1 + s + s²/2.
+        frames: 0, or how many frames the tokens are, each with sums of its own.
     """
 
     like: torch.Tensor
@@ -35,6 +46,7 @@ class _Launch:
     scale: float
     causal: bool
     taylor: bool
+    frames: int
 
     @property
     def rows(self) -> int:
@@ -42,24 +54,36 @@ class _Launch:
         dims = self.like.shape[3]
         return 1 + dims + dims**2 if self.taylor else dims
 
+    def on_hopper(self, *tensors: torch.Tensor) -> bool:
+        """Whether the kernels for Hopper take these tensors [B, S, H, ·], which they copy by descriptors."""
+        return (
+            self.taylor
+            and self.like.shape[3] <= HOPPER_DIM
+            and self.width <= HOPPER_HEAD_DIM
+            and self.like.dtype in (torch.float16, torch.bfloat16)
+            and hopper_enabled(self.like.device)
+            and tma_fits(*tensors)
+        )
+
     def options(self) -> dict[str, int]:
         # The tables have four warps for tiles of 64 rows: with eight, Triton 3.6 shares products 16 wide out among two
         # warpgroups of Hopper, which then read beyond their memory.
         return launch_options("taylor", self.like.device, self.like.dtype, self.like.shape[3])
 
     def blocks(self) -> dict[str, Any]:
-        dims = self.like.shape[3]
+        dims, options = self.like.shape[3], self.options()
         BLOCK_D = block_dim(dims)
-        widest = self.options()["BLOCK_E"]
         return {
             "D": dims, "E": self.width, "TAYLOR": self.taylor, "PRECISION": dot_precision(self.like.dtype),
-            "BLOCK_D": BLOCK_D, "BLOCK_P": BLOCK_D**2 if self.taylor else 16,
-            "BLOCK_E": min(widest, block_dim(self.width)),
-            "num_warps": self.options()["num_warps"], "num_stages": self.options()["num_stages"],
+            "BLOCK_D": BLOCK_D, "BLOCK_A": min(options["BLOCK_A"], BLOCK_D) if self.taylor else 1,
+            "BLOCK_E": min(options["BLOCK_E"], block_dim(self.width)),
+            "num_warps": options["num_warps"], "num_stages": options["num_stages"],
         }  # fmt: skip
 
     def chunk(self, tokens: int) -> int:
-        """Tokens per chunk: causal, as many as a tile can afford to meet one by one; else as many as fill the chip."""
+        """Tokens per chunk: a frame; or if causal as many as a tile can afford to meet one by one; or a part of all."""
+        if self.frames:
+            return tokens // self.frames
         if self.causal:
             return self.options()["CHUNK"]
         B, _, H, _ = self.like.shape
@@ -70,12 +94,16 @@ class _Launch:
         """Sums of every chunk: [B·H, chunks, F, E] and [B·H, chunks, F]; x [B, S, H, d'], v [B, S, H, E]."""
         B, S, H, _ = x.shape
         chunk = self.chunk(S)
+        if self.on_hopper(v):
+            from vmonarch.kernels.hopper.taylor import states
+
+            return states(x, v, c, chunk, math.sqrt(self.scale))
         chunks = triton.cdiv(S, chunk)
         s = x.new_empty(B * H, chunks, self.rows, self.width, dtype=torch.float32)
         z = x.new_empty(B * H, chunks, self.rows, dtype=torch.float32)
         blocks = self.blocks()
-        columns = triton.cdiv(self.width, blocks["BLOCK_E"])
-        state_kernel[(columns * chunks * B * H,)](
+        a_tiles = blocks["BLOCK_D"] // blocks["BLOCK_A"] if self.taylor else 1
+        state_kernel[(triton.cdiv(self.width, blocks["BLOCK_E"]) * a_tiles * chunks * B * H,)](
             x, v, c, s, z, *x.stride()[:3], *v.stride()[:3], H, S, chunks, chunk, math.sqrt(self.scale),
             BLOCK_N=self.options()["BLOCK_N"], **blocks,
         )  # fmt: skip
@@ -88,12 +116,19 @@ class _Launch:
         """φ(x)·state [B, S, H, E], of x's dtype; divided by the weight, which is written, if `weight` [B, H, S]."""
         B, S, H, _ = x.shape
         out = x.new_empty(B, S, H, self.width)
-        blocks, (chunks, chunk, tiles) = self.blocks(), self._tiles(S)
+        numbers = chunks, chunk, programs = self._programs(S)
+        if not self.causal and self.on_hopper():
+            from vmonarch.kernels.hopper.taylor import read
+
+            read(x, s, z, out, weight, numbers, math.sqrt(self.scale), LEAST_WEIGHT, self.frames > 0)
+            return out
+        blocks = self.blocks()
         columns = triton.cdiv(self.width, blocks["BLOCK_E"])
-        read_kernel[(columns * tiles * chunks * B * H,)](
+        read_kernel[(columns * programs * chunks * B * H,)](
             x, y, v, s, z, out, weight, *x.stride()[:3], *y.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-            H, S, chunks, chunk, tiles, math.sqrt(self.scale), LEAST_WEIGHT,
-            CAUSAL=self.causal, BACK=back, NORMALISE=weight is not None, BLOCK_M=self.options()["BLOCK_M"], **blocks,
+            H, S, chunks, chunk, programs, math.sqrt(self.scale), LEAST_WEIGHT,
+            CAUSAL=self.causal, OWN=self.causal or self.frames > 0, BACK=back, NORMALISE=weight is not None,
+            BLOCK_M=self.options()["BLOCK_M"], **blocks,
         )  # fmt: skip
         return out
 
@@ -104,19 +139,30 @@ class _Launch:
         """dx [B, S, H, d'] of Σ (g·v + h·c)·w; x, g and h are of one side, y, v, c and the state of the other."""
         B, S, H, _ = x.shape
         dx = x.new_empty(x.shape)
-        chunks, chunk, tiles = self._tiles(S)
-        gradient_kernel[(tiles * chunks * B * H,)](
+        numbers = chunks, chunk, programs = self._programs(S)
+        if not self.causal and self.on_hopper(g):
+            from vmonarch.kernels.hopper.taylor import gradient
+
+            gradient(x, g, h, s, z, dx, numbers, math.sqrt(self.scale), self.frames > 0)
+            return dx
+        gradient_kernel[(programs * chunks * B * H,)](
             x, g, h, y, v, c, s, z, dx, *x.stride()[:3], *g.stride()[:3], *y.stride()[:3], *v.stride()[:3],
-            H, S, chunks, chunk, tiles, math.sqrt(self.scale),
-            CAUSAL=self.causal, BACK=back, BLOCK_M=self.options()["BLOCK_M"], **self.blocks(),
+            H, S, chunks, chunk, programs, math.sqrt(self.scale),
+            CAUSAL=self.causal, OWN=self.causal or self.frames > 0, BACK=back, BLOCK_M=self.options()["BLOCK_M"],
+            **self.blocks(),
         )  # fmt: skip
         return dx
 
-    def _tiles(self, tokens: int) -> tuple[int, int, int]:
-        """Chunks of the tokens that are read for, tokens per chunk and tiles per chunk; one chunk if not causal."""
-        block = self.options()["BLOCK_M"]
-        chunk = self.chunk(tokens) if self.causal else triton.cdiv(tokens, block) * block
-        return triton.cdiv(tokens, chunk), chunk, triton.cdiv(chunk, block)
+    def _programs(self, tokens: int) -> tuple[int, int, int]:
+        """Chunks of the tokens that are read for, one if they read the same state; tokens per chunk; programs for each.
+
+        A program begins by loading a state, so there are no more of them than keep the chip busy.
+        """
+        B, _, H, _ = self.like.shape
+        own = self.causal or self.frames > 0
+        chunk = self.chunk(tokens) if own else tokens
+        chunks, tiles = triton.cdiv(tokens, chunk), triton.cdiv(chunk, self.options()["BLOCK_M"])
+        return chunks, chunk, min(tiles, triton.cdiv(PROGRAMS, chunks * B * H))
 
 
 def _before(sums: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
@@ -130,20 +176,28 @@ def _after(sums: torch.Tensor) -> torch.Tensor:
     return _before(sums.flip(1), None).flip(1)
 
 
-def _of_keys(
-    launch: _Launch, key: torch.Tensor, value: torch.Tensor, s: torch.Tensor | None, z: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
-    """What queries read: sums of the keys before their chunk if causal, else of all; and the sums after all keys."""
-    sums, weights = launch.states(key, value, None)
-    s_after, z_after = sums.sum(1), weights.sum(1)
-    if s is not None and z is not None:
-        s_after, z_after = s_after + s, z_after + z
-    if launch.causal:
-        return _before(sums, s), _before(weights, z), s_after, z_after
-    return s_after, z_after, s_after, z_after
+def _mixed(sums: torch.Tensor, frame_weights: torch.Tensor) -> torch.Tensor:
+    """Σ_u frame_weights[h, t, u]·sums[·, u] for every frame t; sums [B·H, T, …]."""
+    weights = frame_weights.float().repeat(sums.shape[0] // frame_weights.shape[0], 1, 1)
+    return (weights @ sums.flatten(2)).view(sums.shape)
 
 
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? s, Tensor? z, float scale, bool causal, bool taylor"
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? frame_weights, Tensor? s, Tensor? z, float scale, bool causal,"
+    " bool taylor"
+)
+
+
+def _launch(
+    like: torch.Tensor,
+    value: torch.Tensor,
+    frame_weights: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    taylor: bool,
+) -> _Launch:
+    frames = 0 if frame_weights is None else frame_weights.shape[1]
+    return _Launch(like, value.shape[3], scale, causal, taylor, frames)
 
 
 @torch.library.custom_op(
@@ -153,17 +207,25 @@ def taylor_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    frame_weights: torch.Tensor | None,
     s: torch.Tensor | None,
     z: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    taylor: bool,
+    *numbers: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out [B, Sq, H, E], weight [B, H, Sq], s [B·H, F, E] and z [B·H, F] after all keys)."""
     B, Sq, H, _ = query.shape
-    launch = _Launch(query, value.shape[3], scale, causal, taylor)
+    launch = _launch(query, value, frame_weights, *numbers)
     with torch.cuda.device_of(query):
-        s_read, z_read, s_after, z_after = _of_keys(launch, key, value, s, z)
+        sums, weights = launch.states(key, value, None)
+        s_after, z_after = sums.sum(1), weights.sum(1)
+        if s is not None and z is not None:
+            s_after, z_after = s_after + s, z_after + z
+        if launch.causal:
+            s_read, z_read = _before(sums, s), _before(weights, z)
+        elif frame_weights is not None:
+            s_read, z_read = _mixed(sums, frame_weights), _mixed(weights, frame_weights)
+        else:
+            s_read, z_read = s_after, z_after
         weight = query.new_empty(B, H, Sq, dtype=torch.float32)
         out = launch.read(query, key, value, s_read, z_read, back=False, weight=weight)
     return out, weight, s_after, z_after
@@ -171,18 +233,11 @@ def taylor_forward(
 
 @taylor_forward.register_fake
 def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    s: Any,
-    z: Any,
-    scale: float,
-    causal: bool,
-    taylor: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, frame_weights: Any, s: Any, z: Any, *numbers: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     B, Sq, H, _d = query.shape
     E = value.shape[3]
-    F = _Launch(query, E, scale, causal, taylor).rows
+    F = _launch(query, value, frame_weights, *numbers).rows
     wide = query.new_empty(0, dtype=torch.float32)
     return (
         query.new_empty(B, Sq, H, E),
@@ -195,60 +250,94 @@ def _(
 @torch.library.custom_op(
     "vmonarch::taylor_backward",
     mutates_args=(),
-    schema="(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor weight, float scale,"
-    " bool causal, bool taylor) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor grad_out, Tensor? grad_weight, Tensor query, Tensor key, Tensor value, Tensor? frame_weights,"
+    " Tensor out, Tensor weight, float scale, bool causal, bool taylor) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def taylor_backward(
     grad_out: torch.Tensor,
+    grad_weight: torch.Tensor | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    frame_weights: torch.Tensor | None,
     out: torch.Tensor,
     weight: torch.Tensor,
-    scale: float,
-    causal: bool,
-    taylor: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), each in the shape and dtype of its input."""
-    launch = _Launch(query, value.shape[3], scale, causal, taylor)
+    *numbers: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv, gradient of the frames' weights), each like its input; the last one is empty without them."""
+    launch = _launch(query, value, frame_weights, *numbers)
     inverse = torch.where(weight.abs() > LEAST_WEIGHT, 1.0 / weight, 0.0)  # [B, H, Sq]
     wide = grad_out.float()
     h = -(wide * out.float()).sum(-1).transpose(1, 2) * inverse
+    if grad_weight is not None:
+        h = h + grad_weight
+    h = h.contiguous()
     g = (wide * inverse.transpose(1, 2).unsqueeze(-1)).to(query.dtype)
+    d_frames = query.new_empty(0)
     with torch.cuda.device_of(query):
-        s, z, _, _ = _of_keys(launch, key, value, None, None)
-        dq = launch.gradient(query, g, h.contiguous(), key, value, None, s, z, back=False)
-        s, z = launch.states(query, g, h.contiguous())
-        s, z = (_after(s), _after(z)) if causal else (s.sum(1), z.sum(1))
-        dk = launch.gradient(key, value, None, query, g, h.contiguous(), s, z, back=True)
-        dv = launch.read(key, query, g, s, z, back=True)
-    return dq, dk, dv
+        # Sums of the keys, which queries read, and of the queries, which keys read.
+        s_keys, z_keys = launch.states(key, value, None)
+        s_queries, z_queries = launch.states(query, g, h)
+        if frame_weights is not None:
+            of_row = s_keys.new_ones(launch.rows, 1)
+            if launch.taylor:
+                of_row[1 + query.shape[3] :] = 0.5
+            products = (s_queries * of_row).flatten(2) @ s_keys.flatten(2).mT
+            products += (z_queries * of_row[:, 0]) @ z_keys.mT
+            d_frames = products.unflatten(0, (-1, frame_weights.shape[0])).sum(0).to(frame_weights.dtype)
+            s_keys, z_keys = (_mixed(x, frame_weights) for x in (s_keys, z_keys))
+            s_queries, z_queries = (_mixed(x, frame_weights.mT) for x in (s_queries, z_queries))
+        elif launch.causal:
+            s_keys, z_keys = _before(s_keys, None), _before(z_keys, None)
+            s_queries, z_queries = _after(s_queries), _after(z_queries)
+        else:
+            s_keys, z_keys, s_queries, z_queries = (x.sum(1) for x in (s_keys, z_keys, s_queries, z_queries))
+        dq = launch.gradient(query, g, h, key, value, None, s_keys, z_keys, back=False)
+        dk = launch.gradient(key, value, None, query, g, h, s_queries, z_queries, back=True)
+        dv = launch.read(key, query, g, s_queries, z_queries, back=True)
+    return dq, dk, dv, d_frames
 
 
 @taylor_backward.register_fake
 def _(
-    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    grad_out: torch.Tensor, grad_weight: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    frame_weights: torch.Tensor | None, *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    of_frames = query.new_empty(0) if frame_weights is None else frame_weights.new_empty(frame_weights.shape)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), of_frames
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, _, _, *ctx.numbers = inputs
+    query, key, value, frame_weights, _, _, *ctx.numbers = inputs
     out, weight, s, z = output
-    ctx.mark_non_differentiable(weight, s, z)
-    ctx.save_for_backward(query, key, value, out, weight)
+    ctx.mark_non_differentiable(s, z)
+    ctx.save_for_backward(query, key, value, frame_weights, out, weight)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_out: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    if grad_out is None:
-        return (None,) * 8
-    query, key, value, out, weight = ctx.saved_tensors
-    gradients = taylor_backward(grad_out, query, key, value, out, weight, *ctx.numbers)
-    return *gradients, None, None, None, None, None
+def _backward(
+    ctx: Any, grad_out: torch.Tensor | None, grad_weight: torch.Tensor | None, *_: Any
+) -> tuple[torch.Tensor | None, ...]:
+    if grad_out is None and grad_weight is None:
+        return (None,) * 9
+    query, key, value, frame_weights, out, weight = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    *gradients, d_frames = taylor_backward(
+        grad_out, grad_weight, query, key, value, frame_weights, out, weight, *ctx.numbers
+    )
+    return *gradients, None if frame_weights is None else d_frames, None, None, None, None, None
 
 
 taylor_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _with_halves(s: torch.Tensor, z: torch.Tensor, dims: int, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums with those of order 2 times a factor: the reference's features have a root of the ½ of s²/2, the sums here
+    have not.
+    """
+    factors = s.new_ones(s.shape[1])
+    factors[1 + dims :] = factor
+    return s * factors[:, None], z * factors
 
 
 def taylor_attention_triton(
@@ -260,21 +349,25 @@ def taylor_attention_triton(
     causal: bool,
     taylor: bool,
     state: LinearState | None,
-) -> tuple[torch.Tensor, LinearState]:
-    """(out, state) by the kernels; query and key are features unless `taylor`; arguments are checked already."""
+    frame_weights: torch.Tensor | None,
+    return_lse: bool,
+    return_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, LinearState | None]:
+    """(out, lse, state) by the kernels, the last two if asked for; arguments are checked already.
+
+    query and key are features unless `taylor`.
+    """
     B, H, dims = key.shape[0], key.shape[2], key.shape[3]
-    # The reference's features have the ½ of s²/2 in them, a root on each side; the sums here have not.
-    pairs = 1 + dims
     s = z = None
     if state is not None:
-        s, z = (x.float().flatten(0, 1).clone() for x in (state.kv, state.k))
+        s, z = (x.float().flatten(0, 1) for x in (state.kv, state.k))
         if taylor:
-            s[:, pairs:] *= math.sqrt(2.0)
-            z[:, pairs:] *= math.sqrt(2.0)
-    out, _, s, z = taylor_forward(query, key, value, s, z, scale, causal, taylor)
+            s, z = _with_halves(s, z, dims, math.sqrt(2.0))
+    out, weight, s, z = taylor_forward(query, key, value, frame_weights, s, z, scale, causal, taylor)
+    lse = log_partition(weight) if return_lse else None
+    if not return_state:
+        return out, lse, None
     if taylor:
-        halves = s.new_ones(s.shape[1])
-        halves[pairs:] = math.sqrt(0.5)
-        s, z = s * halves[:, None], z * halves
+        s, z = _with_halves(s, z, dims, math.sqrt(0.5))
     tokens = key.shape[1] + (0 if state is None else state.tokens)
-    return out, LinearState(s.unflatten(0, (B, H)), z.unflatten(0, (B, H)), tokens)
+    return out, lse, LinearState(s.unflatten(0, (B, H)), z.unflatten(0, (B, H)), tokens)

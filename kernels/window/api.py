@@ -66,8 +66,7 @@ def window_attention(
         scale: softmax scale; 1/√D if None.
         return_lse: also return the log-partition of every row, with which `merge_partials` joins other parts.
         implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; head dimensions up to
-            256; of a video all queries); or "auto", which is plain torch for as long as the kernels have not passed
-            their tests on a GPU.
+            256; of a video all queries); or "auto", see `kernels.common.launch.use_triton`.
 
     Returns:
         out [B, Sq, H, E] in the dtype of `query`; with `return_lse` also lse [B, H, Sq] in nats, in float32, or
@@ -97,7 +96,7 @@ def window_attention(
     attend = window_attention_reference
     last_of_a_video = "queries are the last tokens of a video (supported: all of them, or a sequence)"
     reason = last_of_a_video if axis == 0 and Sq != Sk else None
-    if implementation == "triton" and use_triton("window_attention", "triton", query, key, value, unless=reason):
+    if use_triton("window_attention", implementation, query, key, value, unless=reason):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.window.op import window_attention_triton
 

@@ -100,7 +100,7 @@ def main():
 
     for module in (bias_forward, flash_backward, flash_forward, l_step, r_step, taylor_op, window_op):
         module.launch_options = options_of_a_gpu
-    for module in (flash_backward, flash_forward):
+    for module in (bias_forward, flash_backward, flash_forward):
         module.processors = lambda device: 132
     if architecture == 90:
         from vmonarch.kernels.hopper import backward as hopper_backward
@@ -132,8 +132,8 @@ def main():
             for width in (case["dim"], case["dim"], case["width"])
         )
         numbers = (1.0, case.get("causal", False), case.get("taylor", True))
-        out, weight, *_ = taylor_op.taylor_forward(q, k, v, None, None, *numbers)
-        taylor_op.taylor_backward(out, q, k, v, out, weight, *numbers)
+        out, weight, *_ = taylor_op.taylor_forward(q, k, v, None, None, None, *numbers)
+        taylor_op.taylor_backward(out, None, q, k, v, None, out, weight, *numbers)
         return
     grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
     tensors = [torch.zeros(1, grid.tokens, 1, case["dim"], dtype=getattr(torch, case["dtype"])) for _ in range(3)]

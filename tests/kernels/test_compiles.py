@@ -81,7 +81,7 @@ BIAS_CASES = {
     ids=lambda value: str(value),
 )
 def test_kernels_with_a_bias_compile(architecture, name, tmp_path):
-    kernels = compile_kernels(architecture, BIAS_CASES[name], tmp_path)
+    kernels = compile_kernels(architecture, {**BIAS_CASES[name], "overrides": {"hopper": {"enabled": 0}}}, tmp_path)
     assert {kernel["kernel"] for kernel in kernels} == {
         "_flash_bias_kernel", "_flash_bias_rows_kernel", "_flash_bias_keys_kernel"
     }  # fmt: skip
@@ -89,6 +89,14 @@ def test_kernels_with_a_bias_compile(architecture, name, tmp_path):
     assert not [kernel for kernel in kernels if kernel["shared"] > limit]
     if BIAS_CASES[name]["dtype"] != "float32" and BIAS_CASES[name]["dim"] <= 128:
         assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
+
+
+@pytest.mark.parametrize("name", ["rank-16", "rank-64", "narrow-causal"])
+def test_hopper_kernel_with_a_bias_compiles(name, tmp_path):
+    """Without spills, and with products that run while the same warps do other things."""
+    kernel = next(k for k in compile_kernels(90, BIAS_CASES[name], tmp_path) if k["warp_specialized"])
+    assert kernel["kernel"] == "_hopper_flash_kernel"
+    assert not kernel["serialized"] and kernel["spilled"] == 0 and kernel["shared"] <= BIG_SHARED_MEMORY, kernel
 
 
 LINEAR_CASES = {

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from vmonarch import taylor_attention
-from vmonarch.kernels.common.launch import interpreted
+from vmonarch import merge_partials, taylor_attention
+from vmonarch.kernels.common.launch import interpreted, launch_overrides
 from vmonarch.kernels.taylor import reference
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS, performer_directions
 from vmonarch.kernels.taylor.reference import LinearState
@@ -131,8 +131,95 @@ def test_a_query_that_weighs_nothing_gets_zeros(name):
     assert (out == 0).all()
 
 
+@pytest.mark.parametrize("name", [name for name in FEATURE_MAPS if name != "identity"])
+@pytest.mark.parametrize(("Sq", "Sk", "causal"), [(1, 1, True), (23, 23, True), (9, 30, False)], ids=str)
+def test_lse_is_the_logarithm_of_the_weights_sum(name, Sq, Sk, causal, chunk):
+    q, k, v = (x.requires_grad_() for x in qkv(Sq, Sk))
+    _, lse, state = taylor_attention(
+        q, k, v, feature_map=name, causal=causal, return_lse=True, return_state=True, scale=0.3
+    )
+    assert state.tokens == Sk and lse.shape == (2, 3, Sq)
+    w = weights_of(name, q, k, 0.3, max(Sq, Sk))
+    total = (w.tril() if causal else w).sum(-1)
+    some = total > 1e-9
+    torch.testing.assert_close(lse.exp(), total, rtol=1e-9, atol=1e-11)
+    gradients = [
+        torch.autograd.grad(torch.where(some, x, 0.0).sum(), (q, k)) for x in (lse, torch.where(some, total, 1).log())
+    ]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+
+
+def test_lse_joins_parts_of_the_keys():
+    q, k, v = qkv(9, 20)
+    parts = [taylor_attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 13), slice(13, 20))]
+    out, lse = merge_partials(*parts)
+    whole = taylor_attention(q, k, v, return_lse=True)
+    for ours, expected in zip((out, lse), whole, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_lse_is_float32_for_shorter_dtypes(dtype):
+    q, k, v = (x.to(dtype) for x in qkv(7, 30))
+    lse = taylor_attention(q, k, v, return_lse=True)[1]
+    expected = taylor_attention(*(x.double() for x in (q, k, v)), return_lse=True)[1]
+    assert lse.dtype == torch.float32 and expected.dtype == torch.float64
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_lse_of_a_query_that_weighs_nothing_is_minus_infinity_and_has_no_gradient():
+    q, k, v = qkv(4, 4)
+    q = (q * torch.tensor([0.0, 1.0, 1.0, 1.0])[:, None, None]).requires_grad_()
+    lse = taylor_attention(q, k, v, feature_map="relu", return_lse=True)[1]
+    assert torch.isneginf(lse[:, :, 0]).all()
+    (gradient,) = torch.autograd.grad(lse[torch.isfinite(lse)].sum(), q)
+    assert (gradient[:, 0] == 0).all() and torch.isfinite(gradient).all() and gradient.abs().max() > 0
+
+
+def frame_weights_of(T, H=3):
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).abs().double()
+    weights = torch.exp(-torch.tensor([0.1, 0.7, 3.0], dtype=torch.float64)[:H, None, None] * distance)
+    # Not symmetric, so that a transposed matrix shows.
+    return weights * (1 + torch.arange(T) / 7)
+
+
+@by_map
+@pytest.mark.parametrize(("T", "P"), [(1, 11), (11, 1), (3, 7), (5, 63)], ids=str)
+def test_frame_weights_multiply_the_weights_of_pairs(name, T, P, chunk):
+    q, k, v = (x.requires_grad_() for x in qkv(T * P, T * P))
+    frames = frame_weights_of(T).requires_grad_()
+    ours = taylor_attention(q, k, v, feature_map=name, frame_weights=frames)
+    frame = torch.arange(T * P) // P
+    w = weights_of(name, q, k, 6**-0.5, T * P) * frames[:, frame][:, :, frame]
+    theirs = torch.einsum("bhst,bthe->bshe", w / w.sum(-1, keepdim=True), v)
+    valid = ~theirs.isnan()
+    assert (ours.detach()[~valid] == 0).all()
+    torch.testing.assert_close(ours[valid], theirs[valid], rtol=1e-7, atol=1e-9)
+    if name in ("taylor", "elu", "performer"):
+        leaves = (q, k, v, frames)
+        gradients = [torch.autograd.grad(x.sin().sum(), leaves) for x in (ours, theirs)]
+        for x, y in zip(*gradients, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-7, atol=1e-9)
+        lse = taylor_attention(q, k, v, feature_map=name, frame_weights=frames, return_lse=True)[1]
+        torch.testing.assert_close(lse, w.sum(-1).log())
+
+
+def test_zeros_in_frame_weights_hide_the_frames_to_come():
+    q, k, v = qkv(21, 21)
+    causal = torch.ones(3, 3, 3).tril()
+    out, lse = taylor_attention(q, k, v, frame_weights=causal, return_lse=True)
+    for t in range(1, 4):
+        seen = slice(0, 7 * t)
+        alone, lse_alone = taylor_attention(q[:, seen], k[:, seen], v[:, seen], return_lse=True)
+        torch.testing.assert_close(out[:, 7 * t - 7 : 7 * t], alone[:, -7:])
+        torch.testing.assert_close(lse[:, :, 7 * t - 7 : 7 * t], lse_alone[:, :, -7:])
+    out, lse = taylor_attention(q, k, v, frame_weights=torch.zeros(3, 3, 3), return_lse=True)
+    assert (out == 0).all() and torch.isneginf(lse).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_states_are_summed_in_float32(dtype):
+def test_states__are_summed_in_float32(dtype):
     q, k, v = (x.to(dtype) for x in qkv(1, 4000, dims=4, B=1, H=1))
     v = v + 8
     out, state = taylor_attention(q, k, v, return_state=True)
@@ -141,11 +228,14 @@ def test_states_are_summed_in_float32(dtype):
     torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=0)
 
 
-def with_gradients(inputs, **options):
-    """out, dq, dk and dv."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = taylor_attention(*leaves, **options)
-    return out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)
+def with_gradients(inputs, frame_weights=None, return_lse=False, **options):
+    """out, lse if asked for, dq, dk, dv and, if there are any, the gradient of frame_weights."""
+    leaves = [x.detach().requires_grad_() for x in (*inputs, *([] if frame_weights is None else [frame_weights]))]
+    more = {} if frame_weights is None else {"frame_weights": leaves[3]}
+    results = taylor_attention(*leaves[:3], return_lse=return_lse, **more, **options)
+    out, *lse = results if return_lse else (results,)
+    objective = out.sin().sum() + sum(x.cos().sum() for x in lse)
+    return out.detach(), *(x.detach() for x in lse), *torch.autograd.grad(objective, leaves)
 
 
 CASES = {
@@ -154,21 +244,29 @@ CASES = {
     "whole-chunks": dict(Sq=64, Sk=64, dims=16, E=16, causal=True),
     "a-few-tokens": dict(Sq=5, Sk=3),
     "values-in-tiles": dict(Sq=20, Sk=20, dims=4, E=40, causal=True),
+    "lse": dict(Sq=40, Sk=70, return_lse=True),
+    "causal-lse": dict(Sq=75, Sk=75, causal=True, return_lse=True),
+    "frames": dict(Sq=66, Sk=66, T=3, return_lse=True),
+    "frames-of-a-token": dict(Sq=7, Sk=7, T=7),
 }
 
 
 def check_kernels(case, name, dtype=torch.float32, device="cpu"):
     """Their error is at most twice that of plain torch in the same precision, plus some units in the last place."""
     case = dict(case)
-    options = {"causal": case.pop("causal", False), "feature_map": name}
+    T, lse = case.pop("T", 0), case.pop("return_lse", False) and name != "identity"
+    options = {"causal": case.pop("causal", False), "feature_map": name, "return_lse": lse}
     inputs = [x.to(device) for x in qkv(**case, dtype=dtype)]
     if name == "identity":
         # Weights of either sign cancel at times, and then nothing of the precision is left.
         inputs = [x.abs() for x in inputs]
-    exact = with_gradients([x.double() for x in inputs], **options)
-    results = (with_gradients(inputs, implementation=i, **options) for i in ("triton", "torch"))
-    for label, ours, plain, expected in zip(("out", "dq", "dk", "dv"), *results, exact, strict=True):
-        assert ours.dtype == dtype and ours.shape == expected.shape
+    frames = frame_weights_of(T).to(device, torch.float32) if T else None
+    exact = with_gradients([x.double() for x in inputs], frames.double() if T else None, **options)
+    results = (with_gradients(inputs, frames, implementation=i, **options) for i in ("triton", "torch"))
+    labels = ("out", *(("lse",) * lse), "dq", "dk", "dv", *(("dframes",) * bool(T)))
+    for label, ours, plain, expected in zip(labels, *results, exact, strict=True):
+        assert ours.dtype == (torch.float32 if label in ("lse", "dframes") else dtype)
+        assert ours.shape == expected.shape
         error, allowed = ((x.double() - expected).norm().item() for x in (ours, plain))
         allowed = 2 * allowed + 8 * torch.finfo(dtype).eps * expected.norm().item()
         assert error <= allowed, f"{label}: error {error:.3g} > {allowed:.3g}"
@@ -182,10 +280,17 @@ def test_the_kernels_are_as_precise_as_plain_torch(name, case):
 
 
 @in_interpreter
-@pytest.mark.parametrize("case", ["not-causal", "causal"])
+@pytest.mark.parametrize("case", ["not-causal", "causal", "frames"])
 @pytest.mark.parametrize("name", ["taylor", "elu"])
 def test_the_kernels_work_in_float16(name, case):
     check_kernels(CASES[case], name, torch.float16)
+
+
+@in_interpreter
+@pytest.mark.parametrize("case", ["lse", "causal", "frames"])
+def test_order_2_at_once_or_in_tiles_is_the_same(case):
+    with launch_overrides({"taylor": {"BLOCK_A": 16}}):
+        check_kernels(CASES[case], "taylor")
 
 
 @pytest.mark.gpu
@@ -194,7 +299,14 @@ def test_the_kernels_work_in_float16(name, case):
 @pytest.mark.parametrize(("dims", "E"), [(16, 64), (16, 128), (24, 40), (32, 64), (5, 16)], ids=str)
 @pytest.mark.parametrize("name", ["taylor", "elu"])
 def test_gpu_results_and_gradients_match_float64(name, dims, E, causal, dtype):
-    check_kernels(dict(Sq=1333, Sk=1333, dims=dims, E=E, causal=causal), name, dtype, "cuda")
+    check_kernels(dict(Sq=1333, Sk=1333, dims=dims, E=E, causal=causal, return_lse=True), name, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("T", "P"), [(5, 300), (81, 21), (16, 64)], ids=str)
+def test_gpu_frames_match_float64(T, P, dtype):
+    check_kernels(dict(Sq=T * P, Sk=T * P, dims=16, E=64, T=T, return_lse=True), "taylor", dtype, "cuda")
 
 
 @in_interpreter
@@ -257,7 +369,8 @@ def test_the_operator_keeps_torchs_rules(causal):
     tensors = [x.requires_grad_() for x in qkv(9, 9, dims=4, dtype=torch.float32)]
     # Sums are what an operator returns beside its output; gradients flow through the output alone.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(taylor_forward, (*tensors, None, None, 0.5, causal, True), test_utils=tests)
+    arguments = (*tensors, None if causal else torch.ones(3, 3, 3), None, None, 0.5, causal, True)
+    torch.library.opcheck(taylor_forward, arguments, test_utils=tests)
 
 
 @in_interpreter
@@ -277,6 +390,7 @@ def test_compiled_it_gives_the_same_without_a_graph_break():
 
 
 Q = torch.randn(1, 4, 2, 3)
+M = torch.ones(2, 2, 2)
 STATE = LinearState(torch.zeros(1, 2, 13, 3), torch.zeros(1, 2, 13), 5)
 BAD = {
     "map": (lambda: taylor_attention(Q, Q, Q, feature_map="exp"), ValueError, "feature_map must be one of taylor"),
@@ -292,6 +406,31 @@ BAD = {
         lambda: taylor_attention(Q, Q, Q, feature_map="cosformer", max_tokens=3), ValueError, "max_tokens=3, but"),
     "scale": (lambda: taylor_attention(Q, Q, Q, scale=-1.0), ValueError, "scale must be above 0"),
     "return-state": (lambda: taylor_attention(Q, Q, Q, return_state=None), TypeError, "return_state must be True or"),
+    "return-lse": (lambda: taylor_attention(Q, Q, Q, return_lse=1), TypeError, "return_lse must be True or False"),
+    "lse-of-signed-weights": (
+        lambda: taylor_attention(Q, Q, Q, return_lse=True, feature_map="identity"), ValueError,
+        "return_lse must be False with feature_map='identity'"),
+    "frames-kind": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=[[1.0]]), TypeError, "frame_weights must be None or a"),
+    "frames-integer": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M.int()), TypeError, "frame_weights .* got torch.int32"),
+    "frames-heads": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M[:1]), ValueError, r"frame_weights must be \[2, T, T\]"),
+    "frames-square": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M[:, :1]), ValueError, r"got \(2, 1, 2\)"),
+    "frames-device": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M.to("meta")), ValueError, "frame_weights must lie on"),
+    "frames-causal": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M, causal=True), ValueError, "causal must be False with"),
+    "frames-state": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M, state=STATE), ValueError, "frame_weights cannot be"),
+    "frames-return-state": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M, return_state=True), ValueError, "frame_weights cannot be"),
+    "frames-lengths": (
+        lambda: taylor_attention(Q[:, :2], Q, Q, frame_weights=M), ValueError, "key must have as many tokens as query"),
+    "frames-divide": (
+        lambda: taylor_attention(Q[:, :3], Q[:, :3], Q[:, :3], frame_weights=M), ValueError,
+        "frame_weights has 2 frames, which do not divide the 3 tokens"),
     "triton-dims": (
         lambda: taylor_attention(*[torch.randn(1, 4, 1, 33)] * 3, implementation="triton"), NotImplementedError,
         "key has 33 dimensions .supported with the Taylor map: up to 32"),

@@ -1,0 +1,471 @@
+"""Linear attention with the Taylor map on Hopper (`kernels/taylor/kernels.py` is the portable form), for d' up to 16.
+
+A tile of tokens x̂ becomes features x̂⊗x̂ in shared memory, from where the tensor cores take them: with values into sums,
+or with sums into outputs. Of the 16×16 pairs, those of the first half with all [64, 8·16] and of the second half with
+itself [64, 8·8] are enough; those of the first with the second half count twice. Orders 0 and 1 are the products of
+x₁ = [x̂ | 1 | 0 …] [64, 32]: of a state,
+    Σ x₁ v is s₁ (and s₀ in row 16),    Σ c·x₁ x₁ᵀ is Z: z₂, z₁ in row 16 and z₀ in its corner.
+Several programs share a processor, so that one builds features while another multiplies.
+
+Legend: B batch, S tokens, H heads, d' dims, E value dim, F = 1 + d' + d'² rows of a state; N = 64 tokens of a tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from vmonarch.kernels.hopper.attend import HALF, accumulator_layout, rows_descriptor, shared_layout
+
+# What the kernels take, and the place of the 1 in x₁.
+MAX_DIM = 16
+TILE = HALF
+
+_DIM = gl.constexpr(MAX_DIM)
+_HALF_DIM = gl.constexpr(MAX_DIM // 2)
+_PAIRS = gl.constexpr(MAX_DIM**2)
+_LOW = gl.constexpr(MAX_DIM * MAX_DIM // 2)
+_HIGH = gl.constexpr(MAX_DIM * MAX_DIM // 4)
+_ONE = gl.constexpr(2 * MAX_DIM)
+# Tiles of values in shared memory.
+_STAGES = gl.constexpr(3)
+_TILE = gl.constexpr(TILE)
+
+
+@gluon.constexpr_function
+def _pairs_layout(columns):
+    """Registers of pairs [64, 8, 16 or 8]: a thread has eight second dims of a token."""
+    lanes = columns // 8
+    return gl.BlockedLayout([1, 4 * lanes, 8], [16, 2 // lanes, lanes], [4, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _rows_layout(columns):
+    """Registers of a tile of rows on its way from or to memory, eight columns a thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _load_tokens(
+    ptr, stride, first, stop, D: gl.constexpr, FIRST_DIM: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
+):
+    """Raw x [64, COLUMNS] of the dims from FIRST_DIM on in a layout, 0 where there is none."""
+    n = first + gl.arange(0, _TILE, gl.SliceLayout(1, layout))
+    i = FIRST_DIM + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    inside = (n < stop)[:, None] & (i < D)[None, :]
+    return gl.load(ptr + n.to(gl.int64)[:, None] * stride + i[None, :], mask=inside, other=0.0)
+
+
+@gluon.jit
+def _load_factors(ptr, stride, first, stop, D: gl.constexpr):
+    """Raw x of a tile as the two sets of pairs take it: (first half, all), (second half, second half)."""
+    low: gl.constexpr = _pairs_layout(_DIM)
+    high: gl.constexpr = _pairs_layout(_HALF_DIM)
+    return (
+        _load_tokens(ptr, stride, first, stop, D, 0, _HALF_DIM, gl.SliceLayout(2, low)),
+        _load_tokens(ptr, stride, first, stop, D, 0, _DIM, gl.SliceLayout(1, low)),
+        _load_tokens(ptr, stride, first, stop, D, _HALF_DIM, _HALF_DIM, gl.SliceLayout(2, high)),
+        _load_tokens(ptr, stride, first, stop, D, _HALF_DIM, _HALF_DIM, gl.SliceLayout(1, high)),
+    )
+
+
+@gluon.jit
+def _with_one(x, first, stop, root_scale):
+    """x₁ [64, COLUMNS] in float32 of raw x [64, COLUMNS]; the 1 only where there is a token."""
+    layout: gl.constexpr = x.type.layout
+    n = first + gl.arange(0, _TILE, gl.SliceLayout(1, layout))
+    i = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    one = ((n < stop)[:, None] & (i == _DIM)[None, :]).to(gl.float32)
+    return x.to(gl.float32) * root_scale + one
+
+
+@gluon.jit
+def _product(xa, xb, root_scale, dtype: gl.constexpr):
+    """x̂a⊗x̂b [64, A·B] of raw factors [64, A] and [64, B]."""
+    pairs = gl.expand_dims(xa.to(gl.float32) * root_scale, 2) * gl.expand_dims(xb.to(gl.float32) * root_scale, 1)
+    return pairs.to(dtype).reshape([_TILE, xa.shape[1] * xb.shape[1]])
+
+
+@gluon.jit
+def _pairs(factors, root_scale, dtype: gl.constexpr):
+    """The two sets of pairs, [64, 128] and [64, 64]."""
+    return (
+        _product(factors[0], factors[1], root_scale, dtype),
+        _product(factors[2], factors[3], root_scale, dtype),
+    )
+
+
+@gluon.jit
+def _place_in_z(i, j, D: gl.constexpr):
+    """Which of the sums of c stands in row i and column j of Z, and whether one does."""
+    at = gl.where(i == _DIM, gl.where(j == _DIM, 0, 1 + j), 1 + D + i * D + j)
+    return at, ((i < D) & (j < D)) | ((i == _DIM) & ((j < D) | (j == _DIM)))
+
+
+@gluon.jit
+def _load_z(z_ptr, D: gl.constexpr, layout: gl.constexpr, factor: gl.constexpr):
+    """Z [32, 32], order 2 times a factor."""
+    i = gl.arange(0, _ONE, gl.SliceLayout(1, layout))[:, None]
+    j = gl.arange(0, _ONE, gl.SliceLayout(0, layout))[None, :]
+    at, inside = _place_in_z(i, j, D)
+    return gl.load(z_ptr + at, mask=inside, other=0.0) * gl.where(i < D, factor, 1.0)
+
+
+@gluon.jit
+def _load_low_orders(s_ptr, first_e, D: gl.constexpr, E: gl.constexpr, layout: gl.constexpr):
+    """Sums of orders 1 and, in row 16, 0: [32, 64]."""
+    i = gl.arange(0, _ONE, gl.SliceLayout(1, layout))[:, None]
+    e = first_e + gl.arange(0, _TILE, gl.SliceLayout(0, layout))[None, :]
+    inside = ((i < D) | (i == _DIM)) & (e < E)
+    return gl.load(s_ptr + gl.where(i == _DIM, 0, 1 + i) * E + e, mask=inside, other=0.0)
+
+
+@gluon.jit
+def _load_pair_sums(
+    s_ptr, first_e, D: gl.constexpr, E: gl.constexpr,
+    FIRST_DIM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Sums of order 2 of the dims from FIRST_DIM on, A of them with B: [A·B, 64]."""
+    pair = gl.arange(0, A * B, gl.SliceLayout(1, layout))[:, None]
+    e = first_e + gl.arange(0, _TILE, gl.SliceLayout(0, layout))[None, :]
+    a = FIRST_DIM + pair // B
+    b = FIRST_DIM + pair % B
+    inside = (a < D) & (b < D) & (e < E)
+    return gl.load(s_ptr + (1 + D + a * D + b) * E + e, mask=inside, other=0.0)
+
+
+@gluon.jit
+def _store_pair_sums(s_ptr, x, first_e, D: gl.constexpr, E: gl.constexpr, FIRST_DIM: gl.constexpr, B: gl.constexpr):
+    """Write transposed sums [64, A·B] of order 2, and what symmetry makes equal to them."""
+    layout: gl.constexpr = accumulator_layout(x.shape[1])
+    e = first_e + gl.arange(0, _TILE, gl.SliceLayout(1, layout))[:, None]
+    pair = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
+    a = FIRST_DIM + pair // B
+    b = FIRST_DIM + pair % B
+    inside = (a < D) & (b < D) & (e < E)
+    gl.store(s_ptr + (1 + D + a * D + b) * E + e, x, mask=inside)
+    if B == _DIM:
+        gl.store(s_ptr + (1 + D + b * D + a) * E + e, x, mask=inside & (b >= _HALF_DIM))
+
+
+@gluon.jit
+def _store_parts(buffers, x):
+    """x in two parts of 16 bit: of sums over all tokens one would keep too little."""
+    high = x.to(buffers.dtype)
+    buffers.index(0).store(high)
+    buffers.index(1).store((x - high.to(gl.float32)).to(buffers.dtype))
+
+
+@gluon.jit
+def _copy_values(desc, b, h, row, column, barrier, buffer):
+    """Start the copy of a tile of values [64, 64]."""
+    mbarrier.expect(barrier, desc.block_type.nbytes)
+    tile: gl.constexpr = desc.block_type.shape
+    place = buffer._reinterpret(desc.dtype, tile, desc.layout)
+    tma.async_copy_global_to_shared(desc, [b, h, row, column], barrier, place)
+
+
+@gluon.jit(do_not_specialize=["H", "S", "chunks", "chunk"])
+def _hopper_state_kernel(
+    x_ptr, v_desc, c_ptr, s_ptr, z_ptr, stride_xb, stride_xs, stride_xh, H, S, chunks, chunk, root_scale,
+    D: gl.constexpr, E: gl.constexpr,
+):  # fmt: skip
+    """The sums of one chunk for 64 columns of the values, transposed: [E, rows]."""
+    dtype: gl.constexpr = v_desc.dtype
+    one_layout: gl.constexpr = _rows_layout(_ONE)
+    column_tiles: gl.constexpr = (E + _TILE - 1) // _TILE
+    pid = gl.program_id(0)
+    first_e = pid % column_tiles * _TILE
+    part = (pid // column_tiles).to(gl.int64)
+    bh = part // chunks
+    b = (bh // H).to(gl.int32)
+    h = (bh % H).to(gl.int32)
+    start = (part % chunks).to(gl.int32) * chunk
+    stop = gl.minimum(start + chunk, S)
+    x_ptr += (bh // H) * stride_xb + (bh % H) * stride_xh
+    low_buf = gl.allocate_shared_memory(dtype, [_TILE, _LOW], shared_layout(_LOW))
+    high_buf = gl.allocate_shared_memory(dtype, [_TILE, _HIGH], shared_layout(_HIGH))
+    # x₁ twice: weighted by c as the left side of a product, which has to have 64 rows, and as the right side.
+    c_buf = gl.allocate_shared_memory(dtype, [_TILE, _TILE], shared_layout(_TILE))
+    c_buf.store(gl.zeros([_TILE, _TILE], dtype, _rows_layout(_TILE)))
+    x_buf = gl.allocate_shared_memory(dtype, [_TILE, _ONE], shared_layout(_ONE))
+    v_bufs = gl.allocate_shared_memory(dtype, [_STAGES, _TILE, _TILE], shared_layout(_TILE))
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(_STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    s2_low = warpgroup_mma_init(gl.zeros([_TILE, _LOW], gl.float32, accumulator_layout(_LOW)))
+    s2_high = warpgroup_mma_init(gl.zeros([_TILE, _HIGH], gl.float32, accumulator_layout(_HIGH)))
+    s1 = warpgroup_mma_init(gl.zeros([_TILE, _ONE], gl.float32, accumulator_layout(_ONE)))
+    z = warpgroup_mma_init(gl.zeros([_TILE, _ONE], gl.float32, accumulator_layout(_ONE)))
+    tiles = (stop - start + _TILE - 1) // _TILE
+    for i in gl.static_range(_STAGES - 1):
+        if i < tiles:
+            _copy_values(v_desc, b, h, start + i * _TILE, first_e, full.index(i), v_bufs.index(i))
+    factors = _load_factors(x_ptr, stride_xs, start, stop, D)
+    x = _load_tokens(x_ptr, stride_xs, start, stop, D, 0, _ONE, one_layout)
+    for tile in range(tiles):
+        first = start + tile * _TILE
+        low, high = _pairs(factors, root_scale, dtype)
+        x1 = _with_one(x, first, stop, root_scale)
+        weighted = x1
+        if c_ptr is not None:
+            n = first + gl.arange(0, _TILE, gl.SliceLayout(1, one_layout))
+            weighted *= gl.load(c_ptr + bh * S + n, mask=n < stop, other=0.0)[:, None]
+        # The products of the tile before read the places that are written now.
+        s2_low, s2_high, s1, z = warpgroup_mma_wait(0, [s2_low, s2_high, s1, z])
+        low_buf.store(low)
+        high_buf.store(high)
+        x_buf.store(x1.to(dtype))
+        c_buf.slice(0, _ONE, 1).store(weighted.to(dtype))
+        fence_async_shared()
+        ahead = tile + _STAGES - 1
+        if ahead < tiles:
+            stage = ahead % _STAGES
+            _copy_values(v_desc, b, h, start + ahead * _TILE, first_e, full.index(stage), v_bufs.index(stage))
+        stage = tile % _STAGES
+        mbarrier.wait(full.index(stage), tile // _STAGES & 1)
+        v = v_bufs.index(stage).permute((1, 0))
+        s2_low = warpgroup_mma(v, low_buf, s2_low, is_async=True)
+        s2_high = warpgroup_mma(v, high_buf, s2_high, is_async=True)
+        s1 = warpgroup_mma(v, x_buf, s1, is_async=True)
+        z = warpgroup_mma(c_buf.permute((1, 0)), x_buf, z, is_async=True)
+        factors = _load_factors(x_ptr, stride_xs, first + _TILE, stop, D)
+        x = _load_tokens(x_ptr, stride_xs, first + _TILE, stop, D, 0, _ONE, one_layout)
+    s2_low, s2_high, s1, z = warpgroup_mma_wait(0, [s2_low, s2_high, s1, z])
+    F: gl.constexpr = 1 + D + D * D
+    s_ptr += part * F * E
+    z_ptr += part * F
+    _store_pair_sums(s_ptr, s2_low, first_e, D, E, 0, _DIM)
+    _store_pair_sums(s_ptr, s2_high, first_e, D, E, _HALF_DIM, _HALF_DIM)
+    one: gl.constexpr = accumulator_layout(_ONE)
+    i = gl.arange(0, _TILE, gl.SliceLayout(1, one))[:, None]
+    j = gl.arange(0, _ONE, gl.SliceLayout(0, one))[None, :]
+    inside = (first_e + i < E) & ((j < D) | (j == _DIM))
+    gl.store(s_ptr + first_e + i + gl.where(j == _DIM, 0, 1 + j) * E, s1, mask=inside)
+    at, inside = _place_in_z(i, j, D)
+    gl.store(z_ptr + at, z, mask=inside & (first_e == 0))
+
+
+@gluon.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
+def _hopper_read_kernel(
+    x_ptr, s_ptr, z_ptr, out_ptr, weight_ptr, stride_xb, stride_xs, stride_xh, stride_ob, stride_os, stride_oh,
+    H, S, chunks, chunk, programs, root_scale, least_weight,
+    D: gl.constexpr, E: gl.constexpr, OWN: gl.constexpr, NORMALISE: gl.constexpr,
+):  # fmt: skip
+    """φ(x)·state for some tiles of a chunk and 64 columns; as the portable kernel."""
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    one_layout: gl.constexpr = _rows_layout(_ONE)
+    out_layout: gl.constexpr = _rows_layout(_TILE)
+    sums: gl.constexpr = accumulator_layout(_TILE)
+    low: gl.constexpr = accumulator_layout(_ONE)
+    column_tiles: gl.constexpr = (E + _TILE - 1) // _TILE
+    pid = gl.program_id(0)
+    first_e = pid % column_tiles * _TILE
+    own = pid // column_tiles
+    part = (own // programs).to(gl.int64)
+    bh = part // chunks
+    start = (part % chunks).to(gl.int32) * chunk
+    stop = gl.minimum(start + chunk, S)
+    tiles = (stop - start + _TILE - 1) // _TILE
+    first_tile = tiles * (own % programs) // programs
+    last_tile = tiles * (own % programs + 1) // programs
+    x_ptr += (bh // H) * stride_xb + (bh % H) * stride_xh
+    out_ptr += (bh // H) * stride_ob + (bh % H) * stride_oh
+    F: gl.constexpr = 1 + D + D * D
+    read = part if OWN else bh
+    s_ptr += read * F * E
+    z_ptr += read * F
+    low_buf = gl.allocate_shared_memory(dtype, [_TILE, _LOW], shared_layout(_LOW))
+    high_buf = gl.allocate_shared_memory(dtype, [_TILE, _HIGH], shared_layout(_HIGH))
+    x_buf = gl.allocate_shared_memory(dtype, [_TILE, _ONE], shared_layout(_ONE))
+    s2_low_buf = gl.allocate_shared_memory(dtype, [_LOW, _TILE], shared_layout(_TILE))
+    s2_high_buf = gl.allocate_shared_memory(dtype, [_HIGH, _TILE], shared_layout(_TILE))
+    s1_bufs = gl.allocate_shared_memory(dtype, [2, _ONE, _TILE], shared_layout(_TILE))
+    z_bufs = gl.allocate_shared_memory(dtype, [2, _ONE, _ONE], shared_layout(_ONE))
+    s2 = _load_pair_sums(s_ptr, first_e, D, E, 0, _HALF_DIM, _DIM, out_layout)
+    twice = gl.arange(0, _LOW, gl.SliceLayout(1, out_layout)) % _DIM >= _HALF_DIM
+    s2_low_buf.store((s2 * gl.where(twice, 1.0, 0.5)[:, None]).to(dtype))
+    s2 = _load_pair_sums(s_ptr, first_e, D, E, _HALF_DIM, _HALF_DIM, _HALF_DIM, out_layout)
+    s2_high_buf.store((0.5 * s2).to(dtype))
+    _store_parts(s1_bufs, _load_low_orders(s_ptr, first_e, D, E, out_layout))
+    if NORMALISE:
+        _store_parts(z_bufs, _load_z(z_ptr, D, one_layout, 0.5))
+    first = start + first_tile * _TILE
+    factors = _load_factors(x_ptr, stride_xs, first, stop, D)
+    x1 = _with_one(_load_tokens(x_ptr, stride_xs, first, stop, D, 0, _ONE, one_layout), first, stop, root_scale)
+    low_pairs, high_pairs = _pairs(factors, root_scale, dtype)
+    factors = _load_factors(x_ptr, stride_xs, first + _TILE, stop, D)
+    x = _load_tokens(x_ptr, stride_xs, first + _TILE, stop, D, 0, _ONE, one_layout)
+    for tile in range(first_tile, last_tile):
+        first = start + tile * _TILE
+        low_buf.store(low_pairs)
+        high_buf.store(high_pairs)
+        x_buf.store(x1.to(dtype))
+        fence_async_shared()
+        acc = gl.zeros([_TILE, _TILE], gl.float32, sums)
+        acc = warpgroup_mma(low_buf, s2_low_buf, acc, use_acc=False, is_async=True)
+        acc = warpgroup_mma(high_buf, s2_high_buf, acc, is_async=True)
+        acc = warpgroup_mma(x_buf, s1_bufs.index(0), acc, is_async=True)
+        acc = warpgroup_mma(x_buf, s1_bufs.index(1), acc, is_async=True)
+        if NORMALISE:
+            y = gl.zeros([_TILE, _ONE], gl.float32, low)
+            y = warpgroup_mma(x_buf, z_bufs.index(0), y, use_acc=False, is_async=True)
+            y = warpgroup_mma(x_buf, z_bufs.index(1), y, is_async=True)
+        # The pairs of the next tile while this one is multiplied.
+        x1 = _with_one(x, first + _TILE, stop, root_scale)
+        low_pairs, high_pairs = _pairs(factors, root_scale, dtype)
+        factors = _load_factors(x_ptr, stride_xs, first + 2 * _TILE, stop, D)
+        x = _load_tokens(x_ptr, stride_xs, first + 2 * _TILE, stop, D, 0, _ONE, one_layout)
+        if NORMALISE:
+            acc, y = warpgroup_mma_wait(0, [acc, y])
+            weight = gl.sum(y * x_buf.load(low).to(gl.float32), 1)
+            n = first + gl.arange(0, _TILE, gl.SliceLayout(1, low))
+            gl.store(weight_ptr + bh * S + n, weight, mask=(n < stop) & (first_e == 0))
+            some = gl.abs(weight) > least_weight
+            inverse = gl.where(some, 1.0 / gl.where(some, weight, 1.0), 0.0)
+            acc *= gl.convert_layout(inverse, gl.SliceLayout(1, sums))[:, None]
+        else:
+            acc = warpgroup_mma_wait(0, [acc])
+        out = gl.convert_layout(acc.to(dtype), out_layout)
+        n = first + gl.arange(0, _TILE, gl.SliceLayout(1, out_layout))
+        e = first_e + gl.arange(0, _TILE, gl.SliceLayout(0, out_layout))
+        inside = (n < stop)[:, None] & (e < E)[None, :]
+        gl.store(out_ptr + n.to(gl.int64)[:, None] * stride_os + e[None, :], out, mask=inside)
+
+
+@gluon.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
+def _hopper_gradient_kernel(
+    x_ptr, g_desc, h_ptr, s_ptr, z_ptr, dx_ptr, stride_xb, stride_xs, stride_xh,
+    H, S, chunks, chunk, programs, root_scale,
+    D: gl.constexpr, E: gl.constexpr, OWN: gl.constexpr,
+):  # fmt: skip
+    """dx for some tiles of a chunk; as the portable kernel."""
+    dtype: gl.constexpr = g_desc.dtype
+    one_layout: gl.constexpr = _rows_layout(_ONE)
+    out_layout: gl.constexpr = _rows_layout(_TILE)
+    low: gl.constexpr = accumulator_layout(_ONE)
+    high: gl.constexpr = accumulator_layout(_PAIRS)
+    e_tiles: gl.constexpr = (E + _TILE - 1) // _TILE
+    pid = gl.program_id(0)
+    part = (pid // programs).to(gl.int64)
+    bh = part // chunks
+    b = (bh // H).to(gl.int32)
+    head = (bh % H).to(gl.int32)
+    start = (part % chunks).to(gl.int32) * chunk
+    stop = gl.minimum(start + chunk, S)
+    tiles = (stop - start + _TILE - 1) // _TILE
+    first_tile = tiles * (pid % programs) // programs
+    last_tile = tiles * (pid % programs + 1) // programs
+    x_ptr += (bh // H) * stride_xb + (bh % H) * stride_xh
+    F: gl.constexpr = 1 + D + D * D
+    read = part if OWN else bh
+    s_ptr += read * F * E
+    z_ptr += read * F
+    x_buf = gl.allocate_shared_memory(dtype, [_TILE, _ONE], shared_layout(_ONE))
+    g_bufs = gl.allocate_shared_memory(dtype, [e_tiles, _TILE, _TILE], shared_layout(_TILE))
+    s2_bufs = gl.allocate_shared_memory(dtype, [e_tiles, _PAIRS, _TILE], shared_layout(_TILE))
+    s1_bufs = gl.allocate_shared_memory(dtype, [e_tiles, _ONE, _TILE], shared_layout(_TILE))
+    z_bufs = gl.allocate_shared_memory(dtype, [2, _ONE, _ONE], shared_layout(_ONE))
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    for i in gl.static_range(e_tiles):
+        s2_bufs.index(i).store(_load_pair_sums(s_ptr, i * _TILE, D, E, 0, _DIM, _DIM, out_layout).to(dtype))
+        s1_bufs.index(i).store(_load_low_orders(s_ptr, i * _TILE, D, E, out_layout).to(dtype))
+    _store_parts(z_bufs, _load_z(z_ptr, D, one_layout, 1.0))
+    fence_async_shared()
+    for tile in range(first_tile, last_tile):
+        first = start + tile * _TILE
+        mbarrier.expect(full, e_tiles * g_desc.block_type.nbytes)
+        block: gl.constexpr = g_desc.block_type.shape
+        for i in gl.static_range(e_tiles):
+            place = g_bufs.index(i)._reinterpret(dtype, block, g_desc.layout)
+            tma.async_copy_global_to_shared(g_desc, [b, head, first, i * _TILE], full, place)
+        x = _load_tokens(x_ptr, stride_xs, first, stop, D, 0, _ONE, one_layout)
+        x_buf.store(_with_one(x, first, stop, root_scale).to(dtype))
+        fence_async_shared()
+        y = gl.zeros([_TILE, _ONE], gl.float32, low)
+        y = warpgroup_mma(x_buf, z_bufs.index(0), y, use_acc=False, is_async=True)
+        y = warpgroup_mma(x_buf, z_bufs.index(1), y, is_async=True)
+        pairs = gl.zeros([_TILE, _PAIRS], gl.float32, high)
+        mbarrier.wait(full, (tile - first_tile) & 1)
+        for i in gl.static_range(e_tiles):
+            pairs = warpgroup_mma(
+                g_bufs.index(i), s2_bufs.index(i).permute((1, 0)), pairs, use_acc=i > 0, is_async=True
+            )
+        y = warpgroup_mma_wait(e_tiles, [y])
+        n = first + gl.arange(0, _TILE, gl.SliceLayout(1, low))
+        if h_ptr is not None:
+            y *= gl.load(h_ptr + bh * S + n, mask=n < stop, other=0.0)[:, None]
+        for i in gl.static_range(e_tiles):
+            y = warpgroup_mma(g_bufs.index(i), s1_bufs.index(i).permute((1, 0)), y, is_async=True)
+        y, pairs = warpgroup_mma_wait(0, [y, pairs])
+        # d/dx_b of ½ Σ_ab x_a x_b T_ab, T symmetric, is Σ_a x_a T_ab.
+        pairs = pairs.reshape([_TILE, _DIM, _DIM])
+        xa = _load_tokens(x_ptr, stride_xs, first, stop, D, 0, _DIM, gl.SliceLayout(2, pairs.type.layout))
+        dx = gl.sum(pairs * gl.expand_dims(xa.to(gl.float32) * root_scale, 2), 1)
+        out: gl.constexpr = _rows_layout(_DIM)
+        n = first + gl.arange(0, _TILE, gl.SliceLayout(1, out))
+        column = gl.arange(0, _DIM, gl.SliceLayout(0, out))
+        inside = (n < stop)[:, None] & (column < D)[None, :]
+        # Of y, the last 16 columns belong to nothing.
+        halves = y.reshape([_TILE, 2, _DIM])
+        is_first = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, halves.type.layout))) == 0
+        y = gl.sum(gl.where(is_first[None, :, None], halves, 0.0), 1)
+        dx = gl.convert_layout(dx, out) + gl.convert_layout(y, out)
+        at = (((bh // H) * S + n) * H + bh % H)[:, None] * D + column[None, :]
+        gl.store(dx_ptr + at, (dx * root_scale).to(dtype), mask=inside)
+
+
+def states(
+    x: torch.Tensor, v: torch.Tensor, c: torch.Tensor | None, chunk: int, root_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of every chunk: [B·H, chunks, F, E] and [B·H, chunks, F]; x [B, S, H, d'], v [B, S, H, E]."""
+    B, S, H, D = x.shape
+    E, F, chunks = v.shape[3], 1 + D + D**2, triton.cdiv(S, chunk)
+    s = x.new_empty(B * H, chunks, F, E, dtype=torch.float32)
+    z = x.new_empty(B * H, chunks, F, dtype=torch.float32)
+    _hopper_state_kernel[(triton.cdiv(E, TILE) * chunks * B * H,)](
+        x, rows_descriptor(v, TILE, TILE), c, s, z, *x.stride()[:3], H, S, chunks, chunk, root_scale,
+        D=D, E=E, num_warps=4,
+    )  # fmt: skip
+    return s, z
+
+
+def read(
+    x: torch.Tensor, s: torch.Tensor, z: torch.Tensor, out: torch.Tensor, weight: torch.Tensor | None,
+    numbers: tuple[int, int, int], root_scale: float, least_weight: float, own: bool,
+) -> None:  # fmt: skip
+    """φ(x)·state into out [B, S, H, E]; divided by the weight, which is written, if `weight` [B, H, S].
+
+    Args:
+        numbers: chunks, tokens per chunk, programs per chunk.
+    """
+    B, S, H, D = x.shape
+    E = out.shape[3]
+    _hopper_read_kernel[(triton.cdiv(E, TILE) * numbers[2] * numbers[0] * B * H,)](
+        x, s, z, out, weight, *x.stride()[:3], *out.stride()[:3], H, S, *numbers, root_scale, least_weight,
+        D=D, E=E, OWN=own, NORMALISE=weight is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def gradient(
+    x: torch.Tensor, g: torch.Tensor, h: torch.Tensor | None, s: torch.Tensor, z: torch.Tensor, dx: torch.Tensor,
+    numbers: tuple[int, int, int], root_scale: float, own: bool,
+) -> None:  # fmt: skip
+    """dx [B, S, H, d'] of Σ (g·v + h·c)·w over the tokens of the state; arguments as in `read`."""
+    B, S, H, D = x.shape
+    _hopper_gradient_kernel[(numbers[2] * numbers[0] * B * H,)](
+        x, rows_descriptor(g, TILE, TILE), h, s, z, dx, *x.stride()[:3], H, S, *numbers, root_scale,
+        D=D, E=g.shape[3], OWN=own, num_warps=4,
+    )  # fmt: skip
