@@ -165,9 +165,9 @@ def way(method: str, inputs: Inputs) -> Way:
     elif method == "sdpa":
         bias_inputs = [inputs.bias]
         leaves = [*inputs.qkv, inputs.bias]
-        qt, kt, vt = (x.transpose(1, 2) for x in inputs.qkv)
 
         def attend() -> torch.Tensor:
+            qt, kt, vt = (x.transpose(1, 2) for x in inputs.qkv)
             out = torch.nn.functional.scaled_dot_product_attention(qt, kt, vt, attn_mask=inputs.bias, scale=scale)
             return out.transpose(1, 2)
 
