@@ -9,11 +9,9 @@ and keys of all other attention. Source: Based, Fig. 4-7 and §5.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -240,15 +238,19 @@ def near(reach: Sequence[tuple[int, int, int]]) -> Callable[[torch.Tensor, torch
     """Whether the query of a number sees the key of a number, by a `Case.reach` with an axis; the numbers broadcast."""
 
     def sees(i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        conditions = []
+        seen: torch.Tensor | None = None
         stride = 1
         for axis, (size, back, ahead) in reversed(list(enumerate(reach))):
             at, of = (x if stride == 1 else x // stride for x in (i, j))
             if axis > 0:
                 at, of = at % size, of % size
-            conditions += [of >= at - back, of <= at + ahead]
+            # One after the other: of all pairs of a video, each condition is several gigabytes.
+            after = of >= at - back
+            seen = after if seen is None else seen & after
+            seen = seen & (of <= at + ahead)
             stride *= size
-        return functools.reduce(operator.and_, conditions)
+        assert seen is not None
+        return seen
 
     return sees
 
@@ -396,6 +398,15 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     return {method: partial(way, method, inputs) for method in methods}
 
 
+def compiled(case: Case, method: str) -> Hashable | None:
+    """What the code of a method depends on; see `Bench`."""
+    if method not in METHODS_OF[case.kind]:
+        return None
+    if method == "flex":
+        return method, case.label
+    return (method, case.kind, case.head_dim, case.training, case.grid is None) if method in OURS else None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; exit code 1 if a result is wrong or a kernel of ours does not run."""
     bench = Bench(
@@ -407,6 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ours=OURS,
         cases=standard_cases(),
         ways=ways,
+        compiled=compiled,
         formulae=FORMULAE,
     )
     return run_bench(bench, arguments)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import os
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,11 +23,13 @@ import torch
 
 from vmonarch.eval.kernel_bench import (
     BOUNDS,
+    COMPILE_SHARE,
     MIN_ROUNDS,
     Clock,
     check_device,
     check_output,
     failure,
+    map_in_processes,
     measure,
     measure_rates,
     measured_dtype,
@@ -41,6 +44,8 @@ from vmonarch.pipelines.environment import device_name
 FLUSHES = 16
 # A way whose calls take long is measured in fewer rounds.
 WAY_SECONDS = 1.0
+# Free memory that a process waits for before it compiles: block masks of FlexAttention take that much.
+COMPILE_BYTES = 24e9
 NAMES = ("out", "dq", "dk", "dv")
 Tensors = dict[str, torch.Tensor]
 
@@ -79,8 +84,10 @@ class Bench:
         output: where the JSON goes if nothing is said.
         budget: seconds after which no case is begun.
         methods: names of all ways; of those, `ours` must not fail.
-        cases: dataclasses with a `label`, the most telling first.
-        ways: how a case can be computed; each is made only when its turn comes.
+        cases: dataclasses with a `label` and with `training`, the most telling first.
+        ways: how a case can be computed; each is made only when its turn comes. A function of a module, as other
+            processes call it too.
+        compiled: (case, method) -> what its code depends on, None where nothing is to be compiled beforehand.
         formulae: of FLOPs and bytes.
     """
 
@@ -92,6 +99,7 @@ class Bench:
     ours: tuple[str, ...]
     cases: Sequence[Any]
     ways: Callable[[Any, torch.device, torch.dtype], Ways]
+    compiled: Callable[[Any, str], Hashable | None]
     formulae: dict[str, str]
 
 
@@ -142,6 +150,39 @@ def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
         return results
 
     return replay
+
+
+Task = tuple[Callable[[Any, torch.device, torch.dtype], Ways], Any, str, str]
+
+
+def compile_task(task: Task) -> bool:
+    """Compute a case in one way, so that its code is in the caches on disk."""
+    ways, case, method, device_text = task
+    # There is a process for every core already.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    device = torch.device(device_text)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        waited = time.monotonic()
+        while torch.cuda.mem_get_info(device)[0] < COMPILE_BYTES and time.monotonic() < waited + 60:
+            time.sleep(0.5)
+    ways(case, device, measured_dtype(device))[method]().run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return True
+
+
+def compile_tasks(bench: Bench, cases: Sequence[Any], methods: Sequence[str], device: str) -> list[Task]:
+    """One task for all cases and methods that share their code; gradients first, because they take longest."""
+    tasks: dict[Hashable, Task] = {}
+    for case in sorted(cases, key=lambda case: not case.training):
+        for method in methods:
+            code = bench.compiled(case, method)
+            if code is not None:
+                tasks.setdefault(code, (bench.ways, case, method, device))
+    return list(tasks.values())
 
 
 def _give_memory_back(clock: Clock) -> None:
@@ -254,6 +295,10 @@ def main(bench: Bench, arguments: Sequence[str] | None) -> int:
     if real:
         torch.cuda.set_device(device)
     dtype = measured_dtype(device)
+    if real:
+        tasks = compile_tasks(bench, cases, options.methods, str(device))
+        missing = map_in_processes(compile_task, tasks, COMPILE_SHARE * options.budget).count(None)
+        print(f"[{time.monotonic() - started:6.1f} s] compiled; {missing} of {len(tasks)} left for later", flush=True)
     clock = Clock(device)
     rates = measure_rates(device)
     # Folders of this machine are nobody else's.

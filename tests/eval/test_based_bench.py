@@ -2,13 +2,27 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from vmonarch.eval import based_bench
-from vmonarch.eval.based_bench import CACHES, Case, Inputs, dense, near, standard_cases, way, ways
+from vmonarch.eval.based_bench import (
+    CACHES,
+    METHODS,
+    OURS,
+    Case,
+    Inputs,
+    compiled,
+    dense,
+    near,
+    standard_cases,
+    way,
+    ways,
+)
 from vmonarch.eval.kernel_bench import relative_errors, sdpa
+from vmonarch.eval.op_bench import Bench, compile_task, compile_tasks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.window.neighbours import neighbours
@@ -103,6 +117,28 @@ def test_the_cases_are_those_of_the_paper_and_of_the_issue():
         *((w, s) for w in ((3, 9, 9), (5, 15, 15)) for s in (23296, 62608)),
     }
     assert set(ways(Case("decode", 1, CACHES[0], 16, 64), CPU, torch.float32)) >= {f"sdpa-{n}" for n in CACHES}
+
+
+def test_what_shares_its_code_is_compiled_once(monkeypatch):
+    cases = standard_cases()
+    bench = Bench("m", "", Path("x"), 1.0, METHODS, OURS, cases, ways, compiled, {})
+    tasks = compile_tasks(bench, cases, METHODS, "cpu")
+    ours = [(case.kind, case.head_dim, case.training) for _, case, method, _ in tasks if method == "taylor"]
+    assert sorted(ours) == sorted(
+        [
+            ("decode", 64, False),
+            *((k, e, t) for k, e in (("prefill", 64), ("video", 64), ("video", 128)) for t in (0, 1)),
+        ]
+    )
+    assert sum(method == "flex" for *_, method, _ in tasks) == sum(case.kind == "window" for case in cases)
+    assert {method for *_, method, _ in tasks} == {"taylor", "window", "flex"}
+    # The slowest begin first.
+    assert [case.training for _, case, _, _ in tasks] == sorted(
+        (case.training for _, case, _, _ in tasks), reverse=True
+    )
+    # Which the task sets for its own process.
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    assert compile_task((ways, SMALL["decode"], "window", "cpu"))
 
 
 def test_a_multiply_add_counts_two():
