@@ -161,7 +161,7 @@ def standard_cases() -> list[Case]:
         prefill(1, 65536), prefill(1, 4096), prefill(1, 1024), video(81, 16, 64), video(81, 12, 128),
         video(43, 16, 64), video(43, 12, 128), decode(1), decode(256), decode(32), decode(8),
         prefill(1, 32768), prefill(1, 8192), prefill(1, 2048), video(24, 16, 64), video(24, 12, 128),
-        prefill(8, 1024), prefill(4, 4096), prefill(4, 16384),
+        prefill(8, 1024), prefill(4, 4096), prefill(4, 16384), prefill(2, 16384),
         neighbourhood(43, (5, 15, 15)), sequence(64, 16384), sequence(128, 65536), neighbourhood(16, (3, 9, 9)),
         sequence(128, 16384), neighbourhood(16, (5, 15, 15)),
     ]  # fmt: skip

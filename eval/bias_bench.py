@@ -31,7 +31,7 @@ FORMULAE = {
     "legend": "S tokens, d head dim, R rank; a multiply-add counts 2; times batch and heads; causal: half of it",
     "flash-bias": "4·S²·(d + R/2) forward, +10·S²·(d + 3·R/5) backward",
     "others": "4·S²·d forward, +10·S²·d backward; reading the matrix counts nothing",
-    "factors": "of the dtype of q",
+    "factors": "of the dtype of q; float32 factors among bfloat16 tensors have 6 times as many columns",
 }
 
 

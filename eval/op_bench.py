@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import gc
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -280,13 +281,16 @@ def main(bench: Bench, arguments: Sequence[str] | None) -> int:
     parser.add_argument("--budget", type=float, default=bench.budget, help="seconds after which no case is begun")
     parser.add_argument("--rounds", type=int, default=9, help="measurements of each method, at most")
     parser.add_argument("--methods", nargs="+", choices=bench.methods, default=list(bench.methods))
-    parser.add_argument("--cases", default="", help="only cases whose label has this in it")
+    parser.add_argument("--cases", default="", metavar="REGEX", help="only cases whose label it is found in")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args(arguments)
     started = time.monotonic()
     if options.rounds < 1:
         parser.error(f"--rounds must be above 0, got {options.rounds}")
-    cases = [case for case in bench.cases if options.cases in case.label]
+    try:
+        cases = [case for case in bench.cases if re.search(options.cases, case.label)]
+    except re.error as error:
+        parser.error(f"--cases must be a regular expression, got {options.cases!r}: {error}")
     if not cases:
         parser.error(f"--cases {options.cases!r} leaves none of: {'; '.join(case.label for case in bench.cases)}")
     device = check_device(options.device)

@@ -146,8 +146,12 @@ def test_what_the_budget_leaves_out_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--rounds", "0"], "--rounds must be above 0"), (["--cases", "huge"], "--cases 'huge' leaves none")],
-    ids=["rounds", "cases"],
+    [
+        (["--rounds", "0"], "--rounds must be above 0"),
+        (["--cases", "huge"], "--cases 'huge' leaves none"),
+        (["--cases", "("], "--cases must be a regular expression, got '('"),
+    ],
+    ids=["rounds", "cases", "pattern"],
 )
 def test_bad_arguments_are_named(words, message, capsys):
     with pytest.raises(SystemExit):
