@@ -135,7 +135,11 @@ def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options:
 
 
 def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as a CUDA graph that is replayed; its results are overwritten by each replay."""
+    """The call as a CUDA graph that is replayed; its results are overwritten by each replay.
+
+    Raises:
+        NotImplementedError: torch cannot record it; the device is as good as before.
+    """
     # Torch wants a few calls on another stream before it records one.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -144,8 +148,11 @@ def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
+    try:
+        with torch.cuda.graph(graph):
+            results = run()
+    except RuntimeError as error:
+        raise NotImplementedError("the call cannot be recorded as a CUDA graph") from error
 
     def replay() -> Any:
         graph.replay()
@@ -326,8 +333,8 @@ def main(bench: Bench, arguments: Sequence[str] | None) -> int:
             "rounds": options.rounds,
             "budget_s": options.budget,
             "bounds": {**BOUNDS[dtype], "row_factor": ROW_FACTOR},
-            "reference": "float32 plain torch, all rows of the first and the last head; gradients of the first head, or of"
-            " all where they share factors",
+            "reference": "float32 plain torch, all rows of the first and the last head; gradients of the first head, or"
+            " of all where they share factors",
             "memory": "peak_bytes: the most that was allocated during a call beyond what was before it, results"
             " counted; input_bytes: tensors that must exist before it, a written-out bias counted",
         },
