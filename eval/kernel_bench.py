@@ -405,14 +405,20 @@ class Inputs:
         return Inputs(*tensors)
 
 
-def _sdpa(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Exact attention of [B, S, H, D] by one backend of torch, on transposed views as diffusers has them."""
+def sdpa(
+    backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool = False
+) -> torch.Tensor:
+    """Exact attention of [B, S, H, D] by one backend of torch, on transposed views as diffusers has them.
+
+    Args:
+        backend: "cudnn" or "flash"; or "sdpa", the one that torch chooses.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    chosen = SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION
-    with sdpa_kernel(chosen):
+    backends = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "flash": [SDPBackend.FLASH_ATTENTION]}
+    with sdpa_kernel(backends[backend]) if backend in backends else contextlib.nullcontext():
         out = torch.nn.functional.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=causal
         )
     return out.transpose(1, 2)
 
@@ -420,7 +426,7 @@ def _sdpa(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
 def attention(method: Method, inputs: Inputs, grid: LatentGrid, implementation: str = "") -> torch.Tensor:
     """Output [1, S, H, D] of a method; `implementation` overrides that of VMonarch."""
     if method.kind in ("cudnn", "flash"):
-        return _sdpa(method.kind, inputs.query, inputs.key, inputs.value)
+        return sdpa(method.kind, inputs.query, inputs.key, inputs.value)
     if method.kind == "flash_bias":
         factors = inputs.factors(method.options["rank"])
         return flash_bias_attention(inputs.query, inputs.key, inputs.value, *factors, implementation="triton")
@@ -442,7 +448,7 @@ def call(method: Method, inputs: Inputs, case: Case, implementation: str = "") -
 NAMES = ("out", "dq", "dk", "dv")
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
+def relative_errors(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
     """Relative errors in the Frobenius norm: of all, and the largest of any row [..., D] (no row counts as small)."""
     difference = torch.linalg.vector_norm(found.float() - expected, dim=-1)
     norms = torch.linalg.vector_norm(expected, dim=-1)
@@ -483,7 +489,7 @@ def check_result(method: Method, inputs: Inputs, case: Case) -> dict[str, Any]:
     else:
         expected = call(method, inputs.of_heads(heads), case, implementation="torch")
         found = tuple(result[:, :, heads] for result in results)
-    errors = {name: _error(x, y) for name, x, y in zip(NAMES, found, expected, strict=False)}
+    errors = {name: relative_errors(x, y) for name, x, y in zip(NAMES, found, expected, strict=False)}
     problems = []
     for name, error in errors.items():
         bound = BOUNDS[dtype]["out" if name == "out" else "gradient"]
@@ -555,13 +561,14 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def measure(
-    runs: dict[str, Callable[[], Any]], rounds: dict[str, int], clock: Clock, deadline: float
+    runs: dict[str, Callable[[], Any]], rounds: dict[str, int], clock: Clock, deadline: float, flushes: int = 1
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Time the runs in turns: one of each per round, each round beginning with another.
 
     Args:
         rounds: how often each is measured.
         deadline: `time.monotonic()` after which no round begins, except the first MIN_ROUNDS.
+        flushes: how often the L2 is overwritten before each call; many keep the host ahead of a chip that is done soon.
 
     Returns:
         (milliseconds on the device, milliseconds until the host had queued the call), lists by name.
@@ -578,7 +585,7 @@ def measure(
         for name in names[first:] + names[:first]:
             if turn >= rounds[name]:
                 continue
-            clock.flush()
+            clock.flush(flushes)
             start = clock.mark()
             began = time.perf_counter()
             runs[name]()
@@ -866,7 +873,7 @@ def compile_ahead(config: BenchConfig, device: torch.device, seconds: float) -> 
     return map_in_processes(_compile_task, compile_tasks(config, str(device)), seconds).count(None)
 
 
-def _failure(error: Exception) -> dict[str, Any]:
+def failure(error: Exception) -> dict[str, Any]:
     memory = isinstance(error, torch.OutOfMemoryError)
     text = " ".join(str(error).split())[:300] or type(error).__name__
     return {"status": "out of memory" if memory else "failed", "problem": f"{type(error).__name__}: {text}"}
@@ -905,7 +912,7 @@ def _prepare(
         if "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError):
             # The device is lost to this process, and with it every later measurement.
             raise
-        return {**row, **_failure(error)}, None, 0
+        return {**row, **failure(error)}, None, 0
     affordable = max(MIN_ROUNDS + 2, int(METHOD_SECONDS / max(seconds, 1e-6)))
     return {**row, "status": "ok"}, run, min(rounds, affordable)
 
@@ -945,7 +952,7 @@ def _stages(run: Callable[[], Any], work: Sequence[StageWork], clock: Clock) -> 
     except Exception as error:
         if "CUDA error" in str(error):
             raise
-        return {"stages_problem": _failure(error)["problem"]}
+        return {"stages_problem": failure(error)["problem"]}
     return {
         "stages": [{"stage": stage.stage, "ms": ms, "flops": stage.flops, "bytes": stage.bytes} for stage, ms in stages]
     }

@@ -82,7 +82,7 @@ def shape_label(case: dict[str, Any]) -> str:
     return "×".join(map(str, case["grid"])) + heads
 
 
-def _rows(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def good_rows(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["method"]: row for row in case["rows"] if row["status"] == "ok"}
 
 
@@ -98,11 +98,11 @@ def _head_dims(results: dict[str, Any]) -> list[int]:
 
 def _methods(cases: Sequence[dict[str, Any]]) -> list[str]:
     """Methods with a good result in any case, in the order of LABELS."""
-    found = {method for case in cases for method in _rows(case)}
+    found = {method for case in cases for method in good_rows(case)}
     return [*(name for name in LABELS if name in found), *sorted(found - set(LABELS))]
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """Three significant digits, never in scientific notation."""
     return f"{value:.{max(0, 3 - len(str(int(value))))}f}" if value >= 1 else f"{value:.3f}"
 
@@ -118,7 +118,7 @@ def kernels_table(results: dict[str, Any]) -> str:
                 continue
             rows = []
             for case in cases:
-                good = _rows(case)
+                good = good_rows(case)
                 status = {row["method"]: row["status"] for row in case["rows"]}
                 cells = []
                 for method in methods:
@@ -127,8 +127,8 @@ def kernels_table(results: dict[str, Any]) -> str:
                         continue
                     row = good[method]
                     ratio = row["over_cudnn"]
-                    shown = "" if ratio is None or method == "cudnn" else f" ({_digits(ratio)}×)"
-                    cells.append(_digits(row["ms"]["median"]) + shown)
+                    shown = "" if ratio is None or method == "cudnn" else f" ({digits(ratio)}×)"
+                    cells.append(digits(row["ms"]["median"]) + shown)
                 rows.append([shape_label(case), f"{case['tokens']:,}", *cells])
             heading = ["frames × height × width", "tokens", *map(_label, methods)]
             parts.append(f"d = {head_dim}, {kind}; milliseconds (times as fast as cuDNN):\n\n{markdown(heading, rows)}")
@@ -143,13 +143,13 @@ def _efficiency_table(results: dict[str, Any]) -> str:
     for head_dim in _head_dims(results):
         for kind in PASSES:
             for case in _cases(results, head_dim, kind):
-                row = _rows(case).get("vmonarch")
+                row = good_rows(case).get("vmonarch")
                 if row is None:
                     continue
                 error = max(error["relative"] for error in row["check"]["errors"].values())
                 numbers = [
                     f"{row['tflops']:.0f}",
-                    _digits(row["floor_ms"]),
+                    digits(row["floor_ms"]),
                     f"{row['over_floor']:.2f}×",
                     f"{error:.1e}",
                 ]
@@ -162,10 +162,10 @@ def _plain_torch_table(results: dict[str, Any]) -> str:
     """How much faster the kernels are than the same method in plain torch."""
     rows = []
     for case in results["cases"]:
-        good = _rows(case)
+        good = good_rows(case)
         if "vmonarch" in good and good["vmonarch"].get("over_torch") is not None:
-            times = [_digits(good[method]["ms"]["median"]) for method in ("vmonarch-torch", "vmonarch")]
-            ratio = f"{_digits(good['vmonarch']['over_torch'])}×"
+            times = [digits(good[method]["ms"]["median"]) for method in ("vmonarch-torch", "vmonarch")]
+            ratio = f"{digits(good['vmonarch']['over_torch'])}×"
             rows.append([shape_label(case), str(case["head_dim"]), case["pass"], *times, ratio])
     heading = ["frames × height × width", "d", "pass", "plain torch ms", "kernels ms", "faster"]
     return markdown(heading, rows) if rows else ""
@@ -176,7 +176,7 @@ def _memory_table(results: dict[str, Any]) -> str:
     methods = _methods(results["cases"])
     for kind in PASSES:
         for case in _cases(results, _head_dims(results)[0], kind):
-            good = _rows(case)
+            good = good_rows(case)
             sizes = [good.get(method, {}).get("peak_extra_bytes") for method in methods]
             if any(size is not None for size in sizes):
                 shown = ["–" if size is None else f"{size / 1e6:,.0f}" for size in sizes]
@@ -187,7 +187,7 @@ def _memory_table(results: dict[str, Any]) -> str:
 
 def _stage_table(results: dict[str, Any]) -> str:
     """Milliseconds of every stage of the forward pass of VMonarch."""
-    cases = [(case, _rows(case)) for case in _cases(results, _head_dims(results)[0], "forward")]
+    cases = [(case, good_rows(case)) for case in _cases(results, _head_dims(results)[0], "forward")]
     stages = [(case, good["vmonarch"]["stages"]) for case, good in cases if good.get("vmonarch", {}).get("stages")]
     names = list(dict.fromkeys(stage["stage"] for _, found in stages for stage in found))
     rows = []
@@ -197,7 +197,7 @@ def _stage_table(results: dict[str, Any]) -> str:
         for name in names:
             stage = by_name.get(name)
             rate = f" ({stage['tflops']:.0f})" if stage and stage.get("tflops") and name[0] in "Re" else ""
-            cells.append(f"{_digits(stage['ms'])}{rate}" if stage else "–")
+            cells.append(f"{digits(stage['ms'])}{rate}" if stage else "–")
         rows.append([shape_label(case), *cells])
     about = f"Stages of VMonarch, forward, d = {_head_dims(results)[0]}; milliseconds (TFLOP/s):\n\n"
     return about + markdown(["frames × height × width", *names], rows) if rows else ""
@@ -210,10 +210,10 @@ def speed_table(results: dict[str, Any]) -> str:
     for label, case in by_pass["forward"].items():
         cells = [label, f"{case['tokens']:,}"]
         for kind in PASSES:
-            found = _rows(by_pass[kind][label]) if label in by_pass[kind] else {}
+            found = good_rows(by_pass[kind][label]) if label in by_pass[kind] else {}
             if "cudnn" in found and "vmonarch" in found:
                 exact, ours = (found[name]["ms"]["median"] for name in ("cudnn", "vmonarch"))
-                cells += [_digits(exact), f"{_digits(ours)} ({exact / ours:.3g}×)"]
+                cells += [digits(exact), f"{digits(ours)} ({exact / ours:.3g}×)"]
             else:
                 cells += ["–", "–"]
         rows.append(cells)
@@ -343,9 +343,9 @@ def speedup_figure(results: dict[str, Any], head_dim: int) -> Figure:
         values: list[float] = []
         for method in methods:
             points = [
-                (case["tokens"], _rows(case)[method]["over_cudnn"])
+                (case["tokens"], good_rows(case)[method]["over_cudnn"])
                 for case in series
-                if method in _rows(case) and _rows(case)[method]["over_cudnn"] is not None
+                if method in good_rows(case) and good_rows(case)[method]["over_cudnn"] is not None
             ]
             if points:
                 values += [ratio for _, ratio in points]
@@ -357,10 +357,10 @@ def speedup_figure(results: dict[str, Any], head_dim: int) -> Figure:
         left.set_xlabel(
             "tokens, latent frames" + (f" of {series[0]['grid'][1]}×{series[0]['grid'][2]}" if series else "")
         )
-        present = [case for case in others if any(row.get("over_cudnn") for row in _rows(case).values())]
+        present = [case for case in others if any(row.get("over_cudnn") for row in good_rows(case).values())]
         width = 0.84 / max(1, len(methods))
         for place, case in enumerate(present):
-            good = _rows(case)
+            good = good_rows(case)
             for i, method in enumerate(methods):
                 ratio = good.get(method, {}).get("over_cudnn")
                 if ratio is None:
@@ -402,13 +402,13 @@ def time_figure(results: dict[str, Any], head_dim: int) -> Figure:
         series, others = _series(results, head_dim, kind)
         for method in _methods([*series, *others]):
             style = _style(method)
-            points = [(c["tokens"], _rows(c)[method]["ms"]["median"]) for c in series if method in _rows(c)]
+            points = [(c["tokens"], good_rows(c)[method]["ms"]["median"]) for c in series if method in good_rows(c)]
             if points:
                 (handles[_label(method)],) = axes.plot(*zip(*points, strict=True), lw=1.8, ms=6, **style)
             for case in others:
                 # Of other heads, the times are no part of this picture.
-                if method in _rows(case) and (not series or case["heads"] == series[0]["heads"]):
-                    at = (case["tokens"], _rows(case)[method]["ms"]["median"])
+                if method in good_rows(case) and (not series or case["heads"] == series[0]["heads"]):
+                    at = (case["tokens"], good_rows(case)[method]["ms"]["median"])
                     (mark,) = axes.plot(*at, ms=6, mfc="white", ls="none", **style)
                     handles.setdefault(_label(method), mark)
         _token_axis(axes, series)
@@ -437,7 +437,9 @@ def stage_figure(results: dict[str, Any], head_dim: int) -> Figure | None:
     kinds = []
     for kind in PASSES:
         found = [
-            (case, _rows(case)["vmonarch"]) for case in _cases(results, head_dim, kind) if "vmonarch" in _rows(case)
+            (case, good_rows(case)["vmonarch"])
+            for case in _cases(results, head_dim, kind)
+            if "vmonarch" in good_rows(case)
         ]
         found = [(case, row) for case, row in found if row.get("stages")]
         if found:
@@ -469,7 +471,7 @@ def stage_figure(results: dict[str, Any], head_dim: int) -> Figure | None:
                     axes.text(
                         left + share / 2,
                         place,
-                        _digits(stage["ms"]),
+                        digits(stage["ms"]),
                         ha="center",
                         va="center",
                         fontsize=7,
@@ -478,7 +480,7 @@ def stage_figure(results: dict[str, Any], head_dim: int) -> Figure | None:
                 left += share
             if left < 0.995:
                 axes.barh(place, 1 - left, left=left, color="#eeeeee")
-            axes.text(1.01, place, f"{_digits(row['ms']['median'])} ms", va="center", fontsize=8)
+            axes.text(1.01, place, f"{digits(row['ms']['median'])} ms", va="center", fontsize=8)
         axes.set_yticks(range(len(found)), [shape_label(case) for case, _ in found])
         axes.invert_yaxis()
         axes.set_xlim(0, 1)
@@ -503,7 +505,7 @@ def memory_figure(results: dict[str, Any], head_dim: int) -> Figure | None:
     kinds = []
     for kind in PASSES:
         cases = _cases(results, head_dim, kind)
-        measured = [case for case in cases if any("peak_extra_bytes" in row for row in _rows(case).values())]
+        measured = [case for case in cases if any("peak_extra_bytes" in row for row in good_rows(case).values())]
         if measured:
             kinds.append((kind, measured))
     if not kinds:
@@ -515,7 +517,7 @@ def memory_figure(results: dict[str, Any], head_dim: int) -> Figure | None:
         width = 0.84 / len(methods)
         for place, case in enumerate(cases):
             for i, method in enumerate(methods):
-                size = _rows(case).get(method, {}).get("peak_extra_bytes")
+                size = good_rows(case).get(method, {}).get("peak_extra_bytes")
                 if size is not None:
                     at = place + (i - (len(methods) - 1) / 2) * width
                     bar = axes.bar(at, size / 1e9, width * 0.92, color=_style(method)["color"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/kernels.md", "docs/bias.md", "finetune/embedded/README.md")
+DOCUMENTS = ("README.md", "docs/kernels.md", "docs/bias.md", "docs/based.md", "finetune/embedded/README.md")
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -107,6 +107,20 @@ def neural_bias_table(results: dict[str, Any]) -> str:
     return f"{table}\n{about} Made by `{results['command']}`.\n"
 
 
+def flash_bias_table(results: dict[str, Any]) -> str:
+    """Attention with a low-rank bias beside other ways to have it."""
+    from vmonarch.eval import op_tables
+
+    return op_tables.flash_bias_table(results)
+
+
+def based_table(results: dict[str, Any]) -> str:
+    """Linear and window attention beside exact attention."""
+    from vmonarch.eval import op_tables
+
+    return op_tables.based_table(results)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "embedded-model": embedded_model_table,
     "demo": demo_table,
@@ -115,9 +129,13 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "speed": speed_table,
     "kernel-log": kernel_log_table,
     "neural-bias": neural_bias_table,
+    "flash-bias-h200": flash_bias_table,
+    "based-h200": based_table,
 }
 # Tables of another name than their JSON.
 SOURCES = {"speed": "kernels-h200"}
+# Tables that may wait for their JSON, and what makes that.
+AWAITED = {"flash-bias-h200": "bias_bench", "based-h200": "based_bench"}
 
 
 def source(name: str, benchmarks: Path) -> Path:
@@ -130,12 +148,19 @@ def render(text: str, benchmarks: Path) -> str:
 
     Raises:
         KeyError: a table that no function writes.
-        FileNotFoundError: a table whose JSON is missing.
+        FileNotFoundError: a table whose JSON is missing, and that is not AWAITED.
     """
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
-        return match[1] + TABLES[name](json.loads(source(name, benchmarks).read_text())) + match[3]
+        path = source(name, benchmarks)
+        if name in AWAITED and not path.exists():
+            text = (
+                f"Not measured yet: `python -m vmonarch.eval.{AWAITED[name]} --output docs/benchmarks/{path.name}`.\n"
+            )
+        else:
+            text = TABLES[name](json.loads(path.read_text()))
+        return match[1] + text + match[3]
 
     return _BLOCK.sub(table, text)
 

@@ -1,12 +1,14 @@
 """The benchmark of FlashBias measures what it says, in the interpreter with no claim of speed."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from vmonarch.eval import bias_bench
-from vmonarch.eval.bias_bench import Case, Inputs, call, error_of, standard_cases
+from vmonarch.eval.bias_bench import Case, Inputs, standard_cases, way, ways
+from vmonarch.eval.kernel_bench import relative_errors
 from vmonarch.kernels.common.launch import interpreted
 
 CPU = torch.device("cpu")
@@ -24,20 +26,42 @@ SMALL = [
 @pytest.mark.parametrize("method", ["flash-bias", "no-bias", "sdpa"])
 def test_every_method_computes_its_attention(method, case):
     inputs = Inputs(case, CPU, torch.float32)
-    result = call(method, inputs)()
-    out = result[0] if case.training else result
-    assert error_of(method, inputs, out) < 1e-5
-    other = "no-bias" if method != "no-bias" else "sdpa"
-    assert error_of(other, inputs, out) > 0.05
+    chosen = way(method, inputs)
+    results = chosen.run()
+    found, expected, other = (
+        x for x in (chosen.found(results), chosen.expected(), inputs.expected(method == "no-bias"))
+    )
+    names = ["out", "dq", "dk", "dv", *(["dφq", "dφk"] if method == "flash-bias" else [])] if case.training else ["out"]
+    assert list(found) == names
+    for name, x in found.items():
+        assert relative_errors(x, expected[name])["relative"] < 1e-5
+        assert relative_errors(x, other[name])["relative"] > 0.02
     if case.training:
-        assert len(result) == {"flash-bias": 6, "no-bias": 4, "sdpa": 5}[method]
+        assert len(results) == {"flash-bias": 6, "no-bias": 4, "sdpa": 5}[method]
 
 
-def test_flash_bias_and_the_matrix_have_the_same_gradients():
-    inputs = Inputs(SMALL[1], CPU, torch.float32)
-    ours, theirs = (call(method, inputs)() for method in ("flash-bias", "sdpa"))
-    for x, y in zip(ours[:4], theirs[:4], strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+def test_inputs_are_what_must_exist_before_the_call():
+    case = SMALL[0]
+    qkv = 3 * case.tokens * case.heads * case.head_dim
+    factors, matrix = 2 * case.tokens * case.heads * case.rank, case.heads * case.tokens**2
+    made = {name: make() for name, make in ways(case, CPU, torch.float32).items()}
+    assert {name: x.input_bytes // 4 for name, x in made.items()} == {
+        "flash-bias": qkv + factors,
+        "no-bias": qkv,
+        "sdpa": qkv + matrix,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_reads_the_matrix(monkeypatch):
+    # What torch.compile makes of it, and gradients, can only be seen on a GPU.
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    case = Case("flex", 1, 24, 2, 16, 3, causal=True, flex=True)
+    assert "flex" in ways(case, CPU, torch.float32)
+    inputs = Inputs(case, CPU, torch.float32)
+    chosen = way("flex", inputs)
+    for name, x in chosen.found(chosen.run()).items():
+        torch.testing.assert_close(x, inputs.expected(True)[name], rtol=1e-4, atol=1e-5)
 
 
 def test_the_cases_are_those_of_the_paper_and_of_the_issue():
@@ -75,14 +99,61 @@ def test_the_command_writes_what_it_measured(tmp_path, monkeypatch, capsys):
 
 def test_a_wrong_result_has_no_speed(tmp_path, monkeypatch):
     monkeypatch.setattr(bias_bench, "standard_cases", lambda: SMALL[:1])
-    real = bias_bench.attention
-    monkeypatch.setattr(
-        bias_bench,
-        "attention",
-        lambda method, inputs: lambda: real(method, inputs)() * (1.1 if method == "sdpa" else 1.0),
-    )
+    real = bias_bench.way
+
+    def spoilt(method, inputs):
+        chosen = real(method, inputs)
+        return replace(chosen, run=lambda: (chosen.run()[0] * 1.1,)) if method == "sdpa" else chosen
+
+    monkeypatch.setattr(bias_bench, "way", spoilt)
     output = tmp_path / "bias.json"
     words = ["--device", "cpu", "--output", str(output), "--rounds", "1", "--methods", "flash-bias", "sdpa"]
     assert bias_bench.main(words) == 1
     good, wrong = json.loads(output.read_text())["cases"][0]["rows"]
     assert good["status"] == "ok" and wrong["status"] == "wrong" and "ms" not in wrong
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "status", "code"),
+    [("sdpa", torch.OutOfMemoryError("no room"), "out of memory", 0), ("flash-bias", ValueError("no"), "failed", 1)],
+    ids=["peer-without-memory", "ours-fails"],
+)
+def test_what_cannot_be_computed_says_why(tmp_path, monkeypatch, method, error, status, code):
+    monkeypatch.setattr(bias_bench, "standard_cases", lambda: SMALL[:1])
+    real = bias_bench.way
+
+    def broken(name, inputs):
+        if name == method:
+            raise error
+        return real(name, inputs)
+
+    monkeypatch.setattr(bias_bench, "way", broken)
+    output = tmp_path / "bias.json"
+    words = ["--device", "cpu", "--output", str(output), "--rounds", "1", "--methods", "flash-bias", "sdpa"]
+    assert bias_bench.main(words) == code
+    rows = {row["method"]: row for row in json.loads(output.read_text())["cases"][0]["rows"]}
+    assert rows[method]["status"] == status and str(error) in rows[method]["problem"] and "ms" not in rows[method]
+
+
+def test_what_the_budget_leaves_out_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(bias_bench, "standard_cases", lambda: SMALL)
+    output = tmp_path / "bias.json"
+    words = ["--device", "cpu", "--output", str(output), "--budget", "0", "--cases", "plain"]
+    assert bias_bench.main(words) == 0
+    results = json.loads(output.read_text())
+    assert results["left_out"] == ["plain R=3 forward"] and not results["cases"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rounds", "0"], "--rounds must be above 0"),
+        (["--cases", "huge"], "--cases 'huge' leaves none"),
+        (["--cases", "("], "--cases must be a regular expression, got '('"),
+    ],
+    ids=["rounds", "cases", "pattern"],
+)
+def test_bad_arguments_are_named(words, message, capsys):
+    with pytest.raises(SystemExit):
+        bias_bench.main(["--device", "cpu", *words])
+    assert message in capsys.readouterr().err

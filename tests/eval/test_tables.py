@@ -27,11 +27,14 @@ def test_a_changed_number_changes_the_table(tmp_path):
     paths = {
         "embedded-model": ("summary", "full", "shape"),
         "demo": ("means", "full", "seconds"),
-        **dict.fromkeys(("kernels-h200", "speed"), ("cases", 0, "rows", 0, "ms", "median")),
+        **dict.fromkeys(
+            ("kernels-h200", "speed", "flash-bias-h200", "based-h200"), ("cases", 0, "rows", 0, "ms", "median")
+        ),
         "kernel-log": ("sections", 0, "entries", 0, "seen"),
         "neural-bias": ("biases", "gravity", "relative_error"),
     }
-    for name in tables.TABLES:
+    awaited = {name for name in tables.AWAITED if not tables.source(name, BENCHMARKS).exists()}
+    for name in set(tables.TABLES) - awaited:
         results = json.loads(tables.source(name, BENCHMARKS).read_text())
         *path, key = paths.get(name, ("seconds", "demo"))
         numbers = results
@@ -41,6 +44,8 @@ def test_a_changed_number_changes_the_table(tmp_path):
         tables.source(name, tmp_path).write_text(json.dumps(results))
     for document in tables.DOCUMENTS:
         for match in tables._BLOCK.finditer((ROOT / document).read_text()):
+            if match["name"] in awaited:
+                continue
             assert tables.render(match[0], tmp_path) != tables.render(match[0], BENCHMARKS), match["name"]
 
 

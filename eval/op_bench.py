@@ -1,0 +1,365 @@
+"""What the benchmarks of single operators share: check all ways to compute a case, time them in turns, write JSON.
+
+A result that differs from float32 has no speed. Clock, rounds, bounds and rates are those of `vmonarch bench kernels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import os
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vmonarch.eval.kernel_bench import (
+    BOUNDS,
+    COMPILE_SHARE,
+    MIN_ROUNDS,
+    ROW_FACTOR,
+    Clock,
+    check_device,
+    check_output,
+    failure,
+    map_in_processes,
+    measure,
+    measure_rates,
+    measured_dtype,
+    relative_errors,
+    summary,
+    versions,
+    write_json,
+)
+from vmonarch.pipelines.environment import device_name
+
+# Of the L2 before each call: together they take about a millisecond, in which the host queues all of the call.
+FLUSHES = 16
+# A way whose calls take long is measured in fewer rounds.
+WAY_SECONDS = 1.0
+# Free memory that a process waits for before it compiles: block masks of FlexAttention take that much.
+COMPILE_BYTES = 24e9
+NAMES = ("out", "dq", "dk", "dv")
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a case, with its inputs.
+
+    Args:
+        run: the call; gives (out,) or (out, dq, dk, dv, …).
+        found: of what `run` gave, the parts that are compared, by name; names of gradients begin with a d.
+        expected: the same parts in float32, and maybe others.
+        flops, bytes: its work; 0 bytes if they are not counted.
+        input_bytes: of all tensors that must exist before the call.
+        graph: record the call as a CUDA graph, because launching takes longer than computing.
+    """
+
+    run: Callable[[], tuple[torch.Tensor, ...]]
+    found: Callable[[tuple[torch.Tensor, ...]], Tensors]
+    expected: Callable[[], Tensors]
+    flops: float
+    bytes: float = 0.0
+    input_bytes: int = 0
+    graph: bool = False
+
+
+Ways = Mapping[str, Callable[[], Way]]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark.
+
+    Args:
+        module: that `python -m` runs. about: its docstring.
+        output: where the JSON goes if nothing is said.
+        budget: seconds after which no case is begun.
+        methods: names of all ways; of those, `ours` must not fail.
+        cases: dataclasses with a `label` and with `training`, the most telling first.
+        ways: how a case can be computed; each is made only when its turn comes. A function of a module, as other
+            processes call it too.
+        compiled: (case, method) -> what its code depends on, None where nothing is to be compiled beforehand.
+        formulae: of FLOPs and bytes.
+    """
+
+    module: str
+    about: str
+    output: Path
+    budget: float
+    methods: tuple[str, ...]
+    ours: tuple[str, ...]
+    cases: Sequence[Any]
+    ways: Callable[[Any, torch.device, torch.dtype], Ways]
+    compiled: Callable[[Any, str], Hashable | None]
+    formulae: dict[str, str]
+
+
+def with_gradients(
+    attend: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], grad_out: torch.Tensor | None
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """The call that gives (out,), or with `grad_out` (out, gradients of the leaves)."""
+    if grad_out is None:
+
+        def forward() -> tuple[torch.Tensor, ...]:
+            with torch.no_grad():
+                return (attend(),)
+
+        return forward
+
+    def both() -> tuple[torch.Tensor, ...]:
+        out = attend()
+        return (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
+
+    return both
+
+
+def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
+    """FlexAttention of [B, S, H, D], compiled for these tensors; `options` are its score_mod, block_mask and scale."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # After a few functions torch would stop compiling new ones and write all scores to memory instead.
+    torch.compiler.reset()
+    compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(*(x.transpose(1, 2) for x in (query, key, value)), **options).transpose(1, 2)
+
+
+def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
+    """The call as a CUDA graph that is replayed; its results are overwritten by each replay.
+
+    Raises:
+        NotImplementedError: torch cannot record it; the device is as good as before.
+    """
+    # Torch wants a few calls on another stream before it records one.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            results = run()
+    except RuntimeError as error:
+        raise NotImplementedError("the call cannot be recorded as a CUDA graph") from error
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+
+    return replay
+
+
+Task = tuple[Callable[[Any, torch.device, torch.dtype], Ways], Any, str, str]
+
+
+def compile_task(task: Task) -> bool:
+    """Compute a case in one way, so that its code is in the caches on disk."""
+    ways, case, method, device_text = task
+    # There is a process for every core already.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    device = torch.device(device_text)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        waited = time.monotonic()
+        while torch.cuda.mem_get_info(device)[0] < COMPILE_BYTES and time.monotonic() < waited + 60:
+            time.sleep(0.5)
+    ways(case, device, measured_dtype(device))[method]().run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return True
+
+
+def compile_tasks(bench: Bench, cases: Sequence[Any], methods: Sequence[str], device: str) -> list[Task]:
+    """One task for all cases and methods that share their code; gradients first, because they take longest."""
+    tasks: dict[Hashable, Task] = {}
+    for case in sorted(cases, key=lambda case: not case.training):
+        for method in methods:
+            code = bench.compiled(case, method)
+            if code is not None:
+                tasks.setdefault(code, (bench.ways, case, method, device))
+    return list(tasks.values())
+
+
+def _give_memory_back(clock: Clock) -> None:
+    if clock.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _prepare(make: Callable[[], Way], clock: Clock, dtype: torch.dtype, row: dict[str, Any]) -> Way | None:
+    """Check a way, fill its row, and give it back if it may be timed."""
+    way = make()
+    began = time.perf_counter()
+    results = way.run()
+    clock.wait()
+    row["first_call_s"] = round(time.perf_counter() - began, 2)
+    expected = way.expected()
+    row["errors"] = {name: relative_errors(x, expected[name]) for name, x in way.found(results).items()}
+    del results, expected
+    problems = []
+    for name, error in row["errors"].items():
+        bound = BOUNDS[dtype]["gradient" if name.startswith("d") else "out"]
+        # Written so that NaN is wrong too.
+        if not (error["relative"] <= bound and error["row"] <= ROW_FACTOR * bound):
+            problems.append(f"{name} is off by {error['relative']:.2g}, a row of it by {error['row']:.2g}")
+    if problems:
+        row.update(status="wrong", problem="; ".join(problems))
+        return None
+    _give_memory_back(clock)
+    if clock.device.type == "cuda":
+        before = torch.cuda.memory_allocated(clock.device)
+        torch.cuda.reset_peak_memory_stats(clock.device)
+        way.run()
+        clock.wait()
+        row["peak_bytes"] = torch.cuda.max_memory_allocated(clock.device) - before
+        row["input_bytes"] = way.input_bytes
+        if way.graph:
+            way = dataclasses.replace(way, run=recorded(way.run))
+            row["graph"] = True
+    start = clock.mark()
+    way.run()
+    stop = clock.mark()
+    clock.wait()
+    row["rounds"] = max(MIN_ROUNDS, int(WAY_SECONDS / max(clock.between(start, stop) / 1e3, 1e-6)))
+    row["status"] = "ok"
+    return way
+
+
+def measure_ways(
+    ways: Ways, clock: Clock, dtype: torch.dtype, rounds: int, deadline: float, rates: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Check and time all ways of a case.
+
+    Args:
+        rounds: measurements of each way, at most.
+        deadline: `time.monotonic()` after which no round begins, except the first few.
+        rates: of `measure_rates`; None where times tell nothing of speed.
+
+    Returns:
+        a row for every way: its status, "ok", "wrong", "out of memory" or "failed"; errors; if ok its milliseconds,
+        and with rates TFLOP/s and the times that FLOPs and bytes alone would take.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    good: dict[str, Way] = {}
+    for name, make in ways.items():
+        row = rows[name] = {"method": name}
+        try:
+            way = _prepare(make, clock, dtype, row)
+            if way is not None:
+                good[name] = way
+        except Exception as error:
+            if "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError):
+                # The device is lost to this process, and with it every later measurement.
+                raise
+            row.update(failure(error))
+        _give_memory_back(clock)
+    counts = {name: min(rounds, rows[name]["rounds"]) for name in good}
+    times, host = measure({name: way.run for name, way in good.items()}, counts, clock, deadline, FLUSHES)
+    for name, way in good.items():
+        row = rows[name]
+        row.update(ms=summary(times[name]), host_ms=statistics.median(host[name]), rounds=len(times[name]))
+        row.update(flops=way.flops, bytes=way.bytes)
+        if rates is None:
+            continue
+        ms = row["ms"]["median"]
+        row["tflops"] = way.flops / ms / 1e9
+        row["flop_floor_ms"] = 1e3 * way.flops / rates["matmul_flops_per_second"]
+        if way.bytes:
+            row["byte_floor_ms"] = 1e3 * way.bytes / rates["copy_bytes_per_second"]
+            row["over_byte_floor"] = ms / row["byte_floor_ms"]
+    return list(rows.values())
+
+
+def main(bench: Bench, arguments: Sequence[str] | None) -> int:
+    """The command line; exit code 1 if a result is wrong, or if one of ours is missing."""
+    parser = argparse.ArgumentParser(prog=f"python -m {bench.module}", description=bench.about)
+    parser.add_argument("--output", type=Path, default=bench.output)
+    parser.add_argument("--budget", type=float, default=bench.budget, help="seconds after which no case is begun")
+    parser.add_argument("--rounds", type=int, default=9, help="measurements of each method, at most")
+    parser.add_argument("--methods", nargs="+", choices=bench.methods, default=list(bench.methods))
+    parser.add_argument("--cases", default="", metavar="REGEX", help="only cases whose label it is found in")
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    if options.rounds < 1:
+        parser.error(f"--rounds must be above 0, got {options.rounds}")
+    try:
+        cases = [case for case in bench.cases if re.search(options.cases, case.label)]
+    except re.error as error:
+        parser.error(f"--cases must be a regular expression, got {options.cases!r}: {error}")
+    if not cases:
+        parser.error(f"--cases {options.cases!r} leaves none of: {'; '.join(case.label for case in bench.cases)}")
+    device = check_device(options.device)
+    check_output(options.output)
+    real = device.type == "cuda"
+    if real:
+        torch.cuda.set_device(device)
+    dtype = measured_dtype(device)
+    if real:
+        tasks = compile_tasks(bench, cases, options.methods, str(device))
+        missing = map_in_processes(compile_task, tasks, COMPILE_SHARE * options.budget).count(None)
+        print(f"[{time.monotonic() - started:6.1f} s] compiled; {missing} of {len(tasks)} left for later", flush=True)
+    clock = Clock(device)
+    rates = measure_rates(device)
+    # Folders of this machine are nobody else's.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in arguments or sys.argv[1:]]
+    results: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": device_name(device) if real else "interpreter",
+        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if real else None,
+        "versions": versions(device),
+        "command": shlex.join(["python", "-m", bench.module, *words]),
+        "settings": {
+            "dtype": str(dtype).removeprefix("torch."),
+            "layout": "[B, S, H, D]; SDPA and FlexAttention get transposed views of it",
+            "inputs": "standard normal",
+            "timing": f"CUDA events, L2 overwritten {FLUSHES} times before each call, methods in turns"
+            if real
+            else "no speed",
+            "rounds": options.rounds,
+            "budget_s": options.budget,
+            "bounds": {**BOUNDS[dtype], "row_factor": ROW_FACTOR},
+            "reference": "float32 plain torch, all rows of the first and the last head; gradients of the first head, or"
+            " of all where they share factors",
+            "memory": "peak_bytes: the most that was allocated during a call beyond what was before it, results"
+            " counted; input_bytes: tensors that must exist before it, a written-out bias counted",
+        },
+        "rates": rates,
+        "formulae": bench.formulae,
+        "cases": [],
+        "left_out": [],
+    }
+    for case in cases:
+        if time.monotonic() - started > options.budget:
+            results["left_out"].append(case.label)
+            continue
+        ways = {name: way for name, way in bench.ways(case, device, dtype).items() if name in options.methods}
+        rows = measure_ways(ways, clock, dtype, options.rounds, started + options.budget, rates)
+        results["cases"].append({"case": case.label, **dataclasses.asdict(case), "rows": rows})
+        # Inputs of several gigabytes hang on these.
+        del ways
+        _give_memory_back(clock)
+        write_json(options.output, results)
+        for row in rows:
+            ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
+            print(f"[{time.monotonic() - started:6.1f} s] {case.label:48s} {row['method']:14s} {ms}", flush=True)
+    results["seconds"] = round(time.monotonic() - started, 1)
+    write_json(options.output, results)
+    for label in results["left_out"]:
+        print(f"left out after {options.budget:g} s: {label}")
+    statuses = [(row["method"] in bench.ours, row["status"]) for case in results["cases"] for row in case["rows"]]
+    return 1 if any(status == "wrong" or (ours and status != "ok") for ours, status in statuses) else 0
