@@ -438,8 +438,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/mqar.png")
     options = parser.parse_args(arguments)
     started = time.monotonic()
-    given: dict[str, Any] = {field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
-    settings = Settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(options).items()
+        if name in Settings.__dataclass_fields__
+    }
+    settings = Settings(**given)
     models, device = choose(options.models), _device(options.device)
     check_output(options.output)
     check_output(options.picture)
