@@ -39,7 +39,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Exponent of the law that places the queries, as in the paper's data: slot x is taken with weight x^(POWER - 1).
 POWER = 0.01
 BETAS, WARMUP = (0.9, 0.98), 0.1
-ROTARY_BASE = 10_000.0
+# Of rotary positions; the bias is that of their queries and keys at first.
+ROTARY_BASE, ROTARY_BIAS = 100.0, 2.0
 # Sequences of a test at a time, and queries that a recall is taken over, at least.
 TEST_BATCH, TEST_QUERIES = 64, 4096
 BYTES = 4
@@ -144,7 +145,8 @@ def standard_models() -> list[Model]:
 
     def based(size: int, dims: int, feature_map: str = "taylor") -> Model:
         family = "Based" if feature_map == "taylor" else f"Based with {feature_map}"
-        mixers = (Mixer("window", size, rotary=True), Mixer("linear", dims, feature_map))
+        # Of two tokens either may come first: what a window of two finds needs no positions.
+        mixers = (Mixer("window", size, rotary=size > 2), Mixer("linear", dims, feature_map))
         return Model(family, f"{family}, window {size}, d'={dims}", mixers)
 
     return [
@@ -183,21 +185,23 @@ def sequences(
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotary positions of x [B, S, H, D]: what a query and a key give depends on how far apart they are."""
-    half = x.shape[3] // 2
-    frequencies = ROTARY_BASE ** (-torch.arange(half, device=x.device) / half)
-    angle = torch.arange(x.shape[1], device=x.device)[:, None] * frequencies
+    angle = torch.arange(x.shape[1], device=x.device)[:, None] * _frequencies(x.shape[3], x.device)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
+def _frequencies(dim: int, device: torch.device | None = None) -> torch.Tensor:
+    return ROTARY_BASE ** (-torch.arange(dim // 2, device=device) / (dim // 2))
+
+
 class Network(torch.nn.Module):
     """M copies of a model: embedding, x + mixer(norm(x)) twice with one head, norm, the embedding as the output.
 
-    Only the first layer knows positions, and only how far apart tokens are, so that longer sequences are like those of
-    the training. The second layer's output map begins as the inverse of its value map, in all models: what attention
-    finds is then an answer from the start, as in Mimetic Initialization (Trockman and Kolter, 2023). Without it,
-    training takes many times as long.
+    Only a first layer knows positions, and only how far apart tokens are, so that longer sequences are like those of
+    the training. Two things make training many times as short. Queries and keys with rotary positions are mostly a
+    constant bias at first, which finds the token before. The second layer's output map begins as the inverse of its
+    value map, as in Mimetic Initialization (Trockman and Kolter, 2023): what attention finds is an answer at once.
     """
 
     def __init__(self, model: Model, copies: int, settings: Settings, implementation: str, dtype: torch.dtype) -> None:
@@ -216,10 +220,19 @@ class Network(torch.nn.Module):
         self.embedding = learnt(random(self.vocabulary, D))  # [M, V, D]
         self.log_scale = learnt(torch.zeros(1, 1))
         self.inputs, self.outputs = torch.nn.ParameterList(), torch.nn.ParameterList()
+        self.biases = torch.nn.ParameterDict()
         for layer, mixer in enumerate(model.mixers):
+            dim = mixer.dim(D)
             value, output = (torch.linalg.qr(random(D, D))[0] for _ in range(2))
-            self.inputs.append(learnt(torch.cat([random(D, 2 * mixer.dim(D)) / math.sqrt(D), value], 1)))
-            self.outputs.append(learnt(output if layer == 0 else value.T))
+            query_key = random(D, 2 * dim) / math.sqrt(D) * (0.1 if mixer.rotary else 1.0)
+            self.inputs.append(learnt(torch.cat([query_key, value], 1)))  # [M, D, 2d + D]
+            self.outputs.append(learnt(output if layer == 0 else value.T))  # [M, D, D]
+            if mixer.rotary:
+                # Turned by one position less than the key's, so that they are alike one token apart.
+                turn = _frequencies(dim)
+                key = torch.cat([torch.ones_like(turn), torch.zeros_like(turn)])
+                bias = ROTARY_BIAS * torch.cat([turn.cos(), -turn.sin(), key])
+                self.biases[str(layer)] = learnt(F.pad(bias, (0, D))[None])  # [M, 1, 2d + D]
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [M, B·K, V] at the positions [B, K] of tokens [B, S]."""
@@ -229,6 +242,8 @@ class Network(torch.nn.Module):
         for layer, mixer in enumerate(self.model.mixers):
             dim = mixer.dim(D)
             y = F.rms_norm(x, (D,)) @ self.inputs[layer]  # [M, B·S, 2d + D]
+            if mixer.rotary:
+                y = y + self.biases[str(layer)]
             q, k, v = y.view(M * B, S, 1, -1).split([dim, dim, D], -1)  # [M·B, S, 1, ·]
             if mixer.rotary:
                 q, k = rotate(q), rotate(k)
@@ -389,7 +404,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         ax.set_ylim(-3, 103)
         ax.grid(alpha=0.3)
     figure.axes[0].set_ylabel("queries answered rightly, %")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_STYLES))
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     with AtomicFiles(overwrite=True) as files:
         figure.savefig(files.stage(path), dpi=110)
 

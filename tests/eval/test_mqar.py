@@ -73,6 +73,14 @@ def test_models_are_causal_and_all_that_they_hold_learns(model):
     assert (before[:, :, 20:] - after[:, :, 20:]).abs().amax() > 1e-3
 
 
+def test_rotary_layers_begin_by_looking_at_the_token_before():
+    first = network((Mixer("attention", rotary=True), Mixer("attention")), width=64)
+    q, k = first.biases["0"][0, :, :128].detach().expand(32, 128).view(1, 32, 1, 128).chunk(2, -1)
+    scores = mqar.rotate(q)[0, :, 0] @ mqar.rotate(k)[0, :, 0].T / 8
+    assert scores[20, :21].argmax() == 19 and scores[20, 19] > scores[20, :19].max() + 0.5
+    assert "1" not in first.biases
+
+
 def test_copies_are_models_of_their_own():
     both = Model("", "", (Mixer("window", 4, rotary=True), Mixer("linear", 4)), 16)
     slow, fast = (Network(both, 1, TINY, "torch", torch.float32) for _ in range(2))
@@ -102,8 +110,8 @@ def test_the_state_is_that_of_the_paper_and_of_the_kernels():
 
 @pytest.mark.slow
 def test_a_window_and_linear_attention_recall_together_and_neither_alone():
-    settings = Settings(128, 32, (2, 4, 8), 64, (4, 8), steps=150, batch=64, rates=(1e-2,))
-    window, linear = Mixer("window", 2, rotary=True), Mixer("linear", 8)
+    settings = Settings(128, 32, (2, 4, 8), 64, (4, 8), steps=200, batch=64, rates=(1e-2,))
+    window, linear = Mixer("window", 2), Mixer("linear", 8)
     found = {}
     for name, mixers in {
         "Based": (window, linear),
