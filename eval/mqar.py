@@ -311,7 +311,10 @@ def recall(network: Network, tokens: int, pairs: int, settings: Settings, device
 def measure(
     model: Model, settings: Settings, device: torch.device, implementation: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Train a model and test it; of its copies the record is that of the best at the length trained on."""
+    """Train a model and test it; of its copies the record is that of the best at the length trained on.
+
+    Seconds include what Triton compiles on the way.
+    """
     network = Network(model, len(settings.rates), settings, implementation, dtype).to(device)
     began = time.perf_counter()
     losses = train(network, settings, device)
@@ -436,7 +439,7 @@ def choose(names: Sequence[str]) -> list[Model]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """The command line; exit code 1 if a model failed."""
     parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.mqar", description=__doc__)
     for field in dataclasses.fields(Settings):
         many = isinstance(field.default, tuple)
@@ -483,13 +486,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         },
         "models": [],
         "left_out": [],
+        "failed": [],
         "seconds": 0.0,
     }
     for model in models:
         if time.monotonic() - started > options.budget:
             results["left_out"].append(model.name)
             continue
-        record = measure(model, settings, device, implementation, getattr(torch, dtype))
+        try:
+            record = measure(model, settings, device, implementation, getattr(torch, dtype))
+        except Exception as error:
+            # After an error of CUDA itself nothing runs any more.
+            if "CUDA error" in str(error):
+                raise
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            results["failed"].append({"name": model.name, "problem": problem})
+            print(f"{model.name} failed: {problem}", file=sys.stderr)
+            continue
         results["models"].append(record)
         results["seconds"] = round(time.monotonic() - started, 1)
         write_json(options.output, results)
@@ -498,7 +511,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_json(options.output, results)
     if results["models"]:
         draw(results, options.picture)
-    return 0
+    return 1 if results["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -161,6 +161,17 @@ def test_models_beyond_the_budget_are_left_out_and_named(tmp_path):
     assert results["models"] == [] and results["left_out"] == ["attention"]
 
 
+def test_a_model_that_fails_is_recorded_and_the_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(mqar, "TEST_QUERIES", 8)
+    one, *_, other = mqar.standard_models()
+    refused = dataclasses.replace(other, name="refused", mixers=(Mixer("linear", 6), Mixer("linear", 33)))
+    monkeypatch.setattr(mqar, "standard_models", lambda: [refused, one])
+    assert run(tmp_path, "--models", "refused", one.name, "--implementation", "triton") == 1
+    results = json.loads((tmp_path / "record.json").read_text())
+    assert [row["name"] for row in results["models"]] == [one.name]
+    assert results["failed"][0]["name"] == "refused" and "NotImplementedError" in results["failed"][0]["problem"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
