@@ -67,7 +67,7 @@ class Settings:
     test_pairs: tuple[int, ...] = (4, 16, 64, 128, 256)
     steps: int = 1500
     batch: int = 128
-    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    rates: tuple[float, ...] = (2e-3, 5e-3, 1e-2)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -145,9 +145,10 @@ def standard_models() -> list[Model]:
 
     def based(size: int, dims: int, feature_map: str = "taylor") -> Model:
         family = "Based" if feature_map == "taylor" else f"Based with {feature_map}"
-        # Of two tokens either may come first: what a window of two finds needs no positions.
+        name = f"{family}, window {size}, d'={dims}"
+        # A window of two holds the token before and no other: there is nothing that positions would tell.
         mixers = (Mixer("window", size, rotary=size > 2), Mixer("linear", dims, feature_map))
-        return Model(family, f"{family}, window {size}, d'={dims}", mixers)
+        return Model(family if size == 2 else "Based, wider window", name, mixers)
 
     return [
         both("attention", "attention", Mixer("attention")),
@@ -378,6 +379,7 @@ _STYLES = {
     "linear alone": ("#D55E00", "^"),
     "linear alone, rotary": ("#F0E442", "<"),
     "Based": ("#0072B2", "o"),
+    "Based, wider window": ("#000000", "*"),
     "Based with relu": ("#56B4E9", "v"),
     "Based with elu": ("#009E73", "P"),
     "Based with square": ("#CC79A7", "X"),
@@ -407,7 +409,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         ax.set_ylim(-3, 103)
         ax.grid(alpha=0.3)
     figure.axes[0].set_ylabel("queries answered rightly, %")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     with AtomicFiles(overwrite=True) as files:
         figure.savefig(files.stage(path), dpi=110)
 

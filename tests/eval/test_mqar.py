@@ -22,6 +22,12 @@ def network(mixers, settings=TINY, width=16):
     return Network(Model("", "", mixers, width), len(settings.rates), settings, "torch", torch.float32)
 
 
+def test_every_family_has_a_style_and_every_model_a_name():
+    models = mqar.standard_models()
+    assert {model.family for model in models} == set(mqar._STYLES)
+    assert len({model.name for model in models}) == len(models)
+
+
 def test_every_key_is_asked_for_once_and_its_answer_is_its_value():
     text, positions, values = drawn()
     assert text.shape == (200, 64) and positions.shape == values.shape == (200, 8)
