@@ -20,14 +20,16 @@ class FeatureMap:
     Args:
         name: as in the option `feature_map`.
         features: F for d' dimensions.
-        map: (x, scale, positions [S], max_tokens) -> […, S, F]; `scale` multiplies q·k, half of it each side.
+        map: (x, scale, positions […, S], max_tokens) -> […, S, F]; `scale` multiplies q·k, half of it each side.
         placed: whether it depends on positions, hence on `max_tokens`.
+        signed: whether weights can be negative, so that their sum may have no logarithm.
     """
 
     name: str
     features: Callable[[int], int]
     map: Callable[[torch.Tensor, float, torch.Tensor, int], torch.Tensor]
     placed: bool = False
+    signed: bool = False
 
 
 def taylor(x: torch.Tensor, scale: float, *_: object) -> torch.Tensor:
@@ -71,7 +73,7 @@ FEATURE_MAPS = {
         FeatureMap("relu", _same, lambda x, scale, *_: torch.relu(x * math.sqrt(scale))),
         FeatureMap("elu", _same, lambda x, scale, *_: torch.nn.functional.elu(x * math.sqrt(scale)) + 1),
         FeatureMap("square", _same, lambda x, scale, *_: x.square() * scale),
-        FeatureMap("identity", _same, lambda x, scale, *_: x * math.sqrt(scale)),
+        FeatureMap("identity", _same, lambda x, scale, *_: x * math.sqrt(scale), signed=True),
         FeatureMap("performer", _same, _performer),
         FeatureMap("cosformer", lambda dims: 2 * dims, _cosformer, placed=True),
     )

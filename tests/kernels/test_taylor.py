@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from vmonarch import taylor_attention
+from vmonarch import merge_partials, taylor_attention
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.taylor import reference
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS, performer_directions
@@ -131,8 +131,95 @@ def test_a_query_that_weighs_nothing_gets_zeros(name):
     assert (out == 0).all()
 
 
+@pytest.mark.parametrize("name", [name for name in FEATURE_MAPS if name != "identity"])
+@pytest.mark.parametrize(("Sq", "Sk", "causal"), [(1, 1, True), (23, 23, True), (9, 30, False)], ids=str)
+def test_lse_is_the_logarithm_of_the_weights_sum(name, Sq, Sk, causal, chunk):
+    q, k, v = (x.requires_grad_() for x in qkv(Sq, Sk))
+    _, lse, state = taylor_attention(
+        q, k, v, feature_map=name, causal=causal, return_lse=True, return_state=True, scale=0.3
+    )
+    assert state.tokens == Sk and lse.shape == (2, 3, Sq)
+    w = weights_of(name, q, k, 0.3, max(Sq, Sk))
+    total = (w.tril() if causal else w).sum(-1)
+    some = total > 1e-9
+    torch.testing.assert_close(lse.exp(), total, rtol=1e-9, atol=1e-11)
+    gradients = [
+        torch.autograd.grad(torch.where(some, x, 0.0).sum(), (q, k)) for x in (lse, torch.where(some, total, 1).log())
+    ]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+
+
+def test_lse_joins_parts_of_the_keys():
+    q, k, v = qkv(9, 20)
+    parts = [taylor_attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 13), slice(13, 20))]
+    out, lse = merge_partials(*parts)
+    whole = taylor_attention(q, k, v, return_lse=True)
+    for ours, expected in zip((out, lse), whole, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_lse_is_float32_for_shorter_dtypes(dtype):
+    q, k, v = (x.to(dtype) for x in qkv(7, 30))
+    lse = taylor_attention(q, k, v, return_lse=True)[1]
+    expected = taylor_attention(*(x.double() for x in (q, k, v)), return_lse=True)[1]
+    assert lse.dtype == torch.float32 and expected.dtype == torch.float64
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_lse_of_a_query_that_weighs_nothing_is_minus_infinity_and_has_no_gradient():
+    q, k, v = qkv(4, 4)
+    q = (q * torch.tensor([0.0, 1.0, 1.0, 1.0])[:, None, None]).requires_grad_()
+    lse = taylor_attention(q, k, v, feature_map="relu", return_lse=True)[1]
+    assert torch.isneginf(lse[:, :, 0]).all()
+    (gradient,) = torch.autograd.grad(lse[torch.isfinite(lse)].sum(), q)
+    assert (gradient[:, 0] == 0).all() and torch.isfinite(gradient).all() and gradient.abs().max() > 0
+
+
+def frame_weights_of(T, H=3):
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).abs().double()
+    weights = torch.exp(-torch.tensor([0.1, 0.7, 3.0], dtype=torch.float64)[:H, None, None] * distance)
+    # Not symmetric, so that a transposed matrix shows.
+    return weights * (1 + torch.arange(T) / 7)
+
+
+@by_map
+@pytest.mark.parametrize(("T", "P"), [(1, 11), (11, 1), (3, 7), (5, 63)], ids=str)
+def test_frame_weights_multiply_the_weights_of_pairs(name, T, P, chunk):
+    q, k, v = (x.requires_grad_() for x in qkv(T * P, T * P))
+    frames = frame_weights_of(T).requires_grad_()
+    ours = taylor_attention(q, k, v, feature_map=name, frame_weights=frames)
+    frame = torch.arange(T * P) // P
+    w = weights_of(name, q, k, 6**-0.5, T * P) * frames[:, frame][:, :, frame]
+    theirs = torch.einsum("bhst,bthe->bshe", w / w.sum(-1, keepdim=True), v)
+    valid = ~theirs.isnan()
+    assert (ours.detach()[~valid] == 0).all()
+    torch.testing.assert_close(ours[valid], theirs[valid], rtol=1e-7, atol=1e-9)
+    if name in ("taylor", "elu", "performer"):
+        leaves = (q, k, v, frames)
+        gradients = [torch.autograd.grad(x.sin().sum(), leaves) for x in (ours, theirs)]
+        for x, y in zip(*gradients, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-7, atol=1e-9)
+        lse = taylor_attention(q, k, v, feature_map=name, frame_weights=frames, return_lse=True)[1]
+        torch.testing.assert_close(lse, w.sum(-1).log())
+
+
+def test_zeros_in_frame_weights_hide_the_frames_to_come():
+    q, k, v = qkv(21, 21)
+    causal = torch.ones(3, 3, 3).tril()
+    out, lse = taylor_attention(q, k, v, frame_weights=causal, return_lse=True)
+    for t in range(1, 4):
+        seen = slice(0, 7 * t)
+        alone, lse_alone = taylor_attention(q[:, seen], k[:, seen], v[:, seen], return_lse=True)
+        torch.testing.assert_close(out[:, 7 * t - 7 : 7 * t], alone[:, -7:])
+        torch.testing.assert_close(lse[:, :, 7 * t - 7 : 7 * t], lse_alone[:, :, -7:])
+    out, lse = taylor_attention(q, k, v, frame_weights=torch.zeros(3, 3, 3), return_lse=True)
+    assert (out == 0).all() and torch.isneginf(lse).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_states_are_summed_in_float32(dtype):
+def test_states__are_summed_in_float32(dtype):
     q, k, v = (x.to(dtype) for x in qkv(1, 4000, dims=4, B=1, H=1))
     v = v + 8
     out, state = taylor_attention(q, k, v, return_state=True)
@@ -277,6 +364,7 @@ def test_compiled_it_gives_the_same_without_a_graph_break():
 
 
 Q = torch.randn(1, 4, 2, 3)
+M = torch.ones(2, 2, 2)
 STATE = LinearState(torch.zeros(1, 2, 13, 3), torch.zeros(1, 2, 13), 5)
 BAD = {
     "map": (lambda: taylor_attention(Q, Q, Q, feature_map="exp"), ValueError, "feature_map must be one of taylor"),
@@ -292,6 +380,37 @@ BAD = {
         lambda: taylor_attention(Q, Q, Q, feature_map="cosformer", max_tokens=3), ValueError, "max_tokens=3, but"),
     "scale": (lambda: taylor_attention(Q, Q, Q, scale=-1.0), ValueError, "scale must be above 0"),
     "return-state": (lambda: taylor_attention(Q, Q, Q, return_state=None), TypeError, "return_state must be True or"),
+    "return-lse": (lambda: taylor_attention(Q, Q, Q, return_lse=1), TypeError, "return_lse must be True or False"),
+    "lse-of-signed-weights": (
+        lambda: taylor_attention(Q, Q, Q, return_lse=True, feature_map="identity"), ValueError,
+        "return_lse must be False with feature_map='identity'"),
+    "frames-kind": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=[[1.0]]), TypeError, "frame_weights must be None or a"),
+    "frames-integer": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M.int()), TypeError, "frame_weights .* got torch.int32"),
+    "frames-heads": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M[:1]), ValueError, r"frame_weights must be \[2, T, T\]"),
+    "frames-square": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M[:, :1]), ValueError, r"got \(2, 1, 2\)"),
+    "frames-device": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M.to("meta")), ValueError, "frame_weights must lie on"),
+    "frames-causal": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M, causal=True), ValueError, "causal must be False with"),
+    "frames-state": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M, state=STATE), ValueError, "frame_weights cannot be"),
+    "frames-return-state": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M, return_state=True), ValueError, "frame_weights cannot be"),
+    "frames-lengths": (
+        lambda: taylor_attention(Q[:, :2], Q, Q, frame_weights=M), ValueError, "key must have as many tokens as query"),
+    "frames-divide": (
+        lambda: taylor_attention(Q[:, :3], Q[:, :3], Q[:, :3], frame_weights=M), ValueError,
+        "frame_weights has 2 frames, which do not divide the 3 tokens"),
+    "triton-lse": (
+        lambda: taylor_attention(Q, Q, Q, return_lse=True, implementation="triton"), NotImplementedError,
+        "return_lse is given"),
+    "triton-frames": (
+        lambda: taylor_attention(Q, Q, Q, frame_weights=M, implementation="triton"), NotImplementedError,
+        "frame_weights is given"),
     "triton-dims": (
         lambda: taylor_attention(*[torch.randn(1, 4, 1, 33)] * 3, implementation="triton"), NotImplementedError,
         "key has 33 dimensions .supported with the Taylor map: up to 32"),
