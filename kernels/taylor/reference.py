@@ -1,7 +1,7 @@
 """Linear attention in plain torch: the specification of the kernels (Based, Eq. 2-4).
 
-Shapes: B batch, Sq queries, Sk keys, H heads, d' dims of query and key, E value dim, F features; G = B·H groups; T frames
-of P tokens, one frame of all tokens where no frames are told apart.
+Shapes: B batch, Sq queries, Sk keys, H heads, d' dims of query and key, E value dim, F features; G = B·H groups;
+T frames of P tokens, one frame of all tokens where no frames are told apart.
 """
 
 from __future__ import annotations
