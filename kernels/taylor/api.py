@@ -111,10 +111,10 @@ def taylor_attention(
         causal: token i attends to tokens up to i; Sq = Sk. Else every query attends to all keys.
         feature_map: "taylor"; or "relu", "elu" (ELU + 1), "square", "identity", "performer" (d' orthogonal random
             features), "cosformer", the other maps of the paper's study.
-        frame_weights: [H, T, T], float, at least 0 (not checked: that would wait for the device). The tokens are T equal
-            frames in order, and the weight of a pair is multiplied by frame_weights[head, frame of the query, frame of
-            the key]: a decay over time, or zeros for the frames to come. Every frame has its own sums, and each query
-            frame reads a mixture of them. Not with `causal` or states; Sq = Sk, a multiple of T.
+        frame_weights: [H, T, T], float, at least 0 (not checked: that would wait for the device). The tokens are T
+            equal frames in order, and the weight of a pair is multiplied by frame_weights[head, frame of the query,
+            frame of the key]: a decay over time, or zeros for the frames to come. Every frame has its own sums, and
+            each query frame reads a mixture of them. Not with `causal` or states; Sq = Sk, a multiple of T.
         state: what earlier keys left (from `return_state`); all queries attend to those too. A token at a time this is
             recurrent decoding; longer pieces are prefill.
         return_lse: also return log Σ_j w_ij, with which `merge_partials` joins other parts. Not with "identity", whose
