@@ -27,6 +27,7 @@ _EXPORTS = {
     "vmonarch_attention": "vmonarch.kernels.monarch.api",
     "VMonarchProcessor": "vmonarch.processors",
     "FlashBiasProcessor": "vmonarch.processors",
+    "BasedProcessor": "vmonarch.based",
     "apply": "vmonarch.installation",
     "restore": "vmonarch.installation",
 }
@@ -34,6 +35,7 @@ _EXPORTS = {
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
+    from vmonarch.based import BasedProcessor as BasedProcessor
     from vmonarch.exact import ExactBlocks as ExactBlocks
     from vmonarch.grid import LatentGrid as LatentGrid
     from vmonarch.installation import apply as apply

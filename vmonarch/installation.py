@@ -13,6 +13,7 @@ from diffusers import (
     WanTransformer3DModel,
     WanVACETransformer3DModel,
 )
+from diffusers.configuration_utils import FrozenDict
 
 from vmonarch.dense import DenseSet
 from vmonarch.grid import LatentGrid
@@ -28,6 +29,9 @@ SUPPORTED_TRANSFORMERS = (
 _SUPPORTED = ", ".join(model.__name__ for model in SUPPORTED_TRANSFORMERS)
 _COMPONENTS = ("transformer", "transformer_2")
 _ATTRIBUTE = "_vmonarch_record"
+# Entry of a transformer's config, saved with its weights, that tells which processor the parameters among them are of.
+# diffusers loads such a folder without it and passes over names that begin with an underscore.
+CONFIG_ENTRY = "_vmonarch_processor"
 
 
 @dataclasses.dataclass
@@ -143,6 +147,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     replaces the processor; `restore` returns to the original ones all the same. A transformer put into the pipeline
     later has its own processors: apply again. Cross-attention is not touched.
 
+    A `BasedProcessor` has parameters: they are added to the transformer, and nothing but `restore` takes them away.
+
     Args:
         pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a Wan-family transformer. Of a
             pipeline both `transformer` and `transformer_2` are changed, whichever exist.
@@ -153,7 +159,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer, or `processor` is not one of ours.
-        ValueError: `dense_layers` does not fit the transformer, or `dense_steps` was asked for without a pipeline.
+        ValueError: `dense_layers`, or an option of the processor, does not fit the transformer; `dense_steps` was asked
+            for without a pipeline; or a processor with parameters is applied already.
         NotImplementedError: the transformer already runs with context parallelism.
     """
     transformers = _find_transformers(pipe_or_transformer)
@@ -183,22 +190,49 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
                 " support yet"
             )
         originals = record.originals if record else [(attn, _original_processor(attn)) for attn in attention]
+        if any(parameters_of(module.processor) for module in attention):
+            raise ValueError(
+                f"{name} has a processor with parameters, which applying another would lose: save them with"
+                " vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
+            )
         layers = len(transformer.blocks)  # type: ignore[arg-type]
-        sparse = {module for layer, module in modules if not dense_layers.contains(layer, layers)}
         context = ForwardContext(
             tuple(transformer.config.patch_size),  # type: ignore[arg-type,union-attr]
             dense_steps,
             pipe_or_transformer if is_pipe else None,
         )
-        plans.append((transformer, context, originals, sparse))
+        replaced = dict(originals)
+        bound = {
+            attn: processor.bind(context, replaced[attn], attn, layer, layers)
+            for layer, attn in modules
+            if not dense_layers.contains(layer, layers)
+        }
+        plans.append((transformer, context, originals, bound))
 
-    for transformer, context, originals, sparse in plans:
+    for transformer, context, originals, bound in plans:
         for attn, original in originals:
-            attn.set_processor(processor.bind(context, original) if attn in sparse else original)  # type: ignore[operator]
+            attn.set_processor(bound.get(attn, original))  # type: ignore[operator]
+        _write_config(transformer, processor)
         if not hasattr(transformer, _ATTRIBUTE):
             transformer.register_forward_pre_hook(_record_call, with_kwargs=True)
         setattr(transformer, _ATTRIBUTE, _Record(context, originals))
     return Installation(processor, transformers)
+
+
+def parameters_of(processor: Any) -> dict[str, torch.nn.Parameter]:
+    """What one of our processors learns, by name; nothing of others'."""
+    if isinstance(processor, VideoAttentionProcessor) and isinstance(processor, torch.nn.Module):
+        return dict(processor.named_parameters())
+    return {}
+
+
+def _write_config(transformer: Any, processor: VideoAttentionProcessor | None) -> None:
+    """Name a processor with parameters in the transformer's config; take the name of one before it out."""
+    entries = {name: value for name, value in transformer.config.items() if name != CONFIG_ENTRY}
+    if processor is not None and processor.LEARNS:
+        entries[CONFIG_ENTRY] = {"processor": type(processor).__name__, "config": processor.config}
+    if entries.keys() != transformer.config.keys() or CONFIG_ENTRY in entries:
+        transformer._internal_dict = FrozenDict(entries)
 
 
 def _check_dense_steps(pipe: Any, is_pipe: bool) -> None:
@@ -218,7 +252,7 @@ def restore(pipe_or_transformer: Any) -> None:
     """Undo `apply`: the original processors are back, and no hook or attribute is left behind.
 
     Processors of ours that were set without `apply`, by `transformer.set_attn_processor`, are replaced by the model's
-    default ones.
+    default ones. The parameters of a `BasedProcessor` go with it: `vmonarch.save_adapter` saves them.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
@@ -256,6 +290,7 @@ def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
             ]
         for attn, original in originals:
             attn.set_processor(original)
+        _write_config(transformer, None)
         found = found or record is not None or bool(originals)
     if not found:
         raise ValueError(
