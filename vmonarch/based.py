@@ -213,7 +213,7 @@ class BasedProcessor(VideoAttentionProcessor):
         check_implementation(implementation)
         self.implementation = implementation
 
-    def bind(self, context: ForwardContext, original: Any, attn: Any, layer: int, layers: int) -> Any:
+    def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
         kind = resolve_layers(self.layers, layers)[layer]
         if kind == "full":
             return original

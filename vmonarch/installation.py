@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def _describe(argument: object) -> str:
     return repr(argument) if isinstance(argument, (str, int, float, type(None))) else type(argument).__name__
 
 
-def _find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]:
+def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]:
     """The supported transformers of a pipeline, or the transformer itself (inside a compiled or training wrapper too).
 
     Raises:
@@ -163,7 +164,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
             for without a pipeline; or a processor with parameters is applied already.
         NotImplementedError: the transformer already runs with context parallelism.
     """
-    transformers = _find_transformers(pipe_or_transformer)
+    transformers = find_transformers(pipe_or_transformer)
     if not isinstance(processor, VideoAttentionProcessor):
         raise TypeError(
             f"processor must be a VMonarchProcessor(...) or another of vmonarch's, got {_describe(processor)};"
@@ -171,7 +172,6 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         )
     is_pipe = not isinstance(pipe_or_transformer, torch.nn.Module)
     dense_steps = DenseSet("dense_steps", processor.dense_steps)
-    dense_layers = DenseSet("dense_layers", processor.dense_layers)
     if dense_steps.some:
         _check_dense_steps(pipe_or_transformer, is_pipe)
 
@@ -179,7 +179,6 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     plans = []
     for name, transformer in transformers.items():
         record = getattr(transformer, _ATTRIBUTE, None)
-        modules = _self_attention(transformer)
         attention = [module for module in transformer.modules() if hasattr(module, "processor")]
         parallel = getattr(getattr(transformer, "_parallel_config", None), "context_parallel_config", None)
         if parallel is not None or any(
@@ -195,19 +194,12 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
                 f"{name} has a processor with parameters, which applying another would lose: save them with"
                 " vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
             )
-        layers = len(transformer.blocks)  # type: ignore[arg-type]
         context = ForwardContext(
             tuple(transformer.config.patch_size),  # type: ignore[arg-type,union-attr]
             dense_steps,
             pipe_or_transformer if is_pipe else None,
         )
-        replaced = dict(originals)
-        bound = {
-            attn: processor.bind(context, replaced[attn], attn, layer, layers)
-            for layer, attn in modules
-            if not dense_layers.contains(layer, layers)
-        }
-        plans.append((transformer, context, originals, bound))
+        plans.append((transformer, context, originals, bind_all(transformer, processor, context, dict(originals))))
 
     for transformer, context, originals, bound in plans:
         for attn, original in originals:
@@ -217,6 +209,28 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
             transformer.register_forward_pre_hook(_record_call, with_kwargs=True)
         setattr(transformer, _ATTRIBUTE, _Record(context, originals))
     return Installation(processor, transformers)
+
+
+def bind_all(
+    transformer: Any,
+    processor: VideoAttentionProcessor,
+    context: ForwardContext | None = None,
+    originals: Mapping[torch.nn.Module, Any] | None = None,
+) -> dict[torch.nn.Module, Any]:
+    """What `processor` makes of itself for each self-attention module that it is to compute; nothing is installed.
+
+    Args:
+        originals: the modules' processors so far; None to only look at what they get.
+
+    Raises:
+        ValueError: `dense_layers`, or an option of the processor, does not fit the transformer.
+    """
+    dense_layers, layers = DenseSet("dense_layers", processor.dense_layers), len(transformer.blocks)
+    return {
+        attn: processor.bind(context, None if originals is None else originals[attn], attn, layer, layers)
+        for layer, attn in _self_attention(transformer)
+        if not dense_layers.contains(layer, layers)
+    }
 
 
 def parameters_of(processor: Any) -> dict[str, torch.nn.Parameter]:
@@ -258,7 +272,7 @@ def restore(pipe_or_transformer: Any) -> None:
         TypeError: `pipe_or_transformer` has no supported transformer.
         ValueError: nothing is applied to any of its transformers (never was, or is restored already).
     """
-    _restore(_find_transformers(pipe_or_transformer), f"the {type(pipe_or_transformer).__name__}")
+    _restore(find_transformers(pipe_or_transformer), f"the {type(pipe_or_transformer).__name__}")
 
 
 def is_applied(pipe_or_transformer: Any) -> bool:
@@ -266,7 +280,7 @@ def is_applied(pipe_or_transformer: Any) -> bool:
     return any(
         hasattr(transformer, _ATTRIBUTE)
         or any(isinstance(getattr(m, "processor", None), VideoAttentionProcessor) for m in transformer.modules())
-        for transformer in _find_transformers(pipe_or_transformer).values()
+        for transformer in find_transformers(pipe_or_transformer).values()
     )
 
 

@@ -287,18 +287,18 @@ class VideoAttentionProcessor:
         twin._original = copy.deepcopy(self._original, memo)
         return twin
 
-    def bind(self, context: ForwardContext, original: Any, attn: Any, layer: int, layers: int) -> Any:
+    def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
         """A copy of this processor for one attention module of one transformer, or `original` to leave that as it is.
 
         Args:
-            context: filled in by that transformer's pre-hook.
+            context: filled in by that transformer's pre-hook; None where there is none.
             original: the module's processor so far; it computes the dense steps.
             attn: the module.
             layer: which of the transformer's `layers` blocks it is in.
         """
         return copy.copy(self)._place(context, original)
 
-    def _place(self, context: ForwardContext, original: Any) -> VideoAttentionProcessor:
+    def _place(self, context: ForwardContext | None, original: Any) -> VideoAttentionProcessor:
         self._context = context
         # A copy, so that an attention backend chosen later reaches the dense steps and leaves the original alone.
         self._original = copy.copy(original)
