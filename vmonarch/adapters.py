@@ -18,7 +18,15 @@ import torch
 
 from vmonarch.based import BasedProcessor
 from vmonarch.eval.video_io import AtomicFiles
-from vmonarch.installation import CONFIG_ENTRY, Installation, apply, bind_all, find_transformers, parameters_of
+from vmonarch.installation import (
+    CONFIG_ENTRY,
+    Installation,
+    apply,
+    bind_all,
+    find_transformers,
+    note_lora,
+    parameters_of,
+)
 from vmonarch.processors import VideoAttentionProcessor
 
 VERSION = 1
@@ -109,8 +117,7 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
     Or the processor of a folder that `save_pretrained` wrote of a transformer, or of a pipeline, with a processor
     applied: `from_pretrained` loads such a folder without the processor, and this puts it back.
 
-    Nothing is changed unless everything fits. `vmonarch.restore` switches the processor off and drops its parameters;
-    LoRA layers are taken away by `pipe.unload_lora_weights()` or `transformer.unload_lora()`.
+    Nothing is changed unless everything fits. `vmonarch.restore` takes away what was loaded, LoRA layers too.
 
     Args:
         pipe_or_transformer: as in `vmonarch.apply`.
@@ -149,6 +156,8 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
         for transformer in added:
             transformer.unload_lora()
         raise
+    for transformer in added:
+        note_lora(transformer, _LORA_NAME)
     with torch.no_grad():
         for name, transformer in transformers.items():
             for key, parameter in _learnt(transformer).items():

@@ -14,41 +14,15 @@ import torch
 
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.taylor.api import taylor_attention
-from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS
-from vmonarch.kernels.window.api import check_window, window_attention
+from vmonarch.kernels.window.api import window_attention
+from vmonarch.layouts import check_based_options, resolve_layers
 from vmonarch.monoid import merge_partials
 from vmonarch.processors import ForwardContext, VideoAttentionProcessor
-from vmonarch.validation import check_flag, check_implementation, check_positive_integer
 
-LAYERS = ("linear", "window", "both", "conv", "full")
 # The paper's filters are 3 wide (Table 7); here along frames, rows and columns.
 FILTER = (3, 3, 3)
 # At first the linear part's keys lose a factor e over so many latent frames.
 FIRST_REACH = 16.0
-
-
-def resolve_layers(layers: str | Sequence[str], blocks: int) -> tuple[str, ...]:
-    """What each of so many transformer blocks computes; `layers` as in `BasedProcessor`.
-
-    Raises:
-        ValueError: the layout does not fit so many blocks.
-    """
-    if layers == "based":
-        if blocks < 2:
-            raise ValueError(
-                f"layers='based' needs at least 2 transformer blocks, one linear and one window, got {blocks}"
-            )
-        share = max(1, round(blocks / 5))
-        kinds = ["conv"] * blocks
-        for n in range(share):
-            kinds[int((n + 0.25) * blocks / share)] = "linear"
-            kinds[int((n + 0.75) * blocks / share)] = "window"
-        return tuple(kinds)
-    if isinstance(layers, str):
-        return (layers,) * blocks
-    if len(layers) != blocks:
-        raise ValueError(f"layers has {len(layers)} entries, but there are {blocks} transformer blocks")
-    return tuple(layers)
 
 
 def initial_projection(layer: int, heads: int, head_dim: int, feature_dim: int) -> torch.Tensor:
@@ -199,43 +173,28 @@ class BasedProcessor(VideoAttentionProcessor):
     ) -> None:
         VideoAttentionProcessor.__init__(self, dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
         self._dense_needs_apply, self._needs_apply = self._needs_apply, type(self).__name__
-        self.layers = _check_layers(layers)
-        check_positive_integer("feature_dim", feature_dim)
+        self.layers, self.window = check_based_options(
+            layers=layers,
+            feature_dim=feature_dim,
+            feature_map=feature_map,
+            window=window,
+            decay=decay,
+            implementation=implementation,
+        )
         self.feature_dim = int(feature_dim)
-        if feature_map not in FEATURE_MAPS:
-            raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {feature_map!r}")
-        if FEATURE_MAPS[feature_map].signed and "both" in (self.layers, *self.layers):
-            raise ValueError(f"feature_map must not be {feature_map!r} with layers 'both': its weights may be negative")
         self.feature_map = feature_map
-        self.window = check_window(window)
-        check_flag("decay", decay)
         self.decay = decay
-        check_implementation(implementation)
         self.implementation = implementation
 
     def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
         kind = resolve_layers(self.layers, layers)[layer]
         if kind == "full":
             return original
-        bound = BasedAttention(kind, attn, layer, **{name: getattr(self, name) for name in self._OPTIONS})
+        bound = BasedLayer(kind, attn, layer, **{name: getattr(self, name) for name in self._OPTIONS})
         return bound._place(context, original)
 
 
-def _check_layers(layers: object) -> str | tuple[str, ...]:
-    supported = f"based, one of {', '.join(LAYERS)}, or a list of these with one entry for each transformer block"
-    if isinstance(layers, str):
-        if layers not in ("based", *LAYERS):
-            raise ValueError(f"layers must be {supported}, got {layers!r}")
-        return layers
-    if not isinstance(layers, Sequence):
-        raise TypeError(f"layers must be {supported}, got {type(layers).__name__}")
-    for number, kind in enumerate(layers):
-        if kind not in LAYERS:
-            raise ValueError(f"layers[{number}] must be one of {', '.join(LAYERS)}, got {kind!r}")
-    return tuple(layers)
-
-
-class BasedAttention(torch.nn.Module, BasedProcessor):
+class BasedLayer(torch.nn.Module, BasedProcessor):
     """A `BasedProcessor` at work in one attention module, with the parameters of that module.
 
     They lie in submodules that are called with tensors only, so that hooks which move weights (offloading, sharding)
@@ -281,7 +240,7 @@ class BasedAttention(torch.nn.Module, BasedProcessor):
         elif kind == "conv":
             self.convolution = ShortConvolution(attn.to_q.in_features, like)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BasedAttention:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BasedLayer:
         # The processors' own way shares everything but the context.
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin

@@ -37,10 +37,15 @@ CONFIG_ENTRY = "_vmonarch_processor"
 
 @dataclasses.dataclass
 class _Record:
-    """Kept on a transformer while a processor is applied to it; copied with it."""
+    """Kept on a transformer while a processor is applied to it; copied with it.
+
+    Args:
+        lora: name of the LoRA layers that came with the processor's parameters (`load_adapter`), which go with it.
+    """
 
     context: ForwardContext
     originals: list[tuple[torch.nn.Module, Any]]
+    lora: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +216,22 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     return Installation(processor, transformers)
 
 
+def note_lora(transformer: torch.nn.Module, name: str) -> None:
+    """Let `restore` remove these LoRA layers together with the processor that is applied."""
+    getattr(transformer, _ATTRIBUTE).lora = name
+
+
+def _remove_lora(transformer: Any, name: str | None) -> None:
+    there = getattr(transformer, "peft_config", None) or {}
+    if name not in there:
+        return
+    if len(there) == 1:
+        # Leaves the plain layers behind, not ones wrapped for adapters to come.
+        transformer.unload_lora()
+    else:
+        transformer.delete_adapters(name)
+
+
 def bind_all(
     transformer: Any,
     processor: VideoAttentionProcessor,
@@ -266,7 +287,8 @@ def restore(pipe_or_transformer: Any) -> None:
     """Undo `apply`: the original processors are back, and no hook or attribute is left behind.
 
     Processors of ours that were set without `apply`, by `transformer.set_attn_processor`, are replaced by the model's
-    default ones. The parameters of a `BasedProcessor` go with it: `vmonarch.save_adapter` saves them.
+    default ones. The parameters of a `BasedProcessor` go with it, and so do the LoRA layers that
+    `vmonarch.load_adapter` added; `vmonarch.save_adapter` saves both. Unfuse LoRA layers first if they were fused.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
@@ -296,6 +318,7 @@ def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
                     transformer._forward_pre_hooks_with_kwargs.pop(key, None)
             delattr(transformer, _ATTRIBUTE)
             record.context.call = None
+            _remove_lora(transformer, record.lora)
         else:
             originals = [
                 (module, _original_processor(module))

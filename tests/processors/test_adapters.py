@@ -87,9 +87,6 @@ def test_a_pipeline_goes_through_a_file(tiny, tmp_path, kind, lora):
     first, second = (load_file(tmp_path / f"{name}.safetensors") for name in ("adapter", "again"))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     vmonarch.restore(fresh)
-    for model in (fresh.transformer, fresh.transformer_2):
-        if lora and model is not None:
-            model.unload_lora()
     assert names_of(fresh) == before and torch.equal(tiny.generate(fresh), stock)
 
 
@@ -133,8 +130,22 @@ def test_the_options_that_no_parameter_depends_on_may_differ(tiny, saved):
     load_adapter(pipe, file, dense_steps=1.0, implementation="torch")
     processor = pipe.transformer.blocks[0].attn1.processor
     assert processor.dense_steps == 1.0 and processor.implementation == "torch"
-    pipe.transformer.unload_lora()
+    pipe.transformer.disable_adapters()
     assert torch.equal(tiny.generate(pipe), stock) and not torch.equal(stock, video)
+
+
+def test_restore_leaves_the_lora_layers_of_others(tiny, saved):
+    file, _ = saved
+    pipe = tiny.pipeline("t2v")
+    load_adapter(pipe, file)
+    pipe.transformer.add_adapter(LoraConfig(r=1, target_modules=["to_k"]), adapter_name="style")
+    vmonarch.restore(pipe)
+    assert list(pipe.transformer.peft_config) == ["style"]
+    assert {name.split(".")[-2] for name in pipe.transformer.state_dict() if ".lora_" in name} == {"style"}
+    trained, _ = adapted(tiny)
+    before = {name for name in trained.transformer.state_dict() if ".lora_" in name}
+    vmonarch.restore(trained)
+    assert before and before == {name for name in trained.transformer.state_dict() if ".lora_" in name}
 
 
 def test_nothing_is_overwritten_unless_asked_for(tiny, saved):

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 import vmonarch
 from vmonarch import BasedProcessor, VMonarchProcessor, taylor_attention, window_attention
-from vmonarch.based import LAYERS, BasedAttention, LinearPart, frame_decay, initial_projection, resolve_layers
+from vmonarch.based import BasedLayer, LinearPart, frame_decay, initial_projection
+from vmonarch.layouts import LAYERS, resolve_layers
 
 EVERYTHING = (99, 99, 99)
 ATTENTION = "blocks.0.attn1.processor"
@@ -262,7 +263,7 @@ def test_both_parts_together_are_closer_to_full_attention_than_either(tiny):
     for layers in ("linear", "window", "both"):
         attn = tiny.transformer(num_attention_heads=4, attention_head_dim=D).blocks[0].attn1.double()
         options = {"layers": layers, "feature_dim": 16, "window": (3, 5, 5)}
-        processor = BasedAttention(layers, attn, 0, **options)
+        processor = BasedLayer(layers, attn, 0, **options)
         with torch.no_grad():
             out = processor.attend(query, key, value, vmonarch.LatentGrid(T, Y, X))
         errors[layers] = ((out - exact).norm() / exact.norm()).item()
