@@ -245,12 +245,13 @@ def _read_tensors(path: Path, containing: tuple[str, ...] = ("",)) -> tuple[dict
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str], overwrite: bool) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
     with AtomicFiles(overwrite=overwrite) as files:
-        save_file(dict(tensors), files.stage(path), metadata)
+        # Written as any other file: save_file would let nobody but its owner read it.
+        files.stage(path).write_bytes(save(dict(tensors), metadata))
 
 
 def _learnt(transformer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
