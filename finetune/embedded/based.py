@@ -215,9 +215,12 @@ class Trainer:
         self.latents, self.held_out = latents[: settings.clips], latents[settings.clips :]
         self.tokens, held_out_tokens = tokens[: settings.clips], tokens[settings.clips :]
         self.held_out_text = self._encode(held_out_tokens[:, 0])
+
+    def place_teacher(self) -> None:
+        """Give exact attention its fast form in both models, and compile their blocks if asked for."""
         for model in (self.teacher, self.student):
             for block in model.blocks:
-                block.attn2.set_processor(TrainingAttention(TEXT_LENGTH - tokens.shape[-1]))
+                block.attn2.set_processor(TrainingAttention(TEXT_LENGTH - self.tokens.shape[-1]))
         for block in self.teacher.blocks:
             block.attn1.set_processor(TrainingAttention(0))
         if self.compile:
@@ -426,6 +429,7 @@ def train(
         print(stage, f"{seconds[stage]}s", json.dumps(measured.get(stage, {}).get("velocity_error", {})), flush=True)
 
     trainer.load_data()
+    trainer.place_teacher()
     note("data")
     measured["untrained"] = trainer.measure()
     note("untrained")
