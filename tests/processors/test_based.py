@@ -17,7 +17,7 @@ from vmonarch import BasedProcessor, VMonarchProcessor, taylor_attention, window
 from vmonarch.based import BasedLayer, LinearPart, frame_decay, initial_projection
 from vmonarch.layouts import LAYERS, resolve_layers
 
-EVERYTHING = (99, 99, 99)
+EVERYTHING = (9, 7, 13)  # over every grid below
 ATTENTION = "blocks.0.attn1.processor"
 GRIDS = [(1, 1, 1), (1, 3, 5), (5, 1, 7), (3, 2, 3)]
 
