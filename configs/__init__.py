@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,6 +73,12 @@ def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any
         below = merged.get(key)
         merged[key] = deep_merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def file_sha256(path: str | Path) -> str:
+    """The SHA-256 of a file's contents."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def preset_names(group: str) -> list[str]:

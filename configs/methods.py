@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from vmonarch.configs import (
@@ -20,6 +21,7 @@ from vmonarch.configs import (
     build,
     check_keys,
     deep_merge,
+    file_sha256,
     parse_overrides,
     preset_names,
     read_yaml,
@@ -35,10 +37,7 @@ class FullAttention:
 
     def install(self, pipe: Any) -> None:
         """Put the stock processors back on `pipe`."""
-        from vmonarch.installation import is_applied, restore
-
-        if is_applied(pipe):
-            restore(pipe)
+        _clear(pipe)
 
     def without_dense(self) -> FullAttention:
         """Itself: it has no dense steps or layers to leave out."""
@@ -95,9 +94,9 @@ class VMonarchAttention:
 
     def install(self, pipe: Any) -> None:
         """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
-        from vmonarch import VMonarchProcessor, apply
+        from vmonarch import VMonarchProcessor
 
-        apply(pipe, VMonarchProcessor(**self._parameters()))
+        _replace(pipe, VMonarchProcessor(**self._parameters()))
 
     def without_dense(self) -> VMonarchAttention:
         """The method with no dense steps: what a one-step warm-up has to run."""
@@ -130,14 +129,128 @@ class FlashBiasAttention:
 
     def install(self, pipe: Any) -> None:
         """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
-        from vmonarch import FlashBiasProcessor, apply
+        from vmonarch import FlashBiasProcessor
 
         parameters = dataclasses.asdict(self)
-        apply(pipe, FlashBiasProcessor(_decay(parameters.pop("reach")), **parameters))
+        _replace(pipe, FlashBiasProcessor(_decay(parameters.pop("reach")), **parameters))
 
     def without_dense(self) -> FlashBiasAttention:
         """The method with no dense steps: what a one-step warm-up has to run."""
         return dataclasses.replace(self, dense_steps=0)
+
+
+@dataclass(frozen=True)
+class BasedAttention:
+    """Based with what it has learnt; see `vmonarch.BasedProcessor` and `vmonarch.load_adapter`.
+
+    Args:
+        adapter: file of `vmonarch.save_adapter`; "embedded" for the one that ships with the embedded model; null for
+            parameters that have learnt nothing.
+        adapter_sha256: of that file, filled in; given, it is what the file must have.
+        layers, feature_dim, feature_map, window, decay, dense_layers: as in `BasedProcessor`. With an adapter they are
+            the adapter's, which null stands for; without one null stands for the processor's defaults.
+        dense_steps: a count, a fraction in (0, 1), or a list of indices that keep full attention (with the adapter's
+            LoRA layers, if it has any).
+    """
+
+    kind: ClassVar[str] = "based"
+
+    adapter: str | None = "embedded"
+    adapter_sha256: str | None = None
+    layers: Any = None
+    feature_dim: int | None = None
+    feature_map: str | None = None
+    window: tuple[int, int, int] | None = None
+    decay: bool | None = None
+    dense_layers: Any = None
+    dense_steps: Any = 0
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        from vmonarch.dense import DenseSet
+        from vmonarch.layouts import check_based_options
+
+        given = self._given()
+        dense_layers = given.pop("dense_layers", 0)
+        with _naming_the_option():
+            check_based_options(**given, implementation=self.implementation)
+            DenseSet("dense_layers", dense_layers)
+            DenseSet("dense_steps", self.dense_steps)
+        found = None if self.adapter is None else file_sha256(self._file())
+        if self.adapter_sha256 not in (None, found):
+            raise InputError("adapter", f"{self.adapter!r} is not the file that it was: its SHA-256 is {found}")
+        object.__setattr__(self, "adapter_sha256", found)
+
+    def _given(self) -> dict[str, Any]:
+        """What was given of the options that an adapter decides on."""
+        names = ("layers", "feature_dim", "feature_map", "window", "decay", "dense_layers")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def _file(self) -> Path:
+        from vmonarch.pipelines.embedded import embedded_adapter_path
+
+        assert self.adapter is not None
+        try:
+            file = embedded_adapter_path() if self.adapter == "embedded" else Path(self.adapter)
+        except FileNotFoundError as error:
+            raise self._unusable(error) from error
+        if not file.is_file():
+            raise self._unusable("there is no such file")
+        return file
+
+    def _unusable(self, reason: object) -> InputError:
+        return InputError(
+            "adapter",
+            f"{self.adapter!r} cannot be used: {reason}. Based has to be trained for a model: give adapter=FILE of"
+            " vmonarch.save_adapter, or adapter=null for parameters that have learnt nothing",
+        )
+
+    def install(self, pipe: Any) -> None:
+        """Put this method on `pipe`, in place of whatever vmonarch method it carries.
+
+        Raises:
+            InputError: the adapter does not fit the pipeline, or an option does not fit the adapter.
+        """
+        from vmonarch import BasedProcessor, load_adapter
+        from vmonarch.adapters import read_adapter
+
+        free = {"dense_steps": self.dense_steps, "implementation": self.implementation}
+        if self.adapter is None:
+            _replace(pipe, BasedProcessor(**self._given(), **free))
+            return
+        _clear(pipe)
+        file = self._file()
+        try:
+            # As JSON has them.
+            config = BasedProcessor(**self._given()).config
+            saved = read_adapter(file).config
+            for name in self._given():
+                if config[name] != saved.get(name):
+                    raise InputError(name, f"is {saved.get(name)} in the adapter {self.adapter!r}, got {config[name]}")
+            load_adapter(pipe, file, **free)
+        except InputError:
+            raise
+        except (TypeError, ValueError, ImportError) as error:
+            raise self._unusable(error) from error
+
+    def without_dense(self) -> BasedAttention:
+        """The method with no dense steps: what a one-step warm-up has to run."""
+        return dataclasses.replace(self, dense_steps=0)
+
+
+def _clear(pipe: Any) -> None:
+    from vmonarch.installation import is_applied, restore
+
+    if is_applied(pipe):
+        restore(pipe)
+
+
+def _replace(pipe: Any, processor: Any) -> None:
+    from vmonarch import apply
+
+    # What a method before had learnt is in its file.
+    _clear(pipe)
+    apply(pipe, processor)
 
 
 @contextlib.contextmanager
@@ -164,9 +277,9 @@ def _decay(reach: Any) -> Any:
         return SpatioTemporalDecay(1, reach)
 
 
-Parameters = FullAttention | VMonarchAttention | FlashBiasAttention
+Parameters = FullAttention | VMonarchAttention | FlashBiasAttention | BasedAttention
 KINDS: dict[str, type[Parameters]] = {
-    method.kind: method for method in (FullAttention, VMonarchAttention, FlashBiasAttention)
+    method.kind: method for method in (FullAttention, VMonarchAttention, FlashBiasAttention, BasedAttention)
 }
 
 
@@ -241,6 +354,7 @@ def resolve_method(spec: str | Mapping[str, Any], *, argument: str = "attention"
         raise InputError(f"{argument}.{next(iter(values))}", f"is no known key: {name} attention has no parameters")
     parameters = build(schema, deep_merge(shipped, values), prefix=f"{argument}.")
     if not label:
-        changed = {key: value for key, value in values.items() if vars(build(schema, shipped))[key] != value}
+        defaults = {field.name: field.default for field in dataclasses.fields(schema)} | shipped
+        changed = {key: value for key, value in values.items() if defaults[key] != value}
         label = name + (":" if changed else "") + ",".join(f"{key}={value}" for key, value in changed.items())
     return AttentionMethod(name=name, parameters=parameters, label=label)

@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vmonarch.configs import InputError, build, check_keys, deep_merge, read_yaml
+from vmonarch.configs import InputError, build, check_keys, deep_merge, file_sha256, read_yaml
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, ModelFolder, find_model
 
@@ -822,7 +822,7 @@ def check_same_model(recorded: Recorded, model: ModelFolder) -> None:
             what = "config files" if key.startswith("configs") else "weights"
             raise InputError("from_json", f"names a model whose {what} have changed since: {model.path}")
     image = recorded.values.get("image")
-    if image is not None and _file_sha256(image) != recorded.model.get("image_sha256"):
+    if image is not None and file_sha256(image) != recorded.model.get("image_sha256"):
         raise InputError("from_json", f"names an image that has changed since: {image}")
 
 
@@ -943,7 +943,7 @@ def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
             "dtype": str(model.dtype).removeprefix("torch."),
             "vae_dtype": str(model.pipe.vae.dtype).removeprefix("torch."),
             "scheduler": type(model.pipe.scheduler).__name__,
-            "image_sha256": _file_sha256(config.image) if config.image else None,
+            "image_sha256": file_sha256(config.image) if config.image else None,
             **model.folder.fingerprint(),
         },
         "environment": environment(model.device),
@@ -977,11 +977,6 @@ def _record(
         "frames_shape": list(result.frames[index].shape),
         "frames_sha256": frames_sha256(result.frames[index]),
     }
-
-
-def _file_sha256(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def short_hash(*parts: Any) -> str:

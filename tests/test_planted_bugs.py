@@ -32,6 +32,8 @@ LINEAR_OP = "kernels/taylor/op.py"
 NEIGHBOURS = "kernels/window/neighbours.py"
 WINDOW = "kernels/window/reference.py"
 WINDOW_KERNELS = "kernels/window/kernels.py"
+BASED = "based.py"
+ADAPTERS = "adapters.py"
 
 # name -> (file in the package, text in it, what the bug makes of it)
 BUGS = {
@@ -133,6 +135,13 @@ BUGS = {
     "window-kernel-sees-all-rows": (WINDOW_KERNELS, "near & (kh >= h - n.back_h) & (kh <= h + n.ahead_h)", "near"),
     "window-kernel-forgets-skipped-tokens": (WINDOW_KERNELS, "n, n.skipped, 0, n.back_t", "n, 0, 0, n.back_t"),
     "window-kernel-attends-to-nothing": (WINDOW_KERNELS, "near & there[None, :]", "near"),
+    "based-projection-unscaled": (BASED, "* (head_dim / feature_dim) ** 0.25", "* 1.0"),
+    "based-log-weight-forgotten": (BASED, "lse + self.log_weight.to(lse.dtype)[:, None]", "lse"),
+    "based-decay-into-the-future-only": (BASED, "(time[:, None] - time).abs()", "(time - time[:, None]).clamp(min=0)"),
+    "based-filters-mirrored": (BASED, "video, weight, padding", "video, weight.flip(2), padding"),
+    "based-copies-share-parameters": (BASED, "copy.deepcopy(entry, memo)", "entry"),
+    "adapter-missing-parameters-ignored": (ADAPTERS, "[name for name in expected if name not in given]", "[]"),
+    "adapter-of-any-model": (ADAPTERS, "if saved.get(key) != here.get(key)", "if False"),
     "window-absent-keys-attended": (WINDOW, "masked_fill(~present, -torch.inf)", "masked_fill(~present, 0.0)"),
 }  # fmt: skip
 # Tests that see a bug of the kernels soonest; the interpreter is slow.
@@ -154,6 +163,13 @@ KEYWORDS = {
     "bias-parts-left-out": "float32_factors",
     "linear-kernel-sees-the-next-token": "kernels and taylor-causal",
     "linear-state-units-mixed": "go_on_from_a_state",
+    "based-projection-unscaled": "average",
+    "based-log-weight-forgotten": "log_weights",
+    "based-decay-into-the-future-only": "fast_decay",
+    "based-filters-mirrored": "formula",
+    "based-copies-share-parameters": "copies",
+    "adapter-missing-parameters-ignored": "missing",
+    "adapter-of-any-model": "model-depth",
     "window-kernel-reaches-the-wrong-way": "kernels and sequence",
     "window-kernel-sees-all-rows": "kernels and neighbourhood",
 }
@@ -173,6 +189,8 @@ TESTS = {
     },
     **{file: ["tests/kernels/test_taylor.py"] for file in (FEATURES, LINEAR, LINEAR_KERNELS, LINEAR_OP)},
     **{file: ["tests/kernels/test_window.py"] for file in (NEIGHBOURS, WINDOW, WINDOW_KERNELS)},
+    BASED: ["tests/processors/test_based.py"],
+    ADAPTERS: ["tests/processors/test_adapters.py"],
     **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},
     **{file: ["tests/kernels/test_monarch_triton.py"] for file in (ONLINE, TILES, PLACES, R_STEP, L_STEP, FUSED)},
 }
@@ -213,10 +231,11 @@ def test_a_planted_bug_is_caught(name, tmp_path):
 
 def test_the_untouched_copy_passes(tmp_path):
     copy_package(tmp_path)
-    # Of the kernels' tests, which are slow, some that catch bugs above.
-    slow = {test for file in (R_STEP, BIAS_FORWARD, LINEAR_KERNELS, WINDOW_KERNELS) for test in TESTS[file]}
+    # Of the kernels' and processors' tests, which are slow, some that catch bugs above.
+    files = (R_STEP, BIAS_FORWARD, LINEAR_KERNELS, WINDOW_KERNELS, BASED, ADAPTERS)
+    slow = {test for file in files for test in TESTS[file]}
     others = {test for tests in TESTS.values() for test in tests} - slow
-    some = "paper or strong-clamp or own-frame or ragged or taylor-causal or 7-40-5"
+    some = "paper or strong-clamp or own-frame or ragged or taylor-causal or 7-40-5 or average or copies or missing"
     for tests, keyword in ((others, ""), (slow, some)):
         result = run_tests(tmp_path, sorted(tests), keyword)
         assert result.returncode == 0, result.stdout[-2000:]

@@ -27,13 +27,19 @@ _EXPORTS = {
     "vmonarch_attention": "vmonarch.kernels.monarch.api",
     "VMonarchProcessor": "vmonarch.processors",
     "FlashBiasProcessor": "vmonarch.processors",
+    "BasedProcessor": "vmonarch.based",
     "apply": "vmonarch.installation",
     "restore": "vmonarch.installation",
+    "save_adapter": "vmonarch.adapters",
+    "load_adapter": "vmonarch.adapters",
 }
 
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
+    from vmonarch.adapters import load_adapter as load_adapter
+    from vmonarch.adapters import save_adapter as save_adapter
+    from vmonarch.based import BasedProcessor as BasedProcessor
     from vmonarch.exact import ExactBlocks as ExactBlocks
     from vmonarch.grid import LatentGrid as LatentGrid
     from vmonarch.installation import apply as apply

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from diffusers import (
     WanTransformer3DModel,
     WanVACETransformer3DModel,
 )
+from diffusers.configuration_utils import FrozenDict
 
 from vmonarch.dense import DenseSet
 from vmonarch.grid import LatentGrid
@@ -28,14 +30,22 @@ SUPPORTED_TRANSFORMERS = (
 _SUPPORTED = ", ".join(model.__name__ for model in SUPPORTED_TRANSFORMERS)
 _COMPONENTS = ("transformer", "transformer_2")
 _ATTRIBUTE = "_vmonarch_record"
+# Entry of a transformer's config, saved with its weights, that tells which processor the parameters among them are of.
+# diffusers loads such a folder without it and passes over names that begin with an underscore.
+CONFIG_ENTRY = "_vmonarch_processor"
 
 
 @dataclasses.dataclass
 class _Record:
-    """Kept on a transformer while a processor is applied to it; copied with it."""
+    """Kept on a transformer while a processor is applied to it; copied with it.
+
+    Args:
+        lora: name of the LoRA layers that came with the processor's parameters (`load_adapter`), which go with it.
+    """
 
     context: ForwardContext
     originals: list[tuple[torch.nn.Module, Any]]
+    lora: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +96,7 @@ def _describe(argument: object) -> str:
     return repr(argument) if isinstance(argument, (str, int, float, type(None))) else type(argument).__name__
 
 
-def _find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]:
+def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]:
     """The supported transformers of a pipeline, or the transformer itself (inside a compiled or training wrapper too).
 
     Raises:
@@ -143,6 +153,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     replaces the processor; `restore` returns to the original ones all the same. A transformer put into the pipeline
     later has its own processors: apply again. Cross-attention is not touched.
 
+    A `BasedProcessor` has parameters: they are added to the transformer, and nothing but `restore` takes them away.
+
     Args:
         pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a Wan-family transformer. Of a
             pipeline both `transformer` and `transformer_2` are changed, whichever exist.
@@ -153,10 +165,11 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer, or `processor` is not one of ours.
-        ValueError: `dense_layers` does not fit the transformer, or `dense_steps` was asked for without a pipeline.
+        ValueError: `dense_layers`, or an option of the processor, does not fit the transformer; `dense_steps` was asked
+            for without a pipeline; or a processor with parameters is applied already.
         NotImplementedError: the transformer already runs with context parallelism.
     """
-    transformers = _find_transformers(pipe_or_transformer)
+    transformers = find_transformers(pipe_or_transformer)
     if not isinstance(processor, VideoAttentionProcessor):
         raise TypeError(
             f"processor must be a VMonarchProcessor(...) or another of vmonarch's, got {_describe(processor)};"
@@ -164,7 +177,6 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         )
     is_pipe = not isinstance(pipe_or_transformer, torch.nn.Module)
     dense_steps = DenseSet("dense_steps", processor.dense_steps)
-    dense_layers = DenseSet("dense_layers", processor.dense_layers)
     if dense_steps.some:
         _check_dense_steps(pipe_or_transformer, is_pipe)
 
@@ -172,7 +184,6 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     plans = []
     for name, transformer in transformers.items():
         record = getattr(transformer, _ATTRIBUTE, None)
-        modules = _self_attention(transformer)
         attention = [module for module in transformer.modules() if hasattr(module, "processor")]
         parallel = getattr(getattr(transformer, "_parallel_config", None), "context_parallel_config", None)
         if parallel is not None or any(
@@ -183,22 +194,80 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
                 " support yet"
             )
         originals = record.originals if record else [(attn, _original_processor(attn)) for attn in attention]
-        layers = len(transformer.blocks)  # type: ignore[arg-type]
-        sparse = {module for layer, module in modules if not dense_layers.contains(layer, layers)}
+        if any(parameters_of(module.processor) for module in attention):
+            raise ValueError(
+                f"{name} has a processor with parameters, which applying another would lose: save them with"
+                " vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
+            )
         context = ForwardContext(
             tuple(transformer.config.patch_size),  # type: ignore[arg-type,union-attr]
             dense_steps,
             pipe_or_transformer if is_pipe else None,
         )
-        plans.append((transformer, context, originals, sparse))
+        plans.append((transformer, context, originals, bind_all(transformer, processor, context, dict(originals))))
 
-    for transformer, context, originals, sparse in plans:
+    for transformer, context, originals, bound in plans:
         for attn, original in originals:
-            attn.set_processor(processor.bind(context, original) if attn in sparse else original)  # type: ignore[operator]
+            attn.set_processor(bound.get(attn, original))  # type: ignore[operator]
+        _write_config(transformer, processor)
         if not hasattr(transformer, _ATTRIBUTE):
             transformer.register_forward_pre_hook(_record_call, with_kwargs=True)
         setattr(transformer, _ATTRIBUTE, _Record(context, originals))
     return Installation(processor, transformers)
+
+
+def note_lora(transformer: torch.nn.Module, name: str) -> None:
+    """Let `restore` remove these LoRA layers together with the processor that is applied."""
+    getattr(transformer, _ATTRIBUTE).lora = name
+
+
+def _remove_lora(transformer: Any, name: str | None) -> None:
+    there = getattr(transformer, "peft_config", None) or {}
+    if name not in there:
+        return
+    if len(there) == 1:
+        # Leaves the plain layers behind, not ones wrapped for adapters to come.
+        transformer.unload_lora()
+    else:
+        transformer.delete_adapters(name)
+
+
+def bind_all(
+    transformer: Any,
+    processor: VideoAttentionProcessor,
+    context: ForwardContext | None = None,
+    originals: Mapping[torch.nn.Module, Any] | None = None,
+) -> dict[torch.nn.Module, Any]:
+    """What `processor` makes of itself for each self-attention module that it is to compute; nothing is installed.
+
+    Args:
+        originals: the modules' processors so far; None to only look at what they get.
+
+    Raises:
+        ValueError: `dense_layers`, or an option of the processor, does not fit the transformer.
+    """
+    dense_layers, layers = DenseSet("dense_layers", processor.dense_layers), len(transformer.blocks)
+    return {
+        attn: processor.bind(context, None if originals is None else originals[attn], attn, layer, layers)
+        for layer, attn in _self_attention(transformer)
+        if not dense_layers.contains(layer, layers)
+    }
+
+
+def parameters_of(processor: Any) -> dict[str, torch.nn.Parameter]:
+    """What one of our processors learns, by name; nothing of others'."""
+    if isinstance(processor, VideoAttentionProcessor) and isinstance(processor, torch.nn.Module):
+        return dict(processor.named_parameters())
+    return {}
+
+
+def _write_config(transformer: Any, processor: VideoAttentionProcessor | None) -> None:
+    """Name a processor with parameters in the transformer's config; take the name of one before it out."""
+    entries = {name: value for name, value in transformer.config.items() if name != CONFIG_ENTRY}
+    if processor is not None and processor.LEARNS:
+        entries[CONFIG_ENTRY] = {"processor": type(processor).__name__, "config": processor.config}
+    if entries.keys() != transformer.config.keys() or CONFIG_ENTRY in entries:
+        transformer._internal_dict = FrozenDict(entries)
 
 
 def _check_dense_steps(pipe: Any, is_pipe: bool) -> None:
@@ -218,13 +287,14 @@ def restore(pipe_or_transformer: Any) -> None:
     """Undo `apply`: the original processors are back, and no hook or attribute is left behind.
 
     Processors of ours that were set without `apply`, by `transformer.set_attn_processor`, are replaced by the model's
-    default ones.
+    default ones. The parameters of a `BasedProcessor` go with it, and so do the LoRA layers that
+    `vmonarch.load_adapter` added; `vmonarch.save_adapter` saves both. Unfuse LoRA layers first if they were fused.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
         ValueError: nothing is applied to any of its transformers (never was, or is restored already).
     """
-    _restore(_find_transformers(pipe_or_transformer), f"the {type(pipe_or_transformer).__name__}")
+    _restore(find_transformers(pipe_or_transformer), f"the {type(pipe_or_transformer).__name__}")
 
 
 def is_applied(pipe_or_transformer: Any) -> bool:
@@ -232,7 +302,7 @@ def is_applied(pipe_or_transformer: Any) -> bool:
     return any(
         hasattr(transformer, _ATTRIBUTE)
         or any(isinstance(getattr(m, "processor", None), VideoAttentionProcessor) for m in transformer.modules())
-        for transformer in _find_transformers(pipe_or_transformer).values()
+        for transformer in find_transformers(pipe_or_transformer).values()
     )
 
 
@@ -248,6 +318,7 @@ def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
                     transformer._forward_pre_hooks_with_kwargs.pop(key, None)
             delattr(transformer, _ATTRIBUTE)
             record.context.call = None
+            _remove_lora(transformer, record.lora)
         else:
             originals = [
                 (module, _original_processor(module))
@@ -256,6 +327,7 @@ def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
             ]
         for attn, original in originals:
             attn.set_processor(original)
+        _write_config(transformer, None)
         found = found or record is not None or bool(originals)
     if not found:
         raise ValueError(

@@ -185,7 +185,8 @@ def _project(
     query, key, value = (states.unflatten(2, (attn.heads, -1)) for states in (query, key, value))
     if rotary_emb is not None:
         query, key = _rotate(query, *rotary_emb), _rotate(key, *rotary_emb)
-    return query, key, value
+    # Autocast computes the norms in float32.
+    return query.to(value.dtype), key.to(value.dtype), value
 
 
 class VideoAttentionProcessor:
@@ -203,6 +204,8 @@ class VideoAttentionProcessor:
     """
 
     _OPTIONS: tuple[str, ...] = ("dense_steps", "dense_layers", "grid")
+    # Whether bound processors have parameters.
+    LEARNS = False
     # Declared for diffusers, which sets them on every processor that has them.
     _attention_backend: Any = None
     _parallel_config: Any = None
@@ -229,6 +232,22 @@ class VideoAttentionProcessor:
     ) -> torch.Tensor:  # pragma: no cover
         """Self-attention: query, key, value [B, S, H, D] -> [B, S, H, D]."""
         raise NotImplementedError
+
+    def mix(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
+        grid: LatentGrid,
+    ) -> torch.Tensor:
+        """What a module computes before its output projection: [B, S, C] -> [B, S, C]."""
+        query, key, value = _project(attn, hidden_states, rotary_emb)
+        device = query.device.type
+        if not torch.is_autocast_enabled(device):
+            return self.attend(query, key, value, grid).flatten(2, 3)
+        # The ops choose their precision themselves: autocast would round their sums in float32.
+        with torch.autocast(device, enabled=False):
+            return self.attend(query, key, value, grid).flatten(2, 3)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -268,19 +287,23 @@ class VideoAttentionProcessor:
         twin._original = copy.deepcopy(self._original, memo)
         return twin
 
-    def bind(self, context: ForwardContext, original: Any) -> VideoAttentionProcessor:
-        """A copy of this processor for one attention module of one transformer.
+    def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
+        """A copy of this processor for one attention module of one transformer, or `original` to leave that as it is.
 
         Args:
-            context: filled in by that transformer's pre-hook.
+            context: filled in by that transformer's pre-hook; None where there is none.
             original: the module's processor so far; it computes the dense steps.
+            attn: the module.
+            layer: which of the transformer's `layers` blocks it is in.
         """
-        bound = copy.copy(self)
-        bound._context = context
+        return copy.copy(self)._place(context, original)
+
+    def _place(self, context: ForwardContext | None, original: Any) -> VideoAttentionProcessor:
+        self._context = context
         # A copy, so that an attention backend chosen later reaches the dense steps and leaves the original alone.
-        bound._original = copy.copy(original)
-        bound._attention_backend = getattr(original, "_attention_backend", None)
-        return bound
+        self._original = copy.copy(original)
+        self._attention_backend = getattr(original, "_attention_backend", None)
+        return self
 
     def __call__(
         self,
@@ -320,10 +343,8 @@ class VideoAttentionProcessor:
         grid, exact = self._current_call(hidden_states.shape[1], rotary_emb)
         if exact:
             return self._exact(attn, hidden_states, None, None, rotary_emb)
-        query, key, value = _project(attn, hidden_states, rotary_emb)
-        output = self.attend(query, key, value, grid).flatten(2, 3)
         to_out: Any = attn.to_out
-        return to_out[1](to_out[0](output))
+        return to_out[1](to_out[0](self.mix(attn, hidden_states, rotary_emb, grid)))
 
     def _exact(self, attn: Any, *inputs: Any) -> torch.Tensor:
         """What the module's own processor computes."""

@@ -68,12 +68,8 @@ class TrainingAttention:
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
-        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))  # [B, S, H, D]
+        query, key, value = project(attn, hidden_states, source, rotary_emb)
         dim = query.shape[-1]
-        if rotary_emb is not None:
-            cos, sin = rotary_emb[0][..., 0::2], rotary_emb[1][..., 1::2]
-            query, key = (_rotate(x, cos, sin) for x in (query, key))
         if encoder_hidden_states is not None:
             bias = torch.zeros(source.shape[1], device=key.device)
             bias[-1] = math.log(self.padding)
@@ -83,6 +79,18 @@ class TrainingAttention:
         query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))  # [B, H, S, D]
         output = F.scaled_dot_product_attention(query, key, value, scale=dim**-0.5)
         return attn.to_out[0](output.transpose(1, 2)[..., :dim].flatten(2, 3))
+
+
+def project(
+    attn: Any, hidden_states: torch.Tensor, source: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query of `hidden_states`, key and value of `source`, normalised and rotated: each [B, S, H, D]."""
+    query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
+    query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
+    if rotary_emb is not None:
+        cos, sin = rotary_emb[0][..., 0::2], rotary_emb[1][..., 1::2]
+        query, key = (_rotate(x, cos, sin) for x in (query, key))
+    return query, key, value
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ def window_attention(
         check_positive_integer("window", window)
         grid, sizes, axis = LatentGrid(1, 1, Sk), (1, 1, int(window)), 2  # type: ignore[arg-type]
     else:
-        grid, sizes, axis = LatentGrid.parse(grid), _sizes(window), 0
+        grid, sizes, axis = LatentGrid.parse(grid), check_window(window), 0
         if grid.tokens != Sk:
             raise ValueError(f"grid {tuple(grid)} has {grid.tokens} tokens, but key has {Sk}")
     scale = resolve_scale(scale, query.shape[-1])
@@ -105,7 +105,12 @@ def window_attention(
     return (out, lse) if return_lse else out
 
 
-def _sizes(window: object) -> Window:
+def check_window(window: object) -> Window:
+    """The extents of a neighbourhood.
+
+    Raises:
+        TypeError, ValueError: `window` is not three integers of at least 1.
+    """
     if isinstance(window, (str, bytes)) or not isinstance(window, Sequence):
         raise TypeError(f"window must be three integers (frames, rows, columns) with a grid, got {window!r}")
     if len(window) != 3:

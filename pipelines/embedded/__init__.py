@@ -46,4 +46,21 @@ def embedded_model_path() -> Path:
     return folder
 
 
-__all__ = ["EMBEDDED_SETTINGS", "GenerationSettings", "embedded_model_path"]
+def embedded_adapter_path() -> Path:
+    """File of the adapter with which the embedded model runs Based (`vmonarch.load_adapter`).
+
+    It lies beside the model's folder, which thereby stays a plain diffusers pipeline of known contents.
+
+    Raises:
+        FileNotFoundError: it is missing from the installation.
+    """
+    file = Path(__file__).resolve().parent.parent / "embedded_adapters" / "based.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"the embedded model's adapter {file} is missing; train it with"
+            " `python -m vmonarch.finetune.embedded.based`"
+        )
+    return file
+
+
+__all__ = ["EMBEDDED_SETTINGS", "GenerationSettings", "embedded_adapter_path", "embedded_model_path"]

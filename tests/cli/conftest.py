@@ -98,6 +98,38 @@ def broken_model(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
+def build_adapter(model: Path, file: Path) -> Path:
+    """Save an adapter of Based, with LoRA layers, for the pipeline in `model`, as if it had learnt something."""
+    from diffusers import WanTransformer3DModel
+    from peft import LoraConfig
+
+    from vmonarch import BasedProcessor, apply, save_adapter
+
+    torch.manual_seed(1)
+    transformer = WanTransformer3DModel.from_pretrained(model / "transformer")
+    transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_out.0"], init_lora_weights=False))
+    apply(transformer, BasedProcessor(layers=["both", "linear"], feature_dim=8, window=(1, 3, 3)))
+    with torch.no_grad():
+        for name, parameter in transformer.named_parameters():
+            if ".processor." in name:
+                parameter += 0.3 * torch.randn_like(parameter)
+    save_adapter(transformer, file)
+    return file
+
+
+@pytest.fixture(scope="session")
+def tiny_adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of Based for the tiny pipeline; not to be changed."""
+    return build_adapter(tiny_model, tmp_path_factory.mktemp("tiny-adapter") / "based.safetensors")
+
+
+@pytest.fixture
+def shipped_adapter(tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tiny pipeline's adapter in the place of the embedded model's."""
+    monkeypatch.setattr("vmonarch.pipelines.embedded.embedded_adapter_path", lambda: tiny_adapter)
+    return tiny_adapter
+
+
 class Cli:
     """Runs commands in this process, in a folder of their own, with the tiny model at a tiny size."""
 

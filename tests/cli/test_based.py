@@ -1,0 +1,126 @@
+"""`--attention based`: the adapter decides, is recorded, and goes again with the method."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import BasedAttention, resolve_method
+from vmonarch.pipelines.generation import GenerateConfig, complete, find_model, load_model
+
+PROMPT = "a red circle moving right"
+
+
+@pytest.fixture(scope="module")
+def pipe(tiny_model: Path):
+    folder = find_model(str(tiny_model))
+    return load_model(complete(GenerateConfig(prompts=(PROMPT,), model=str(tiny_model)), folder), folder).pipe
+
+
+def test_the_shipped_adapter_makes_videos_that_can_be_made_again(cli, shipped_adapter: Path) -> None:
+    assert cli("generate", PROMPT, "--seed", 1, "--quiet")[0] == 0
+    code, _, err = cli("generate", PROMPT, "--seed", 1, "--attention", "based", "--quiet")
+    assert code == 0, err
+    full, based = cli.records()
+    assert based["config"]["attention"]["adapter"] == "embedded"
+    assert len(based["config"]["attention"]["adapter_sha256"]) == 64
+    assert based["frames_sha256"] != full["frames_sha256"]
+    path = f"outputs/generate/{based['video'].replace('.mp4', '.json')}"
+    assert cli("generate", "--from-json", path, "--quiet", tiny=False)[0] == 0
+    assert cli.records()[2]["frames_sha256"] == based["frames_sha256"]
+
+
+def test_a_record_refuses_an_adapter_that_changed(cli, tiny_adapter: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = Path(shutil.copy(tiny_adapter, tmp_path / "mine.safetensors"))
+    code, _, err = cli("generate", PROMPT, "--attention", f"based:adapter={file}", "--quiet")
+    assert code == 0, err
+    path = f"outputs/generate/{cli.records()[0]['video'].replace('.mp4', '.json')}"
+    save_file(load_file(file), file)
+    code, _, err = cli("generate", "--from-json", path, "--quiet", tiny=False)
+    assert code == 2 and "attention.adapter" in err and "is not the file that it was" in err
+
+
+def test_compare_gives_full_attention_its_own_weights(cli, shipped_adapter: Path) -> None:
+    assert cli("generate", PROMPT, "--seed", 1, "--attention", "full", "--quiet")[0] == 0
+    code, _, err = cli("compare", PROMPT, "--seed", 1, "--methods", "based", "full", "vmonarch", "--quiet")
+    assert code == 0, err
+    (name,) = cli.outputs("outputs/compare")
+    (record,) = cli.records(f"outputs/compare/{name}")
+    frames = {result["method"]: result["frames_sha256"] for result in record["videos"][0]["results"]}
+    # Nothing of the adapter is left, its LoRA layers neither, when another method runs.
+    assert frames["full"] == cli.records()[0]["frames_sha256"]
+    assert set(frames) == {"based", "full", "vmonarch"} and len(set(frames.values())) == 3
+
+
+def test_without_an_adapter_the_error_says_what_to_do(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import vmonarch.pipelines.embedded as embedded
+
+    monkeypatch.setattr(embedded, "__file__", str(tmp_path / "embedded" / "__init__.py"))
+    advice = "give adapter=FILE of vmonarch.save_adapter, or adapter=null"
+    code, _, err = cli("generate", PROMPT, "--attention", "based")
+    assert code == 2 and "vmonarch.finetune.embedded.based" in err and advice in err
+    code, _, err = cli("generate", PROMPT, "--attention", "based:adapter=nowhere.safetensors")
+    assert code == 2 and "'nowhere.safetensors' cannot be used: there is no such file" in err and advice in err
+
+
+def test_an_adapter_of_another_model_is_refused(cli, shipped_adapter: Path, tiny_image_model: Path, tmp_path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (48, 32), "red").save(tmp_path / "image.png")
+    line = ["--image", tmp_path / "image.png", "--attention", "based"]
+    code, _, err = cli("generate", PROMPT, *line, model=tiny_image_model)
+    assert code == 2 and "is for another model than transformer: in_channels 4 (here 12)" in err
+    assert "Based has to be trained for a model: give adapter=FILE" in err
+
+
+def test_untrained_parameters_have_to_be_asked_for(pipe) -> None:
+    method = resolve_method("based:adapter=null,feature_dim=4,layers=[both, conv],window=[1, 3, 3],dense_steps=1")
+    assert resolve_method(method.to_dict()) == method
+    method.install(pipe)
+    processors = [block.attn1.processor for block in pipe.transformer.blocks]
+    assert [processor.kind for processor in processors] == ["both", "conv"]
+    assert processors[0].config["feature_dim"] == 4 and processors[0].dense_steps == 1
+    assert method.parameters.without_dense().dense_steps == 0
+    resolve_method("full").install(pipe)
+    assert not any(".processor." in name for name in pipe.transformer.state_dict())
+
+
+def test_options_go_with_the_adapter_or_are_refused(pipe, tiny_adapter: Path) -> None:
+    fitting = f"based:adapter={tiny_adapter},feature_dim=8,layers=[both, linear],window=[1, 3, 3],dense_steps=[0]"
+    resolve_method(fitting).install(pipe)
+    assert pipe.transformer.blocks[1].attn1.processor.dense_steps == (0,)
+    for option, message in (
+        ("feature_dim=4", "feature_dim is 8 in the adapter .*, got 4"),
+        ("layers=both", "layers is .'both', 'linear'. in the adapter .*, got both"),
+        ("window=[1, 5, 3]", r"window is \[1, 3, 3\] in the adapter .*, got \[1, 5, 3\]"),
+        ("dense_layers=1", "dense_layers is 0 in the adapter .*, got 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            resolve_method(f"based:adapter={tiny_adapter},{option}").install(pipe)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("layers=linaer", "attention.layers must be based, one of linear"),
+        ("feature_dim=0", "attention.feature_dim must be at least 1"),
+        ("feature_dim=wide", "attention.feature_dim must be"),
+        ("window=[3, 3]", "attention.window must be a list of 3 entries"),
+        ("decay=maybe", "attention.decay must be"),
+        ("dense_steps=-1", "attention.dense_steps"),
+        ("implementation=cuda", "attention.implementation must be one of"),
+        ("rank=8", "attention.rank is no known key"),
+    ],
+)
+def test_bad_options_are_named(option: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        resolve_method(f"based:adapter=null,{option}")
+
+
+def test_the_default_is_the_shipped_adapter(shipped_adapter: Path) -> None:
+    assert BasedAttention().adapter == "embedded" and resolve_method("based").label == "based"

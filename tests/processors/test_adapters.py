@@ -1,0 +1,427 @@
+"""What was learnt survives saving and loading, exactly; whatever does not fit is an error that names it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+
+import accelerate
+import diffusers
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import vmonarch
+from vmonarch import BasedProcessor, VMonarchProcessor, load_adapter, save_adapter
+
+LAYERS = ["both", "conv"]
+WEIGHT = "transformer.blocks.0.attn1.processor.linear.key_weight"
+LORA = "transformer.blocks.1.attn1.to_q.lora_B.weight"
+
+
+def train(model, std=0.3):
+    """As if everything that can learn had."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".processor." in name or ".lora_" in name:
+                parameter += std * torch.randn(parameter.shape, generator=generator)
+
+
+def adapted(tiny, kind="t2v", *, lora=True, **options):
+    """A pipeline that learnt something, and its video."""
+    pipe = tiny.pipeline(kind)
+    for model in (pipe.transformer, pipe.transformer_2):
+        if model is not None and lora:
+            model.add_adapter(LoraConfig(r=2, lora_alpha=3, target_modules=["to_q", "to_out.0"]))
+    vmonarch.apply(pipe, BasedProcessor(**{"layers": LAYERS, "feature_dim": 8, "decay": True} | options))
+    for model in (pipe.transformer, pipe.transformer_2):
+        if model is not None:
+            train(model)
+    return pipe, tiny.generate(pipe)
+
+
+@pytest.fixture
+def saved(tiny, tmp_path):
+    """(file, the video it stands for)."""
+    pipe, video = adapted(tiny)
+    save_adapter(pipe, tmp_path / "adapter.safetensors")
+    return tmp_path / "adapter.safetensors", video
+
+
+def rewrite(file, change=lambda tensors: None, entry=lambda entry: None):
+    """Damage an adapter file."""
+    with safe_open(file, "pt") as opened:
+        metadata = dict(opened.metadata())
+    tensors, values = load_file(file), json.loads(metadata["vmonarch_adapter"])
+    change(tensors)
+    entry(values)
+    metadata["vmonarch_adapter"] = json.dumps(values)
+    save_file(tensors, file, metadata)
+
+
+def names_of(pipe):
+    return [set(model.state_dict()) for model in (pipe.transformer, pipe.transformer_2) if model is not None]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["no-lora", "lora"])
+@pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
+def test_a_pipeline_goes_through_a_file(tiny, tmp_path, kind, lora):
+    pipe, expected = adapted(tiny, kind, lora=lora)
+    save_adapter(pipe, tmp_path / "adapter.safetensors")
+    fresh = tiny.pipeline(kind)
+    stock = tiny.generate(fresh)
+    before = names_of(fresh)
+    installation = load_adapter(fresh, tmp_path / "adapter.safetensors")
+    assert torch.equal(tiny.generate(fresh), expected) and not torch.equal(stock, expected)
+    assert names_of(fresh) == [{name.replace(".default.", ".vmonarch.") for name in names} for names in names_of(pipe)]
+    processor = fresh.transformer.blocks[0].attn1.processor
+    assert processor.config == pipe.transformer.blocks[0].attn1.processor.config
+    assert all(p.requires_grad for n, p in fresh.transformer.named_parameters() if ".processor." in n)
+    assert list(installation.transformers) == (["transformer"] if kind == "t2v" else ["transformer", "transformer_2"])
+    save_adapter(fresh, tmp_path / "again.safetensors")
+    first, second = (load_file(tmp_path / f"{name}.safetensors") for name in ("adapter", "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    vmonarch.restore(fresh)
+    assert names_of(fresh) == before and torch.equal(tiny.generate(fresh), stock)
+
+
+def test_a_transformer_alone_goes_through_a_file(tiny, tmp_path):
+    model = tiny.transformer()
+    vmonarch.apply(model, BasedProcessor(feature_dim=8, window=(1, 3, 3)))
+    train(model)
+    save_adapter(model, str(tmp_path / "adapter.safetensors"))
+    twin = tiny.transformer()
+    load_adapter(twin, str(tmp_path / "adapter.safetensors"))
+    assert torch.equal(tiny.run(twin), tiny.run(model))
+
+
+def test_the_lora_part_is_diffusers_own(tiny, saved):
+    file, _ = saved
+    layers = {name: tensor for name, tensor in load_file(file).items() if ".lora_" in name}
+    with safe_open(file, "pt") as opened:
+        settings = json.loads(opened.metadata()["lora_adapter_metadata"])
+    assert settings["transformer.r"] == 2 and settings["transformer.lora_alpha"] == 3
+    stock = tiny.pipeline("t2v")
+    stock.load_lora_weights(dict(layers))
+    for name, tensor in layers.items():
+        name = name.removeprefix("transformer.").replace(".weight", ".default_0.weight")
+        assert torch.equal(stock.transformer.state_dict()[name], tensor)
+
+
+def test_float16_files_hold_float16_and_load_into_any_model(tiny, tmp_path):
+    pipe, expected = adapted(tiny)
+    save_adapter(pipe, tmp_path / "half.safetensors", dtype=torch.float16)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "half.safetensors").values()} == {torch.float16}
+    fresh = tiny.pipeline("t2v")
+    load_adapter(fresh, tmp_path / "half.safetensors")
+    assert {parameter.dtype for parameter in fresh.transformer.parameters()} == {torch.float32}
+    torch.testing.assert_close(tiny.generate(fresh), expected, rtol=0.02, atol=0.02)
+
+
+def test_the_options_that_no_parameter_depends_on_may_differ(tiny, saved):
+    file, video = saved
+    pipe = tiny.pipeline("t2v")
+    stock = tiny.generate(pipe)
+    load_adapter(pipe, file, dense_steps=1.0, implementation="torch")
+    processor = pipe.transformer.blocks[0].attn1.processor
+    assert processor.dense_steps == 1.0 and processor.implementation == "torch"
+    pipe.transformer.disable_adapters()
+    assert torch.equal(tiny.generate(pipe), stock) and not torch.equal(stock, video)
+
+
+def test_restore_leaves_the_lora_layers_of_others(tiny, saved):
+    file, _ = saved
+    pipe = tiny.pipeline("t2v")
+    load_adapter(pipe, file)
+    pipe.transformer.add_adapter(LoraConfig(r=1, target_modules=["to_k"]), adapter_name="style")
+    vmonarch.restore(pipe)
+    assert list(pipe.transformer.peft_config) == ["style"]
+    assert {name.split(".")[-2] for name in pipe.transformer.state_dict() if ".lora_" in name} == {"style"}
+    trained, _ = adapted(tiny)
+    before = {name for name in trained.transformer.state_dict() if ".lora_" in name}
+    vmonarch.restore(trained)
+    assert before and before == {name for name in trained.transformer.state_dict() if ".lora_" in name}
+
+
+def test_nothing_is_overwritten_unless_asked_for(tiny, saved):
+    file, _ = saved
+    before = file.read_bytes()
+    pipe, expected = adapted(tiny, lora=False)
+    with pytest.raises(FileExistsError, match="adapter.safetensors exists"):
+        save_adapter(pipe, file)
+    assert file.read_bytes() == before and os.listdir(file.parent) == [file.name]
+    save_adapter(pipe, file, overwrite=True)
+    fresh = tiny.pipeline("t2v")
+    load_adapter(fresh, file)
+    assert torch.equal(tiny.generate(fresh), expected)
+
+
+# ---------------------------------------------------------------------------------------------- files that do not fit
+
+
+def lose(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def add(name, shape=(2,)):
+    return lambda tensors: tensors.update({name: torch.zeros(shape)})
+
+
+DAMAGE = {
+    "missing": ({"change": lose(WEIGHT)}, f"missing: {WEIGHT}$"),
+    "unexpected": ({"change": add("transformer.blocks.0.attn1.processor.linear.more")}, r"unexpected: .*linear\.more"),
+    "of-a-base-weight": ({"change": add("transformer.blocks.0.attn1.to_q.weight")}, r"unexpected: .*to_q\.weight"),
+    "of-no-transformer": ({"change": add("vae.weight")}, "unexpected: vae.weight"),
+    "shape": ({"change": add(WEIGHT, (2, 7, 12))}, r"of another shape: .*key_weight \(2, 7, 12\) \(here \(2, 8"),
+    "missing-lora": ({"change": lose(LORA)}, f"missing: {LORA}"),
+    "unexpected-lora": ({"change": add(LORA.replace("to_q", "to_k"))}, r"unexpected: .*attn1\.to_k\.lora_B"),
+    "lora-shape": ({"change": add(LORA, (24, 3))}, r"of another shape: .*lora_B.weight \(24, 3\) \(here \(24, 2\)\)"),
+    "version": ({"entry": lambda e: e.update(version=2)}, "an adapter of version 2, supported: 1"),
+    "processor": ({"entry": lambda e: e.update(processor="Other")}, "is for Other, supported: BasedProcessor"),
+    "no-config": ({"entry": lambda e: e.pop("config")}, "damaged vmonarch_adapter"),
+    "layers": (
+        {"entry": lambda e: e["config"].update(layers=["conv", "both"])},
+        "missing: transformer.blocks.0.attn1.processor.convolution.weight.*unexpected: .*blocks.0.*linear",
+    ),
+    "feature-dim": ({"entry": lambda e: e["config"].update(feature_dim=4)}, r"another shape: .*\(2, 8, 12\) \(here"),
+    "model-class": (
+        {"entry": lambda e: e["transformers"]["transformer"].update({"class": "WanVACETransformer3DModel"})},
+        r"another model than transformer: class WanVACETransformer3DModel \(here WanTransformer3DModel\)",
+    ),
+    "model-depth": (
+        {"entry": lambda e: e["transformers"]["transformer"].update(num_layers=30)},
+        r"another model than transformer: num_layers 30 \(here 2\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_does_not_fit_is_named_and_changes_nothing(tiny, saved, name):
+    file, _ = saved
+    damage, message = DAMAGE[name]
+    rewrite(file, **damage)
+    pipe = tiny.pipeline("t2v")
+    stock, before = tiny.generate(pipe), names_of(pipe)
+    with pytest.raises(ValueError, match=message):
+        load_adapter(pipe, file)
+    assert names_of(pipe) == before and torch.equal(tiny.generate(pipe), stock)
+    assert not getattr(pipe.transformer, "peft_config", None)
+
+
+def test_files_for_other_transformers_are_refused(tiny, saved, tmp_path):
+    file, _ = saved
+    with pytest.raises(ValueError, match="is for transformer, but there is transformer and transformer_2"):
+        load_adapter(tiny.pipeline("t2v-2.2"), file)
+    with pytest.raises(ValueError, match=r"num_attention_heads 2 \(here 3\)"):
+        load_adapter(tiny.transformer(num_attention_heads=3), file)
+    pipe, _ = adapted(tiny, "t2v-2.2", lora=False)
+    save_adapter(pipe, tmp_path / "two.safetensors")
+    with pytest.raises(ValueError, match="is for transformer and transformer_2, but there is transformer$"):
+        load_adapter(tiny.pipeline("t2v"), tmp_path / "two.safetensors")
+
+
+def test_files_that_are_no_adapters_are_refused(tiny, tmp_path):
+    model = tiny.transformer()
+    with pytest.raises(FileNotFoundError, match="nowhere.safetensors is no adapter file"):
+        load_adapter(model, tmp_path / "nowhere.safetensors")
+    save_file({"weight": torch.zeros(2)}, tmp_path / "lora.safetensors")
+    with pytest.raises(ValueError, match="no adapter that vmonarch.save_adapter wrote"):
+        load_adapter(model, tmp_path / "lora.safetensors")
+    (tmp_path / "text.safetensors").write_text("nothing")
+    with pytest.raises(ValueError, match="text.safetensors is no complete safetensors file"):
+        load_adapter(model, tmp_path / "text.safetensors")
+    assert not [name for name in model.state_dict() if "processor" in name]
+
+
+def test_half_a_file_is_refused(tiny, saved):
+    file, _ = saved
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="no complete safetensors file"):
+        load_adapter(tiny.pipeline("t2v"), file)
+
+
+def test_what_is_there_already_is_not_lost_to_loading(tiny, saved):
+    file, _ = saved
+    pipe, expected = adapted(tiny, lora=False, layers="both")
+    with pytest.raises(ValueError, match="transformer has a processor with parameters.*vmonarch.restore"):
+        load_adapter(pipe, file)
+    assert torch.equal(tiny.generate(pipe), expected)
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer.add_adapter(LoraConfig(r=1, target_modules=["to_k"]), adapter_name="style")
+    with pytest.raises(ValueError, match="has adapters of PEFT already .style.: unload them"):
+        load_adapter(pipe, file)
+    assert list(pipe.transformer.peft_config) == ["style"]
+
+
+def test_loading_replaces_a_processor_without_parameters(tiny, saved):
+    file, expected = saved
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor())
+    load_adapter(pipe, file)
+    assert torch.equal(tiny.generate(pipe), expected)
+
+
+def test_lora_layers_need_peft(tiny, saved, monkeypatch):
+    file, _ = saved
+    pipe = tiny.pipeline("t2v")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="has LoRA layers, which need PEFT: pip install peft"):
+        load_adapter(pipe, file)
+
+
+def test_bad_arguments_are_named(tiny, tmp_path, saved):
+    file, _ = saved
+    pipe, _ = adapted(tiny)
+    cases = [
+        (lambda: save_adapter(pipe, tmp_path / "x.pt"), ValueError, "path must end with .safetensors"),
+        (lambda: save_adapter(pipe, tmp_path / "no" / "x.safetensors"), FileNotFoundError, "there is no folder"),
+        (lambda: save_adapter(None, tmp_path / "x.safetensors"), TypeError, "pipe_or_transformer must be"),
+        (lambda: load_adapter(pipe, file, layers="conv"), TypeError, "dense_steps, grid, implementation, got layers"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+    assert sorted(os.listdir(tmp_path)) == [file.name]
+
+
+def test_what_cannot_be_saved_is_named(tiny, tmp_path):
+    file = tmp_path / "x.safetensors"
+    with pytest.raises(ValueError, match="transformer has no processor with parameters"):
+        save_adapter(tiny.pipeline("t2v"), file)
+    pipe = tiny.pipeline("t2v-2.2")
+    vmonarch.apply(pipe.transformer, BasedProcessor(feature_dim=8))
+    with pytest.raises(ValueError, match="transformer_2 has no processor with parameters"):
+        save_adapter(pipe, file)
+    vmonarch.apply(pipe.transformer_2, BasedProcessor(feature_dim=4))
+    with pytest.raises(ValueError, match="transformer and transformer_2 have different processors"):
+        save_adapter(pipe, file)
+    model = pipe.transformer
+    with torch.no_grad():
+        model.blocks[0].attn1.processor.linear.log_weight.fill_(1e6)
+    with pytest.raises(ValueError, match="dtype=torch.float16 is too narrow for .*log_weight"):
+        save_adapter(model, file, dtype=torch.float16)
+    for name in ("one", "two"):
+        model.add_adapter(LoraConfig(r=1, target_modules=["to_k"]), adapter_name=name)
+    with pytest.raises(ValueError, match="several adapters of PEFT .one, two."):
+        save_adapter(model, file)
+    other = tiny.transformer()
+    vmonarch.apply(other, BasedProcessor(feature_dim=8))
+    accelerate.cpu_offload(other, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="is offloaded"):
+        save_adapter(other, file)
+    assert not file.exists()
+
+
+def test_lora_that_changed_the_weights_below_it_is_refused(tiny, tmp_path):
+    model = tiny.transformer()
+    model.add_adapter(LoraConfig(r=1, target_modules=["to_k"], init_lora_weights="pissa"))
+    vmonarch.apply(model, BasedProcessor(feature_dim=8))
+    with pytest.raises(ValueError, match="transformer.peft_config must hold plain LoRA"):
+        save_adapter(model, tmp_path / "x.safetensors")
+
+
+# -------------------------------------------------------------------------- folders of diffusers and of accelerate
+
+
+@pytest.mark.parametrize("shards", [None, "20KB"], ids=["one-file", "shards"])
+def test_a_saved_transformer_gets_its_processor_back(tiny, tmp_path, shards):
+    model = tiny.transformer()
+    vmonarch.apply(model, BasedProcessor(layers=LAYERS, feature_dim=8, decay=True))
+    train(model)
+    model.save_pretrained(tmp_path, **({"max_shard_size": shards} if shards else {}))
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards is not None)
+    fresh = diffusers.WanTransformer3DModel.from_pretrained(tmp_path)
+    assert not [name for name in fresh.state_dict() if ".processor." in name]
+    load_adapter(fresh, tmp_path)
+    assert torch.equal(tiny.run(fresh), tiny.run(model))
+
+
+@pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
+def test_a_saved_pipeline_gets_its_processors_back(tiny, tmp_path, kind):
+    pipe, expected = adapted(tiny, kind, lora=False)
+    pipe.save_pretrained(tmp_path)
+    fresh = diffusers.WanPipeline.from_pretrained(tmp_path)
+    fresh.set_progress_bar_config(disable=True)
+    load_adapter(fresh, tmp_path)
+    assert torch.equal(tiny.generate(fresh), expected)
+
+
+def test_folders_that_do_not_fit_are_refused(tiny, tmp_path):
+    model = tiny.transformer()
+    model.save_pretrained(tmp_path / "stock")
+    with pytest.raises(ValueError, match="was saved without a processor that learns"):
+        load_adapter(model, tmp_path / "stock")
+    vmonarch.apply(model, BasedProcessor(feature_dim=8))
+    model.save_pretrained(tmp_path / "based")
+    weights = tmp_path / "based" / "diffusion_pytorch_model.safetensors"
+    whole, name = load_file(weights), WEIGHT.removeprefix("transformer.")
+    fresh = tiny.transformer()
+    expected = tiny.run(fresh)
+    for change, message in (
+        ({key: value for key, value in whole.items() if key != name}, f"missing: {WEIGHT}"),
+        (whole | {f"{name}_2": whole[name].clone()}, f"unexpected: {WEIGHT}_2"),
+        (whole | {name: whole[name][:, :4].clone()}, "of another shape"),
+        (whole | {LORA.removeprefix("transformer."): torch.zeros(2)}, "was saved with LoRA layers"),
+    ):
+        save_file(change, weights, {"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            load_adapter(fresh, tmp_path / "based")
+    save_file(whole, weights, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"another model than transformer: num_layers 2 \(here 3\)"):
+        load_adapter(tiny.transformer(num_layers=3), tmp_path / "based")
+    with pytest.raises(ValueError, match="no folder of a pipeline, but there are transformer and transformer_2"):
+        load_adapter(tiny.pipeline("t2v-2.2"), tmp_path / "based")
+    weights.unlink()
+    with pytest.raises(FileNotFoundError, match="has no diffusion_pytorch_model.safetensors"):
+        load_adapter(fresh, tmp_path / "based")
+    assert torch.equal(tiny.run(fresh), expected)
+
+
+def test_the_config_names_the_processor_for_as_long_as_it_is_applied(tiny, tmp_path):
+    model = tiny.transformer()
+    before = dict(model.config)
+    vmonarch.apply(model, BasedProcessor(feature_dim=8))
+    assert model.config["_vmonarch_processor"] == {
+        "processor": "BasedProcessor", "config": BasedProcessor(feature_dim=8).config
+    }  # fmt: skip
+    assert copy.deepcopy(model).config == model.config
+    vmonarch.restore(model)
+    assert dict(model.config) == before
+    vmonarch.apply(model, VMonarchProcessor())
+    assert dict(model.config) == before
+
+
+def test_checkpoints_of_accelerate_hold_what_was_learnt(tiny, tmp_path):
+    def prepared(seed):
+        model = tiny.transformer()
+        vmonarch.apply(model, BasedProcessor(layers=LAYERS, feature_dim=8))
+        train(model, seed)
+        accelerator = accelerate.Accelerator(cpu=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return (accelerator, *accelerator.prepare(model, optimizer))
+
+    accelerator, model, optimizer = prepared(0.3)
+    for _ in range(2):
+        accelerator.backward(model(**tiny.inputs())[0].square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(str(tmp_path))
+    other, twin, _ = prepared(0.1)
+    assert not torch.equal(tiny.run(twin), tiny.run(model))
+    other.load_state(str(tmp_path))
+    assert torch.equal(tiny.run(twin), tiny.run(model))
+    save_adapter(model, tmp_path / "adapter.safetensors")
+    fresh = accelerator.unwrap_model(model)
+    vmonarch.restore(fresh)
+    load_adapter(fresh, tmp_path / "adapter.safetensors")
+    assert torch.equal(tiny.run(fresh), tiny.run(twin))
+
+    plain = accelerate.Accelerator(cpu=True)
+    plain.prepare(tiny.transformer())
+    with pytest.raises(RuntimeError, match="processor"):
+        plain.load_state(str(tmp_path))

@@ -1,0 +1,570 @@
+"""Based as a processor: what its layers compute, how it starts, and that what it learns belongs to the transformer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+
+import accelerate
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vmonarch
+from vmonarch import BasedProcessor, VMonarchProcessor, taylor_attention, window_attention
+from vmonarch.based import BasedLayer, LinearPart, frame_decay, initial_projection
+from vmonarch.layouts import LAYERS, resolve_layers
+
+EVERYTHING = (9, 7, 13)  # over every grid below
+ATTENTION = "blocks.0.attn1.processor"
+GRIDS = [(1, 1, 1), (1, 3, 5), (5, 1, 7), (3, 2, 3)]
+
+
+def based(**options):
+    return BasedProcessor(**{"feature_dim": 8, "window": (3, 3, 3)} | options)
+
+
+def applied(tiny, grid=None, **options):
+    model = tiny.transformer()
+    vmonarch.apply(model, based(**options))
+    return model
+
+
+def randomise(model, std=0.3):
+    """As if it had learnt something."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".processor." in name:
+                parameter += std * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def learnt(model):
+    return {name: parameter for name, parameter in model.named_parameters() if ".processor." in name}
+
+
+def self_attention(model, hidden_states, rotary):
+    return model.blocks[0].attn1(hidden_states, None, None, rotary)
+
+
+# ------------------------------------------------------------------------------------------------ what layers compute
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("layers", ["full", "window"])
+def test_full_layers_and_windows_over_everything_are_the_stock_attention(tiny, layers, grid):
+    model = tiny.transformer()
+    expected = tiny.run(model, grid, batch=2)
+    vmonarch.apply(model, based(layers=layers, window=EVERYTHING))
+    torch.testing.assert_close(tiny.run(model, grid, batch=2), expected, rtol=1e-5, atol=1e-5)
+    assert not learnt(model)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("decay", [False, True], ids=["no-decay", "decay"])
+@pytest.mark.parametrize("layers", ["linear", "window", "both"])
+def test_attention_layers_are_what_their_parts_give(tiny, layers, decay, grid):
+    model = randomise(applied(tiny, layers=layers, decay=decay).double())
+    processor = model.blocks[0].attn1.processor
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, math.prod(grid), 2, 12, generator=generator, dtype=torch.float64) for _ in range(3))
+    with torch.no_grad():
+        actual = processor.attend(q, k, v, vmonarch.LatentGrid(*grid))
+        near, near_lse = window_attention(q, k, v, window=(3, 3, 3), grid=grid, return_lse=True)
+        if layers == "window":
+            assert processor.linear is None
+            torch.testing.assert_close(actual, near)
+            return
+        linear = processor.linear
+        fq, fk = (torch.einsum("bshd,hfd->bhsf", x, w) for x, w in ((q, linear.query_weight), (k, linear.key_weight)))
+        s = fq @ fk.mT / math.sqrt(8)
+        weights = 1 + s + s**2 / 2
+        if decay:
+            frame = torch.arange(math.prod(grid)) // (grid[1] * grid[2])
+            weights = weights * torch.exp(-linear.log_rate.exp()[:, None, None] * (frame[:, None] - frame).abs())
+        if layers == "both":
+            weights = weights * linear.log_weight.exp()[:, None, None]
+        numerator, total = weights @ v.transpose(1, 2), weights.sum(-1, keepdim=True)
+        if layers == "both":
+            near_weight = near_lse.exp().unsqueeze(-1)
+            numerator, total = numerator + near_weight * near.transpose(1, 2), total + near_weight
+    # The rates are learnt in float32 at least, the decay is computed in the wider of the two.
+    torch.testing.assert_close(actual, (numerator / total).transpose(1, 2), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_convolution_layers_follow_the_papers_formula(tiny, grid, fused):
+    model = randomise(applied(tiny, layers="conv").double())
+    attn = model.blocks[0].attn1
+    T, Y, X = grid
+    u = torch.randn(2, T, Y, X, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    filters = attn.processor.convolution.weight[:, 0]  # [C, 3, 3, 3]
+    filtered = torch.zeros_like(u)
+    padded = F.pad(u, (0, 0, 1, 1, 1, 1, 1, 1))
+    for t in range(3):
+        for y in range(3):
+            for x in range(3):
+                filtered += filters[:, t, y, x] * padded[:, t : t + T, y : y + Y, x : x + X]
+    gate = filtered.flatten(1, 3) @ attn.to_q.weight.T + attn.to_q.bias
+    value = u.flatten(1, 3) @ attn.to_v.weight.T + attn.to_v.bias
+    expected = (value * gate * torch.sigmoid(gate)) @ attn.to_out[0].weight.T + attn.to_out[0].bias
+    if fused:
+        attn.fuse_projections()
+    attn.processor.grid, attn.processor._context = vmonarch.LatentGrid(*grid), None
+    torch.testing.assert_close(attn(u.flatten(1, 3)), expected)
+
+
+def test_filters_begin_as_identity(tiny):
+    convolution = applied(tiny, layers="conv").blocks[1].attn1.processor.convolution
+    u = torch.randn(2, 30, 24)
+    assert torch.equal(convolution(u, vmonarch.LatentGrid(2, 3, 5)), u)
+
+
+def test_a_fast_decay_leaves_a_frame_to_itself():
+    weights = frame_decay(torch.tensor([-100.0, 0.0, 5.0]), 4)
+    distance = (torch.arange(4)[:, None] - torch.arange(4)).abs()
+    torch.testing.assert_close(weights[0], torch.ones(4, 4))
+    torch.testing.assert_close(weights[1], torch.exp(-distance.float()))
+    assert torch.equal(weights[2] > 1e-9, distance == 0)
+    assert frame_decay(torch.zeros(1, dtype=torch.bfloat16), 2).dtype == torch.float32
+
+
+def test_log_weights_turn_the_linear_part_off_and_the_window_down(tiny):
+    model = tiny.transformer()
+    stock = tiny.run(model)
+    vmonarch.apply(model, based(window=EVERYTHING))
+    assert not torch.allclose(tiny.run(model), stock, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn1.processor.linear.log_weight.fill_(-100.0)
+    torch.testing.assert_close(tiny.run(model), stock, rtol=1e-5, atol=1e-5)
+    linear = applied(tiny, layers="linear")
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn1.processor.linear.log_weight.fill_(100.0)
+    torch.testing.assert_close(tiny.run(model), tiny.run(linear), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mixture_gives_every_layer_its_own(tiny):
+    model = tiny.transformer(num_layers=5)
+    vmonarch.apply(model, based(layers=["conv", "linear", "full", "both", "window"]))
+    kinds = [getattr(block.attn1.processor, "kind", "full") for block in model.blocks]
+    assert kinds == ["conv", "linear", "full", "both", "window"]
+    assert {name.split(".")[1] for name in learnt(model)} == {"0", "1", "3"}
+    assert torch.isfinite(tiny.run(model)).all()
+
+
+@pytest.mark.parametrize(("blocks", "share"), [(27, 5), (36, 7), (30, 6), (6, 1), (2, 1), (40, 8)])
+def test_the_papers_mixture(blocks, share):
+    kinds = resolve_layers("based", blocks)
+    assert [kinds.count(kind) for kind in ("linear", "window", "conv")] == [share, share, blocks - 2 * share]
+    if blocks == 30:
+        assert [n for n, kind in enumerate(kinds) if kind == "linear"] == [1, 6, 11, 16, 21, 26]
+        assert [n for n, kind in enumerate(kinds) if kind == "window"] == [3, 8, 13, 18, 23, 28]
+    # Spread over depth: neither kind is missing from a half.
+    if share > 1:
+        for half in (kinds[: blocks // 2], kinds[blocks // 2 :]):
+            assert {"linear", "window", "conv"} == set(half)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_one_name_is_for_all_layers(kind):
+    assert resolve_layers(kind, 3) == (kind,) * 3
+
+
+def test_control_blocks_follow_the_block_that_they_feed(tiny):
+    model = tiny.vace_transformer()
+    vmonarch.apply(model, based(layers=["window", "full", "conv"]))
+    kinds = [getattr(block.attn1.processor, "kind", "full") for block in model.vace_blocks]
+    assert kinds == ["window", "conv"]
+    with torch.no_grad():
+        out = model(**tiny.inputs(), control_hidden_states=torch.randn(1, 96, 3, 4, 6))[0]
+    assert torch.isfinite(out).all()
+
+
+def test_cross_attention_is_not_touched(tiny):
+    model = tiny.transformer()
+    before = [block.attn2.processor for block in model.blocks]
+    vmonarch.apply(model, based())
+    assert [block.attn2.processor for block in model.blocks] == before
+
+
+def test_dense_layers_and_dense_steps(tiny):
+    pipe = tiny.pipeline("t2v")
+    stock = tiny.generate(pipe)
+    vmonarch.apply(pipe, based(dense_steps=1.0))
+    assert torch.equal(tiny.generate(pipe), stock)
+    vmonarch.restore(pipe)
+    vmonarch.apply(pipe, based(dense_layers=[0]))
+    assert {name.split(".")[1] for name in learnt(pipe.transformer)} == {"1"}
+    some = tiny.generate(pipe)
+    vmonarch.restore(pipe)
+    vmonarch.apply(pipe, based(layers=["full", "both"]))
+    assert torch.equal(tiny.generate(pipe), some) and not torch.equal(some, stock)
+
+
+# ----------------------------------------------------------------------------------------------------- how it starts
+
+
+def test_logits_are_right_on_average_at_first():
+    heads, D, features = 20_000, 24, 8
+    projection = initial_projection(0, heads, D, features)
+    q, k = torch.randn(2, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    s = (projection @ q * (projection @ k)).sum(-1) / math.sqrt(features)  # [heads]
+    error = s.std() / math.sqrt(heads)
+    assert abs(s.mean() - q @ k / math.sqrt(D)) < 4 * error and error < 0.05 * s.std()
+    assert abs(q @ k / math.sqrt(D)) > 8 * error, "the test must tell the right average from 0"
+
+
+def test_projections_are_orthonormal_shared_by_query_and_key_and_independent_otherwise(tiny):
+    model = applied(tiny)
+    parts = [block.attn1.processor.linear for block in model.blocks]
+    for part in parts:
+        assert torch.equal(part.query_weight, part.key_weight) and part.query_weight is not part.key_weight
+        gram = part.query_weight @ part.query_weight.mT
+        torch.testing.assert_close(gram, torch.eye(8).expand(2, 8, 8) * math.sqrt(12 / 8), rtol=1e-5, atol=1e-5)
+        assert torch.equal(part.log_weight, torch.zeros(2))
+    weights = [part.query_weight[h] for part in parts for h in range(2)]
+    assert all((a - b).abs().max() > 0.1 for n, a in enumerate(weights) for b in weights[:n])
+
+
+def test_it_starts_the_same_every_time_and_draws_no_random_number(tiny):
+    torch.manual_seed(5)
+    first = applied(tiny)
+    torch.manual_seed(6)
+    state = torch.get_rng_state()
+    second = applied(tiny)
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, a), b in zip(learnt(first).items(), learnt(second).values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_both_parts_together_are_closer_to_full_attention_than_either(tiny):
+    # Features that change smoothly over time, rows and columns, as those of videos do, and logits of a trained model's
+    # spread: near tokens are alike, and far ones weigh something too.
+    T, Y, X, D = 8, 6, 8, 64
+    generator = torch.Generator().manual_seed(4)
+    axes = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in (T, Y, X)), indexing="ij")
+    place = torch.stack(axes, -1).flatten(0, 2)  # [S, 3]
+
+    def smooth():
+        waves = torch.randn(4, 3, D, generator=generator, dtype=torch.float64) * 0.35
+        phases = 2 * math.pi * torch.rand(4, 1, D, generator=generator, dtype=torch.float64)
+        return torch.sin(place @ waves + phases).mul(2**0.5).permute(1, 0, 2).unsqueeze(0)  # [1, S, 4, D]
+
+    same, value = smooth(), smooth()
+    query, key = (0.9 * same + 0.45 * smooth() for _ in range(2))
+    exact = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+    errors = {}
+    for layers in ("linear", "window", "both"):
+        attn = tiny.transformer(num_attention_heads=4, attention_head_dim=D).blocks[0].attn1.double()
+        options = {"layers": layers, "feature_dim": 16, "window": (3, 5, 5)}
+        processor = BasedLayer(layers, attn, 0, **options)
+        with torch.no_grad():
+            out = processor.attend(query, key, value, vmonarch.LatentGrid(T, Y, X))
+        errors[layers] = ((out - exact).norm() / exact.norm()).item()
+    assert errors["both"] < 0.7 * min(errors["linear"], errors["window"]), errors
+
+
+# ----------------------------------------------------------------------- parameters that belong to the transformer
+
+
+def test_what_it_learns_is_the_transformers(tiny):
+    model = tiny.transformer()
+    before = set(dict(model.named_parameters()))
+    vmonarch.apply(model, based(decay=True))
+    parameters = learnt(model)
+    assert set(dict(model.named_parameters())) - before == set(parameters)
+    assert {f"{ATTENTION}.linear.{name}" for name in ("query_weight", "key_weight", "log_weight", "log_rate")} == {
+        name for name in parameters if name.startswith(ATTENTION)
+    }
+    assert set(parameters) <= set(model.state_dict()) and all(p.requires_grad for p in parameters.values())
+    assert parameters[f"{ATTENTION}.linear.query_weight"].shape == (2, 8, 12)
+    vmonarch.restore(model)
+    assert set(dict(model.named_parameters())) == before == set(model.state_dict())
+
+
+def test_an_optimizer_trains_every_parameter(tiny):
+    model = tiny.transformer(num_layers=3)
+    model.requires_grad_(False)
+    target = tiny.run(model, batch=2)
+    vmonarch.apply(model, based(layers=["both", "linear", "conv"], decay=True))
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    before = {name: parameter.detach().clone() for name, parameter in learnt(model).items()}
+    losses = []
+    for _ in range(10):
+        loss = (model(**tiny.inputs(batch=2))[0] - target).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.9 * losses[0]
+    for name, parameter in learnt(model).items():
+        assert (parameter != before[name]).any(), name
+    assert torch.equal(model.blocks[0].attn1.to_q.weight, tiny.transformer(num_layers=3).blocks[0].attn1.to_q.weight)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_have_parameters_of_their_own(tiny, way):
+    model = randomise(applied(tiny, layers=["both", "conv"]))
+    expected = tiny.run(model)
+    twin = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert torch.equal(tiny.run(twin), expected)
+    randomise(twin)
+    twin.blocks[0].attn1.processor.register_forward_hook(lambda *_: None)
+    assert not torch.equal(tiny.run(twin), expected) and torch.equal(tiny.run(model), expected)
+    assert not model.blocks[0].attn1.processor._forward_hooks
+    vmonarch.restore(twin)
+    assert learnt(model) and not learnt(twin)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_parameters_take_the_dtype_of_the_module_and_move_with_it(tiny, dtype):
+    late, early = tiny.transformer(), applied(tiny, decay=True)
+    late.to(dtype)
+    vmonarch.apply(late, based(decay=True))
+    early.to(dtype)
+    inputs = tiny.inputs()
+    inputs["hidden_states"] = inputs["hidden_states"].to(dtype)
+    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"].to(dtype)
+    assert {parameter.dtype for model in (late, early) for parameter in learnt(model).values()} == {dtype}
+    with torch.no_grad():
+        outputs = [model(**inputs)[0] for model in (late, early)]
+    assert torch.isfinite(outputs[0]).all()
+    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
+    assert all(parameter.device.type == "meta" for parameter in learnt(late.to("meta")).values())
+
+
+@pytest.mark.parametrize("layers", ["both", "conv"])
+def test_parameters_in_float32_train_a_model_in_bfloat16(tiny, layers):
+    model = applied(tiny, layers=layers).bfloat16()
+    for parameter in learnt(model).values():
+        parameter.data = parameter.data.float()
+    inputs = tiny.inputs()
+    inputs["hidden_states"] = inputs["hidden_states"].bfloat16()
+    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"].bfloat16()
+    model(**inputs)[0].float().square().mean().backward()
+    assert all(p.grad.dtype == torch.float32 and (p.grad != 0).any() for p in learnt(model).values())
+
+
+@pytest.mark.parametrize("layers", ["linear", "both", "conv"])
+def test_autocast_keeps_the_sums_in_float32(tiny, monkeypatch, layers):
+    model = applied(tiny, layers=layers)
+    seen = []
+
+    def record(query, key, value, **options):
+        result = taylor_attention(query, key, value, **options)
+        seen.append((query.dtype, torch.is_autocast_enabled("cpu")))
+        return result
+
+    monkeypatch.setattr("vmonarch.based.taylor_attention", record)
+    expected = tiny.run(model)
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = tiny.run(model)
+    torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.05)
+    assert seen == ([] if layers == "conv" else [(torch.bfloat16, False)] * 2)
+
+
+def test_without_apply_it_says_what_to_do(tiny):
+    model = tiny.transformer()
+    model.set_attn_processor(based())
+    with pytest.raises(RuntimeError, match="BasedProcessor needs vmonarch.apply"):
+        tiny.run(model)
+    assert not learnt(model)
+
+
+@pytest.mark.parametrize("second", [based(), VMonarchProcessor()], ids=["based", "vmonarch"])
+def test_applying_on_top_of_learnt_parameters_is_refused_and_changes_nothing(tiny, second):
+    model = randomise(applied(tiny))
+    expected = tiny.run(model)
+    with pytest.raises(ValueError, match="transformer has a processor with parameters.*save_adapter.*vmonarch.restore"):
+        vmonarch.apply(model, second)
+    assert torch.equal(tiny.run(model), expected)
+    vmonarch.restore(model)
+    vmonarch.apply(model, second)
+    assert not torch.equal(tiny.run(model), expected)
+
+
+def test_without_parameters_it_is_replaced_as_any_other(tiny):
+    model = applied(tiny, layers="window")
+    vmonarch.apply(model, VMonarchProcessor())
+    assert isinstance(model.blocks[0].attn1.processor, VMonarchProcessor)
+
+
+def test_both_transformers_of_a_pipeline_learn_for_themselves(tiny):
+    pipe = tiny.pipeline("t2v-2.2")
+    stock = tiny.generate(pipe)
+    with vmonarch.apply(pipe, based()) as installation:
+        assert set(installation.transformers) == {"transformer", "transformer_2"}
+        first = tiny.generate(pipe)
+        randomise(pipe.transformer_2)
+        assert not torch.equal(tiny.generate(pipe), first) and not torch.equal(first, stock)
+    assert torch.equal(tiny.generate(pipe), stock)
+
+
+# ---------------------------------------------------------------------------------- together with torch and diffusers
+
+
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("layers", ["linear", "window", "both", "conv"])
+def test_compiled_whole_without_graph_break(tiny, dynamo, layers):
+    model = tiny.transformer(num_layers=1)
+    vmonarch.apply(model, based(layers=layers, decay=True))
+    expected = tiny.run(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(3):
+        torch.testing.assert_close(tiny.run(compiled), expected)
+    assert dynamo["stats"]["unique_graphs"] == 1 and not dynamo["graph_break"]
+
+
+def test_compiled_repeated_blocks_share_one_graph(tiny, dynamo):
+    model = tiny.transformer(num_layers=4)
+    vmonarch.apply(model, based())
+    expected = tiny.run(model)
+    model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(tiny.run(model), expected)
+    assert dynamo["stats"]["unique_graphs"] == 1 and not dynamo["graph_break"]
+
+
+def gradients(model, inputs):
+    model.train()
+    model.zero_grad()
+    output = model(**inputs)[0]
+    (output * output.detach().cos()).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in learnt(model).items()}
+
+
+@pytest.mark.parametrize("layers", ["both", "conv"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradient_checkpointing_gives_the_same_gradients(tiny, dynamo, layers, compiled):
+    model = randomise(applied(tiny, layers=layers, decay=True))
+    inputs = tiny.inputs(batch=2)
+    expected = gradients(model, inputs)
+    assert all((gradient != 0).any() for gradient in expected.values()) and expected
+    model.enable_gradient_checkpointing()
+    if compiled:
+        model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    for name, gradient in gradients(model, inputs).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("offload", ["block_level", "leaf_level", "sequential"])
+def test_offloading_moves_what_it_learnt(tiny, offload):
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, based(layers=["both", "conv"], decay=True))
+    randomise(pipe.transformer)
+    expected = tiny.generate(pipe)
+    cpu = torch.device("cpu")
+    if offload == "sequential":
+        accelerate.cpu_offload(pipe.transformer, execution_device=cpu)
+        assert pipe.transformer.blocks[0].attn1.processor.linear.query_weight.device.type == "meta"
+    else:
+        size = {"num_blocks_per_group": 1} if offload == "block_level" else {}
+        pipe.transformer.enable_group_offload(
+            onload_device=cpu, offload_device=cpu, offload_type=offload, use_stream=False, **size
+        )
+    assert torch.equal(tiny.generate(pipe), expected)
+
+
+def test_adapters_of_peft_reach_the_projections(tiny):
+    from peft import LoraConfig
+
+    model = applied(tiny, layers=["both", "conv"])
+    expected = tiny.run(model)
+    with torch.random.fork_rng(devices=[]):
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    assert not torch.equal(tiny.run(model), expected)
+    assert {name.split(".lora")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora" in name} == {
+        "to_q",
+        "to_v",
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"layers": ["both", "conv"], "decay": True, "grid": (3, 2, 3), "dense_steps": 0.25, "window": [1, 3, 5]}],
+    ids=["defaults", "all"],
+)
+def test_config_goes_through_json(options):
+    processor = BasedProcessor(**options)
+    again = BasedProcessor.from_config(json.loads(json.dumps(processor.config)))
+    assert again.config == processor.config and repr(again) == repr(processor)
+
+
+BAD_OPTIONS = {
+    "layers-name": ({"layers": "linaer"}, ValueError, "layers must be based, one of linear, window"),
+    "layers-kind": ({"layers": 3}, TypeError, "layers must be based, one of .* got int"),
+    "layers-entry": ({"layers": ["both", "based"]}, ValueError, r"layers\[1\] must be one of .* got 'based'"),
+    "feature-dim": ({"feature_dim": 0}, ValueError, "feature_dim must be at least 1"),
+    "feature-map": ({"feature_map": "exp"}, ValueError, "feature_map must be one of taylor"),
+    "signed": ({"feature_map": "identity"}, ValueError, "feature_map must not be 'identity' with layers 'both'"),
+    "signed-in-a-list": (
+        {"feature_map": "identity", "layers": ["linear", "both"]}, ValueError, "feature_map must not be 'identity'"),
+    "window": ({"window": 3}, TypeError, "window must be three integers"),
+    "window-two": ({"window": (3, 3)}, ValueError, "window must have three entries"),
+    "window-zero": ({"window": (3, 0, 3)}, ValueError, r"window\[1\] must be at least 1"),
+    "decay": ({"decay": 1}, TypeError, "decay must be True or False"),
+    "implementation": ({"implementation": "cuda"}, ValueError, "implementation must be one of"),
+    "dense": ({"dense_steps": -1}, ValueError, "dense_steps as a count"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_options_fail_when_the_processor_is_made(name):
+    options, error, message = BAD_OPTIONS[name]
+    with pytest.raises(error, match=message):
+        BasedProcessor(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"feature_dim": 13}, "feature_dim=13, but heads have only 12 dimensions"),
+        ({"layers": ["both"] * 3}, "layers has 3 entries, but there are 2 transformer blocks"),
+        ({"dense_steps": 1}, "dense_steps needs a pipeline"),
+    ],
+    ids=["feature_dim", "layers", "dense_steps"],
+)
+def test_options_that_do_not_fit_the_transformer_change_nothing(tiny, options, message):
+    model = tiny.transformer()
+    before, names = tiny.run(model), set(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        vmonarch.apply(model, based(**options))
+    assert torch.equal(tiny.run(model), before) and set(model.state_dict()) == names
+    assert "_vmonarch_processor" not in model.config
+
+
+def test_the_mixture_needs_two_blocks(tiny):
+    with pytest.raises(ValueError, match="layers='based' needs at least 2 transformer blocks"):
+        vmonarch.apply(tiny.transformer(num_layers=1), based(layers="based"))
+
+
+def test_weights_on_the_meta_device_are_refused(tiny):
+    with pytest.raises(ValueError, match="weights on the meta device"):
+        vmonarch.apply(tiny.transformer().to("meta"), based())
+
+
+def test_the_kernels_are_asked_for_by_name(tiny):
+    model = applied(tiny, layers="linear", implementation="triton").bfloat16()
+    part = model.blocks[0].attn1.processor.linear
+    assert isinstance(part, LinearPart)
+    states = torch.randn(1, 6, 2, 12).bfloat16()
+    # On the CPU in bfloat16 there are none: nothing falls back in silence.
+    with pytest.raises(NotImplementedError, match="taylor_attention with implementation=.triton"):
+        part(states, states, states, 1)

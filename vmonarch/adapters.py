@@ -1,0 +1,377 @@
+"""Saving and loading what a processor and LoRA layers have learnt, in one file, with nothing passed over in silence.
+
+The file is safetensors. Names of tensors are those in the pipeline, "transformer.blocks.0.attn1.processor.…"; LoRA
+layers bear diffusers' names and their settings diffusers' metadata, so that `load_lora_weights` of a stock pipeline
+takes the LoRA part. The metadata entry "vmonarch_adapter" is JSON: version, processor, its config, and for each
+transformer what must be the same in the one that the file is loaded to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vmonarch.based import BasedProcessor
+from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.installation import (
+    CONFIG_ENTRY,
+    Installation,
+    apply,
+    bind_all,
+    find_transformers,
+    note_lora,
+    parameters_of,
+)
+from vmonarch.processors import VideoAttentionProcessor
+
+VERSION = 1
+_ENTRY = "vmonarch_adapter"
+# diffusers' name for the settings of LoRA layers.
+_LORA_ENTRY = "lora_adapter_metadata"
+_LORA_NAME = "vmonarch"
+_PROCESSORS: dict[str, type[VideoAttentionProcessor]] = {"BasedProcessor": BasedProcessor}
+# Of a transformer's config, what the shapes of learnt tensors and the meaning of layers depend on.
+_FACTS = ("num_layers", "num_attention_heads", "attention_head_dim", "patch_size", "in_channels", "vace_layers")
+# Options that no parameter depends on, which may differ from those that were saved.
+_FREE_OPTIONS = ("dense_steps", "grid", "implementation")
+# Settings of PEFT that do not say what the layers compute.
+_LORA_RUNTIME = (
+    "peft_type",
+    "task_type",
+    "peft_version",
+    "base_model_name_or_path",
+    "inference_mode",
+    "init_lora_weights",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Adapter:
+    """What a file or folder holds: tensors by name, LoRA settings and facts by transformer."""
+
+    source: Path
+    processor: str
+    config: dict[str, Any]
+    transformers: dict[str, dict[str, Any]]
+    tensors: dict[str, torch.Tensor]
+    lora: dict[str, dict[str, Any]]
+
+
+def save_adapter(
+    pipe_or_transformer: Any, path: str | Path, *, dtype: torch.dtype | None = None, overwrite: bool = False
+) -> None:
+    """Write the learnt parameters of the processor applied, and those of LoRA layers if there are any, to one file.
+
+    Args:
+        pipe_or_transformer: as in `vmonarch.apply`; of a pipeline all transformers are saved.
+        path: of the file, which ends with .safetensors.
+        dtype: to save in; None for that of each parameter.
+        overwrite: replace a file that is there.
+
+    Raises:
+        TypeError: `pipe_or_transformer` has no supported transformer.
+        ValueError: a transformer has no processor with parameters, or another than the rest; it has several LoRA
+            adapters, or one that changed the weights below it; it is offloaded; `path` has another ending; a value
+            does not fit `dtype`.
+        FileExistsError: the file exists, and `overwrite` is False.
+        FileNotFoundError: its folder does not exist.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ValueError(f"path must end with .safetensors, got {str(path)!r}")
+    tensors: dict[str, torch.Tensor] = {}
+    lora_settings: dict[str, Any] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    applied: dict[str, dict[str, Any]] = {}
+    for name, transformer in find_transformers(pipe_or_transformer).items():
+        learnt = _learnt(transformer)
+        if not learnt:
+            raise ValueError(
+                f"{name} has no processor with parameters: apply a BasedProcessor, or save the other alone"
+            )
+        layers, settings = _lora_of(name, transformer)
+        tensors |= {f"{name}.{key}": _to_save(f"{name}.{key}", x, dtype) for key, x in (learnt | layers).items()}
+        lora_settings |= {f"{name}.{key}": value for key, value in settings.items()}
+        facts[name] = _facts_of(transformer)
+        applied[name] = transformer.config[CONFIG_ENTRY]  # type: ignore[assignment,index]
+    first, *others = applied.values()
+    if any(other != first for other in others):
+        raise ValueError(f"{' and '.join(applied)} have different processors: save each transformer by itself")
+    metadata = {
+        "format": "pt",
+        _ENTRY: json.dumps({"version": VERSION, **first, "transformers": facts}, sort_keys=True),
+    }
+    if lora_settings:
+        metadata[_LORA_ENTRY] = json.dumps(lora_settings, sort_keys=True)
+    _write(path, tensors, metadata, overwrite)
+
+
+def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> Installation:
+    """Apply the processor that `save_adapter` saved, with all that it and its LoRA layers had learnt.
+
+    Or the processor of a folder that `save_pretrained` wrote of a transformer, or of a pipeline, with a processor
+    applied: `from_pretrained` loads such a folder without the processor, and this puts it back.
+
+    Nothing is changed unless everything fits. `vmonarch.restore` takes away what was loaded, LoRA layers too.
+
+    Args:
+        pipe_or_transformer: as in `vmonarch.apply`.
+        path: of the file or folder.
+        options: `dense_steps`, `grid` and `implementation` of the processor, in place of those that were saved.
+
+    Returns:
+        The installation, as from `vmonarch.apply`.
+
+    Raises:
+        TypeError: `pipe_or_transformer` has no supported transformer, or an option is not one of these.
+        ValueError: this is no adapter, one of another version or for another model, one with parameters missing,
+            unexpected or of another shape, each of which is named; or the transformer has parameters of a processor or
+            LoRA layers already.
+        FileNotFoundError: there is no such file or folder, or its weights are missing.
+        ImportError: the adapter has LoRA layers, and PEFT is not installed.
+    """
+    unknown = sorted(set(options) - set(_FREE_OPTIONS))
+    if unknown:
+        raise TypeError(f"load_adapter takes the options {', '.join(_FREE_OPTIONS)}, got {', '.join(unknown)}")
+    transformers = find_transformers(pipe_or_transformer)
+    adapter = read_adapter(path, list(transformers))
+    if adapter.processor not in _PROCESSORS:
+        raise ValueError(f"{path} is for {adapter.processor}, supported: {', '.join(_PROCESSORS)}")
+    processor = _PROCESSORS[adapter.processor].from_config(adapter.config | options)
+    _check_models(adapter, transformers)
+    for name, transformer in transformers.items():
+        _check_names(adapter, name, _shapes_to_come(transformer, processor), lora=False)
+
+    added: list[Any] = []
+    try:
+        for name, transformer in transformers.items():
+            _add_lora(adapter, name, transformer, added)
+        installation = apply(pipe_or_transformer, processor)
+    except BaseException:
+        for transformer in added:
+            transformer.unload_lora()
+        raise
+    for transformer in added:
+        note_lora(transformer, _LORA_NAME)
+    with torch.no_grad():
+        for name, transformer in transformers.items():
+            for key, parameter in _learnt(transformer).items():
+                parameter.copy_(adapter.tensors[f"{name}.{key}"])
+    return installation
+
+
+def read_adapter(path: str | Path, transformers: Iterable[str] = ("transformer",)) -> _Adapter:
+    """The contents of an adapter file, or of the folder of a model that was saved with a processor.
+
+    Args:
+        transformers: names of the transformers whose subfolders are read, if it is a pipeline's folder.
+
+    Raises:
+        ValueError, FileNotFoundError: as `load_adapter`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _read_folder(path, list(transformers))
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no adapter file and no folder of a model")
+    tensors, metadata = _read_tensors(path)
+    if _ENTRY not in metadata:
+        raise ValueError(f"{path} is no adapter that vmonarch.save_adapter wrote: its metadata has no {_ENTRY}")
+    lora: dict[str, dict[str, Any]] = {}
+    try:
+        entry = json.loads(metadata[_ENTRY])
+        if entry["version"] != VERSION:
+            raise ValueError(f"{path} is an adapter of version {entry['version']}, supported: {VERSION}")
+        for key, value in json.loads(metadata.get(_LORA_ENTRY, "{}")).items():
+            name, _, setting = key.partition(".")
+            lora.setdefault(name, {})[setting] = value
+        return _Adapter(path, entry["processor"], entry["config"], entry["transformers"], tensors, lora)
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} has a damaged {_ENTRY} in its metadata: {error!r}") from error
+
+
+def _read_folder(path: Path, names: list[str]) -> _Adapter:
+    of_pipeline = (path / "model_index.json").is_file()
+    if not of_pipeline and len(names) > 1:
+        raise ValueError(f"{path} is no folder of a pipeline, but there are {' and '.join(names)} to load")
+    tensors: dict[str, torch.Tensor] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    entries = []
+    for name in names:
+        folder = path / name if of_pipeline else path
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if CONFIG_ENTRY not in config:
+            raise ValueError(f"{folder} was saved without a processor that learns: its config has no {CONFIG_ENTRY}")
+        entries.append(config[CONFIG_ENTRY])
+        facts[name] = {"class": config["_class_name"], **{key: config[key] for key in _FACTS if key in config}}
+        weights = _read_weights(folder)
+        if any(".lora_" in key for key in weights):
+            raise ValueError(f"{folder} was saved with LoRA layers, which no model loads; use vmonarch.save_adapter")
+        tensors |= {f"{name}.{key}": value for key, value in weights.items()}
+    if any(entry != entries[0] for entry in entries[1:]):
+        raise ValueError(f"{path}: {' and '.join(names)} have different processors; load each by itself")
+    return _Adapter(path, entries[0]["processor"], entries[0]["config"], facts, tensors, {})
+
+
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """What processors and LoRA layers have learnt, of the weights in the folder of a transformer."""
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = ["diffusion_pytorch_model.safetensors"]
+    weights: dict[str, torch.Tensor] = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}")
+        weights |= _read_tensors(folder / name, containing=(".processor.", ".lora_"))[0]
+    return weights
+
+
+def _read_tensors(path: Path, containing: tuple[str, ...] = ("",)) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if any(part in name for part in containing)]
+            return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no complete safetensors file: {error}") from error
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str], overwrite: bool) -> None:
+    from safetensors.torch import save
+
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
+    with AtomicFiles(overwrite=overwrite) as files:
+        # Written as any other file: save_file would let nobody but its owner read it.
+        files.stage(path).write_bytes(save(dict(tensors), metadata))
+
+
+def _learnt(transformer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters of our processors, by their names in the transformer."""
+    return {
+        f"{place}.processor.{name}": parameter
+        for place, module in transformer.named_modules()
+        for name, parameter in parameters_of(getattr(module, "processor", None)).items()
+    }
+
+
+def _shapes_to_come(transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> dict[str, torch.Size]:
+    """The parameters that applying `processor` would add, by name."""
+    bound = bind_all(transformer, processor)
+    return {
+        f"{place}.processor.{name}": parameter.shape
+        for place, module in transformer.named_modules()
+        for name, parameter in parameters_of(bound.get(module)).items()
+    }
+
+
+def _to_save(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name} is offloaded, to where only its hooks find it: remove them before saving")
+    saved = tensor.detach().to("cpu", dtype).contiguous()
+    if dtype is not None and not torch.equal(torch.isfinite(saved), torch.isfinite(tensor.detach().cpu())):
+        raise ValueError(f"dtype={dtype} is too narrow for the values of {name}")
+    return saved
+
+
+def _facts_of(transformer: Any) -> dict[str, Any]:
+    config = transformer.config
+    facts = {key: config[key] for key in _FACTS if key in config}
+    # As JSON has them.
+    return {"class": type(transformer).__name__, **json.loads(json.dumps(facts))}
+
+
+def _check_models(adapter: _Adapter, transformers: Mapping[str, torch.nn.Module]) -> None:
+    if set(adapter.transformers) != set(transformers):
+        raise ValueError(
+            f"{adapter.source} is for {' and '.join(adapter.transformers)}, but there is {' and '.join(transformers)}"
+        )
+    for name, transformer in transformers.items():
+        saved, here = adapter.transformers[name], _facts_of(transformer)
+        different = [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
+        if different:
+            facts = ", ".join(f"{key} {saved.get(key)} (here {here.get(key)})" for key in different)
+            raise ValueError(f"{adapter.source} is for another model than {name}: {facts}")
+
+
+def _check_names(adapter: _Adapter, component: str, shapes: Mapping[str, torch.Size], *, lora: bool) -> None:
+    """Raise ValueError unless the adapter has exactly the parameters with these names and shapes."""
+    expected = {f"{component}.{name}": shape for name, shape in shapes.items()}
+    given = {
+        name: tensor.shape
+        for name, tensor in adapter.tensors.items()
+        if name.startswith(f"{component}.") and (".lora_" in name) == lora
+    }
+    # Names that belong to no transformer are unexpected in each.
+    strays = [name for name in adapter.tensors if name.partition(".")[0] not in adapter.transformers]
+    problems = {
+        "missing": [name for name in expected if name not in given],
+        "unexpected": [name for name in given if name not in expected] + strays,
+        "of another shape": [
+            f"{name} {tuple(given[name])} (here {tuple(shape)})"
+            for name, shape in expected.items()
+            if name in given and given[name] != shape
+        ],
+    }
+    found = [f"{problem}: {', '.join(sorted(names))}" for problem, names in problems.items() if names]
+    if found:
+        raise ValueError(f"{adapter.source} does not fit {component}: {'; '.join(found)}")
+
+
+def _lora_of(name: str, transformer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """LoRA layers of a transformer under diffusers' names, and their settings; empty if it has none."""
+    adapters = getattr(transformer, "peft_config", None) or {}
+    if not adapters:
+        return {}, {}
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    if len(adapters) > 1:
+        raise ValueError(
+            f"{name} has several adapters of PEFT ({', '.join(adapters)}), of which one can be saved: delete or fuse"
+            " the others"
+        )
+    ((adapter, config),) = adapters.items()
+    if not isinstance(config, LoraConfig) or config.init_lora_weights not in (True, False, "gaussian"):
+        raise ValueError(
+            f"{name}.peft_config must hold plain LoRA, which leaves the weights below it alone, got {config}"
+        )
+    ordinary = LoraConfig().to_dict()
+    settings = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+        if key in ("r", "lora_alpha") or (value != ordinary.get(key) and key not in _LORA_RUNTIME)
+    }
+    layers = get_peft_model_state_dict(transformer, adapter_name=adapter)
+    # Parameters of the processor are no LoRA layers, whatever PEFT was told to save with them.
+    return {key: value for key, value in layers.items() if ".processor." not in key}, settings
+
+
+def _add_lora(adapter: _Adapter, name: str, transformer: Any, added: list[Any]) -> None:
+    """Give a transformer the adapter's LoRA layers, if it has any, and note the transformer in `added`."""
+    settings = adapter.lora.get(name)
+    if settings is None:
+        _check_names(adapter, name, {}, lora=True)
+        return
+    try:
+        from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+    except ImportError as error:
+        raise ImportError(f"{adapter.source} has LoRA layers, which need PEFT: pip install peft") from error
+    if getattr(transformer, "peft_config", None):
+        raise ValueError(
+            f"{name} has adapters of PEFT already ({', '.join(transformer.peft_config)}): unload them, or fuse them and"
+            " unload them"
+        )
+    added.append(transformer)
+    transformer.add_adapter(LoraConfig(**settings), adapter_name=_LORA_NAME)
+    there = get_peft_model_state_dict(transformer, adapter_name=_LORA_NAME)
+    _check_names(adapter, name, {key: value.shape for key, value in there.items()}, lora=True)
+    layers = {key: adapter.tensors[f"{name}.{key}"] for key in there}
+    set_peft_model_state_dict(transformer, layers, adapter_name=_LORA_NAME)

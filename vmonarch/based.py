@@ -1,0 +1,280 @@
+"""Based for video transformers: linear attention, attention in windows and short convolutions, with what they learn.
+
+Shapes: B batch, S = T·H·W tokens, H heads, D head dim, d' feature dim, C = heads·D channels.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.taylor.api import taylor_attention
+from vmonarch.kernels.window.api import window_attention
+from vmonarch.layouts import check_based_options, resolve_layers
+from vmonarch.monoid import merge_partials
+from vmonarch.processors import ForwardContext, VideoAttentionProcessor
+
+# The paper's filters are 3 wide (Table 7); here along frames, rows and columns.
+FILTER = (3, 3, 3)
+# At first the linear part's keys lose a factor e over so many latent frames.
+FIRST_REACH = 16.0
+
+
+def initial_projection(layer: int, heads: int, head_dim: int, feature_dim: int) -> torch.Tensor:
+    """Orthonormal rows times (D/d')^¼ for each head, [H, d', D], float64; the same in every process."""
+    generator = torch.Generator().manual_seed(layer)
+    random = torch.randn(heads, head_dim, feature_dim, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(random).Q.mT * (head_dim / feature_dim) ** 0.25
+
+
+class LinearPart(torch.nn.Module):
+    """Linear attention on learnt projections of query and key.
+
+    Its parameters are `query_weight` and `key_weight` [H, d', D]; `log_weight` [H] if it is to be `merged` with another
+    part; `log_rate` [H] if the keys `decay` over time. They may be of a wider dtype than the query.
+
+    Args:
+        like: a parameter whose device and dtype these get.
+    """
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        heads: int,
+        head_dim: int,
+        feature_dim: int,
+        feature_map: str,
+        merged: bool,
+        decay: bool,
+        implementation: str,
+        like: torch.Tensor,
+    ) -> None:
+        super().__init__()
+        self.feature_map, self.implementation = feature_map, implementation
+        projection = initial_projection(layer, heads, head_dim, feature_dim)
+        parameter = lambda values: torch.nn.Parameter(values.to(like, copy=True))
+        self.query_weight, self.key_weight = parameter(projection), parameter(projection)
+        self.log_weight = parameter(torch.zeros(heads)) if merged else None
+        self.log_rate = parameter(torch.full((heads,), -math.log(FIRST_REACH))) if decay else None
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, frames: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out [B, S, H, D], lse [B, H, S] if it is to be merged) of query, key and value [B, S, H, D]."""
+        query, key = (
+            torch.einsum("bshd,hfd->bshf", x, weight.to(x.dtype))
+            for x, weight in ((query, self.query_weight), (key, self.key_weight))
+        )
+        decay = None if self.log_rate is None else frame_decay(self.log_rate, frames)
+        options: dict[str, Any] = {"feature_map": self.feature_map, "implementation": self.implementation}
+        if self.log_weight is None:
+            return taylor_attention(query, key, value, frame_weights=decay, **options), None
+        out, lse = taylor_attention(query, key, value, frame_weights=decay, return_lse=True, **options)
+        return out, lse + self.log_weight.to(lse.dtype)[:, None]
+
+
+def frame_decay(log_rate: torch.Tensor, frames: int) -> torch.Tensor:
+    """exp(-rate·|t - t'|) for the logarithms of rates [H]: [H, T, T], at least float32."""
+    time = torch.arange(frames, device=log_rate.device)
+    rate = log_rate.to(torch.promote_types(log_rate.dtype, torch.float32)).exp()
+    return torch.exp(-rate[:, None, None] * (time[:, None] - time).abs())
+
+
+class ShortConvolution(torch.nn.Module):
+    """A filter of its own for every channel, over 3 frames, rows and columns; at first it changes nothing."""
+
+    def __init__(self, channels: int, like: torch.Tensor) -> None:
+        super().__init__()
+        weight = torch.zeros(channels, 1, *FILTER)
+        weight[..., FILTER[0] // 2, FILTER[1] // 2, FILTER[2] // 2] = 1.0
+        self.weight = torch.nn.Parameter(weight.to(like))
+
+    def forward(self, hidden_states: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        """[B, S, C] -> [B, S, C]; what lies beyond the video counts as 0."""
+        video = hidden_states.unflatten(1, tuple(grid)).movedim(-1, 1)  # [B, C, T, H, W]
+        weight = self.weight.to(video.dtype)
+        padding = tuple(size // 2 for size in FILTER)
+        return torch.nn.functional.conv3d(video, weight, padding=padding, groups=len(weight)).flatten(2).mT
+
+
+class BasedProcessor(VideoAttentionProcessor):
+    """Based for every Wan-family transformer in diffusers: attention linear in the tokens, to be finetuned.
+
+    `vmonarch.apply` gives every self-attention module parameters of its own. They are the transformer's: they train,
+    move and are saved with it (see `vmonarch.save_adapter`, `load_adapter`), and `vmonarch.restore` removes them.
+    Cross-attention stays exact. What a layer computes:
+
+        "linear"  linear attention over all tokens, of queries and keys projected to `feature_dim` by learnt weights
+        "window"  exact softmax attention to a neighbourhood; nothing is learnt
+        "both"    these two, joined as parts of one softmax by their partition functions, the linear part with a learnt
+                  weight per head; keys of the neighbourhood count in both
+        "conv"    the short gated convolution (u·W₁ + b₁) ⊙ SiLU((h∗u)·W₂ + b₂)·W₃ + b₃ with the module's own to_v,
+                  to_q and to_out as W₁, W₂ and W₃, and a learnt filter h of 3 × 3 × 3 for every channel
+        "full"    the module's own exact attention
+
+    Training starts from the pretrained attention as far as few features can hold it. Query and key share a projection
+    P with random orthonormal rows, times (D/d')^¼: since E[PᵀP] = √(d'/D)·I then, the logits q·PᵀP·k/√d' are q·k/√D on
+    average. (Of two independent projections the average would be 0.) Layers and heads have independent ones, whose
+    errors do not add up, the same in every process. With log-weight 0 the linear part counts for what it estimates,
+    the softmax over all keys. Filters begin as identity; a convolution is nevertheless far from attention at first.
+
+    Args:
+        layers: what the layers compute: one of the names above for all; a list of them, one for each transformer
+            block; or "based", the paper's mixture: of L blocks K = max(1, round(L/5)) are "linear", namely
+            ⌊(n + ¼)·L/K⌋ for n < K, as many "window", ⌊(n + ¾)·L/K⌋, and the others "conv" (of 30 blocks 1, 6, … 26 are
+            linear and 3, 8, … 28 windows). The default "both" is the closest to the attention that a pretrained model
+            knows, hence the one to adapt such a model to. VACE's control blocks follow the block that they feed.
+        feature_dim: d', at most the head dimension.
+        feature_map: of the linear part; see `taylor_attention`. "both" needs one whose weights are never negative.
+        window: (frames, rows, columns) of the neighbourhood, the query in the middle.
+        decay: let the linear part's keys lose weight over time, as exp(-rate·|t - t'|), with a learnt rate above 0 for
+            each head that begins at 1/16 per latent frame.
+        dense_steps, dense_layers, grid: as in `VMonarchProcessor`; dense layers are "full" ones.
+        implementation: of the linear part and of windows; see `taylor_attention` and `window_attention`.
+
+    Raises:
+        TypeError, ValueError: an option has an unsupported value.
+
+    Source: Based, §4 (linear attention and windows), Appendix C (convolution, Eq. 7, and decay) and Table 7 (the
+        mixture). The joint softmax, the neighbourhood, the filter in three dimensions and the initialisation are ours.
+    """
+
+    _OPTIONS = (
+        "layers",
+        "feature_dim",
+        "feature_map",
+        "window",
+        "decay",
+        "dense_steps",
+        "dense_layers",
+        "grid",
+        "implementation",
+    )
+    LEARNS = True
+
+    def __init__(
+        self,
+        *,
+        layers: str | Sequence[str] = "both",
+        feature_dim: int = 16,
+        feature_map: str = "taylor",
+        window: Sequence[int] = (3, 5, 5),
+        decay: bool = False,
+        dense_steps: object = 0,
+        dense_layers: object = 0,
+        grid: object = None,
+        implementation: str = "auto",
+    ) -> None:
+        VideoAttentionProcessor.__init__(self, dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
+        self._dense_needs_apply, self._needs_apply = self._needs_apply, type(self).__name__
+        self.layers, self.window = check_based_options(
+            layers=layers,
+            feature_dim=feature_dim,
+            feature_map=feature_map,
+            window=window,
+            decay=decay,
+            implementation=implementation,
+        )
+        self.feature_dim = int(feature_dim)
+        self.feature_map = feature_map
+        self.decay = decay
+        self.implementation = implementation
+
+    def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
+        kind = resolve_layers(self.layers, layers)[layer]
+        if kind == "full":
+            return original
+        bound = BasedLayer(kind, attn, layer, **{name: getattr(self, name) for name in self._OPTIONS})
+        return bound._place(context, original)
+
+
+class BasedLayer(torch.nn.Module, BasedProcessor):
+    """A `BasedProcessor` at work in one attention module, with the parameters of that module.
+
+    They lie in submodules that are called with tensors only, so that hooks which move weights (offloading, sharding)
+    find them as they find any others.
+
+    Args:
+        kind: what the layer computes.
+        attn: the attention module.
+        layer: number of its transformer block.
+        options: of the `BasedProcessor`.
+
+    Raises:
+        ValueError: `feature_dim` is above the head dimension, or the module's weights are on the meta device.
+    """
+
+    def __init__(self, kind: str, attn: Any, layer: int, **options: Any) -> None:
+        torch.nn.Module.__init__(self)
+        BasedProcessor.__init__(self, **options)
+        self._needs_apply = self._dense_needs_apply
+        self.kind = kind
+        # Norms keep a floating-point dtype where other weights are quantised or stored in float8.
+        like = attn.norm_q.weight
+        if like.device.type == "meta":
+            raise ValueError(
+                "pipe_or_transformer has weights on the meta device: load them, and apply before offloading"
+            )
+        head_dim = like.shape[0] // attn.heads
+        self.linear = self.convolution = None
+        if kind in ("linear", "both"):
+            if self.feature_dim > head_dim:
+                raise ValueError(f"feature_dim={self.feature_dim}, but heads have only {head_dim} dimensions")
+            self.linear = LinearPart(
+                layer=layer,
+                heads=attn.heads,
+                head_dim=head_dim,
+                feature_dim=self.feature_dim,
+                feature_map=self.feature_map,
+                merged=kind == "both",
+                decay=self.decay,
+                implementation=self.implementation,
+                like=like,
+            )
+        elif kind == "conv":
+            self.convolution = ShortConvolution(attn.to_q.in_features, like)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BasedLayer:
+        # The processors' own way shares everything but the context.
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy.deepcopy(entry, memo) for name, entry in self.__getstate__().items()})
+        return twin
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `VideoAttentionProcessor.__call__`."""
+        return VideoAttentionProcessor.__call__(self, *args, **kwargs)
+
+    def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any, grid: LatentGrid) -> torch.Tensor:
+        if self.convolution is None:
+            return super().mix(attn, hidden_states, rotary_emb, grid)
+        filtered = self.convolution(hidden_states, grid)
+        if attn.fused_projections:
+            value, gate = attn.to_qkv(hidden_states).chunk(3, dim=-1)[2], attn.to_qkv(filtered).chunk(3, dim=-1)[0]
+        else:
+            value, gate = attn.to_v(hidden_states), attn.to_q(filtered)
+        return value * torch.nn.functional.silu(gate)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        parts = []
+        if self.kind in ("window", "both"):
+            parts.append(
+                window_attention(
+                    query,
+                    key,
+                    value,
+                    window=self.window,
+                    grid=grid,
+                    return_lse=True,
+                    implementation=self.implementation,
+                )
+            )
+        if self.linear is not None:
+            parts.append(self.linear(query, key, value, grid.frames))
+        return parts[0][0] if len(parts) == 1 else merge_partials(*parts)[0]
