@@ -349,3 +349,68 @@ def gradient_kernel(
                 ds = tl.where(seen & present[None, :], dw, 0.0) * root_scale
                 dx = tl.dot(ds.to(dtype), y, dx, input_precision=PRECISION)
         store_rows(dx_ptr, D, (b * S + i) * H + head, inside, dx * root_scale, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["H"])
+def step_kernel(
+    q_ptr, k_ptr, v_ptr, s_ptr, z_ptr, out_ptr, new_s_ptr, new_z_ptr,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, H, root_scale, least_weight,
+    D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One token of recurrent decoding: the state with its key, and what its query reads off that (Based, Eq. 3).
+
+    The state is as callers have it: features of order 2 have the root of the ½ of s²/2 in them.
+    """
+    column_tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    pid = tl.program_id(0)
+    first_e = pid % column_tiles * BLOCK_E
+    bh = (pid // column_tiles).to(tl.int64)
+    b = bh // H
+    h = bh % H
+    q_ptr += b * stride_qb + h * stride_qh
+    k_ptr += b * stride_kb + h * stride_kh
+    F: tl.constexpr = 1 + D + D * D if TAYLOR else D
+    s_ptr += bh * F * E
+    new_s_ptr += bh * F * E
+    z_ptr += bh * F
+    new_z_ptr += bh * F
+    e = first_e + tl.arange(0, BLOCK_E)
+    i = tl.arange(0, BLOCK_D)
+    v = tl.load(v_ptr + b * stride_vb + h * stride_vh + e, mask=e < E, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + i, mask=i < D, other=0.0).to(tl.float32) * root_scale
+    k = tl.load(k_ptr + i, mask=i < D, other=0.0).to(tl.float32) * root_scale
+    acc = tl.zeros([BLOCK_E], tl.float32)
+    weight = 0.0
+    if TAYLOR:
+        s0 = tl.load(s_ptr + e, mask=e < E, other=0.0) + v
+        z0 = tl.load(z_ptr) + 1.0
+        tl.store(new_s_ptr + e, s0, mask=e < E)
+        tl.store(new_z_ptr, z0, mask=first_e == 0)
+        acc += s0
+        weight += z0
+    for step in tl.static_range(1 + (BLOCK_D // BLOCK_A if TAYLOR else 0)):
+        if step == 0:
+            rows, inside = _rows_of_order(1, 0, D, BLOCK_A, BLOCK_D, TAYLOR)
+            of_q = q
+            of_k = k
+        else:
+            first_a = (step - 1) * BLOCK_A
+            rows, inside = _rows_of_order(2, first_a, D, BLOCK_A, BLOCK_D, TAYLOR)
+            a = first_a + tl.arange(0, BLOCK_A)
+            # √½ for each side.
+            qa = tl.load(q_ptr + a, mask=a < D, other=0.0).to(tl.float32) * (root_scale * 0.7071067811865476)
+            ka = tl.load(k_ptr + a, mask=a < D, other=0.0).to(tl.float32) * (root_scale * 0.7071067811865476)
+            of_q = tl.reshape(qa[:, None] * q[None, :], [BLOCK_A * BLOCK_D])
+            of_k = tl.reshape(ka[:, None] * k[None, :], [BLOCK_A * BLOCK_D])
+        at = rows[:, None] * E + e[None, :]
+        mask = inside[:, None] & (e < E)[None, :]
+        s = tl.load(s_ptr + at, mask=mask, other=0.0) + of_k[:, None] * v[None, :]
+        tl.store(new_s_ptr + at, s, mask=mask)
+        z = tl.load(z_ptr + rows, mask=inside, other=0.0) + of_k
+        tl.store(new_z_ptr + rows, z, mask=inside & (first_e == 0))
+        acc += tl.sum(of_q[:, None] * s, 0)
+        weight += tl.sum(of_q * z, 0)
+    some = tl.abs(weight) > least_weight
+    out = tl.where(some, acc / tl.where(some, weight, 1.0), 0.0)
+    tl.store(out_ptr + bh * E + e, out.to(out_ptr.dtype.element_ty), mask=e < E)

@@ -20,7 +20,7 @@ from vmonarch.kernels.common.launch import (
     launch_options,
     tma_fits,
 )
-from vmonarch.kernels.taylor.kernels import gradient_kernel, read_kernel, state_kernel
+from vmonarch.kernels.taylor.kernels import gradient_kernel, read_kernel, state_kernel, step_kernel
 from vmonarch.kernels.taylor.reference import LEAST_WEIGHT, LinearState, log_partition
 
 # Programs that the tokens are spread over, at least: several times the processors of any chip. The fewer, the less is
@@ -331,6 +331,39 @@ def _backward(
 taylor_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
+@torch.library.custom_op("vmonarch::taylor_step", mutates_args=())
+def taylor_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    taylor: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out [B, 1, H, E], kv [B, H, F, E], k [B, H, F]) of one token after a state, kv and k of which are in float32."""
+    B, _, H, dims = query.shape
+    E = value.shape[3]
+    kv, k = kv.contiguous(), k.contiguous()
+    out, new_kv, new_k = query.new_empty(B, 1, H, E), torch.empty_like(kv), torch.empty_like(k)
+    BLOCK_D, BLOCK_E = block_dim(dims), min(32, block_dim(E))
+    with torch.cuda.device_of(query):
+        step_kernel[(triton.cdiv(E, BLOCK_E) * B * H,)](
+            query, key, value, kv, k, out, new_kv, new_k, *query.stride()[0:3:2], *key.stride()[0:3:2],
+            *value.stride()[0:3:2], H, math.sqrt(scale), LEAST_WEIGHT, D=dims, E=E, TAYLOR=taylor,
+            BLOCK_A=min(BLOCK_D, max(1, 256 // BLOCK_D)), BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E, num_warps=4,
+        )  # fmt: skip
+    return out, new_kv, new_k
+
+
+@taylor_step.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, k: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out = query.new_empty(query.shape[0], 1, query.shape[2], value.shape[3])
+    return out, kv.new_empty(kv.shape), k.new_empty(k.shape)
+
+
 def _with_halves(s: torch.Tensor, z: torch.Tensor, dims: int, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums with those of order 2 times a factor: the reference's features have a root of the ½ of s²/2, the sums here
     have not.
@@ -358,6 +391,10 @@ def taylor_attention_triton(
     query and key are features unless `taylor`.
     """
     B, H, dims = key.shape[0], key.shape[2], key.shape[3]
+    tokens = key.shape[1] + (0 if state is None else state.tokens)
+    if state is not None and query.shape[1] == key.shape[1] == 1 and not return_lse:
+        out, kv, k = taylor_step(query, key, value, state.kv.float(), state.k.float(), scale, taylor)
+        return out, None, LinearState(kv, k, tokens)
     s = z = None
     if state is not None:
         s, z = (x.float().flatten(0, 1) for x in (state.kv, state.k))
@@ -369,5 +406,4 @@ def taylor_attention_triton(
         return out, lse, None
     if taylor:
         s, z = _with_halves(s, z, dims, math.sqrt(0.5))
-    tokens = key.shape[1] + (0 if state is None else state.tokens)
     return out, lse, LinearState(s.unflatten(0, (B, H)), z.unflatten(0, (B, H)), tokens)

@@ -132,8 +132,9 @@ def main():
             for width in (case["dim"], case["dim"], case["width"])
         )
         numbers = (1.0, case.get("causal", False), case.get("taylor", True))
-        out, weight, *_ = taylor_op.taylor_forward(q, k, v, None, None, None, *numbers)
-        taylor_op.taylor_backward(out, None, q, k, v, None, out, weight, *numbers)
+        with launch.launch_overrides(case.get("overrides", {})):
+            out, weight, *_ = taylor_op.taylor_forward(q, k, v, None, None, None, *numbers)
+            taylor_op.taylor_backward(out, None, q, k, v, None, out, weight, *numbers)
         return
     grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
     tensors = [torch.zeros(1, grid.tokens, 1, case["dim"], dtype=getattr(torch, case["dtype"])) for _ in range(3)]

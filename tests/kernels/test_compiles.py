@@ -114,12 +114,24 @@ LINEAR_CASES = {
     ids=lambda value: str(value),
 )
 def test_kernels_of_linear_attention_compile(architecture, name, tmp_path):
-    kernels = compile_kernels(architecture, LINEAR_CASES[name], tmp_path)
+    kernels = compile_kernels(architecture, {**LINEAR_CASES[name], "overrides": {"hopper": {"enabled": 0}}}, tmp_path)
     forward, backward = ["state", "read"], ["state", "gradient", "state", "gradient", "read"]
     assert [kernel["kernel"].removesuffix("_kernel") for kernel in kernels] == forward + backward
     assert not [kernel for kernel in kernels if kernel["shared"] > SMALLEST_SHARED_MEMORY]
     if LINEAR_CASES[name]["dtype"] != "float32":
         assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_hopper_kernels_of_linear_attention_compile(width, tmp_path):
+    """Without spills, small enough for two programs on a processor, with products that run beside other things."""
+    kernels = compile_kernels(90, {**LINEAR_CASES["taylor"], "width": width}, tmp_path)
+    assert [kernel["kernel"] for kernel in kernels] == [
+        f"_hopper_{name}_kernel" for name in ("state", "read", "state", "state", "gradient", "gradient", "read")
+    ]
+    for kernel in kernels:
+        assert not kernel["serialized"] and kernel["spilled"] == 0, kernel
+        assert kernel["shared"] <= BIG_SHARED_MEMORY // 2, kernel
 
 
 WINDOW_CASES = {

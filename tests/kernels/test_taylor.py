@@ -326,6 +326,29 @@ def test_the_kernels_go_on_from_a_state(name, pieces):
             torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("dims", "E"), [(16, 64), (24, 40), (32, 128)], ids=str)
+@pytest.mark.parametrize("name", ["taylor", "relu"])
+def test_gpu_decoding_matches_float64(name, dims, E, dtype):
+    """Three tokens, one at a time, after a prefill."""
+    q, k, v = (x.to("cuda", dtype) for x in qkv(203, 203, dims, E))
+    options = {"causal": True, "feature_map": name, "return_state": True}
+    exact, after = taylor_attention(*(x.double() for x in (q, k, v)), **options)
+    outs, states = [], []
+    for implementation in ("triton", "torch"):
+        state, parts = None, []
+        for piece in zip(*(x.split((200, 1, 1, 1), 1) for x in (q, k, v)), strict=True):
+            out, state = taylor_attention(*piece, state=state, implementation=implementation, **options)
+            parts.append(out)
+        outs.append(torch.cat(parts[1:], 1))
+        states.append(state)
+    errors = [(out.double() - exact[:, 200:]).norm() for out in outs]
+    assert errors[0] <= 2 * errors[1] + 8 * torch.finfo(dtype).eps * exact[:, 200:].norm()
+    errors = [(state.kv - after.kv).norm() for state in states]
+    assert errors[0] <= 2 * errors[1] + 8 * torch.finfo(dtype).eps * after.kv.norm()
+
+
 @in_interpreter
 @pytest.mark.parametrize("name", ["relu", "square"])
 def test_where_nothing_weighs_the_kernels_give_zeros_and_no_gradient(name):
@@ -371,6 +394,14 @@ def test_the_operator_keeps_torchs_rules(causal):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     arguments = (*tensors, None if causal else torch.ones(3, 3, 3), None, None, 0.5, causal, True)
     torch.library.opcheck(taylor_forward, arguments, test_utils=tests)
+
+
+@in_interpreter
+def test_the_operator_of_a_step_keeps_torchs_rules():
+    from vmonarch.kernels.taylor.op import taylor_step
+
+    token = qkv(1, 1, dims=4, dtype=torch.float32)
+    torch.library.opcheck(taylor_step, (*token, torch.randn(2, 3, 21, 5), torch.rand(2, 3, 21), 0.5, True))
 
 
 @in_interpreter
