@@ -97,7 +97,7 @@ BUGS = {
     "bias-kernel-factors-of-head-0": (BIAS_FORWARD, "b * stride_fkb + h * stride_fkh", "b * stride_fkb"),
     "bias-gradient-scaled": (BIAS_BACKWARD, "row, present, dfq, R", "row, present, dfq * scale, R"),
     "bias-key-gradient-unscaled": (BIAS_BACKWARD, "row, inside, dk * scale, D", "row, inside, dk, D"),
-    "bias-lse-gradient-sign": (BIAS_BACKWARD, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr"),
+    "bias-lse-gradient-dropped": (BIAS_BACKWARD, "row_delta(do, out, dlse_ptr,", "row_delta(do, out, None,"),
     "bias-delta-dropped": (BIAS_BACKWARD, "ds = (p * (dp - delta[None, :]))", "ds = (p * dp)"),
     "bias-first-rows-skipped": (BIAS_BACKWARD, "start, tl.minimum(whole, Sq), j,", "whole, tl.minimum(whole, Sq), j,"),
     "bias-last-rows-skipped": (BIAS_BACKWARD, "stop, Sq, j, bh * Sq", "Sq, Sq, j, bh * Sq"),

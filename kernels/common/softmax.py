@@ -83,3 +83,12 @@ def probabilities(scores, lse, log2_scale):
     """
     log2_lse = lse * 1.4426950408889634
     return tl.exp2(scores * log2_scale - tl.where(log2_lse == -float("inf"), float("inf"), log2_lse))
+
+
+@triton.jit
+def row_delta(do, out, dlse_ptr, at, present):
+    """δ = rowsum(dO ∘ O) - dlse [M], what is taken off every dP of a row; dlse is read at `at`, 0 where it is None."""
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + at, mask=present, other=0.0)
+    return delta

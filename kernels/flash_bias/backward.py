@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.softmax import probabilities
+from vmonarch.kernels.common.softmax import probabilities, row_delta
 from vmonarch.kernels.common.tiles import load_rows, store_rows
-from vmonarch.kernels.flash_bias.forward import Launch, is_attended, key_bounds
+from vmonarch.kernels.flash_bias.forward import Launch, biased_scores, is_attended, key_bounds
 
 
 @triton.jit
@@ -34,11 +34,8 @@ def _add_keys(
         inside = j < Sk
         k = load_rows(k_ptr, stride_ks, j, inside, D, BLOCK_D, MASKED)  # [N, D]
         v = load_rows(v_ptr, stride_vs, j, inside, E, BLOCK_E, MASKED)  # [N, E]
-        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if R > 0:
-            fk = load_rows(fk_ptr, stride_fks, j, inside, R, BLOCK_R, MASKED)  # [N, R]
-            scores = tl.dot(fq, tl.trans(fk), input_precision=PRECISION) * inverse_scale
-        scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)  # [M, N]
+        fk = load_rows(fk_ptr, stride_fks, j, inside, R, BLOCK_R, MASKED) if R > 0 else k  # [N, R]
+        scores = biased_scores(q, fq, k, fk, inverse_scale, R, PRECISION)  # [M, N]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if MASKED:
             i = first_row + tl.arange(0, BLOCK_M)
@@ -76,9 +73,7 @@ def _flash_bias_rows_kernel(
     do = load_rows(do_ptr + b * stride_gb + h * stride_gh, stride_gs, i, present, E, BLOCK_E, True)
     out = load_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, i, present, E, BLOCK_E, True)
     lse = tl.load(lse_ptr + bh * Sq + i, mask=present, other=float("inf"))
-    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + bh * Sq + i, mask=present, other=0.0)
+    delta = row_delta(do, out, dlse_ptr, bh * Sq + i, present)
     # A row without any key has no gradient, whatever its lse's is.
     delta = tl.where(lse == -float("inf"), 0.0, delta)
     tl.store(delta_ptr + bh * Sq + i, delta, mask=present)
@@ -119,16 +114,12 @@ def _add_rows(
         i = first + tl.arange(0, BLOCK_M)
         present = i < Sq
         q = load_rows(q_ptr, stride_qs, i, present, D, BLOCK_D, MASKED)  # [M, D]
-        if R > 0:
-            fq = load_rows(fq_ptr, stride_fqs, i, present, R, BLOCK_R, MASKED)  # [M, R]
+        fq = load_rows(fq_ptr, stride_fqs, i, present, R, BLOCK_R, MASKED) if R > 0 else q  # [M, R]
         do = load_rows(do_ptr, stride_gs, i, present, E, BLOCK_E, MASKED)  # [M, E]
         # Where there is no row, lse = inf makes p = 0.
         lse = tl.load(lse_ptr + first_stat + i, mask=present, other=float("inf"))
         delta = tl.load(delta_ptr + first_stat + i, mask=present, other=0.0)
-        scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        if R > 0:
-            scores = tl.dot(fk, tl.trans(fq), input_precision=PRECISION) * inverse_scale
-        scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION)  # [N, M]
+        scores = biased_scores(k, fk, q, fq, inverse_scale, R, PRECISION)  # [N, M]
         if MASKED:
             attended = is_attended(i[None, :], j[:, None], Sq, Sk, mask_ptr, stride_ms, CAUSAL, HAS_MASK)
             scores = tl.where(attended, scores, -float("inf"))

@@ -53,6 +53,15 @@ def key_bounds(
 
 
 @triton.jit
+def biased_scores(x, fx, y, fy, inverse_scale, R: tl.constexpr, PRECISION: tl.constexpr):
+    """x·yᵀ + φx·φyᵀ / scale [X, Y]; without a bias (R = 0) the factors are not read."""
+    scores = tl.zeros([x.shape[0], y.shape[0]], tl.float32)
+    if R > 0:
+        scores = tl.dot(fx, tl.trans(fy), input_precision=PRECISION) * inverse_scale
+    return tl.dot(x, tl.trans(y), scores, input_precision=PRECISION)
+
+
+@triton.jit
 def _attend_keys(
     acc, row_max, row_sum, q, fq, start, stop, first_row,
     k_ptr, v_ptr, fk_ptr, mask_ptr, stride_ks, stride_vs, stride_fks, stride_ms, Sq, Sk, inverse_scale, log2_scale,
@@ -65,11 +74,8 @@ def _attend_keys(
         j = first + tl.arange(0, BLOCK_N)
         inside = j < Sk
         k = load_rows(k_ptr, stride_ks, j, inside, D, BLOCK_D, MASKED)  # [N, D]
-        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if R > 0:
-            fk = load_rows(fk_ptr, stride_fks, j, inside, R, BLOCK_R, MASKED)  # [N, R]
-            scores = tl.dot(fq, tl.trans(fk), input_precision=PRECISION) * inverse_scale
-        scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)  # [M, N]
+        fk = load_rows(fk_ptr, stride_fks, j, inside, R, BLOCK_R, MASKED) if R > 0 else k  # [N, R]
+        scores = biased_scores(q, fq, k, fk, inverse_scale, R, PRECISION)  # [M, N]
         if MASKED:
             i = first_row + tl.arange(0, BLOCK_M)
             attended = is_attended(i[:, None], j[None, :], Sq, Sk, mask_ptr, stride_ms, CAUSAL, HAS_MASK)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.softmax import log2_partition, online_softmax, probabilities
+from vmonarch.kernels.common.softmax import log2_partition, online_softmax, probabilities, row_delta
 from vmonarch.kernels.common.tiles import load_rows, store_rows
 
 
@@ -115,6 +115,19 @@ def _brick_at(step, low_t, low_h, low_w, count_h, count_w, n, column, BH: tl.con
     return (t * bricks_h + h) * bricks_w + low_w + step % count_w
 
 
+@triton.jit
+def _keys_at(
+    step, low_t, low_h, low_w, count_h, count_w, n, t, h, w, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr
+):
+    """Keys [N] of the brick that a walk comes to, whether they exist, and whether they lie in the windows of queries
+    (t, h, w) [M, N].
+    """
+    brick = _brick_at(step, low_t, low_h, low_w, count_h, count_w, n, 0, BH, BW)
+    key, there, kt, kh, kw = _tokens_of(brick, n, 0, BT, BH, BW)
+    near = _near(t[:, None], h[:, None], w[:, None], kt[None, :], kh[None, :], kw[None, :], n)
+    return key, there, near & there[None, :]
+
+
 @triton.jit(do_not_specialize=["H", "Sq", "bricks"])
 def window_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
@@ -142,12 +155,10 @@ def window_kernel(
         brick, n, n.skipped, 0, n.back_t, n.back_h, n.back_w, n.ahead_t, n.ahead_h, n.ahead_w, BT, BH, BW
     )
     for step in range(count_t * count_h * count_w):
-        other = _brick_at(step, low_t, low_h, low_w, count_h, count_w, n, 0, BH, BW)
-        key, there, kt, kh, kw = _tokens_of(other, n, 0, BT, BH, BW)
+        key, there, near = _keys_at(step, low_t, low_h, low_w, count_h, count_w, n, t, h, w, BT, BH, BW)
         k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, True)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        near = _near(t[:, None], h[:, None], w[:, None], kt[None, :], kh[None, :], kw[None, :], n)
-        scores = tl.where(near & there[None, :], scores, -float("inf"))
+        scores = tl.where(near, scores, -float("inf"))
         p, alpha, row_max, row_sum, _ = online_softmax(scores, row_max, row_sum, row_sum, log2_scale, False, True)
         v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, True)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
@@ -177,9 +188,7 @@ def window_rows_kernel(
     do = load_rows(do_ptr + b * stride_gb + head * stride_gh, stride_gs, row, exists, E, BLOCK_E, True)
     out = load_rows(out_ptr + b * stride_ob + head * stride_oh, stride_os, row, exists, E, BLOCK_E, True)
     lse = tl.load(lse_ptr + bh * Sq + row, mask=exists, other=float("inf"))
-    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + bh * Sq + row, mask=exists, other=0.0)
+    delta = row_delta(do, out, dlse_ptr, bh * Sq + row, exists)
     tl.store(delta_ptr + bh * Sq + row, delta, mask=exists)
     k_ptr += b * stride_kb + head * stride_kh
     v_ptr += b * stride_vb + head * stride_vh
@@ -188,14 +197,12 @@ def window_rows_kernel(
         brick, n, n.skipped, 0, n.back_t, n.back_h, n.back_w, n.ahead_t, n.ahead_h, n.ahead_w, BT, BH, BW
     )
     for step in range(count_t * count_h * count_w):
-        other = _brick_at(step, low_t, low_h, low_w, count_h, count_w, n, 0, BH, BW)
-        key, there, kt, kh, kw = _tokens_of(other, n, 0, BT, BH, BW)
+        key, there, near = _keys_at(step, low_t, low_h, low_w, count_h, count_w, n, t, h, w, BT, BH, BW)
         k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, True)
         v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, True)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        near = _near(t[:, None], h[:, None], w[:, None], kt[None, :], kh[None, :], kw[None, :], n)
-        scores = tl.where(near & there[None, :], scores, -float("inf"))
+        scores = tl.where(near, scores, -float("inf"))
         ds = probabilities(scores, lse[:, None], log2_scale) * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(dq_ptr, D, (b * Sq + row) * H + head, exists, dq * scale, D, BLOCK_D)
