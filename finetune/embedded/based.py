@@ -297,8 +297,13 @@ class Trainer:
         parameters: list[torch.Tensor] = [parameter for group, _ in groups for parameter in group]
         average = [parameter.detach().clone() for parameter in parameters]
         started, recent, warm_up = time.monotonic(), [], min(100, 1 + steps // 10)
+        compiling = 0.0
         for step in range(steps):
-            progress = max(step / steps, (time.monotonic() - started) / time_limit)
+            elapsed = time.monotonic() - started
+            if step == 1:
+                # The first step compiles: time in which nothing is learnt is not to bring the decay nearer.
+                compiling = elapsed
+            progress = max(step / steps, (elapsed - compiling) / max(time_limit - compiling, 1e-9))
             last = step + 1 == steps or progress >= 1
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * max(0.0, min(1, (step + 1) / warm_up, (1 - progress) / 0.5))

@@ -90,6 +90,20 @@ def test_a_pipeline_goes_through_a_file(tiny, tmp_path, kind, lora):
     assert names_of(fresh) == before and torch.equal(tiny.generate(fresh), stock)
 
 
+@pytest.mark.parametrize("kind", ["t2v-2.2-low-noise-only", "i2v-2.1", "vace", "skyreels"])
+def test_every_kind_of_pipeline_goes_through_a_file(tiny, tmp_path, kind):
+    pipe = tiny.pipeline(kind)
+    vmonarch.apply(pipe, BasedProcessor(feature_dim=8))
+    for model in (pipe.transformer, getattr(pipe, "transformer_2", None)):
+        if model is not None:
+            train(model)
+    expected = tiny.generate(pipe)
+    save_adapter(pipe, tmp_path / "adapter.safetensors")
+    fresh = tiny.pipeline(kind)
+    load_adapter(fresh, tmp_path / "adapter.safetensors")
+    assert torch.equal(tiny.generate(fresh), expected)
+
+
 def test_a_transformer_alone_goes_through_a_file(tiny, tmp_path):
     model = tiny.transformer()
     vmonarch.apply(model, BasedProcessor(feature_dim=8, window=(1, 3, 3)))
