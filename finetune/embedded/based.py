@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import json
 import math
 import sys
@@ -509,6 +510,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for file in (options.output, log_path(options.output)):
         if file.exists() and not options.overwrite:
             parser.error(f"--output: {file} exists; --overwrite replaces it")
+    if values["layers"] not in ("linear", "both", "conv", "based"):
+        parser.error(f"--layers must be linear, both, conv or based, which learn something, got {values['layers']}")
+    if values["rank"] and importlib.util.find_spec("peft") is None:
+        parser.error("--rank needs PEFT (pip install peft); --rank 0 trains without LoRA layers")
     if options.model is not None and not (options.model / "model_index.json").is_file():
         parser.error(f"--model must be the folder of a pipeline, got {options.model}")
     if options.quick:
