@@ -66,7 +66,7 @@ class BasedSettings:
     batch: int = 64
     transfer_steps: int = 600
     steps: int = 6000
-    transfer_learning_rate: float = 5e-3
+    transfer_learning_rate: float = 1e-2
     learning_rate: float = 1e-3
     distillation: float = 0.9
     sigma_shift: float = 3.0
