@@ -11,7 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "torchmetrics", "omegaconf", "imageio-ffmpeg")
+PACKAGES = (
+    "torch",
+    "triton",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "torchmetrics",
+    "omegaconf",
+    "imageio-ffmpeg",
+)
 EXTRAS = {
     "parallel": ("xfuser",),
     "eval": ("lpips", "torchvision"),

@@ -369,8 +369,12 @@ def _add_lora(adapter: _Adapter, name: str, transformer: Any, added: list[Any]) 
             f"{name} has adapters of PEFT already ({', '.join(transformer.peft_config)}): unload them, or fuse them and"
             " unload them"
         )
+    learning = [(parameter, parameter.requires_grad) for parameter in transformer.parameters()]
     added.append(transformer)
     transformer.add_adapter(LoraConfig(**settings), adapter_name=_LORA_NAME)
+    # PEFT freezes all that is not its own, which `restore` could not tell from what was frozen before.
+    for parameter, flag in learning:
+        parameter.requires_grad_(flag)
     there = get_peft_model_state_dict(transformer, adapter_name=_LORA_NAME)
     _check_names(adapter, name, {key: value.shape for key, value in there.items()}, lora=True)
     layers = {key: adapter.tensors[f"{name}.{key}"] for key in there}

@@ -166,7 +166,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer, or `processor` is not one of ours.
         ValueError: `dense_layers`, or an option of the processor, does not fit the transformer; `dense_steps` was asked
-            for without a pipeline; or a processor with parameters is applied already.
+            for without a pipeline; a processor with parameters is applied already, or cannot be because the weights are
+            offloaded.
         NotImplementedError: the transformer already runs with context parallelism.
     """
     transformers = find_transformers(pipe_or_transformer)
@@ -199,6 +200,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
                 f"{name} has a processor with parameters, which applying another would lose: save them with"
                 " vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
             )
+        if processor.LEARNS:
+            _check_not_offloaded(name, transformer)
         context = ForwardContext(
             tuple(transformer.config.patch_size),  # type: ignore[arg-type,union-attr]
             dense_steps,
@@ -268,6 +271,16 @@ def _write_config(transformer: Any, processor: VideoAttentionProcessor | None) -
         entries[CONFIG_ENTRY] = {"processor": type(processor).__name__, "config": processor.config}
     if entries.keys() != transformer.config.keys() or CONFIG_ENTRY in entries:
         transformer._internal_dict = FrozenDict(entries)
+
+
+def _check_not_offloaded(name: str, transformer: torch.nn.Module) -> None:
+    for module in transformer.modules():
+        registry: Any = getattr(module, "_diffusers_hook", None)
+        if registry is not None and registry.get_hook("group_offloading") is not None:
+            raise ValueError(
+                f"{name} is offloaded in groups, whose hooks would leave new parameters where they are: apply the"
+                " processor before enable_group_offload"
+            )
 
 
 def _check_dense_steps(pipe: Any, is_pipe: bool) -> None:

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import json
 import math
 import sys
@@ -65,7 +66,7 @@ class BasedSettings:
     batch: int = 64
     transfer_steps: int = 600
     steps: int = 6000
-    transfer_learning_rate: float = 5e-3
+    transfer_learning_rate: float = 1e-2
     learning_rate: float = 1e-3
     distillation: float = 0.9
     sigma_shift: float = 3.0
@@ -297,8 +298,13 @@ class Trainer:
         parameters: list[torch.Tensor] = [parameter for group, _ in groups for parameter in group]
         average = [parameter.detach().clone() for parameter in parameters]
         started, recent, warm_up = time.monotonic(), [], min(100, 1 + steps // 10)
+        compiling = 0.0
         for step in range(steps):
-            progress = max(step / steps, (time.monotonic() - started) / time_limit)
+            elapsed = time.monotonic() - started
+            if step == 1:
+                # The first step compiles: time in which nothing is learnt is not to bring the decay nearer.
+                compiling = elapsed
+            progress = max(step / steps, (elapsed - compiling) / max(time_limit - compiling, 1e-9))
             last = step + 1 == steps or progress >= 1
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * max(0.0, min(1, (step + 1) / warm_up, (1 - progress) / 0.5))
@@ -504,6 +510,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for file in (options.output, log_path(options.output)):
         if file.exists() and not options.overwrite:
             parser.error(f"--output: {file} exists; --overwrite replaces it")
+    if values["layers"] not in ("linear", "both", "conv", "based"):
+        parser.error(f"--layers must be linear, both, conv or based, which learn something, got {values['layers']}")
+    if values["rank"] and importlib.util.find_spec("peft") is None:
+        parser.error("--rank needs PEFT (pip install peft); --rank 0 trains without LoRA layers")
     if options.model is not None and not (options.model / "model_index.json").is_file():
         parser.error(f"--model must be the folder of a pipeline, got {options.model}")
     if options.quick:

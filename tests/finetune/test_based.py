@@ -199,13 +199,21 @@ def test_the_command_writes_an_adapter_that_the_embedded_model_loads(tmp_path):
         (["--distillation", "2"], "--distillation must lie between 0 and 1"),
         (["--model", "/nowhere"], "--model must be the folder of a pipeline"),
         (["--output", "x.pt"], "--output must end with .safetensors"),
+        (["--layers", "window"], "--layers must be linear, both, conv or based"),
     ],
-    ids=["clips", "rank", "distillation", "model", "output"],
+    ids=["clips", "rank", "distillation", "model", "output", "layers"],
 )
 def test_the_command_refuses_bad_arguments(arguments, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
         based.main(["--output", str(tmp_path / "new" / "x.safetensors"), *arguments])
     assert message in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_lora_layers_need_peft(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(based.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        based.main(["--output", str(tmp_path / "x.safetensors")])
+    assert "--rank needs PEFT" in capsys.readouterr().err
 
 
 def test_the_shipped_adapter_fits_the_embedded_model_and_is_small():

@@ -76,18 +76,35 @@ def test_a_pipeline_goes_through_a_file(tiny, tmp_path, kind, lora):
     fresh = tiny.pipeline(kind)
     stock = tiny.generate(fresh)
     before = names_of(fresh)
+    fresh.transformer.blocks[0].ffn.requires_grad_(False)
+    flags = [(p, p.requires_grad) for p in fresh.transformer.parameters()]
     installation = load_adapter(fresh, tmp_path / "adapter.safetensors")
     assert torch.equal(tiny.generate(fresh), expected) and not torch.equal(stock, expected)
     assert names_of(fresh) == [{name.replace(".default.", ".vmonarch.") for name in names} for names in names_of(pipe)]
     processor = fresh.transformer.blocks[0].attn1.processor
     assert processor.config == pipe.transformer.blocks[0].attn1.processor.config
-    assert all(p.requires_grad for n, p in fresh.transformer.named_parameters() if ".processor." in n)
+    assert all(p.requires_grad for n, p in fresh.transformer.named_parameters() if ".processor." in n or ".lora_" in n)
+    assert all(p.requires_grad == flag for p, flag in flags)
     assert list(installation.transformers) == (["transformer"] if kind == "t2v" else ["transformer", "transformer_2"])
     save_adapter(fresh, tmp_path / "again.safetensors")
     first, second = (load_file(tmp_path / f"{name}.safetensors") for name in ("adapter", "again"))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     vmonarch.restore(fresh)
     assert names_of(fresh) == before and torch.equal(tiny.generate(fresh), stock)
+
+
+@pytest.mark.parametrize("kind", ["t2v-2.2-low-noise-only", "i2v-2.1", "vace", "skyreels"])
+def test_every_kind_of_pipeline_goes_through_a_file(tiny, tmp_path, kind):
+    pipe = tiny.pipeline(kind)
+    vmonarch.apply(pipe, BasedProcessor(feature_dim=8))
+    for model in (pipe.transformer, getattr(pipe, "transformer_2", None)):
+        if model is not None:
+            train(model)
+    expected = tiny.generate(pipe)
+    save_adapter(pipe, tmp_path / "adapter.safetensors")
+    fresh = tiny.pipeline(kind)
+    load_adapter(fresh, tmp_path / "adapter.safetensors")
+    assert torch.equal(tiny.generate(fresh), expected)
 
 
 def test_a_transformer_alone_goes_through_a_file(tiny, tmp_path):

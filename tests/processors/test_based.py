@@ -479,6 +479,39 @@ def test_offloading_moves_what_it_learnt(tiny, offload):
     assert torch.equal(tiny.generate(pipe), expected)
 
 
+@pytest.mark.parametrize("offload", ["block_level", "leaf_level", "sequential"])
+def test_offloaded_weights_are_refused_instead_of_left_behind(tiny, offload):
+    model, cpu = tiny.transformer(), torch.device("cpu")
+    if offload == "sequential":
+        accelerate.cpu_offload(model, execution_device=cpu)
+    else:
+        size = {"num_blocks_per_group": 1} if offload == "block_level" else {}
+        model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type=offload, **size)
+    with pytest.raises(ValueError, match="apply.* before"):
+        vmonarch.apply(model, based())
+    assert not learnt(model)
+    vmonarch.apply(model, VMonarchProcessor())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", ["linear", "window", "both", "conv"])
+def test_the_gpu_computes_what_the_cpu_does(tiny, layers):
+    model = randomise(applied(tiny, layers=layers, decay=True))
+    expected = tiny.run(model, batch=2)
+    inputs = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in tiny.inputs(batch=2).items()}
+    with torch.no_grad():
+        actual = model.cuda()(**inputs)[0]
+    assert all(parameter.is_cuda for parameter in learnt(model).values())
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_layerwise_casting(tiny):
+    model = randomise(applied(tiny, layers=["both", "conv"]))
+    expected = tiny.run(model)
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    torch.testing.assert_close(tiny.run(model), expected, rtol=0.05, atol=0.05)
+
+
 def test_adapters_of_peft_reach_the_projections(tiny):
     from peft import LoraConfig
 
