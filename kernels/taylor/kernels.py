@@ -270,6 +270,31 @@ def read_kernel(
         tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < E)[None, :])
 
 
+@triton.jit(do_not_specialize=["H", "S", "tiles"])
+def prepare_kernel(
+    do_ptr, out_ptr, weight_ptr, dweight_ptr, g_ptr, h_ptr,
+    stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, S, tiles, least_weight,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """g = dO / den [B, S, H, E], contiguous, and h = dden - (dO·out) / den [B, H, S] of one tile of tokens."""
+    pid = tl.program_id(0)
+    bh = (pid // tiles).to(tl.int64)
+    b = bh // H
+    h = bh % H
+    i = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = i < S
+    do = load_rows(do_ptr + b * stride_gb + h * stride_gh, stride_gs, i, inside, E, BLOCK_E, True).to(tl.float32)
+    out = load_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, i, inside, E, BLOCK_E, True).to(tl.float32)
+    weight = tl.load(weight_ptr + bh * S + i, mask=inside, other=0.0)
+    some = tl.abs(weight) > least_weight
+    inverse = tl.where(some, 1.0 / tl.where(some, weight, 1.0), 0.0)
+    of_weight = -tl.sum(do * out, 1) * inverse
+    if dweight_ptr is not None:
+        of_weight += tl.load(dweight_ptr + bh * S + i, mask=inside, other=0.0)
+    tl.store(h_ptr + bh * S + i, of_weight, mask=inside)
+    store_rows(g_ptr, E, (b * S + i) * H + h, inside, do * inverse[:, None], E, BLOCK_E)
+
+
 @triton.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
 def gradient_kernel(
     x_ptr, g_ptr, h_ptr, y_ptr, v_ptr, c_ptr, s_ptr, z_ptr, dx_ptr,

@@ -20,7 +20,7 @@ from vmonarch.kernels.common.launch import (
     launch_options,
     tma_fits,
 )
-from vmonarch.kernels.taylor.kernels import gradient_kernel, read_kernel, state_kernel, step_kernel
+from vmonarch.kernels.taylor.kernels import gradient_kernel, prepare_kernel, read_kernel, state_kernel, step_kernel
 from vmonarch.kernels.taylor.reference import LEAST_WEIGHT, LinearState, log_partition
 
 # Programs that the tokens are spread over, at least: several times the processors of any chip. The fewer, the less is
@@ -145,11 +145,14 @@ class _Launch:
 
             gradient(x, g, h, s, z, dx, numbers, math.sqrt(self.scale), self.frames > 0)
             return dx
+        blocks = self.blocks()
+        # Pairs are results there, and need twice the registers; the sums of all of them lie in shared memory.
+        blocks |= {"BLOCK_A": max(1, blocks["BLOCK_A"] // 2), "num_stages": 1}
         gradient_kernel[(programs * chunks * B * H,)](
             x, g, h, y, v, c, s, z, dx, *x.stride()[:3], *g.stride()[:3], *y.stride()[:3], *v.stride()[:3],
             H, S, chunks, chunk, programs, math.sqrt(self.scale),
             CAUSAL=self.causal, OWN=self.causal or self.frames > 0, BACK=back, BLOCK_M=self.options()["BLOCK_M"],
-            **self.blocks(),
+            **blocks,
         )  # fmt: skip
         return dx
 
@@ -163,6 +166,24 @@ class _Launch:
         chunk = self.chunk(tokens) if own else tokens
         chunks, tiles = triton.cdiv(tokens, chunk), triton.cdiv(chunk, self.options()["BLOCK_M"])
         return chunks, chunk, min(tiles, triton.cdiv(PROGRAMS, chunks * B * H))
+
+
+def _prepared(
+    grad_out: torch.Tensor, grad_weight: torch.Tensor | None, out: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """g [B, S, H, E] and h [B, H, S] of the gradients of out and of the weight."""
+    B, S, H, E = out.shape
+    # Gradients of sums and of slices come expanded or strided.
+    grad_out, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, out))
+    grad_weight = None if grad_weight is None else grad_weight.contiguous()
+    g, h = out.new_empty(out.shape), torch.empty_like(weight)
+    BLOCK_M, BLOCK_E = 32, block_dim(E)
+    tiles = triton.cdiv(S, BLOCK_M)
+    prepare_kernel[(tiles * B * H,)](
+        grad_out, out, weight, grad_weight, g, h, *grad_out.stride()[:3], *out.stride()[:3], H, S, tiles, LEAST_WEIGHT,
+        E=E, BLOCK_M=BLOCK_M, BLOCK_E=BLOCK_E, num_warps=4,
+    )  # fmt: skip
+    return g, h
 
 
 def _before(sums: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
@@ -266,15 +287,9 @@ def taylor_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, gradient of the frames' weights), each like its input; the last one is empty without them."""
     launch = _launch(query, value, frame_weights, *numbers)
-    inverse = torch.where(weight.abs() > LEAST_WEIGHT, 1.0 / weight, 0.0)  # [B, H, Sq]
-    wide = grad_out.float()
-    h = -(wide * out.float()).sum(-1).transpose(1, 2) * inverse
-    if grad_weight is not None:
-        h = h + grad_weight
-    h = h.contiguous()
-    g = (wide * inverse.transpose(1, 2).unsqueeze(-1)).to(query.dtype)
     d_frames = query.new_empty(0)
     with torch.cuda.device_of(query):
+        g, h = _prepared(grad_out, grad_weight, out, weight)
         # Sums of the keys, which queries read, and of the queries, which keys read.
         s_keys, z_keys = launch.states(key, value, None)
         s_queries, z_queries = launch.states(query, g, h)

@@ -115,7 +115,7 @@ LINEAR_CASES = {
 )
 def test_kernels_of_linear_attention_compile(architecture, name, tmp_path):
     kernels = compile_kernels(architecture, {**LINEAR_CASES[name], "overrides": {"hopper": {"enabled": 0}}}, tmp_path)
-    forward, backward = ["state", "read"], ["state", "gradient", "state", "gradient", "read"]
+    forward, backward = ["state", "read"], ["prepare", "state", "state", "gradient", "gradient", "read"]
     assert [kernel["kernel"].removesuffix("_kernel") for kernel in kernels] == forward + backward
     assert not [kernel for kernel in kernels if kernel["shared"] > SMALLEST_SHARED_MEMORY]
     if LINEAR_CASES[name]["dtype"] != "float32":
@@ -126,6 +126,7 @@ def test_kernels_of_linear_attention_compile(architecture, name, tmp_path):
 def test_hopper_kernels_of_linear_attention_compile(width, tmp_path):
     """Without spills, small enough for two programs on a processor, with products that run beside other things."""
     kernels = compile_kernels(90, {**LINEAR_CASES["taylor"], "width": width}, tmp_path)
+    kernels = [kernel for kernel in kernels if kernel["kernel"] != "prepare_kernel"]
     assert [kernel["kernel"] for kernel in kernels] == [
         f"_hopper_{name}_kernel" for name in ("state", "read", "state", "state", "gradient", "gradient", "read")
     ]
