@@ -121,6 +121,13 @@ def based_table(results: dict[str, Any]) -> str:
     return op_tables.based_table(results)
 
 
+def mqar_table(results: dict[str, Any]) -> str:
+    """What small models recall, by their mixers and the state they keep."""
+    from vmonarch.eval import mqar
+
+    return mqar.mqar_table(results)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "embedded-model": embedded_model_table,
     "demo": demo_table,
@@ -131,6 +138,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "neural-bias": neural_bias_table,
     "flash-bias-h200": flash_bias_table,
     "based-h200": based_table,
+
+
+    "mqar": mqar_table,
 }
 # Tables of another name than their JSON.
 SOURCES = {"speed": "kernels-h200"}
