@@ -31,7 +31,11 @@ def _percent(share: float) -> str:
 
 def embedded_model_table(results: dict[str, Any]) -> str:
     """Prompt score of every method, and its similarity to full attention."""
-    names = {"full": "full attention", "vmonarch": "VMonarch, training-free"}
+    names = {
+        "full": "full attention",
+        "vmonarch": "VMonarch, training-free",
+        "based": "Based, after its short finetune",
+    }
     rows = [
         [
             names.get(method, method),
@@ -138,8 +142,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "neural-bias": neural_bias_table,
     "flash-bias-h200": flash_bias_table,
     "based-h200": based_table,
-
-
+    "based-embedded": embedded_model_table,
     "mqar": mqar_table,
 }
 # Tables of another name than their JSON.
