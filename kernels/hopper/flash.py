@@ -232,7 +232,7 @@ def flash(
         query: [B, Sq, H, D]. key, value: [B, Sk, H, D]. out: [B, Sq, H, D], any strides but the last. lse, entropy:
             [B, H, Sq].
         parts: partial outputs [slots, 128, D], log-partitions and entropies [slots, 128].
-        factors: φq [B or 1, Sq, H or 1, R] and φk, see `factors_fit`.
+        factors: φq [B or 1, Sq, H or 1, R] and φk [B or 1, Sk, H or 1, R] of q's dtype, R = 16, 32 or 64; or None.
         causal: query i attends to the keys up to i + Sk - Sq; `work` must end the keys of a tile of rows at its last.
     """
     block_n = options["BLOCK_N"]

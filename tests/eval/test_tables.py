@@ -25,7 +25,7 @@ def test_every_table_stands_in_some_document():
 
 def test_a_changed_number_changes_the_table(tmp_path):
     paths = {
-        "embedded-model": ("summary", "full", "shape"),
+        **dict.fromkeys(("embedded-model", "based-embedded"), ("summary", "full", "shape")),
         "demo": ("means", "full", "seconds"),
         **dict.fromkeys(
             ("kernels-h200", "speed", "flash-bias-h200", "based-h200"), ("cases", 0, "rows", 0, "ms", "median")
