@@ -226,12 +226,12 @@ def flash_bias_forward(launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
     B, Sq, H, _ = launch.query.shape
     out = launch.query.new_empty(B, Sq, H, launch.value.shape[3])
     lse = launch.query.new_empty(B, H, Sq, dtype=torch.float32)
-    options = launch.options("flash_bias_forward")
-    row_tiles = triton.cdiv(Sq, options["BLOCK_M"])
     with torch.cuda.device_of(launch.query):
         if factors := launch.hopper_factors():
             _forward_on_hopper(launch, factors, out, lse)
             return out, lse
+        options = launch.options("flash_bias_forward")
+        row_tiles = triton.cdiv(Sq, options["BLOCK_M"])
         _flash_bias_kernel[(row_tiles * B * H,)](
             *launch.tensors(), out, lse, *launch.strides(), *out.stride()[:3], H, Sq, launch.key.shape[1], row_tiles,
             *launch.numbers(), **launch.constants(), **options,

@@ -238,15 +238,16 @@ def taylor_forward(
     launch = _launch(query, value, frame_weights, *numbers)
     with torch.cuda.device_of(query):
         sums, weights = launch.states(key, value, None)
-        s_after, z_after = sums.sum(1), weights.sum(1)
-        if s is not None and z is not None:
-            s_after, z_after = s_after + s, z_after + z
         if launch.causal:
             s_read, z_read = _before(sums, s), _before(weights, z)
-        elif frame_weights is not None:
-            s_read, z_read = _mixed(sums, frame_weights), _mixed(weights, frame_weights)
+            s_after, z_after = s_read[:, -1] + sums[:, -1], z_read[:, -1] + weights[:, -1]
         else:
+            s_after, z_after = sums.sum(1), weights.sum(1)
+            if s is not None and z is not None:
+                s_after, z_after = s_after + s, z_after + z
             s_read, z_read = s_after, z_after
+            if frame_weights is not None:
+                s_read, z_read = _mixed(sums, frame_weights), _mixed(weights, frame_weights)
         weight = query.new_empty(B, H, Sq, dtype=torch.float32)
         out = launch.read(query, key, value, s_read, z_read, back=False, weight=weight)
     return out, weight, s_after, z_after
