@@ -15,9 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from vmonarch.kernels.common.launch import hopper_fits
 from vmonarch.kernels.common.softmax import probabilities, row_delta
 from vmonarch.kernels.common.tiles import load_rows, store_rows
 from vmonarch.kernels.flash_bias.forward import Launch, biased_scores, is_attended, key_bounds
+from vmonarch.kernels.flash_entropy.backward import row_deltas
+from vmonarch.kernels.flash_entropy.segments import Segment, column_work, row_work
 
 
 @triton.jit
@@ -195,17 +198,55 @@ def _flash_bias_keys_kernel(
     store_rows(dfk_ptr, R, row, inside, dfk, R, BLOCK_R)
 
 
+def _backward_on_hopper(
+    launch: Launch,
+    factors: tuple[torch.Tensor, torch.Tensor],
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    gradients: tuple[torch.Tensor, ...],
+) -> None:
+    from vmonarch.kernels.hopper import backward as hopper_kernels
+
+    query, key, value = launch.query, launch.key, launch.value
+    B, Sq, H, D = query.shape
+    Sk, R = key.shape[1], factors[0].shape[3]
+    dq, dk, dv, dfq, dfk = gradients
+    tile, width = hopper_kernels.TILE, hopper_kernels.hopper_dim(D)
+    segments = (Segment(0, Sq, ((0, Sk),)),)
+    rows = row_work(segments, tile, hopper_kernels.rows_choice(width, R)["block"], 1, 1, 1, query.device)
+    block = hopper_kernels.keys_choice(width, True, R)["block"]
+    columns = column_work(segments, block, tile, query.device)
+    delta = torch.empty_like(lse)
+    row_deltas(grad_out, out, grad_lse, None, None, delta, rows, tile)
+    folded = hopper_kernels.fold(lse, delta, Sq, launch.scale)
+    given = factors if R else None
+    hopper_kernels.launch_rows(
+        query, key, value, None, grad_out, folded, dq, tiles=(rows.items.shape[0], B * H), heads=H,
+        scale=launch.scale, work=rows, tokens=Sq, add=False, half_tiles=0 < Sq % tile <= tile // 2,
+        factors=given, dfq=dfq,
+    )  # fmt: skip
+    hopper_kernels.launch_keys(
+        query, key, value, None, grad_out, folded, dk, dv, tiles=(columns.items.shape[0], B * H), heads=H,
+        scale=launch.scale, work=columns, tokens=Sq, add=(False, False), half_tiles=0 < Sk % tile <= tile // 2,
+        factors=given, dfk=dfk,
+    )  # fmt: skip
+
+
 def flash_bias_backward(
     launch: Launch,
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    factor_dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) in the dtype of the query, (dφq, dφk) in float32, one for every head; arguments are not checked.
+    """(dq, dk, dv) in the dtype of the query, (dφq, dφk), one for every head; arguments are not checked.
 
     Args:
         grad_out, out: [B, Sq, H, E]. grad_lse, lse: [B, H, Sq].
+        factor_dtypes: of dφq and dφk.
     """
     query, key, value = launch.query, launch.key, launch.value
     B, Sq, H, _ = query.shape
@@ -214,11 +255,16 @@ def flash_bias_backward(
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
     out = out if out.stride(-1) == 1 else out.contiguous()
-    delta = torch.empty_like(lse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
-    dfq, dfk = (query.new_empty(B, S, H, R, dtype=torch.float32) for S in (Sq, Sk))
+    dfq, dfk = (query.new_empty(B, S, H, R, dtype=dtype) for S, dtype in zip((Sq, Sk), factor_dtypes, strict=True))
+    gradients = (dq, dk, dv, dfq, dfk)
     constants, numbers = launch.constants(), (launch.scale, *launch.numbers())
     with torch.cuda.device_of(query):
+        factors = launch.hopper_factors(backward=True)
+        if factors and hopper_fits(query, grad_out):
+            _backward_on_hopper(launch, factors, grad_out, grad_lse, out, lse, gradients)
+            return gradients
+        delta = torch.empty_like(lse)
         options = launch.options("flash_bias_rows")
         tiles = triton.cdiv(Sq, options["BLOCK_M"])
         _flash_bias_rows_kernel[(tiles * B * H,)](
@@ -231,4 +277,4 @@ def flash_bias_backward(
             *launch.tensors(), grad_out, lse, delta, dk, dv, dfk, *launch.strides(), *grad_out.stride()[:3],
             H, Sq, Sk, tiles, *numbers, **constants, **options,
         )  # fmt: skip
-    return dq, dk, dv, dfq, dfk
+    return gradients

@@ -9,7 +9,7 @@ Tensors are [B, S, H, D] with any strides but the last; factors have stride 0 wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -181,22 +181,45 @@ class Launch:
             "PRECISION": dot_precision(self.query.dtype),
         }
 
-    def hopper_factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """φq and φk as the kernels for Hopper take them, not expanded; None if the portable ones are to be used."""
-        factors = tuple(
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """φq and φk without the expanded dimensions, [B or 1, S, H or 1, R]."""
+        query_factor, key_factor = (
             f[: 1 if f.stride(0) == 0 else None, :, : 1 if f.stride(2) == 0 else None]
             for f in (self.query_factor, self.key_factor)
         )
+        return query_factor, key_factor
+
+    def on_hopper(self, backward: bool) -> bool:
+        """Whether the kernels for Hopper can take this, if they can address the factors."""
         skipped = self.key.shape[1] - self.query.shape[1]
-        fits = (
+        return (
             self.key_mask is None
             and self.query_factor.shape[3] <= HOPPER_RANK
             # The diagonal has to be in the last tile of keys of a tile of rows.
-            and not (self.causal and skipped % HOPPER_KEYS)
+            and not (self.causal and (backward or skipped % HOPPER_KEYS))
             and hopper_fits(self.query, self.key, self.value)
-            and (self.query_factor.shape[3] == 0 or tma_fits(*factors))
         )
-        return factors if fits else None  # type: ignore[return-value]
+
+    def hopper_factors(self, backward: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """φq and φk as the kernels for Hopper take them, not expanded; None if the portable ones are to be used."""
+        factors = self.factors()
+        rank = self.query_factor.shape[3]
+        return factors if self.on_hopper(backward) and (rank == 0 or tma_fits(*factors)) else None
+
+    def padded(self, backward: bool) -> Launch:
+        """The same with zero columns of the factors where the kernels need them.
+
+        On Hopper the rows of factors take a multiple of 16 bytes; elsewhere masked columns would cost registers.
+        """
+        rank = self.query_factor.shape[3]
+        columns = -(-rank // 8) * 8 if self.on_hopper(backward) else block_dim(rank) if rank else 0
+        if columns == rank:
+            return self
+        B, _, H, _ = self.query.shape
+        query_factor, key_factor = (
+            torch.nn.functional.pad(factor, (0, columns - rank)).expand(B, -1, H, -1) for factor in self.factors()
+        )
+        return replace(self, query_factor=query_factor, key_factor=key_factor)
 
 
 def _forward_on_hopper(
@@ -227,7 +250,7 @@ def flash_bias_forward(launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
     out = launch.query.new_empty(B, Sq, H, launch.value.shape[3])
     lse = launch.query.new_empty(B, H, Sq, dtype=torch.float32)
     with torch.cuda.device_of(launch.query):
-        if factors := launch.hopper_factors():
+        if factors := launch.hopper_factors(backward=False):
             _forward_on_hopper(launch, factors, out, lse)
             return out, lse
         options = launch.options("flash_bias_forward")

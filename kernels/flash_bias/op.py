@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.flash_bias.backward import flash_bias_backward as backward_kernels
 from vmonarch.kernels.flash_bias.factors import gradients_of_cut, in_dtype
 from vmonarch.kernels.flash_bias.forward import Launch
@@ -30,16 +29,13 @@ def _launch(
     key_mask: torch.Tensor | None,
     scale: float,
     causal: bool,
+    backward: bool = False,
 ) -> Launch:
     query_factor, key_factor = in_dtype(query_factor, key_factor, query.dtype)
-    rank = query_factor.shape[3]
-    if rank and (missing := block_dim(rank) - rank):
-        # What the kernels pad to anyway; masked columns cost them registers, which are few.
-        query_factor, key_factor = (torch.nn.functional.pad(f, (0, missing)) for f in (query_factor, key_factor))
     query_factor, key_factor = (f if f.stride(-1) == 1 else f.contiguous() for f in (query_factor, key_factor))
     B, _, H, _ = query.shape
     query_factor, key_factor = (factor.expand(B, -1, H, -1) for factor in (query_factor, key_factor))
-    return Launch(query, key, value, query_factor, key_factor, key_mask, scale, causal)
+    return Launch(query, key, value, query_factor, key_factor, key_mask, scale, causal).padded(backward)
 
 
 @torch.library.custom_op("vmonarch::flash_bias_forward", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
@@ -64,9 +60,13 @@ def flash_bias_backward(
     grad_out: torch.Tensor, grad_lse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *inputs: Any
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv, dφq, dφk), each in the shape and dtype of its input."""
-    *gradients, dfq, dfk = backward_kernels(_launch(*inputs), grad_out, grad_lse, out, lse)
     query, _, _, *factors = inputs[:5]
     rank = factors[0].shape[3]
+    # Sums of gradients are taken in float32.
+    whole = (query.shape[0], query.shape[2], query.dtype)
+    dtypes = [f.dtype if (f.shape[0], f.shape[2], f.dtype) == whole else torch.float32 for f in factors]
+    launch = _launch(*inputs, backward=True)
+    *gradients, dfq, dfk = backward_kernels(launch, grad_out, grad_lse, out, lse, (dtypes[0], dtypes[1]))
     if factors[0].dtype == query.dtype:
         dfq, dfk = dfq[..., :rank], dfk[..., :rank]
     else:

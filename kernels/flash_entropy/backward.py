@@ -17,7 +17,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.softmax import log2_scale_of, probabilities
 from vmonarch.kernels.flash_entropy.forward import COMBINE_ROWS, load_tile
-from vmonarch.kernels.flash_entropy.segments import Segment, column_work, one_range, processors, row_work
+from vmonarch.kernels.flash_entropy.segments import Segment, Work, column_work, one_range, processors, row_work
 
 
 @triton.jit(do_not_specialize=["num_items", "H", "Sq"])
@@ -71,6 +71,33 @@ def _delta_kernel(
         grad_entropy = tl.load(grad_entropy_ptr + stat_rows, mask=present, other=0.0)
         delta += grad_entropy * tl.load(entropy_ptr + stat_rows, mask=present, other=0.0)
     tl.store(delta_ptr + stat_rows, delta, mask=present)
+
+
+def row_deltas(
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    delta: torch.Tensor,
+    rows: Work,
+    block_rows: int,
+) -> None:
+    """Write what every dP of a row is lessened by, of the rows of `rows`, whose keys are not split.
+
+    Args:
+        grad_out, out: [B, Sq, H, Dv]. grad_lse, entropy, grad_entropy, delta: [B, H, Sq].
+        block_rows: of an item of `rows`.
+    """
+    _, Sq, H, Dv = out.shape
+    num_items = rows.items.shape[0]
+    if num_items == 0:
+        return
+    _delta_kernel[(num_items * delta.shape[0] * H,)](
+        grad_out, out, grad_lse, entropy, grad_entropy, delta, rows.items, *grad_out.stride()[:3], *out.stride()[:3],
+        num_items, H, Sq, VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows, LSE_GRAD=grad_lse is not None,
+        ENTROPY_GRAD=grad_entropy is not None, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -508,34 +535,13 @@ def flash_backward(
     dq = _new_gradient(query, rows.covered) if dq is None else dq
     dk = _new_gradient(key, columns.covered) if dk is None else dk
     dv = _new_gradient(value, columns.covered) if dv is None else dv
-    dims = {"VALUE_DIM": Dv, "BLOCK_DV": block_dim(Dv)}
-    both_dims = {"HEAD_DIM": D, "BLOCK_D": block_dim(D), **dims}
+    both_dims = {"HEAD_DIM": D, "BLOCK_D": block_dim(D), "VALUE_DIM": Dv, "BLOCK_DV": block_dim(Dv)}
     precision = dot_precision(query.dtype)
     parts = None
     if rows.merges is not None:
         parts = query.new_empty(B * H, rows.slots, BLOCK_M, D, dtype=torch.float32)
     with torch.cuda.device_of(query):
-        num_items = rows_once.items.shape[0]
-        if num_items > 0:
-            _delta_kernel[(num_items * B * H,)](
-                grad_out,
-                out,
-                grad_lse,
-                entropy,
-                grad_entropy,
-                delta,
-                rows_once.items,
-                *grad_out.stride()[:3],
-                *out.stride()[:3],
-                num_items,
-                H,
-                Sq,
-                BLOCK_M=BLOCK_M,
-                LSE_GRAD=grad_lse is not None,
-                ENTROPY_GRAD=grad_entropy is not None,
-                num_warps=4,
-                **dims,
-            )
+        row_deltas(grad_out, out, grad_lse, entropy, grad_entropy, delta, rows_once, BLOCK_M)
         num_items = rows.items.shape[0]
         if num_items > 0 and on_hopper:
             folded = hopper_kernels.fold(lse, delta, Sq, scale, dH=grad_entropy)

@@ -9,12 +9,14 @@ SPLIT: keys and values of a tile have barriers of their own, so that a place of 
 scores; two tiles in flight are then enough. `k_full` and `k_empty` are the keys' barriers, else not used.
 
 FACTORS: logits have a bias of low rank (FlashBias, Eq. 3). `factors` is then (φq in shared memory [64, R], the places
-of φk in the stages, 1 / softmax scale), else None.
+of φk in the stages, 1 / softmax scale), else None. CHAINED: φq is divided by the scale in shared memory already, which
+is exact (`divides_exactly`), and the two products of a score need no wait between them.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from triton.experimental import gluon
@@ -62,8 +64,8 @@ def shared_layout(columns, rank=2):
 
 
 def hopper_dim(head_dim: int) -> int:
-    """What a head dimension is padded to in shared memory: a whole number of the copy engine's 128 bytes."""
-    return max(64, block_dim(head_dim))
+    """What a head dimension is padded to in shared memory."""
+    return block_dim(head_dim)
 
 
 def stages_that_fit(kept: int, stage: int, at_most: int = 4) -> int:
@@ -82,6 +84,23 @@ def rows_descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None)
     # A dimension of one element may have any stride; the copy engine wants a multiple of 16 bytes.
     strides = [stride if size > 1 else 16 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides[:3], 1], [1, 1, rows, columns], _tile_layout(columns))
+
+
+def factor_descriptors(
+    factors: tuple[torch.Tensor, torch.Tensor], rows: tuple[int, int]
+) -> tuple[list[TensorDescriptor], tuple[int, ...]]:
+    """Descriptors of φq and φk [B or 1, S, H or 1, R] for tiles of so many rows, and what their indices are times.
+
+    The latter are (batch, head) of φq and of φk: 0 where all share a factor, else 1.
+    """
+    columns = block_dim(factors[0].shape[3])
+    descriptors = [rows_descriptor(f, n, columns) for f, n in zip(factors, rows, strict=True)]
+    return descriptors, tuple(int(f.shape[axis] > 1) for f in factors for axis in (0, 2))
+
+
+def divides_exactly(dtype: torch.dtype, scale: float) -> bool:
+    """Whether numbers of `dtype` can be divided by the softmax scale without rounding and without overflow."""
+    return dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5
 
 
 @functools.cache
@@ -188,17 +207,35 @@ def skip_keys(
 
 
 @gluon.jit
-def _scores(q, keys, factors, stage, FACTORS: gl.constexpr):
+def begin_scores(x, y, fx, fy, inverse_scale, FACTORS: gl.constexpr, CHAINED: gl.constexpr):
+    """x·yᵀ + φx·φyᵀ / scale [64, N], begun; without FACTORS fx and fy are not read."""
+    N: gl.constexpr = y.shape[0]
+    scores = gl.zeros([_HALF, N], gl.float32, accumulator_layout(N))
+    if FACTORS:
+        scores = warpgroup_mma(fx, fy.permute((1, 0)), scores, use_acc=False, is_async=True)
+        if not CHAINED:
+            # Multiplied here, in float32: in 16 bit φx / scale would be rounded.
+            scores = warpgroup_mma_wait(0, [scores]) * inverse_scale
+    return warpgroup_mma(x, y.permute((1, 0)), scores, use_acc=FACTORS, is_async=True)
+
+
+@gluon.jit
+def divide_by_scale(factor, inverse_scale):
+    """Divide a factor [64, R] in shared memory, which only this warpgroup reads, by the softmax scale; see CHAINED."""
+    R: gl.constexpr = factor.shape[1]
+    x = factor.load(accumulator_layout(R)).to(gl.float32) * inverse_scale
+    factor.store(x.to(factor.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def _scores(q, keys, factors, stage, FACTORS: gl.constexpr, CHAINED: gl.constexpr):
     """q·kᵀ + φq·φkᵀ / scale [64, N], begun."""
-    M: gl.constexpr = q.shape[0]
-    N: gl.constexpr = keys.shape[0]
-    scores = gl.zeros([M, N], gl.float32, accumulator_layout(N))
     if FACTORS:
         fq, fk_bufs, inverse_scale = factors
-        scores = warpgroup_mma(fq, fk_bufs.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
-        # Multiplied here, in float32: in 16 bit φq / scale would be rounded.
-        scores = warpgroup_mma_wait(0, [scores]) * inverse_scale
-    return warpgroup_mma(q, keys.permute((1, 0)), scores, use_acc=FACTORS, is_async=True)
+        return begin_scores(q, keys, fq, fk_bufs.index(stage), inverse_scale, True, CHAINED)
+    else:
+        return begin_scores(q, keys, q, keys, 1.0, False, False)
 
 
 @gluon.jit
@@ -282,8 +319,8 @@ def _scaled(acc_k, acc_v, alpha, SUM_K: gl.constexpr, SUM_V: gl.constexpr):
 def attend_keys(
     acc_k, acc_v, row_max, row_sum, row_entropy, q, k_bufs, v_bufs, k_full, k_empty, full, empty, lead, leads,
     n, start, stop, bias_ptr, factors, diagonal, log2_scale, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
-    BIASED: gl.constexpr, FACTORS: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr, ENTROPY: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
+    BIASED: gl.constexpr, FACTORS: gl.constexpr, CHAINED: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
+    ENTROPY: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
     """Consumer: take the keys [start, stop), at least one, into the running sums of 64 rows.
 
@@ -298,7 +335,7 @@ def attend_keys(
     tiles = (stop - start) // BLOCK_N if BLOCK_TAIL else (stop - start + BLOCK_N - 1) // BLOCK_N
     stage = n % STAGES
     mbarrier.wait((k_full if SPLIT else full).index(stage), n // STAGES & 1)
-    scores = _scores(q, k_bufs.index(stage), factors, stage, FACTORS)
+    scores = _scores(q, k_bufs.index(stage), factors, stage, FACTORS, CHAINED)
     first = start if BLOCK_TAIL else start + (tiles - 1) * BLOCK_N
     bias = _load_bias(bias_ptr, first, stop, BLOCK_N, BIASED)
     scores = warpgroup_mma_wait(0, [scores])
@@ -316,7 +353,7 @@ def attend_keys(
         previous = stage
         stage = n % STAGES
         mbarrier.wait((k_full if SPLIT else full).index(stage), n // STAGES & 1)
-        scores = _scores(q, k_bufs.index(stage), factors, stage, FACTORS)
+        scores = _scores(q, k_bufs.index(stage), factors, stage, FACTORS, CHAINED)
         if SPLIT:
             mbarrier.wait(full.index(previous), (n - 1) // STAGES & 1)
         acc_k, acc_v = _begin_sums(acc_k, acc_v, p, k_bufs.index(previous), v_bufs.index(previous), SUM_K, SUM_V)
@@ -339,7 +376,7 @@ def attend_keys(
         mbarrier.wait(full.index(tail), n // STAGES & 1)
         k_tail = k_bufs.index(tail).slice(0, BLOCK_TAIL)
         v_tail = v_bufs.index(tail).slice(0, BLOCK_TAIL)
-        scores_tail = _scores(q, k_tail, None, tail, False)
+        scores_tail = _scores(q, k_tail, None, tail, False, False)
         acc_k, acc_v = _begin_sums(acc_k, acc_v, p, k_bufs.index(stage), v_bufs.index(stage), SUM_K, SUM_V)
         first = start + tiles * BLOCK_N
         bias_tail = _load_bias(bias_ptr, first, stop, BLOCK_TAIL, BIASED)

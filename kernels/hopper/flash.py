@@ -7,12 +7,15 @@ Legend: B batch, Sq queries, Sk keys, H heads, D head dim, which is that of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.hopper.attend import (
     BLOCK_M,
@@ -22,7 +25,10 @@ from vmonarch.kernels.hopper.attend import (
     allocate_tiles,
     attend_keys,
     copy_rows,
+    divide_by_scale,
+    divides_exactly,
     entropy_of,
+    factor_descriptors,
     hopper_dim,
     load_keys,
     log2_partition,
@@ -83,7 +89,7 @@ def _attend(
     half: gl.constexpr, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
     out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr, stride_ob, stride_os, stride_oh,
     H, Sq, skipped, inverse_scale, log2_scale, D: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr,
-    FACTORS: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
+    FACTORS: gl.constexpr, CHAINED: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Consumer: one warpgroup, rows 64·half and on of every item."""
@@ -111,6 +117,8 @@ def _attend(
         q = q_bufs.index(2 * turn + half)
         factors = (fq_bufs.index(2 * turn + half) if FACTORS else q, fk_bufs, inverse_scale)
         if row < row_stop:
+            if CHAINED:
+                divide_by_scale(factors[0], inverse_scale)
             acc = gl.zeros([_HALF, BLOCK_D], gl.float32, layout)
             row_max = gl.full([_HALF], -float("inf"), gl.float32, stats)
             row_sum = gl.zeros([_HALF], gl.float32, stats)
@@ -119,7 +127,7 @@ def _attend(
                 _, acc, row_max, row_sum, row_entropy, n = attend_keys(
                     acc, acc, row_max, row_sum, row_entropy, q, k_bufs, v_bufs, k_full, k_empty, full, empty,
                     lead.index(turn), (half == 0) & (r == first_range), n, start, stop, lse_ptr, factors,
-                    row + skipped, log2_scale, False, True, False, FACTORS, SPLIT, CAUSAL, ENTROPY,
+                    row + skipped, log2_scale, False, True, False, FACTORS, CHAINED, SPLIT, CAUSAL, ENTROPY,
                     STAGES, BLOCK_N, 0,
                 )  # fmt: skip
                 if r + 1 < last_range:
@@ -182,7 +190,7 @@ def _hopper_flash_kernel(
     part_out_ptr, part_lse_ptr, part_entropy_ptr, items_ptr, firsts_ptr, ranges_ptr,
     stride_ob, stride_os, stride_oh, shares, H, Sq, skipped, inverse_scale, log2_scale,
     D: gl.constexpr, R: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr, CAUSAL: gl.constexpr,
-    SPLIT: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    CHAINED: gl.constexpr, SPLIT: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Out, log-partition and entropy of all items; a program takes one of its items after the other."""
     buffers = allocate_tiles(k_desc.dtype, k_desc.block_type.shape[3], True, Q_STAGES, STAGES, BLOCK_N)
@@ -197,13 +205,13 @@ def _hopper_flash_kernel(
                 0, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
                 out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
                 stride_ob, stride_os, stride_oh, H, Sq, skipped, inverse_scale, log2_scale,
-                D, ENTROPY, HAS_PARTS, R > 0, SPLIT, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
+                D, ENTROPY, HAS_PARTS, R > 0, CHAINED, SPLIT, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
             )),
             (_attend, (
                 1, buffers, factor_buffers, items_ptr, firsts_ptr, ranges_ptr,
                 out_ptr, lse_ptr, entropy_ptr, part_out_ptr, part_lse_ptr, part_entropy_ptr,
                 stride_ob, stride_os, stride_oh, H, Sq, skipped, inverse_scale, log2_scale,
-                D, ENTROPY, HAS_PARTS, R > 0, SPLIT, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
+                D, ENTROPY, HAS_PARTS, R > 0, CHAINED, SPLIT, CAUSAL, Q_STAGES, STAGES, BLOCK_N,
             )),
         ],
         [4, 4],
@@ -232,17 +240,17 @@ def flash(
         query: [B, Sq, H, D]. key, value: [B, Sk, H, D]. out: [B, Sq, H, D], any strides but the last. lse, entropy:
             [B, H, Sq].
         parts: partial outputs [slots, 128, D], log-partitions and entropies [slots, 128].
-        factors: φq [B or 1, Sq, H or 1, R] and φk [B or 1, Sk, H or 1, R] of q's dtype, R = 16, 32 or 64; or None.
+        factors: φq [B or 1, Sq, H or 1, R] and φk [B or 1, Sk, H or 1, R] of q's dtype, R ≤ 64; or None.
         causal: query i attends to the keys up to i + Sk - Sq; `work` must end the keys of a tile of rows at its last.
     """
     block_n = options["BLOCK_N"]
-    descriptors: list[TensorDescriptor | None] = [None, None]
-    shares, R = (0, 0, 0, 0), 0
+    descriptors: Sequence[TensorDescriptor | None] = (None, None)
+    shares: tuple[int, ...] = (0, 0, 0, 0)
+    R = 0
     options = {"SPLIT": int(factors is not None), **options}
     if factors is not None:
-        R = factors[0].shape[3]
-        descriptors = [rows_descriptor(f, rows, R) for f, rows in zip(factors, (HALF, block_n), strict=True)]
-        shares = tuple(int(f.shape[axis] > 1) for f in factors for axis in (0, 2))  # type: ignore[assignment]
+        R = block_dim(factors[0].shape[3])
+        descriptors, shares = factor_descriptors(factors, (HALF, block_n))
         columns = hopper_dim(query.shape[3])
         kept, stage = (options["Q_STAGES"] * BLOCK_M * (columns + R), block_n * (2 * columns + R))
         options = {**options, "STAGES": stages_that_fit(2 * kept, 2 * stage, options["STAGES"])}
@@ -254,5 +262,5 @@ def flash(
         out, lse, entropy, *parts, work.items, work.firsts, work.ranges, *out.stride()[:3], shares,
         query.shape[2], query.shape[1], key.shape[1] - query.shape[1], 1.0 / scale if R else 1.0, log2_scale_of(scale),
         D=query.shape[3], R=R, ENTROPY=entropy is not None, HAS_PARTS=work.merges is not None, CAUSAL=causal,
-        **options, num_warps=4, maxnreg=168,
+        CHAINED=R > 0 and divides_exactly(query.dtype, scale), **options, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -115,7 +115,7 @@ def main():
         tensors = [torch.zeros(1, case["tokens"], 2, case["dim"], dtype=dtype) for _ in range(3)]
         factors = [torch.zeros(1, case["tokens"], 2, case["rank"], dtype=dtype) for _ in range(2)]
         mask = torch.ones(1, case["tokens"], dtype=torch.bool) if case.get("masked") else None
-        call = bias_forward.Launch(*tensors, *factors, mask, 0.1, case.get("causal", False))
+        call = bias_forward.Launch(*tensors, *factors, mask, case.get("scale", 0.1), case.get("causal", False))
         with launch.launch_overrides(case.get("overrides", {})):
             out, lse = bias_forward.flash_bias_forward(call)
             bias_backward.flash_bias_backward(call, out, lse, out, lse)

@@ -9,7 +9,10 @@ import torch
 
 SCRIPT = """
 import json, sys, torch
-from vmonarch import ExactBlocks, flash_entropy_attention, monarch_attention, vmonarch_attention
+from vmonarch import (
+    ExactBlocks, flash_bias_attention, flash_entropy_attention, monarch_attention, vmonarch_attention
+)
+from vmonarch.kernels.flash_bias import backward as bias
 from vmonarch.kernels.flash_entropy import backward as flash
 from vmonarch.kernels.hopper import backward as hopper_backward
 from vmonarch.kernels.monarch import r_step
@@ -17,12 +20,15 @@ from vmonarch.kernels.monarch import r_step
 case = json.loads(sys.argv[1])
 torch.manual_seed(0)
 B, S, H, D = case["shape"]
-tensors = [torch.randn(B, S, H, D, device="cuda").to(getattr(torch, case["dtype"])) for _ in range(3)]
+shapes = [(B, S, H, D)] * 3 + [(b, S, h, case["rank"]) for b, h in case.get("factors", [])]
+tensors = [torch.randn(shape, device="cuda").to(getattr(torch, case["dtype"])) for shape in shapes]
 grad_out = torch.randn(B, S, H, D, device="cuda")
 grad_rows = torch.randn(B, H, S, device="cuda")
 
-def attend(how, query, key, value):
+def attend(how, query, key, value, *factors):
     options = dict(case["options"], implementation=how)
+    if factors:
+        return flash_bias_attention(query, key, value, *factors, return_lse=True, **options)
     if case["op"] == "flash":
         return flash_entropy_attention(query, key, value, **options)
     if case["op"] == "sequence":
@@ -47,7 +53,7 @@ expected = gradients("torch", torch.float32)
 hopper, again = gradients("triton"), gradients("triton")
 launched = len(calls)
 # Overrides are of this thread, and the backward pass runs in another.
-flash.hopper_fits = r_step.hopper_fits = lambda *tensors: False
+bias.hopper_fits = flash.hopper_fits = r_step.hopper_fits = lambda *tensors: False
 portable = gradients("triton")
 torch.cuda.synchronize()
 error = lambda found: [((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected)]
@@ -69,6 +75,9 @@ CASES = {
     "sequence-pre": dict(op="sequence", shape=[2, 1000, 2], options=dict(block_size=192, padding="pre")),
     "flash": dict(op="flash", shape=[2, 777, 3], options={}),
     "flash-entropy": dict(op="flash", shape=[1, 1999, 2], options=dict(entropy_grad=True)),
+    "bias": dict(op="bias", shape=[2, 777, 3], options={}, rank=9, factors=[[1, 3], [2, 1]]),
+    "bias-exact-scale": dict(op="bias", shape=[1, 1999, 2], options=dict(scale=0.125), rank=64, factors=[[1, 2]] * 2),
+    "bias-one-tile": dict(op="bias", shape=[3, 33, 2], options={}, rank=24, factors=[[3, 2], [1, 1]]),
 }
 # Of the kernel that owns keys, in one backward pass: one for every iteration and one for the exact part, where frames
 # begin at multiples of 16 bytes.
@@ -80,6 +89,9 @@ LAUNCHES = {
     "sequence-pre": 2,
     "flash": 1,
     "flash-entropy": 1,
+    "bias": 1,
+    "bias-exact-scale": 1,
+    "bias-one-tile": 1,
 }
 
 
