@@ -24,6 +24,8 @@ from vmonarch.kernels.flash_entropy.segments import Segment, processors
 # What the kernels for Hopper take: a rank up to this, and this many keys of a tile.
 HOPPER_RANK = 64
 HOPPER_KEYS = 128
+# Heads and ranks up to this leave registers for two programs.
+NARROW = 32
 
 
 @triton.jit
@@ -230,16 +232,19 @@ def _forward_on_hopper(
     query, key = launch.query, launch.key
     B, Sq, H, D = query.shape
     Sk = key.shape[1]
-    options = {**launch.options("hopper_flash"), "BLOCK_N": HOPPER_KEYS}
+    # Narrow heads leave registers for a second program, which works while the other begins or ends a tile of rows.
+    narrow = max(D, factors[0].shape[3]) <= NARROW and not launch.causal
+    programs, block_n = (2, HOPPER_KEYS // 2) if narrow else (1, HOPPER_KEYS)
+    options = {**launch.options("hopper_flash"), "BLOCK_N": block_n}
     rows = BLOCK_M if launch.causal else Sq
     segments = tuple(
         Segment(first, min(first + rows, Sq), ((0, min(first + rows + Sk - Sq, Sk)),)) for first in range(0, Sq, rows)
     )
-    work = schedule(segments, BLOCK_M, options["BLOCK_N"], B * H, processors(query.device), query.device)
+    work = schedule(segments, BLOCK_M, block_n, B * H, programs * processors(query.device), query.device)
     parts = new_parts(query, work.slots, BLOCK_M, D, False)
     flash(
         query, key, launch.value, work, scale=launch.scale, out=out, lse=lse, entropy=None, parts=parts,
-        options=options, factors=factors if factors[0].shape[3] else None, causal=launch.causal,
+        options=options, factors=factors if factors[0].shape[3] else None, causal=launch.causal, programs=programs,
     )  # fmt: skip
     combine_parts(parts, work.merges, BLOCK_M, 1, out, lse, None)
 

@@ -849,7 +849,7 @@ def keys_choice(D: int, sum_v: bool, R: int = 0) -> dict[str, int]:
     What was fastest on an H200. Registers are the limit: with 128 dimensions there are none left beside values, and
     with the gradient of a wide factor too few for 64 rows.
     """
-    block = 128 if D <= 64 and not sum_v else 32 if D == 128 and R > 16 else 64
+    block = 128 if D <= 64 and not sum_v else 32 if D == 128 and R > 32 else 64
     return {"block": block, "keep": (D <= 64) is sum_v}
 
 

@@ -41,6 +41,9 @@ from vmonarch.kernels.hopper.schedule import Schedule, schedule
 
 __all__ = ["BLOCK_M", "flash", "schedule"]
 
+# By programs of a processor: registers of a thread that consumes, and of any thread on average.
+_REGISTERS = {1: (240, 168), 2: (104, 80)}
+
 _HALF = gl.constexpr(HALF)
 _BLOCK_M = gl.constexpr(BLOCK_M)
 
@@ -191,6 +194,7 @@ def _hopper_flash_kernel(
     stride_ob, stride_os, stride_oh, shares, H, Sq, skipped, inverse_scale, log2_scale,
     D: gl.constexpr, R: gl.constexpr, ENTROPY: gl.constexpr, HAS_PARTS: gl.constexpr, CAUSAL: gl.constexpr,
     CHAINED: gl.constexpr, SPLIT: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Out, log-partition and entropy of all items; a program takes one of its items after the other."""
     buffers = allocate_tiles(k_desc.dtype, k_desc.block_type.shape[3], True, Q_STAGES, STAGES, BLOCK_N)
@@ -215,7 +219,7 @@ def _hopper_flash_kernel(
             )),
         ],
         [4, 4],
-        [240, 240],
+        [REGISTERS, REGISTERS],
     )  # fmt: skip
 
 
@@ -233,6 +237,7 @@ def flash(
     options: dict[str, int],
     factors: tuple[torch.Tensor, torch.Tensor] | None = None,
     causal: bool = False,
+    programs: int = 1,
 ) -> None:
     """Attend as `work` says; arguments are not checked.
 
@@ -242,6 +247,7 @@ def flash(
         parts: partial outputs [slots, 128, D], log-partitions and entropies [slots, 128].
         factors: φq [B or 1, Sq, H or 1, R] and φk [B or 1, Sk, H or 1, R] of q's dtype, R ≤ 64; or None.
         causal: query i attends to the keys up to i + Sk - Sq; `work` must end the keys of a tile of rows at its last.
+        programs: that share a processor, 1 or 2; `work` is for all of them. Two have registers for narrow heads only.
     """
     block_n = options["BLOCK_N"]
     descriptors: Sequence[TensorDescriptor | None] = (None, None)
@@ -262,5 +268,6 @@ def flash(
         out, lse, entropy, *parts, work.items, work.firsts, work.ranges, *out.stride()[:3], shares,
         query.shape[2], query.shape[1], key.shape[1] - query.shape[1], 1.0 / scale if R else 1.0, log2_scale_of(scale),
         D=query.shape[3], R=R, ENTROPY=entropy is not None, HAS_PARTS=work.merges is not None, CAUSAL=causal,
-        CHAINED=R > 0 and divides_exactly(query.dtype, scale), **options, num_warps=4, maxnreg=168,
+        CHAINED=R > 0 and divides_exactly(query.dtype, scale), **options, REGISTERS=_REGISTERS[programs][0],
+        num_warps=4, maxnreg=_REGISTERS[programs][1],
     )  # fmt: skip
