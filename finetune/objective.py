@@ -1,0 +1,216 @@
+"""Flow matching as Wan is trained: noise levels, model inputs, targets and the loss.
+
+At noise level σ the model sees x = (1 - σ)·clean + σ·noise with timestep 1000·σ and gives the velocity noise - clean.
+All that is drawn is a function of (seed, step, micro-batch, data rank) alone: a resumed run draws the same, on any
+device, and processes that share a sample (sequence parallelism) share its noise because they share the data rank.
+
+Shapes: B clips, C latent channels, T latent frames, h × w latent pixels, S tokens, L text tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+DISTRIBUTIONS = ("logit_normal", "uniform")
+TIMESTEPS = 1000
+# The model is asked for no level below: there is nothing left to predict from.
+LEAST_SIGMA = 1e-4
+
+
+@dataclass(frozen=True)
+class NoiseLevels:
+    """How σ is drawn: u logit-normal or uniform in (0, 1), then σ = shift·u / (1 + (shift - 1)·u).
+
+    Args:
+        distribution: one of DISTRIBUTIONS.
+        mean, std: of the normal whose sigmoid is u.
+        shift: above 1 moves σ towards noise, as the scheduler's flow shift does.
+    """
+
+    distribution: str = "logit_normal"
+    mean: float = 0.0
+    std: float = 1.0
+    shift: float = 1.0
+
+    def share(self, low: float = 0.0, high: float = 1.0) -> float:
+        """The probability of a level between `low` and `high`."""
+        ends = self._cumulative(torch.tensor([low, high], dtype=torch.float64))
+        return (ends[1] - ends[0]).item()
+
+    def levels(self, uniform: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+        """σ, float32 [B], between `low` and `high`, from numbers [B] that are uniform in [0, 1)."""
+        ends = self._cumulative(torch.tensor([low, high], dtype=torch.float64))
+        p = ends[0] + uniform.double() * (ends[1] - ends[0])
+        u = (self.mean + self.std * torch.special.ndtri(p)).sigmoid() if self.distribution == "logit_normal" else p
+        sigma = self.shift * u / (1 + (self.shift - 1) * u)
+        return sigma.clamp(max(low, LEAST_SIGMA), high).float()
+
+    def _cumulative(self, sigma: torch.Tensor) -> torch.Tensor:
+        """The probability of a level below σ."""
+        u = sigma / (self.shift - (self.shift - 1) * sigma)
+        if self.distribution == "uniform":
+            return u
+        return torch.special.ndtr((u.logit() - self.mean) / self.std)
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A transformer of the pipeline and the noise levels that it serves."""
+
+    name: str
+    low: float = 0.0
+    high: float = 1.0
+
+
+def experts_of(names: Sequence[str], boundary: float | None) -> tuple[Expert, ...]:
+    """The transformers with these names: Wan2.2's two meet at noise level `boundary`, the first takes what is above."""
+    if boundary is None or len(names) == 1:
+        low, high = 0.0, 1.0
+        if boundary is not None:
+            low, high = (boundary, 1.0) if names[0] == "transformer" else (0.0, boundary)
+        return (Expert(names[0], low, high),)
+    return Expert("transformer", boundary, 1.0), Expert("transformer_2", 0.0, boundary)
+
+
+def generator_for(seed: int, *place: object) -> torch.Generator:
+    """Random numbers of one purpose at one place of a run, on the CPU."""
+    digest = hashlib.sha256("/".join(map(str, (seed, *place))).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """How the model learns of a first frame.
+
+    Args:
+        kind: "none"; "channels" (Wan2.1 and A14B image-to-video: mask and encoded frame are further input channels);
+            or "tokens" (Wan2.2 5B: the first latent frame is clean and its tokens have timestep 0).
+        share: of the clips that have it; always 1 with "channels", which cannot do without.
+        patch: of the transformer.
+        takes_image: the transformer has cross-attention to an image encoder's features.
+    """
+
+    kind: str = "none"
+    share: float = 1.0
+    patch: tuple[int, int, int] = (1, 2, 2)
+    takes_image: bool = False
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is random in a micro-batch.
+
+    Args:
+        expert: whose levels these are.
+        sigma: [B]. noise: [B, C, T, h, w]. conditioned: bool [B].
+    """
+
+    expert: Expert
+    sigma: torch.Tensor
+    noise: torch.Tensor
+    conditioned: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a micro-batch.
+
+    Args:
+        levels, experts, conditioning: see there.
+        seed: of the run.
+        distillation: weight of the squared difference to the velocity of a teacher; 0 for none.
+    """
+
+    levels: NoiseLevels
+    experts: tuple[Expert, ...]
+    seed: int
+    conditioning: Conditioning = field(default_factory=Conditioning)
+    distillation: float = 0.0
+
+    def draw(self, latents: torch.Tensor, *, step: int, micro: int = 0, data_rank: int = 0) -> Draw:
+        """What is random for clips of the shape of `latents`; the expert is the same on all ranks of a step."""
+        expert = self.experts[0]
+        if len(self.experts) > 1:
+            shares = torch.tensor([self.levels.share(e.low, e.high) for e in self.experts], dtype=torch.float64)
+            chooser = generator_for(self.seed, "expert", step)
+            expert = self.experts[int(torch.multinomial(shares, 1, generator=chooser))]
+        random = generator_for(self.seed, "noise", step, micro, data_rank)
+        B = len(latents)
+        sigma = self.levels.levels(torch.rand(B, generator=random, dtype=torch.float64), expert.low, expert.high)
+        noise = torch.randn(latents.shape, generator=random)
+        share = 1.0 if self.conditioning.kind == "channels" else self.conditioning.share
+        conditioned = torch.rand(B, generator=random) < (share if self.conditioning.kind != "none" else 0.0)
+        return Draw(expert, sigma.to(latents.device), noise.to(latents), conditioned.to(latents.device))
+
+    def losses(
+        self,
+        model: Callable[..., Any],
+        draw: Draw,
+        latents: torch.Tensor,
+        text: torch.Tensor,
+        extras: Mapping[str, torch.Tensor],
+        teacher: Callable[..., Any] | None = None,
+    ) -> torch.Tensor:
+        """Mean squared error of the velocity, float32 [B].
+
+        Args:
+            model: called as `WanTransformer3DModel` is; `draw.expert` says which one.
+            latents: clean and normalised, [B, C, T, h, w]. text: [B, L, D].
+            extras: "first_frame_latent" [B, C, T, h, w] normalised and, if the model takes it, "clip_feature"
+                [B, tokens, D]; only read for conditioning "channels".
+            teacher: needed with `distillation`; its velocity is the second target.
+
+        Raises:
+            KeyError: an extra that the conditioning needs is not there.
+        """
+        arguments, counted = self._inputs(draw, latents, text, extras)
+        velocity = model(**arguments, return_dict=False)[0].float()
+        loss = _mean_square(velocity - (draw.noise - latents), counted)
+        if self.distillation:
+            assert teacher is not None
+            with torch.no_grad():
+                wanted = teacher(**arguments, return_dict=False)[0].float()
+            loss = loss + self.distillation * _mean_square(velocity - wanted, counted)
+        return loss
+
+    def _inputs(
+        self, draw: Draw, latents: torch.Tensor, text: torch.Tensor, extras: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """Arguments of the transformer, and which parts of the velocity count ([B, 1, T, 1, 1]; None for all)."""
+        s = draw.sigma.view(-1, 1, 1, 1, 1)
+        x = (1 - s) * latents + s * draw.noise
+        timestep = TIMESTEPS * draw.sigma
+        conditioning = self.conditioning
+        arguments = {"encoder_hidden_states": text}
+        if conditioning.kind == "none":
+            return {"hidden_states": x, "timestep": timestep, **arguments}, None
+        if conditioning.kind == "channels":
+            # As WanImageToVideoPipeline.prepare_latents: of the mask's four channels the first latent frame is 1.
+            mask = torch.zeros_like(x[:, :4])
+            mask[:, :, 0] = 1
+            x = torch.cat([x, mask, extras["first_frame_latent"].to(x)], 1)
+            if conditioning.takes_image:
+                arguments["encoder_hidden_states_image"] = extras["clip_feature"].to(text)
+            return {"hidden_states": x, "timestep": timestep, **arguments}, None
+        # The VAE is causal: the first latent frame of a clip is the encoding of its first frame.
+        T, h, w = (n // p for n, p in zip(x.shape[2:], conditioning.patch, strict=True))
+        given = draw.conditioned.view(-1, 1, 1, 1, 1)
+        first = torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1, 1) == 0
+        x = torch.where(given & first, latents, x)
+        of_first = (torch.arange(T * h * w, device=x.device) < h * w) & draw.conditioned[:, None]
+        timesteps = torch.where(of_first, 0.0, timestep[:, None])  # [B, S]
+        return {"hidden_states": x, "timestep": timesteps, **arguments}, (~(given & first)).to(x.dtype)
+
+
+def _mean_square(difference: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+    """Mean square [B] of [B, C, T, h, w], of the counted frames."""
+    square = difference.square().mean((1, 3, 4))  # [B, T]
+    if counted is None:
+        return square.mean(1)
+    weights = counted.flatten(1)
+    return (square * weights).sum(1) / weights.sum(1)

@@ -1,0 +1,143 @@
+"""Flow matching: noise levels, what the models are given, and the loss."""
+
+import math
+
+import pytest
+import torch
+
+from vmonarch.finetune.objective import Conditioning, Expert, NoiseLevels, Objective, experts_of
+
+SHAPE = (2, 16, 3, 4, 6)
+
+
+def objective(**changes):
+    values = dict(levels=NoiseLevels(), experts=(Expert("transformer"),), seed=0)
+    return Objective(**{**values, **changes})
+
+
+class Recorder:
+    """A model that keeps what it is given and answers with a constant."""
+
+    def __init__(self, answer=0.0):
+        self.answer = answer
+
+    def __call__(
+        self, hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image=None, return_dict=True
+    ):
+        self.given = dict(x=hidden_states, t=timestep, text=encoder_hidden_states, image=encoder_hidden_states_image)
+        return (torch.full_like(hidden_states[:, :16], self.answer),)
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "logit_normal"])
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
+def test_levels_have_the_distribution_that_is_asked_for(distribution, shift):
+    levels = NoiseLevels(distribution, mean=0.3, std=0.8, shift=shift)
+    sigma = levels.levels((torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000)
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.rand(200_000, generator=generator)
+    if distribution == "logit_normal":
+        plain = (0.3 + 0.8 * torch.randn(200_000, generator=generator)).sigmoid()
+    plain = shift * plain / (1 + (shift - 1) * plain)
+    for quantile in (0.01, 0.1, 0.5, 0.9, 0.99):
+        assert abs(sigma.quantile(quantile) - plain[:200_000].sort().values[int(quantile * 200_000)]) < 0.01
+    assert levels.share(0.25, 0.75) == pytest.approx(((sigma > 0.25) & (sigma < 0.75)).float().mean().item(), abs=1e-4)
+
+
+def test_levels_stay_within_the_range_of_an_expert():
+    levels = NoiseLevels(shift=5.0)
+    uniform = torch.tensor([0.0, 1e-9, 0.5, 1 - 1e-9])
+    above, below = levels.levels(uniform, 0.875, 1.0), levels.levels(uniform, 0.0, 0.875)
+    assert above.min() >= 0.875 and below.max() <= 0.875 and below.min() >= 1e-4
+    assert levels.share(0.875, 1.0) + levels.share(0.0, 0.875) == pytest.approx(1.0)
+
+
+def test_the_two_transformers_of_wan22_share_the_levels_at_the_boundary():
+    assert experts_of(["transformer", "transformer_2"], 0.875) == (
+        Expert("transformer", 0.875, 1.0), Expert("transformer_2", 0.0, 0.875)
+    )  # fmt: skip
+    assert experts_of(["transformer_2"], 0.875) == (Expert("transformer_2", 0.0, 0.875),)
+    assert experts_of(["transformer"], None) == (Expert("transformer"),)
+
+
+def test_every_rank_takes_the_same_expert_as_often_as_its_levels_are_drawn():
+    experts = experts_of(["transformer", "transformer_2"], 0.875)
+    ours = objective(levels=NoiseLevels("uniform", shift=5.0), experts=experts)
+    latents = torch.zeros(1, 1, 1, 2, 2)
+    drawn = [[ours.draw(latents, step=step, data_rank=rank) for rank in (0, 1)] for step in range(2000)]
+    assert all(a.expert == b.expert and not torch.equal(a.noise, b.noise) for a, b in drawn)
+    assert all(a.expert.low <= a.sigma.item() <= a.expert.high for a, _ in drawn)
+    share = sum(a.expert.name == "transformer" for a, _ in drawn) / len(drawn)
+    expected = ours.levels.share(0.875, 1.0)
+    assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / len(drawn))
+
+
+def test_a_draw_is_a_function_of_its_place_alone():
+    latents = torch.zeros(SHAPE)
+    first = objective().draw(latents, step=3, micro=1, data_rank=2)
+    torch.manual_seed(99)
+    torch.rand(5)
+    again = objective().draw(latents, step=3, micro=1, data_rank=2)
+    assert torch.equal(first.noise, again.noise) and torch.equal(first.sigma, again.sigma)
+    for place in (dict(step=4, micro=1, data_rank=2), dict(step=3, micro=0, data_rank=2), dict(step=3, micro=1)):
+        assert not torch.equal(objective().draw(latents, **place).noise, first.noise)
+    assert not torch.equal(objective(seed=1).draw(latents, step=3, micro=1, data_rank=2).noise, first.noise)
+
+
+def test_the_target_is_the_velocity():
+    latents, text = torch.randn(SHAPE), torch.randn(2, 7, 8)
+    ours = objective()
+    draw = ours.draw(latents, step=0)
+    model = Recorder(0.5)
+    losses = ours.losses(model, draw, latents, text, {})
+    s = draw.sigma.view(-1, 1, 1, 1, 1)
+    torch.testing.assert_close(model.given["x"], (1 - s) * latents + s * draw.noise)
+    torch.testing.assert_close(model.given["t"], 1000 * draw.sigma)
+    torch.testing.assert_close(losses, (0.5 - draw.noise + latents).square().flatten(1).mean(1))
+
+
+def test_a_model_that_knows_the_velocity_has_no_loss():
+    latents = torch.randn(SHAPE)
+    ours = objective()
+    draw = ours.draw(latents, step=0)
+    exact = lambda **_: (draw.noise - latents,)
+    assert ours.losses(exact, draw, latents, torch.zeros(2, 1, 1), {}).abs().max() == 0
+
+
+def test_distillation_adds_the_distance_to_the_teacher():
+    latents, text = torch.randn(SHAPE), torch.zeros(2, 1, 1)
+    plain, distilled = objective(), objective(distillation=0.25)
+    draw = plain.draw(latents, step=0)
+    alone = plain.losses(Recorder(0.5), draw, latents, text, {})
+    both = distilled.losses(Recorder(0.5), draw, latents, text, {}, teacher=Recorder(2.0))
+    torch.testing.assert_close(both, alone + 0.25 * 1.5**2)
+
+
+def test_channels_give_the_first_frame_as_the_stock_pipeline_does():
+    latents, frame, clip = torch.randn(SHAPE), torch.randn(SHAPE), torch.randn(2, 5, 8)
+    ours = objective(conditioning=Conditioning("channels", takes_image=True))
+    draw = ours.draw(latents, step=0)
+    model = Recorder()
+    ours.losses(model, draw, latents, torch.zeros(2, 1, 8), {"first_frame_latent": frame, "clip_feature": clip})
+    x = model.given["x"]
+    assert x.shape[1] == 36 and torch.equal(x[:, 20:], frame) and torch.equal(model.given["image"], clip)
+    assert (x[:, 16:20, 0] == 1).all() and (x[:, 16:20, 1:] == 0).all()
+    with pytest.raises(KeyError, match="first_frame_latent"):
+        ours.losses(model, draw, latents, torch.zeros(2, 1, 8), {})
+
+
+def test_tokens_keep_the_first_frame_clean_with_timestep_0_and_without_loss():
+    latents = torch.randn(64, 16, 3, 4, 6)
+    ours = objective(conditioning=Conditioning("tokens", share=0.5))
+    draw = ours.draw(latents, step=0)
+    assert 10 < draw.conditioned.sum() < 54
+    model = Recorder(0.5)
+    losses = ours.losses(model, draw, latents, torch.zeros(64, 1, 1), {})
+    x, t = model.given["x"], model.given["t"]
+    assert t.shape == (64, 3 * 2 * 3)
+    with_frame = draw.conditioned
+    assert torch.equal(x[with_frame][:, :, 0], latents[with_frame][:, :, 0]) and (t[with_frame][:, :6] == 0).all()
+    assert torch.equal(t[:, 6:], (1000 * draw.sigma)[:, None].expand(-1, 12))
+    assert torch.equal(t[~with_frame][:, :6], (1000 * draw.sigma)[~with_frame][:, None].expand(-1, 6))
+    error = (0.5 - draw.noise + latents).square()
+    torch.testing.assert_close(losses[with_frame], error[with_frame][:, :, 1:].flatten(1).mean(1))
+    torch.testing.assert_close(losses[~with_frame], error[~with_frame].flatten(1).mean(1))
