@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
@@ -39,3 +43,38 @@ def one_thread() -> Iterator[None]:
 def skip_without_gpu(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+class Forks:
+    """A process that has imported some modules; it runs programs in forks of itself, see `run_in_forks.py`."""
+
+    def __init__(self, modules: tuple[str, ...], environment: dict[str, str]) -> None:
+        command = [sys.executable, "-P", str(Path(__file__).with_name("run_in_forks.py")), *modules]
+        self.process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, folder: Path, *words: object) -> tuple[int, str]:
+        """(exit code, what it wrote) of the module or script words[0] with the arguments after it, in `folder`."""
+        output = folder / "output.txt"
+        assert self.process.stdin is not None and self.process.stdout is not None
+        request = [str(folder), str(output), [str(word) for word in words]]
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        code = self.process.stdout.readline()
+        assert code, "the process that forks has ended"
+        text = output.read_text()
+        output.unlink()
+        return int(code), text
+
+
+@pytest.fixture(scope="module")
+def start_forks() -> Iterator[Callable[..., Forks]]:
+    """start_forks(*modules, **environment) -> Forks."""
+    with ExitStack() as stack:
+
+        def start(*modules: str, **environment: str) -> Forks:
+            forks = Forks(modules, environment)
+            stack.enter_context(forks.process)
+            return forks
+
+        yield start
