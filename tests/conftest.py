@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,33 @@ def tiny() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_is_patched_once_for_a_kernel() -> Iterator[None]:
+    """Triton's interpreter patches its language again for every call of a helper: a quarter of all its time."""
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patched: set[str] = set()
+    run_kernel = interpreter.GridExecutor.__call__
+
+    def run_kernel_anew(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        run_kernel(self, *args, **kwargs)
+
+    def call_helper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__ not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(self.fn.__module__)
+        return self.rewrite()(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", run_kernel_anew)
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call_helper)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
