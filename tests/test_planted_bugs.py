@@ -159,7 +159,12 @@ KEYWORDS = {
     "bias-first-rows-skipped": "causal and triton",
     "bias-causal-rows-start-late": "causal and triton",
     "bias-parts-left-out": "float32_factors",
-    "linear-kernel-sees-the-next-token": "kernels and taylor-causal",
+    "linear-kernel-sees-the-next-token": "the_kernels and taylor-causal",
+    "linear-kernel-weights-of-columns": "the_kernels and taylor-causal",
+    "linear-chunks-count-their-own": "the_kernels and taylor-causal",
+    "linear-frames-read-transposed": "the_kernels and taylor-frames",
+    "linear-frames-gradient-of-half": "the_kernels and taylor-frames",
+    "linear-lse-without-gradient": "the_kernels and taylor-lse",
     "linear-state-units-mixed": "go_on_from_a_state",
     "linear-step-forgets-its-token": "go_on_from_a_state",
     "based-projection-unscaled": "average",
@@ -169,14 +174,14 @@ KEYWORDS = {
     "based-copies-share-parameters": "copies",
     "adapter-missing-parameters-ignored": "missing",
     "adapter-of-any-model": "model-depth",
-    "window-kernel-reaches-the-wrong-way": "kernels and sequence",
-    "window-kernel-sees-all-rows": "kernels and neighbourhood",
+    "window-kernel-reaches-the-wrong-way": "the_kernels and sequence",
+    "window-kernel-sees-all-rows": "the_kernels and neighbourhood",
 }
-# The same for all bugs of a file.
+# The same for all bugs of a file. Keywords match the names of folders and files, too: `kernels` is in all of them.
 FILE_KEYWORDS = {
     **dict.fromkeys((BIAS_FORWARD, BIAS_BACKWARD, BIAS_OP), "triton"),
-    **dict.fromkeys((LINEAR_KERNELS, LINEAR_OP), "kernels and taylor"),
-    WINDOW_KERNELS: "kernels",
+    **dict.fromkeys((LINEAR_KERNELS, LINEAR_OP), "the_kernels and taylor-"),
+    WINDOW_KERNELS: "the_kernels",
 }
 # The test files to run, those that look straight at the planted file first.
 TESTS = {
