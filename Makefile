@@ -30,7 +30,7 @@ demo: $(READY)
 	$(BIN)/vmonarch compare "$(PROMPT)" --methods full vmonarch vmonarch-dense-start --output-dir outputs/demo
 
 test: $(READY)
-	$(BIN)/pytest --numprocesses $(JOBS) -m "not gpu"
+	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m "not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +32,33 @@ def tiny() -> ModuleType:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def language_is_patched_once_for_a_kernel() -> Iterator[None]:
+    """Triton's interpreter patches its language again for every call of a helper: a quarter of all its time."""
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patched: set[str] = set()
+    run_kernel = interpreter.GridExecutor.__call__
+
+    def run_kernel_anew(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        run_kernel(self, *args, **kwargs)
+
+    def call_helper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__ not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(self.fn.__module__)
+        return self.rewrite()(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", run_kernel_anew)
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call_helper)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     # Tiny tensors: more threads only wait for each other, and sums in another order would not be bit-identical.
     threads = torch.get_num_threads()
@@ -39,3 +71,38 @@ def one_thread() -> Iterator[None]:
 def skip_without_gpu(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+class Forks:
+    """A process that has imported some modules; it runs programs in forks of itself, see `run_in_forks.py`."""
+
+    def __init__(self, modules: tuple[str, ...], environment: dict[str, str]) -> None:
+        command = [sys.executable, "-P", str(Path(__file__).with_name("run_in_forks.py")), *modules]
+        self.process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, folder: Path, *words: object) -> tuple[int, str]:
+        """(exit code, what it wrote) of the module or script words[0] with the arguments after it, in `folder`."""
+        output = folder / "output.txt"
+        assert self.process.stdin is not None and self.process.stdout is not None
+        request = [str(folder), str(output), [str(word) for word in words]]
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        code = self.process.stdout.readline()
+        assert code, "the process that forks has ended"
+        text = output.read_text()
+        output.unlink()
+        return int(code), text
+
+
+@pytest.fixture(scope="module")
+def start_forks() -> Iterator[Callable[..., Forks]]:
+    """start_forks(*modules, **environment) -> Forks."""
+    with ExitStack() as stack:
+
+        def start(*modules: str, **environment: str) -> Forks:
+            forks = Forks(modules, environment)
+            stack.enter_context(forks.process)
+            return forks
+
+        yield start

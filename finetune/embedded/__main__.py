@@ -128,7 +128,7 @@ def run(
             seed=settings.seed,
             device=device,
             compile=compile,
-            statistics_clips=4 if quick else 256,
+            statistics_clips=2 if quick else 256,
         )
         if parallel.rank() == 0:
             vae.save_pretrained(work / "vae")
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.continue_from is not None and not (options.continue_from / "model_index.json").is_file():
         parser.error(f"--continue-from must be the folder of a pipeline, got {options.continue_from}")
     if options.quick:
-        values |= {"vae_steps": 2, "vae_batch": 1, "clips": 8, "captions_per_clip": 4, "steps": 2, "batch": 2}
+        values |= {"vae_steps": 2, "vae_batch": 1, "clips": 4, "captions_per_clip": 4, "steps": 2, "batch": 2}
     torch.backends.cudnn.benchmark = True
     with parallel.process_group(options.device) as device:
         run(

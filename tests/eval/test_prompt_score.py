@@ -1,5 +1,6 @@
 """The reader must read what was rendered, and must be able to say no."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from vmonarch.eval import prompt_score as ps
 from vmonarch.finetune.embedded import data
+from vmonarch.pipelines import embedded
 
 ALL_TRIPLES = [
     (s, c, d) for s in range(len(data.SHAPES)) for c in range(len(data.COLOURS)) for d in range(len(data.DIRECTIONS))
@@ -184,7 +186,10 @@ def test_the_command_refuses_bad_arguments(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_writes_scores_of_the_embedded_model(tmp_path):
+def test_the_command_writes_scores_of_the_embedded_model(tmp_path, monkeypatch):
+    # Of 61 frames, most of the time would go to decoding and to SSIM.
+    few_frames = dataclasses.replace(embedded.EMBEDDED_SETTINGS, num_frames=17)
+    monkeypatch.setattr(embedded, "EMBEDDED_SETTINGS", few_frames)
     output = tmp_path / "scores.json"
     arguments = ["--output", str(output), "--prompts", "1", "--steps", "2", "--batch", "1", "--device", "cpu"]
     assert ps.main([*arguments, "--reader-clips", "0", "--sheet", str(tmp_path / "sheet")]) == 0

@@ -22,6 +22,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -48,18 +49,22 @@ class AbsentGPU:
         pass
 
 
-def assembler_report(ptx, architecture):
-    """What the assembler spills to local memory, in bytes, and whether it makes asynchronous products wait."""
+def assemble(backend, ptx, metadata, options, architecture):
+    """The last step of a compilation, which also notes what the assembler says, in the facts kept with the kernel:
+
+    what it spills to local memory, in bytes, and whether it makes asynchronous products wait.
+    """
     name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
     assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     suffix = "a" if architecture >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
+        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
-        command = [assembler, "-v", f"-arch=sm_{architecture}{suffix}", source, "-o", Path(folder) / "kernel.cubin"]
+        command = [assembler, "-v", f"-arch=sm_{architecture}{suffix}", source, "-o", binary]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = max(int(number) for number in re.findall(r"(\d+) bytes spill stores", report))
-    return {"spilled": spilled, "serialized": "are serialized" in report}
+        metadata["spilled"] = max(int(number) for number in re.findall(r"(\d+) bytes spill stores", report))
+        metadata["serialized"] = "are serialized" in report
+        return binary.read_bytes()
 
 
 def main():
@@ -75,13 +80,15 @@ def main():
                 "options": {name: value for name, value in options.items() if isinstance(value, int)},
                 "shared": compiled.metadata.shared,
                 "warp_specialized": "ttg.warp_specialize" in compiled.asm["ttgir"],
-                **assembler_report(compiled.asm["ptx"], architecture),
+                "spilled": compiled.metadata.spilled,
+                "serialized": compiled.metadata.serialized,
             }
             print(json.dumps(facts), flush=True)
 
         return run
 
     JITFunction.__getitem__ = compile_instead
+    CUDABackend.make_cubin = assemble
     # Tensors on the CPU stand for those of an unknown chip, which gets the default options.
     launch._chip_name = lambda index: "unknown"
     launch.on_hopper = lambda device: architecture == 90

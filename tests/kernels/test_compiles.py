@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,16 +28,19 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiler(start_forks, tmp_path_factory):
+    """Runs `compile_for_gpu.py`; what several cases share is compiled once, in whichever process of pytest-xdist."""
+    global run_compiler
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    run_compiler = start_forks("vmonarch", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(folder / "compiled"))
+
+
 def compile_kernels(architecture, case, folder):
-    result = subprocess.run(
-        [sys.executable, SCRIPT, str(architecture), json.dumps(case)],
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    code, output = run_compiler(folder, SCRIPT, architecture, json.dumps(case))
+    assert code == 0, output[-3000:]
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def test_repeated_runs_are_bit_equal():
         lambda *t: run_triton(*t, grid=(2, 3, 6), exact=ExactBlocks(band=0)), tensors, torch.float32
     )
     first = run()
-    for _ in range(3):
+    for _ in range(2):
         assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
 
 
@@ -330,8 +330,8 @@ def op_arguments(requires_grad=False, save=True, **options):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vmonarch.kernels.monarch.op.monarch_forward", capture)
-        leaves = [tensor.float().requires_grad_(True) for tensor in qkv(36)]
-        run_triton(*leaves, grid=(2, 3, 6), **options)
+        leaves = [tensor.float().requires_grad_(True) for tensor in qkv(12)]
+        run_triton(*leaves, grid=(2, 2, 3), **options)
     query, key, value, mask, numbers, scale, min_mass, _ = captured[0]
     leaves = [tensor.detach().requires_grad_(requires_grad) for tensor in (query, key, value)]
     return (*leaves, mask, numbers, scale, min_mass, save)

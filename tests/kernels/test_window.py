@@ -145,7 +145,7 @@ def test_the_kernels_see_a_sequence_through_a_window(Sq, Sk, window, causal):
 )
 def test_the_kernels_see_a_video_through_a_neighbourhood(grid, window, causal):
     tokens = LatentGrid(*grid).tokens
-    check_kernels(qkv(tokens, tokens, dtype=torch.float32), window=window, causal=causal, grid=grid)
+    check_kernels(qkv(tokens, tokens, B=1, dtype=torch.float32), window=window, causal=causal, grid=grid)
 
 
 @in_interpreter
