@@ -345,6 +345,14 @@ def test_lora_that_changed_the_weights_below_it_is_refused(tiny, tmp_path):
 # -------------------------------------------------------------------------- folders of diffusers and of accelerate
 
 
+def in_memory(model):
+    """The model with its weights copied: mapped from a file they lie anywhere, and on some CPUs products of matrices
+    round differently there."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
 @pytest.mark.parametrize("shards", [None, "20KB"], ids=["one-file", "shards"])
 def test_a_saved_transformer_gets_its_processor_back(tiny, tmp_path, shards):
     model = tiny.transformer()
@@ -355,7 +363,7 @@ def test_a_saved_transformer_gets_its_processor_back(tiny, tmp_path, shards):
     fresh = diffusers.WanTransformer3DModel.from_pretrained(tmp_path)
     assert not [name for name in fresh.state_dict() if ".processor." in name]
     load_adapter(fresh, tmp_path)
-    assert torch.equal(tiny.run(fresh), tiny.run(model))
+    assert torch.equal(tiny.run(in_memory(fresh)), tiny.run(model))
 
 
 @pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
@@ -365,6 +373,9 @@ def test_a_saved_pipeline_gets_its_processors_back(tiny, tmp_path, kind):
     fresh = diffusers.WanPipeline.from_pretrained(tmp_path)
     fresh.set_progress_bar_config(disable=True)
     load_adapter(fresh, tmp_path)
+    for model in (fresh.transformer, fresh.transformer_2, fresh.text_encoder):
+        if model is not None:
+            in_memory(model)
     assert torch.equal(tiny.generate(fresh), expected)
 
 
