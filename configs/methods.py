@@ -306,6 +306,20 @@ class AttentionMethod:
         return {"name": self.name, "kind": self.parameters.kind, "label": self.label, **vars(self.parameters)}
 
 
+def merge_attention(below: Any, above: Any) -> Any:
+    """One attention entry over another."""
+    if isinstance(above, str) or not isinstance(above, Mapping):
+        return above
+    if "name" in above:
+        return dict(above)
+    if isinstance(below, str):
+        below = resolve_method(below).to_dict()
+    if not isinstance(below, Mapping):
+        return dict(above)
+    # The label named the parameters as they were.
+    return deep_merge({key: value for key, value in below.items() if key != "label"}, above)
+
+
 def method_names() -> list[str]:
     """Names of the methods that ship in `configs/attention/`."""
     return preset_names("attention")

@@ -30,8 +30,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vmonarch.configs import InputError, build, check_keys, deep_merge, file_sha256, read_yaml
-from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.configs import InputError, build, check_keys, file_sha256, read_yaml
+from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
 from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, ModelFolder, find_model
 
 if TYPE_CHECKING:
@@ -241,23 +241,9 @@ def build_config(schema: type[Config], *layers: Mapping[str, Any]) -> Config:
         check_keys(schema, layer)
         layer = dict(layer)
         if "attention" in layer:
-            layer["attention"] = _merge_attention(values.get("attention", "vmonarch"), layer["attention"])
+            layer["attention"] = merge_attention(values.get("attention", "vmonarch"), layer["attention"])
         values |= layer
     return build(schema, values)
-
-
-def _merge_attention(below: Any, above: Any) -> Any:
-    """One attention entry over another."""
-    if isinstance(above, str) or not isinstance(above, Mapping):
-        return above
-    if "name" in above:
-        return dict(above)
-    if isinstance(below, str):
-        below = resolve_method(below).to_dict()
-    if not isinstance(below, Mapping):
-        return dict(above)
-    # The label named the parameters as they were.
-    return deep_merge({key: value for key, value in below.items() if key != "label"}, above)
 
 
 def read_prompts(path: str) -> tuple[str, ...]:

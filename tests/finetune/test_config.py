@@ -1,0 +1,72 @@
+"""Settings of a finetune run: presets, overrides, and errors that name the key."""
+
+import math
+
+import pytest
+
+from vmonarch.configs import InputError, preset_names, read_yaml
+from vmonarch.finetune.config import finetune_config
+
+DATA = {"data": {"path": "clips"}}
+
+
+@pytest.mark.parametrize("name", preset_names("finetune"))
+def test_presets_are_read_and_written_back(name):
+    config = finetune_config(read_yaml(name, group="finetune"))
+    assert config.data.path and config.attention.name == "vmonarch"
+    assert finetune_config(config.to_dict()) == config
+
+
+def test_overrides_lie_over_the_file_key_by_key():
+    below = {**DATA, "attention": "vmonarch-t3", "optimizer": {"clip": 2.0, "warmup": 5}}
+    config = finetune_config(below, {"optimizer": {"clip": 3}}, {"attention": {"coarse": 2}}, {"data": {"workers": 0}})
+    assert (config.optimizer.clip, config.optimizer.warmup) == (3.0, 5)
+    assert config.attention.name == "vmonarch-t3" and config.attention.parameters.coarse == 2
+    assert config.data.path == "clips" and config.data.workers == 0
+
+
+BAD = {
+    "unknown": ({"stepz": 3}, r"stepz is no known key \(did you mean steps\?\)"),
+    "unknown-in-a-group": ({"optimizer": {"lr": 3}}, "optimizer.lr is no known key"),
+    "group-of-another-kind": ({"optimizer": 3}, "optimizer must be a mapping"),
+    "text-for-a-number": ({"steps": "many"}, "steps must be an integer, got 'many'"),
+    "no-steps": ({"steps": 0}, "steps must be at least 1, got 0"),
+    "dropout": ({"data": {"caption_dropout": 1.5}}, "data.caption_dropout must be at least 0 and at most 1, got 1.5"),
+    "ema-of-one": ({"ema": 1.0}, "ema must be at least 0 and below 1, got 1.0"),
+    "nan": ({"optimizer": {"learning_rate": math.nan}}, "optimizer.learning_rate must be above 0, got nan"),
+    "zero-rate": ({"optimizer": {"learning_rate": 0.0}}, "optimizer.learning_rate must be above 0, got 0.0"),
+    "schedule": ({"optimizer": {"schedule": "step"}}, "optimizer.schedule must be one of constant, cosine, linear"),
+    "resume": ({"checkpoints": {"resume": "maybe"}}, "checkpoints.resume must be one of auto, never, must"),
+    "attention": ({"attention": "sparse"}, "attention must be one of"),
+    "attention-option": ({"attention": {"coarse": 0}}, "attention.coarse must be"),
+    "no-target": ({"lora": {"rank": 4, "targets": []}}, "lora.targets must name at least one layer"),
+    "no-prompt": ({"validation": {"videos_every": 5}}, "validation.prompts must hold a prompt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_settings_are_named(name):
+    values, message = BAD[name]
+    with pytest.raises(InputError, match=message):
+        finetune_config(DATA, values)
+
+
+def test_data_must_be_given():
+    with pytest.raises(InputError, match="data.path is missing"):
+        finetune_config({"steps": 3})
+
+
+def test_the_batch_is_shared_by_processes_and_micro_batches():
+    config = finetune_config(DATA, {"batch_size": 24, "micro_batch": 2})
+    assert config.accumulation(1) == 12 and config.accumulation(4) == 3
+    with pytest.raises(InputError, match="batch_size must be a multiple of micro_batch × processes = 2 × 5, got 24"):
+        config.accumulation(5)
+
+
+@pytest.mark.parametrize("schedule,middle,end", [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1)])
+def test_the_learning_rate_warms_up_and_decays(schedule, middle, end):
+    options = {"learning_rate": 2.0, "schedule": schedule, "warmup": 4, "final": 0.1}
+    config = finetune_config(DATA, {"steps": 104, "optimizer": options})
+    assert [config.learning_rate(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
+    assert config.learning_rate(4) == 2.0
+    assert config.learning_rate(54) == pytest.approx(2 * middle) and config.learning_rate(104) == pytest.approx(2 * end)
