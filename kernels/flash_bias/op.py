@@ -29,19 +29,18 @@ def _launch(
     key_mask: torch.Tensor | None,
     scale: float,
     causal: bool,
-    backward: bool = False,
 ) -> Launch:
     query_factor, key_factor = in_dtype(query_factor, key_factor, query.dtype)
     query_factor, key_factor = (f if f.stride(-1) == 1 else f.contiguous() for f in (query_factor, key_factor))
     B, _, H, _ = query.shape
     query_factor, key_factor = (factor.expand(B, -1, H, -1) for factor in (query_factor, key_factor))
-    return Launch(query, key, value, query_factor, key_factor, key_mask, scale, causal).padded(backward)
+    return Launch(query, key, value, query_factor, key_factor, key_mask, scale, causal)
 
 
 @torch.library.custom_op("vmonarch::flash_bias_forward", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
 def flash_bias_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, Sq, H, E], lse [B, H, Sq])."""
-    return forward_kernel(_launch(*inputs))
+    return forward_kernel(_launch(*inputs).padded(backward=False))
 
 
 @flash_bias_forward.register_fake
@@ -65,7 +64,7 @@ def flash_bias_backward(
     # Sums of gradients are taken in float32.
     whole = (query.shape[0], query.shape[2], query.dtype)
     dtypes = [f.dtype if (f.shape[0], f.shape[2], f.dtype) == whole else torch.float32 for f in factors]
-    launch = _launch(*inputs, backward=True)
+    launch = _launch(*inputs).padded(backward=True)
     *gradients, dfq, dfk = backward_kernels(launch, grad_out, grad_lse, out, lse, (dtypes[0], dtypes[1]))
     if factors[0].dtype == query.dtype:
         dfq, dfk = dfq[..., :rank], dfk[..., :rank]
@@ -122,4 +121,4 @@ def flash_bias_attention_triton(
     if grad_needed or torch.compiler.is_compiling() or any(type(tensor) is not torch.Tensor for tensor in tensors):
         return flash_bias_forward(*tensors, key_mask, scale, causal)
     # Without a gradient, the dispatcher would only cost time.
-    return forward_kernel(_launch(*tensors, key_mask, scale, causal))
+    return forward_kernel(_launch(*tensors, key_mask, scale, causal).padded(backward=False))
