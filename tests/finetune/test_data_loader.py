@@ -1,0 +1,648 @@
+"""Shards and batches: every row once, a stopped run goes on bit for bit, and broken data is named and never hangs."""
+
+import json
+import pickle
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from vmonarch.finetune.data import loader as loader_module
+from vmonarch.finetune.data import parquet as parquet_module
+from vmonarch.finetune.data.loader import DataError, LatentLoader, LoaderState, epoch_order
+from vmonarch.finetune.data.parquet import ParquetFolder, RowPlace, write_shard
+from vmonarch.finetune.data.schema import BadRow, Sample, encode_row
+
+C, T, H, W, DIM = 3, 2, 2, 4, 5
+MEAN, STD = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([2.0, 0.25, 1.5])
+
+
+def sample(number, **changes):
+    generator = torch.Generator().manual_seed(number)
+    values = dict(
+        id=f"clip-{number}",
+        latents=torch.randn(C, T, H, W, generator=generator),
+        text=torch.randn(1 + number % 4, DIM, generator=generator),
+        caption=f"caption {number}",
+    )
+    return Sample(**{**values, **changes})
+
+
+def fill(folder, rows, files=2, rows_per_group=3):
+    """Shards of clips 0 to rows - 1 in order."""
+    for file in range(files):
+        numbers = range(rows * file // files, rows * (file + 1) // files)
+        write_shard(folder / f"{file}.parquet", map(sample, numbers), rows_per_group)
+    return ParquetFolder(folder)
+
+
+def write_broken(path, rows, broken, changes, rows_per_group=10):
+    """A file as `pyarrow` alone makes it, the columns `changes` put in the rows `broken`."""
+    columns = [{**encode_row(sample(n)), **(changes if n in broken else {})} for n in range(rows)]
+    schema = pa.schema([(name, parquet_module._ARROW[kind]) for name, kind in parquet_module.column_types().items()])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(columns, schema=schema), path, row_group_size=rows_per_group)
+    return ParquetFolder(path.parent)
+
+
+CUT = {"vae_latent_bytes": b"cut"}
+
+
+def make(folder, **changes):
+    values = dict(batch_size=2, seed=7, mean=MEAN, std=STD, text_length=6, text_dim=DIM)
+    return LatentLoader(folder, **{**values, **changes})
+
+
+def equal(a, b):
+    same = (a.ids, a.captions, a.epoch, a.number, a.extras.keys()) == (
+        b.ids,
+        b.captions,
+        b.epoch,
+        b.number,
+        b.extras.keys(),
+    )
+    return (
+        same
+        and torch.equal(a.latents, b.latents)
+        and torch.equal(a.text, b.text)
+        and all(torch.equal(a.extras[name], b.extras[name]) for name in a.extras)
+    )
+
+
+def epoch_ids(loader):
+    return [name for batch in islice(loader, loader.batches_per_epoch) for name in batch.ids]
+
+
+# Shards
+
+
+def test_a_shard_keeps_clips_and_their_extras(tmp_path):
+    given = [
+        sample(n, latents=torch.randn(C, T, H, W).to(dtype), extras={"pil_image": torch.full((3, 2, 2), n).byte()})
+        for n, dtype in enumerate([torch.float32, torch.float16, torch.bfloat16, torch.float32, torch.float32])
+    ]
+    assert write_shard(tmp_path / "deep" / "a.parquet", iter(given), rows_per_group=2) == 5
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["a.parquet"]
+    folder = ParquetFolder(tmp_path)
+    assert len(folder) == 5 and folder.files == ("deep/a.parquet",) and folder.place(3) == RowPlace(0, 1, 1)
+    for index, wanted in enumerate(given):
+        found = folder.read(index)
+        assert (found.id, found.caption, found.latents.dtype) == (wanted.id, wanted.caption, wanted.latents.dtype)
+        assert torch.equal(found.latents, wanted.latents) and torch.equal(found.text, wanted.text)
+        assert torch.equal(found.extras["pil_image"], wanted.extras["pil_image"])
+    assert [folder.read_id(index) for index in (4, 0)] == ["clip-4", "clip-0"]
+    with pytest.raises(IndexError):
+        folder.read(5)
+
+
+def test_a_shard_has_the_columns_and_types_of_the_schema(tmp_path):
+    write_shard(tmp_path / "a.parquet", [sample(0)])
+    schema = pq.read_schema(tmp_path / "a.parquet")
+    found = {field.name: str(field.type).replace("element: ", "").replace("double", "float64") for field in schema}
+    assert found == parquet_module.column_types()
+
+
+@pytest.mark.parametrize(
+    "second, message",
+    [
+        (sample(1, extras={"clip_feature": torch.ones(1, 2)}), "'clip-1' has the extras"),
+        (sample(1, latents=torch.full((C, T, H, W), torch.inf)), "'clip-1' cannot be written: .* not finite"),
+        (sample(1, id=""), "id is empty"),
+    ],
+    ids=["extras", "infinite", "no-id"],
+)
+def test_a_clip_that_does_not_fit_leaves_no_shard(tmp_path, second, message):
+    with pytest.raises(ValueError, match=message):
+        write_shard(tmp_path / "a.parquet", [sample(0), second], rows_per_group=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shard_is_never_overwritten(tmp_path):
+    write_shard(tmp_path / "a.parquet", [sample(0)])
+    with pytest.raises(FileExistsError, match="a.parquet"):
+        write_shard(tmp_path / "a.parquet", [sample(1)])
+    assert ParquetFolder(tmp_path).read(0).id == "clip-0" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_files_are_sorted_and_empty_ones_and_empty_groups_hold_no_row(tmp_path):
+    for name, numbers in {"b/2": [3], "b/10": [2], "a": [0, 1], "aa": []}.items():
+        write_shard(tmp_path / f"{name}.parquet", map(sample, numbers))
+    (tmp_path / "notes.txt").write_text("not data")
+    folder = ParquetFolder(tmp_path)
+    assert folder.files == ("a.parquet", "aa.parquet", "b/10.parquet", "b/2.parquet")
+    assert [folder.read(index).id for index in range(len(folder))] == [f"clip-{n}" for n in range(4)]
+    assert folder.place(2) == RowPlace(2, 0, 0)
+    one = ParquetFolder(tmp_path / "a.parquet")
+    assert len(one) == 2 and one.files == ("a.parquet",)
+
+
+def rewrite(folder, change):
+    path = folder / "0.parquet"
+    table = change(pq.read_table(path))
+    pq.write_table(table, path)
+
+
+def test_other_column_orders_types_and_extra_columns_are_read(tmp_path):
+    fill(tmp_path, 3, files=1)
+    types = {
+        "vae_latent_bytes": pa.large_binary(),
+        "vae_latent_shape": pa.large_list(pa.int32()),
+        "caption": pa.large_string(),
+        "id": pa.dictionary(pa.int32(), pa.string()),
+        "fps": pa.float32(),
+    }
+
+    def change(table):
+        table = table.select(sorted(table.column_names, reverse=True)).drop_columns(["file_name", "duration_sec"])
+        for name, kind in types.items():
+            column = table.column(name)
+            column = column.dictionary_encode() if name == "id" else column.cast(kind)
+            table = table.set_column(table.column_names.index(name), name, column)
+        return table.append_column("text_attention_mask_bytes", pa.array([b"1"] * 3))
+
+    rewrite(tmp_path, change)
+    found = ParquetFolder(tmp_path).read(1)
+    assert found.id == "clip-1" and torch.equal(found.latents, sample(1).latents) and found.file_name == ""
+
+
+def test_an_extra_tensor_that_fastvideo_left_empty_is_none(tmp_path):
+    write_shard(tmp_path / "0.parquet", [sample(0, extras={"clip_feature": torch.ones(2, 3)})])
+    empty = {"bytes": (b"", pa.binary()), "shape": ([], pa.list_(pa.int64())), "dtype": ("", pa.string())}
+
+    def change(table):
+        for part, (value, kind) in empty.items():
+            name = f"clip_feature_{part}"
+            table = table.set_column(table.column_names.index(name), name, pa.array([value], kind))
+        return table
+
+    rewrite(tmp_path, change)
+    assert ParquetFolder(tmp_path).read(0).extras == {}
+
+
+def test_data_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ParquetFolder(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=f"no .*parquet file in {tmp_path}"):
+        ParquetFolder(tmp_path)
+    write_shard(tmp_path / "0.parquet", [])
+    with pytest.raises(DataError, match="no rows in .* 1 parquet"):
+        ParquetFolder(tmp_path)
+
+
+def test_a_file_that_cannot_be_used_is_named(tmp_path):
+    fill(tmp_path, 3, files=1)
+    whole = (tmp_path / "0.parquet").read_bytes()
+    no_text = whole.replace(b"vae_latent_shape", b"vae_latent\xffshape")
+    for content in (whole[:-20], b"", b"not parquet at all", no_text):
+        (tmp_path / "0.parquet").write_bytes(content)
+        with pytest.raises(DataError, match="0.parquet is not a parquet file, or its end is missing"):
+            ParquetFolder(tmp_path)
+    (tmp_path / "0.parquet").write_bytes(whole)
+    rewrite(tmp_path, lambda table: table.drop_columns(["vae_latent_shape", "caption"]))
+    with pytest.raises(DataError, match=r"0.parquet lacks the column\(s\) caption, vae_latent_shape"):
+        ParquetFolder(tmp_path)
+
+
+def test_files_with_different_extras_are_named(tmp_path):
+    write_shard(tmp_path / "0.parquet", [sample(0)])
+    write_shard(tmp_path / "1.parquet", [sample(1, extras={"clip_feature": torch.ones(2, 3)})])
+    with pytest.raises(DataError, match=r"1.parquet has the extra tensors \[clip_feature\], but .*0.parquet has \[\]"):
+        ParquetFolder(tmp_path)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_is_gone_or_has_changed_is_named(tmp_path, workers):
+    folder = fill(tmp_path, 6)
+    (tmp_path / "1.parquet").rename(tmp_path / "kept")
+    with pytest.raises(FileNotFoundError, match="1.parquet"):
+        epoch_ids(make(folder, workers=workers))
+    write_shard(tmp_path / "1.parquet", [sample(3)])
+    with pytest.raises(DataError, match="1.parquet has changed"):
+        epoch_ids(make(folder, workers=workers))
+
+
+def test_row_groups_in_memory_are_bounded_and_are_not_pickled(tmp_path, monkeypatch):
+    folder = fill(tmp_path, 12)
+    first = folder.read(0)
+    size = folder._group(0).nbytes
+    monkeypatch.setattr(parquet_module, "CACHE_BYTES", int(2.5 * size))
+    for index in range(12):
+        folder.read(index)
+        assert len(folder._cache) <= 2
+    monkeypatch.setattr(parquet_module, "CACHE_BYTES", 0)
+    folder.read(0)
+    assert len(folder._cache) == 1
+    copy = pickle.loads(pickle.dumps(folder))
+    assert not copy._cache and torch.equal(copy.read(0).latents, first.latents)
+    assert copy.fingerprint() == folder.fingerprint()
+
+
+def chunk(path, group, column):
+    """Start and end of a column's bytes in a row group."""
+    row_group = pq.read_metadata(path).row_group(group)
+    columns = [row_group.column(number) for number in range(row_group.num_columns)]
+    found = next(entry for entry in columns if entry.path_in_schema.split(".")[0] == column)
+    return found.data_page_offset, found.data_page_offset + found.total_compressed_size
+
+
+# Without our checksums a changed number in a page is a number.
+@pytest.mark.parametrize("where, written_by", [("page", "ours"), ("header", "ours"), ("header", "others")])
+def test_flipped_bytes_make_the_rows_of_their_group_bad(tmp_path, where, written_by):
+    if written_by == "ours":
+        folder = fill(tmp_path, 9, files=1)
+    else:
+        folder = write_broken(tmp_path / "0.parquet", 9, (), {}, rows_per_group=3)
+    start, end = chunk(tmp_path / "0.parquet", 1, "vae_latent_bytes")
+    content = bytearray((tmp_path / "0.parquet").read_bytes())
+    for offset in range(start, start + 8) if where == "header" else [(start + end) // 2]:
+        content[offset] ^= 255
+    (tmp_path / "0.parquet").write_bytes(content)
+    for index in range(9):
+        if index // 3 == 1:
+            with pytest.raises(BadRow, match="the row group cannot be read") as caught:
+                folder.read(index)
+            assert caught.value.__notes__ == [f"in {tmp_path}/0.parquet, row group 1, row {index - 3}"]
+            assert folder.read_id(index) is None
+        else:
+            assert folder.read(index).id == f"clip-{index}"
+    batches = list(islice(make(folder, bad_fraction=0.4, quarantine=tmp_path / "bad.jsonl"), 5))
+    assert {name for batch in batches for name in batch.ids} == {f"clip-{n}" for n in (0, 1, 2, 6, 7, 8)}
+    assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 3
+
+
+# Order
+
+
+@pytest.mark.parametrize("rows", [1, 5, 7, 8, 13])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_share_all_rows_and_have_as_many_batches(tmp_path, rows, world):
+    folder = fill(tmp_path, rows, files=1)
+    ranks = [make(folder, rank=rank, world_size=world) for rank in range(world)]
+    assert {loader.batches_per_epoch for loader in ranks} == {-(-rows // (2 * world))}
+    iterators = [iter(loader) for loader in ranks]
+    for epoch in range(2):
+        slots = []
+        for number in range(ranks[0].batches_per_epoch):
+            for iterator in iterators:
+                batch = next(iterator)
+                assert (batch.epoch, batch.number) == (epoch, number)
+                slots += batch.ids
+        assert sorted(slots[:rows]) == sorted(f"clip-{n}" for n in range(rows))
+        assert slots[rows:] == [slots[place % rows] for place in range(rows, len(slots))]
+
+
+def test_epochs_and_seeds_have_other_orders_and_no_shuffle_the_folders(tmp_path):
+    folder = fill(tmp_path, 24)
+    orders = [tuple(epoch_order(folder, seed, epoch).tolist()) for seed in (0, 1) for epoch in (0, 1)]
+    assert len(set(orders)) == 4 and all(sorted(order) == list(range(24)) for order in orders)
+    assert epoch_ids(make(folder, shuffle=False)) == [f"clip-{n}" for n in range(24)]
+
+
+def test_the_order_stays_what_it_is(tmp_path):
+    # A saved position means nothing under another order.
+    assert epoch_order(fill(tmp_path, 12), seed=7, epoch=3).tolist() == [7, 1, 0, 3, 11, 6, 4, 8, 5, 9, 10, 2]
+
+
+def test_an_epoch_reads_each_row_group_once(tmp_path, monkeypatch):
+    folder = fill(tmp_path, 36)
+    monkeypatch.setattr(loader_module, "WINDOW_BYTES", int(3.5 * folder.group_bytes.max()))
+    monkeypatch.setattr(parquet_module, "CACHE_BYTES", int(4.5 * folder._group(0).nbytes))
+    order = epoch_order(folder, seed=0, epoch=0)
+    windows = [set(order[start : start + 9] // 3) for start in range(0, 36, 9)]
+    assert all(len(window) == 3 for window in windows) and len(set.union(*windows)) == 12
+    assert order[:9].tolist() != sorted(order[:9].tolist())
+    folder._cache.clear()
+    read, original = [], folder._read_group
+    monkeypatch.setattr(folder, "_read_group", lambda group: read.append(group) or original(group))
+    epoch_ids(make(folder, grid=(T, H, W)))
+    # The shapes of the run are those of row 0, read before.
+    assert sorted(read[1:]) in (list(range(12)), list(range(1, 12)))
+
+
+# Batches
+
+
+def test_latents_are_normalised_and_text_is_padded_and_cut(tmp_path):
+    given = [
+        sample(n, text=torch.randn(length, DIM), extras={"first_frame_latent": torch.randn(C, 1, H, W)})
+        for n, length in enumerate([0, 1, 6, 9])
+    ]
+    write_shard(tmp_path / "0.parquet", given)
+    batch = next(iter(make(ParquetFolder(tmp_path), batch_size=4, shuffle=False, mean=MEAN.view(1, -1, 1, 1, 1))))
+    assert batch.latents.shape == (4, C, T, H, W) and batch.text.shape == (4, 6, DIM)
+    assert {batch.latents.dtype, batch.text.dtype, batch.extras["first_frame_latent"].dtype} == {torch.float32}
+    mean, std = (x.double().view(-1, 1, 1, 1) for x in (MEAN, STD))
+    for row, clip in enumerate(given):
+        torch.testing.assert_close(batch.latents[row].double(), (clip.latents.double() - mean) / std)
+        first = clip.extras["first_frame_latent"].double()
+        torch.testing.assert_close(batch.extras["first_frame_latent"][row].double(), (first - mean) / std)
+        length = min(len(clip.text), 6)
+        assert torch.equal(batch.text[row, :length], clip.text[:length]) and not batch.text[row, length:].any()
+    assert batch.captions == tuple(clip.caption for clip in given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtype_columns_are_honoured(tmp_path, dtype):
+    given = [sample(n) for n in range(2)]
+    given[1] = replace(given[1], latents=given[1].latents.to(dtype), text=given[1].text.to(dtype))
+    write_shard(tmp_path / "0.parquet", given)
+    batch = next(iter(make(ParquetFolder(tmp_path), shuffle=False, mean=torch.zeros(C), std=torch.ones(C))))
+    assert torch.equal(batch.latents[1], given[1].latents.float())
+    assert torch.equal(batch.text[1, : len(given[1].text)], given[1].text.float())
+
+
+def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):
+    folder = fill(tmp_path, 300, rows_per_group=50)
+    whole = list(islice(make(folder, batch_size=4, caption_dropout=0.2), 75))
+    dropped = [not caption for batch in whole for caption in batch.captions]
+    assert abs(sum(dropped) / 300 - 0.2) < 4 * (0.2 * 0.8 / 300) ** 0.5
+    for batch in whole:
+        for row, caption in enumerate(batch.captions):
+            assert batch.text[row].any() == bool(caption)
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    ranks = [make(folder, rank=rank, world_size=2, caption_dropout=0.2, workers=rank) for rank in range(2)]
+    for wanted, first, second in zip(whole, *ranks, strict=False):
+        assert wanted.captions == first.captions + second.captions
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+    other = [
+        not c for batch in islice(make(folder, batch_size=4, seed=8, caption_dropout=0.2), 75) for c in batch.captions
+    ]
+    assert other != dropped
+    assert not any("" in b.captions for b in islice(make(folder), 20))
+    assert {c for b in islice(make(folder, caption_dropout=1.0), 20) for c in b.captions} == {""}
+
+
+# Resuming
+
+
+def resumable(tmp_path):
+    """13 rows of which two are bad, with dropped captions: a bit of all."""
+    return write_broken(tmp_path / "0.parquet", 13, (3, 9), CUT, rows_per_group=4)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stopped_run_goes_on_bit_for_bit_from_every_position(tmp_path, workers):
+    folder = resumable(tmp_path)
+    settings = dict(caption_dropout=0.3, bad_fraction=0.2)
+    straight = make(folder, **settings)
+    wanted, states = [], [straight.state_dict()]
+    for batch in islice(straight, 18):
+        wanted.append(batch)
+        states.append(straight.state_dict())
+    assert straight.batches_per_epoch == 7 and wanted[7].epoch == 1 and states[7]["bad"] == 0 < states[6]["bad"] == 2
+    stopped = make(folder, workers=workers, **settings)
+    for done in range(8):
+        other = make(folder, workers=workers, **settings)
+        other.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+        assert other.state_dict() == states[done]
+        found = list(islice(other, 9))
+        assert all(equal(a, b) for a, b in zip(found, wanted[done : done + 9], strict=True))
+        assert other.state_dict() == states[done + 9]
+        # The same loader goes on as well, and what workers made ahead is not lost.
+        assert equal(next(iter(stopped)), wanted[done])
+
+
+def test_workers_are_started_by_spawn_too(tmp_path):
+    folder = resumable(tmp_path)
+    wanted = list(islice(make(folder, bad_fraction=0.2), 8))
+    loader = make(folder, bad_fraction=0.2, workers=1)
+    loader._batches.multiprocessing_context = "spawn"
+    assert all(equal(a, b) for a, b in zip(islice(loader, 8), wanted, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_ends_when_another_begins_or_a_state_is_loaded(tmp_path, workers):
+    loader = make(fill(tmp_path, 8), workers=workers)
+    start = loader.state_dict()
+    first = iter(loader)
+    one = next(first)
+    second = iter(loader)
+    next(second)
+    for action in (lambda: next(first), lambda: (loader.load_state_dict(start), next(second))):
+        with pytest.raises(RuntimeError, match="this iterator is over"):
+            action()
+    assert equal(next(iter(loader)), one)
+
+
+def test_a_state_of_another_run_is_refused_and_says_why(tmp_path):
+    folder = fill(tmp_path / "a", 8)
+    state = make(folder).state_dict()
+    for name, value in dict(seed=8, batch_size=4, world_size=2, shuffle=False, grid=(T, H, W)).items():
+        with pytest.raises(DataError, match=f"cannot resume on .*: {name} is .* but was"):
+            make(folder, **{name: value}).load_state_dict(state)
+    with pytest.raises(DataError, match="fingerprint is .* but was .*seed is 8 but was 7"):
+        make(fill(tmp_path / "b", 9), seed=8).load_state_dict(state)
+    (tmp_path / "a" / "1.parquet").rename(tmp_path / "a" / "2.parquet")
+    with pytest.raises(DataError, match="fingerprint"):
+        make(ParquetFolder(tmp_path / "a")).load_state_dict(state)
+
+
+def test_a_state_that_is_not_whole_is_refused(tmp_path):
+    loader = make(fill(tmp_path, 8))
+    state = loader.state_dict()
+    assert LoaderState.from_dict(state).to_dict() == state
+    with pytest.raises(ValueError, match=r"lacks \['batch'\] and has the unknown \['step'\]"):
+        loader.load_state_dict({"step": 1, **{name: value for name, value in state.items() if name != "batch"}})
+    with pytest.raises(ValueError, match="no batch 4 of epoch 0"):
+        loader.load_state_dict({**state, "batch": 4})
+
+
+# Bad rows
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("count", [1, 5])
+def test_bad_rows_are_replaced_by_the_next_and_listed_once(tmp_path, count, workers):
+    broken = set(range(11, 11 + 17 * count, 17))
+    folder = write_broken(tmp_path / "data" / "0.parquet", 100, broken, CUT)
+    listed = tmp_path / "lists" / "bad.jsonl"
+    loader = make(folder, batch_size=8, workers=workers, quarantine=listed)
+    for epoch in range(2):
+        found = epoch_ids(loader)[:100]
+        order = epoch_order(folder, 7, epoch).tolist()
+        for place, name in enumerate(found):
+            steps = next(step for step in range(100) if order[(place + step) % 100] not in broken)
+            assert name == f"clip-{order[(place + steps) % 100]}"
+    rows = [json.loads(line) for line in listed.read_text().splitlines()]
+    wanted = [{"id": f"clip-{n}", "file": "0.parquet", "row_group": n // 10, "row": n % 10} for n in sorted(broken)]
+    rows.sort(key=lambda row: (row["row_group"], row["row"]))
+    assert [{name: row[name] for name in wanted[0]} for row in rows] == wanted
+    assert {row["reason"] for row in rows} == {"vae_latent_bytes has 3 bytes, but [3, 2, 2, 4] of float32 take 192"}
+    # A later run knows what is listed.
+    epoch_ids(make(folder, quarantine=listed))
+    assert len(listed.read_text().splitlines()) == count
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("rows", [3, 100, 400])
+def test_rows_that_are_all_bad_are_an_error_at_once(tmp_path, rows, workers):
+    folder = write_broken(tmp_path / "0.parquet", rows, range(rows), CUT)
+    loader = make(folder, workers=workers, quarantine=tmp_path / "bad.jsonl")
+    tried = min(rows, 100)
+    message = rf"{tried} of {tried} rows tried in .* \(100.0%, at most 5.0% may\): vae_latent_bytes has 3.*bad.jsonl"
+    with pytest.raises(DataError, match=message):
+        next(iter(loader))
+    assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == tried
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_more_bad_rows_than_allowed_are_an_error_that_counts_them(tmp_path, workers):
+    broken = range(5, 200, 10)
+    folder = write_broken(tmp_path / "0.parquet", 200, broken, CUT)
+    bad = len(set(epoch_order(folder, 7, 0)[:100].tolist()) & set(broken))
+    loader = make(folder, workers=workers)
+    batches = []
+    with pytest.raises(DataError, match=rf"{bad} of 100 rows tried .* give quarantine= to list them"):
+        batches.extend(loader)
+    assert len(batches) == 49
+
+
+def test_the_count_of_bad_rows_is_resumed(tmp_path):
+    folder = write_broken(tmp_path / "0.parquet", 100, range(4, 100, 10), CUT)
+    first = make(folder)
+    list(islice(first, 30))
+    second = make(folder)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(DataError, match="10 of 100 rows tried"):
+        list(islice(second, 30))
+
+
+def test_rows_bad_at_the_limit_are_allowed_in_every_epoch(tmp_path):
+    # 12 rows repeat in the last batch, bad ones among them; 29 / 100 is 0.29 while 0.29 * 100 is less than 29.
+    folder = write_broken(tmp_path / "0.parquet", 100, range(29), CUT)
+    assert len(list(islice(make(folder, batch_size=16, bad_fraction=0.29), 28))) == 28
+    with pytest.raises(DataError, match="29 of 100"):
+        list(islice(make(folder, batch_size=16, bad_fraction=0.28), 7))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_long_run_of_bad_rows_is_no_error_while_few_of_all_are_bad(tmp_path, workers):
+    folder = write_broken(tmp_path / "0.parquet", 260, range(120, 230), CUT, rows_per_group=50)
+    loader = make(folder, shuffle=False, workers=workers, batch_size=10, bad_fraction=0.6)
+    ids = epoch_ids(loader)
+    assert ids == [f"clip-{n if n not in range(120, 230) else 230}" for n in range(260)]
+    with pytest.raises(DataError, match="100 of 220 rows"):
+        epoch_ids(make(folder, shuffle=False, workers=workers, batch_size=10, bad_fraction=0.4))
+
+
+def test_a_rank_of_repeated_rows_alone_names_bad_ones_too(tmp_path):
+    folder = write_broken(tmp_path / "0.parquet", 1, {0}, CUT)
+    loader = make(folder, rank=1, world_size=2, batch_size=1, quarantine=tmp_path / "bad.jsonl")
+    # As if another process had seen the row whole.
+    loader._rows.shape = (C, T, H, W)
+    with pytest.raises(DataError, match="1 of 1 rows tried"):
+        next(iter(loader))
+    assert json.loads((tmp_path / "bad-rank-00001.jsonl").read_text())["id"] == "clip-0"
+
+
+def test_half_a_line_of_a_killed_run_stays_alone(tmp_path):
+    folder = write_broken(tmp_path / "0.parquet", 20, {4}, CUT)
+    (tmp_path / "bad.jsonl").write_text('{"id": "cl')
+    epoch_ids(make(folder, quarantine=tmp_path / "bad.jsonl"))
+    lines = (tmp_path / "bad.jsonl").read_text().splitlines()
+    assert lines[0] == '{"id": "cl' and json.loads(lines[1])["id"] == "clip-4" and len(lines) == 2
+
+
+ODD = {
+    "latents": (dict(latents=torch.zeros(C, T, H, W + 1)), r"of \[3, 2, 2, 5\], this run trains on \[3, 2, 2, 4\]"),
+    "channels": (dict(latents=torch.zeros(C + 1, T, H, W)), r"latents of \[4, 2, 2, 4\]"),
+    "extra-shape": (dict(extras={"clip_feature": torch.ones(2, 4)}), r"clip_feature \[2, 4\] float32, this run"),
+    "extra-kind": (dict(extras={"clip_feature": torch.ones(2, 3).byte()}), "uint8"),
+    "too-large": (dict(latents=torch.full((C, T, H, W), 1e300, dtype=torch.float64)), "beyond float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_row_that_does_not_fit_the_run_is_a_bad_row(tmp_path, name):
+    changes, message = ODD[name]
+    clips = [sample(n, extras={"clip_feature": torch.ones(2, 3)}) for n in range(5)]
+    clips[2] = replace(clips[2], **changes)
+    write_shard(tmp_path / "0.parquet", clips)
+    loader = make(ParquetFolder(tmp_path), bad_fraction=0.2, quarantine=tmp_path / "bad.jsonl")
+    assert "clip-2" not in epoch_ids(loader)
+    row = json.loads((tmp_path / "bad.jsonl").read_text())
+    assert row["id"] == "clip-2" and re.search(message, row["reason"])
+
+
+def test_the_grid_asked_for_decides_what_fits(tmp_path):
+    clips = [sample(n, **({} if n else {"latents": torch.zeros(C, T, H, W + 1)})) for n in range(4)]
+    write_shard(tmp_path / "0.parquet", clips)
+    folder = ParquetFolder(tmp_path)
+    assert set(epoch_ids(make(folder, grid=(T, H, W), bad_fraction=0.5))) == {"clip-1", "clip-2", "clip-3"}
+    assert set(epoch_ids(make(folder, bad_fraction=0.8))) == {"clip-0"}
+    with pytest.raises(DataError, match=r"4 of 4 .*trains on \[3, 9, 2, 4\]"):
+        next(iter(make(folder, grid=(9, H, W))))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_text_of_another_encoder_is_an_error(tmp_path, workers):
+    folder = fill(tmp_path, 8)
+    clips = [sample(8, text=torch.ones(2, DIM + 1))]
+    write_shard(tmp_path / "2.parquet", clips)
+    with pytest.raises(DataError, match="text_dim is 5, but row 0 of row group 0 of .*2.parquet has text of 6"):
+        epoch_ids(make(ParquetFolder(tmp_path), workers=workers))
+    assert len(folder) == 8
+
+
+WRONG = {
+    "batch_size": (0, "batch_size must be at least 1"),
+    "seed": (-1, "seed must be at least 0"),
+    "rank": (1, "rank must be of 0 to 0"),
+    "caption_dropout": (1.5, "caption_dropout must be of 0 to 1"),
+    "grid": ((1, 2), "grid must be three"),
+    "std": (torch.zeros(C), "std above 0"),
+    "mean": (torch.zeros(C + 1), "one finite number per channel"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_out_of_range_are_named(tmp_path, name):
+    value, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        make(fill(tmp_path, 2), **{name: value})
+
+
+# Several processes
+
+RANK = """
+import sys, datetime, torch, torch.distributed as dist
+from vmonarch.finetune.data.loader import LatentLoader
+from vmonarch.finetune.data.parquet import ParquetFolder
+folder, rank, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=60))
+loader = LatentLoader(ParquetFolder(folder), batch_size=2, seed=1, rank=rank, world_size=2, workers=workers,
+                      mean=torch.zeros(3), std=torch.ones(3), text_length=6, text_dim=5, bad_fraction=0.5)
+total = torch.zeros(1)
+for batch in loader:
+    if batch.epoch == 2:
+        break
+    loss = batch.latents.mean().view(1)
+    dist.all_reduce(loss)
+    total += loss
+print(batch.number, total.item())
+"""
+
+
+def test_two_ranks_with_unequal_data_finish(tmp_path):
+    # 13 rows are 4, 4, 3 and 2 of two ranks' batches; bad rows are one rank's more than the other's.
+    write_broken(tmp_path / "0.parquet", 13, (2, 5, 6), CUT, rows_per_group=4)
+    command = [sys.executable, "-c", RANK, str(tmp_path)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    results = [process.communicate(timeout=120) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], results
+    assert results[0][0] == results[1][0] and results[0][0].startswith("0 ")
