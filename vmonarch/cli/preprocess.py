@@ -1,0 +1,77 @@
+"""`vmonarch preprocess`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+_EPILOG = """\
+examples:
+  vmonarch preprocess clips --captions clips/captions.jsonl --output data/clips
+  vmonarch preprocess clips --captions clips.csv --output data/wan --config wan-480p start=middle rows_per_shard=16
+  vmonarch preprocess --procedural 256 --output data/shapes seed=1
+
+Captions are JSON lines ({"file_name": "a.mp4", "caption": "…"}) or CSV with these columns. The same command goes on
+where it was broken off. Bad videos are listed in quarantine.jsonl; to try one again, take out its line.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `vmonarch preprocess`."""
+    from vmonarch.configs import preset_names
+
+    parser.add_argument(
+        "videos", nargs="*", metavar="VIDEOS", help="folder of the videos; key=value overrides may stand here too"
+    )
+    parser.add_argument("--captions", metavar="FILE", help="JSON lines (.jsonl) or CSV (.csv): file_name and caption")
+    parser.add_argument(
+        "--procedural", type=int, metavar="N", help="instead of videos, N clips of the embedded model's coloured shapes"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="embedded (default), a folder of a Wan pipeline, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    )
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
+    parser.add_argument("--output", metavar="FOLDER", help="for shards, manifest and quarantine list (required)")
+    known = ", ".join(preset_names("preprocess"))
+    parser.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {known}")
+    parser.add_argument("--quiet", action="store_true", help="no progress; print the manifest's path only")
+    parser.epilog = _EPILOG
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prepare the clips and print where they are.
+
+    Raises:
+        InputError, ModelError, PreprocessError: see `vmonarch.finetune.data.preprocess.preprocess`.
+    """
+    from vmonarch.cli.sampling import hide_loading_bars, seconds
+    from vmonarch.configs import InputError, build, check_keys, is_override, parse_overrides, read_yaml
+    from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess
+
+    layers = [] if arguments.config is None else [read_yaml(arguments.config, group="preprocess")]
+    options = ("captions", "procedural", "model", "revision", "output")
+    layers.append({name: getattr(arguments, name) for name in options if getattr(arguments, name) is not None})
+    folders = [word for word in arguments.videos if not is_override(word)]
+    if len(folders) > 1:
+        raise InputError("videos", f"must be one folder, got {' '.join(folders)}")
+    if folders:
+        layers[-1]["videos"] = folders[0]
+    layers += [parse_overrides([word]) for word in arguments.videos if is_override(word)]
+    values: dict[str, Any] = {}
+    for layer in layers:
+        check_keys(PreprocessConfig, layer)
+        values |= layer
+    if values.get("output") is None:
+        raise InputError("output", "is missing: name a folder")
+    config = build(PreprocessConfig, values)
+    hide_loading_bars()
+    prepared = preprocess(config, progress=not arguments.quiet)
+    manifest: Path = prepared.folder / "manifest.json"
+    if arguments.quiet:
+        print(manifest)
+        return
+    bad = f", {prepared.quarantined} bad videos in quarantine.jsonl" if prepared.quarantined else ""
+    print(f"{manifest}  ({prepared.clips} clips in {prepared.shards} shards{bad}, {seconds(prepared.seconds)})")
