@@ -7,10 +7,11 @@ READY = $(VENV)/.ready
 JOBS ?= 2
 PROMPT ?= a red circle moving to the right over a dark grey background
 
-.PHONY: help demo test lint types check clean
+.PHONY: help demo finetune-demo test lint types check clean
 
 help:
 	@echo "make demo    generate and compare videos on the embedded model (CPU, minutes)"
+	@echo "make finetune-demo  finetune the embedded model to VMonarch and export it (CPU, minutes)"
 	@echo "make test    run all tests that need no GPU"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
@@ -28,6 +29,15 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/vmonarch compare "$(PROMPT)" --methods full vmonarch vmonarch-dense-start --output-dir outputs/demo
+
+finetune-demo: $(READY)
+	$(BIN)/vmonarch preprocess --procedural 16 --model embedded --output outputs/finetune-demo/clips
+	$(BIN)/vmonarch preprocess --procedural 4 --model embedded --output outputs/finetune-demo/held-out seed=1
+	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+		-m vmonarch.finetune --config finetune/embedded-demo
+	$(BIN)/python -m vmonarch.finetune.export outputs/finetune-demo/run --output outputs/finetune-demo/model
+	$(BIN)/vmonarch compare "$(PROMPT)" --model outputs/finetune-demo/model --methods full vmonarch \
+		--output-dir outputs/finetune-demo/compare
 
 test: $(READY)
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m "not gpu"

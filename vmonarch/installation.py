@@ -264,6 +264,16 @@ def parameters_of(processor: Any) -> dict[str, torch.nn.Parameter]:
     return {}
 
 
+def own_processors(transformer: torch.nn.Module) -> list[tuple[Any, VideoAttentionProcessor, Any]]:
+    """(module, our processor, the one it had before) of all that `apply` gave one of ours, in the order of layers."""
+    record = getattr(transformer, _ATTRIBUTE, None)
+    return [
+        (attn, attn.processor, original)
+        for attn, original in (record.originals if record else ())
+        if isinstance(attn.processor, VideoAttentionProcessor)
+    ]
+
+
 def _write_config(transformer: Any, processor: VideoAttentionProcessor | None) -> None:
     """Name a processor with parameters in the transformer's config; take the name of one before it out."""
     entries = {name: value for name, value in transformer.config.items() if name != CONFIG_ENTRY}

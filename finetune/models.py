@@ -1,0 +1,200 @@
+"""What is trained: the transformers of a Wan pipeline folder with the attention of the run, and what they need to know.
+
+Only the transformers' weights are read. Text encoder and VAE have done their work when the data were made.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vmonarch.configs import InputError
+from vmonarch.finetune.config import FinetuneConfig
+from vmonarch.finetune.objective import Conditioning
+from vmonarch.pipelines.model_folder import ModelError, ModelFolder
+
+COMPONENTS = ("transformer", "transformer_2")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a pipeline folder says about its training.
+
+    Args:
+        names: of the transformers to train.
+        mean, std: [C], of the VAE's latents.
+        flow_shift: of its scheduler.
+        boundary: noise level at which Wan2.2's two transformers meet; None for one transformer.
+        text_dim: of the text embeddings.
+        dtypes: of the stored weights, by name of the transformer.
+    """
+
+    names: tuple[str, ...]
+    mean: torch.Tensor
+    std: torch.Tensor
+    flow_shift: float
+    boundary: float | None
+    conditioning: Conditioning
+    text_dim: int
+    dtypes: Mapping[str, torch.dtype]
+
+
+def model_facts(folder: ModelFolder, config: FinetuneConfig) -> ModelFacts:
+    """Read the facts from the folder's JSON files.
+
+    Raises:
+        InputError: `train` names a transformer that the pipeline has not, or the conditioning does not fit the model.
+        ModelError: the folder does not say how its latents are normalised.
+    """
+    index = _json(folder.path / "model_index.json")
+    there = tuple(name for name in COMPONENTS if (index.get(name) or [None])[0])
+    if config.train != "all" and config.train not in there:
+        raise InputError("train", f"must be all or one of {', '.join(there)}, got {config.train!r}")
+    names = there if config.train == "all" else (config.train,)
+    vae = _json(folder.path / "vae" / "config.json")
+    if not vae.get("latents_mean") or not vae.get("latents_std"):
+        raise ModelError(f"{folder.path / 'vae' / 'config.json'} has no latents_mean and latents_std")
+    scheduler = _json(folder.path / "scheduler" / "scheduler_config.json")
+    transformer = _json(folder.path / names[0] / "config.json")
+    return ModelFacts(
+        names=names,
+        mean=torch.tensor(vae["latents_mean"]),
+        std=torch.tensor(vae["latents_std"]),
+        flow_shift=float(scheduler.get("flow_shift", scheduler.get("shift", 1.0))),
+        boundary=index.get("boundary_ratio") if len(there) == 2 else None,
+        conditioning=_conditioning(folder, index, transformer, config),
+        text_dim=transformer.get("text_dim", 4096),
+        dtypes={name: _stored_dtype(folder.path / name) for name in names},
+    )
+
+
+def _conditioning(
+    folder: ModelFolder, index: Mapping[str, Any], transformer: Mapping[str, Any], config: FinetuneConfig
+) -> Conditioning:
+    share = config.objective.image_share
+    patch = tuple(transformer.get("patch_size", (1, 2, 2)))
+    if folder.image_conditioned:
+        takes_image = transformer.get("image_dim") is not None
+        return Conditioning("channels", 1.0, patch, takes_image)
+    if index.get("expand_timesteps"):
+        return Conditioning("tokens", share, patch)
+    if share:
+        raise InputError(
+            "objective.image_share", f"must be 0 for {folder.name}, which takes no first frame, got {share}"
+        )
+    return Conditioning()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    from safetensors import safe_open
+
+    with safe_open(sorted(folder.glob("*.safetensors"))[0], "pt") as file:
+        return file.get_tensor(next(iter(file.keys()))).dtype
+
+
+class Experts(nn.Module):
+    """The transformers that are trained, as one module: one forward call goes to one of them.
+
+    Args:
+        parts: by the names in COMPONENTS.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(dict(parts))
+
+    def forward(self, expert: str, **arguments: Any) -> Any:
+        """The call of a `WanTransformer3DModel`."""
+        return self.parts[expert](**arguments)
+
+
+def load_experts(folder: ModelFolder, facts: ModelFacts, config: FinetuneConfig) -> tuple[Experts, Experts | None]:
+    """(what is trained, in float32 with the run's attention; the teacher with full attention or None).
+
+    Raises:
+        InputError: an attention that does not fit, or LoRA layers on top of those that an attention adapter brings.
+        ModelError: the weights cannot be loaded.
+    """
+    from diffusers import WanTransformer3DModel
+    from peft import LoraConfig
+
+    parts: dict[str, Any] = {}
+    for name in facts.names:
+        try:
+            parts[name] = WanTransformer3DModel.from_pretrained(
+                folder.path / name, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True
+            )
+        except Exception as error:
+            # diffusers raises all kinds here, from OSError to KeyError.
+            raise ModelError(f"{folder.path / name} cannot be loaded: {type(error).__name__}: {error}") from error
+    teacher = None
+    if config.objective.distillation:
+        teacher = Experts(copy.deepcopy(parts)).eval().requires_grad_(False)
+    for model in parts.values():
+        # Full attention at the first steps of sampling has no counterpart here, where every noise level is as likely.
+        try:
+            config.attention.parameters.without_dense().install(model)
+        except (TypeError, ValueError) as error:
+            raise InputError("attention", f"{config.attention.label} does not fit {name}: {error}") from error
+        if config.lora.rank:
+            if getattr(model, "peft_config", None):
+                raise InputError("lora.rank", f"must be 0 with {config.attention.label}, which brings LoRA layers")
+            torch.manual_seed(config.seed)
+            model.add_adapter(
+                LoraConfig(
+                    r=config.lora.rank,
+                    lora_alpha=config.lora.alpha or config.lora.rank,
+                    target_modules=list(config.lora.targets),
+                )
+            )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not config.lora.rank or ".lora_" in name or ".processor." in name)
+        if config.gradient_checkpointing:
+            model.enable_gradient_checkpointing()
+    return Experts(parts).train(), teacher
+
+
+class Annealing:
+    """Moves the layers of transformers from full attention to the attention that is applied, the last layers first.
+
+    Args:
+        steps: after which all layers have it.
+
+    Raises:
+        InputError: the attention has parameters, which must stay where they are.
+    """
+
+    def __init__(self, experts: Experts, steps: int) -> None:
+        from vmonarch.installation import own_processors
+
+        self.steps = steps
+        self._layers = [own_processors(model) for model in experts.parts.values()]
+        if steps and any(processor.LEARNS for layers in self._layers for _, processor, _ in layers):
+            raise InputError("anneal", f"must be 0 with an attention that has parameters, got {steps}")
+
+    def at(self, step: int) -> int:
+        """Set the processors for a step, a function of the step alone; returns the layers that have full attention."""
+        dense = 0
+        for layers in self._layers:
+            share = 1.0 if self.steps == 0 else min(1.0, step / self.steps)
+            first = len(layers) - int(share * len(layers))
+            for number, (attn, ours, original) in enumerate(layers):
+                wanted = original if number < first else ours
+                if attn.processor is not wanted:
+                    attn.set_processor(wanted)
+            dense += first
+        return dense

@@ -1,0 +1,557 @@
+"""The training loop: `accelerate launch -m vmonarch.finetune`.
+
+accelerate brings the processes, mixed precision, gradient accumulation and the trackers; how weights are spread over
+GPUs (DDP, FSDP2) is the user's accelerate config. All that is random is a function of (seed, step, data rank), and the
+position in the data is saved with the weights, so that a resumed run takes the same steps as one that was not ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
+
+from vmonarch.configs import InputError
+from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints, random_state, set_random_state
+from vmonarch.finetune.config import FinetuneConfig
+from vmonarch.finetune.data.loader import Batch, LatentLoader
+from vmonarch.finetune.data.parquet import ParquetFolder
+from vmonarch.finetune.models import Annealing, Experts, load_experts, model_facts
+from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
+from vmonarch.pipelines.environment import environment
+from vmonarch.pipelines.model_folder import ModelFolder, find_model
+
+# What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
+# moved: what they are is compared instead. The number of steps may change where the learning rate does not follow it.
+FREE = ("output_dir", "steps", "trackers", "log_every", "validation", "checkpoints", "data.workers", "data.validation",
+        "data.path", "model", "revision")  # fmt: skip
+TEXT_LENGTH = 512
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on; the message says at which step, and why."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train.
+
+    Processes of one sequence-parallel group share clips, noise and noise levels: they have one data rank.
+
+    Args:
+        rank, world: of all processes. data_rank, data_world: of the groups.
+    """
+
+    rank: int
+    world: int
+    data_rank: int
+    data_world: int
+
+
+class Trainer:
+    """A run: everything is loaded and restored when it is made, `run` trains.
+
+    Raises:
+        InputError, ModelError, DataError, CheckpointError: the settings, the model, the data or the checkpoint that is
+            to be resumed cannot be used.
+    """
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        self.config = config
+        self.output = Path(config.output_dir)
+        self.folder: ModelFolder = find_model(config.model, config.revision)
+        self.facts = model_facts(self.folder, config)
+        self.accelerator = _accelerator(config, len(self.facts.names))
+        number, world = self.accelerator.process_index, self.accelerator.num_processes
+        self.ranks = Ranks(number, world, number, world)
+        self.accumulation = config.accumulation(self.ranks.data_world)
+        self.accelerator.gradient_accumulation_steps = self.accumulation
+        self._check_engine()
+        levels = NoiseLevels(
+            config.objective.sigma,
+            config.objective.mean,
+            config.objective.std,
+            config.objective.flow_shift or self.facts.flow_shift,
+        )
+        self.objective = Objective(
+            levels,
+            experts_of(self.facts.names, self.facts.boundary),
+            config.seed,
+            self.facts.conditioning,
+            config.objective.distillation,
+        )
+        self.loader = self._loader(config.data.path, config.seed, config.micro_batch, training=True)
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpoints(
+            self.output / "checkpoints",
+            keep=config.checkpoints.keep,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world,
+            barrier=self.accelerator.wait_for_everyone,
+        )
+        self._load()
+        self.step = 0
+        self._resume()
+
+    # ------------------------------------------------------------------------------------------------- what is made
+
+    def _check_engine(self) -> None:
+        kind = self.accelerator.distributed_type
+        supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
+        if kind not in supported:
+            raise InputError(
+                "accelerate", f"must be configured for one process, DDP or FSDP; {kind.value} cannot be resumed exactly"
+            )
+        if kind is DistributedType.FSDP:
+            if not self.accelerator.is_fsdp2:
+                raise InputError("accelerate", "must be configured for FSDP version 2, got version 1")
+            if self.config.ema or self.config.validation.videos_every:
+                raise InputError("ema", "and validation.videos_every must be 0 with FSDP, which spreads the weights")
+
+    def _loader(self, path: str, seed: int, batch_size: int, *, training: bool) -> LatentLoader:
+        config = self.config.data
+        return LatentLoader(
+            ParquetFolder(path),
+            batch_size=batch_size,
+            seed=seed,
+            rank=self.ranks.data_rank,
+            world_size=self.ranks.data_world,
+            workers=config.workers if training else 0,
+            mean=self.facts.mean,
+            std=self.facts.std,
+            text_length=TEXT_LENGTH,
+            text_dim=self.facts.text_dim,
+            caption_dropout=config.caption_dropout if training else 0.0,
+            shuffle=training,
+            bad_fraction=config.bad_fraction,
+            quarantine=self.output / "quarantine.jsonl" if training else None,
+        )
+
+    def _load(self) -> None:
+        config, accelerator = self.config, self.accelerator
+        experts, teacher = load_experts(self.folder, self.facts, config)
+        self.annealing = Annealing(experts, config.anneal)
+        self.trained = {name: p for name, p in experts.named_parameters() if p.requires_grad}
+        options = config.optimizer
+        optimizer = torch.optim.AdamW(
+            list(self.trained.values()),
+            lr=options.learning_rate,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+        # The parts are reached through this; training goes through what accelerate makes of it.
+        self.experts: Experts = experts
+        self.model, self.optimizer = accelerator.prepare(experts, optimizer)
+        self.teacher = None if teacher is None else teacher.to(accelerator.device, self._product_dtype())
+        self.trained = {
+            name: p for name, p in accelerator.unwrap_model(self.model).named_parameters() if p.requires_grad
+        }
+        self.average: dict[str, torch.Tensor] = {}
+        if config.ema:
+            self.average = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
+
+    def _product_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
+
+    # ------------------------------------------------------------------------------------------------ save and resume
+
+    def save(self) -> Path:
+        """Commit a checkpoint of this step."""
+        weights, optimizer = self._states()
+        shared = {
+            "model": weights,
+            "optimizer": optimizer,
+            "run": {
+                "step": self.step,
+                "config": self.config.to_dict(),
+                "model": self.folder.fingerprint(),
+                "environment": environment(self.accelerator.device),
+            },
+        }
+        if self.average:
+            shared["ema"] = self.average
+        own = {"loader": self.loader.state_dict(), "random": random_state(self.accelerator.device)}
+        return self.checkpoints.save(self.step, shared, own)
+
+    def _states(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Trained weights by name, and the optimizer's state, whole on rank 0."""
+        if self.accelerator.distributed_type is not DistributedType.FSDP:
+            return {name: p.detach() for name, p in self.trained.items()}, self.optimizer.optimizer.state_dict()
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        weights, optimizer = get_state_dict(self.model, self.optimizer.optimizer, options=options)
+        return weights, optimizer
+
+    def _resume(self) -> None:
+        how = self.config.checkpoints
+        newest = self.checkpoints.latest()
+        if how.resume == "must" and newest is None:
+            raise InputError("checkpoints.resume", f"is must, but {self.output / 'checkpoints'} holds no checkpoint")
+        if how.resume == "never" and newest is not None:
+            raise InputError("checkpoints.resume", f"is never, but there is {newest}; give another output_dir")
+        if newest is None:
+            return
+        wanted = ["model", "optimizer", "run", "loader", "random"] + (["ema"] if self.average else [])
+        parts = self.checkpoints.load(newest, wanted=wanted, waive=how.waive)
+        for name in ("model", "run"):
+            if name not in parts:
+                raise CheckpointError(f"{newest} has no {name}, which cannot be waived")
+        self._check_same_run(newest, parts["run"])
+        self._restore(newest, parts)
+        self.step = parts["run"]["step"]
+
+    def _check_same_run(self, path: Path, run: Mapping[str, Any]) -> None:
+        if run["model"] != self.folder.fingerprint():
+            raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")
+        before, now = _flat(run["config"]), _flat(self.config.to_dict())
+        free = [name for name in FREE if name != "steps" or self.config.optimizer.schedule == "constant"]
+        different = sorted(
+            key
+            for key in before.keys() | now.keys()
+            if before.get(key) != now.get(key) and not any(key == name or key.startswith(f"{name}.") for name in free)
+        )
+        if different:
+            listed = ", ".join(f"{key} ({before.get(key)!r}, now {now.get(key)!r})" for key in different)
+            raise CheckpointError(f"{path} cannot be resumed with other settings: {listed}; give another output_dir")
+
+    def _restore(self, path: Path, parts: Mapping[str, Any]) -> None:
+        weights = parts["model"]
+        missing, unexpected = self.trained.keys() - weights.keys(), weights.keys() - self.trained.keys()
+        if missing or unexpected:
+            raise CheckpointError(
+                f"{path} does not fit: missing {sorted(missing)[:3]}, unexpected {sorted(unexpected)[:3]}"
+            )
+        if self.accelerator.distributed_type is DistributedType.FSDP:
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+            options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True, strict=False)
+            set_state_dict(
+                self.model,
+                self.optimizer.optimizer,
+                model_state_dict=weights,
+                optim_state_dict=parts.get("optimizer", {}),
+                options=options,
+            )
+        else:
+            with torch.no_grad():
+                for name, parameter in self.trained.items():
+                    parameter.copy_(weights[name])
+            if "optimizer" in parts:
+                self.optimizer.optimizer.load_state_dict(parts["optimizer"])
+        for name, tensor in parts.get("ema", {}).items():
+            self.average[name].copy_(tensor)
+        if "loader" in parts:
+            self.loader.load_state_dict(parts["loader"])
+        if "random" in parts:
+            set_random_state(parts["random"])
+
+    # -------------------------------------------------------------------------------------------------------- training
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step; returns what the log's last lines say.
+
+        Raises:
+            TrainingError: a loss or gradient is not finite; no weight was changed by it.
+        """
+        config = self.config
+        self._record()
+        last: dict[str, Any] = {"step": self.step}
+        with self._trackers(), contextlib.closing(_Stream(self.loader)) as batches:
+            clock = _Clock(self.accelerator.device, config.batch_size)
+            if self.step == 0 and config.validation.every:
+                last |= self._log({"validation_loss": self.validate()})
+            while self.step < config.steps:
+                values = self._update(batches)
+                self.step += 1
+                clock.tick()
+                done = self.step == config.steps
+                if self.step % config.log_every == 0 or done:
+                    last |= self._log({**values, **clock.read(config.steps - self.step)})
+                if config.validation.every and (self.step % config.validation.every == 0 or done):
+                    last |= self._log({"validation_loss": self.validate()})
+                    clock.pause()
+                if config.validation.videos_every and (self.step % config.validation.videos_every == 0 or done):
+                    self.sample()
+                    clock.pause()
+                if self.step % config.checkpoints.every == 0 or done:
+                    self.save()
+                    clock.pause()
+        return last
+
+    def _update(self, batches: Iterator[Batch]) -> dict[str, float]:
+        config, accelerator = self.config, self.accelerator
+        rate = config.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        dense = self.annealing.at(self.step)
+        losses: list[torch.Tensor] = []
+        seen: list[Batch] = []
+        norm = torch.zeros(())
+        for micro in range(self.accumulation):
+            batch = next(batches)
+            latents = batch.latents.to(accelerator.device)
+            draw = self.objective.draw(latents, step=self.step, micro=micro, data_rank=self.ranks.data_rank)
+            with accelerator.accumulate(self.model):
+                loss = self._losses(draw, batch, latents)
+                accelerator.backward(loss.mean())
+                losses.append(loss.detach())
+                seen.append(batch)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(list(self.trained.values()), config.optimizer.clip)
+                    # FSDP gives each rank its part.
+                    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+                    self._stop_unless_finite(losses, seen, norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+        if self.average:
+            # As many steps as there were are enough for the average of the first ones.
+            decay = min(config.ema, (1 + self.step) / (10 + self.step))
+            with torch.no_grad():
+                for name, parameter in self.trained.items():
+                    self.average[name].lerp_(parameter, 1 - decay)
+        mean = accelerator.reduce(torch.cat(losses).mean(), "mean").item()
+        return {"loss": mean, "gradient_norm": float(norm), "learning_rate": rate, "dense_layers": dense}
+
+    def _losses(self, draw: Draw, batch: Batch, latents: torch.Tensor) -> torch.Tensor:
+        device = self.accelerator.device
+        extras = {name: tensor.to(device) for name, tensor in batch.extras.items()}
+        teacher = None
+        if self.teacher is not None:
+            held = self.teacher
+            teacher = lambda **given: held(draw.expert.name, **given)
+        with self.accelerator.autocast():
+            return self.objective.losses(
+                lambda **given: self.model(draw.expert.name, **given),
+                draw,
+                latents,
+                batch.text.to(device),
+                extras,
+                teacher,
+            )
+
+    def _stop_unless_finite(self, losses: list[torch.Tensor], seen: list[Batch], norm: torch.Tensor) -> None:
+        """End the run on all ranks, before the weights change, if anything is not finite on any of them."""
+        finite = torch.stack([x.isfinite().all() for x in losses]).all() & norm.to(losses[0].device).isfinite()
+        if self.accelerator.reduce((~finite).float(), "sum").item() == 0:
+            return
+        bad = [
+            batch.ids[i]
+            for batch, loss in zip(seen, losses, strict=True)
+            for i in (~loss.isfinite()).nonzero().flatten()
+        ]
+        of_all = gather_object([{"rank": self.ranks.rank, "clips": bad or [i for b in seen for i in b.ids]}])
+        named = "; ".join(f"rank {entry['rank']}: {', '.join(entry['clips'][:8])}" for entry in of_all)
+        raise TrainingError(
+            f"step {self.step}: the loss or the gradient is not finite (gradient norm {float(norm):.3g});"
+            f" no weight was changed. Clips of this step: {named}"
+        )
+
+    # ------------------------------------------------------------------------------------------------------ validation
+
+    @torch.no_grad()
+    def validate(self) -> float | None:
+        """Mean loss of the held-out clips at fixed noise levels with fixed noise; None without held-out clips."""
+        config = self.config
+        if config.data.validation is None:
+            return None
+        loader = self._loader(config.data.validation, 0, 1, training=False)
+        levels, J = self.objective.levels, config.validation.levels
+        sigmas = levels.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J)
+        total = torch.zeros(2, dtype=torch.float64)
+        plain = Objective(levels, self.objective.experts, 0, self.objective.conditioning)
+        self.model.eval()
+        with self._exported_weights():
+            for number, batch in enumerate(loader):
+                if number * self.ranks.data_world >= config.validation.clips:
+                    break
+                # Every rank takes as many clips, which FSDP needs; those beyond the last do not count.
+                counts = number * self.ranks.data_world + self.ranks.data_rank < config.validation.clips
+                latents = batch.latents.to(self.accelerator.device)
+                for j, sigma in enumerate(sigmas):
+                    expert = next((e for e in plain.experts if e.low <= sigma <= e.high), None)
+                    if expert is None:
+                        continue
+                    random = generator_for(0, "validation", number, self.ranks.data_rank, j)
+                    noise = torch.randn(latents.shape, generator=random).to(latents)
+                    conditioned = torch.full((1,), plain.conditioning.kind == "channels", device=latents.device)
+                    draw = Draw(expert, sigma.to(latents).expand(1), noise, conditioned)
+                    loss = self._validation_loss(plain, draw, batch, latents)
+                    if counts:
+                        total += torch.tensor([loss, 1.0], dtype=torch.float64)
+        self.model.train()
+        total = self.accelerator.reduce(total.to(self.accelerator.device, torch.float32), "sum")
+        return (total[0] / total[1]).item()
+
+    @contextlib.contextmanager
+    def _exported_weights(self) -> Iterator[None]:
+        """Let the model have the averaged weights, if there are any, which are what is exported."""
+        kept = {name: self.trained[name].detach().clone() for name in self.average}
+        with torch.no_grad():
+            for name, tensor in self.average.items():
+                self.trained[name].copy_(tensor)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in kept.items():
+                    self.trained[name].copy_(tensor)
+
+    def sample(self) -> list[Path]:
+        """Make the validation videos on the first rank; the others wait."""
+        made: list[Path] = []
+        if self.accelerator.is_main_process:
+            from vmonarch.finetune.videos import write_videos
+
+            self.model.eval()
+            with self._exported_weights(), self.accelerator.autocast():
+                made = write_videos(self.folder, self.experts, self.config, self.output / "videos", self.step)
+            self.model.train()
+            self._show(made)
+        self.accelerator.wait_for_everyone()
+        return made
+
+    def _show(self, videos: list[Path]) -> None:
+        """Put the contact sheets of videos into the trackers that take pictures."""
+        import numpy as np
+        from PIL import Image
+
+        for tracker in self.accelerator.trackers:
+            if not hasattr(tracker, "log_images"):
+                continue
+            for video in videos:
+                sheet = np.asarray(Image.open(video.with_suffix(".png")).convert("RGB"))
+                tracker.log_images({video.stem: sheet[None]}, step=self.step)
+
+    def _validation_loss(self, plain: Objective, draw: Draw, batch: Batch, latents: torch.Tensor) -> float:
+        extras = {name: tensor.to(latents.device) for name, tensor in batch.extras.items()}
+        with self.accelerator.autocast():
+            model = lambda **given: self.model(draw.expert.name, **given)
+            return plain.losses(model, draw, latents, batch.text.to(latents.device), extras).item()
+
+    # ------------------------------------------------------------------------------------------------------------- log
+
+    def _record(self) -> None:
+        """Write what is run, and on what, beside what comes of it: one file for each time that the run goes on."""
+        if not self.accelerator.is_main_process:
+            return
+        record = {
+            "from_step": self.step,
+            "processes": self.ranks.world,
+            "engine": self.accelerator.distributed_type.value,
+            "parameters": sum(parameter.numel() for parameter in self.trained.values()),
+            "config": self.config.to_dict(),
+            "model": self.folder.fingerprint(),
+            "environment": environment(self.accelerator.device),
+        }
+        with AtomicFiles(overwrite=True) as files:
+            path = files.stage(self.output / f"run-{self.step:08d}.json")
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    @contextlib.contextmanager
+    def _trackers(self) -> Iterator[None]:
+        names = self.config.trackers
+        if names:
+            self.accelerator.init_trackers(
+                "vmonarch", config={k: str(v) for k, v in _flat(self.config.to_dict()).items()}
+            )
+        try:
+            yield
+        finally:
+            if names:
+                self.accelerator.end_training()
+
+    def _log(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Write values of this step to the log, the trackers and the terminal."""
+        known = {name: value for name, value in values.items() if value is not None}
+        if known and self.accelerator.is_main_process:
+            line = {"step": self.step, **known}
+            with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print("  ".join(f"{name} {_shown(value)}" for name, value in line.items()), flush=True)
+        if known and self.config.trackers:
+            self.accelerator.log(known, step=self.step)
+        return known
+
+
+def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)] if experts > 1 else []
+    try:
+        return Accelerator(
+            mixed_precision="bf16" if config.precision == "bf16" else "no",
+            log_with=list(config.trackers) or None,
+            project_dir=config.output_dir,
+            kwargs_handlers=handlers,
+        )
+    except ValueError as error:
+        raise InputError("trackers", f"cannot be used: {error}") from error
+
+
+class _Stream:
+    """The batches of a loader, which is told to stop at the end."""
+
+    def __init__(self, loader: LatentLoader) -> None:
+        self._batches = iter(loader)
+
+    def __iter__(self) -> _Stream:
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def close(self) -> None:
+        close = getattr(self._batches, "close", None)
+        if close is not None:
+            close()
+
+
+class _Clock:
+    """Seconds of a step, clips a second, what is left, and peak memory; validation and saving do not count."""
+
+    def __init__(self, device: torch.device, clips: int) -> None:
+        self._device, self._clips = device, clips
+        self.pause()
+
+    def tick(self) -> None:
+        self._steps += 1
+
+    def pause(self) -> None:
+        """Begin to count anew."""
+        self._steps, self._started = 0, time.monotonic()
+
+    def read(self, left: int) -> dict[str, float]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if not self._steps:
+            return {}
+        seconds = (time.monotonic() - self._started) / self._steps
+        values = {"seconds": seconds, "clips_per_second": self._clips / seconds, "seconds_left": left * seconds}
+        if self._device.type == "cuda":
+            values["peak_memory_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
+        self.pause()
+        return values
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if math.isfinite(value) else str(value)

@@ -1,0 +1,89 @@
+"""`python -m vmonarch.finetune` as a user runs it, on two processes of the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vmonarch.finetune.__main__ import main
+from vmonarch.finetune.data.parquet import write_shard
+from vmonarch.finetune.data.schema import Sample
+
+# What `accelerate launch` starts; it has no way to ask for several processes on a CPU.
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SETTINGS = ["batch_size=4", "micro_batch=1", "precision=fp32", "trackers=[]", "log_every=1", "data.workers=0",
+            "gradient_checkpointing=false", "optimizer.learning_rate=1e-3", "checkpoints.every=4"]  # fmt: skip
+
+
+def clip(number, value=None):
+    generator = torch.Generator().manual_seed(number)
+    latents = torch.randn(16, 3, 4, 6, generator=generator) if value is None else torch.full((16, 3, 4, 6), value)
+    return Sample(f"clip-{number}", latents, torch.randn(3, 16, generator=generator), caption=f"number {number}")
+
+
+@pytest.fixture(scope="module")
+def place(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("command")
+    tiny.pipeline("t2v").save_pretrained(folder / "model")
+    # Rows that two processes cannot share evenly.
+    write_shard(folder / "clips.parquet", (clip(n) for n in range(7)))
+    write_shard(folder / "held-out.parquet", (clip(100 + n) for n in range(3)))
+    write_shard(folder / "huge.parquet", (clip(n, 1e30 if n == 3 else None) for n in range(7)))
+    return folder
+
+
+def words_for(place, output, clips="clips"):
+    return [f"model={place / 'model'}", f"data.path={place / clips}.parquet", f"output_dir={output}", *SETTINGS]
+
+
+def launch(place, output, *overrides, clips="clips"):
+    words = words_for(place, output, clips)
+    command = [sys.executable, *LAUNCH, "-m", "vmonarch.finetune", *words, *overrides]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+
+
+def log(output):
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_resume_as_if_they_had_not_ended(place, tmp_path):
+    validation = [f"data.validation={place / 'held-out'}.parquet", "validation.clips=3", "validation.every=4"]
+    for name, *steps in (("whole", 10), ("parts", 4, 10)):
+        for count in steps:
+            done = launch(place, tmp_path / name, f"steps={count}", *validation)
+            assert done.returncode == 0, done.stderr[-3000:]
+    keep = ("step", "loss", "gradient_norm", "validation_loss")
+    whole, parts = (
+        [{k: v for k, v in line.items() if k in keep} for line in log(tmp_path / n)] for n in ("whole", "parts")
+    )
+    records = sorted((tmp_path / "parts").glob("run-*.json"))
+    assert [path.name for path in records] == ["run-00000000.json", "run-00000004.json"]
+    assert all(json.loads(path.read_text())["processes"] == 2 for path in records)
+    assert whole == parts and len([line for line in whole if "loss" in line]) == 10
+    assert len([line for line in whole if "validation_loss" in line]) == 4
+
+
+def test_what_is_not_finite_on_one_process_ends_both(place, tmp_path):
+    done = launch(place, tmp_path, "steps=30", clips="huge")
+    assert done.returncode != 0
+    # The launcher ends what is left as soon as one process has ended, which may be before it has said why.
+    assert "no weight was changed" in done.stderr and "clip-3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["optimizer.lr=3"], "optimizer.lr is no known key"),
+        (["steps"], "steps is no override"),
+        (["batch_size=3", "micro_batch=2"], "batch_size must be a multiple of micro_batch"),
+        (["--config", "nothing"], "config must be a YAML file or one of"),
+        (["checkpoints.resume=must"], "checkpoints.resume is must"),
+    ],
+)
+def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsys, words, message):
+    assert main([*words_for(place, tmp_path), *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,274 @@
+"""Training runs of tiny models: they resume exactly, stop before a bad update, and leave files that others load."""
+
+import json
+import math
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vmonarch
+from vmonarch.configs import InputError
+from vmonarch.finetune.checkpoints import CheckpointError
+from vmonarch.finetune.config import finetune_config
+from vmonarch.finetune.data.parquet import write_shard
+from vmonarch.finetune.data.schema import Sample
+from vmonarch.finetune.export import export
+from vmonarch.finetune.trainer import Trainer, TrainingError
+
+LATENTS = (16, 3, 4, 6)
+
+
+def clip(number, *, value=None, image=False, text_dim=16):
+    generator = torch.Generator().manual_seed(number)
+    latents = torch.randn(LATENTS, generator=generator) if value is None else torch.full(LATENTS, value)
+    extras = {}
+    if image:
+        extras = {"first_frame_latent": torch.randn(LATENTS, generator=generator),
+                  "clip_feature": torch.randn(5, 16, generator=generator)}  # fmt: skip
+    text = torch.randn(1 + number % 5, text_dim, generator=generator)
+    return Sample(f"clip-{number}", latents, text, caption=f"number {number}", extras=extras)
+
+
+@pytest.fixture(scope="module")
+def place(tiny, tmp_path_factory):
+    """Folders of tiny models and of data."""
+    folder = tmp_path_factory.mktemp("finetune")
+    for kind in ("t2v", "t2v-2.2", "t2v-5b", "i2v-2.1"):
+        tiny.pipeline(kind).save_pretrained(folder / kind)
+    write_shard(folder / "clips" / "a.parquet", (clip(n) for n in range(13)), rows_per_group=4)
+    write_shard(folder / "held-out" / "a.parquet", (clip(100 + n) for n in range(5)))
+    write_shard(folder / "images" / "a.parquet", (clip(n, image=True) for n in range(6)))
+    # Finite as it is stored, and not when it is squared.
+    write_shard(folder / "huge" / "a.parquet", (clip(n, value=1e30 if n == 3 else None) for n in range(6)))
+    return folder
+
+
+def settings(place, output, kind="t2v", clips="clips", **changes):
+    values = {
+        "model": str(place / kind),
+        "output_dir": str(output),
+        "steps": 6,
+        "batch_size": 2,
+        "precision": "fp32",
+        "trackers": [],
+        "log_every": 1,
+        "gradient_checkpointing": False,
+        "data": {"path": str(place / clips), "workers": 0},
+        "optimizer": {"learning_rate": 1e-3},
+        "validation": {"every": 0},
+        "checkpoints": {"every": 100},
+    }
+    return finetune_config(values, changes)
+
+
+def losses(output):
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def weights(trainer):
+    return {name: parameter.detach().clone() for name, parameter in trainer.trained.items()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize(
+    "kind,data", [("t2v", "clips"), ("t2v-2.2", "clips"), ("t2v-5b", "clips"), ("i2v-2.1", "images")]
+)
+def test_every_kind_of_model_learns(place, tmp_path, kind, data):
+    extra = {"objective": {"image_share": 0.5}} if kind == "t2v-5b" else {}
+    trainer = Trainer(settings(place, tmp_path, kind, data, steps=20, **extra))
+    before = weights(trainer)
+    trainer.run()
+    assert all(math.isfinite(loss) for loss in losses(tmp_path).values()) and len(losses(tmp_path)) == 20
+    moved = {name.split(".")[1] for name, value in weights(trainer).items() if not torch.equal(value, before[name])}
+    assert moved == ({"transformer", "transformer_2"} if kind == "t2v-2.2" else {"transformer"})
+
+
+def test_the_loss_falls(place, tmp_path):
+    options = {"steps": 60, "batch_size": 8, "micro_batch": 8, "optimizer": {"learning_rate": 3e-3, "warmup": 5}}
+    trainer = Trainer(settings(place, tmp_path, clips="held-out", **options))
+    trainer.run()
+    found = losses(tmp_path)
+    first, last = (sum(found[step] for step in steps) / 10 for steps in (range(1, 11), range(51, 61)))
+    assert last < 0.8 * first
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
+def test_a_resumed_run_is_the_same_run(place, tmp_path, kind, workers):
+    """Bit for bit, from the middle of an epoch, with the optimizer, the average, dropped captions and two experts."""
+    options = {"steps": 50, "ema": 0.9, "attention": "vmonarch", "data": {"workers": workers, "caption_dropout": 0.3}}
+    whole = Trainer(settings(place, tmp_path / "whole", kind, **options))
+    whole.run()
+    parts = tmp_path / "parts"
+    Trainer(settings(place, parts, kind, **options | {"steps": 17})).run()
+    resumed = Trainer(settings(place, parts, kind, **options))
+    assert resumed.step == 17
+    resumed.run()
+    assert losses(parts) == losses(tmp_path / "whole")
+    assert equal(weights(resumed), weights(whole)) and equal(resumed.average, whole.average)
+
+
+def test_micro_batches_take_the_steps_of_the_whole_batch(place, tmp_path):
+    def run(name, **options):
+        trainer = Trainer(settings(place, tmp_path / name, steps=1, batch_size=4, **options))
+        return trainer, trainer.run()
+
+    whole, _ = run("whole", micro_batch=4)
+    parts, _ = run("parts", micro_batch=1)
+    # The same clips, with other noise: the learning rate alone makes Adam's first step.
+    assert whole.accumulation == 1 and parts.accumulation == 4
+    assert parts.loader.state_dict()["batch"] == 4 and whole.loader.state_dict()["batch"] == 1
+
+
+def test_layers_move_from_full_attention_one_after_the_other(place, tmp_path):
+    trainer = Trainer(settings(place, tmp_path, steps=5, anneal=4))
+    trainer.run()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["dense_layers"] for line in lines if "loss" in line] == [2, 2, 1, 1, 0]
+    with pytest.raises(InputError, match="anneal must be 0 with an attention that has parameters"):
+        Trainer(settings(place, tmp_path / "based", anneal=4, attention="based:adapter=null,feature_dim=4"))
+
+
+@pytest.mark.parametrize("steps,tolerance", [(6, 1e-5), pytest.param(200, 2e-3, marks=pytest.mark.gpu)])
+def test_kernels_and_torch_learn_the_same(place, tmp_path, steps, tolerance):
+    """Losses of the same run through the kernels and through plain torch, step by step."""
+    curves = []
+    for how in ("torch", "triton"):
+        trainer = Trainer(settings(place, tmp_path / how, steps=steps, attention=f"vmonarch:implementation={how}"))
+        trainer.run()
+        curves.append(torch.tensor(list(losses(tmp_path / how).values())))
+    torch.testing.assert_close(*curves, atol=tolerance, rtol=0)
+    assert (curves[0] - curves[0].mean()).abs().max() > 0.02
+
+
+def test_the_teacher_is_full_attention_and_stays_as_it_is(place, tmp_path):
+    trainer = Trainer(settings(place, tmp_path, steps=3, objective={"distillation": 0.5}))
+    stock = diffusers.WanTransformer3DModel.from_pretrained(place / "t2v" / "transformer")
+    trainer.run()
+    part = trainer.teacher.parts["transformer"]
+    assert not vmonarch.installation.is_applied(part) and equal(
+        dict(part.named_parameters()), dict(stock.named_parameters())
+    )
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(place, tmp_path):
+    trainer = Trainer(settings(place, tmp_path, clips="huge", steps=20))
+    before = None
+    update = trainer._update
+
+    def watched(batches):
+        nonlocal before
+        before = weights(trainer)
+        return update(batches)
+
+    trainer._update = watched
+    with pytest.raises(TrainingError, match=r"step \d+: .* not finite .* no weight was changed.*rank 0: clip-3"):
+        trainer.run()
+    assert equal(weights(trainer), before)
+
+
+def test_validation_is_always_the_same(place, tmp_path):
+    options = {"data": {"validation": str(place / "held-out")}, "validation": {"every": 2, "clips": 4, "levels": 3}}
+    trainer = Trainer(settings(place, tmp_path, steps=4, **options))
+    first = trainer.validate()
+    torch.manual_seed(5)
+    assert trainer.validate() == first
+    last = trainer.run()
+    assert last["validation_loss"] != first and trainer.validate() == last["validation_loss"]
+    again = Trainer(settings(place, tmp_path / "again", steps=4, batch_size=4, **options))
+    assert again.validate() == first
+
+
+# ------------------------------------------------------------------------------------------------------------- resume
+
+
+def test_another_run_is_not_resumed(place, tmp_path):
+    Trainer(settings(place, tmp_path, steps=2)).run()
+    for changes, message in (
+        ({"optimizer": {"learning_rate": 2e-3}}, r"optimizer.learning_rate \(0.001, now 0.002\)"),
+        ({"attention": "vmonarch-t3"}, "attention.num_iterations"),
+        ({"model": str(place / "t2v-5b")}, "was trained from another model"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            Trainer(settings(place, tmp_path, **changes))
+    with pytest.raises(InputError, match="checkpoints.resume is never, but there is"):
+        Trainer(settings(place, tmp_path, checkpoints={"resume": "never"}))
+    with pytest.raises(InputError, match="checkpoints.resume is must, but"):
+        Trainer(settings(place, tmp_path / "new", checkpoints={"resume": "must"}))
+
+
+def test_a_missing_average_is_an_error_unless_waived(place, tmp_path):
+    Trainer(settings(place, tmp_path, steps=2)).run()
+    with pytest.raises(CheckpointError, match="ema"):
+        Trainer(settings(place, tmp_path, ema=0.9))
+
+
+def test_bad_models_and_parts_are_named(place, tmp_path):
+    with pytest.raises(InputError, match="train must be all or one of transformer, got 'transformer_2'"):
+        Trainer(settings(place, tmp_path, train="transformer_2"))
+    with pytest.raises(InputError, match="objective.image_share must be 0"):
+        Trainer(settings(place, tmp_path, objective={"image_share": 0.5}))
+    with pytest.raises(InputError, match="batch_size must be a multiple"):
+        Trainer(settings(place, tmp_path, batch_size=3, micro_batch=2))
+
+
+# ------------------------------------------------------------------------------------------------------------- export
+
+
+@pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
+def test_full_weights_become_a_folder_that_stock_diffusers_loads(tiny, place, tmp_path, kind):
+    trainer = Trainer(settings(place, tmp_path / "run", kind, ema=0.5, steps=12))
+    trainer.run()
+    pipe = diffusers.WanPipeline.from_pretrained(export(tmp_path / "run", tmp_path / "model"))
+    for name in trainer.facts.names:
+        found = dict(getattr(pipe, name).named_parameters())
+        prefix = f"parts.{name}."
+        assert equal(
+            found, {key.removeprefix(prefix): v for key, v in trainer.average.items() if key.startswith(prefix)}
+        )
+    pipe.set_progress_bar_config(disable=True)
+    assert tiny.generate(pipe).isfinite().all()
+    with pytest.raises(InputError, match="output must not exist"):
+        export(tmp_path / "run", tmp_path / "model")
+    last = diffusers.WanTransformer3DModel.from_pretrained(
+        export(tmp_path / "run", tmp_path / "last", weights="last") / "transformer"
+    )
+    assert equal(dict(last.named_parameters()), {
+        key.removeprefix("parts.transformer."): v for key, v in weights(trainer).items() if ".transformer." in key
+    })  # fmt: skip
+
+
+def test_lora_layers_become_a_file_that_stock_diffusers_loads(tiny, place, tmp_path):
+    options = {"lora": {"rank": 2, "alpha": 6.0}, "optimizer": {"learning_rate": 0.05}, "steps": 8}
+    trainer = Trainer(settings(place, tmp_path / "run", **options))
+    assert all(".lora_" in name for name in trainer.trained)
+    trainer.run()
+    file = export(tmp_path / "run", tmp_path / "layers.safetensors")
+    assert sorted({key.split(".")[-2] for key in load_file(file)}) == ["lora_A", "lora_B"]
+    pipe = diffusers.WanPipeline.from_pretrained(place / "t2v")
+    pipe.load_lora_weights(file)
+    vmonarch.apply(pipe, vmonarch.VMonarchProcessor())
+    ours = trainer.experts.parts["transformer"].eval()
+    torch.testing.assert_close(tiny.run(pipe.transformer), tiny.run(ours), atol=1e-5, rtol=1e-5)
+    with pytest.raises(InputError, match="output must end with .safetensors"):
+        export(tmp_path / "run", tmp_path / "folder")
+
+
+def test_a_processor_that_learns_becomes_an_adapter(tiny, place, tmp_path):
+    options = {"attention": {"name": "based", "adapter": None, "feature_dim": 4}, "lora": {"rank": 2}, "steps": 3}
+    trainer = Trainer(settings(place, tmp_path / "run", **options))
+    assert {".processor." in name or ".lora_" in name for name in trainer.trained} == {True}
+    trainer.run()
+    file = export(tmp_path / "run", tmp_path / "adapter.safetensors")
+    model = diffusers.WanTransformer3DModel.from_pretrained(place / "t2v" / "transformer")
+    vmonarch.load_adapter(model, file)
+    torch.testing.assert_close(tiny.run(model), tiny.run(trainer.experts.parts["transformer"].eval()))
