@@ -417,6 +417,8 @@ class LatentLoader:
             try:
                 slots = next(batches)
             except Exception as error:
+                if not self._batches.num_workers:
+                    raise
                 # A worker's traceback is in the message. torch's frames refer to the exception, and workers that die
                 # with such a cycle are waited for in vain for seconds.
                 raise error.with_traceback(None) from None

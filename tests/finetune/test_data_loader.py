@@ -535,6 +535,11 @@ def test_a_long_run_of_bad_rows_is_no_error_while_few_of_all_are_bad(tmp_path, w
         epoch_ids(make(folder, shuffle=False, workers=workers, batch_size=10, bad_fraction=0.4))
 
 
+def test_the_last_row_of_the_order_is_found(tmp_path):
+    folder = write_broken(tmp_path / "0.parquet", 250, range(1, 250), CUT)
+    assert next(iter(make(folder, shuffle=False, bad_fraction=1.0))).ids == ("clip-0", "clip-0")
+
+
 def test_a_rank_of_repeated_rows_alone_names_bad_ones_too(tmp_path):
     folder = write_broken(tmp_path / "0.parquet", 1, {0}, CUT)
     loader = make(folder, rank=1, world_size=2, batch_size=1, quarantine=tmp_path / "bad.jsonl")
