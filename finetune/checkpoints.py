@@ -424,7 +424,7 @@ def _read_part(folder: Path, stem: str, files: Mapping[str, Mapping[str, Any]]) 
         text = path.read_bytes()
     try:
         return unpack(json.loads(text), tensors)
-    except (CheckpointError, ValueError, TypeError, KeyError) as error:
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
@@ -487,22 +487,23 @@ class Checkpoints:
         try:
             for stage in (attempt.open, attempt.write, attempt.commit):
                 attempt.run(stage)
-                self._wait(step)
+                self._wait(attempt)
                 attempt.hear()
             attempt.run(attempt.confirm)
             # Nobody cleans up before all have read why it failed.
-            self._wait(step)
+            self._wait(attempt)
         finally:
             attempt.clean()
         if attempt.failure is not None:
             raise CheckpointError(attempt.failure) from attempt.cause
         return self.folder / _name(step)
 
-    def _wait(self, step: int) -> None:
+    def _wait(self, attempt: _Attempt) -> None:
         try:
             self._barrier()
         except Exception as error:
-            raise CheckpointError(f"step {step}: waiting for the other ranks failed: {error}") from error
+            before = attempt.failure or f"step {attempt.step}"
+            raise CheckpointError(f"{before}; waiting for the other ranks failed: {error}") from error
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -627,10 +628,15 @@ class _Attempt:
     def hear(self) -> None:
         """Take over the failure of another rank. To be called after a barrier."""
         for rank in range(self.owner.world_size):
-            if self.failure is None and rank != self.owner.rank:
-                with suppress(FileNotFoundError):
-                    reason = self._marker(rank).read_text()
-                    self.failure = f"rank {rank}: {reason or f'step {self.step} failed, and the reason is lost'}"
+            if self.failure is not None or rank == self.owner.rank:
+                continue
+            try:
+                reason = self._marker(rank).read_text(errors="replace")
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                reason = f"step {self.step} failed, and why cannot be read: {error}"
+            self.failure = f"rank {rank}: {reason or f'step {self.step} failed, and why is lost'}"
 
     def open(self) -> None:
         """Make the hidden folder, after what dead runs left has gone."""

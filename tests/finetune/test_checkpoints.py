@@ -734,6 +734,14 @@ def test_a_disk_that_fails_on_one_rank_makes_both_fail(name, told, tmp_path, mon
     assert_both_fail(ranks, found, culprit, "Input/output error")
 
 
+def test_a_reason_that_cannot_be_read_is_a_failure_too(tmp_path, monkeypatch):
+    ranks = two_ranks(tmp_path / "run")
+    (tmp_path / "odd").mkdir()
+    monkeypatch.setattr(layer._Attempt, "_marker", lambda self, rank: tmp_path / ("odd" if rank else "none"))
+    found = save_both(ranks, 1, own=({}, {"loader": object()}))
+    assert "rank 1: step 1 failed, and why cannot be read: " in str(found[0]) and "type object" in str(found[1])
+
+
 def test_a_failure_after_the_commit_is_told_to_all(tmp_path, monkeypatch):
     ranks = two_ranks(tmp_path, keep=1)
     save_both(ranks, 1)
@@ -782,6 +790,8 @@ def test_a_rank_that_died_ends_the_save(tmp_path):
     checkpoints = Checkpoints(tmp_path, world_size=2, barrier=barrier)
     with pytest.raises(CheckpointError, match="waiting for the other ranks failed: timed out"):
         save(checkpoints, 1)
+    with pytest.raises(CheckpointError, match="part loader.*type object.*timed out"):
+        checkpoints.save(1, {}, {"loader": object()})
     assert list(tmp_path.iterdir()) == []
 
 
