@@ -34,7 +34,7 @@ MANIFEST = "manifest.json"
 # Bytes hashed and written at a time.
 _PIECE = 16 << 20
 _STEP = re.compile(r"step-(\d{8,})")
-_HIDDEN = re.compile(r"\.(step-\d{8,})\.(partial|removed|failed-rank-\d{5})")
+_HIDDEN = re.compile(r"\.(step-\d{8,})\.(partial|removed|failed-rank-\d{5}(\.new)?)")
 _PART = re.compile(r"[a-z0-9_-]+")
 # Dtypes by their names in safetensors; tensors of others are kept as bytes.
 _SAFETENSORS = {
@@ -615,8 +615,20 @@ class _Attempt:
             self.failure = f"step {self.step} {'is complete, but' if self.published else 'was not saved'}: {reason}"
             self.cause = error
             if self.owner.world_size > 1:
-                with suppress(OSError):
-                    self._marker(self.owner.rank).write_text(self.failure)
+                self._tell(self.failure)
+
+    def _tell(self, reason: str) -> None:
+        """Leave the marker, whole: a slower rank may be reading. A full disk may take its name only."""
+        marker, new = self._own_markers()
+        with suppress(OSError):
+            new.write_text(reason)
+        with suppress(OSError):
+            os.replace(new, marker)
+
+    def _own_markers(self) -> tuple[Path, Path]:
+        """The marker, and its name while it is written."""
+        marker = self._marker(self.owner.rank)
+        return marker, marker.with_name(f"{marker.name}.new")
 
     def _shortage(self, error: Exception) -> str:
         """What a full disk would have to hold."""
@@ -655,9 +667,10 @@ class _Attempt:
             _move(self.target, aside)
         with _naming(owner.folder):
             leftovers = [path for path in owner.folder.iterdir() if _HIDDEN.fullmatch(path.name)]
+        # Other ranks see to their markers, at any moment from now.
+        theirs = {self._marker(rank) for rank in range(1, owner.world_size)}
         for path in leftovers:
-            # Other ranks see to their own, at any moment from now.
-            if path not in map(self._marker, range(1, owner.world_size)):
+            if theirs.isdisjoint((path, path.with_suffix(""))):
                 self._discard(path)
         with _naming(self.partial):
             _mkdir(self.partial)
@@ -732,6 +745,6 @@ class _Attempt:
 
     def clean(self) -> None:
         """Remove what a failed save leaves, as far as the disk lets us."""
-        for path in [self._marker(self.owner.rank)] + [self.partial] * (self.owner.rank == 0):
+        for path in [*self._own_markers()] + [self.partial] * (self.owner.rank == 0):
             with suppress(CheckpointError, OSError):
                 self._discard(path)
