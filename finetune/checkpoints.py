@@ -34,7 +34,7 @@ MANIFEST = "manifest.json"
 # Bytes hashed and written at a time.
 _PIECE = 16 << 20
 _STEP = re.compile(r"step-(\d{8,})")
-_HIDDEN = re.compile(r"\.(step-\d{8,})\.(partial|removed|failed-rank-\d{5})")
+_HIDDEN = re.compile(r"\.(step-\d{8,})\.(partial|removed|failed-rank-\d{5}(\.new)?)")
 _PART = re.compile(r"[a-z0-9_-]+")
 # Dtypes by their names in safetensors; tensors of others are kept as bytes.
 _SAFETENSORS = {
@@ -424,7 +424,7 @@ def _read_part(folder: Path, stem: str, files: Mapping[str, Mapping[str, Any]]) 
         text = path.read_bytes()
     try:
         return unpack(json.loads(text), tensors)
-    except (CheckpointError, ValueError, TypeError, KeyError) as error:
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
@@ -487,22 +487,23 @@ class Checkpoints:
         try:
             for stage in (attempt.open, attempt.write, attempt.commit):
                 attempt.run(stage)
-                self._wait(step)
+                self._wait(attempt)
                 attempt.hear()
             attempt.run(attempt.confirm)
             # Nobody cleans up before all have read why it failed.
-            self._wait(step)
+            self._wait(attempt)
         finally:
             attempt.clean()
         if attempt.failure is not None:
             raise CheckpointError(attempt.failure) from attempt.cause
         return self.folder / _name(step)
 
-    def _wait(self, step: int) -> None:
+    def _wait(self, attempt: _Attempt) -> None:
         try:
             self._barrier()
         except Exception as error:
-            raise CheckpointError(f"step {step}: waiting for the other ranks failed: {error}") from error
+            before = attempt.failure or f"step {attempt.step}"
+            raise CheckpointError(f"{before}; waiting for the other ranks failed: {error}") from error
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -614,8 +615,20 @@ class _Attempt:
             self.failure = f"step {self.step} {'is complete, but' if self.published else 'was not saved'}: {reason}"
             self.cause = error
             if self.owner.world_size > 1:
-                with suppress(OSError):
-                    self._marker(self.owner.rank).write_text(self.failure)
+                self._tell(self.failure)
+
+    def _tell(self, reason: str) -> None:
+        """Leave the marker, whole: a slower rank may be reading. A full disk may take its name only."""
+        marker, new = self._own_markers()
+        with suppress(OSError):
+            new.write_text(reason)
+        with suppress(OSError):
+            os.replace(new, marker)
+
+    def _own_markers(self) -> tuple[Path, Path]:
+        """The marker, and its name while it is written."""
+        marker = self._marker(self.owner.rank)
+        return marker, marker.with_name(f"{marker.name}.new")
 
     def _shortage(self, error: Exception) -> str:
         """What a full disk would have to hold."""
@@ -627,10 +640,15 @@ class _Attempt:
     def hear(self) -> None:
         """Take over the failure of another rank. To be called after a barrier."""
         for rank in range(self.owner.world_size):
-            if self.failure is None and rank != self.owner.rank:
-                with suppress(FileNotFoundError):
-                    reason = self._marker(rank).read_text()
-                    self.failure = f"rank {rank}: {reason or f'step {self.step} failed, and the reason is lost'}"
+            if self.failure is not None or rank == self.owner.rank:
+                continue
+            try:
+                reason = self._marker(rank).read_text(errors="replace")
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                reason = f"step {self.step} failed, and why cannot be read: {error}"
+            self.failure = f"rank {rank}: {reason or f'step {self.step} failed, and why is lost'}"
 
     def open(self) -> None:
         """Make the hidden folder, after what dead runs left has gone."""
@@ -649,9 +667,10 @@ class _Attempt:
             _move(self.target, aside)
         with _naming(owner.folder):
             leftovers = [path for path in owner.folder.iterdir() if _HIDDEN.fullmatch(path.name)]
+        # Other ranks see to their markers, at any moment from now.
+        theirs = {self._marker(rank) for rank in range(1, owner.world_size)}
         for path in leftovers:
-            # Other ranks see to their own, at any moment from now.
-            if path not in map(self._marker, range(1, owner.world_size)):
+            if theirs.isdisjoint((path, path.with_suffix(""))):
                 self._discard(path)
         with _naming(self.partial):
             _mkdir(self.partial)
@@ -726,6 +745,6 @@ class _Attempt:
 
     def clean(self) -> None:
         """Remove what a failed save leaves, as far as the disk lets us."""
-        for path in [self._marker(self.owner.rank)] + [self.partial] * (self.owner.rank == 0):
+        for path in [*self._own_markers()] + [self.partial] * (self.owner.rank == 0):
             with suppress(CheckpointError, OSError):
                 self._discard(path)

@@ -734,6 +734,30 @@ def test_a_disk_that_fails_on_one_rank_makes_both_fail(name, told, tmp_path, mon
     assert_both_fail(ranks, found, culprit, "Input/output error")
 
 
+def test_a_reason_appears_whole(tmp_path, monkeypatch):
+    """A rank that has just passed a barrier may look while another already fails in the next stage."""
+    seen = []
+    write_text = Path.write_text
+
+    def watched(path, text):
+        path.touch()
+        seen.append((tmp_path / ".step-00000001.failed-rank-00001").exists())
+        return write_text(path, text)
+
+    monkeypatch.setattr(Path, "write_text", watched)
+    found = save_both(two_ranks(tmp_path), 1, own=({}, {"loader": object()}))
+    assert seen == [False] and "rank 1: step 1 was not saved: part loader" in str(found[0])
+    assert hidden(tmp_path) == []
+
+
+def test_a_reason_that_cannot_be_read_is_a_failure_too(tmp_path, monkeypatch):
+    ranks = two_ranks(tmp_path / "run")
+    (tmp_path / "odd").mkdir()
+    monkeypatch.setattr(layer._Attempt, "_marker", lambda self, rank: tmp_path / ("odd" if rank else "none"))
+    found = save_both(ranks, 1, own=({}, {"loader": object()}))
+    assert "rank 1: step 1 failed, and why cannot be read: " in str(found[0]) and "type object" in str(found[1])
+
+
 def test_a_failure_after_the_commit_is_told_to_all(tmp_path, monkeypatch):
     ranks = two_ranks(tmp_path, keep=1)
     save_both(ranks, 1)
@@ -754,6 +778,7 @@ def test_a_failure_after_the_commit_is_told_to_all(tmp_path, monkeypatch):
 def test_markers_of_a_dead_run_are_not_believed(tmp_path):
     for rank in (0, 1, 5):
         (tmp_path / f".step-00000001.failed-rank-{rank:05d}").write_text("long ago")
+        (tmp_path / f".step-00000009.failed-rank-{rank:05d}.new").touch()
     (tmp_path / ".step-00000001.partial").mkdir()
     (tmp_path / ".step-00000001.partial" / "hashes.rank-00001.json").write_text("{}")
     assert save_both(two_ranks(tmp_path), 1) == [tmp_path / "step-00000001"] * 2
@@ -782,6 +807,8 @@ def test_a_rank_that_died_ends_the_save(tmp_path):
     checkpoints = Checkpoints(tmp_path, world_size=2, barrier=barrier)
     with pytest.raises(CheckpointError, match="waiting for the other ranks failed: timed out"):
         save(checkpoints, 1)
+    with pytest.raises(CheckpointError, match="part loader.*type object.*timed out"):
+        checkpoints.save(1, {}, {"loader": object()})
     assert list(tmp_path.iterdir()) == []
 
 
