@@ -568,8 +568,8 @@ def test_a_killed_run_goes_on(folder):
     assert len(rows_of(folder / "out")) == 6
     # What a kill in the midst of writing leaves.
     (folder / "out" / ".shard-00002.1.partial.parquet").write_bytes(b"PAR1")
-    with (folder / "out" / "quarantine.jsonl").open("a") as stream:
-        stream.write('{"file": "clip-1')
+    with (folder / "out" / "quarantine.jsonl").open("ab") as stream:
+        stream.write(b'{"file": "clip-1\xc3')
     resumed = Fake()
     preprocess(config_of(folder), encoders=resumed)
     assert len(resumed.seen) == 6 and contents(folder / "out") == contents(folder / "whole")
