@@ -429,7 +429,7 @@ class _Output:
         for pattern in (".shard-*.partial.parquet", ".manifest.*.partial.json", ".quarantine.*.partial.jsonl"):
             for path in self.folder.glob(pattern):
                 path.unlink()
-        shards = sorted(path for path in self.folder.glob("shard-*.parquet"))
+        shards = sorted(self.folder.glob("shard-*.parquet"), key=lambda path: (len(path.name), path.name))
         if not self._manifest.exists():
             if shards or self._quarantine.exists():
                 raise InputError("output", f"{str(self.folder)!r} holds shards or a quarantine, but no manifest.json")
@@ -454,10 +454,10 @@ class _Output:
     def _read_quarantine(self) -> None:
         if not self._quarantine.exists():
             return
-        text = self._quarantine.read_text(encoding="utf-8")
-        whole, _, torn = text.rpartition("\n")
+        # Bytes: a torn line may end within a character.
+        whole, _, torn = self._quarantine.read_bytes().rpartition(b"\n")
         try:
-            for line in filter(None, whole.split("\n")):
+            for line in filter(None, whole.split(b"\n")):
                 entry = json.loads(line)
                 self.bad[entry["file"]] = entry["reason"]
         except (ValueError, KeyError, TypeError) as error:
@@ -465,7 +465,7 @@ class _Output:
         if torn:
             # The run was killed while it wrote this line; the file will be tried again.
             with AtomicFiles(overwrite=True) as files:
-                files.stage(self._quarantine).write_text(f"{whole}\n" if whole else "", encoding="utf-8")
+                files.stage(self._quarantine).write_bytes(whole + b"\n" if whole else b"")
 
     def quarantine(self, file: str, reason: str) -> None:
         """Note a bad video."""
