@@ -255,7 +255,7 @@ class Trainer:
         if "loader" in parts:
             self.loader.load_state_dict(parts["loader"])
         if "random" in parts:
-            set_random_state(parts["random"])
+            set_random_state(parts["random"], self.accelerator.device)
 
     # -------------------------------------------------------------------------------------------------------- training
 

@@ -33,8 +33,6 @@ __all__ = ["Batch", "DataError", "LatentLoader", "LoaderState"]
 WINDOW_BYTES = 1 << 29
 # Rows tried before the share of bad ones is judged, unless an epoch is shorter.
 JUDGED_AFTER = 100
-# Extra tensors that are latents of the same VAE.
-_NORMALISED = ("first_frame_latent",)
 _REASONS_KEPT = 3
 
 _log = logging.getLogger(__name__)
@@ -107,7 +105,7 @@ class LoaderState:
 
 @dataclass(frozen=True)
 class _Clip:
-    """A row ready for a batch: latents [C, T, H, W] and extras normalised, text [L, D] cut, not padded."""
+    """A row ready for a batch: latents [C, T, H, W] normalised, text [L, D] cut, not padded."""
 
     id: str
     latents: torch.Tensor
@@ -204,12 +202,10 @@ class _Rows(Dataset[_Slot]):
         wanted = (channels, *shape[1:]) if self.shape is None else self.shape
         if shape != wanted:
             raise BadRow(f"has latents of {list(shape)}, this run trains on {list(wanted)}")
+        # Extra tensors are stored as the transformer gets them; FastVideo normalises the first frame's latents too.
         latents = self._normalised("vae_latent", sample.latents)
         text = _as_float("text_embedding", sample.text[: self.text_length])
-        extras = {
-            name: self._normalised(name, tensor) if name in _NORMALISED else _as_float(name, tensor, keep=torch.uint8)
-            for name, tensor in sample.extras.items()
-        }
+        extras = {name: _as_float(name, tensor, keep=torch.uint8) for name, tensor in sample.extras.items()}
         kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in extras.items()}
         if self.shape is not None and kinds != self.extras:
             raise BadRow(f"has extra tensors {_kinds_text(kinds)}, this run trains on {_kinds_text(self.extras)}")

@@ -43,7 +43,8 @@ from vmonarch.configs import InputError, file_sha256
 from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.finetune.data.captions import Captioned, read_captions
 from vmonarch.finetune.data.decode import BadVideo, Cancelled, Clip, ClipShape, decode_clips
-from vmonarch.finetune.data.schema import Sample, column_types, encode_row
+from vmonarch.finetune.data.parquet import write_shard
+from vmonarch.finetune.data.schema import Sample
 from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, ModelError, ModelFolder, find_model
 
 FORMAT = "vmonarch-preprocess-1"
@@ -486,7 +487,7 @@ class _Output:
                 ids.append(sample.id)
                 yield sample
 
-        self.shards.append((path.name, _write_shard(path, noted())))
+        self.shards.append((path.name, write_shard(path, noted())))
         self.ids += ids
         self.write_manifest(complete=False)
 
@@ -543,36 +544,6 @@ def _read_ids(path: Path) -> list[str]:
         return pyarrow.parquet.read_table(path, columns=["id"])["id"].to_pylist()
     except (OSError, pyarrow.ArrowException, KeyError) as error:
         raise InputError("output", f"has a shard that cannot be read: {path}: {error}") from error
-
-
-# Replaced by finetune.data.parquet.write_shard when that is there.
-def _write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16) -> int:
-    """Write samples, all with the extras of the first, as a parquet file that appears complete or not at all.
-
-    Returns:
-        how many.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    samples = iter(samples)
-    first = next(samples)
-    kinds = {
-        "string": pyarrow.string(),
-        "binary": pyarrow.binary(),
-        "list<int64>": pyarrow.list_(pyarrow.int64()),
-        "int64": pyarrow.int64(),
-        "float64": pyarrow.float64(),
-    }
-    columns = column_types(tuple(first.extras))
-    schema = pyarrow.schema([(name, kinds[kind]) for name, kind in columns.items()])
-    rows = 0
-    chained = itertools.chain([first], samples)
-    with AtomicFiles() as files, pyarrow.parquet.ParquetWriter(files.stage(path), schema) as writer:
-        while group := [encode_row(sample) for sample in itertools.islice(chained, rows_per_group)]:
-            writer.write_table(pyarrow.Table.from_pylist(group, schema))
-            rows += len(group)
-    return rows
 
 
 class _Progress:

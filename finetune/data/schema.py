@@ -1,8 +1,9 @@
 """One training clip as a row of FastVideo's parquet, and back.
 
 A tensor is three columns: `NAME_bytes`, `NAME_shape`, `NAME_dtype`. Latents are the VAE's means as they are,
-[C, T, H, W]; training normalises them with the VAE's statistics. Text is [L, D] without padding. Read are the columns
-of the text-to-video schema and, where they are, those that image-to-video adds.
+[C, T, H, W]; training normalises them with the VAE's statistics. (`first_frame_latent` is stored normalised.) Text is
+[L, D] without padding. Read are the columns of the text-to-video schema and, where they are, those that image-to-video
+adds.
 
 Source: https://github.com/hao-ai-lab/FastVideo (`pyarrow_schema_t2v`, `pyarrow_schema_i2v`).
 """
