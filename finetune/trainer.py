@@ -432,7 +432,8 @@ class Trainer:
                 continue
             for video in videos:
                 sheet = np.asarray(Image.open(video.with_suffix(".png")).convert("RGB"))
-                tracker.log_images({video.stem: sheet[None]}, step=self.step)
+                layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+                tracker.log_images({video.stem: sheet[None]}, step=self.step, **layout)
 
     def _validation_loss(self, plain: Objective, draw: Draw, batch: Batch, latents: torch.Tensor) -> float:
         extras = {name: tensor.to(latents.device) for name, tensor in batch.extras.items()}

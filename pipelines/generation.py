@@ -267,8 +267,8 @@ def read_prompts(path: str) -> tuple[str, ...]:
 
 
 def recommended_settings(model: ModelFolder) -> dict[str, Any]:
-    """What a model is best run with: its own settings if it is the embedded one, else diffusers' for Wan."""
-    if model.name == "embedded":
+    """What a model is best run with: its own settings if it is the embedded one or a finetune of it, else Wan's."""
+    if model.name == "embedded" or _has_embedded_vae(model):
         from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS as settings
 
         return {
@@ -283,6 +283,13 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
             "negative_prompt": "",
         }
     return read_yaml("wan", group="generate")
+
+
+def _has_embedded_vae(model: ModelFolder) -> bool:
+    from vmonarch.pipelines.embedded import embedded_model_path
+
+    config = Path("vae") / "config.json"
+    return (model.path / config).read_bytes() == (embedded_model_path() / config).read_bytes()
 
 
 def complete(config: Config, model: ModelFolder) -> Config:

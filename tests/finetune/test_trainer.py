@@ -16,6 +16,8 @@ from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.data.schema import Sample
 from vmonarch.finetune.export import export
 from vmonarch.finetune.trainer import Trainer, TrainingError
+from vmonarch.pipelines.generation import recommended_settings
+from vmonarch.pipelines.model_folder import find_model
 
 LATENTS = (16, 3, 4, 6)
 
@@ -272,3 +274,33 @@ def test_a_processor_that_learns_becomes_an_adapter(tiny, place, tmp_path):
     model = diffusers.WanTransformer3DModel.from_pretrained(place / "t2v" / "transformer")
     vmonarch.load_adapter(model, file)
     torch.testing.assert_close(tiny.run(model), tiny.run(trainer.experts.parts["transformer"].eval()))
+
+
+# -------------------------------------------------------------------------------------------------- the embedded model
+
+
+def test_validation_videos_and_their_sheets(tmp_path):
+    """One step of the embedded model, which can be watched while it trains."""
+    shape = (16, 16, 12, 20)
+    generator = torch.Generator().manual_seed(0)
+    rows = (Sample(f"{n}", torch.randn(shape, generator=generator), torch.randn(4, 128), caption="x") for n in range(2))
+    write_shard(tmp_path / "clips" / "a.parquet", rows)
+    values = {
+        "output_dir": str(tmp_path / "run"),
+        "steps": 1,
+        "batch_size": 1,
+        "precision": "fp32",
+        "trackers": ["tensorboard"],
+        "data": {"path": str(tmp_path / "clips"), "workers": 0},
+        "validation": {"every": 0, "videos_every": 1, "prompts": ["a red circle moving right"], "steps": 1},
+    }
+    Trainer(finetune_config(values)).run()
+    names = sorted(path.name for path in (tmp_path / "run" / "videos").iterdir())
+    assert names == [f"step-00000001-00.{suffix}" for suffix in ("json", "mp4", "png")]
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+    model = export(tmp_path / "run", tmp_path / "model")
+    # A finetune of the embedded model is run with its settings.
+    settings = recommended_settings(find_model(str(model)))
+    assert settings == recommended_settings(find_model("embedded")) and settings["height"] == 96
+    stored = load_file(model / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
