@@ -90,7 +90,7 @@ class Trainer:
             self.facts.conditioning,
             config.objective.distillation,
         )
-        self.loader = self._loader(config.data.path, config.seed, config.micro_batch, training=True)
+        self.loader = self._loader(ParquetFolder(config.data.path), config.seed, config.micro_batch, training=True)
         self.output.mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(
             self.output / "checkpoints",
@@ -118,10 +118,10 @@ class Trainer:
             if self.config.ema or self.config.validation.videos_every:
                 raise InputError("ema", "and validation.videos_every must be 0 with FSDP, which spreads the weights")
 
-    def _loader(self, path: str, seed: int, batch_size: int, *, training: bool) -> LatentLoader:
+    def _loader(self, folder: ParquetFolder, seed: int, batch_size: int, *, training: bool) -> LatentLoader:
         config = self.config.data
         return LatentLoader(
-            ParquetFolder(path),
+            folder,
             batch_size=batch_size,
             seed=seed,
             rank=self.ranks.data_rank,
@@ -366,7 +366,9 @@ class Trainer:
         config = self.config
         if config.data.validation is None:
             return None
-        loader = self._loader(config.data.validation, 0, 1, training=False)
+        held_out = ParquetFolder(config.data.validation)
+        clips = min(config.validation.clips, len(held_out))
+        loader = self._loader(held_out, 0, 1, training=False)
         levels, J = self.objective.levels, config.validation.levels
         sigmas = levels.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J)
         total = torch.zeros(2, dtype=torch.float64)
@@ -374,10 +376,10 @@ class Trainer:
         self.model.eval()
         with self._exported_weights():
             for number, batch in enumerate(loader):
-                if number * self.ranks.data_world >= config.validation.clips:
+                if number * self.ranks.data_world >= clips:
                     break
                 # Every rank takes as many clips, which FSDP needs; those beyond the last do not count.
-                counts = number * self.ranks.data_world + self.ranks.data_rank < config.validation.clips
+                counts = number * self.ranks.data_world + self.ranks.data_rank < clips
                 latents = batch.latents.to(self.accelerator.device)
                 for j, sigma in enumerate(sigmas):
                     expert = next((e for e in plain.experts if e.low <= sigma <= e.high), None)

@@ -188,6 +188,10 @@ def test_validation_is_always_the_same(place, tmp_path):
     assert last["validation_loss"] != first and trainer.validate() == last["validation_loss"]
     again = Trainer(settings(place, tmp_path / "again", steps=4, batch_size=4, **options))
     assert again.validate() == first
+    # There are five: no clip counts twice.
+    five, more = (options | {"validation": {"every": 2, "clips": n, "levels": 3}} for n in (5, 12))
+    numbers = [Trainer(settings(place, tmp_path / f"{n}", **o)).validate() for n, o in ((5, five), (12, more))]
+    assert numbers[0] == numbers[1] != first
 
 
 # ------------------------------------------------------------------------------------------------------------- resume
