@@ -38,6 +38,7 @@ from vmonarch.finetune.embedded.data import (
     SHAPE_WORDS,
     SHAPES,
     SOLE_VERBS,
+    HeldOutPrompt,
     SceneAttributes,
     held_out_prompts,
     render,
@@ -345,6 +346,34 @@ def generate(
     return torch.cat(videos)
 
 
+def score_videos(
+    videos: torch.Tensor, held_out: Sequence[HeldOutPrompt], reference: torch.Tensor | None, device: str | torch.device
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Score videos [B, F, Y, X, 3] of as many prompts: (shares and means, what was read in each video).
+
+    Args:
+        reference: videos of the same prompts and seeds; with them come PSNR and SSIM.
+    """
+    from vmonarch.eval.similarity import psnr, ssim
+
+    scores, similarities, entries = [], [], []
+    for i, (item, video) in enumerate(zip(held_out, videos, strict=True)):
+        readings = read_video(video.to(device))
+        score = score_readings(readings, expected_objects(item.scene))
+        scores.append(score)
+        entry = {**asdict(score), "read": [asdict(reading) for reading in readings]}
+        if reference is not None:
+            frames, other = (clip.to(device).permute(0, 3, 1, 2).clamp(0, 1) for clip in (video, reference[i]))
+            entry |= {"psnr_db": round(psnr(frames, other), 3), "ssim": round(ssim(frames, other), 4)}
+            similarities.append((entry["psnr_db"], entry["ssim"]))
+        entries.append(entry)
+    summary = _shares(scores)
+    if similarities:
+        means = torch.tensor(similarities, dtype=torch.float64).mean(0).tolist()
+        summary |= {"psnr_db": round(means[0], 2), "ssim": round(means[1], 4)}
+    return summary, entries
+
+
 def contact_sheet(videos: torch.Tensor, path: Path, frames: int = 6, columns: int = 2) -> None:
     """Write a PNG with `frames` frames of each video [B, F, Y, X, 3] side by side, `columns` videos per row."""
     from PIL import Image
@@ -393,7 +422,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from diffusers import WanPipeline
 
     from vmonarch.eval.compare import file_name
-    from vmonarch.eval.similarity import psnr, ssim
 
     pipe = WanPipeline.from_pretrained(str(options.model or embedded_model_path())).to(options.device)
     pipe.set_progress_bar_config(disable=True)
@@ -422,22 +450,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seconds = time.perf_counter() - started
         if options.sheet is not None:
             contact_sheet(videos, options.sheet.with_name(f"{options.sheet.name}-{file_name(method)}.png"))
-        scores, similarities = [], []
-        for row, item, video in zip(results, held_out, videos, strict=True):
-            readings = read_video(video.to(options.device))
-            score = score_readings(readings, expected_objects(item.scene))
-            scores.append(score)
-            entry = {**asdict(score), "read": [asdict(reading) for reading in readings]}
-            if reference is not None:
-                frames, other = (clip.permute(0, 3, 1, 2).clamp(0, 1) for clip in (video, reference[len(scores) - 1]))
-                entry |= {"psnr_db": round(psnr(frames, other), 3), "ssim": round(ssim(frames, other), 4)}
-                similarities.append((entry["psnr_db"], entry["ssim"]))
+        shares, entries = score_videos(videos, held_out, reference, options.device)
+        summary[method] = {**shares, "seconds": round(seconds, 1)}
+        for row, entry in zip(results, entries, strict=True):
             row[method] = entry
-        summary[method] = {**_shares(scores), "seconds": round(seconds, 1)}
-        if similarities:
-            means = torch.tensor(similarities, dtype=torch.float64).mean(0).tolist()
-            summary[method] |= {"psnr_db": round(means[0], 2), "ssim": round(means[1], 4)}
-        else:
+        if reference is None:
             reference = videos
         print(method, json.dumps(summary[method]), flush=True)
     reader = {}

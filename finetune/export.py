@@ -148,11 +148,20 @@ def _write_pipeline(folder: ModelFolder, experts: Experts, output: Path, dtypes:
             part: Any = experts.parts[name]
             if is_applied(part):
                 restore(part)
-            part.to(dtypes[name]).save_pretrained(temporary / name, safe_serialization=True)
+            _narrow(part, dtypes[name])
+            part.save_pretrained(temporary / name, safe_serialization=True)
         temporary.rename(output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return output
+
+
+def _narrow(part: Any, dtype: torch.dtype) -> None:
+    """Cast the weights, all but those of modules that diffusers keeps in float32."""
+    kept = set(part._keep_in_fp32_modules or ())
+    for name, parameter in part.named_parameters():
+        if kept.isdisjoint(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,39 @@
+"""The table of finetuned methods: what is written, from a run of one step."""
+
+import json
+
+import pytest
+import torch
+
+from vmonarch.eval import finetune_scores
+
+SMALL = ["--clips", "1", "--held-out", "1", "--prompts", "1", "--sampling-steps", "1", "--steps", "1",
+         "--batch-size", "1", "--device", "cpu"]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_every_method_is_scored_before_and_after(tmp_path, monkeypatch):
+    made = []
+
+    def generate(pipe, prompts, **options):
+        made.append((pipe, options["steps"]))
+        return torch.rand(len(prompts), 9, 96, 160, 3, generator=torch.Generator().manual_seed(len(made)))
+
+    monkeypatch.setattr(finetune_scores, "generate", generate)
+    finetune_scores.main([*SMALL, "--output", str(tmp_path / "scores.json"), "--methods", "vmonarch-t1"])
+    document = json.loads((tmp_path / "scores.json").read_text())
+    found = document["results"]["vmonarch-t1"]
+    # The shipped model twice, as reference and before; then the one that was exported.
+    assert [pipe is made[0][0] for pipe, _ in made] == [True, True, False]
+    weights = [pipe.transformer.blocks[0].ffn.net[2].weight for pipe, _ in made]
+    assert not torch.equal(weights[0], weights[2])
+    assert 0 < found["validation_loss"]["after"] != found["validation_loss"]["before"] > 0
+    assert found["before"].keys() == found["after"].keys() >= {"colour", "direction", "psnr_db", "ssim"}
+    assert document["settings"]["steps"] == 1 and document["left_out"] == []
+    assert str(tmp_path) not in (tmp_path / "scores.json").read_text().replace(document["command"], "")
+
+
+def test_unknown_methods_are_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        finetune_scores.main([*SMALL, "--output", str(tmp_path / "x.json"), "--methods", "sparse"])
+    assert "--methods must be one of" in capsys.readouterr().err
