@@ -498,6 +498,10 @@ class Checkpoints:
             raise CheckpointError(attempt.failure) from attempt.cause
         return self.folder / _name(step)
 
+    def path(self, step: int) -> Path:
+        """The folder of a step's checkpoint, be it there or not."""
+        return self.folder / _name(step)
+
     def _wait(self, attempt: _Attempt) -> None:
         try:
             self._barrier()

@@ -21,7 +21,7 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints
 from vmonarch.finetune.config import FinetuneConfig, finetune_config
-from vmonarch.finetune.models import COMPONENTS, Experts, load_experts, model_facts
+from vmonarch.finetune.models import COMPONENTS, Experts, ModelFacts, load_experts, model_facts
 from vmonarch.pipelines.model_folder import ModelFolder, find_model
 
 WEIGHTS = ("auto", "last", "ema")
@@ -59,8 +59,7 @@ def export(
         raise InputError("output", f"must not exist, {str(output)!r} does; nothing is overwritten")
     if weights not in WEIGHTS:
         raise InputError("weights", f"must be one of {', '.join(WEIGHTS)}, got {weights!r}")
-    config, folder, experts = _trained(Path(run), step, weights, model)
-    facts = model_facts(folder, config)
+    config, folder, facts, experts = _trained(Path(run), step, weights, model)
     dtypes = {name: dtype or facts.dtypes[name] for name in experts.parts}
     output.parent.mkdir(parents=True, exist_ok=True)
     learns = any(".processor." in name for name, _ in experts.named_parameters())
@@ -73,13 +72,13 @@ def export(
 
 def _trained(
     run: Path, step: int | None, weights: str, model: str | None
-) -> tuple[FinetuneConfig, ModelFolder, Experts]:
-    """(settings of the run, its model, the transformers with the weights of a checkpoint)."""
+) -> tuple[FinetuneConfig, ModelFolder, ModelFacts, Experts]:
+    """(settings of the run, its model and what that says, the transformers with the weights of a checkpoint)."""
     checkpoints = Checkpoints(run / "checkpoints")
     if step is not None and step not in checkpoints.steps():
         listed = ", ".join(map(str, checkpoints.steps())) or "none"
         raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {listed}")
-    path = checkpoints.latest() if step is None else run / "checkpoints" / f"step-{step:08d}"
+    path = checkpoints.latest() if step is None else checkpoints.path(step)
     if path is None:
         raise CheckpointError(f"{run} holds no checkpoint")
     parts = checkpoints.load(path, wanted=["model", "run"])
@@ -95,45 +94,39 @@ def _trained(
     tensors = parts["model"]
     if weights == "ema" or (weights == "auto" and config.ema):
         tensors = checkpoints.load(path, wanted=["ema"])["ema"]
-    experts, _ = load_experts(folder, model_facts(folder, config), config)
+    facts = model_facts(folder, config)
+    experts, _ = load_experts(folder, facts, config)
     trained = {name: parameter for name, parameter in experts.named_parameters() if parameter.requires_grad}
     if trained.keys() != tensors.keys():
         raise CheckpointError(f"{path} does not fit the model: {sorted(trained.keys() ^ tensors.keys())[:3]}")
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(tensors[name])
-    return config, folder, experts.eval()
+    return config, folder, facts, experts.eval()
 
 
 def _write_layers(experts: Experts, output: Path, dtype: torch.dtype, learns: bool) -> Path:
     """LoRA layers as diffusers' own file, or with a processor's parameters as an adapter of ours."""
     from diffusers import WanPipeline
+    from diffusers.training_utils import _collate_lora_metadata
     from peft.utils import get_peft_model_state_dict
 
-    pipe: Any = types.SimpleNamespace(**dict.fromkeys(COMPONENTS))
-    for name, part in experts.parts.items():
-        setattr(pipe, name, part)
+    parts = dict(experts.parts)
     if learns:
         from vmonarch import save_adapter
 
-        save_adapter(pipe, output, dtype=dtype)
+        save_adapter(types.SimpleNamespace(**{**dict.fromkeys(COMPONENTS), **parts}), output, dtype=dtype)
         return output
     layers = {}
-    for name, part in experts.parts.items():
+    for name, part in parts.items():
         state = get_peft_model_state_dict(part)
         layers[f"{name}_lora_layers"] = {key: tensor.to(dtype).contiguous() for key, tensor in state.items()}
     temporary = output.with_name(f".{output.stem}.{os.getpid()}.partial.safetensors")
-    metadata = {f"{name}_lora_adapter_metadata": _lora_metadata(part) for name, part in experts.parts.items()}
-    WanPipeline.save_lora_weights(output.parent, **layers, weight_name=temporary.name, **metadata)
+    # Without the settings of the layers, alpha would be lost.
+    settings = _collate_lora_metadata(parts)
+    WanPipeline.save_lora_weights(output.parent, **layers, weight_name=temporary.name, **settings)
     os.replace(temporary, output)
     return output
-
-
-def _lora_metadata(part: Any) -> dict[str, Any]:
-    """The LoRA settings, without which alpha would be lost."""
-    from diffusers.training_utils import _collate_lora_metadata
-
-    return _collate_lora_metadata({"transformer": part})["transformer_lora_adapter_metadata"]
 
 
 def _write_pipeline(folder: ModelFolder, experts: Experts, output: Path, dtypes: dict[str, torch.dtype]) -> Path:

@@ -6,7 +6,6 @@ Only the transformers' weights are read. Text encoder and VAE have done their wo
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import nn
 from vmonarch.configs import InputError
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.objective import Conditioning
-from vmonarch.pipelines.model_folder import ModelError, ModelFolder
+from vmonarch.pipelines.model_folder import ModelError, ModelFolder, read_json
 
 COMPONENTS = ("transformer", "transformer_2")
 
@@ -53,16 +52,16 @@ def model_facts(folder: ModelFolder, config: FinetuneConfig) -> ModelFacts:
         InputError: `train` names a transformer that the pipeline has not, or the conditioning does not fit the model.
         ModelError: the folder does not say how its latents are normalised.
     """
-    index = _json(folder.path / "model_index.json")
+    index = read_json(folder.path / "model_index.json")
     there = tuple(name for name in COMPONENTS if (index.get(name) or [None])[0])
     if config.train != "all" and config.train not in there:
         raise InputError("train", f"must be all or one of {', '.join(there)}, got {config.train!r}")
     names = there if config.train == "all" else (config.train,)
-    vae = _json(folder.path / "vae" / "config.json")
+    vae = read_json(folder.path / "vae" / "config.json")
     if not vae.get("latents_mean") or not vae.get("latents_std"):
         raise ModelError(f"{folder.path / 'vae' / 'config.json'} has no latents_mean and latents_std")
-    scheduler = _json(folder.path / "scheduler" / "scheduler_config.json")
-    transformer = _json(folder.path / names[0] / "config.json")
+    scheduler = read_json(folder.path / "scheduler" / "scheduler_config.json")
+    transformer = read_json(folder.path / names[0] / "config.json")
     return ModelFacts(
         names=names,
         mean=torch.tensor(vae["latents_mean"]),
@@ -90,13 +89,6 @@ def _conditioning(
             "objective.image_share", f"must be 0 for {folder.name}, which takes no first frame, got {share}"
         )
     return Conditioning()
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:

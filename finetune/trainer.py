@@ -8,6 +8,7 @@ position in the data is saved with the weights, so that a resumed run takes the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import time
@@ -77,6 +78,12 @@ class Trainer:
         self.accumulation = config.accumulation(self.ranks.data_world)
         self.accelerator.gradient_accumulation_steps = self.accumulation
         self._check_engine()
+        # Weights may be hashed and git asked for it: once, not at every checkpoint.
+        self.about = {
+            "config": config.to_dict(),
+            "model": self.folder.fingerprint(),
+            "environment": environment(self.accelerator.device),
+        }
         levels = NoiseLevels(
             config.objective.sigma,
             config.objective.mean,
@@ -141,10 +148,9 @@ class Trainer:
         config, accelerator = self.config, self.accelerator
         experts, teacher = load_experts(self.folder, self.facts, config)
         self.annealing = Annealing(experts, config.anneal)
-        self.trained = {name: p for name, p in experts.named_parameters() if p.requires_grad}
         options = config.optimizer
         optimizer = torch.optim.AdamW(
-            list(self.trained.values()),
+            [parameter for parameter in experts.parameters() if parameter.requires_grad],
             lr=options.learning_rate,
             betas=(options.beta1, options.beta2),
             eps=options.eps,
@@ -153,16 +159,14 @@ class Trainer:
         # The parts are reached through this; training goes through what accelerate makes of it.
         self.experts: Experts = experts
         self.model, self.optimizer = accelerator.prepare(experts, optimizer)
-        self.teacher = None if teacher is None else teacher.to(accelerator.device, self._product_dtype())
+        products = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self.teacher = None if teacher is None else teacher.to(accelerator.device, products)
         self.trained = {
             name: p for name, p in accelerator.unwrap_model(self.model).named_parameters() if p.requires_grad
         }
         self.average: dict[str, torch.Tensor] = {}
         if config.ema:
             self.average = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
-
-    def _product_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
 
     # ------------------------------------------------------------------------------------------------ save and resume
 
@@ -172,12 +176,7 @@ class Trainer:
         shared = {
             "model": weights,
             "optimizer": optimizer,
-            "run": {
-                "step": self.step,
-                "config": self.config.to_dict(),
-                "model": self.folder.fingerprint(),
-                "environment": environment(self.accelerator.device),
-            },
+            "run": {"step": self.step, **self.about},
         }
         if self.average:
             shared["ema"] = self.average
@@ -213,9 +212,9 @@ class Trainer:
         self.step = parts["run"]["step"]
 
     def _check_same_run(self, path: Path, run: Mapping[str, Any]) -> None:
-        if run["model"] != self.folder.fingerprint():
+        if run["model"] != self.about["model"]:
             raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")
-        before, now = _flat(run["config"]), _flat(self.config.to_dict())
+        before, now = _flat(run["config"]), _flat(self.about["config"])
         free = [name for name in FREE if name != "steps" or self.config.optimizer.schedule == "constant"]
         different = sorted(
             key
@@ -268,7 +267,7 @@ class Trainer:
         config = self.config
         self._record()
         last: dict[str, Any] = {"step": self.step}
-        with self._trackers(), contextlib.closing(_Stream(self.loader)) as batches:
+        with self._trackers(), contextlib.closing(iter(self.loader)) as batches:
             clock = _Clock(self.accelerator.device, config.batch_size)
             if self.step == 0 and config.validation.every:
                 last |= self._log({"validation_loss": self.validate()})
@@ -304,7 +303,7 @@ class Trainer:
             latents = batch.latents.to(accelerator.device)
             draw = self.objective.draw(latents, step=self.step, micro=micro, data_rank=self.ranks.data_rank)
             with accelerator.accumulate(self.model):
-                loss = self._losses(draw, batch, latents)
+                loss = self._losses(self.objective, draw, batch, latents)
                 accelerator.backward(loss.mean())
                 losses.append(loss.detach())
                 seen.append(batch)
@@ -324,7 +323,7 @@ class Trainer:
         mean = accelerator.reduce(torch.cat(losses).mean(), "mean").item()
         return {"loss": mean, "gradient_norm": float(norm), "learning_rate": rate, "dense_layers": dense}
 
-    def _losses(self, draw: Draw, batch: Batch, latents: torch.Tensor) -> torch.Tensor:
+    def _losses(self, objective: Objective, draw: Draw, batch: Batch, latents: torch.Tensor) -> torch.Tensor:
         device = self.accelerator.device
         extras = {name: tensor.to(device) for name, tensor in batch.extras.items()}
         teacher = None
@@ -332,7 +331,7 @@ class Trainer:
             held = self.teacher
             teacher = lambda **given: held(draw.expert.name, **given)
         with self.accelerator.autocast():
-            return self.objective.losses(
+            return objective.losses(
                 lambda **given: self.model(draw.expert.name, **given),
                 draw,
                 latents,
@@ -372,7 +371,7 @@ class Trainer:
         levels, J = self.objective.levels, config.validation.levels
         sigmas = levels.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J)
         total = torch.zeros(2, dtype=torch.float64)
-        plain = Objective(levels, self.objective.experts, 0, self.objective.conditioning)
+        plain = dataclasses.replace(self.objective, distillation=0.0)
         self.model.eval()
         with self._exported_weights():
             for number, batch in enumerate(loader):
@@ -389,7 +388,7 @@ class Trainer:
                     noise = torch.randn(latents.shape, generator=random).to(latents)
                     conditioned = torch.full((1,), plain.conditioning.kind == "channels", device=latents.device)
                     draw = Draw(expert, sigma.to(latents).expand(1), noise, conditioned)
-                    loss = self._validation_loss(plain, draw, batch, latents)
+                    loss = self._losses(plain, draw, batch, latents).item()
                     if counts:
                         total += torch.tensor([loss, 1.0], dtype=torch.float64)
         self.model.train()
@@ -437,12 +436,6 @@ class Trainer:
                 layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
                 tracker.log_images({video.stem: sheet[None]}, step=self.step, **layout)
 
-    def _validation_loss(self, plain: Objective, draw: Draw, batch: Batch, latents: torch.Tensor) -> float:
-        extras = {name: tensor.to(latents.device) for name, tensor in batch.extras.items()}
-        with self.accelerator.autocast():
-            model = lambda **given: self.model(draw.expert.name, **given)
-            return plain.losses(model, draw, latents, batch.text.to(latents.device), extras).item()
-
     # ------------------------------------------------------------------------------------------------------------- log
 
     def _record(self) -> None:
@@ -454,9 +447,7 @@ class Trainer:
             "processes": self.ranks.world,
             "engine": self.accelerator.distributed_type.value,
             "parameters": sum(parameter.numel() for parameter in self.trained.values()),
-            "config": self.config.to_dict(),
-            "model": self.folder.fingerprint(),
-            "environment": environment(self.accelerator.device),
+            **self.about,
         }
         with AtomicFiles(overwrite=True) as files:
             path = files.stage(self.output / f"run-{self.step:08d}.json")
@@ -499,24 +490,6 @@ def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
         )
     except ValueError as error:
         raise InputError("trackers", f"cannot be used: {error}") from error
-
-
-class _Stream:
-    """The batches of a loader, which is told to stop at the end."""
-
-    def __init__(self, loader: LatentLoader) -> None:
-        self._batches = iter(loader)
-
-    def __iter__(self) -> _Stream:
-        return self
-
-    def __next__(self) -> Batch:
-        return next(self._batches)
-
-    def close(self) -> None:
-        close = getattr(self._batches, "close", None)
-        if close is not None:
-            close()
 
 
 class _Clock:

@@ -464,6 +464,30 @@ class LoadedModel:
     config: SamplingConfig
 
 
+def read_pipeline(cls: Any, folder: ModelFolder, dtype: torch.dtype, **parts: Any) -> Any:
+    """The pipeline in a folder as `cls`, on the CPU, its VAE in float32; `parts` stand for components not to be read.
+
+    Raises:
+        ModelError: a component cannot be loaded.
+    """
+    import torch
+
+    from vmonarch.pipelines.model_folder import ModelError
+
+    try:
+        return cls.from_pretrained(
+            folder.path,
+            dtype={"default": dtype, "vae": torch.float32},
+            use_safetensors=True,
+            local_files_only=True,
+            **parts,
+        )
+    except Exception as error:
+        # diffusers and transformers raise all kinds here, from OSError to KeyError; each means the same to the user.
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{folder.path} cannot be loaded: {type(error).__name__}: {reason}") from error
+
+
 def load_model(config: SamplingConfig, folder: ModelFolder) -> LoadedModel:
     """Load the pipeline for a completed `config` onto its device; prompts are checked before the weights are read.
 
@@ -472,9 +496,6 @@ def load_model(config: SamplingConfig, folder: ModelFolder) -> LoadedModel:
         ModelError: a component cannot be loaded.
     """
     import diffusers
-    import torch
-
-    from vmonarch.pipelines.model_folder import ModelError
 
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
@@ -484,18 +505,7 @@ def load_model(config: SamplingConfig, folder: ModelFolder) -> LoadedModel:
     tokenizer = _load_tokenizer(folder)
     check_prompt_lengths(config, tokenizer)
     cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image is not None else folder.pipeline)
-    try:
-        pipe = cls.from_pretrained(
-            folder.path,
-            tokenizer=tokenizer,
-            dtype={"default": dtype, "vae": torch.float32},
-            use_safetensors=True,
-            local_files_only=True,
-        )
-    except Exception as error:
-        # diffusers and transformers raise all kinds here, from OSError to KeyError; each means the same to the user.
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{folder.path} cannot be loaded: {type(error).__name__}: {reason}") from error
+    pipe = read_pipeline(cls, folder, dtype, tokenizer=tokenizer)
     if config.flow_shift is not None:
         pipe.scheduler = _shifted(pipe.scheduler, config.flow_shift)
     if config.offload == "model":
@@ -647,7 +657,7 @@ def denoise(
         raise ValueError(f"seeds must have one entry for each of the {len(prompts)} prompts, got {len(seeds)}")
     pipe, device = model.pipe, model.device
     pipe.set_progress_bar_config(disable=progress is None, desc=progress, leave=False)
-    with torch.no_grad(), _deterministic_convolutions():
+    with torch.no_grad(), deterministic_convolutions():
         start = _mark(device)
         embeds, negative_embeds = pipe.encode_prompt(
             prompt=list(prompts),
@@ -705,7 +715,7 @@ def _mark(device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def _deterministic_convolutions() -> Iterator[None]:
+def deterministic_convolutions() -> Iterator[None]:
     """Let cuDNN take no algorithm whose sums depend on the order of threads; settings return to what they were."""
     import torch
 
@@ -727,7 +737,7 @@ def decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     # Divided by the inverse, as diffusers does it, to keep its bits.
     inverse_std = (1.0 / torch.tensor(vae.config.latents_std).view(shape)).to(latents.device, vae.dtype)
     videos = []
-    with torch.no_grad(), _deterministic_convolutions():
+    with torch.no_grad(), deterministic_convolutions():
         for latent in latents.to(vae.dtype).split(1):
             decoded = vae.decode(latent / inverse_std + mean, return_dict=False)[0]
             videos.append((decoded[0].float() / 2 + 0.5).clamp(0, 1).transpose(0, 1).cpu())

@@ -107,7 +107,7 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         ModelError: the folder holds no complete, supported Wan pipeline.
     """
     path, revision = _locate(name, revision)
-    index = _read_json(path / "model_index.json")
+    index = read_json(path / "model_index.json")
     pipeline = index.get("_class_name")
     if pipeline not in SUPPORTED_PIPELINES:
         raise ModelError(f"{path} holds a {pipeline}; supported: {', '.join(SUPPORTED_PIPELINES)}")
@@ -123,8 +123,8 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
             raise ModelError(f"{path} has no folder {component}/, which its model_index.json names")
         if component in _MODELS:
             _check_weights(path / component)
-    transformer = _read_json(path / transformers[0] / "config.json")
-    vae = _read_json(path / "vae" / "config.json")
+    transformer = read_json(path / transformers[0] / "config.json")
+    vae = read_json(path / "vae" / "config.json")
     z_dim = vae.get("z_dim", 16)
     patch = transformer.get("patch_size", (1, 2, 2))
     # Image-to-video models of Wan 2.1 and 2.2 A14B take mask and image latents as extra input channels.
@@ -180,7 +180,12 @@ def _download(name: str, revision: str | None) -> tuple[Path, str]:
     return Path(snapshot), Path(snapshot).name
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a pipeline's folder.
+
+    Raises:
+        ModelError: there is no such file, or it holds no JSON object.
+    """
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -194,10 +199,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _check_weights(folder: Path) -> None:
     """Check that a model component has all its safetensors, each as long as its header says."""
-    _read_json(folder / "config.json")
+    read_json(folder / "config.json")
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if indices:
-        shards = _read_json(indices[0]).get("weight_map")
+        shards = read_json(indices[0]).get("weight_map")
         if not isinstance(shards, dict):
             raise ModelError(f"{indices[0]} has no weight_map")
         names = sorted(set(shards.values()))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -396,11 +396,11 @@ class LatentLoader:
         self._iteration += 1
         self._state = found
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch, None, None]:
         self._iteration += 1
         return self._iterate(self._iteration)
 
-    def _iterate(self, iteration: int) -> Iterator[Batch]:
+    def _iterate(self, iteration: int) -> Generator[Batch, None, None]:
         batches: Iterator[list[_Slot]] | None = None
         while True:
             # Workers are shared, and a position is one.

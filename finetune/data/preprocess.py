@@ -45,7 +45,7 @@ from vmonarch.finetune.data.captions import Captioned, read_captions
 from vmonarch.finetune.data.decode import BadVideo, Cancelled, Clip, ClipShape, decode_clips
 from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.data.schema import Sample
-from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, ModelError, ModelFolder, find_model
+from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, ModelFolder, find_model
 
 FORMAT = "vmonarch-preprocess-1"
 STARTS, RESIZES, STORE_DTYPES = ("begin", "middle"), ("crop",), ("float32", "float16")
@@ -265,9 +265,9 @@ class PipelineEncoders:
 @contextmanager
 def _exact() -> Iterator[None]:
     """No gradients, and the same bits each time."""
-    cudnn = torch.backends.cudnn
-    flags = cudnn.flags(enabled=cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=cudnn.allow_tf32)
-    with torch.no_grad(), flags:
+    from vmonarch.pipelines.generation import deterministic_convolutions
+
+    with torch.no_grad(), deterministic_convolutions():
         yield
 
 
@@ -280,7 +280,7 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
     """
     import diffusers
 
-    from vmonarch.pipelines.generation import choose_device, choose_dtype
+    from vmonarch.pipelines.generation import choose_device, choose_dtype, read_pipeline
 
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
@@ -288,18 +288,7 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
     left_out = ["transformer", "transformer_2", "scheduler"]
     if not config.image_to_video and folder.pipeline == IMAGE_TO_VIDEO:
         left_out += ["image_encoder", "image_processor"]
-    try:
-        pipe = cls.from_pretrained(
-            folder.path,
-            dtype={"default": dtype, "vae": torch.float32},
-            use_safetensors=True,
-            local_files_only=True,
-            **dict.fromkeys(left_out),
-        )
-    except Exception as error:
-        # diffusers and transformers raise all kinds here, from OSError to KeyError; each means the same to the user.
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{folder.path} cannot be loaded: {type(error).__name__}: {reason}") from error
+    pipe = read_pipeline(cls, folder, dtype, **dict.fromkeys(left_out))
     pipe.to(device)
     assert config.max_sequence_length is not None
     return PipelineEncoders(pipe, device, config.max_sequence_length)
