@@ -13,22 +13,26 @@ import argparse
 import datetime
 import json
 import math
+import multiprocessing
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from vmonarch.configs import InputError, read_yaml
 from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.eval.kernel_bench import check_output, write_json
 from vmonarch.eval.prompt_score import generate, score_videos
-from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.finetune.config import finetune_config
-from vmonarch.finetune.data.parquet import write_shard
+from vmonarch.finetune.data.parquet import write_empty_caption, write_shard
 from vmonarch.finetune.data.preprocess import PipelineEncoders
 from vmonarch.finetune.data.schema import Sample
 from vmonarch.finetune.embedded.data import HeldOutPrompt, held_out_prompts, sample_scenes
@@ -51,12 +55,14 @@ METHODS = (
     "vmonarch-own",
     "vmonarch-band1",
 )
+# Validation and checkpoints come before the first and after the last update anyway.
+NEVER = 1 << 30
 # What the document says of a run.
 SETTINGS = ("steps", "batch_size", "seed", "precision", "objective", "optimizer")
 
 
 def make_clips(pipe: Any, path: Path, count: int, seed: int, device: str) -> None:
-    """Write procedural clips as `vmonarch preprocess --procedural` does, many at a time.
+    """Write a folder of procedural clips as `vmonarch preprocess --procedural` does, many at a time.
 
     The VAE takes all frames of a clip at once, which equals its stock chunked form.
     """
@@ -69,37 +75,54 @@ def make_clips(pipe: Any, path: Path, count: int, seed: int, device: str) -> Non
         Sample(f"procedural-{seed}-{n}", latents[n].cpu(), encoders.text(caption), caption=caption)
         for n, caption in enumerate(captions)
     )
-    write_shard(path, rows)
+    write_shard(path / "clips.parquet", rows)
+    write_empty_caption(path, encoders.text(""))
 
 
-class Scorer:
-    """Scores pipelines on the held-out prompts.
+@dataclass(frozen=True)
+class Plan:
+    """What is the same for all methods.
 
     Args:
-        prompts: how many of them. steps: of sampling.
+        folder: holds `clips` and `held-out`, and the videos of the shipped model with full attention.
+        overrides: of the settings in configs/finetune/embedded.yaml.
+        prompts: how many of the held-out ones. sampling_steps: of a video.
+        deadline: `time.time()` after which no method is begun.
     """
 
-    def __init__(self, pipe: Any, prompts: int, steps: int, device: str) -> None:
-        self.held_out: list[HeldOutPrompt] = held_out_prompts()[:prompts]
-        self.steps, self.device = steps, device
-        self.reference = self._videos(pipe)
+    folder: Path
+    overrides: dict[str, Any]
+    prompts: int
+    sampling_steps: int
+    device: str
+    deadline: float
 
-    def _videos(self, pipe: Any) -> torch.Tensor:
+    @property
+    def held_out(self) -> list[HeldOutPrompt]:
+        return held_out_prompts()[: self.prompts]
+
+    @property
+    def reference(self) -> Path:
+        return self.folder / "reference.safetensors"
+
+    def videos(self, pipe: Any) -> torch.Tensor:
+        """A video [F, Y, X, 3] of every prompt, [B, F, Y, X, 3]."""
         settings = EMBEDDED_SETTINGS
         return generate(
             pipe,
             [item.prompt for item in self.held_out],
             seed=0,
             batch=16,
-            steps=self.steps,
+            steps=self.sampling_steps,
             guidance=settings.guidance_scale,
             size=(settings.height, settings.width, settings.num_frames),
         )
 
-    def __call__(self, pipe: Any, method: AttentionMethod) -> dict[str, float]:
+    def score(self, pipe: Any, method: AttentionMethod) -> dict[str, float]:
         """Shares and means with this method on this pipeline."""
         method.install(pipe)
-        shares, _ = score_videos(self._videos(pipe), self.held_out, self.reference, self.device)
+        reference = load_file(self.reference)["videos"]
+        shares, _ = score_videos(self.videos(pipe), self.held_out, reference, self.device)
         # Of the reference itself PSNR is infinite, which JSON has no number for.
         return {name: value for name, value in shares.items() if math.isfinite(value)}
 
@@ -114,23 +137,74 @@ def load(path: Path, device: str) -> Any:
 
 
 def finetune(method: AttentionMethod, data: Path, folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Train and export into `folder`; validation losses before and after, and the seconds it took."""
+    """Train and export into `folder`; validation losses before and after."""
     given = {
         "attention": method.to_dict(),
         "output_dir": str(folder / "run"),
         "trackers": [],
-        "data": {"path": str(data / "clips.parquet"), "validation": str(data / "held-out.parquet")},
+        "data": {"path": str(data / "clips"), "validation": str(data / "held-out")},
     }
     config = finetune_config(read_yaml("embedded", group="finetune"), overrides, given)
-    started = time.perf_counter()
-    trainer = Trainer(config)
-    trainer.run()
-    seconds = time.perf_counter() - started
+    Trainer(config).run()
     lines = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
     losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
     export(folder / "run", folder / "model", dtype=torch.float32)
     settings = {key: config.to_dict()[key] for key in SETTINGS}
-    return {"before": losses[0], "after": losses[-1], "seconds": round(seconds, 1), "settings": settings}
+    return {"before": losses[0], "after": losses[-1], "settings": settings}
+
+
+def run_method(plan: Plan, name: str, folder: Path) -> dict[str, Any] | None:
+    """Everything of one method; None after the deadline."""
+    if time.time() > plan.deadline:
+        return None
+    method = resolve_method(name)
+    before = plan.score(load(embedded_model_path(), plan.device), method)
+    run = finetune(method, plan.folder, folder, plan.overrides)
+    return {
+        "method": method.label,
+        "settings": run["settings"],
+        "result": {
+            "validation_loss": {key: run[key] for key in ("before", "after")},
+            "before": before,
+            "after": plan.score(load(folder / "model", plan.device), method),
+        },
+    }
+
+
+def run_all(jobs: Sequence[tuple[Plan, str, Path]], processes: int) -> Iterator[dict[str, Any] | None]:
+    """`run_method` of all jobs, as they are done."""
+    if processes == 1:
+        yield from (run_method(*job) for job in jobs)
+        return
+    # Not a Pool, whose processes may have no children: the loader has its own.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as executor:
+        for future in as_completed([executor.submit(run_method, *job) for job in jobs]):
+            yield future.result()
+
+
+def finetune_table(results: dict[str, Any]) -> str:
+    """Every method before and after, and how far its validation loss is from that of full attention."""
+    from vmonarch.eval.tables import markdown
+
+    control = results["results"]["full"]["validation_loss"]["after"]
+    rows = []
+    for name, result in results["results"].items():
+        loss = result["validation_loss"]
+        cells = [name, f"{loss['before']:.4f}", f"{loss['after']:.4f}", f"{100 * (loss['after'] / control - 1):+.1f} %"]
+        for key in ("all", "direction"):
+            cells += [f"{100 * result[when][key]:.0f} %" for when in ("before", "after")]
+        for key, digits in (("psnr_db", 1), ("ssim", 3)):
+            cells += [f"{result[when][key]:.{digits}f}" if key in result[when] else "–" for when in ("before", "after")]
+        rows.append(cells)
+    heading = ["", "loss before", "after", "to full", "prompt score before", "after", "direction before", "after"]
+    table = markdown([*heading, "PSNR dB before", "after", "SSIM before", "after"], rows)
+    settings = results["settings"]
+    about = (
+        f"{settings['steps']} updates of {settings['batch_size']} clips, {results['clips']} clips,"
+        f" {results['prompts']} prompts of {results['sampling_steps']} sampling steps; {results['hardware']},"
+        f" {results['date']}."
+    )
+    return f"{table}\n{about} Made by `{results['command']}`.\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,46 +220,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sampling-steps", type=int, default=EMBEDDED_SETTINGS.num_inference_steps)
     parser.add_argument("--steps", type=int, help="updates (default: those of configs/finetune/embedded.yaml)")
     parser.add_argument("--batch-size", type=int, help="clips of an update (default: of the same file)")
+    parser.add_argument("--processes", type=int, default=4, help="that work on one method each")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no method is begun")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     try:
         methods = [resolve_method(name, argument="--methods") for name in options.methods]
+        check_output(options.output)
     except InputError as error:
         parser.error(str(error))
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = {"validation": {"every": NEVER}, "checkpoints": {"every": NEVER}}
     if options.steps is not None:
-        overrides |= {"steps": options.steps, "validation": {"every": options.steps}}
+        overrides["steps"] = options.steps
     if options.batch_size is not None:
         overrides |= {"batch_size": options.batch_size, "micro_batch": options.batch_size}
     if options.device == "cpu":
         overrides["precision"] = "fp32"
-    started = time.monotonic()
-    base = load(embedded_model_path(), options.device)
-    results: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
-    left_out: list[str] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_clips(base, folder / "clips.parquet", options.clips, 0, options.device)
-        make_clips(base, folder / "held-out.parquet", options.held_out, 1, options.device)
-        scorer = Scorer(base, options.prompts, options.sampling_steps, options.device)
-        for number, method in enumerate(methods):
-            if time.monotonic() - started > options.budget:
-                left_out.append(method.label)
-                continue
-            run = finetune(method, folder, folder / str(number), overrides)
-            settings = run["settings"]
-            results[method.label] = {
-                "validation_loss": {key: run[key] for key in ("before", "after")},
-                "before": scorer(base, method),
-                "after": scorer(load(folder / str(number) / "model", options.device), method),
-                "seconds": run["seconds"],
-            }
-            print(method.label, json.dumps(results[method.label]), flush=True)
+    if options.processes < 1:
+        parser.error(f"--processes must be at least 1, got {options.processes}")
+    deadline = time.time() + options.budget
     about = environment(options.device)
     command = shlex.join(arguments if arguments is not None else sys.argv[1:])
-    document = {
+    document: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
         "environment": about,
@@ -193,13 +249,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "clips": options.clips,
         "prompts": options.prompts,
         "sampling_steps": options.sampling_steps,
-        "settings": settings,
-        "results": results,
-        "left_out": left_out,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with AtomicFiles(overwrite=True) as files:
-        files.stage(options.output).write_text(json.dumps(document, indent=1) + "\n")
+    results: dict[str, Any] = {}
+    order = [method.label for method in methods]
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan(Path(folder), overrides, options.prompts, options.sampling_steps, options.device, deadline)
+        base = load(embedded_model_path(), options.device)
+        make_clips(base, plan.folder / "clips", options.clips, 0, options.device)
+        make_clips(base, plan.folder / "held-out", options.held_out, 1, options.device)
+        save_file({"videos": plan.videos(base)}, plan.reference)
+        del base
+        jobs = [(plan, name, plan.folder / str(number)) for number, name in enumerate(options.methods)]
+        for done in run_all(jobs, options.processes):
+            if done is not None:
+                results[done["method"]], document["settings"] = done["result"], done["settings"]
+                print(done["method"], json.dumps(done["result"]), flush=True)
+            document["results"] = {label: results[label] for label in order if label in results}
+            document["left_out"] = [label for label in order if label not in results]
+            write_json(options.output, document)
     return 0
 
 

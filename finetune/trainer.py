@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from vmonarch.configs import InputError
 from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints, random_state, set_random_state
-from vmonarch.finetune.config import FinetuneConfig
+from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
 from vmonarch.finetune.data.loader import Batch, LatentLoader
 from vmonarch.finetune.data.parquet import ParquetFolder
 from vmonarch.finetune.models import Annealing, Experts, load_experts, model_facts
@@ -148,14 +148,8 @@ class Trainer:
         config, accelerator = self.config, self.accelerator
         experts, teacher = load_experts(self.folder, self.facts, config)
         self.annealing = Annealing(experts, config.anneal)
-        options = config.optimizer
-        optimizer = torch.optim.AdamW(
-            [parameter for parameter in experts.parameters() if parameter.requires_grad],
-            lr=options.learning_rate,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-        )
+        trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
+        optimizer = make_optimizer(trained, config.optimizer, accelerator.device)
         # The parts are reached through this; training goes through what accelerate makes of it.
         self.experts: Experts = experts
         self.model, self.optimizer = accelerator.prepare(experts, optimizer)
@@ -477,6 +471,20 @@ class Trainer:
         if known and self.config.trackers:
             self.accelerator.log(known, step=self.step)
         return known
+
+
+def make_optimizer(
+    parameters: Iterable[torch.nn.Parameter], options: OptimizerConfig, device: torch.device
+) -> torch.optim.Optimizer:
+    """AdamW. On GPUs it is fused: the other forms hold a copy of all weights during an update."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=options.learning_rate,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        fused=device.type == "cuda",
+    )
 
 
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from vmonarch.finetune.data.parquet import DataError, ParquetFolder
+from vmonarch.finetune.data.parquet import EMPTY_CAPTION, DataError, ParquetFolder
 from vmonarch.finetune.data.schema import BadRow
 
 __all__ = ["Batch", "DataError", "LatentLoader", "LoaderState"]
@@ -44,7 +44,7 @@ class Batch:
 
     Args:
         latents: [B, C, T, H, W] float32, normalised by the VAE's statistics.
-        text: [B, text_length, text_dim] float32; rows after a caption are zero, and all where it is dropped.
+        text: [B, text_length, text_dim] float32; rows after a caption are zero.
         ids: B ids.
         captions: B captions, "" where dropped.
         extras: [B, ...] by the names of `schema.EXTRA_TENSORS`; float32, but uint8 stays.
@@ -159,7 +159,9 @@ class _Rows(Dataset[_Slot]):
                 failures.append(self.failure(index, error))
                 continue
             if self._dropped[position]:
-                clip = replace(clip, text=clip.text[:0], caption="")
+                empty = self.folder.empty_caption
+                text = clip.text[:0] if empty is None else empty[: self.text_length]
+                clip = replace(clip, text=text, caption="")
             return _Slot(position, clip, tuple(failures))
         return _Slot(position, None, tuple(failures))
 
@@ -286,7 +288,7 @@ class LatentLoader:
             `first_frame_latent`.
         text_length: text is padded with zeros to it, and cut where longer (FastVideo pads to 512).
         text_dim: of the text encoder.
-        caption_dropout: share of slots whose caption is dropped.
+        caption_dropout: share of slots whose caption is dropped; their text is the folder's encoding of "", or zeros.
         shuffle: False keeps the folder's order.
         bad_fraction: the largest share of rows that may be unusable. It is judged by each rank on the rows that it has
             tried in an epoch, from JUDGED_AFTER rows or the epoch's end on; with more ranks or a share near the limit,
@@ -298,8 +300,9 @@ class LatentLoader:
 
     Raises:
         ValueError: an argument is out of range; the message names it.
-        DataError: (from iteration) too many rows are bad, a row's text has another dimension than `text_dim`, a file
-            has changed. A rank that raises leaves the others waiting in their next collective operation.
+        DataError: the folder's empty caption has another dimension than `text_dim`; (from iteration) too many rows are
+            bad, a row's text has another dimension than `text_dim`, a file has changed. A rank that raises leaves the
+            others waiting in their next collective operation.
 
     Attributes:
         batches_per_epoch: the same on all ranks.
@@ -342,6 +345,11 @@ class LatentLoader:
         if mean.shape != std.shape or not mean.isfinite().all() or not (std.isfinite() & (std > 0)).all():
             raise ValueError(
                 f"mean and std must have one finite number per channel, those of std above 0; got {mean} and {std}"
+            )
+        if folder.empty_caption is not None and folder.empty_caption.shape[1] != text_dim:
+            raise DataError(
+                f"text_dim is {text_dim}, but {folder.root / EMPTY_CAPTION} has text of"
+                f" {folder.empty_caption.shape[1]}: another text encoder made it"
             )
         self.folder, self.rank, self.bad_fraction = folder, rank, bad_fraction
         self.batches_per_epoch = math.ceil(len(folder) / (batch_size * world_size))

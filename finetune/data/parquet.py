@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from vmonarch.finetune.data.schema import (
     EXTRA_TENSORS,
@@ -37,6 +38,10 @@ from vmonarch.finetune.data.schema import (
 
 # Row groups that a process keeps, in bytes of memory; the last one is kept whatever its size.
 CACHE_BYTES = 1 << 30
+
+# Beside the shards: what the text encoder makes of "", for captions that are dropped.
+EMPTY_CAPTION = "empty-caption.safetensors"
+_EMPTY_TENSOR = "text_embedding"
 
 # What Arrow raises on damaged files: its own errors, OSError without a number, ValueError for names that are no text.
 _UNREADABLE = (pa.ArrowException, OSError, ValueError)
@@ -95,6 +100,25 @@ def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16)
     return rows
 
 
+def write_empty_caption(folder: Path, text: torch.Tensor) -> None:
+    """Write the encoding of "", [L, D], beside the shards of a folder, at once or not at all.
+
+    Raises:
+        FileExistsError: there is one.
+        ValueError: it is no encoding: of other dimensions, or not finite.
+    """
+    from safetensors.torch import save_file
+
+    from vmonarch.eval.video_io import AtomicFiles
+
+    if text.dim() != 2 or not text.isfinite().all():
+        raise ValueError(f"text must be [L, D] and finite, got {list(text.shape)}")
+    path = Path(folder) / EMPTY_CAPTION
+    _refuse_existing(path)
+    with AtomicFiles() as files:
+        save_file({_EMPTY_TENSOR: text.contiguous()}, files.stage(path))
+
+
 def _refuse_existing(path: Path) -> None:
     if path.exists():
         raise FileExistsError(errno.EEXIST, "shards are never overwritten", str(path))
@@ -150,7 +174,10 @@ class ParquetFolder:
     Raises:
         FileNotFoundError: there is nothing at `path`.
         DataError: no parquet file or no row in it; a file that is not parquet or has lost its end; missing columns;
-            files with other extra tensors than the first.
+            files with other extra tensors than the first; an EMPTY_CAPTION that is damaged.
+
+    Attributes:
+        empty_caption: [L, D] float32, the encoding of ""; None where the folder has none.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -191,6 +218,22 @@ class ParquetFolder:
         if not len(self):
             raise DataError(f"no rows in {self.path}: {len(names)} parquet file(s) are all empty")
         self._cache: OrderedDict[int, pa.Table | str] = OrderedDict()
+        self.empty_caption = self._read_empty_caption()
+
+    def _read_empty_caption(self) -> torch.Tensor | None:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = self.root / EMPTY_CAPTION
+        if not path.exists():
+            return None
+        try:
+            text = load_file(path)[_EMPTY_TENSOR].float()
+        except (SafetensorError, KeyError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        if text.dim() != 2 or not text.isfinite().all():
+            raise DataError(f"{path} must hold a finite [L, D], got {list(text.shape)}")
+        return text
 
     def _read_footer(self, name: str) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
         """Extra tensors of a file; rows and bytes of its groups."""
@@ -239,9 +282,12 @@ class ParquetFolder:
         return group, int(index - self.group_starts[group])
 
     def fingerprint(self) -> str:
-        """SHA-256 of the files' relative names and sizes and the rows and bytes of their groups, as hexadecimal."""
+        """SHA-256 of the files' relative names and sizes, the rows and bytes of their groups, and the empty caption."""
         groups = [self._group_file.tolist(), np.diff(self.group_starts).tolist(), self.group_bytes.tolist()]
-        return hashlib.sha256(json.dumps([self.files, self._sizes, groups]).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([self.files, self._sizes, groups]).encode())
+        if self.empty_caption is not None:
+            digest.update(self.empty_caption.numpy().tobytes())
+        return digest.hexdigest()
 
     def read(self, index: int) -> Sample:
         """The clip in row `index`.

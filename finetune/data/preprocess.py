@@ -43,7 +43,7 @@ from vmonarch.configs import InputError, file_sha256
 from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.finetune.data.captions import Captioned, read_captions
 from vmonarch.finetune.data.decode import BadVideo, Cancelled, Clip, ClipShape, decode_clips
-from vmonarch.finetune.data.parquet import write_shard
+from vmonarch.finetune.data.parquet import EMPTY_CAPTION, write_empty_caption, write_shard
 from vmonarch.finetune.data.schema import Sample
 from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, ModelFolder, find_model
 
@@ -416,7 +416,7 @@ class _Output:
             pass
 
     def _read(self) -> None:
-        for pattern in (".shard-*.partial.parquet", ".manifest.*.partial.json", ".quarantine.*.partial.jsonl"):
+        for pattern in (".shard-*.partial.parquet", ".*.partial.json", ".*.partial.jsonl", ".*.partial.safetensors"):
             for path in self.folder.glob(pattern):
                 path.unlink()
         shards = sorted(self.folder.glob("shard-*.parquet"), key=lambda path: (len(path.name), path.name))
@@ -628,6 +628,8 @@ def preprocess(config: PreprocessConfig, *, progress: bool = False, encoders: En
                 where = f"{len(cut)} captions are longer than {config.max_sequence_length} tokens and are cut off"
                 print(f"{where}; the first is in line {captioned[cut[0]].line}", file=sys.stderr, flush=True)
             output.write_manifest(complete=False)
+            if not (path / EMPTY_CAPTION).exists():
+                write_empty_caption(path, encoders.text(""))
             report = _Progress(len(items), len(items) - len(todo), shown=progress)
             with closing(_samples(config, items, todo, output, encoders, report)) as samples:
                 for first in samples:

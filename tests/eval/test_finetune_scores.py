@@ -8,7 +8,7 @@ import torch
 from vmonarch.eval import finetune_scores
 
 SMALL = ["--clips", "1", "--held-out", "1", "--prompts", "1", "--sampling-steps", "1", "--steps", "1",
-         "--batch-size", "1", "--device", "cpu"]  # fmt: skip
+         "--batch-size", "1", "--device", "cpu", "--processes", "1"]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -24,13 +24,25 @@ def test_every_method_is_scored_before_and_after(tmp_path, monkeypatch):
     document = json.loads((tmp_path / "scores.json").read_text())
     found = document["results"]["vmonarch-t1"]
     # The shipped model twice, as reference and before; then the one that was exported.
-    assert [pipe is made[0][0] for pipe, _ in made] == [True, True, False]
     weights = [pipe.transformer.blocks[0].ffn.net[2].weight for pipe, _ in made]
-    assert not torch.equal(weights[0], weights[2])
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     assert 0 < found["validation_loss"]["after"] != found["validation_loss"]["before"] > 0
     assert found["before"].keys() == found["after"].keys() >= {"colour", "direction", "psnr_db", "ssim"}
     assert document["settings"]["steps"] == 1 and document["left_out"] == []
+    # The table needs the control.
+    document["results"]["full"] = found
+    assert "vmonarch-t1" in finetune_scores.finetune_table(document)
     assert str(tmp_path) not in (tmp_path / "scores.json").read_text().replace(document["command"], "")
+
+
+@pytest.mark.slow
+def test_processes_take_one_method_each_and_none_after_the_budget(tmp_path, monkeypatch):
+    path = tmp_path / "scores.json"
+    finetune_scores.main(
+        [*SMALL, "--processes", "2", "--output", str(path), "--methods", "full", "vmonarch", "--budget", "0"]
+    )
+    document = json.loads(path.read_text())
+    assert document["results"] == {} and document["left_out"] == ["full", "vmonarch"]
 
 
 def test_unknown_methods_are_named(tmp_path, capsys):

@@ -18,7 +18,7 @@ import torch
 from vmonarch.finetune.data import loader as loader_module
 from vmonarch.finetune.data import parquet as parquet_module
 from vmonarch.finetune.data.loader import DataError, LatentLoader, LoaderState, epoch_order
-from vmonarch.finetune.data.parquet import ParquetFolder, RowPlace, write_shard
+from vmonarch.finetune.data.parquet import ParquetFolder, RowPlace, write_empty_caption, write_shard
 from vmonarch.finetune.data.schema import BadRow, Sample, encode_row
 
 C, T, H, W, DIM = 3, 2, 2, 4, 5
@@ -380,6 +380,42 @@ def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):
     assert other != dropped
     assert not any("" in b.captions for b in islice(make(folder), 20))
     assert {c for b in islice(make(folder, caption_dropout=1.0), 20) for c in b.captions} == {""}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dropped_caption_is_the_encoding_that_the_folder_brings(tmp_path, workers):
+    without = fill(tmp_path, 12)
+    empty = torch.randn(9, DIM)
+    write_empty_caption(tmp_path, empty.half())
+    folder = ParquetFolder(tmp_path)
+    assert torch.equal(ParquetFolder(tmp_path / "0.parquet").empty_caption, empty.half().float())
+    batches = list(islice(make(folder, caption_dropout=0.5, workers=workers), 6))
+    seen = {caption == "" for batch in batches for caption in batch.captions}
+    assert seen == {True, False}
+    for found, plain in zip(batches, make(without), strict=False):
+        for row, caption in enumerate(found.captions):
+            wanted = plain.text[row] if caption else empty.half().float()[:6]
+            assert torch.equal(found.text[row], wanted)
+    # A run with another one is another run.
+    with pytest.raises(DataError, match="fingerprint"):
+        make(folder).load_state_dict(make(without).state_dict())
+
+
+def test_an_empty_caption_that_cannot_be_used_is_named(tmp_path):
+    fill(tmp_path, 4)
+    with pytest.raises(ValueError, match=r"text must be \[L, D\] and finite, got \[5\]"):
+        write_empty_caption(tmp_path, torch.zeros(DIM))
+    write_empty_caption(tmp_path, torch.zeros(1, DIM + 1))
+    with pytest.raises(FileExistsError):
+        write_empty_caption(tmp_path, torch.zeros(1, DIM))
+    with pytest.raises(DataError, match="text_dim is 5, but .*empty-caption.safetensors has text of 6"):
+        make(ParquetFolder(tmp_path))
+    (tmp_path / parquet_module.EMPTY_CAPTION).write_bytes(b"torn")
+    with pytest.raises(DataError, match="empty-caption.safetensors cannot be read"):
+        ParquetFolder(tmp_path)
+    (tmp_path / parquet_module.EMPTY_CAPTION).unlink()
+    write_empty_caption(tmp_path, torch.zeros(0, DIM))
+    assert not next(iter(make(ParquetFolder(tmp_path), caption_dropout=1.0))).text.any()
 
 
 # Resuming

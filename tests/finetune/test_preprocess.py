@@ -24,6 +24,7 @@ from vmonarch.configs import InputError
 from vmonarch.eval.video_io import encode_video, read_video
 from vmonarch.finetune.data import decode as decoding
 from vmonarch.finetune.data.decode import BadVideo, ClipShape, Timing, choose_frames, decode_clips, resize_and_crop
+from vmonarch.finetune.data.parquet import ParquetFolder
 from vmonarch.finetune.data.preprocess import (
     PipelineEncoders,
     PreprocessConfig,
@@ -50,9 +51,10 @@ class Fake:
         return [index for index, caption in enumerate(captions) if len(caption) > 60]
 
     def text(self, caption):
-        if len(self.seen) == self._die_at:
-            raise self._error
-        self.seen.append(caption)
+        if caption:
+            if len(self.seen) == self._die_at:
+                raise self._error
+            self.seen.append(caption)
         return torch.tensor([[float(ord(letter)), 1.0] for letter in caption]).reshape(-1, 2)
 
     def latents(self, video):
@@ -292,6 +294,14 @@ def test_extras_and_float16_reach_the_rows(folder):
         assert set(sample.extras) == {"first_frame_latent"} and sample.text.dtype == torch.float32
 
 
+def test_the_encoding_of_no_caption_is_beside_the_shards(folder, embedded):
+    preprocess(config_of(folder), encoders=Fake())
+    found = ParquetFolder(folder / "out").empty_caption
+    assert torch.equal(found, Fake().text("").float())
+    # It is that of the embedded model: its end of text alone, as the pipelines encode an empty prompt.
+    assert embedded.text("").shape[0] == 1 and embedded.text("").any()
+
+
 def test_csv_and_other_names_of_columns_mean_the_same(folder):
     preprocess(config_of(folder), encoders=Fake())
     rows = [json.loads(line) for line in (folder / "captions.jsonl").read_text().splitlines()]
@@ -525,7 +535,9 @@ def test_resumed_equals_uninterrupted(die_at, clips, whole_folder, monkeypatch):
     output = Path(config.output)
     with pytest.raises(KeyboardInterrupt):
         preprocess(config, encoders=Fake(die_at))
-    assert all(path.name.startswith(("shard-0", "manifest", "quarantine")) for path in output.iterdir())
+    assert all(
+        path.name.startswith(("shard-0", "manifest", "quarantine", "empty-caption")) for path in output.iterdir()
+    )
     kept = len(rows_of(output))
     assert kept == die_at * clips // 3 * 3
     bad = set(quarantine(output)) if (output / "quarantine.jsonl").exists() else set()

@@ -1,0 +1,294 @@
+"""Time a training step and its memory with VMonarch against full attention: `python -m vmonarch.eval.train_bench`.
+
+One transformer with random weights takes the steps that `vmonarch.finetune` takes: float32 weights and AdamW, products
+in bfloat16, gradient checkpointing, one clip. The methods are exchanged on it in turns, so that all else is the same.
+Full attention is cuDNN's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vmonarch.configs import InputError, read_yaml
+from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.eval.kernel_bench import (
+    BenchConfig,
+    Clock,
+    Method,
+    Shape,
+    check_device,
+    check_output,
+    compile_ahead,
+    measure,
+    summary,
+    versions,
+    write_json,
+)
+from vmonarch.finetune.config import OptimizerConfig
+from vmonarch.finetune.models import Experts
+from vmonarch.finetune.objective import NoiseLevels, Objective, experts_of
+from vmonarch.finetune.trainer import TEXT_LENGTH, make_optimizer
+from vmonarch.grid import LatentGrid
+from vmonarch.pipelines.environment import device_name
+
+# Of the VAE of Wan2.1: frames, and pixels of height and width, of one latent.
+SCALE = (4, 8, 8)
+METHODS = ("full", "vmonarch")
+
+
+class TrainingStep:
+    """Steps of training on random clips of one size.
+
+    Args:
+        config: of a `WanTransformer3DModel`.
+        size: latent [T, h, w].
+        precision: as in `FinetuneConfig`.
+    """
+
+    def __init__(self, config: dict[str, Any], size: tuple[int, int, int], device: torch.device, precision: str):
+        from diffusers import WanTransformer3DModel
+
+        torch.manual_seed(0)
+        with device:
+            self.transformer = WanTransformer3DModel(**config)
+        self.transformer.enable_gradient_checkpointing()
+        # Full attention, the text's too, and under every method.
+        self.transformer.set_attention_backend("_native_cudnn" if device.type == "cuda" else "native")
+        self.experts = Experts({"transformer": self.transformer}).train()
+        self.parameters = list(self.experts.parameters())
+        self.optimizer = make_optimizer(self.parameters, OptimizerConfig(), device)
+        self.objective = Objective(NoiseLevels(), experts_of(["transformer"], None), seed=0)
+        self.latents = torch.randn(1, config["in_channels"], *size, device=device)
+        self.text = torch.randn(1, TEXT_LENGTH, config["text_dim"], device=device)
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+        self.step = 0
+
+    def gradients(self) -> None:
+        """Forward and backward."""
+        draw = self.objective.draw(self.latents, step=self.step)
+        with self.autocast:
+            losses = self.objective.losses(
+                lambda **given: self.experts(draw.expert.name, **given), draw, self.latents, self.text, {}
+            )
+        losses.mean().backward()
+        self.step += 1
+
+    def update(self) -> None:
+        """Clip, and let the optimizer step."""
+        torch.nn.utils.clip_grad_norm_(self.parameters, OptimizerConfig().clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def __call__(self) -> None:
+        self.gradients()
+        self.update()
+
+
+def memory(step: TrainingStep, device: torch.device) -> dict[str, int]:
+    """Bytes: allocated before a step, and the most during forward and backward, and during all of it."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step.gradients()
+    gradients = torch.cuda.max_memory_allocated(device)
+    step.update()
+    return {"before": before, "gradients": gradients, "peak": torch.cuda.max_memory_allocated(device)}
+
+
+def kernels(step: TrainingStep, count: int = 14) -> list[dict[str, Any]]:
+    """The kernels that take the most time of a step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    events = sorted(profiled.key_averages(), key=lambda event: -event.device_time_total)
+    return [
+        {"kernel": event.key[:90], "ms": round(event.device_time_total / 1e3, 2), "calls": event.count}
+        for event in events[:count]
+    ]
+
+
+def run_case(
+    config: dict[str, Any],
+    frames: int,
+    size: tuple[int, int],
+    methods: Sequence[AttentionMethod],
+    clock: Clock,
+    rounds: int,
+    deadline: float,
+) -> dict[str, Any]:
+    """Measure all methods on clips of one size."""
+    device = clock.device
+    latents = ((frames - 1) // SCALE[0] + 1, size[0] // SCALE[1], size[1] // SCALE[2])
+    grid = LatentGrid(*(n // patch for n, patch in zip(latents, config["patch_size"], strict=True)))
+    step = TrainingStep(config, latents, device, "bf16" if device.type == "cuda" else "fp32")
+    rows: dict[str, dict[str, Any]] = {}
+    for method in methods:
+        row = rows[method.label] = {"method": method.label}
+        method.parameters.install(step.transformer)
+        started = time.monotonic()
+        step()
+        clock.wait()
+        row["first_step_s"] = round(time.monotonic() - started, 2)
+        if device.type == "cuda":
+            row["memory_bytes"] = memory(step, device)
+            row["kernels"] = kernels(step)
+
+    def run(method: AttentionMethod) -> None:
+        method.parameters.install(step.transformer)
+        step()
+
+    runs: dict[str, Callable[[], Any]] = {method.label: partial(run, method) for method in methods}
+    times, _ = measure(runs, dict.fromkeys(runs, rounds), clock, deadline)
+    for name, row in rows.items():
+        row.update(ms=summary(times[name]), rounds=len(times[name]))
+    return {
+        "frames": frames,
+        "size": list(size),
+        "grid": list(grid),
+        "tokens": grid.tokens,
+        "parameters": sum(parameter.numel() for parameter in step.parameters),
+        "rows": list(rows.values()),
+    }
+
+
+def train_table(results: dict[str, Any]) -> str:
+    """A row for every number of frames and method."""
+    from vmonarch.eval.tables import markdown
+
+    rows = []
+    for case in results["cases"]:
+        base = next(row for row in case["rows"] if row["method"] == "full")
+        for row in case["rows"]:
+            seconds = row["ms"]["median"] / 1e3
+            ours = row is not base
+            peak = row.get("memory_bytes", {}).get("peak")
+            more = "" if not ours or peak is None else f"{100 * (peak / base['memory_bytes']['peak'] - 1):+.1f} %"
+            rows.append(
+                [
+                    f"{case['frames']}×{case['size'][0]}×{case['size'][1]}",
+                    f"{case['tokens']:,}",
+                    {"full": "full (cuDNN)"}.get(row["method"], row["method"]),
+                    f"{seconds:.2f} s",
+                    f"{base['ms']['median'] / row['ms']['median']:.2f}×" if ours else "",
+                    "–" if peak is None else f"{peak / 1e9:.1f} GB",
+                    more,
+                ]
+            )
+    table = markdown(["clip", "tokens", "attention", "step", "faster", "peak memory", "more"], rows)
+    settings = results["settings"]
+    parameters = results["cases"][0]["parameters"] / 1e9
+    about = (
+        f"{settings['model']} with random weights, {parameters:.2f} billion parameters, all trained, batch"
+        f" {settings['batch']}, {settings['precision']}, gradient checkpointing; {results['hardware']}, torch"
+        f" {results['versions']['torch']}, Triton {results['versions']['triton']}, {results['date'][:10]}."
+    )
+    return f"{table}\n{about} Made by `{results['command']}`.\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.train_bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--model", default="wan2.1-1.3b", help="of configs/models/, or a YAML file")
+    parser.add_argument("--frames", type=int, nargs="+", default=[61, 141])
+    parser.add_argument("--size", type=int, nargs=2, default=[448, 832], metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), help="as `vmonarch compare` takes them")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each method")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no clip size is begun")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu with TRITON_INTERPRET=1 to try the benchmark")
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    try:
+        methods = [resolve_method(name, argument="--methods") for name in options.methods]
+        config = read_yaml(options.model, group="models", argument="--model")
+        device = check_device(options.device)
+        check_output(options.output)
+    except InputError as error:
+        parser.error(str(error))
+    if "full" not in [method.label for method in methods]:
+        parser.error("--methods must hold full, which the others are compared with")
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    patch = config["patch_size"]
+    for name, value, unit in zip(
+        ("HEIGHT", "WIDTH"), options.size, (SCALE[1] * patch[1], SCALE[2] * patch[2]), strict=True
+    ):
+        if value < unit or value % unit:
+            parser.error(f"--size: {name} must be a multiple of {unit}, got {value}")
+    for frames in options.frames:
+        if frames < 1 or (frames - 1) % SCALE[0]:
+            parser.error(f"--frames must be 1 more than a multiple of {SCALE[0]}, got {frames}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        rows, columns = (n // (SCALE[i] * patch[i]) for i, n in enumerate(options.size, start=1))
+        shapes = tuple(
+            Shape(LatentGrid((frames - 1) // SCALE[0] + 1, rows, columns), config["num_attention_heads"])
+            for frames in options.frames
+        )
+        ahead = BenchConfig(
+            options.output,
+            shapes,
+            (Method("vmonarch", "vmonarch"),),
+            head_dims=(config["attention_head_dim"],),
+        )
+        missing = compile_ahead(ahead, device, options.budget / 3)
+        print(f"[{time.monotonic() - started:6.1f} s] compiled; {missing} left for later", flush=True)
+    clock = Clock(device)
+    words = [Path(word).name if Path(word).is_absolute() else word for word in arguments or sys.argv[1:]]
+    results: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": device_name(device) if device.type == "cuda" else "no speed: a test of the benchmark",
+        "versions": versions(device),
+        "command": shlex.join(["python", "-m", "vmonarch.eval.train_bench", *words]),
+        "settings": {
+            "model": options.model,
+            "config": config,
+            "batch": 1,
+            "precision": "bfloat16 products, float32 weights and AdamW" if device.type == "cuda" else "float32",
+            "gradient_checkpointing": True,
+            "timing": "device events around whole steps (draw, forward, backward, clip, update), methods in turns",
+            "memory": "memory_bytes: allocated before a step, most during forward and backward, most of all",
+        },
+        "cases": [],
+        "left_out": [],
+    }
+    deadline = started + options.budget
+    for frames in options.frames:
+        if time.monotonic() > deadline:
+            results["left_out"].append(frames)
+            continue
+        height, width = options.size
+        case = run_case(config, frames, (height, width), methods, clock, options.rounds, deadline)
+        # The transformer and its hooks hold each other.
+        gc.collect()
+        results["cases"].append(case)
+        write_json(options.output, results)
+        for row in case["rows"]:
+            for kernel in row.get("kernels", []):
+                print(f"    {kernel['ms']:9.2f} ms {kernel['calls']:6d} × {kernel['kernel']}")
+            seconds, peak = row["ms"]["median"] / 1e3, row.get("memory_bytes", {}).get("peak", 0)
+            print(
+                f"[{time.monotonic() - started:6.1f} s] {frames} frames {row['method']:12s} {seconds:8.3f} s"
+                f" {peak / 1e9:7.2f} GB, first step {row['first_step_s']} s",
+                flush=True,
+            )
+    results["seconds"] = round(time.monotonic() - started, 1)
+    write_json(options.output, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
