@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from vmonarch.configs import InputError, read_yaml
+from vmonarch.configs import InputError, deep_merge, parse_overrides, read_yaml
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.kernel_bench import check_output, write_json
 from vmonarch.eval.prompt_score import generate, score_videos
@@ -58,7 +58,7 @@ METHODS = (
 # Validation and checkpoints come before the first and after the last update anyway.
 NEVER = 1 << 30
 # What the document says of a run.
-SETTINGS = ("steps", "batch_size", "seed", "precision", "objective", "optimizer")
+SETTINGS = ("steps", "batch_size", "seed", "precision", "objective", "optimizer", "ema", "anneal")
 
 
 def make_clips(pipe: Any, path: Path, count: int, seed: int, device: str) -> None:
@@ -218,8 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--held-out", type=int, default=64, help="clips for the validation loss")
     parser.add_argument("--prompts", type=int, default=64, help="how many of the 64 held-out prompts")
     parser.add_argument("--sampling-steps", type=int, default=EMBEDDED_SETTINGS.num_inference_steps)
-    parser.add_argument("--steps", type=int, help="updates (default: those of configs/finetune/embedded.yaml)")
-    parser.add_argument("--batch-size", type=int, help="clips of an update (default: of the same file)")
+    parser.add_argument("overrides", nargs="*", help="key=value over configs/finetune/embedded.yaml, for all methods")
     parser.add_argument("--processes", type=int, default=4, help="that work on one method each")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no method is begun")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -227,15 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         methods = [resolve_method(name, argument="--methods") for name in options.methods]
         check_output(options.output)
+        overrides = deep_merge(
+            {"validation": {"every": NEVER}, "checkpoints": {"every": NEVER}}, parse_overrides(options.overrides)
+        )
+        finetune_config(read_yaml("embedded", group="finetune"), overrides)
     except InputError as error:
         parser.error(str(error))
-    overrides: dict[str, Any] = {"validation": {"every": NEVER}, "checkpoints": {"every": NEVER}}
-    if options.steps is not None:
-        overrides["steps"] = options.steps
-    if options.batch_size is not None:
-        overrides |= {"batch_size": options.batch_size, "micro_batch": options.batch_size}
-    if options.device == "cpu":
-        overrides["precision"] = "fp32"
     if options.processes < 1:
         parser.error(f"--processes must be at least 1, got {options.processes}")
     deadline = time.time() + options.budget

@@ -106,7 +106,7 @@ def memory(step: TrainingStep, device: torch.device) -> dict[str, int]:
     return {"before": before, "gradients": gradients, "peak": torch.cuda.max_memory_allocated(device)}
 
 
-def kernels(step: TrainingStep, count: int = 14) -> list[dict[str, Any]]:
+def kernels(step: TrainingStep, count: int = 24) -> list[dict[str, Any]]:
     """The kernels that take the most time of a step."""
     from torch.profiler import ProfilerActivity, profile
 

@@ -23,6 +23,7 @@ from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
+from vmonarch.kernels.norm_rotary.api import norm_rotary, why_not_triton
 from vmonarch.validation import check_implementation
 
 # Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
@@ -173,18 +174,50 @@ def _rotate(states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) ->
     return rotated
 
 
+def _is_plain(norm: Any, channels: int) -> bool:
+    """Whether a module is nothing but the RMS norm of so many channels, so that its weight tells all that it does.
+
+    Offloading and casting put hooks or another forward on it, adapters take its place.
+    """
+    return (
+        type(norm) is torch.nn.RMSNorm
+        and norm.weight is not None
+        and tuple(norm.normalized_shape) == (channels,)
+        and "forward" not in vars(norm)
+        and not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
+    )
+
+
+def _norm_and_rotate(
+    norm: Any, x: torch.Tensor, heads: int, rotary_emb: tuple[torch.Tensor, torch.Tensor], implementation: str
+) -> torch.Tensor:
+    """Queries or keys [B, S, H, D] of their projection [B, S, C]: in one pass where the kernel can do all of it."""
+    if implementation == "triton" or (implementation == "auto" and x.device.type == "cuda"):
+        angles = (1, x.shape[1], 1, x.shape[2] // heads)
+        fits = all(part.shape == angles and not part.requires_grad for part in rotary_emb)
+        if fits and _is_plain(norm, x.shape[2]) and why_not_triton(x, norm.weight, *rotary_emb) is None:
+            eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+            return norm_rotary(x, norm.weight, *rotary_emb, heads=heads, eps=eps, implementation="triton")
+    return _rotate(norm(x).unflatten(2, (heads, -1)), *rotary_emb)
+
+
 def _project(
-    attn: Any, hidden_states: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None
+    attn: Any,
+    hidden_states: torch.Tensor,
+    rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
+    implementation: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value [B, S, H, D] of a self-attention module, normalised and rotated."""
     if attn.fused_projections:
         query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
     else:
         query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-    query, key = attn.norm_q(query), attn.norm_k(key)
-    query, key, value = (states.unflatten(2, (attn.heads, -1)) for states in (query, key, value))
-    if rotary_emb is not None:
-        query, key = _rotate(query, *rotary_emb), _rotate(key, *rotary_emb)
+    value = value.unflatten(2, (attn.heads, -1))
+    if rotary_emb is None:
+        query, key = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key)))
+    else:
+        query = _norm_and_rotate(attn.norm_q, query, attn.heads, rotary_emb, implementation)
+        key = _norm_and_rotate(attn.norm_k, key, attn.heads, rotary_emb, implementation)
     # Autocast computes the norms in float32.
     return query.to(value.dtype), key.to(value.dtype), value
 
@@ -206,6 +239,8 @@ class VideoAttentionProcessor:
     _OPTIONS: tuple[str, ...] = ("dense_steps", "dense_layers", "grid")
     # Whether bound processors have parameters.
     LEARNS = False
+    # Of the ops: "auto", "triton" or "torch".
+    implementation = "auto"
     # Declared for diffusers, which sets them on every processor that has them.
     _attention_backend: Any = None
     _parallel_config: Any = None
@@ -241,7 +276,7 @@ class VideoAttentionProcessor:
         grid: LatentGrid,
     ) -> torch.Tensor:
         """What a module computes before its output projection: [B, S, C] -> [B, S, C]."""
-        query, key, value = _project(attn, hidden_states, rotary_emb)
+        query, key, value = _project(attn, hidden_states, rotary_emb, self.implementation)
         device = query.device.type
         if not torch.is_autocast_enabled(device):
             return self.attend(query, key, value, grid).flatten(2, 3)

@@ -7,8 +7,9 @@ import torch
 
 from vmonarch.eval import finetune_scores
 
-SMALL = ["--clips", "1", "--held-out", "1", "--prompts", "1", "--sampling-steps", "1", "--steps", "1",
-         "--batch-size", "1", "--device", "cpu", "--processes", "1"]  # fmt: skip
+SMALL = ["--clips", "1", "--held-out", "1", "--prompts", "1", "--sampling-steps", "1", "--device", "cpu",
+         "--processes", "1"]  # fmt: skip
+ONE = ["steps=1", "batch_size=1", "micro_batch=1", "precision=fp32"]
 
 
 @pytest.mark.slow
@@ -20,7 +21,7 @@ def test_every_method_is_scored_before_and_after(tmp_path, monkeypatch):
         return torch.rand(len(prompts), 9, 96, 160, 3, generator=torch.Generator().manual_seed(len(made)))
 
     monkeypatch.setattr(finetune_scores, "generate", generate)
-    finetune_scores.main([*SMALL, "--output", str(tmp_path / "scores.json"), "--methods", "vmonarch-t1"])
+    finetune_scores.main([*ONE, *SMALL, "--output", str(tmp_path / "scores.json"), "--methods", "vmonarch-t1"])
     document = json.loads((tmp_path / "scores.json").read_text())
     found = document["results"]["vmonarch-t1"]
     # The shipped model twice, as reference and before; then the one that was exported.
@@ -39,7 +40,7 @@ def test_every_method_is_scored_before_and_after(tmp_path, monkeypatch):
 def test_processes_take_one_method_each_and_none_after_the_budget(tmp_path, monkeypatch):
     path = tmp_path / "scores.json"
     finetune_scores.main(
-        [*SMALL, "--processes", "2", "--output", str(path), "--methods", "full", "vmonarch", "--budget", "0"]
+        [*ONE, *SMALL, "--processes", "2", "--output", str(path), "--methods", "full", "vmonarch", "--budget", "0"]
     )
     document = json.loads(path.read_text())
     assert document["results"] == {} and document["left_out"] == ["full", "vmonarch"]
@@ -49,3 +50,6 @@ def test_unknown_methods_are_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         finetune_scores.main([*SMALL, "--output", str(tmp_path / "x.json"), "--methods", "sparse"])
     assert "--methods must be one of" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        finetune_scores.main(["stepps=1", *SMALL, "--output", str(tmp_path / "x.json")])
+    assert "stepps is no known key" in capsys.readouterr().err

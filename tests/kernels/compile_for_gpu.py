@@ -4,6 +4,7 @@
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "rank": 9, "dim": 128, …}'    FlashBias
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "dim": 16, "width": 64, …}'   linear attention
     python compile_for_gpu.py ARCHITECTURE '{"grid": [4, 8, 8], "window": [1, 2, 2], "dim": 64, …}'   windows
+    python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "channels": 1536, "dim": 128, …}'   norm, rotary
 
 A kernel launch is replaced by a compilation with the same arguments: the tensors lie on the CPU and are never read.
 """
@@ -102,6 +103,7 @@ def main():
     from vmonarch.kernels.flash_entropy import backward as flash_backward
     from vmonarch.kernels.flash_entropy import forward as flash_forward
     from vmonarch.kernels.monarch import fused, l_step, places, r_step
+    from vmonarch.kernels.norm_rotary import op as norm_op
     from vmonarch.kernels.taylor import op as taylor_op
     from vmonarch.kernels.window import op as window_op
 
@@ -132,6 +134,13 @@ def main():
         numbers = [*case["grid"], 0, *case["window"], *case["window"]]
         out, lse = window_op.window_forward(*tensors, numbers, 0.1)
         window_op.window_backward(out, lse, *tensors, out, lse, numbers, 0.1)
+        return
+    if "channels" in case:
+        x = torch.zeros(1, case["tokens"], case["channels"], dtype=getattr(torch, case["dtype"]))
+        angles = [torch.zeros(1, case["tokens"], 1, case["dim"]) for _ in range(2)]
+        weight = torch.zeros(case["channels"])
+        out = norm_op.norm_rotary_forward(x, weight, *angles, case["channels"] // case["dim"], 1e-6)
+        norm_op.norm_rotary_backward(out, x, weight, *angles, 1e-6, True)
         return
     if "width" in case:
         q, k, v = (

@@ -168,6 +168,28 @@ def test_kernels_of_window_attention_compile(architecture, name, tmp_path):
         assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
 
 
+@pytest.mark.parametrize(
+    "architecture,channels,dtype",
+    [
+        (80, 1536, "bfloat16"),
+        *((90, channels, "bfloat16") for channels in (1536, 5120)),
+        (90, 16384, "float32"),
+        (100, 5120, "bfloat16"),
+        (120, 1536, "bfloat16"),
+    ],
+)
+def test_norm_and_rotary_embedding_compile(architecture, channels, dtype, tmp_path):
+    case = {"tokens": 4096, "channels": channels, "dim": 128, "dtype": dtype}
+    kernels = compile_kernels(architecture, case, tmp_path)
+    assert [kernel["kernel"] for kernel in kernels] == ["norm_rotary_kernel", "norm_rotary_backward_kernel"]
+    assert not [kernel for kernel in kernels if kernel["shared"] > SMALLEST_SHARED_MEMORY]
+    # The most channels do not fit the registers of a program: slower, not wrong.
+    assert not [kernel for kernel in kernels if kernel["spilled"] > (MAX_SPILLED if channels > 5120 else 0)]
+    if architecture == 80:
+        other = compile_kernels(architecture, {**case, "tokens": 999}, tmp_path)
+        assert [kernel["hash"] for kernel in other] == [kernel["hash"] for kernel in kernels]
+
+
 @pytest.mark.parametrize("name", ["paper", "paper-64", "tiles", "entropy-gradient"])
 def test_hopper_kernels_compile(name, tmp_path):
     """Without spills, and with products that run while the same warps do other things."""

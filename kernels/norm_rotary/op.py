@@ -1,0 +1,113 @@
+"""RMS norm and rotary embedding as a torch operator: opaque to torch.compile, differentiable in x and weight.
+
+Shapes: B batch, S tokens, H heads, D head dim, C = H·D channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from vmonarch.kernels.norm_rotary.kernels import norm_rotary_backward_kernel, norm_rotary_kernel
+
+# Programs of the backward kernel, whose parts of dw are added afterwards: enough to fill every chip several times.
+PROGRAMS = 1024
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with contiguous channels: gradients of sums and of slices come expanded or strided."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _constants(x: torch.Tensor, cosines: torch.Tensor) -> dict[str, int]:
+    C = x.shape[2]
+    P = max(triton.next_power_of_2(C) // 2, 8)
+    # 16 channels for each thread: loads of 16 bytes, and several of them on the way.
+    return {"C": C, "D": cosines.shape[-1], "P": P, "num_warps": min(max(P // 256, 1), 16)}
+
+
+@torch.library.custom_op(
+    "vmonarch::norm_rotary_forward",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor cosines, Tensor sines, int heads, float eps) -> Tensor",
+)
+def norm_rotary_forward(
+    x: torch.Tensor, weight: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int, eps: float
+) -> torch.Tensor:
+    """out [B, S, H, D]."""
+    B, S, C = x.shape
+    x, cosines, sines = _rows(x), _rows(cosines), _rows(sines)
+    out = x.new_empty(B, S, heads, C // heads)
+    with torch.cuda.device_of(x):
+        norm_rotary_kernel[(B * S,)](
+            x, weight.contiguous(), cosines, sines, out, x.stride(0), x.stride(1), cosines.stride(1), sines.stride(1),
+            S, eps, **_constants(x, cosines),
+        )  # fmt: skip
+    return out
+
+
+@norm_rotary_forward.register_fake
+def _(
+    x: torch.Tensor, weight: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int, eps: float
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], heads, x.shape[2] // heads)
+
+
+@torch.library.custom_op(
+    "vmonarch::norm_rotary_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor weight, Tensor cosines, Tensor sines, float eps, bool with_weight)"
+    " -> (Tensor, Tensor)",
+)
+def norm_rotary_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    eps: float,
+    with_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dx [B, S, C], dw [C], or an empty dw without `with_weight`), in the dtypes of x and weight."""
+    B, S, C = x.shape
+    grad, x, cosines, sines = _rows(grad.flatten(2)), _rows(x), _rows(cosines), _rows(sines)
+    dx = x.new_empty(B, S, C)
+    programs = min(B * S, PROGRAMS)
+    parts = x.new_empty(programs if with_weight else 0, C, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        norm_rotary_backward_kernel[(programs,)](
+            grad, x, weight.contiguous(), cosines, sines, dx, parts, grad.stride(0), grad.stride(1), x.stride(0),
+            x.stride(1), cosines.stride(1), sines.stride(1), S, B * S, eps, WITH_WEIGHT=with_weight,
+            **_constants(x, cosines),
+        )  # fmt: skip
+    return dx, parts.sum(0).to(weight.dtype) if with_weight else weight.new_empty(0)
+
+
+@norm_rotary_backward.register_fake
+def _(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    eps: float,
+    with_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape[0] if with_weight else 0)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, cosines, sines, _, ctx.eps = inputs
+    ctx.save_for_backward(x, weight, cosines, sines)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, weight, cosines, sines = ctx.saved_tensors
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    dx, dw = norm_rotary_backward(grad, x, weight, cosines, sines, ctx.eps, needs_weight)
+    return dx if needs_x else None, dw if needs_weight else None, None, None, None, None
+
+
+norm_rotary_forward.register_autograd(_backward, setup_context=_setup_context)

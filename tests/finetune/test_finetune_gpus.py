@@ -1,0 +1,81 @@
+"""`accelerate launch` on two GPUs: weights spread by FSDP or copied by DDP, resumed exactly and exported."""
+
+import json
+import subprocess
+import sys
+
+import diffusers
+import pytest
+import torch
+
+from vmonarch.finetune.data.parquet import write_shard
+from vmonarch.finetune.data.schema import Sample
+from vmonarch.finetune.export import export
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+FSDP = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
+        "--fsdp_transformer_layer_cls_to_wrap", "WanTransformerBlock"]  # fmt: skip
+ENGINES = {"ddp": ["--multi_gpu"], "fsdp": FSDP}
+SETTINGS = ["batch_size=4", "micro_batch=1", "trackers=[]", "log_every=1", "data.workers=0",
+            "optimizer.learning_rate=1e-3", "checkpoints.every=3", "data.caption_dropout=0.3"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpus")
+    tiny.pipeline("t2v").save_pretrained(folder / "model")
+    for name, first, count in (("clips", 0, 7), ("held-out", 100, 3)):
+        rows = []
+        for number in range(first, first + count):
+            random = torch.Generator().manual_seed(number)
+            latents, text = torch.randn(16, 3, 4, 6, generator=random), torch.randn(3, 16, generator=random)
+            rows.append(Sample(f"clip-{number}", latents, text, caption=f"number {number}"))
+        write_shard(folder / name / "a.parquet", rows)
+    return folder
+
+
+def launch(place, output, engine, *overrides):
+    words = [f"model={place / 'model'}", f"data.path={place / 'clips'}", f"data.validation={place / 'held-out'}"]
+    words += [f"output_dir={output}", "validation.clips=3", "validation.every=3", *SETTINGS, *overrides]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1",
+               "--mixed_precision", "bf16", "--dynamo_backend", "no", "--main_process_port", "0", *ENGINES[engine],
+               "-m", "vmonarch.finetune", *words]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    keep = ("step", "loss", "gradient_norm", "validation_loss")
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in keep if name in line} for line in lines]
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_gpus_resume_as_if_they_had_not_ended(place, tmp_path, engine, rank):
+    options = [f"lora.rank={rank}"]
+    whole = launch(place, tmp_path / "whole", engine, "steps=6", *options)
+    launch(place, tmp_path / "parts", engine, "steps=3", *options)
+    parts = launch(place, tmp_path / "parts", engine, "steps=6", *options)
+    assert whole == parts and len([line for line in whole if "loss" in line]) == 6
+    record = json.loads((tmp_path / "parts" / "run-00000003.json").read_text())
+    assert record["processes"] == 2 and record["engine"] == {"ddp": "MULTI_GPU", "fsdp": "FSDP"}[engine]
+    made = tmp_path / ("layers.safetensors" if rank else "model")
+    export(tmp_path / "parts", made)
+    pipe = diffusers.WanPipeline.from_pretrained(place / "model" if rank else made)
+    if rank:
+        pipe.load_lora_weights(made)
+    stock = diffusers.WanTransformer3DModel.from_pretrained(place / "model" / "transformer").state_dict()
+    found = pipe.transformer.state_dict()
+    assert found.keys() >= stock.keys() or rank
+    moved = [name for name, tensor in found.items() if name not in stock or not torch.equal(tensor, stock[name])]
+    assert moved and all(tensor.isfinite().all() for tensor in found.values())
+
+
+def test_spread_weights_learn_what_copied_ones_learn(place, tmp_path):
+    curves = []
+    for engine in ENGINES:
+        lines = launch(place, tmp_path / engine, engine, "steps=12")
+        curves.append([line["loss"] for line in lines if "loss" in line])
+    # FSDP keeps bfloat16 copies of all weights, autocast of those of products.
+    torch.testing.assert_close(torch.tensor(curves[0]), torch.tensor(curves[1]), rtol=0.02, atol=0)

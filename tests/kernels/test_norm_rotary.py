@@ -1,0 +1,177 @@
+"""RMS norm and rotary embedding: the kernels against float64, and what they cannot take."""
+
+import pytest
+import torch
+
+from vmonarch.kernels.common.launch import interpreted
+from vmonarch.kernels.norm_rotary.api import MAX_CHANNELS, norm_rotary
+from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
+
+ON_GPU = pytest.mark.gpu
+# Results are rounded once: half a unit in the last place; gradients are sums in float32 of such numbers.
+EPSILON = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def inputs(B=2, S=7, heads=3, D=10, dtype=torch.float32, device="cpu", weight_dtype=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = 3 * torch.randn(B, S, heads * D, generator=generator)
+    weight = 1 + 0.3 * torch.randn(heads * D, generator=generator)
+    angles = torch.randn(1, S, 1, D // 2, generator=generator).repeat_interleave(2, -1) * 5
+    x, weight = x.to(device, dtype), weight.to(device, weight_dtype or dtype)
+    return x, weight, angles.cos().to(device), angles.sin().to(device)
+
+
+def both_ways(x, weight, cosines, sines, heads, **options):
+    """(out, dx, dweight) with the gradient of a random weighting of the result."""
+    x, weight = (tensor.detach().requires_grad_() for tensor in (x, weight))
+    out = norm_rotary(x, weight, cosines, sines, heads=heads, eps=1e-6, **options)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    out.backward(grad.to(out.device, out.dtype))
+    return out.detach(), x.grad, weight.grad
+
+
+def check(x, weight, cosines, sines, heads):
+    found = both_ways(x, weight, cosines, sines, heads, implementation="triton")
+    wide = [tensor.double() for tensor in (x, weight, cosines, sines)]
+    expected = both_ways(*wide, heads, implementation="torch")
+    for name, value, exact, like in zip(("out", "dx", "dw"), found, expected, (x, x, weight), strict=True):
+        assert value.dtype == like.dtype and value.isfinite().all(), name
+        error = (value.double() - exact).norm() / exact.norm()
+        assert error <= EPSILON[x.dtype], (name, error.item())
+    return found
+
+
+CASES = {
+    "odd": dict(),
+    "one-token": dict(B=1, S=1, heads=1, D=2),
+    "embedded": dict(B=1, S=40, heads=6, D=32),
+    "power-of-two": dict(B=1, S=5, heads=4, D=64),
+    "many-tokens": dict(B=2, S=700, heads=2, D=6),
+}
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_float64(name, dtype):
+    case = {"heads": 3, **CASES[name]}
+    check(*inputs(**case, dtype=dtype), case["heads"])
+
+
+GPU_CASES = {
+    "wan-1.3b": dict(B=1, S=23296, heads=12, D=128),
+    "wan-14b": dict(B=2, S=999, heads=40, D=128),
+    "most-channels": dict(B=1, S=65, heads=128, D=128),
+    **CASES,
+}
+
+
+@ON_GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_kernels_equal_float64_on_the_gpu(name, dtype):
+    case = {"heads": 3, **GPU_CASES[name]}
+    # Weights in float32, as autocast leaves them.
+    x, weight, cosines, sines = inputs(**case, dtype=dtype, device="cuda", weight_dtype=torch.float32)
+    first = check(x, weight, cosines, sines, case["heads"])
+    again = both_ways(x, weight, cosines, sines, case["heads"], implementation="auto")
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@ON_GPU
+def test_more_than_2_to_the_31_elements():
+    x = torch.zeros(1, 1_400_002, 1536, device="cuda", dtype=torch.bfloat16)
+    small, weight, cosines, sines = inputs(B=1, S=2, heads=12, D=128, dtype=torch.bfloat16, device="cuda")
+    x[:, -2:] = small
+    angles = [torch.zeros(1, x.shape[1], 1, 128, device="cuda") for _ in range(2)]
+    for whole, end in zip(angles, (cosines, sines), strict=True):
+        whole[:, -2:] = end
+    with torch.no_grad():
+        out = norm_rotary(x, weight, *angles, heads=12, eps=1e-6)[:, -2:]
+        assert torch.equal(out, norm_rotary(small, weight, cosines, sines, heads=12, eps=1e-6))
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+def test_strided_inputs_and_gradients_give_the_same():
+    x, weight, cosines, sines = inputs()
+    expected = both_ways(x, weight, cosines, sines, 3, implementation="triton")
+    qkv = torch.cat([torch.full_like(x, 7.0), x, torch.full_like(x, 7.0)], -1)
+    views = (qkv.chunk(3, -1)[1], x.transpose(0, 1).contiguous().transpose(0, 1), x.mT.contiguous().mT)
+    for view in views:
+        found = both_ways(view, weight, cosines.expand(1, -1, 1, -1), sines, 3, implementation="triton")
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    x.requires_grad_()
+    # An expanded gradient, whose strides are all 0.
+    norm_rotary(x, weight, cosines, sines, heads=3, eps=1e-6, implementation="triton").sum().backward()
+    dx = x.grad.clone()
+    x.grad = None
+    norm_rotary(x, weight, cosines, sines, heads=3, eps=1e-6, implementation="torch").sum().backward()
+    torch.testing.assert_close(dx, x.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_the_reference_is_what_diffusers_computes():
+    from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+
+    torch.manual_seed(0)
+    attn = WanAttention(dim=30, heads=3, dim_head=10, processor=WanAttnProcessor())
+    x, weight, cosines, sines = inputs()
+    attn.norm_q.weight.data = weight
+    seen = []
+    attn.to_q, attn.norm_k = torch.nn.Identity(), torch.nn.Identity()
+    import diffusers.models.transformers.transformer_wan as module
+
+    original = module.dispatch_attention_fn
+    try:
+        module.dispatch_attention_fn = lambda query, *_, **__: seen.append(query) or query
+        attn(x, rotary_emb=(cosines, sines))
+    finally:
+        module.dispatch_attention_fn = original
+    found = norm_rotary_reference(x, weight, cosines, sines, heads=3, eps=attn.norm_q.eps)
+    torch.testing.assert_close(found, seen[0], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+def test_the_operator_keeps_the_rules_of_torch():
+    x, weight, cosines, sines = inputs(S=3)
+    x.requires_grad_(), weight.requires_grad_()
+    from vmonarch.kernels.norm_rotary.op import norm_rotary_forward
+
+    torch.library.opcheck(norm_rotary_forward, (x, weight, cosines, sines, 3, 1e-6))
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_only_the_gradients_that_are_needed(frozen):
+    x, weight, cosines, sines = inputs()
+    (weight if frozen == "x" else x).requires_grad_()
+    norm_rotary(x, weight, cosines, sines, heads=3, eps=1e-6, implementation="triton").square().sum().backward()
+    assert (x.grad is None) == (frozen == "x") and (weight.grad is None) == (frozen == "weight")
+
+
+BAD = {
+    "x-rank": (dict(x=torch.zeros(3, 30)), "x must be"),
+    "x-heads": (dict(heads=4), "x must be .* multiple of 2·heads = 8"),
+    "x-empty": (dict(x=torch.zeros(0, 7, 30)), "x must be .* not empty"),
+    "weight": (dict(weight=torch.zeros(29)), r"weight must be \[C\] = \[30\], got \(29,\)"),
+    "cosines": (dict(cosines=torch.zeros(1, 7, 1, 5)), r"cosines must be \[1, S, 1, D\]"),
+    "sines-gradient": (dict(sines=torch.zeros(1, 7, 1, 10, requires_grad=True)), "sines must not require a gradient"),
+    "implementation": (dict(implementation="cuda"), "implementation must be one of"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name):
+    changes, message = BAD[name]
+    values = dict(zip(("x", "weight", "cosines", "sines"), inputs(), strict=True)) | {"heads": 3, "eps": 1e-6} | changes
+    with pytest.raises(ValueError, match=message):
+        norm_rotary(**values)
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+def test_what_the_kernels_cannot_take_is_said():
+    x, weight, cosines, sines = inputs()
+    with pytest.raises(NotImplementedError, match="a dtype is float64"):
+        norm_rotary(x.double(), weight, cosines, sines, heads=3, eps=1e-6, implementation="triton")
+    wide = inputs(B=1, S=1, heads=1, D=MAX_CHANNELS + 2)
+    with pytest.raises(NotImplementedError, match="16386 channels"):
+        norm_rotary(*wide, heads=1, eps=1e-6, implementation="triton")
