@@ -14,7 +14,6 @@ import datetime
 import json
 import math
 import multiprocessing
-import shlex
 import sys
 import tempfile
 import time
@@ -42,7 +41,7 @@ from vmonarch.finetune.embedded.vae import latent_statistics
 from vmonarch.finetune.export import export
 from vmonarch.finetune.trainer import Trainer
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
-from vmonarch.pipelines.environment import environment
+from vmonarch.pipelines.environment import environment, shown_command
 
 # The paper's Table 3 (iterations, frames per block, recomputation), and exact patterns beside it.
 METHODS = (
@@ -236,12 +235,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--processes must be at least 1, got {options.processes}")
     deadline = time.time() + options.budget
     about = environment(options.device)
-    command = shlex.join(arguments if arguments is not None else sys.argv[1:])
     document: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
         "environment": about,
-        "command": f"python -m vmonarch.eval.finetune_scores {command}",
+        "command": shown_command(("python", "-m", "vmonarch.eval.finetune_scores"), arguments),
         "clips": options.clips,
         "prompts": options.prompts,
         "sampling_steps": options.sampling_steps,

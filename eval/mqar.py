@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS
 from vmonarch.kernels.window.api import window_attention
-from vmonarch.pipelines.environment import device_name
+from vmonarch.pipelines.environment import device_name, shown_command
 
 ROOT = Path(__file__).resolve().parents[1]
 # Exponent of the law that places the queries, as in the paper's data: slot x is taken with weight x^(POWER - 1).
@@ -472,12 +471,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
     if on_gpu:
         torch.backends.cuda.matmul.allow_tf32 = True
-    words = [Path(word).name if Path(word).is_absolute() else word for word in arguments or sys.argv[1:]]
     results: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": device_name(device),
         "versions": versions(device),
-        "command": shlex.join(["python", "-m", "vmonarch.eval.mqar", *words]),
+        "command": shown_command(("python", "-m", "vmonarch.eval.mqar"), arguments),
         "settings": {
             **dataclasses.asdict(settings),
             "implementation": implementation,

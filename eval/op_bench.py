@@ -10,9 +10,7 @@ import dataclasses
 import gc
 import os
 import re
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ from vmonarch.eval.kernel_bench import (
     versions,
     write_json,
 )
-from vmonarch.pipelines.environment import device_name
+from vmonarch.pipelines.environment import device_name, shown_command
 
 # Of the L2 before each call: together they take about a millisecond, in which the host queues all of the call.
 FLUSHES = 16
@@ -315,14 +313,12 @@ def main(bench: Bench, arguments: Sequence[str] | None) -> int:
         print(f"[{time.monotonic() - started:6.1f} s] compiled; {missing} of {len(tasks)} left for later", flush=True)
     clock = Clock(device)
     rates = measure_rates(device)
-    # Folders of this machine are nobody else's.
-    words = [Path(word).name if Path(word).is_absolute() else word for word in arguments or sys.argv[1:]]
     results: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": device_name(device) if real else "interpreter",
         "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if real else None,
         "versions": versions(device),
-        "command": shlex.join(["python", "-m", bench.module, *words]),
+        "command": shown_command(("python", "-m", bench.module), arguments),
         "settings": {
             "dtype": str(dtype).removeprefix("torch."),
             "layout": "[B, S, H, D]; SDPA and FlexAttention get transposed views of it",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/kernels.md", "docs/bias.md", "docs/based.md", "finetune/embedded/README.md")
+DOCUMENTS = ("README.md", "docs/kernels.md", "docs/bias.md", "docs/based.md", "docs/finetuning.md", "finetune/embedded/README.md")
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -132,6 +132,20 @@ def mqar_table(results: dict[str, Any]) -> str:
     return mqar.mqar_table(results)
 
 
+def train_table(results: dict[str, Any]) -> str:
+    """A training step with VMonarch and with full attention."""
+    from vmonarch.eval import train_bench
+
+    return train_bench.train_table(results)
+
+
+def finetune_table(results: dict[str, Any]) -> str:
+    """The embedded model finetuned to one method after the other."""
+    from vmonarch.eval import finetune_scores
+
+    return finetune_scores.finetune_table(results)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "embedded-model": embedded_model_table,
     "demo": demo_table,
@@ -144,6 +158,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "based-h200": based_table,
     "based-embedded": embedded_model_table,
     "mqar": mqar_table,
+    "train-h200": train_table,
+    "finetune-embedded": finetune_table,
 }
 # Tables of another name than their JSON.
 SOURCES = {"speed": "kernels-h200"}

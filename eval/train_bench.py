@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ from vmonarch.finetune.models import Experts
 from vmonarch.finetune.objective import NoiseLevels, Objective, experts_of
 from vmonarch.finetune.trainer import TEXT_LENGTH, make_optimizer
 from vmonarch.grid import LatentGrid
-from vmonarch.pipelines.environment import device_name
+from vmonarch.pipelines.environment import device_name, shown_command
 
 # Of the VAE of Wan2.1: frames, and pixels of height and width, of one latent.
 SCALE = (4, 8, 8)
@@ -247,12 +246,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = compile_ahead(ahead, device, options.budget / 3)
         print(f"[{time.monotonic() - started:6.1f} s] compiled; {missing} left for later", flush=True)
     clock = Clock(device)
-    words = [Path(word).name if Path(word).is_absolute() else word for word in arguments or sys.argv[1:]]
     results: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": device_name(device) if device.type == "cuda" else "no speed: a test of the benchmark",
         "versions": versions(device),
-        "command": shlex.join(["python", "-m", "vmonarch.eval.train_bench", *words]),
+        "command": shown_command(("python", "-m", "vmonarch.eval.train_bench"), arguments),
         "settings": {
             "model": options.model,
             "config": config,

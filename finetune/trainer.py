@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vmonarch.configs import InputError
 from vmonarch.eval.video_io import AtomicFiles
@@ -490,7 +491,7 @@ def make_optimizer(
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
     handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)] if experts > 1 else []
     try:
-        return Accelerator(
+        accelerator = Accelerator(
             mixed_precision="bf16" if config.precision == "bf16" else "no",
             log_with=list(config.trackers) or None,
             project_dir=config.output_dir,
@@ -498,6 +499,13 @@ def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
         )
     except ValueError as error:
         raise InputError("trackers", f"cannot be used: {error}") from error
+    if accelerator.is_fsdp2 and config.precision == "bf16":
+        # accelerate would have gradients added in bfloat16. Inputs stay as they are: the rotary embedding is float32,
+        # and a block that checkpointing computes again gets it without this cast.
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    return accelerator
 
 
 class _Clock:

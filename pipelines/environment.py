@@ -6,8 +6,10 @@ import importlib.metadata
 import os
 import platform
 import resource
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,17 @@ def _git(root: Path, *arguments: str) -> str:
         stdin=subprocess.DEVNULL,
     )
     return run.stdout.strip()
+
+
+def shown_command(program: Sequence[str], arguments: Sequence[str] | None) -> str:
+    """A command line as documents show it: folders of this machine are nobody else's.
+
+    Args:
+        program: what is called, such as ("python", "-m", "vmonarch.eval.mqar").
+        arguments: of it; None for those of this process.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    return shlex.join([*program, *(Path(word).name if Path(word).is_absolute() else word for word in words)])
 
 
 def processor_name() -> str:

@@ -29,6 +29,12 @@ LINEAR_OP = "kernels/taylor/op.py"
 NEIGHBOURS = "kernels/window/neighbours.py"
 WINDOW = "kernels/window/reference.py"
 WINDOW_KERNELS = "kernels/window/kernels.py"
+NORM_KERNELS = "kernels/norm_rotary/kernels.py"
+NORM_OP = "kernels/norm_rotary/op.py"
+OBJECTIVE = "finetune/objective.py"
+LOADER = "finetune/data/loader.py"
+CHECKPOINTS = "finetune/checkpoints.py"
+TRAINER = "finetune/trainer.py"
 BASED = "based.py"
 ADAPTERS = "adapters.py"
 
@@ -139,6 +145,22 @@ BUGS = {
     "based-filters-mirrored": (BASED, "video, weight, padding", "video, weight.flip(2), padding"),
     "based-copies-share-parameters": (BASED, "copy.deepcopy(entry, memo)", "entry"),
     "adapter-missing-parameters-ignored": (ADAPTERS, "[name for name in expected if name not in given]", "[]"),
+    "norm-mean-has-no-gradient": (NORM_KERNELS, "r * (h_even - even * share)", "r * h_even"),
+    "norm-last-tokens-skipped": (NORM_KERNELS, "tl.cdiv(tokens - tl.program_id(0), ", "((tokens) // "),
+    "rotary-turned-on-instead-of-back": (
+        NORM_KERNELS, "grad_odd * cos - grad_even * sin", "grad_odd * cos + grad_even * sin"),
+    "norm-weight-of-another-norm": (NORM_OP, "needs_x, needs_weight = ", "needs_weight, needs_x = "),
+    "norm-rows-taken-for-contiguous": (NORM_OP, "x.stride(0), x.stride(1), cos", "S * C, C, cos"),
+    "velocity-points-to-the-noise-twice": (OBJECTIVE, "velocity - (draw.noise - latents)", "velocity - draw.noise"),
+    "flow-shift-the-other-way": (OBJECTIVE, "self.shift * u / (1 + (", "u / (1 + ("),
+    "given-frame-counts": (OBJECTIVE, "(~(given & first)).to(x.dtype)", "torch.ones_like(first).to(x.dtype)"),
+    "experts-swapped": (OBJECTIVE, 'Expert("transformer", boundary, 1.0)', 'Expert("transformer", 0.0, boundary)'),
+    "ranks-see-the-same-clips": (LOADER, "(batch * self.world_size + self.rank)", "(batch * self.world_size)"),
+    "dropped-captions-stay": (LOADER, "replace(clip, text=text, caption", "replace(clip, caption"),
+    "position-of-the-loader-forgotten": (TRAINER, 'if "loader" in parts', "if False"),
+    "average-forgotten": (TRAINER, "self.average[name].copy_(tensor)", "pass"),
+    "checkpoint-named-before-it-is-on-disk": (CHECKPOINTS, "_sync(path, out.fileno())", "pass"),
+    "checkpoint-never-verified": (CHECKPOINTS, 'if found != entry["sha256"]', "if False"),
     "adapter-of-any-model": (ADAPTERS, "if saved.get(key) != here.get(key)", "if False"),
     "window-absent-keys-attended": (WINDOW, "masked_fill(~present, -torch.inf)", "masked_fill(~present, 0.0)"),
 }  # fmt: skip
@@ -173,6 +195,11 @@ KEYWORDS = {
     "based-filters-mirrored": "formula",
     "based-copies-share-parameters": "copies",
     "adapter-missing-parameters-ignored": "missing",
+    "norm-last-tokens-skipped": "many-tokens",
+    "checkpoint-named-before-it-is-on-disk": "on_disk_before",
+    "checkpoint-never-verified": "flipped",
+    "position-of-the-loader-forgotten": "a_resumed_run_is_the_same_run and t2v-0",
+    "average-forgotten": "a_resumed_run_is_the_same_run and t2v-0",
     "adapter-of-any-model": "model-depth",
     "window-kernel-reaches-the-wrong-way": "the_kernels and sequence",
     "window-kernel-sees-all-rows": "the_kernels and neighbourhood",
@@ -193,6 +220,11 @@ TESTS = {
     },
     **{file: ["tests/kernels/test_taylor.py"] for file in (FEATURES, LINEAR, LINEAR_KERNELS, LINEAR_OP)},
     **{file: ["tests/kernels/test_window.py"] for file in (NEIGHBOURS, WINDOW, WINDOW_KERNELS)},
+    **{file: ["tests/kernels/test_norm_rotary.py"] for file in (NORM_KERNELS, NORM_OP)},
+    OBJECTIVE: ["tests/finetune/test_objective.py"],
+    LOADER: ["tests/finetune/test_data_loader.py"],
+    CHECKPOINTS: ["tests/finetune/test_checkpoints.py"],
+    TRAINER: ["tests/finetune/test_trainer.py"],
     BASED: ["tests/processors/test_based.py"],
     ADAPTERS: ["tests/processors/test_adapters.py"],
     **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},
@@ -239,10 +271,12 @@ def test_a_planted_bug_is_caught(run_tests, name, tmp_path):
 def test_the_untouched_copy_passes(run_tests, tmp_path):
     copy_package(tmp_path)
     # Of the kernels' and processors' tests, which are slow, some that catch bugs above.
-    files = (R_STEP, BIAS_FORWARD, LINEAR_KERNELS, WINDOW_KERNELS, BASED, ADAPTERS)
+    files = (R_STEP, BIAS_FORWARD, LINEAR_KERNELS, WINDOW_KERNELS, NORM_KERNELS, BASED, ADAPTERS)
+    files += (LOADER, CHECKPOINTS, TRAINER)
     slow = {test for file in files for test in TESTS[file]}
     others = {test for tests in TESTS.values() for test in tests} - slow
     some = "paper or strong-clamp or own-frame or ragged or taylor-causal or 7-40-5 or average or copies or missing"
+    some += " or many-tokens or a_dropped_caption or flipped or (a_resumed_run_is_the_same_run and t2v-0)"
     for tests, keyword in ((others, ""), (slow, some)):
         code, output = run_tests(tmp_path, sorted(tests), keyword)
         assert code == 0, output[-2000:]

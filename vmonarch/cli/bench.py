@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from vmonarch.configs import InputError
     from vmonarch.eval import kernel_bench as bench
+    from vmonarch.pipelines.environment import shown_command
 
     quick = arguments.quick
     methods = {method.name: method for method in bench.METHODS}
@@ -119,10 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = bench.BenchConfig(
         output=arguments.output,
         device=arguments.device,
-        # Folders of this machine are nobody else's.
-        command=shlex.join(
-            ["vmonarch", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])]
-        ),
+        command=shown_command(("vmonarch",), None),
         progress=not arguments.quiet,
         **chosen,
     )
