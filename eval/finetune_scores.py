@@ -185,23 +185,35 @@ def finetune_table(results: dict[str, Any]) -> str:
     """Every method before and after, and how far its validation loss is from that of full attention."""
     from vmonarch.eval.tables import markdown
 
-    control = results["results"]["full"]["validation_loss"]["after"]
+    control = results["results"].get("full", {}).get("validation_loss", {}).get("after")
     rows = []
     for name, result in results["results"].items():
         loss = result["validation_loss"]
-        cells = [name, f"{loss['before']:.4f}", f"{loss['after']:.4f}", f"{100 * (loss['after'] / control - 1):+.1f} %"]
+        more = "–" if control is None or name == "full" else f"{100 * (loss['after'] / control - 1):+.1f} %"
+        cells = [name, f"{loss['before']:.4f}", f"{loss['after']:.4f}", more]
         for key in ("all", "direction"):
             cells += [f"{100 * result[when][key]:.0f} %" for when in ("before", "after")]
         for key, digits in (("psnr_db", 1), ("ssim", 3)):
             cells += [f"{result[when][key]:.{digits}f}" if key in result[when] else "–" for when in ("before", "after")]
         rows.append(cells)
-    heading = ["", "loss before", "after", "to full", "prompt score before", "after", "direction before", "after"]
+    heading = [
+        "",
+        "loss before",
+        "after",
+        "more than full",
+        "prompt score before",
+        "after",
+        "direction before",
+        "after",
+    ]
     table = markdown([*heading, "PSNR dB before", "after", "SSIM before", "after"], rows)
     settings = results["settings"]
+    weight = settings["objective"]["distillation"]
+    distilled = f", distillation from full attention with weight {weight:g}" if weight else ""
     about = (
         f"{settings['steps']} updates of {settings['batch_size']} clips, {results['clips']} clips,"
-        f" {results['prompts']} prompts of {results['sampling_steps']} sampling steps; {results['hardware']},"
-        f" {results['date']}."
+        f" {results['prompts']} prompts of {results['sampling_steps']} sampling steps{distilled};"
+        f" {results['hardware']}, {results['date']}."
     )
     return f"{table}\n{about} Made by `{results['command']}`.\n"
 

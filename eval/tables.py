@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/kernels.md", "docs/bias.md", "docs/based.md", "docs/finetuning.md", "finetune/embedded/README.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/kernels.md",
+    "docs/bias.md",
+    "docs/based.md",
+    "docs/finetuning.md",
+    "finetune/embedded/README.md",
+)
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -160,6 +167,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "mqar": mqar_table,
     "train-h200": train_table,
     "finetune-embedded": finetune_table,
+    "finetune-embedded-1500": finetune_table,
+    "finetune-embedded-distilled": finetune_table,
 }
 # Tables of another name than their JSON.
 SOURCES = {"speed": "kernels-h200"}

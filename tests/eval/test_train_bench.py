@@ -1,0 +1,86 @@
+"""The benchmark of a training step: what it measures and writes, on a tiny model, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+
+from vmonarch.configs import read_yaml
+from vmonarch.eval import train_bench
+
+TINY = """
+patch_size: [1, 2, 2]
+num_attention_heads: 2
+attention_head_dim: 16
+in_channels: 4
+out_channels: 4
+text_dim: 8
+freq_dim: 8
+ffn_dim: 16
+num_layers: 1
+"""
+
+
+@pytest.fixture
+def words(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return ["--model", str(tmp_path / "tiny.yaml"), "--size", "32", "64", "--output", str(tmp_path / "train.json"),
+            "--device", "cpu", "--rounds", "1"]  # fmt: skip
+
+
+def test_every_size_and_method_is_measured(words, tmp_path):
+    assert train_bench.main([*words, "--frames", "5", "9"]) == 0
+    document = json.loads((tmp_path / "train.json").read_text())
+    assert [(case["frames"], case["grid"], case["tokens"]) for case in document["cases"]] == [
+        (5, [2, 2, 4], 16),
+        (9, [3, 2, 4], 24),
+    ]
+    for case in document["cases"]:
+        assert [row["method"] for row in case["rows"]] == ["full", "vmonarch"]
+        assert all(row["ms"]["median"] > 0 and row["rounds"] == 1 for row in case["rows"])
+    assert str(tmp_path) not in document["command"]
+    table = train_bench.train_table(document)
+    assert table.count("full (cuDNN)") == 2 and "9×32×64" in table
+
+
+def test_no_size_is_begun_after_the_budget(words, tmp_path):
+    train_bench.main([*words, "--frames", "5", "--budget", "-1"])
+    document = json.loads((tmp_path / "train.json").read_text())
+    assert document["cases"] == [] and document["left_out"] == [5]
+
+
+def test_a_step_trains_all_weights_with_the_attention_that_is_set(words, tmp_path):
+    config = read_yaml(str(tmp_path / "tiny.yaml"), group="models")
+    step = train_bench.TrainingStep(config, (2, 4, 8), torch.device("cpu"), "fp32")
+    seen = []
+    from vmonarch import VMonarchProcessor, apply
+
+    class Watched(VMonarchProcessor):
+        def attend(self, *inputs):
+            seen.append(inputs[3])
+            return super().attend(*inputs)
+
+    apply(step.transformer, Watched())
+    before = [parameter.detach().clone() for parameter in step.parameters]
+    step()
+    # Once forward, and once more because of gradient checkpointing.
+    assert [tuple(grid) for grid in seen] == [(2, 2, 4)] * 2
+    assert all((new != old).any() for new, old in zip(step.parameters, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (["--frames", "60"], "--frames must be 1 more than a multiple of 4, got 60"),
+        (["--size", "32", "60"], "WIDTH must be a multiple of 16, got 60"),
+        (["--methods", "vmonarch"], "--methods must hold full"),
+        (["--methods", "full", "sparse"], "--methods must be one of"),
+        (["--model", "wan-nothing"], "--model must be a YAML file or one of wan2.1-1.3b"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--device", "cuda:99"], "device"),
+    ],
+)
+def test_bad_arguments_are_named(words, capsys, changes, message):
+    with pytest.raises(SystemExit):
+        train_bench.main([*words, *changes])
+    assert message in capsys.readouterr().err
