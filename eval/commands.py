@@ -15,8 +15,8 @@ from typing import Any
 from vmonarch.pipelines.environment import environment
 
 ROOT = Path(__file__).resolve().parents[1]
-# `make .venv/.ready` installs; the other two then find the environment ready.
-TARGETS = {"install": ".venv/.ready", "demo": "demo", "test": "test"}
+# `make .venv/.ready` installs; the others then find the environment ready.
+TARGETS = {"install": ".venv/.ready", "demo": "demo", "finetune-demo": "finetune-demo", "test": "test"}
 
 
 def time_commands(root: Path) -> dict[str, Any]:

@@ -61,9 +61,11 @@ def embedded_model_table(results: dict[str, Any]) -> str:
 
 
 def commands_table(results: dict[str, Any]) -> str:
-    """What installing, `make demo` and `make test` took."""
-    names = {"install": "making the environment", "demo": "`make demo` after that", "test": "`make test` after that"}
-    rows = [[names[key], f"{seconds:.0f} s"] for key, seconds in results["seconds"].items()]
+    """What installing, the demonstrations and `make test` took."""
+    rows = [
+        ["making the environment" if key == "install" else f"`make {key}` after that", f"{seconds:.0f} s"]
+        for key, seconds in results["seconds"].items()
+    ]
     return (
         f"{markdown(['', 'time'], rows)}\n{results['hardware']}, {results['date']}. Made by `{results['command']}`.\n"
     )
