@@ -51,6 +51,8 @@ class VMonarchAttention:
     Args:
         exact: null, "first_frame", or a mapping with rows, columns, band, aware (see `vmonarch.ExactBlocks`).
         reach: null, or the reach along (time, height, width) of a `vmonarch.bias.SpatioTemporalDecay` over all heads.
+        plan: null, or the path of a plan of `vmonarch calibrate`, which decides all of the above for every head.
+        plan_sha256: of that file, filled in; given, it is what the file must have.
         dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
     """
 
@@ -63,19 +65,32 @@ class VMonarchAttention:
     exact: Any = "first_frame"
     min_mass: float = 0.1
     reach: tuple[float, float, float] | None = None
+    plan: str | None = None
+    plan_sha256: str | None = None
     dense_steps: Any = 0
     dense_layers: Any = 0
     implementation: str = "auto"
 
     def __post_init__(self) -> None:
         from vmonarch.kernels.monarch.api import check_vmonarch_options
+        from vmonarch.plan import AttentionPlan
 
         parameters = self._parameters()
-        for name in ("bias", "dense_steps", "dense_layers"):
+        for name in ("bias", "plan", "dense_steps", "dense_layers"):
             parameters.pop(name)
         with _naming_the_option():
             check_vmonarch_options(**parameters)
             _check_dense(self)
+        found = None
+        if self.plan is not None:
+            try:
+                AttentionPlan.parse(str(self.plan))
+                found = file_sha256(self.plan)
+            except (TypeError, ValueError, OSError) as error:
+                raise InputError("plan", f"{self.plan!r} cannot be used: {error}") from error
+        if self.plan_sha256 not in (None, found):
+            raise InputError("plan", f"{self.plan!r} is not the file that it was: its SHA-256 is {found}")
+        object.__setattr__(self, "plan_sha256", found)
 
     def _parameters(self) -> dict[str, Any]:
         """The processor's arguments."""
@@ -83,6 +98,7 @@ class VMonarchAttention:
 
         parameters = dataclasses.asdict(self)
         reach = parameters.pop("reach")
+        parameters.pop("plan_sha256")
         parameters["bias"] = None if reach is None else _decay(reach)
         if isinstance(self.exact, Mapping):
             check_keys(ExactBlocks, self.exact, prefix="exact.")
@@ -96,7 +112,8 @@ class VMonarchAttention:
         """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
         from vmonarch import VMonarchProcessor
 
-        _replace(pipe, VMonarchProcessor(**self._parameters()))
+        with _naming_the_option():
+            _replace(pipe, VMonarchProcessor(**self._parameters()))
 
     def without_dense(self) -> VMonarchAttention:
         """The method with no dense steps: what a one-step warm-up has to run."""
