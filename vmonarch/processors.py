@@ -106,23 +106,31 @@ class ForwardContext:
             return ForwardCall(next(iter(grids)), False) if len(grids) == 1 else None
         return self._calls_by_thread.get(threading.get_ident(), self.call)
 
-    def _is_dense_step(self) -> bool:
+    def step(self, needed_by: str = "dense_steps", instead: str = "use dense_steps=0") -> tuple[int, int]:
+        """(the denoising step that the pipeline is in, how many it runs).
+
+        Args:
+            needed_by, instead: for the errors: what needs the step, and what else can be done.
+
+        Raises:
+            RuntimeError: there is no pipeline, it is not running, or its scheduler does not tell the step.
+        """
         pipe: Any = self._pipe() if self._pipe is not None else None
-        advice = "call vmonarch.apply(pipe, processor) on the pipeline that you run, or use dense_steps=0"
+        advice = f"call vmonarch.apply(pipe, processor) on the pipeline that you run, or {instead}"
         if pipe is None:
             raise RuntimeError(
-                f"dense_steps needs the pipeline, whose scheduler tells the step, but the pipeline is gone; {advice}"
+                f"{needed_by} needs the pipeline, whose scheduler tells the step, but the pipeline is gone; {advice}"
             )
         if pipe._current_timestep is None:
             raise RuntimeError(
-                f"dense_steps needs the denoising step, but the {type(pipe).__name__} given to vmonarch.apply is not"
+                f"{needed_by} needs the denoising step, but the {type(pipe).__name__} given to vmonarch.apply is not"
                 f" running (the transformer was called directly or by another pipeline); {advice}"
             )
         scheduler = pipe.scheduler
         if not hasattr(scheduler, "step_index"):
             raise RuntimeError(
-                "dense_steps needs a scheduler with a step_index (UniPC, flow-match Euler or Heun, DPM-Solver"
-                f" multistep), which {type(scheduler).__name__} has not; use another scheduler or dense_steps=0"
+                f"{needed_by} needs a scheduler with a step_index (UniPC, flow-match Euler or Heun, DPM-Solver"
+                f" multistep), which {type(scheduler).__name__} has not; use another scheduler or {instead}"
             )
         evaluations = len(scheduler.timesteps)
         # Video-to-video starts inside the schedule: count from the first step that is run.
@@ -130,7 +138,10 @@ class ForwardContext:
         done = scheduler.step_index
         evaluation = 0 if done is None else done - (evaluations - run)
         order = scheduler.order
-        return self.dense_steps.contains(evaluation // order, -(-run // order))
+        return evaluation // order, -(-run // order)
+
+    def _is_dense_step(self) -> bool:
+        return self.dense_steps.contains(*self.step())
 
 
 def infer_grid(cosines: torch.Tensor) -> LatentGrid:
