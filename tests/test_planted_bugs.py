@@ -35,6 +35,10 @@ OBJECTIVE = "finetune/objective.py"
 LOADER = "finetune/data/loader.py"
 CHECKPOINTS = "finetune/checkpoints.py"
 TRAINER = "finetune/trainer.py"
+PLAN = "plan.py"
+WORK = "work.py"
+DIAGNOSIS = "eval/diagnosis.py"
+PLANNING = "eval/planning.py"
 BASED = "based.py"
 ADAPTERS = "adapters.py"
 
@@ -161,6 +165,12 @@ BUGS = {
     "average-forgotten": (TRAINER, "self.average[name].copy_(tensor)", "pass"),
     "checkpoint-named-before-it-is-on-disk": (CHECKPOINTS, "_sync(path, out.fileno())", "pass"),
     "checkpoint-never-verified": (CHECKPOINTS, 'if found != entry["sha256"]', "if False"),
+    "plan-heads-not-put-back": (PLAN, "key=order.__getitem__", "key=lambda head: head"),
+    "work-of-the-last-r-step": (WORK, "6 * b * grid.tokens", "4 * b * grid.tokens"),
+    "diagnosis-kl-the-other-way": (DIAGNOSIS, "(lse.double() - weight.double())", "(weight.double() - lse.double())"),
+    "diagnosis-own-frame-is-the-next": (DIAGNOSIS, "own=distance[:, 0]", "own=distance[:, 1]"),
+    "planning-allows-twice-the-error": (PLANNING, "choices.values > budget", "choices.values > 2 * budget"),
+    "planning-spends-what-is-not-there": (PLANNING, "(more <= left + 1e-12)", "(more <= left + 1)"),
     "adapter-of-any-model": (ADAPTERS, "if saved.get(key) != here.get(key)", "if False"),
     "window-absent-keys-attended": (WINDOW, "masked_fill(~present, -torch.inf)", "masked_fill(~present, 0.0)"),
 }  # fmt: skip
@@ -200,6 +210,8 @@ KEYWORDS = {
     "checkpoint-never-verified": "flipped",
     "position-of-the-loader-forgotten": "a_resumed_run_is_the_same_run and t2v-0",
     "average-forgotten": "a_resumed_run_is_the_same_run and t2v-0",
+    "plan-heads-not-put-back": "every_head",
+    "work-of-the-last-r-step": "flops",
     "adapter-of-any-model": "model-depth",
     "window-kernel-reaches-the-wrong-way": "the_kernels and sequence",
     "window-kernel-sees-all-rows": "the_kernels and neighbourhood",
@@ -225,6 +237,8 @@ TESTS = {
     LOADER: ["tests/finetune/test_data_loader.py"],
     CHECKPOINTS: ["tests/finetune/test_checkpoints.py"],
     TRAINER: ["tests/finetune/test_trainer.py"],
+    **{file: ["tests/processors/test_plan.py"] for file in (PLAN, WORK)},
+    **{file: ["tests/eval/test_diagnosis.py"] for file in (DIAGNOSIS, PLANNING)},
     BASED: ["tests/processors/test_based.py"],
     ADAPTERS: ["tests/processors/test_adapters.py"],
     **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},
@@ -272,11 +286,12 @@ def test_the_untouched_copy_passes(run_tests, tmp_path):
     copy_package(tmp_path)
     # Of the kernels' and processors' tests, which are slow, some that catch bugs above.
     files = (R_STEP, BIAS_FORWARD, LINEAR_KERNELS, WINDOW_KERNELS, NORM_KERNELS, BASED, ADAPTERS)
-    files += (LOADER, CHECKPOINTS, TRAINER)
+    files += (LOADER, CHECKPOINTS, TRAINER, PLAN)
     slow = {test for file in files for test in TESTS[file]}
     others = {test for tests in TESTS.values() for test in tests} - slow
     some = "paper or strong-clamp or own-frame or ragged or taylor-causal or 7-40-5 or average or copies or missing"
-    some += " or many-tokens or a_dropped_caption or flipped or (a_resumed_run_is_the_same_run and t2v-0)"
+    some += " or many-tokens or a_dropped_caption or flipped or every_head or flops"
+    some += " or (a_resumed_run_is_the_same_run and t2v-0)"
     for tests, keyword in ((others, ""), (slow, some)):
         code, output = run_tests(tmp_path, sorted(tests), keyword)
         assert code == 0, output[-2000:]
