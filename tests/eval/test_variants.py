@@ -236,7 +236,7 @@ def test_with_all_blocks_kept_the_controls_are_softmax(grid):
 
 def test_a_share_of_the_blocks_is_rounded_up():
     assert [kept_blocks(m, 0.9) for m in (1, 9, 10, 11, 60)] == [1, 1, 1, 2, 6]
-    assert kept_blocks(7, 0.0) == 7
+    assert kept_blocks(7, 0.0) == 7 and kept_blocks(10, 0.7) == 3
 
 
 @pytest.mark.parametrize(
