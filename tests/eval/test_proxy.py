@@ -8,6 +8,7 @@ import torch
 from vmonarch.eval import prompt_score, proxy
 from vmonarch.eval.prompt_score import expected_objects, read_video, score_readings
 from vmonarch.finetune.embedded.data import render, sample_scenes
+from vmonarch.pipelines.generation import recommended_settings
 from vmonarch.pipelines.model_folder import find_model
 
 
@@ -66,6 +67,8 @@ def test_a_run_writes_a_pipeline_and_its_record(folder, tmp_path):
     assert record["steps"] == 2 and record["grid"] == [16, 6, 10] and record["generation"]["height"] == 96
     assert record["command"].startswith("python -m vmonarch.eval.proxy train --output model --quick")
     assert record["training"]["minutes"] == 5.0 and record["seconds"] < 300
+    recommended = recommended_settings(find_model(str(folder)))
+    assert recommended["flow_shift"] == 5.0 and (recommended["height"], recommended["width"]) == (96, 160)
     command = ["--model", str(folder), "--output", str(tmp_path / "scores.json"), "--methods", "full", "local"]
     few = [
         "--prompts",
@@ -95,16 +98,8 @@ def test_a_run_ends_by_the_clock_and_goes_on_from_its_checkpoint(folder, tmp_pat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(proxy, "train_transformer", finished)
-    options = [
-        "train",
-        "--quick",
-        "--device",
-        "cpu",
-        "--minutes",
-        "1",
-        "--checkpoint",
-        str(tmp_path / "a" / "state.pt"),
-    ]
+    state = tmp_path / "a" / "state.pt"
+    options = ["train", "--quick", "--device", "cpu", "--minutes", "1", "--checkpoint", str(state)]
     with pytest.raises(KeyboardInterrupt):
         proxy.main([*options, "--output", str(tmp_path / "model")])
     assert 0 < given[0]["time_limit"] < 60 - proxy.SAVING_SECONDS
