@@ -268,14 +268,12 @@ def read_prompts(path: str) -> tuple[str, ...]:
 
 def recommended_settings(model: ModelFolder) -> dict[str, Any]:
     """What a model is best run with: its own settings if it is the embedded one, a finetune or a proxy, else Wan's."""
-    if model.name == "embedded" or _has_embedded_vae(model):
+    # Written by `vmonarch.eval.proxy`.
+    proxy = model.path / "proxy.json"
+    if model.name == "embedded" or proxy.is_file() or _has_embedded_vae(model):
         from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, GenerationSettings
 
-        settings = EMBEDDED_SETTINGS
-        # `vmonarch.eval.proxy` trains larger models with the same VAE.
-        record = model.path / "proxy.json"
-        if record.is_file():
-            settings = GenerationSettings(**read_json(record)["generation"])
+        settings = GenerationSettings(**read_json(proxy)["generation"]) if proxy.is_file() else EMBEDDED_SETTINGS
         return {
             "height": settings.height,
             "width": settings.width,
