@@ -301,6 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         check_output(options.output)
+        # Before it takes its time: the commit and the packages that run.
+        about = environment(choose_device(options.device))
         document = run(
             model=options.model,
             clips=shipped_clips() if options.clips is None else options.clips,
@@ -311,7 +313,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except InputError as error:
         parser.error(str(error))
-    about = environment(choose_device(options.device))
     write_json(
         options.output,
         {
