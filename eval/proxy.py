@@ -36,6 +36,7 @@ from vmonarch.finetune.embedded.transformer import TRANSFORMER_CONFIG, encode_cl
 from vmonarch.grid import LatentGrid
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, GenerationSettings, embedded_model_path
 from vmonarch.pipelines.environment import environment, shown_command
+from vmonarch.pipelines.model_folder import PROXY_RECORD
 
 SCALE = 2
 PROXY_CONFIG: dict[str, Any] = TRANSFORMER_CONFIG | {"num_attention_heads": 8, "ffn_dim": 2048, "num_layers": 8}
@@ -119,7 +120,7 @@ def train(
         command: the record's.
 
     Returns:
-        what `proxy.json` holds.
+        what `PROXY_RECORD` holds.
 
     Raises:
         InputError: `output` exists or cannot be written, or the time is over before training begins.
@@ -199,7 +200,7 @@ def train(
             flow_shift=PROXY_SETTINGS.flow_shift,
         )
         record["seconds"] = round(time.monotonic() - started, 1)
-        write_json(temporary / "proxy.json", record)
+        write_json(temporary / PROXY_RECORD, record)
         temporary.rename(output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, build, check_keys, file_sha256, read_yaml
 from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
-from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, ModelFolder, find_model, read_json
+from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, PROXY_RECORD, ModelFolder, find_model, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -268,8 +268,7 @@ def read_prompts(path: str) -> tuple[str, ...]:
 
 def recommended_settings(model: ModelFolder) -> dict[str, Any]:
     """What a model is best run with: its own settings if it is the embedded one, a finetune or a proxy, else Wan's."""
-    # Written by `vmonarch.eval.proxy`.
-    proxy = model.path / "proxy.json"
+    proxy = model.path / PROXY_RECORD
     if model.name == "embedded" or proxy.is_file() or _has_embedded_vae(model):
         from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, GenerationSettings
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from vmonarch.eval import prompt_score, proxy
+from vmonarch.eval.compare import prompt_scorer
 from vmonarch.eval.prompt_score import expected_objects, read_video, score_readings
 from vmonarch.finetune.embedded.data import render, sample_scenes
-from vmonarch.pipelines.generation import recommended_settings
+from vmonarch.pipelines.generation import LoadedModel, recommended_settings
 from vmonarch.pipelines.model_folder import find_model
 
 
@@ -67,6 +68,8 @@ def test_a_run_writes_a_pipeline_and_its_record(folder, tmp_path):
     assert record["steps"] == 2 and record["grid"] == [16, 6, 10] and record["generation"]["height"] == 96
     assert record["command"].startswith("python -m vmonarch.eval.proxy train --output model --quick")
     assert record["training"]["minutes"] == 5.0 and record["seconds"] < 300
+    model = LoadedModel(None, find_model(str(folder)), torch.device("cpu"), torch.float32, 0.0, None)
+    assert prompt_scorer(model)(torch.zeros(2, 3, 32, 32), "a red circle moves right") == 0.0
     recommended = recommended_settings(find_model(str(folder)))
     assert recommended["flow_shift"] == 5.0 and (recommended["height"], recommended["width"]) == (96, 160)
     command = ["--model", str(folder), "--output", str(tmp_path / "scores.json"), "--methods", "full", "local"]
