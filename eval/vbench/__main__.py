@@ -147,7 +147,7 @@ def _prompts(options: argparse.Namespace) -> None:
             seed=options.seed,
         )
     else:
-        lines = options.prompt_file.read_text(encoding="utf-8").splitlines()
+        lines = options.prompt_file.read_text(encoding="utf-8").split("\n")
         prompts = [line.strip() for line in lines if line.strip()]
         items = custom_suite(prompts, videos_per_prompt=options.videos_per_prompt, seed=options.seed)
     with AtomicFiles() as files:

@@ -124,7 +124,7 @@ def read_videos(path: Path, folder: Path | None = None) -> list[PromptedVideo]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".jsonl":
-            entries = [json.loads(line) for line in text.splitlines() if line.strip()]
+            entries = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
             entries = json.loads(text)
     except (OSError, ValueError) as error:
