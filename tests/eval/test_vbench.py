@@ -133,6 +133,10 @@ class Bench:
     def order(self, order: str) -> None:
         (self.package / "order").write_text(order)
 
+    def write_manifest(self) -> None:
+        manifest = {"versions": dict(self.environment.versions), "requirements_sha256": ""}
+        (self.environment.folder / "environment.json").write_text(json.dumps(manifest))
+
     def calls(self) -> list[dict[str, Any]]:
         path = self.package / "calls.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -584,8 +588,7 @@ def test_lists_that_are_none_are_named(tmp_path: Path, contents: str) -> None:
 
 
 def test_the_command_scores_a_suite(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    manifest = {"versions": dict(bench.environment.versions), "requirements_sha256": ""}
-    (bench.environment.folder / "environment.json").write_text(json.dumps(manifest))
+    bench.write_manifest()
     environment = ["--environment", str(bench.environment.folder)]
     dimensions = ["--dimensions", "temporal_flickering", "dynamic_degree"]
     prompts = tmp_path / "prompts.jsonl"
@@ -612,6 +615,25 @@ def test_the_command_scores_a_suite(bench: Bench, tmp_path: Path, capsys: pytest
     assert "exists and is not overwritten" in capsys.readouterr().err
     assert command.main([*asked, "--output", str(tmp_path / "b.json"), "--weights", str(tmp_path)]) == 1
     assert "raft-things.pth" in capsys.readouterr().err
+
+
+def test_a_command_that_is_terminated_ends_the_package_and_keeps_nothing(bench: Bench, tmp_path: Path) -> None:
+    bench.write_manifest()
+    bench.order("hang")
+    (tmp_path / "videos.json").write_text(json.dumps([{"file": str(bench.videos / "0.mp4"), "prompt": "a cat"}]))
+    asked = [sys.executable, "-m", "vmonarch.eval.vbench", "score", str(tmp_path / "videos.json"), "--device", "cpu"]
+    asked += ["--dimensions", "temporal_flickering", "--environment", str(bench.environment.folder)]
+    asked += ["--weights", str(bench.weights), "--work-dir", str(bench.work_dir), "--output", str(tmp_path / "s.json")]
+    with subprocess.Popen(asked) as running:
+        child = bench.package / "child"
+        for _ in range(600):
+            if child.exists() and child.read_text():
+                break
+            time.sleep(0.1)
+        running.terminate()
+        assert running.wait(20) == 143
+    assert ended(int(child.read_text()))
+    assert not list(bench.work_dir.iterdir()) and not (tmp_path / "s.json").exists()
 
 
 needs_vbench = pytest.mark.skipif(
