@@ -442,17 +442,17 @@ def _finish(config: EvalConfig, output: Path, items: Sequence[Item], command: st
 
     records = read_items(output, items)
     environments: list[dict[str, Any]] = []
-    for record in records:
-        about = record.pop("environment")
+    for item in records:
+        about = item.pop("environment")
         known = next((entry for entry in environments if entry["environment"] == about), None)
         if known is None:
             known = {"environment": about, "items": []}
             environments.append(known)
-        known["items"].append(record["number"])
+        known["items"].append(item["number"])
     labels, baseline = config.labels, config.chosen_baseline
     vbench = _vbench_scores(config, output, items, records)
     statistics_ = statistics(records, labels)
-    record = {
+    record: dict[str, Any] = {
         "format": EVALUATION_FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
@@ -471,9 +471,11 @@ def _finish(config: EvalConfig, output: Path, items: Sequence[Item], command: st
         "model_files": json.loads((output / "settings.json").read_text(encoding="utf-8"))["model_files"],
         "environments": environments,
     }
+    text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    # As it is read back: JSON has no tuples.
+    record = json.loads(text)
     page = report(record, output)
     with AtomicFiles(overwrite=True) as files:
-        text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         files.stage(output / "evaluation.json").write_text(text, encoding="utf-8")
         files.stage(output / "report.html").write_text(page, encoding="utf-8")
     return record

@@ -20,7 +20,7 @@ from vmonarch.eval.evaluate import MEASURES, shown_interval, shown_number, summa
 PLOTTED = ("psnr", "ssim", "lpips", "prompt_score")
 # Okabe and Ito's colours, which colour-blind readers can tell apart; points carry their method's number too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#999999")
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 300, 58, 16, 30, 44
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 396, 280, 58, 16, 30, 44
 
 _STYLE = """
 :root { --ink: #18181b; --faint: #62626b; --line: #dcdce2; --fill: #f5f5f8; --accent: #0072b2; }
@@ -299,8 +299,8 @@ def _differences(record: Mapping[str, Any]) -> str:
     heading = ["method", *(MEASURES[key].heading for key in shown)]
     return (
         f"<section><h2>Differences to {baseline}</h2>\n{_table(heading, rows)}\n<p>Method minus {baseline}, paired item"
-        " by item. An interval that holds no zero is a difference that other items of this kind would show"
-        " too.</p></section>"
+        " by item. Where an interval holds no zero, the choice of the items alone is unlikely to have made the"
+        " difference.</p></section>"
     )
 
 
