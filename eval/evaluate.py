@@ -246,7 +246,7 @@ def evaluate(
     if config.lpips:
         alexnet_weights()
     if config.vbench:
-        _vbench()
+        _check_vbench(config.vbench)
     if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
         config = dataclasses.replace(config, device=f"cuda:{shard.local_rank}")
     folder = model.folder if model else find_model(config.model, config.revision)
@@ -358,7 +358,6 @@ class _Run:
 
     def _write(self, item: Item, frames: Mapping[str, torch.Tensor], results: Sequence[MethodResult]) -> None:
         """Write an item's videos, measure what is read back from them, and commit it with its JSON."""
-        from vmonarch.eval.similarity import frames_of_file
         from vmonarch.eval.video_io import AtomicFiles, VideoError, encode_video, to_uint8, verify_video
 
         assert self.config.fps is not None
@@ -367,14 +366,14 @@ class _Run:
         rows: list[dict[str, Any]] = []
         # An item without its JSON was left by a process that was killed: its videos are replaced.
         with AtomicFiles(overwrite=True) as files:
-            decoded: dict[str, torch.Tensor] = {}
+            decoded: dict[str, NDArray[np.uint8]] = {}
             for result in results:
                 pictures = to_uint8(frames[result.method])
                 name = f"{file_name(result.method)}.mp4"
                 path = files.stage(folder / name)
                 encode_video(path, pictures, self.config.fps)
                 try:
-                    decoded[result.method] = frames_of_file(verify_video(path, pictures))
+                    decoded[result.method] = verify_video(path, pictures)
                 except VideoError as error:
                     raise GenerationError(f"method {result.method}, item {item.name}: {error}") from error
                 rows.append(dataclasses.asdict(result) | {"video": name, "video_sha256": file_sha256(path)})
@@ -394,19 +393,20 @@ class _Run:
             left.unlink(missing_ok=True)
 
     def _further(
-        self, label: str, frames: Mapping[str, torch.Tensor], decoded: Mapping[str, torch.Tensor]
+        self, label: str, frames: Mapping[str, torch.Tensor], decoded: Mapping[str, NDArray[np.uint8]]
     ) -> dict[str, float | None]:
         """What `measure` leaves out: LPIPS, and everything of the `decoded` frames; None for the reference itself."""
-        from vmonarch.eval.similarity import lpips, similarity
+        from vmonarch.eval.similarity import frames_of_file, lpips, similarity
 
         reference = self.config.reference.label
         found: dict[str, float | None] = dict.fromkeys(_FURTHER)
         if label == reference:
             return found
-        found |= {f"mp4_{key}": value for key, value in vars(similarity(decoded[label], decoded[reference])).items()}
+        coded = frames_of_file(decoded[label]), frames_of_file(decoded[reference])
+        found |= {f"mp4_{key}": value for key, value in vars(similarity(*coded)).items()}
         if self.config.lpips:
             found |= vars(lpips(frames[label], frames[reference]))
-            found |= {f"mp4_{key}": value for key, value in vars(lpips(decoded[label], decoded[reference])).items()}
+            found |= {f"mp4_{key}": value for key, value in vars(lpips(*coded)).items()}
         return found
 
 
@@ -571,6 +571,14 @@ def _vbench() -> Any:
         raise InputError("vbench", f"cannot be scored: {error}") from error
 
 
+def _check_vbench(dimensions: Sequence[str]) -> None:
+    """Raise InputError for a dimension that VBench does not have: before anything is sampled."""
+    known = _vbench().DIMENSIONS
+    for name in dimensions:
+        if name not in known:
+            raise InputError("vbench", f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
+
+
 def _vbench_scores(
     config: EvalConfig, output: Path, items: Sequence[Item], records: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, float]]:
@@ -603,9 +611,15 @@ def _paper_score(means: Mapping[str, Any], vbench: Mapping[str, float]) -> float
     return "inf" if math.isinf(score) else score
 
 
-def summary_rows(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows of the summary: every method with its FLOPs, its means and their intervals."""
-    shown = [key for key in MEASURES if any(record["statistics"][label][key] for label in record["methods"])]
+def summary_rows(
+    record: Mapping[str, Any], measures: Sequence[str] = tuple(MEASURES)
+) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of the summary: every method with its FLOPs, its means and their intervals.
+
+    Args:
+        measures: those to show, where they were taken.
+    """
+    shown = [key for key in measures if any(record["statistics"][label][key] for label in record["methods"])]
     dimensions = list(next(iter(record["vbench"].values()), {}))
     scored = any(value is not None for value in record["paper_score"].values())
     heading = ["method", "attention FLOPs", *(MEASURES[key].heading for key in shown), *dimensions]
@@ -620,6 +634,21 @@ def summary_rows(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
         cells += [shown_number(record["paper_score"][label], 2)] if scored else []
         rows.append(cells)
     return heading, rows
+
+
+def evaluation_table(results: Mapping[str, Any]) -> str:
+    """The summary of `evaluation.json` for a document: no times, nothing of decoded frames."""
+    from vmonarch.eval.tables import markdown
+
+    measures = [key for key in MEASURES if key not in TIMES and not key.startswith("mp4_")]
+    config, environment = results["config"], results["environments"][0]["environment"]
+    about = (
+        f"{len(config['prompts'])} prompts × {len(config['seeds'])} seeds, model {config['model']},"
+        f" {config['num_frames']}×{config['height']}×{config['width']}, {config['steps']} steps, guidance"
+        f" {config['guidance']:g}; means with 95 % bootstrap intervals; {environment['device_name']},"
+        f" {environment['cpu_count']} cores, {results['created'][:10]}."
+    )
+    return f"{markdown(*summary_rows(results, measures))}\n{about} Made by `{results['command']}`.\n"
 
 
 def shown_number(value: Any, decimals: int, *, sign: bool = False) -> str:

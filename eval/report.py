@@ -33,7 +33,7 @@ p { margin: 6px 0; max-width: 90ch; } .faint { color: var(--faint); }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 6px 10px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-td.text, th.text { text-align: left; } td.prompt { white-space: normal; min-width: 22em; overflow-wrap: anywhere; }
+td.text, th.text { text-align: left; } td.text { white-space: normal; min-width: 14em; overflow-wrap: anywhere; }
 thead th { background: var(--fill); position: sticky; top: 0; }
 th button { all: unset; cursor: pointer; font-weight: 600; }
 th button:focus-visible { outline: 2px solid var(--accent); }

@@ -186,7 +186,7 @@ def lpips(video: torch.Tensor, reference: torch.Tensor) -> PerceptualDistance:
 
 def frames_of_file(pictures: NDArray[np.uint8]) -> torch.Tensor:
     """Float frames [F, 3, H, W] in [0, 1] of pictures [F, H, W, 3] as `video_io.read_video` gives them."""
-    return torch.from_numpy(pictures).permute(0, 3, 1, 2).double() / 255
+    return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 255
 
 
 def paper_score(

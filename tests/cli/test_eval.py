@@ -324,11 +324,12 @@ def test_vbench_gets_every_video_with_its_prompt(loaded, copied: Path, monkeypat
         seen.append((videos, dimensions, work_dir, timeout))
         return {name: SimpleNamespace(score=0.25 * len(seen)) for name in dimensions}
 
+    dimensions = ("imaging_quality", "subject_consistency", "overall_consistency")
     fake = ModuleType("vmonarch.eval.vbench")
+    fake.DIMENSIONS = dict.fromkeys(dimensions)  # type: ignore[attr-defined]
     fake.PromptedVideo = lambda *values: values  # type: ignore[attr-defined]
     fake.score_videos = score_videos  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vmonarch.eval.vbench", fake)
-    dimensions = ("imaging_quality", "subject_consistency", "overall_consistency")
     settings = config(loaded.folder.path, copied, batch_size=2, vbench=dimensions, vbench_timeout=7.0)
     record = evaluate(settings, model=loaded).record
     assert len(seen) == 3, "once for each method"
@@ -340,6 +341,8 @@ def test_vbench_gets_every_video_with_its_prompt(loaded, copied: Path, monkeypat
     assert record["vbench"]["full"] == dict.fromkeys(dimensions, 0.25)
     assert record["paper_score"] == dict.fromkeys(METHODS), "LPIPS was not measured"
     assert "imaging_quality" in (copied / "report.html").read_text(encoding="utf-8")
+    with pytest.raises(InputError, match="vbench must be of imaging_quality, .*did you mean overall_consistency"):
+        evaluate(config(loaded.folder.path, copied, vbench=("overal_consistency",)), model=loaded)
 
 
 def test_without_vbench_nothing_is_sampled(loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
