@@ -1,4 +1,4 @@
-"""PSNR, SSIM and LPIPS against implementations of their definitions that share no code with torchmetrics."""
+"""PSNR, SSIM and LPIPS against other implementations of their definitions."""
 
 from __future__ import annotations
 
@@ -73,6 +73,14 @@ def test_agrees_with_the_definitions(shape: tuple[int, ...], noise: float) -> No
     assert measured.ssim == pytest.approx(numpy_ssim(video, reference), abs=1e-6)
     assert measured.first_frame_psnr == pytest.approx(numpy_psnr(video[:1], reference[:1]), abs=1e-6)
     assert measured.first_frame_ssim == pytest.approx(numpy_ssim(video[:1], reference[:1]), abs=1e-6)
+
+
+def test_ssim_is_torchmetrics() -> None:
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    video, reference = (frames.double() for frames in pair((3, 3, 13, 31)))
+    expected = structural_similarity_index_measure(video, reference, data_range=1.0)
+    assert ssim(video, reference) == pytest.approx(float(expected), abs=1e-12)
 
 
 def test_known_values() -> None:
