@@ -3,7 +3,7 @@
 They are counted, not derived: the transformer runs once more on tensors without data (torch's meta device), each method
 in its plain-torch form, and torch's counter sees every product. What the projections to queries, keys, values and back
 take is left out, so it is the attention itself, exact blocks, dense layers and dense steps included; a multiply-add
-counts 2. The fused kernels do the same products.
+counts 2. The fused kernels do the same products. Places of ragged blocks that are masked count as if they held tokens.
 """
 
 from __future__ import annotations

@@ -636,6 +636,16 @@ def summary_rows(
     return heading, rows
 
 
+def sampled(config: Mapping[str, Any]) -> str:
+    """In words, how many videos a method made, of which model and at which settings."""
+    prompts, seeds = (len(config[key]) for key in ("prompts", "seeds"))
+    return (
+        f"{prompts} prompt{'s' * (prompts > 1)} × {seeds} seed{'s' * (seeds > 1)}, model {config['model']},"
+        f" {config['num_frames']}×{config['height']}×{config['width']}, {config['steps']} steps, guidance"
+        f" {config['guidance']:g}"
+    )
+
+
 def evaluation_table(results: Mapping[str, Any]) -> str:
     """The summary of `evaluation.json` for a document: no times, nothing of decoded frames."""
     from vmonarch.eval.tables import markdown
@@ -643,9 +653,7 @@ def evaluation_table(results: Mapping[str, Any]) -> str:
     measures = [key for key in MEASURES if key not in TIMES and not key.startswith("mp4_")]
     config, environment = results["config"], results["environments"][0]["environment"]
     about = (
-        f"{len(config['prompts'])} prompts × {len(config['seeds'])} seeds, model {config['model']},"
-        f" {config['num_frames']}×{config['height']}×{config['width']}, {config['steps']} steps, guidance"
-        f" {config['guidance']:g}; means with 95 % bootstrap intervals; {environment['device_name']},"
+        f"{sampled(config)}; means with 95 % bootstrap intervals; {environment['device_name']},"
         f" {environment['cpu_count']} cores, {results['created'][:10]}."
     )
     return f"{markdown(*summary_rows(results, measures))}\n{about} Made by `{results['command']}`.\n"

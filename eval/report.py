@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from vmonarch.eval.evaluate import MEASURES, shown_interval, shown_number, summary_rows
+from vmonarch.eval.evaluate import MEASURES, sampled, shown_interval, shown_number, summary_rows
 
 # Measures that are drawn against FLOPs, where they were taken.
 PLOTTED = ("psnr", "ssim", "lpips", "prompt_score")
@@ -178,13 +178,7 @@ def _table(heading: Sequence[str], rows: Sequence[Sequence[tuple[str, Any]]], *,
 
 
 def _heading(record: Mapping[str, Any]) -> str:
-    config = record["config"]
-    size = f"{config['num_frames']}×{config['height']}×{config['width']}"
-    about = (
-        f"{len(record['methods'])} methods, {len(config['prompts'])} prompts × {len(config['seeds'])} seeds ="
-        f" {len(record['items'])} items; model {config['model']}, {size}, {config['steps']} steps, guidance"
-        f" {config['guidance']:g}. {record['created'][:10]}."
-    )
+    about = f"{len(record['methods'])} methods, {sampled(record['config'])}. {record['created'][:10]}."
     command = f"<p>Made by <code>{escape(record['command'])}</code></p>" if record["command"] else ""
     return f'<header><h1>vmonarch eval</h1>\n<p class="faint">{escape(about)}</p>\n{command}</header>'
 
