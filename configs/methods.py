@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vmonarch.configs import (
     InputError,
@@ -27,6 +28,9 @@ from vmonarch.configs import (
     read_yaml,
     suggest,
 )
+
+if TYPE_CHECKING:
+    from vmonarch.exact import ExactBlocks
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class VMonarchAttention:
     Args:
         exact: null, "first_frame", or a mapping with rows, columns, band, aware (see `vmonarch.ExactBlocks`).
         reach: null, or the reach along (time, height, width) of a `vmonarch.bias.SpatioTemporalDecay` over all heads.
+        plan: null, or the path of a plan of `vmonarch calibrate`, which decides all of the above for every head.
+        plan_sha256: of that file, filled in; given, it is what the file must have.
         dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
     """
 
@@ -63,40 +69,55 @@ class VMonarchAttention:
     exact: Any = "first_frame"
     min_mass: float = 0.1
     reach: tuple[float, float, float] | None = None
+    plan: str | None = None
+    plan_sha256: str | None = None
     dense_steps: Any = 0
     dense_layers: Any = 0
     implementation: str = "auto"
 
     def __post_init__(self) -> None:
         from vmonarch.kernels.monarch.api import check_vmonarch_options
+        from vmonarch.plan import AttentionPlan
 
         parameters = self._parameters()
-        for name in ("bias", "dense_steps", "dense_layers"):
+        for name in ("bias", "plan", "dense_steps", "dense_layers"):
             parameters.pop(name)
         with _naming_the_option():
             check_vmonarch_options(**parameters)
             _check_dense(self)
+        found = None
+        if self.plan is not None:
+            try:
+                AttentionPlan.parse(str(self.plan))
+                found = file_sha256(self.plan)
+            except (TypeError, ValueError, OSError) as error:
+                raise InputError("plan", f"{self.plan!r} cannot be used: {error}") from error
+        if self.plan_sha256 not in (None, found):
+            raise InputError("plan", f"{self.plan!r} is not the file that it was: its SHA-256 is {found}")
+        object.__setattr__(self, "plan_sha256", found)
 
     def _parameters(self) -> dict[str, Any]:
         """The processor's arguments."""
-        from vmonarch.exact import ExactBlocks
-
         parameters = dataclasses.asdict(self)
         reach = parameters.pop("reach")
+        parameters.pop("plan_sha256")
         parameters["bias"] = None if reach is None else _decay(reach)
-        if isinstance(self.exact, Mapping):
-            check_keys(ExactBlocks, self.exact, prefix="exact.")
-            try:
-                parameters["exact"] = ExactBlocks(**self.exact)
-            except (TypeError, ValueError) as error:
-                raise InputError("exact", f'must be null, "first_frame" or a mapping that fits: {error}') from error
+        parameters["exact"] = _exact(self.exact)
         return parameters
+
+    @property
+    def pattern(self) -> ExactBlocks | None:
+        """The exact blocks, None for none."""
+        from vmonarch.exact import resolve_exact
+
+        return resolve_exact(_exact(self.exact))
 
     def install(self, pipe: Any) -> None:
         """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
         from vmonarch import VMonarchProcessor
 
-        _replace(pipe, VMonarchProcessor(**self._parameters()))
+        with _naming_the_option():
+            _replace(pipe, VMonarchProcessor(**self._parameters()))
 
     def without_dense(self) -> VMonarchAttention:
         """The method with no dense steps: what a one-step warm-up has to run."""
@@ -238,6 +259,173 @@ class BasedAttention:
         return dataclasses.replace(self, dense_steps=0)
 
 
+@dataclass(frozen=True)
+class _Variant:
+    """A function of `vmonarch.eval.variants`; a subclass says which, and its fields are that function's options.
+
+    Args:
+        dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
+    """
+
+    kind: ClassVar[str]
+
+    dense_steps: Any = 0
+    dense_layers: Any = 0
+
+    def _options(self) -> dict[str, Any]:
+        """The function's options."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("dense_steps", "dense_layers")
+        }
+
+    def install(self, pipe: Any) -> None:
+        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+        from vmonarch.eval.variants import VariantProcessor
+
+        dense = {"dense_steps": self.dense_steps, "dense_layers": self.dense_layers}
+        _replace(pipe, VariantProcessor(self.kind, self._options(), **dense))
+
+    def without_dense(self) -> Self:
+        """The method with no dense steps: what a one-step warm-up has to run."""
+        return dataclasses.replace(self, dense_steps=0)
+
+
+@dataclass(frozen=True)
+class ControlledMonarch(_Variant):
+    """VMonarch attention with cR or cL held at its initial value; see `eval.variants.controlled_attention`.
+
+    Args:
+        fix_cr, fix_cl: for which key frames, "none", "first" or "all".
+        recompute: answer the rows of the first frame exactly.
+    """
+
+    kind: ClassVar[str] = "controlled"
+
+    num_iterations: int = 2
+    fix_cr: str = "none"
+    fix_cl: str = "none"
+    recompute: bool = False
+    min_mass: float = 0.1
+
+    def __post_init__(self) -> None:
+        from vmonarch.eval.variants import check_controlled_options
+
+        with _naming_the_option():
+            check_controlled_options(**self._options())
+            _check_dense(self)
+
+
+@dataclass(frozen=True)
+class SinkAverageMonarch(_Variant):
+    """The mean of exact attention to the first frame and VMonarch attention; `eval.variants.sink_average_attention`."""
+
+    kind: ClassVar[str] = "sink_average"
+
+    num_iterations: int = 2
+    min_mass: float = 0.1
+
+    def __post_init__(self) -> None:
+        from vmonarch.kernels.monarch.api import check_vmonarch_options
+
+        with _naming_the_option():
+            check_vmonarch_options(**self._options())
+            _check_dense(self)
+
+
+@dataclass(frozen=True)
+class FactorisedMonarch(_Variant):
+    """Monarch attention with blocks along another axis; see `eval.variants.factorised_attention`.
+
+    Args:
+        axis: "T", "H" or "W".
+        blocks: how many.
+        recompute: answer the rows of the first frame exactly.
+    """
+
+    kind: ClassVar[str] = "factorised"
+
+    axis: str = "H"
+    blocks: int = 4
+    num_iterations: int = 2
+    recompute: bool = True
+    min_mass: float = 0.1
+
+    def __post_init__(self) -> None:
+        from vmonarch.eval.variants import check_factorised_options
+
+        with _naming_the_option():
+            check_factorised_options(**self._options())
+            _check_dense(self)
+
+
+@dataclass(frozen=True)
+class LocalAttention(_Variant):
+    """The exact blocks of a pattern and nothing else; see `eval.variants.local_attention`.
+
+    Args:
+        exact: "first_frame" is no choice, it leaves frames without keys; a mapping with rows, columns, band.
+    """
+
+    kind: ClassVar[str] = "local"
+
+    exact: Any = dataclasses.field(default_factory=lambda: {"band": 1})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.exact, Mapping):
+            raise InputError("exact", f"must be a mapping with rows, columns or band, got {self.exact!r}")
+        with _naming_the_option():
+            _check_dense(self)
+        if self.pattern.band is None and not self.pattern.columns:
+            raise InputError("exact", f"must have a band or columns, or frames have no keys; got {dict(self.exact)}")
+
+    @property
+    def pattern(self) -> ExactBlocks:
+        """The exact blocks."""
+        pattern = _exact(self.exact)
+        assert pattern is not None and not isinstance(pattern, str)
+        return pattern
+
+    def _options(self) -> dict[str, Any]:
+        return {"exact": self.pattern}
+
+
+@dataclass(frozen=True)
+class BlockTopKAttention(_Variant):
+    """Exact attention to the key cubes of the highest mean score; see `eval.variants.block_topk_attention`.
+
+    Args:
+        sparsity: share of key cubes that is dropped.
+        cube: (frames, rows, columns) of tokens, at most.
+    """
+
+    kind: ClassVar[str] = "block_topk"
+
+    sparsity: float = 0.9
+    cube: tuple[int, int, int] = (4, 4, 4)
+
+    def __post_init__(self) -> None:
+        from vmonarch.eval.variants import check_topk_options
+
+        with _naming_the_option():
+            check_topk_options(**self._options())
+            _check_dense(self)
+
+
+def _exact(exact: Any) -> ExactBlocks | str | None:
+    """What the ops take as `exact`, of an entry in YAML."""
+    from vmonarch.exact import ExactBlocks
+
+    if not isinstance(exact, Mapping):
+        return exact
+    check_keys(ExactBlocks, exact, prefix="exact.")
+    try:
+        return ExactBlocks(**exact)
+    except (TypeError, ValueError) as error:
+        raise InputError("exact", f'must be null, "first_frame" or a mapping that fits: {error}') from error
+
+
 def _clear(pipe: Any) -> None:
     from vmonarch.installation import is_applied, restore
 
@@ -263,7 +451,7 @@ def _naming_the_option() -> Iterator[None]:
         raise InputError(argument, problem) from error
 
 
-def _check_dense(method: VMonarchAttention | FlashBiasAttention) -> None:
+def _check_dense(method: VMonarchAttention | FlashBiasAttention | _Variant) -> None:
     from vmonarch.dense import DenseSet
 
     DenseSet("dense_steps", method.dense_steps)
@@ -277,10 +465,18 @@ def _decay(reach: Any) -> Any:
         return SpatioTemporalDecay(1, reach)
 
 
-Parameters = FullAttention | VMonarchAttention | FlashBiasAttention | BasedAttention
-KINDS: dict[str, type[Parameters]] = {
-    method.kind: method for method in (FullAttention, VMonarchAttention, FlashBiasAttention, BasedAttention)
-}
+Parameters = (
+    FullAttention
+    | VMonarchAttention
+    | FlashBiasAttention
+    | BasedAttention
+    | ControlledMonarch
+    | SinkAverageMonarch
+    | FactorisedMonarch
+    | LocalAttention
+    | BlockTopKAttention
+)
+KINDS: dict[str, type[Parameters]] = {method.kind: method for method in typing.get_args(Parameters)}
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from vmonarch.pipelines.generation import (
     sample,
     short_hash,
 )
-from vmonarch.pipelines.model_folder import find_model
+from vmonarch.pipelines.model_folder import PROXY_RECORD, find_model
 
 if TYPE_CHECKING:
     import torch
@@ -179,9 +179,10 @@ def _cell(value: Any, decimals: int) -> str:
 def prompt_scorer(model: LoadedModel) -> Callable[[torch.Tensor, str], float | None]:
     """A function of frames [F, 3, H, W] and prompt to the share of its attributes that the pixels show.
 
-    It answers None for models other than the embedded one and for prompts in other words than that model's.
+    It answers None for models other than the embedded one and its proxies (`vmonarch.eval.proxy`), and for prompts in
+    other words than those models'.
     """
-    if model.folder.name != "embedded":
+    if model.folder.name != "embedded" and not (model.folder.path / PROXY_RECORD).is_file():
         return lambda frames, prompt: None
     from vmonarch.eval.prompt_score import parse_prompt, score_video
 

@@ -406,6 +406,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="prompt i uses seed + i")
     parser.add_argument("--steps", type=int, default=settings.num_inference_steps)
     parser.add_argument("--guidance", type=float, default=settings.guidance_scale)
+    parser.add_argument("--height", type=int, default=settings.height, help="pixels, as the model was trained with")
+    parser.add_argument("--width", type=int, default=settings.width)
     parser.add_argument("--flow-shift", type=float, help="override the shipped scheduler's")
     parser.add_argument("--reader-clips", type=int, default=256, help="rendered clips to check the reader on; 0: none")
     parser.add_argument("--sheet", type=Path, help="prefix of PNG contact sheets to write, one per method")
@@ -445,7 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             batch=options.batch,
             steps=options.steps,
             guidance=options.guidance,
-            size=(settings.height, settings.width, settings.num_frames),
+            size=(options.height, options.width, settings.num_frames),
         )
         seconds = time.perf_counter() - started
         if options.sheet is not None:
@@ -474,8 +476,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "steps": options.steps,
             "guidance_scale": options.guidance,
             "flow_shift": pipe.scheduler.config.get("flow_shift"),
-            "height": settings.height,
-            "width": settings.width,
+            "height": options.height,
+            "width": options.width,
             "num_frames": settings.num_frames,
             "dtype": str(pipe.transformer.dtype),
         },

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, build, check_keys, file_sha256, read_yaml
 from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
-from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, ModelFolder, find_model
+from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, PROXY_RECORD, ModelFolder, find_model, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -267,10 +267,12 @@ def read_prompts(path: str) -> tuple[str, ...]:
 
 
 def recommended_settings(model: ModelFolder) -> dict[str, Any]:
-    """What a model is best run with: its own settings if it is the embedded one or a finetune of it, else Wan's."""
-    if model.name == "embedded" or _has_embedded_vae(model):
-        from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS as settings
+    """What a model is best run with: its own settings if it is the embedded one, a finetune or a proxy, else Wan's."""
+    proxy = model.path / PROXY_RECORD
+    if model.name == "embedded" or proxy.is_file() or _has_embedded_vae(model):
+        from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, GenerationSettings
 
+        settings = GenerationSettings(**read_json(proxy)["generation"]) if proxy.is_file() else EMBEDDED_SETTINGS
         return {
             "height": settings.height,
             "width": settings.width,

@@ -16,6 +16,8 @@ from vmonarch.configs import InputError
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 SUPPORTED_PIPELINES = (TEXT_TO_VIDEO, IMAGE_TO_VIDEO)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# In a proxy's folder: how it was trained, and what it is best run with (`vmonarch.eval.proxy`).
+PROXY_RECORD = "proxy.json"
 # Components that are models and so must come with weights; the others are tokenizers, schedulers and processors.
 _MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
 # Up to here every weight is hashed for the record; above, their sizes must do: 60 GB would take minutes.

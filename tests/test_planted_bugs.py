@@ -36,8 +36,13 @@ SIMILARITY = "eval/similarity.py"
 LOADER = "finetune/data/loader.py"
 CHECKPOINTS = "finetune/checkpoints.py"
 TRAINER = "finetune/trainer.py"
+PLAN = "plan.py"
+WORK = "work.py"
+DIAGNOSIS = "eval/diagnosis.py"
+PLANNING = "eval/planning.py"
 BASED = "based.py"
 ADAPTERS = "adapters.py"
+VARIANTS = "eval/variants.py"
 
 # name -> (file in the package, text in it, what the bug makes of it)
 BUGS = {
@@ -167,7 +172,17 @@ BUGS = {
     "average-forgotten": (TRAINER, "self.average[name].copy_(tensor)", "pass"),
     "checkpoint-named-before-it-is-on-disk": (CHECKPOINTS, "_sync(path, out.fileno())", "pass"),
     "checkpoint-never-verified": (CHECKPOINTS, 'if found != entry["sha256"]', "if False"),
+    "plan-heads-not-put-back": (PLAN, "key=order.__getitem__", "key=lambda head: head"),
+    "work-of-the-last-r-step": (WORK, "6 * b * grid.tokens", "4 * b * grid.tokens"),
+    "diagnosis-kl-the-other-way": (DIAGNOSIS, "(lse.double() - weight.double())", "(weight.double() - lse.double())"),
+    "diagnosis-own-frame-is-the-next": (DIAGNOSIS, "own=distance[:, 0]", "own=distance[:, 1]"),
+    "planning-allows-twice-the-error": (PLANNING, "choices.values > budget", "choices.values > 2 * budget"),
+    "planning-spends-what-is-not-there": (PLANNING, "(more <= left + 1e-12)", "(more <= left + 1)"),
     "adapter-of-any-model": (ADAPTERS, "if saved.get(key) != here.get(key)", "if False"),
+    "held-cL-of-the-wrong-sign": (VARIANTS, "_hold(cL, -math.log", "_hold(cL, math.log"),
+    "all-frames-held-but-the-first": (VARIANTS, "[held[:, :, :1], term[:, :, 1:]]", "[term[:, :, :1], held[:, :, 1:]]"),
+    "top-k-means-of-empty-places": (VARIANTS, "(k.sum(2) / count)", "(k.sum(2) / b)"),
+    "top-k-empty-places-attended": (VARIANTS, "masked_fill(~valid, -torch.inf)", "masked_fill(~valid, 0.0)"),
     "window-absent-keys-attended": (WINDOW, "masked_fill(~present, -torch.inf)", "masked_fill(~present, 0.0)"),
 }  # fmt: skip
 # Tests that see a bug of the kernels soonest; the interpreter is slow.
@@ -206,6 +221,8 @@ KEYWORDS = {
     "checkpoint-never-verified": "flipped",
     "position-of-the-loader-forgotten": "a_resumed_run_is_the_same_run and t2v-0",
     "average-forgotten": "a_resumed_run_is_the_same_run and t2v-0",
+    "plan-heads-not-put-back": "every_head",
+    "work-of-the-last-r-step": "flops",
     "adapter-of-any-model": "model-depth",
     "window-kernel-reaches-the-wrong-way": "the_kernels and sequence",
     "window-kernel-sees-all-rows": "the_kernels and neighbourhood",
@@ -215,6 +232,7 @@ FILE_KEYWORDS = {
     **dict.fromkeys((BIAS_FORWARD, BIAS_BACKWARD, BIAS_OP), "triton"),
     **dict.fromkeys((LINEAR_KERNELS, LINEAR_OP), "the_kernels and taylor-"),
     WINDOW_KERNELS: "the_kernels",
+    VARIANTS: "holds_the_terms or top_k_attention",
 }
 # The test files to run, those that look straight at the planted file first.
 TESTS = {
@@ -232,8 +250,11 @@ TESTS = {
     LOADER: ["tests/finetune/test_data_loader.py"],
     CHECKPOINTS: ["tests/finetune/test_checkpoints.py"],
     TRAINER: ["tests/finetune/test_trainer.py"],
+    **{file: ["tests/processors/test_plan.py"] for file in (PLAN, WORK)},
+    **{file: ["tests/eval/test_diagnosis.py"] for file in (DIAGNOSIS, PLANNING)},
     BASED: ["tests/processors/test_based.py"],
     ADAPTERS: ["tests/processors/test_adapters.py"],
+    VARIANTS: ["tests/eval/test_variants.py"],
     **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},
     **{file: ["tests/kernels/test_monarch_triton.py"] for file in (ONLINE, TILES, PLACES, R_STEP, L_STEP, FUSED)},
 }
@@ -279,11 +300,12 @@ def test_the_untouched_copy_passes(run_tests, tmp_path):
     copy_package(tmp_path)
     # Of the kernels' and processors' tests, which are slow, some that catch bugs above.
     files = (R_STEP, BIAS_FORWARD, LINEAR_KERNELS, WINDOW_KERNELS, NORM_KERNELS, BASED, ADAPTERS)
-    files += (LOADER, CHECKPOINTS, TRAINER)
+    files += (LOADER, CHECKPOINTS, TRAINER, PLAN, VARIANTS)
     slow = {test for file in files for test in TESTS[file]}
     others = {test for tests in TESTS.values() for test in tests} - slow
     some = "paper or strong-clamp or own-frame or ragged or taylor-causal or 7-40-5 or average or copies or missing"
-    some += " or many-tokens or a_dropped_caption or flipped or (a_resumed_run_is_the_same_run and t2v-0)"
+    some += " or many-tokens or a_dropped_caption or flipped or every_head or flops or holds_the_terms"
+    some += " or top_k_attention or (a_resumed_run_is_the_same_run and t2v-0)"
     for tests, keyword in ((others, ""), (slow, some)):
         code, output = run_tests(tmp_path, sorted(tests), keyword)
         assert code == 0, output[-2000:]

@@ -206,6 +206,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
             tuple(transformer.config.patch_size),  # type: ignore[arg-type,union-attr]
             dense_steps,
             pipe_or_transformer if is_pipe else None,
+            name,
         )
         plans.append((transformer, context, originals, bind_all(transformer, processor, context, dict(originals))))
 

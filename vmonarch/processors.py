@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import threading
 import weakref
 from typing import Any, NamedTuple
 
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers import transformer_chronoedit as chronoedit
 from diffusers.models.transformers import transformer_skyreels_v2 as skyreels
 from diffusers.models.transformers import transformer_wan as wan
@@ -24,6 +26,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary, why_not_triton
+from vmonarch.plan import METHOD_OPTIONS, AttentionPlan, HeadGroups
 from vmonarch.validation import check_implementation
 
 # Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
@@ -46,10 +49,18 @@ class ForwardContext:
         patch_size: (t, h, w) size of the transformer's patches.
         dense_steps: the steps computed with exact attention.
         pipe: the pipeline whose scheduler tells the step; only needed for `dense_steps`.
+        component: name of the transformer in its pipeline.
     """
 
-    def __init__(self, patch_size: tuple[int, int, int], dense_steps: DenseSet, pipe: object | None) -> None:
+    def __init__(
+        self,
+        patch_size: tuple[int, int, int],
+        dense_steps: DenseSet,
+        pipe: object | None,
+        component: str = "transformer",
+    ) -> None:
         self.patch_size = patch_size
+        self.component = component
         self.dense_steps = dense_steps
         self._pipe = None if pipe is None else weakref.ref(pipe)
         self.call: ForwardCall | None = None
@@ -60,7 +71,7 @@ class ForwardContext:
         # A copied pipeline is already in the memo when its transformers are copied. A transformer copied alone
         # belongs to no pipeline, so that it never reads the step of the original's.
         pipe = self._pipe() if self._pipe is not None else None
-        twin = ForwardContext(self.patch_size, self.dense_steps, memo.get(id(pipe)))
+        twin = ForwardContext(self.patch_size, self.dense_steps, memo.get(id(pipe)), self.component)
         memo[id(self)] = twin
         return twin
 
@@ -95,23 +106,31 @@ class ForwardContext:
             return ForwardCall(next(iter(grids)), False) if len(grids) == 1 else None
         return self._calls_by_thread.get(threading.get_ident(), self.call)
 
-    def _is_dense_step(self) -> bool:
+    def step(self, needed_by: str = "dense_steps", instead: str = "use dense_steps=0") -> tuple[int, int]:
+        """(the denoising step that the pipeline is in, how many it runs).
+
+        Args:
+            needed_by, instead: for the errors: what needs the step, and what else can be done.
+
+        Raises:
+            RuntimeError: there is no pipeline, it is not running, or its scheduler does not tell the step.
+        """
         pipe: Any = self._pipe() if self._pipe is not None else None
-        advice = "call vmonarch.apply(pipe, processor) on the pipeline that you run, or use dense_steps=0"
+        advice = f"call vmonarch.apply(pipe, processor) on the pipeline that you run, or {instead}"
         if pipe is None:
             raise RuntimeError(
-                f"dense_steps needs the pipeline, whose scheduler tells the step, but the pipeline is gone; {advice}"
+                f"{needed_by} needs the pipeline, whose scheduler tells the step, but the pipeline is gone; {advice}"
             )
         if pipe._current_timestep is None:
             raise RuntimeError(
-                f"dense_steps needs the denoising step, but the {type(pipe).__name__} given to vmonarch.apply is not"
+                f"{needed_by} needs the denoising step, but the {type(pipe).__name__} given to vmonarch.apply is not"
                 f" running (the transformer was called directly or by another pipeline); {advice}"
             )
         scheduler = pipe.scheduler
         if not hasattr(scheduler, "step_index"):
             raise RuntimeError(
-                "dense_steps needs a scheduler with a step_index (UniPC, flow-match Euler or Heun, DPM-Solver"
-                f" multistep), which {type(scheduler).__name__} has not; use another scheduler or dense_steps=0"
+                f"{needed_by} needs a scheduler with a step_index (UniPC, flow-match Euler or Heun, DPM-Solver"
+                f" multistep), which {type(scheduler).__name__} has not; use another scheduler or {instead}"
             )
         evaluations = len(scheduler.timesteps)
         # Video-to-video starts inside the schedule: count from the first step that is run.
@@ -119,7 +138,10 @@ class ForwardContext:
         done = scheduler.step_index
         evaluation = 0 if done is None else done - (evaluations - run)
         order = scheduler.order
-        return self.dense_steps.contains(evaluation // order, -(-run // order))
+        return evaluation // order, -(-run // order)
+
+    def _is_dense_step(self) -> bool:
+        return self.dense_steps.contains(*self.step())
 
 
 def infer_grid(cosines: torch.Tensor) -> LatentGrid:
@@ -292,6 +314,8 @@ class VideoAttentionProcessor:
         def plain(option: Any) -> Any:
             if self._bias is not None and option is self._bias.bias:
                 return self._bias.config()
+            if isinstance(option, AttentionPlan):
+                return option.to_dict()
             if dataclasses.is_dataclass(option) and not isinstance(option, type):
                 return {name: plain(entry) for name, entry in dataclasses.asdict(option).items()}
             return list(option) if isinstance(option, tuple) else option
@@ -436,6 +460,8 @@ class VMonarchProcessor(VideoAttentionProcessor):
     Args:
         num_iterations, frames_per_block, tiles, coarse, exact, min_mass, implementation: as in `vmonarch_attention`.
         bias: None, or a low-rank bias that every logit gets, as in `FlashBiasProcessor`.
+        plan: None, or what every head of every layer computes: an `AttentionPlan`, the path of its JSON or what that
+            holds. It decides the options above, which must be left at their defaults. Needs `vmonarch.apply`.
         dense_steps: denoising steps computed with exact attention: the first n (int), the first fraction, rounded up
             (float), or a collection of step indices. Needs `vmonarch.apply(pipe, …)`.
         dense_layers: transformer blocks that keep their own processor, given like `dense_steps`; VACE's control blocks
@@ -454,6 +480,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         "exact",
         "min_mass",
         "bias",
+        "plan",
         "dense_steps",
         "dense_layers",
         "grid",
@@ -470,6 +497,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         exact: str | ExactBlocks | None = "first_frame",
         min_mass: float = 0.1,
         bias: object = None,
+        plan: object = None,
         dense_steps: object = 0,
         dense_layers: object = 0,
         grid: object = None,
@@ -493,6 +521,31 @@ class VMonarchProcessor(VideoAttentionProcessor):
         self.exact = exact
         self.min_mass = min_mass
         self.implementation = implementation
+        self.plan = None if plan is None else AttentionPlan.parse(plan)
+        if self.plan is not None:
+            self._check_alone()
+            self._needs_apply = self._needs_apply or "plan"
+        self._groups: HeadGroups | None = None
+        self._places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _check_alone(self) -> None:
+        """Check that a plan is given nothing that it decides."""
+        parameters = inspect.signature(VMonarchProcessor).parameters
+        for name in (*METHOD_OPTIONS, "bias"):
+            value, default = getattr(self, name), parameters[name].default
+            if value != default:
+                raise ValueError(f"{name} must be left at {default!r} with a plan, which decides it; got {value!r}")
+
+    def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
+        if self.plan is None:
+            return super().bind(context, original, attn, layer, layers)
+        component = "transformer" if context is None else context.component
+        names = self.plan.heads_of(component, layer, layers, attn.heads)
+        if all(self.plan.methods[name] is None for name in names):
+            return original
+        bound = super().bind(context, original, attn, layer, layers)
+        bound._groups, bound._places = HeadGroups.of(names), {}
+        return bound
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> VideoAttentionProcessor:
@@ -500,6 +553,8 @@ class VMonarchProcessor(VideoAttentionProcessor):
         return super().from_config(config | {"exact": ExactBlocks(**exact)} if isinstance(exact, dict) else config)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        if self._groups is not None:
+            return self._attend_by_plan(self._groups, query, key, value, grid)
         return vmonarch_attention(
             query,
             key,
@@ -514,6 +569,29 @@ class VMonarchProcessor(VideoAttentionProcessor):
             bias=None if self._bias is None else self._bias.factors(grid, query.device),
             implementation=self.implementation,
         )
+
+    def _attend_by_plan(
+        self, groups: HeadGroups, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
+    ) -> torch.Tensor:
+        """One call for all heads of a method; heads are put into such an order only where they are not."""
+        assert self.plan is not None
+        if groups.order is not None:
+            if query.device not in self._places:
+                order, back = (torch.tensor(places, device=query.device) for places in (groups.order, groups.back))
+                self._places[query.device] = order, back
+            order, back = self._places[query.device]
+            query, key, value = (x.index_select(2, order) for x in (query, key, value))
+        parts = []
+        counts = [count for _, count in groups.sizes]
+        heads = zip(*(x.split(counts, 2) for x in (query, key, value)), strict=True)
+        for (name, _), (q, k, v) in zip(groups.sizes, heads, strict=True):
+            options = self.plan.methods[name]
+            if options is None:
+                parts.append(dispatch_attention_fn(q, k, v, backend=self._attention_backend))
+            else:
+                parts.append(vmonarch_attention(q, k, v, grid=grid, implementation=self.implementation, **options))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return out if groups.order is None else out.index_select(2, back)
 
 
 class FlashBiasProcessor(VideoAttentionProcessor):

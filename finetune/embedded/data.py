@@ -352,23 +352,28 @@ def shape_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: torch.T
     raise ValueError(f"shape must be one of {', '.join(SHAPES)}; got {shape!r}")
 
 
-def render(scenes: SceneBatch, device: torch.device | str = "cpu", frames: Sequence[int] | None = None) -> torch.Tensor:
-    """Render clips: [B, 3, F, 96, 160], float32 in [-1, 1], as a video VAE takes them.
+def render(
+    scenes: SceneBatch, device: torch.device | str = "cpu", frames: Sequence[int] | None = None, *, scale: int = 1
+) -> torch.Tensor:
+    """Render clips: [B, 3, F, 96·scale, 160·scale], float32 in [-1, 1], as a video VAE takes them.
 
-    `frames` picks frame numbers out of the 61 (all by default).
+    `frames` picks frame numbers out of the 61 (all by default); `scale` draws the same scenes with more pixels.
 
     Raises:
-        ValueError: a frame number lies outside 0..60.
+        ValueError: a frame number lies outside 0..60, or `scale` is below 1.
     """
+    if scale < 1:
+        raise ValueError(f"scale must be at least 1, got {scale}")
     numbers = list(range(NUM_FRAMES) if frames is None else frames)
     if any(not 0 <= number < NUM_FRAMES for number in numbers):
         raise ValueError(f"frames must lie in 0..{NUM_FRAMES - 1}, got {numbers}")
     scenes = scenes.to(device)
     time = torch.tensor(numbers, device=device, dtype=torch.float32) / (NUM_FRAMES - 1)  # [F]
-    ys = torch.arange(HEIGHT, device=device, dtype=torch.float32)[:, None] + 0.5
-    xs = torch.arange(WIDTH, device=device, dtype=torch.float32)[None, :] + 0.5
+    height, width = HEIGHT * scale, WIDTH * scale
+    ys = (torch.arange(height, device=device, dtype=torch.float32)[:, None] + 0.5) / scale
+    xs = (torch.arange(width, device=device, dtype=torch.float32)[None, :] + 0.5) / scale
 
-    level = _pattern_level(scenes, time, xs, ys)[:, None]  # [B, 1, F, Y, X]
+    level = _pattern_level(scenes, time, xs, ys, scale)[:, None]  # [B, 1, F, Y, X]
     dark, light = (scenes.background_rgb[:, n, :, None, None, None] for n in (0, 1))
     image = dark + (light - dark) * level  # [B, 3, F, Y, X]
     for n in range(MAX_OBJECTS):
@@ -376,16 +381,18 @@ def render(scenes: SceneBatch, device: torch.device | str = "cpu", frames: Seque
         x = xs - centre[..., 0, None, None]  # [B, F, 1, X]
         y = ys - centre[..., 1, None, None]  # [B, F, Y, 1]
         radius = scenes.radius[:, n, None, None, None]
-        alpha = torch.zeros(len(scenes), len(numbers), HEIGHT, WIDTH, device=device)
+        alpha = torch.zeros(len(scenes), len(numbers), height, width, device=device)
         for index, shape in enumerate(SHAPES):
             rows = torch.nonzero((scenes.shape[:, n] == index) & (scenes.count > n))[:, 0]
             if len(rows):
-                alpha[rows] = (0.5 - shape_distance(shape, x[rows], y[rows], radius[rows])).clamp(0, 1)
+                alpha[rows] = (0.5 - scale * shape_distance(shape, x[rows], y[rows], radius[rows])).clamp(0, 1)
         image = image + (scenes.rgb[:, n, :, None, None, None] - image) * alpha[:, None]
     return image.clamp(0, 1) * 2 - 1
 
 
-def _pattern_level(scenes: SceneBatch, time: torch.Tensor, xs: torch.Tensor, ys: torch.Tensor) -> torch.Tensor:
+def _pattern_level(
+    scenes: SceneBatch, time: torch.Tensor, xs: torch.Tensor, ys: torch.Tensor, scale: int
+) -> torch.Tensor:
     """Brightness level of the background in [0, 1]: [B, F, Y, X]."""
     wide = lambda tensor: tensor[:, None, None, None]
     shift = scenes.pan_shift[:, None] * time[:, None]  # [B, F, 2]
@@ -393,7 +400,7 @@ def _pattern_level(scenes: SceneBatch, time: torch.Tensor, xs: torch.Tensor, ys:
     y = ys - scenes.phase[:, 1, None, None, None] - shift[..., 1, None, None]
     # A triangle wave of unit slope, clamped: a square wave with one pixel of antialiasing.
     wave = lambda u: (torch.remainder(u, wide(scenes.period)) - wide(scenes.period) / 2).abs() - wide(scenes.period) / 4
-    step = lambda u: (0.5 + u).clamp(0, 1)
+    step = lambda u: (0.5 + scale * u).clamp(0, 1)
     stripe = wide(scenes.stripe)
     along = torch.where(
         stripe == 0, x + 0 * y, torch.where(stripe == 1, y + 0 * x, torch.where(stripe == 2, x + y, x - y))

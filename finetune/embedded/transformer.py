@@ -100,14 +100,14 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 @torch.no_grad()
 def encode_clips(
-    vae: AutoencoderKLWan, scenes: SceneBatch, device: str, batch: int = 64, compile: bool = False
+    vae: AutoencoderKLWan, scenes: SceneBatch, device: str, batch: int = 64, compile: bool = False, scale: int = 1
 ) -> torch.Tensor:
-    """Normalised latents of every clip: [B, 16, 16, 12, 20], float16, on `device`."""
+    """Normalised latents of every clip, drawn `scale` times as large: [B, 16, 16, 12·scale, 20·scale], float16."""
     mean, std = latent_statistics(vae, device)
     encode = torch.compile(encode_parallel, dynamic=False) if compile else encode_parallel
     parts = []
     for start in range(0, len(scenes), batch):
-        video = render(scenes[start : start + batch], device)
+        video = render(scenes[start : start + batch], device, scale=scale)
         # A compiled form is made for one batch size; the last, smaller batch goes without.
         means = encode_means(vae, video, encode if len(video) == batch else encode_parallel)
         parts.append(((means - mean) / std).half())

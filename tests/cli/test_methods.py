@@ -24,15 +24,17 @@ def pipe(tiny_model: Path):
 @pytest.mark.parametrize("name", method_names())
 def test_every_method_installs_what_it_says(name: str, pipe, shipped_adapter: Path) -> None:
     from vmonarch import BasedProcessor, ExactBlocks, FlashBiasProcessor, VMonarchProcessor
+    from vmonarch.eval.variants import VARIANTS, VariantProcessor
 
     method = resolve_method(name)
     assert method.label == method.name == name and resolve_method(method.to_dict()) == method
     method.install(pipe)
     processor = pipe.transformer.blocks[0].attn1.processor
     kinds = {"full": (), "vmonarch": VMonarchProcessor, "flashbias": FlashBiasProcessor, "based": BasedProcessor}
+    kinds |= dict.fromkeys(VARIANTS, VariantProcessor)
     kind = method.parameters.kind
     assert isinstance(processor, kinds[kind] or type(pipe.transformer.blocks[0].attn2.processor))
-    assert (kind == "full") != isinstance(processor, (VMonarchProcessor, FlashBiasProcessor, BasedProcessor))
+    assert (kind == "full") != isinstance(processor, tuple(filter(None, kinds.values())))
     assert (kind == "based") == any(".lora_" in key for key in pipe.transformer.state_dict())
     if isinstance(method.parameters, VMonarchAttention):
         assert processor.num_iterations == method.parameters.num_iterations

@@ -1,0 +1,235 @@
+"""Diagnose a model's attention and plan what every head computes: the library behind `vmonarch calibrate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import AttentionMethod, VMonarchAttention, resolve_method
+from vmonarch.pipelines.generation import (
+    LoadedModel,
+    SamplingConfig,
+    check_loaded,
+    complete,
+    denoise,
+    facts,
+    load_model,
+    prepare_output_dir,
+    reserve_number,
+    short_hash,
+)
+from vmonarch.pipelines.model_folder import find_model
+from vmonarch.plan import METHOD_OPTIONS, AttentionPlan
+
+CANDIDATES = (
+    "vmonarch-t1",
+    "vmonarch:coarse=2",
+    "vmonarch",
+    "vmonarch-t3",
+    "vmonarch-own",
+    "vmonarch-band1",
+)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a plan may cost, one of the two.
+
+    Args:
+        error: of a head, of `measure`.
+        flops: of all heads, relative to VMonarch with its defaults.
+        measure: "error", "layer_error" or "kl"; None for "error" with `error` and "layer_error" with `flops`.
+    """
+
+    error: float | None = None
+    flops: float | None = None
+    measure: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.error is not None and self.flops is not None:
+            raise InputError("budget", "and flops exclude each other: give one")
+
+    def plan(self, diagnosis: Mapping[str, Any]) -> AttentionPlan:
+        """The plan for a diagnosis; without a budget, for as much work as VMonarch's."""
+        from vmonarch.eval.planning import plan_within_error, plan_within_work
+
+        if self.error is not None:
+            return plan_within_error(diagnosis, self.error, self.measure or "error")
+        return plan_within_work(diagnosis, 1.0 if self.flops is None else self.flops, self.measure or "layer_error")
+
+
+@dataclass(frozen=True)
+class CalibrateConfig(SamplingConfig):
+    """`SamplingConfig`, plus what to record and to plan.
+
+    Args:
+        candidates: methods of kind vmonarch, as `vmonarch compare` takes them, without a bias, a plan, or dense steps
+            and layers.
+        every: record every so many steps; None for about ten of them.
+        maps: "layer:head" of attention maps to keep; none for the first, the middle and the last layer's first head.
+        budget, flops, measure: see `Budget`.
+    """
+
+    output_dir: str = "outputs/calibrate"
+    candidates: tuple[Any, ...] = CANDIDATES
+    every: int | None = None
+    maps: tuple[str, ...] = ()
+    budget: float | None = None
+    flops: float | None = None
+    measure: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.candidates, (str, bytes)) or not self.candidates:
+            raise InputError("candidates", f"must be a list of methods, got {self.candidates!r}")
+        methods = [_candidate(spec) for spec in self.candidates]
+        labels = [method.label for method in methods]
+        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+            raise InputError("candidates", f"must differ; repeated: {', '.join(repeated)}")
+        if self.every is not None and (isinstance(self.every, bool) or self.every < 1):
+            raise InputError("every", f"must be at least 1, got {self.every!r}")
+        Budget(self.budget, self.flops, self.measure)
+        object.__setattr__(self, "candidates", tuple(methods))
+        object.__setattr__(self, "maps", tuple(self.maps))
+        parse_maps(self.maps)
+
+
+def _candidate(spec: Any) -> AttentionMethod:
+    method = spec if isinstance(spec, AttentionMethod) else resolve_method(spec, argument="candidates")
+    parameters = method.parameters
+    if not isinstance(parameters, VMonarchAttention):
+        raise InputError("candidates", f"must be of kind vmonarch, got {method.label!r} of kind {parameters.kind}")
+    plain = VMonarchAttention()
+    for name in ("reach", "plan", "dense_steps", "dense_layers"):
+        if getattr(parameters, name) != getattr(plain, name):
+            raise InputError("candidates", f"must leave {name} alone, but {method.label!r} sets it")
+    return method
+
+
+def options_of(method: AttentionMethod) -> dict[str, Any]:
+    """What a method changes of `vmonarch_attention`'s defaults, as a plan has it."""
+    parameters, plain = method.parameters, VMonarchAttention()
+    return {
+        name: getattr(parameters, name) for name in METHOD_OPTIONS if getattr(parameters, name) != getattr(plain, name)
+    }
+
+
+def parse_maps(maps: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """(layer, head) of every "layer:head".
+
+    Raises:
+        InputError: an entry is not of this form.
+    """
+    found = []
+    for entry in maps:
+        layer, colon, head = str(entry).partition(":")
+        if not colon or not layer.isdigit() or not head.isdigit():
+            raise InputError("maps", f"must be layer:head, such as 3:0, got {entry!r}")
+        found.append((int(layer), int(head)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` made: its folder, the diagnosis (`diagnosis.json`) and the plan (`plan.json`)."""
+
+    folder: Path
+    diagnosis: dict[str, Any]
+    plan: AttentionPlan
+
+
+def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedModel | None = None) -> Calibration:
+    """Sample every prompt and seed with full attention, record what the candidates lose, and plan.
+
+    In a new folder of `config.output_dir`: `diagnosis.json`, `plan.json` (for `VMonarchProcessor(plan=…)` and
+    `vmonarch compare --methods full vmonarch:plan=…`) and `report.html`.
+
+    Args:
+        progress: show progress bars.
+        model: a pipeline loaded before with the same model settings, to save loading it again.
+
+    Raises:
+        InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or a map or a budget does not fit.
+    """
+    from vmonarch import apply, restore
+    from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder, document, parse_candidates
+
+    folder = model.folder if model else find_model(config.model, config.revision)
+    config = complete(config, folder)
+    output = prepare_output_dir(config.output_dir)
+    if model is None:
+        model = load_model(config, folder)
+    else:
+        check_loaded(config, model)
+    assert config.steps is not None
+    layers, heads = _size(model)
+    maps = parse_maps(config.maps) or tuple(dict.fromkeys((layer, 0) for layer in (0, layers // 2, layers - 1)))
+    for layer, head in maps:
+        if layer >= layers or head >= heads:
+            raise InputError("maps", f"must lie in {layers} layers of {heads} heads, got {layer}:{head}")
+    candidates = parse_candidates({method.label: options_of(method) for method in config.candidates})
+    recorder = Recorder(candidates, config.every or max(1, config.steps // 10), maps)
+    jobs = [(prompt, seed) for prompt in config.prompts for seed in config.seeds]
+    apply(model.pipe, DiagnosisProcessor(recorder))
+    try:
+        for number, (prompt, seed) in enumerate(jobs):
+            title = f"video {number + 1} of {len(jobs)}" if progress else None
+            denoise(model, config, [prompt], [seed], progress=title)
+    finally:
+        restore(model.pipe)
+    about = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "config": config.to_dict(),
+        **facts(config, model),
+    }
+    diagnosis = {**document(recorder), "about": about}
+    plan = Budget(config.budget, config.flops, config.measure).plan(diagnosis)
+    with reserve_number(output, 1 if config.overwrite else None) as number_text:
+        target = output / f"{number_text}-{short_hash(config.to_dict())}"
+        target.mkdir(exist_ok=config.overwrite)
+        _write(target, diagnosis, plan, recorder, overwrite=config.overwrite)
+    return Calibration(target, diagnosis, plan)
+
+
+def _size(model: LoadedModel) -> tuple[int, int]:
+    """Layers and heads of the pipeline's transformers."""
+    from vmonarch.installation import find_transformers
+
+    found: Any = next(iter(find_transformers(model.pipe).values()))
+    return len(found.blocks), found.config.num_attention_heads
+
+
+def _write(target: Path, diagnosis: dict[str, Any], plan: AttentionPlan, recorder: Any, *, overwrite: bool) -> None:
+    from vmonarch.eval.diagnosis_report import report
+    from vmonarch.eval.video_io import AtomicFiles
+
+    texts = {
+        "diagnosis.json": json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n",
+        "plan.json": json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n",
+        "report.html": report(diagnosis, plan, recorder.pictures),
+    }
+    with AtomicFiles(overwrite=overwrite) as files:
+        for name, text in texts.items():
+            files.stage(target / name).write_text(text, encoding="utf-8")
+
+
+def read_diagnosis(path: str | Path) -> dict[str, Any]:
+    """What a `diagnosis.json` holds.
+
+    Raises:
+        InputError: it cannot be read, or is none.
+    """
+    from vmonarch.eval.diagnosis import FORMAT
+
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("diagnosis", f"{str(path)!r} cannot be read: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise InputError("diagnosis", f"{str(path)!r} is no diagnosis of `vmonarch calibrate`")
+    return found

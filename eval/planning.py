@@ -1,0 +1,165 @@
+"""From a diagnosis to a plan: the cheapest attention for every head that an error budget or a budget of work allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vmonarch.configs import InputError
+from vmonarch.eval.diagnosis import FORMAT
+from vmonarch.grid import LatentGrid
+from vmonarch.plan import AttentionPlan
+from vmonarch.work import full_flops, vmonarch_flops
+
+MEASURES = ("error", "layer_error", "kl")
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What every head of all transformers could compute.
+
+    Args:
+        names: of the methods, exact attention last.
+        flops: [methods], relative to full attention.
+        values: [heads, methods], of the measure; 0 for exact attention.
+        shares: [heads], of a head in the work of a whole sampling: transformers run for different numbers of steps.
+        places: (transformer, layers, heads of a layer) in the order of the heads.
+    """
+
+    names: tuple[str, ...]
+    flops: torch.Tensor
+    values: torch.Tensor
+    shares: torch.Tensor
+    places: tuple[tuple[str, int, int], ...]
+
+
+def over_steps(values: Any, measure: str) -> torch.Tensor:
+    """[layers, heads], float64, of a measure [steps, layers, heads]: its mean; of "error" the root mean square."""
+    steps = torch.tensor(values, dtype=torch.float64)
+    return steps.square().mean(0).sqrt() if measure == "error" else steps.mean(0)
+
+
+def _choices(diagnosis: Mapping[str, Any], measure: str) -> _Choices:
+    if diagnosis.get("format") != FORMAT:
+        raise InputError("diagnosis", f"must have the format {FORMAT!r}, got {diagnosis.get('format')!r}")
+    if measure not in MEASURES:
+        raise InputError("measure", f"must be one of {', '.join(MEASURES)}, got {measure!r}")
+    names = tuple(diagnosis["candidates"])
+    values, shares, places = [], [], []
+    total = sum(len(part["steps"]) for part in diagnosis["transformers"].values())
+    for component, part in diagnosis["transformers"].items():
+        found = [over_steps(part["candidates"][name][measure], measure).flatten() for name in names]
+        values.append(torch.stack([*found, torch.zeros_like(found[0])], 1))
+        heads = part["layers"] * part["heads"]
+        shares.append(torch.full((heads,), len(part["steps"]) / total / heads, dtype=torch.float64))
+        places.append((component, part["layers"], part["heads"]))
+    flops = [diagnosis["candidates"][name]["flops"] for name in names]
+    return _Choices(
+        (*names, FULL), torch.tensor([*flops, 1.0], dtype=torch.float64), torch.cat(values), torch.cat(shares),
+        tuple(places),
+    )  # fmt: skip
+
+
+def plan_within_error(diagnosis: Mapping[str, Any], budget: float, measure: str = "error") -> AttentionPlan:
+    """For every head the cheapest method whose measure, over the recorded steps, is at most `budget`.
+
+    Raises:
+        InputError: no diagnosis, an unknown measure, or a budget that is negative or not finite.
+    """
+    choices = _choices(diagnosis, measure)
+    if not math.isfinite(budget) or budget < 0:
+        raise InputError("budget", f"must be finite and at least 0, got {budget}")
+    cost = choices.flops.expand_as(choices.values).masked_fill(choices.values > budget, math.inf)
+    return _plan(diagnosis, choices, cost.argmin(1), measure, {"budget": budget})
+
+
+def plan_within_work(diagnosis: Mapping[str, Any], flops: float, measure: str = "layer_error") -> AttentionPlan:
+    """The least sum of the measure over all heads (of relative errors: of their squares) for so much work.
+
+    By Lagrange's multiplier: every head takes the method with the least value + λ·work, with the smallest λ that keeps
+    to the budget; what then is left goes to the heads that gain most by it.
+
+    Args:
+        flops: of all heads, relative to VMonarch with its defaults (`vmonarch_flops`).
+
+    Raises:
+        InputError: no diagnosis, an unknown measure, or less work than the cheapest methods need.
+    """
+    choices = _choices(diagnosis, measure)
+    grid = LatentGrid(*diagnosis["grid"])
+    limit = flops * vmonarch_flops(grid, 1) / full_flops(grid, 1)
+    least = choices.flops.min().item()
+    if not math.isfinite(flops) or limit < least:
+        unit = least / (vmonarch_flops(grid, 1) / full_flops(grid, 1))
+        raise InputError("flops", f"must be at least {unit:.3g}, which the cheapest candidate needs, got {flops}")
+    values = choices.values.square() if measure == "error" else choices.values
+    work = lambda chosen: (choices.flops[chosen] * choices.shares).sum().item()
+    pick = lambda weight: (values + weight * choices.flops).argmin(1)
+    low, high = 0.0, 1.0
+    while work(pick(high)) > limit:
+        low, high = high, 2 * high
+        if high > 1e12:
+            # All heads have the cheapest method; ties in value are what is left.
+            break
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (low, middle) if work(pick(middle)) <= limit else (middle, high)
+    chosen = pick(high)
+    if work(chosen) > limit:
+        chosen = torch.full_like(chosen, int(choices.flops.argmin()))
+    _spend(choices, values, chosen, limit)
+    return _plan(diagnosis, choices, chosen, measure, {"flops": flops})
+
+
+def _spend(choices: _Choices, values: torch.Tensor, chosen: torch.Tensor, limit: float) -> None:
+    """Let single heads change to methods that lower the value and still fit, those first that gain most for the work.
+
+    Args:
+        chosen: [heads], changed in place.
+    """
+    heads = torch.arange(len(chosen))
+    while True:
+        left = limit - (choices.flops[chosen] * choices.shares).sum()
+        more = (choices.flops - choices.flops[chosen][:, None]) * choices.shares[:, None]
+        gain = values[heads, chosen][:, None] - values
+        fits = (gain > 0) & (more <= left + 1e-12)
+        if not fits.any():
+            return
+        rate = (gain / more.clamp(min=1e-12)).masked_fill(~fits, -math.inf)
+        place = int(rate.argmax())
+        chosen[place // values.shape[1]] = place % values.shape[1]
+
+
+def _plan(
+    diagnosis: Mapping[str, Any], choices: _Choices, chosen: torch.Tensor, measure: str, asked: dict[str, float]
+) -> AttentionPlan:
+    used = sorted(set(chosen.tolist()))
+    methods = {
+        choices.names[i]: None if choices.names[i] == FULL else diagnosis["candidates"][choices.names[i]]["options"]
+        for i in used
+    }
+    layers, start = {}, 0
+    for component, count, heads in choices.places:
+        rows = chosen[start : start + count * heads].view(count, heads).tolist()
+        layers[component] = [[choices.names[i] for i in row] for row in rows]
+        start += count * heads
+    grid = LatentGrid(*diagnosis["grid"])
+    work = (choices.flops[chosen] * choices.shares).sum().item()
+    every = torch.arange(len(chosen))
+    predicted = {"flops_of_full": work, "flops_of_vmonarch": work * full_flops(grid, 1) / vmonarch_flops(grid, 1)}
+    for name in MEASURES:
+        values = choices.values if name == measure else _choices(diagnosis, name).values
+        predicted[f"mean_{name}"] = values[every, chosen].mean().item()
+    about = {
+        "measure": measure,
+        **asked,
+        "grid": list(grid),
+        "heads": {choices.names[i]: int((chosen == i).sum()) for i in used},
+        "predicted": {name: float(f"{value:.6g}") for name, value in predicted.items()},
+    }
+    return AttentionPlan(methods, layers, about)

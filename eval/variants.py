@@ -1,0 +1,475 @@
+"""Attention variants for the ablation tables: the paper's other choices, and controls at equal work.
+
+Plain torch, at least float32 inside, no kernels: these are for tables of quality, not of speed. Each has its work in
+the unit of `kernel_bench.vmonarch_work`, FLOPs of one head in the forward pass, where a multiply-add counts 2.
+
+Shapes: B batch, S = T·P tokens, P = H·W positions of a frame, H heads, D head dim, E value dim, G = B·H groups, m
+blocks, b positions per block. query, key, value and results are [B, S, H, D].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from vmonarch.configs.methods import (
+    BasedAttention,
+    BlockTopKAttention,
+    ControlledMonarch,
+    FactorisedMonarch,
+    LocalAttention,
+    Parameters,
+    SinkAverageMonarch,
+    VMonarchAttention,
+)
+from vmonarch.eval.kernel_bench import full_attention_work, vmonarch_work
+from vmonarch.exact import FIRST_FRAME, ExactBlocks
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, to_groups
+from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
+from vmonarch.kernels.monarch.blocks import BlockLayout, exact_key_frames, grid_layout
+from vmonarch.kernels.monarch.reference import exact_part, l_step, last_l_step, r_step
+from vmonarch.processors import VideoAttentionProcessor
+from vmonarch.validation import check_flag, check_positive_integer, check_qkv, resolve_scale
+
+# Which frames a term is held at its initial value for; the paper's superscripts 0, 1 and * (Table 5).
+FIXED = ("none", "first", "all")
+# Axes of the grid, as the paper names them, and the order of tokens in which each comes first.
+AXES = {"T": (0, 1, 2), "H": (1, 2, 0), "W": (2, 1, 0)}
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: object) -> LatentGrid:
+    check_qkv(query, key, value, same_length=True)
+    parsed = LatentGrid.parse(grid)
+    if parsed.tokens != query.shape[1]:
+        raise ValueError(f"grid {tuple(parsed)} has {parsed.tokens} tokens, but query has {query.shape[1]}")
+    return parsed
+
+
+def _to_tokens(out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[G, S, E] -> [B, S, H, E] in the dtype of `like`."""
+    return out.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2).to(like.dtype).contiguous()
+
+
+def _exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Softmax attention of any number of queries over any number of keys."""
+    _, out = in_row_chunks(attend, to_groups(query) * scale, to_groups(key), None, to_groups(value))
+    return _to_tokens(out, query)
+
+
+def _recompute_first_frame(
+    out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid, scale: float
+) -> torch.Tensor:
+    """`out` with the rows of the first frame answered exactly (VMonarch, Eq. 8)."""
+    P = grid.tokens_per_frame
+    return torch.cat([_exact(query[:, :P], key, value, scale), out[:, P:]], 1)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The paper's variants
+
+
+def check_controlled_options(*, fix_cr: object, fix_cl: object, recompute: object, **iteration: Any) -> None:
+    """Check what does not depend on tensors; `iteration` holds what VMonarch attention has too.
+
+    Raises:
+        TypeError, ValueError: an option is not as `controlled_attention` describes; the message names it.
+    """
+    check_vmonarch_options(**iteration)
+    for name, fixed in (("fix_cr", fix_cr), ("fix_cl", fix_cl)):
+        if fixed not in FIXED:
+            raise ValueError(f"{name} must be one of {', '.join(FIXED)}, got {fixed!r}")
+    check_flag("recompute", recompute)
+
+
+def _hold(term: torch.Tensor, value: float, fixed: str) -> torch.Tensor:
+    """`term` [B, H, m, b] with the frames that `fixed` names, along m, at `value`."""
+    if fixed == "none":
+        return term
+    held = torch.full_like(term, value)
+    return held if fixed == "all" else torch.cat([held[:, :, :1], term[:, :, 1:]], 2)
+
+
+def controlled_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid: LatentGrid | tuple[int, int, int],
+    num_iterations: int = 2,
+    fix_cr: str = "none",
+    fix_cl: str = "none",
+    recompute: bool = False,
+    min_mass: float = 0.1,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """VMonarch attention with cR or cL held at its initial value, for the first key frame or for all.
+
+    cR starts at 1 (L is the identity). The "initial expected value log(M)" of cL is read as -log P: a row of R that has
+    learnt nothing is uniform over the P keys of its frame, and cL = Σ R log R of such a row is -log P; the paper gives
+    its size without the sign. With that sign a held first frame gains weight, as in the paper's table, where the
+    variant with one iteration then has a better first frame.
+
+    Args:
+        num_iterations, min_mass, scale: as in `vmonarch_attention`.
+        fix_cr: "none", "first" (frame) or "all"; after every L-step, so that with one iteration it changes nothing.
+        fix_cl: the same of cL after every R-step.
+        recompute: answer the rows of the first frame exactly.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+
+    Source: VMonarch, App. J and Table 5.
+    """
+    check_controlled_options(
+        fix_cr=fix_cr, fix_cl=fix_cl, recompute=recompute, num_iterations=num_iterations, min_mass=min_mass
+    )
+    grid = _check(query, key, value, grid)
+    scale = resolve_scale(scale, query.shape[-1])
+    layout = grid_layout(grid, frames_per_block=1, tiles=(1, 1), coarse=1, device=query.device)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (layout.to_blocks(x.to(dtype)) for x in (query, key, value))  # [B, H, m, b, D]
+    q = q * scale
+    lead = q.shape[:2]
+    by_position = lambda blocks: blocks.transpose(2, 3).flatten(0, 1)  # [B, H, m, b, …] -> [G, b, m, …]
+    by_block = lambda positions: positions.unflatten(0, lead).transpose(2, 3)
+    q_positions = by_position(q)
+    z = q
+    for _ in range(num_iterations - 1):
+        aL, cL, _ = r_step(z, k, None, None, False)
+        cL = _hold(cL, -math.log(layout.positions), fix_cl)
+        aR, cR = (by_block(x) for x in l_step(q_positions, by_position(aL), by_position(cL), None, None, None))
+        z = aR / _hold(cR, 1.0, fix_cr).clamp(min=max(min_mass, torch.finfo(dtype).tiny)).unsqueeze(-1)
+    aL, cL, y = r_step(z, k, None, v, False)
+    assert y is not None
+    cL = _hold(cL, -math.log(layout.positions), fix_cl)
+    o, _ = last_l_step(q_positions, by_position(aL), by_position(cL), by_position(y), None, None, None)
+    out = layout.to_tokens(by_block(o)).transpose(1, 2).to(query.dtype).contiguous()
+    return _recompute_first_frame(out, query, key, value, grid, scale) if recompute else out
+
+
+def sink_average_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid: LatentGrid | tuple[int, int, int],
+    num_iterations: int = 2,
+    min_mass: float = 0.1,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The mean of exact attention to the first frame's keys and of VMonarch attention without any exact row (‡).
+
+    Args:
+        num_iterations, min_mass, scale: as in `vmonarch_attention`.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+
+    Source: VMonarch, §4.4 and Table 3.
+    """
+    grid = _check(query, key, value, grid)
+    scale = resolve_scale(scale, query.shape[-1])
+    P = grid.tokens_per_frame
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (x.to(dtype) for x in (query, key, value))
+    rest = vmonarch_attention(
+        q,
+        k,
+        v,
+        grid=grid,
+        num_iterations=num_iterations,
+        exact=None,
+        min_mass=min_mass,
+        scale=scale,
+        implementation="torch",
+    )
+    return ((_exact(q, k[:, :P], v[:, :P], scale) + rest) / 2).to(query.dtype)
+
+
+def check_factorised_options(*, axis: object, blocks: object, recompute: object, **iteration: Any) -> None:
+    """Check what does not depend on tensors; `iteration` holds what VMonarch attention has too.
+
+    Raises:
+        TypeError, ValueError: an option is not as `factorised_attention` describes; the message names it.
+    """
+    if axis not in AXES:
+        raise ValueError(f"axis must be one of {', '.join(AXES)}, got {axis!r}")
+    check_positive_integer("blocks", blocks)
+    check_vmonarch_options(**iteration)
+    check_flag("recompute", recompute)
+
+
+def factorised_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid: LatentGrid | tuple[int, int, int],
+    axis: str,
+    blocks: int = 4,
+    num_iterations: int = 2,
+    recompute: bool = True,
+    min_mass: float = 0.1,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Monarch attention with `blocks` blocks along one axis: the paper's (4, HWT/4), (4, WHT/4) and (4, THW/4).
+
+    Tokens are put in the order in which that axis comes first, cut there into blocks whose lengths along it differ by
+    at most one (places that are left over are masked), and put back afterwards.
+
+    Args:
+        axis: "T", "H" or "W".
+        blocks: m.
+        num_iterations, min_mass, scale: as in `vmonarch_attention`.
+        recompute: answer the rows of the first frame exactly, as the default method does.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or more blocks than the axis is long; the message
+            names it.
+
+    Source: VMonarch, App. K and Fig. 12.
+    """
+    check_factorised_options(
+        axis=axis, blocks=blocks, recompute=recompute, num_iterations=num_iterations, min_mass=min_mass
+    )
+    grid = _check(query, key, value, grid)
+    order = AXES[axis]
+    length = grid[order[0]]
+    if blocks > length:
+        raise ValueError(f"blocks must not exceed the axis {axis}, which is {length} long, got {blocks}")
+    scale = resolve_scale(scale, query.shape[-1])
+    # One frame of `length` rows, cut into tiles: the layout of tiles masks what does not divide.
+    tokens = torch.arange(grid.tokens, device=query.device).view(grid).permute(order).flatten()
+    out = vmonarch_attention(
+        *(x.index_select(1, tokens) for x in (query, key, value)),
+        grid=(1, length, grid.tokens // length),
+        tiles=(blocks, 1),
+        exact=None,
+        num_iterations=num_iterations,
+        min_mass=min_mass,
+        scale=scale,
+        implementation="torch",
+    )
+    out = out.index_select(1, torch.argsort(tokens))
+    return _recompute_first_frame(out, query, key, value, grid, scale) if recompute else out
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Controls at equal work
+
+
+def local_key_frames(pattern: ExactBlocks, frames: int) -> tuple[tuple[int, ...], ...]:
+    """The key frames of every query frame.
+
+    Raises:
+        ValueError: a query frame has none, or the pattern names a frame that is not there.
+    """
+    key_frames = pattern.key_frames(frames)
+    empty = [l for l, attended in enumerate(key_frames) if not attended]
+    if empty:
+        raise ValueError(f"exact must leave every frame some keys; frame {empty[0]} has none with {pattern}")
+    return key_frames
+
+
+def local_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid: LatentGrid | tuple[int, int, int],
+    exact: ExactBlocks,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The exact blocks of a pattern and nothing else: softmax over those keys, all others dropped.
+
+    Args:
+        exact: rows, columns and band of frames; `aware` means nothing here.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or a query frame has no key; the message names it.
+    """
+    grid = _check(query, key, value, grid)
+    scale = resolve_scale(scale, query.shape[-1])
+    key_frames = local_key_frames(exact, grid.frames)
+    out, _ = exact_part(to_groups(query) * scale, to_groups(key), to_groups(value), key_frames)
+    return _to_tokens(out, query)
+
+
+def check_topk_options(*, sparsity: object, cube: object) -> None:
+    """Check what does not depend on tensors.
+
+    Raises:
+        TypeError, ValueError: an option is not as `block_topk_attention` describes; the message names it.
+    """
+    if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)):
+        raise TypeError(f"sparsity must be a number, got {sparsity!r}")
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity must be at least 0 and below 1, got {sparsity}")
+    LatentGrid.parse(cube, argument="cube")
+
+
+def _cubes(grid: LatentGrid, cube: tuple[int, int, int], device: torch.device) -> BlockLayout:
+    """Blocks of at most `cube` tokens; rows and columns are cut evenly, the last cube along time may be short."""
+    tiles = (-(-grid.height // cube[1]), -(-grid.width // cube[2]))
+    return grid_layout(grid, frames_per_block=min(cube[0], grid.frames), tiles=tiles, coarse=1, device=device)
+
+
+def kept_blocks(blocks: int, sparsity: float) -> int:
+    """How many of `blocks` key blocks a query block keeps: the share 1 - sparsity, rounded up."""
+    return max(1, math.ceil((1 - sparsity) * blocks - 1e-9))
+
+
+def block_topk_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid: LatentGrid | tuple[int, int, int],
+    sparsity: float = 0.9,
+    cube: tuple[int, int, int] = (4, 4, 4),
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Block-sparse attention: every cube of queries attends exactly to the key cubes of the highest mean score.
+
+    Scores are products of mean query and mean key of the cubes, per head, as in VSA without its trained coarse branch.
+
+    Args:
+        sparsity: share of key cubes that is dropped; `kept_blocks` says how many stay.
+        cube: at most so many (frames, rows, columns) of tokens in a block.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+
+    Source: Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention (2025), §3.
+    """
+    check_topk_options(sparsity=sparsity, cube=cube)
+    grid = _check(query, key, value, grid)
+    scale = resolve_scale(scale, query.shape[-1])
+    layout = _cubes(grid, cube, query.device)
+    m, b = layout.blocks, layout.positions
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (layout.to_blocks(x.to(dtype)).flatten(0, 1) for x in (query, key, value))  # [G, m, b, D]
+    q = q * scale
+    valid = torch.ones(m, b, dtype=torch.bool, device=query.device) if layout.valid is None else layout.valid
+    count = valid.sum(1)[:, None]  # [m, 1]
+    scores = (q.sum(2) / count) @ (k.sum(2) / count).mT  # [G, m, m]
+    chosen = scores.topk(kept_blocks(m, sparsity), -1).indices  # [G, m, n]
+    bias = torch.zeros(m, b, dtype=dtype, device=query.device).masked_fill(~valid, -torch.inf)
+    group = torch.arange(q.shape[0], device=query.device)[:, None]
+    rows = []
+    for l in range(m):
+        picked = chosen[:, l]
+        keys, values = (x[group, picked].flatten(1, 2) for x in (k, v))  # [G, n·b, D]
+        rows.append(in_row_chunks(attend, q[:, l], keys, bias[picked].flatten(1), values)[1])
+    out = torch.stack(rows, 1).unflatten(0, (query.shape[0], query.shape[2]))  # [B, H, m, b, E]
+    return layout.to_tokens(out).transpose(1, 2).to(query.dtype).contiguous()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Work
+
+
+def _monarch_flops(grid: LatentGrid, head_dim: int, **options: Any) -> float:
+    """R-steps and L-steps alone."""
+    stages = vmonarch_work(grid, 1, head_dim, itemsize=4, training=False, **options)
+    return sum(stage.flops for stage in stages if stage.stage != "exact")
+
+
+def _exact_flops(key_frames: tuple[tuple[int, ...], ...], grid: LatentGrid, head_dim: int) -> float:
+    return 4 * sum(map(len, key_frames)) * grid.tokens_per_frame**2 * head_dim
+
+
+def attention_flops(parameters: Parameters, grid: LatentGrid | tuple[int, int, int], head_dim: int) -> float:
+    """Predicted FLOPs of one head's forward pass with a method: 4·pairs·D where attention is exact.
+
+    In the unit and by the formulae of `kernel_bench.FORMULAE`; masked places count as if they held tokens. A choice of
+    key blocks counts the scores of the mean queries and keys, 2·m²·D, and its pairs as S² times the share of blocks
+    that is kept, which is their mean where blocks differ in size. Dense steps, dense layers and biases are left out.
+
+    Raises:
+        TypeError: a method whose work is not predicted (Based).
+        ValueError: the method does not fit the grid.
+    """
+    grid = LatentGrid.parse(grid)
+    full = full_attention_work(grid.tokens, 1, head_dim, itemsize=4, training=False).flops
+    first_frame = _exact_flops(FIRST_FRAME.key_frames(grid.frames), grid, head_dim)
+    if isinstance(parameters, BasedAttention):
+        raise TypeError("parameters must be of a softmax or Monarch method; the work of Based is not predicted")
+    if isinstance(parameters, VMonarchAttention):
+        per_block = min(parameters.frames_per_block, grid.frames)
+        # A block of several frames is one of a frame as much higher; with tiles, as many of them as before.
+        frames, height = -(-grid.frames // per_block), grid.height * per_block
+        tall = LatentGrid(frames, height, grid.width)
+        options = {"num_iterations": parameters.num_iterations, "tiles": parameters.tiles, "coarse": parameters.coarse}
+        pattern = parameters.pattern
+        key_frames = () if pattern is None else exact_key_frames(pattern, grid.frames, per_block)
+        return _monarch_flops(tall, head_dim, **options) + _exact_flops(key_frames, grid, head_dim)
+    if isinstance(parameters, ControlledMonarch):
+        monarch = _monarch_flops(grid, head_dim, num_iterations=parameters.num_iterations)
+        return monarch + first_frame * parameters.recompute
+    if isinstance(parameters, SinkAverageMonarch):
+        # Every query against the first frame's keys: as many pairs as the first frame's queries against every key.
+        return _monarch_flops(grid, head_dim, num_iterations=parameters.num_iterations) + first_frame
+    if isinstance(parameters, FactorisedMonarch):
+        length = grid[AXES[parameters.axis][0]]
+        monarch = _monarch_flops(
+            LatentGrid(1, length, grid.tokens // length),
+            head_dim,
+            num_iterations=parameters.num_iterations,
+            tiles=(parameters.blocks, 1),
+        )
+        return monarch + first_frame * parameters.recompute
+    if isinstance(parameters, LocalAttention):
+        return _exact_flops(local_key_frames(parameters.pattern, grid.frames), grid, head_dim)
+    if isinstance(parameters, BlockTopKAttention):
+        m = _cubes(grid, parameters.cube, torch.device("cpu")).blocks
+        return full * kept_blocks(m, parameters.sparsity) / m + 2 * m**2 * head_dim
+    return full
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# On a model
+
+VARIANTS = {
+    "controlled": controlled_attention,
+    "sink_average": sink_average_attention,
+    "factorised": factorised_attention,
+    "local": local_attention,
+    "block_topk": block_topk_attention,
+}
+
+
+class VariantProcessor(VideoAttentionProcessor):
+    """One of `VARIANTS` for every Wan-family transformer in diffusers.
+
+    Args:
+        variant: its name.
+        options: keyword arguments of that function, without grid and scale.
+        dense_steps, dense_layers, grid: as in `VMonarchProcessor`.
+
+    Raises:
+        TypeError, ValueError: an option has an unsupported value.
+    """
+
+    _OPTIONS = ("variant", "options", "dense_steps", "dense_layers", "grid")
+
+    def __init__(
+        self,
+        variant: str,
+        options: dict[str, Any],
+        *,
+        dense_steps: object = 0,
+        dense_layers: object = 0,
+        grid: object = None,
+    ) -> None:
+        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
+        if variant not in VARIANTS:
+            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
+        self.variant = variant
+        self.options = dict(options)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        return VARIANTS[self.variant](query, key, value, grid=grid, **self.options)  # type: ignore[operator]

@@ -1,0 +1,112 @@
+"""`vmonarch calibrate`: from prompts to a diagnosis, a plan that runs, and a report; and what it refuses."""
+
+import html.parser
+import json
+
+import pytest
+
+from vmonarch import AttentionPlan
+from vmonarch.configs import InputError, read_yaml
+from vmonarch.eval.calibrate import CANDIDATES, CalibrateConfig, options_of
+from vmonarch.pipelines.generation import build_config
+
+PROMPT = "a <b>red</b> circle & more"
+
+
+class Page(html.parser.HTMLParser):
+    """Tags and text of a page; everything that was opened is closed."""
+
+    VOID = ("meta", "img", "br", "rect", "line")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_a_model_is_diagnosed_planned_and_reported(cli):
+    words = ["calibrate", PROMPT, "--every", 1, "--maps", "1:0", "--candidates", "vmonarch-t1", "vmonarch-own"]
+    code, out, _ = cli(*words, "--flops", 1.2, "--measure", "kl")
+    assert code == 0 and "work:" in out
+    (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["diagnosis.json", "plan.json", "report.html"]
+    diagnosis = json.loads((folder / "diagnosis.json").read_text())
+    part = diagnosis["transformers"]["transformer"]
+    assert part["steps"] == list(range(len(part["steps"]))) and list(part["candidates"]) == [
+        "vmonarch-t1",
+        "vmonarch-own",
+    ]
+    assert diagnosis["about"]["config"]["prompts"] == [PROMPT]
+    plan = AttentionPlan.parse(folder / "plan.json")
+    assert plan.about["measure"] == "kl" and plan.about["predicted"]["flops_of_vmonarch"] <= 1.2 + 1e-6
+    page = Page((folder / "report.html").read_text())
+    # Maps of full attention and of two candidates; no link leads out of the page.
+    pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
+    assert len(pictures) == 3 and all(source.startswith("data:image/png;base64,") for source in pictures)
+    assert not [tag for tag, _ in page.tags if tag in ("script", "link", "b")] and PROMPT in "".join(page.text)
+    code, out, _ = cli("compare", "a red circle", "--methods", "full", f"vmonarch:plan={folder / 'plan.json'}")
+    assert code == 0
+
+
+def test_another_plan_is_made_from_a_diagnosis_without_sampling(cli, monkeypatch):
+    cli("calibrate", PROMPT, "--every", 2, "--candidates", "vmonarch-t1", "vmonarch", "--quiet")
+    (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
+    monkeypatch.setattr("vmonarch.eval.calibrate.load_model", lambda *_: pytest.fail("a model was loaded"))
+    words = ["calibrate", "--diagnosis", folder / "diagnosis.json"]
+    code, out, _ = cli(*words, "--budget", 0, "--plan", "exact.json", tiny=False)
+    assert code == 0 and out.splitlines()[-1] == "exact.json"
+    assert {name for heads in AttentionPlan.parse("exact.json").layers["transformer"] for name in heads} == {"full"}
+    code, _, err = cli(*words, tiny=False)
+    assert code == 2 and "plan" in err and "exists" in err
+    code, _, err = cli(*words, "a prompt", tiny=False)
+    assert code == 2 and "prompt must not be given with --diagnosis" in err
+    (cli.folder / "broken.json").write_text("{}")
+    code, _, err = cli("calibrate", "--diagnosis", "broken.json", tiny=False)
+    assert code == 2 and "is no diagnosis" in err
+
+
+BAD = {
+    "no prompt": ([], "prompt is missing"),
+    "both budgets": (["p", "--budget", 1, "--flops", 1], "budget and flops exclude each other"),
+    "another kind": (["p", "--candidates", "full"], "candidates must be of kind vmonarch, got 'full'"),
+    "dense": (["p", "--candidates", "vmonarch:dense_steps=1"], "must leave dense_steps alone"),
+    "twice": (["p", "--candidates", "vmonarch", "vmonarch"], "candidates must differ; repeated: vmonarch"),
+    "no step": (["p", "--every", 0], "every must be at least 1, got 0"),
+    "no map": (["p", "--maps", "1-2"], "maps must be layer:head, such as 3:0, got '1-2'"),
+    "map outside": (["p", "--maps", "9:0"], "maps must lie in 2 layers of 2 heads, got 9:0"),
+    "plan alone": (["p", "--plan", "x.json"], "plan is for --diagnosis"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_used_is_named_and_nothing_is_left(cli, name):
+    words, message = BAD[name]
+    code, _, err = cli("calibrate", *words)
+    assert code == 2 and message in err, err
+    assert cli.outputs("outputs/calibrate") == []
+
+
+def test_candidates_are_what_their_methods_change():
+    config = CalibrateConfig(prompts=("p",), candidates=CANDIDATES)
+    found = [options_of(method) for method in config.candidates]
+    assert [entry.get("exact") is not None for entry in found] == [False] * 4 + [True] * 2
+    assert found[:4] == [{"num_iterations": 1}, {"coarse": 2}, {}, {"num_iterations": 3}]
+    with pytest.raises(InputError, match="candidates must be a list"):
+        CalibrateConfig(prompts=("p",), candidates="vmonarch")
+
+
+def test_the_shipped_settings_build():
+    assert build_config(CalibrateConfig, read_yaml("quick", group="calibrate"), {"prompts": ["p"]}).every == 10

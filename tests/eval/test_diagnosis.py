@@ -1,0 +1,235 @@
+"""The diagnosis says of every head what dense matrices say, and plans spend work where it says that it is needed."""
+
+import json
+
+import pytest
+import torch
+
+import vmonarch
+from vmonarch import AttentionPlan, ExactBlocks, LatentGrid, VMonarchProcessor, vmonarch_attention
+from vmonarch.configs import InputError
+from vmonarch.eval import diagnosis
+from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder, attention_map, distribution, document, measure
+from vmonarch.eval.planning import over_steps, plan_within_error, plan_within_work
+from vmonarch.work import full_flops, vmonarch_flops
+
+GRID = LatentGrid(4, 3, 5)
+CANDIDATES = {
+    "t1": {"num_iterations": 1, "exact": None},
+    "own": {"exact": ExactBlocks(band=0)},
+    "first": {},
+    "band": {"exact": ExactBlocks(band=1)},
+}
+
+
+def tensors(B=2, H=3, D=8, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, GRID.tokens, H, D, generator=generator, dtype=dtype) for _ in range(3))
+    return 2 * q, k, v
+
+
+def dense(q, k):
+    """The softmax map [B, H, S, S]."""
+    return torch.einsum("bqhd,bkhd->bhqk", q, k).mul(q.shape[-1] ** -0.5).softmax(-1)
+
+
+def whole_map(q, k, options):
+    """The map of a method [B, H, S, S], a column for every key."""
+    S = GRID.tokens
+    return distribution(q, k, torch.arange(S), S, options, GRID).permute(0, 2, 1, 3)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_the_map_of_a_method_is_the_one_that_it_multiplies_values_with(name):
+    q, k, v = tensors()
+    found = whole_map(q, k, CANDIDATES[name])
+    torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:3]), atol=1e-5, rtol=0)
+    out = torch.einsum("bhqk,bkhd->bqhd", found.double(), v)
+    torch.testing.assert_close(out, vmonarch_attention(q, k, v, grid=GRID, **CANDIDATES[name]), atol=1e-5, rtol=1e-5)
+
+
+def test_statistics_are_those_of_the_dense_maps():
+    q, k, v = tensors()
+    out, totals = measure(q, k, v, GRID, CANDIDATES)
+    P = dense(q, k)
+    exact = torch.einsum("bhqk,bkhd->bqhd", P, v)
+    torch.testing.assert_close(out, exact)
+    B, S, H, _ = q.shape
+    assert totals.rows == B * S
+    torch.testing.assert_close(totals.energy, exact.square().sum((0, 1, 3)))
+    torch.testing.assert_close(totals.entropy, -(P * P.log()).sum((0, 2, 3)))
+    by_frame = P.unflatten(3, (4, 15)).sum(-1).unflatten(2, (4, 15))  # [B, H, T, P, T]
+    torch.testing.assert_close(totals.first, by_frame[..., 0].sum((0, 2, 3)), atol=1e-4, rtol=1e-5)
+    for distance in range(4):
+        pairs = [(l, c) for l in range(4) for c in range(4) if abs(l - c) == distance]
+        wanted = sum(by_frame[:, :, l, :, c].sum((0, 2)) for l, c in pairs)
+        torch.testing.assert_close(totals.distance[:, distance], wanted, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(totals.own, totals.distance[:, 0])
+    for name, options in CANDIDATES.items():
+        M = whole_map(q, k, options).double()
+        difference = vmonarch_attention(q, k, v, grid=GRID, **options) - exact
+        torch.testing.assert_close(totals.squares[name], difference.square().sum((0, 1, 3)))
+        kl = (M * (M.clamp(min=1e-30).log() - P.log())).sum((0, 2, 3))
+        # Where exact and Monarch parts do not know of each other, weights of replaced rows are exact.
+        torch.testing.assert_close(totals.kl[name], kl, atol=1e-3, rtol=1e-4)
+    assert (totals.kl["band"] < totals.kl["own"]).all()
+
+
+def test_a_small_map_is_the_mean_of_the_large_one():
+    q, k, _ = tensors(B=1, H=1)
+    whole = attention_map(q, k, None, GRID, size=GRID.tokens)
+    torch.testing.assert_close(whole.double(), dense(q, k)[0, 0], atol=1e-6, rtol=1e-5)
+    small = attention_map(q, k, None, GRID, size=20)
+    torch.testing.assert_close(small, whole.unflatten(0, (20, 3)).mean(1).unflatten(1, (20, 3)).sum(-1))
+    assert attention_map(q, k, None, GRID, size=1000).shape == (60, 60)
+
+
+def record(tiny, kind="t2v", steps=4, **options):
+    pipe = tiny.pipeline(kind)
+    recorder = Recorder(diagnosis.parse_candidates({"t1": {"num_iterations": 1}, "default": {}}), **options)
+    vmonarch.apply(pipe, DiagnosisProcessor(recorder))
+    pipe.set_progress_bar_config(disable=True)
+    arguments = dict(
+        prompt=tiny.PROMPT, negative_prompt=tiny.NEGATIVE, height=tiny.HEIGHT, width=tiny.WIDTH,
+        num_frames=tiny.FRAMES, num_inference_steps=steps, guidance_scale=3.0, output_type="latent",
+        generator=torch.Generator().manual_seed(0), max_sequence_length=16,
+    )  # fmt: skip
+    return pipe, recorder, pipe(**arguments).frames, arguments
+
+
+def test_a_pipeline_is_recorded_step_by_step_and_makes_the_video_of_full_attention(tiny):
+    pipe, recorder, latents, arguments = record(tiny, every=2, maps=((1, 0),), map_size=9)
+    found = document(recorder)
+    part = found["transformers"]["transformer"]
+    assert part["steps"] == [0, 2] and (part["layers"], part["heads"]) == (2, 2)
+    # Two calls of a step: with the prompt and without.
+    assert part["rows"] == 2 * 18 and found["grid"] == [3, 2, 3]
+    for name in ("entropy", "first_frame_mass", "own_frame_mass"):
+        assert torch.tensor(part[name]).shape == (2, 2, 2)
+    mass = torch.tensor(part["distance_mass"])
+    assert mass.shape == (2, 2, 2, 3)
+    torch.testing.assert_close(mass.sum(-1), torch.ones(2, 2, 2), atol=1e-5, rtol=0)
+    for values in part["candidates"].values():
+        assert all(torch.tensor(values[key]).shape == (2, 2, 2) for key in ("error", "layer_error", "kl"))
+    flops = found["candidates"]["default"]["flops"]
+    assert flops == vmonarch_flops(LatentGrid(3, 2, 3), 1) / full_flops(LatentGrid(3, 2, 3), 1)
+    assert sorted(recorder.pictures) == [("transformer", 1, 0, name) for name in ("default", "full", "t1")]
+    vmonarch.restore(pipe)
+    arguments["generator"] = torch.Generator().manual_seed(0)
+    torch.testing.assert_close(pipe(**arguments).frames, latents, atol=1e-4, rtol=1e-4)
+    json.dumps(found, allow_nan=False)
+
+
+def test_both_transformers_are_recorded_where_they_run(tiny):
+    _, recorder, _, _ = record(tiny, "t2v-2.2", steps=6)
+    parts = document(recorder)["transformers"]
+    steps = [parts[name]["steps"] for name in ("transformer", "transformer_2")]
+    assert sorted(steps[0] + steps[1]) == list(range(6)) and min(map(len, steps)) > 0
+
+
+def test_what_cannot_be_diagnosed_is_named(tiny):
+    with pytest.raises(ValueError, match="candidate 'full' is exact attention"):
+        diagnosis.parse_candidates({"full": None})
+    with pytest.raises(ValueError, match="unknown option 'iterations'"):
+        diagnosis.parse_candidates({"a": {"iterations": 3}})
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        document(Recorder({}))
+    model = tiny.transformer()
+    vmonarch.apply(model, DiagnosisProcessor(Recorder({})))
+    with pytest.raises(RuntimeError, match="a diagnosis needs the pipeline"):
+        model(torch.randn(1, 16, 3, 4, 6), torch.tensor([1.0]), torch.randn(1, 4, 16))
+
+
+# Plans
+
+
+def made_up(steps=2, layers=3, heads=4, seed=0):
+    """A diagnosis whose errors fall with the work of a candidate, differently for every head."""
+    generator = torch.Generator().manual_seed(seed)
+    names = {"cheap": 0.1, "default": 0.3, "dear": 0.6}
+    options = {"cheap": {"num_iterations": 1, "exact": None}, "default": {}, "dear": {"exact": {"band": 1}}}
+    scale = torch.rand(steps, layers, heads, generator=generator) + 0.1
+    values = {name: (scale * (1 - flops) ** 2).tolist() for name, flops in names.items()}
+    return {
+        "format": diagnosis.FORMAT,
+        "grid": [8, 3, 4],
+        "candidates": {name: {"options": options[name], "flops": flops} for name, flops in names.items()},
+        "transformers": {
+            "transformer": {
+                "steps": list(range(steps)), "layers": layers, "heads": heads,
+                "candidates": {n: dict.fromkeys(("error", "layer_error", "kl"), v) for n, v in values.items()},
+            }
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("measure_name", ["error", "kl"])
+def test_every_head_gets_the_cheapest_that_keeps_to_the_error(measure_name):
+    found = made_up()
+    plan = plan_within_error(found, 0.2, measure_name)
+    errors = {
+        name: over_steps(values[measure_name], measure_name)
+        for name, values in found["transformers"]["transformer"]["candidates"].items()
+    }
+    used = set()
+    for layer in range(3):
+        for head in range(4):
+            good = [name for name in ("cheap", "default", "dear") if errors[name][layer, head] <= 0.2]
+            used.add(plan.layers["transformer"][layer][head])
+            assert plan.layers["transformer"][layer][head] == (good[0] if good else "full")
+    assert len(used) > 1
+    assert {*plan_within_error(found, 0.0).layers["transformer"][0]} == {"full"}
+    assert {*plan_within_error(found, 10.0).layers["transformer"][0]} == {"cheap"}
+
+
+def test_a_budget_of_work_is_kept_and_spent_where_it_helps_most():
+    found = made_up(layers=1, heads=6)
+    grid = LatentGrid(8, 3, 4)
+    unit = vmonarch_flops(grid, 1) / full_flops(grid, 1)
+    costs = {"cheap": 0.1, "default": 0.3, "dear": 0.6, "full": 1.0}
+    values = found["transformers"]["transformer"]["candidates"]
+    error = {name: over_steps(values[name]["kl"], "kl")[0] for name in values} | {"full": torch.zeros(6)}
+    before = float("inf")
+    for limit in (0.1, 0.15, 0.3, 0.5, 0.9, 1.0):
+        plan = plan_within_work(found, limit / unit + 1e-9, "kl")
+        heads = plan.layers["transformer"][0]
+        work = sum(costs[name] for name in heads) / 6
+        total = sum(error[name][head].item() for head, name in enumerate(heads))
+        assert work <= limit + 1e-6 and total <= before
+        before = total
+        best = search(costs, error, 6 * limit + 1e-6)
+        assert total <= 1.1 * best + 1e-9, (limit, total, best)
+        assert plan.about["predicted"]["flops_of_full"] == pytest.approx(work, abs=1e-5)
+        assert plan.about["predicted"]["mean_kl"] == pytest.approx(total / 6, rel=1e-4, abs=1e-9)
+    assert before == 0
+
+
+def search(costs, error, limit):
+    """The least total error of all assignments within `limit`."""
+    best = [(0.0, 0.0)]
+    for head in range(6):
+        best = [(work + costs[name], total + error[name][head].item()) for work, total in best for name in costs]
+        best = [entry for entry in best if entry[0] <= limit]
+    return min(total for _, total in best)
+
+
+def test_a_plan_from_a_diagnosis_runs(tiny):
+    pipe, recorder, full, arguments = record(tiny)
+    plan = plan_within_work(document(recorder), 1.5)
+    assert AttentionPlan.parse(json.loads(json.dumps(plan.to_dict()))) == plan
+    vmonarch.apply(pipe, VMonarchProcessor(plan=plan))
+    arguments["generator"] = torch.Generator().manual_seed(0)
+    assert pipe(**arguments).frames.isfinite().all()
+
+
+def test_budgets_that_cannot_be_used_are_named():
+    found = made_up()
+    for bad in (-1.0, float("nan")):
+        with pytest.raises(InputError, match="budget must be finite"):
+            plan_within_error(found, bad)
+    with pytest.raises(InputError, match="flops must be at least"):
+        plan_within_work(found, 0.01)
+    with pytest.raises(InputError, match="measure must be one of error, layer_error, kl"):
+        plan_within_work(found, 1.0, "psnr")
+    with pytest.raises(InputError, match="diagnosis must have the format"):
+        plan_within_error({}, 1.0)

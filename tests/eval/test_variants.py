@@ -1,0 +1,378 @@
+"""Variants for the ablation tables against maps of all pairs, built in float64; methods that carry them; their work."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import KINDS, resolve_method
+from vmonarch.eval.kernel_bench import full_attention_work, vmonarch_work
+from vmonarch.eval.variants import (
+    FIXED,
+    VariantProcessor,
+    attention_flops,
+    block_topk_attention,
+    controlled_attention,
+    factorised_attention,
+    kept_blocks,
+    local_attention,
+    sink_average_attention,
+)
+from vmonarch.pipelines.embedded import embedded_model_path
+
+by_grid = pytest.mark.parametrize("grid", [(3, 2, 5), (5, 7, 3), (1, 3, 2)], ids=lambda g: "x".join(map(str, g)))
+
+
+def qkv(grid, *, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    size = (2, math.prod(grid), 3, 8)
+    query, key, value = (1.5 * torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(3))
+    # A first frame that draws attention, so that its mass and entropy differ from the others'.
+    key[:, : grid[1] * grid[2]] *= 2
+    return query.to(dtype), key.to(dtype), value[..., :5].contiguous().to(dtype)
+
+
+def per_head(attention_map, q, k, v):
+    """Apply a function of one head's scaled query and key [N, D] to a map [N, N]; [B, S, H, E]."""
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype)
+    for i, h in itertools.product(range(q.shape[0]), range(q.shape[2])):
+        out[i, :, h] = attention_map(q[i, :, h] * q.shape[-1] ** -0.5, k[i, :, h]) @ v[i, :, h]
+    return out
+
+
+def masked(allowed):
+    """The map of softmax over the keys that `allowed` [N, N] names."""
+    return lambda Q, K: (Q @ K.T).masked_fill(~allowed, -torch.inf).softmax(-1)
+
+
+def monarch_map(block, position, iterations, *, held_cR=(), held_cL=(), clamp=0.1):
+    """A function to the map M = L·R, all pairs written out, with cR and cL of the held blocks at their initial value.
+
+    block, position: [N] place of every token.
+    """
+    N, m, b = len(block), int(block.max()) + 1, int(position.max()) + 1
+    inside = block[None, :] == torch.arange(m)[:, None]  # [m, N]
+    at = (position[None, :] == torch.arange(b)[:, None]).double()  # [b, N]
+
+    def attention_map(Q, K):
+        z = torch.einsum("kn,jn,nd->kjd", inside.double(), at, Q)
+        for _ in range(iterations):
+            R = (z @ K.T).masked_fill(~inside[:, None], -torch.inf).softmax(-1)  # [m, b, N]
+            aL, cL = R @ K, torch.xlogy(R, R).sum(-1)
+            for k in held_cL:
+                cL[k] = -math.log(int(inside[k].sum()))
+            Z = torch.einsum("nd,knd->nk", Q, aL[:, position]) - cL[:, position].T
+            L = Z.softmax(-1)  # [N, m]
+            cR = torch.einsum("nk,jn->kj", L, at)
+            for k in held_cR:
+                cR[k] = 1.0
+            z = torch.einsum("nk,jn,nd->kjd", L, at, Q) / cR.clamp(min=clamp)[..., None]
+        M = L[:, block] * R[block, position[:, None].expand(N, N), torch.arange(N)[None, :].expand(N, N)]
+        assert torch.allclose(M.sum(-1), torch.ones(N, dtype=M.dtype))
+        return M
+
+    return attention_map
+
+
+def coordinates(grid):
+    return torch.cartesian_prod(*(torch.arange(n) for n in grid)).reshape(-1, 3).unbind(1)
+
+
+def with_exact_first_frame(out, q, k, v, grid):
+    exact = per_head(masked(torch.ones(q.shape[1], q.shape[1], dtype=torch.bool)), q, k, v)
+    first = grid[1] * grid[2]
+    return torch.cat([exact[:, :first], out[:, first:]], 1)
+
+
+# ------------------------------------------------------------------------------------------------------ the paper's
+
+
+@by_grid
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+@pytest.mark.parametrize(("recompute", "exact"), [(False, None), (True, "first_frame")])
+def test_without_control_it_is_vmonarch_attention(grid, iterations, recompute, exact):
+    q, k, v = qkv(grid)
+    out = controlled_attention(q, k, v, grid=grid, num_iterations=iterations, recompute=recompute)
+    expected = vmonarch_attention(q, k, v, grid=grid, num_iterations=iterations, exact=exact, implementation="torch")
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+@by_grid
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+@pytest.mark.parametrize("fix_cr", FIXED)
+@pytest.mark.parametrize("fix_cl", FIXED)
+def test_control_holds_the_terms_of_the_frames_it_names(grid, iterations, fix_cr, fix_cl):
+    q, k, v = qkv(grid)
+    options = {"num_iterations": iterations, "fix_cr": fix_cr, "fix_cl": fix_cl, "min_mass": 0.02}
+    time, row, column = coordinates(grid)
+    held = {"none": (), "first": (0,), "all": range(grid[0])}
+    oracle = monarch_map(
+        time, row * grid[2] + column, iterations, held_cR=held[fix_cr], held_cL=held[fix_cl], clamp=0.02
+    )
+    torch.testing.assert_close(
+        controlled_attention(q, k, v, grid=grid, **options), per_head(oracle, q, k, v), rtol=0, atol=1e-12
+    )
+
+
+def test_every_control_differs_with_two_iterations_and_that_of_cR_is_none_with_one():
+    grid = (4, 3, 3)
+    q, k, v = qkv(grid)
+    outs = {
+        (n, cR, cL): controlled_attention(q, k, v, grid=grid, num_iterations=n, fix_cr=cR, fix_cl=cL)
+        for n, cR, cL in itertools.product((1, 2), FIXED, FIXED)
+    }
+    for (one, a), (two, b) in itertools.combinations(outs.items(), 2):
+        # As in the paper's Table 5, where rows 2, 3 and 7, 4 and 5, 1 and 6 are the same.
+        same = one[0] == two[0] == 1 and one[2] == two[2]
+        assert ((a - b).abs().max() < 1e-12) == same, (one, two)
+
+
+@by_grid
+def test_the_sink_average_is_the_mean_of_two_maps(grid):
+    q, k, v = qkv(grid)
+    time, row, column = coordinates(grid)
+    monarch = per_head(monarch_map(time, row * grid[2] + column, 2), q, k, v)
+    sink = per_head(masked((time == 0).expand(len(time), -1)), q, k, v)
+    out = sink_average_attention(q, k, v, grid=grid)
+    torch.testing.assert_close(out, (monarch + sink) / 2, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("grid", [(5, 7, 3), (4, 8, 4), (7, 5, 11)], ids=lambda g: "x".join(map(str, g)))
+@pytest.mark.parametrize("axis", ["T", "H", "W"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_factors_along_another_axis_are_a_monarch_map_of_permuted_tokens(grid, axis, recompute):
+    q, k, v = qkv(grid)
+    blocks = 3
+    numbers = dict(zip("THW", coordinates(grid), strict=True))
+    sizes = dict(zip("THW", grid, strict=True))
+    length = sizes[axis]
+    bounds = [p * length // blocks for p in range(blocks + 1)]
+    block = sum((numbers[axis] >= bound).long() for bound in bounds[1:-1])
+    # The paper's order of the others: (HWT), (WHT), (THW).
+    second, third = {"T": "HW", "H": "WT", "W": "HT"}[axis]
+    offset = numbers[axis] - torch.tensor(bounds)[block]
+    position = (offset * sizes[second] + numbers[second]) * sizes[third] + numbers[third]
+    expected = per_head(monarch_map(block, position, 2), q, k, v)
+    if recompute:
+        expected = with_exact_first_frame(expected, q, k, v, grid)
+    out = factorised_attention(q, k, v, grid=grid, axis=axis, blocks=blocks, recompute=recompute)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+# -------------------------------------------------------------------------------------------------------- controls
+
+
+@by_grid
+@pytest.mark.parametrize(
+    "pattern",
+    [ExactBlocks(band=0), ExactBlocks(band=1, columns=(0,)), ExactBlocks(columns=(0,)), ExactBlocks(band=0, rows=(0,))],
+    ids=["own", "band and first", "first", "own and first row"],
+)
+def test_local_attention_is_softmax_over_the_pattern(grid, pattern):
+    q, k, v = qkv(grid)
+    time = coordinates(grid)[0]
+    apart = (time[:, None] - time[None, :]).abs()
+    allowed = apart <= (-1 if pattern.band is None else pattern.band)
+    if pattern.columns:
+        allowed = allowed | (time == 0)[None, :]
+    if pattern.rows:
+        allowed = allowed | (time == 0)[:, None]
+    out = local_attention(q, k, v, grid=grid, exact=pattern)
+    torch.testing.assert_close(out, per_head(masked(allowed), q, k, v), rtol=0, atol=1e-12)
+
+
+def test_local_attention_refuses_frames_without_keys():
+    with pytest.raises(ValueError, match="frame 1 has none"):
+        local_attention(*qkv((3, 2, 2)), grid=(3, 2, 2), exact=ExactBlocks(rows=(0,)))
+
+
+def cubes_of(grid, cube):
+    """[N] the block of every token."""
+    parts = []
+    for axis, (length, size, number) in enumerate(zip(grid, cube, coordinates(grid), strict=True)):
+        count = -(-length // size)
+        starts = range(0, length, size) if axis == 0 else [p * length // count for p in range(count)]
+        parts.append((sum((number >= start).long() for start in starts) - 1, count))
+    (t, _), (h, height), (w, width) = parts
+    return (t * height + h) * width + w
+
+
+@pytest.mark.parametrize("grid", [(4, 4, 4), (5, 7, 3), (3, 2, 5), (7, 5, 11)], ids=lambda g: "x".join(map(str, g)))
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.75])
+def test_top_k_attention_is_softmax_over_the_blocks_of_the_highest_mean_score(grid, sparsity):
+    q, k, v = qkv(grid)
+    cube = (2, 3, 2)
+    block = cubes_of(grid, cube)
+    m = int(block.max()) + 1
+    inside = (block[None, :] == torch.arange(m)[:, None]).double()
+    mean = inside / inside.sum(1, keepdim=True)
+    count = math.ceil(m * (1 - sparsity))
+
+    def attention_map(Q, K):
+        scores = (mean @ Q) @ (mean @ K).T
+        kept = torch.zeros(m, m, dtype=torch.bool)
+        for l in range(m):
+            kept[l, scores[l].argsort(descending=True)[:count]] = True
+        return masked(kept[block][:, block])(Q, K)
+
+    out = block_topk_attention(q, k, v, grid=grid, sparsity=sparsity, cube=cube)
+    torch.testing.assert_close(out, per_head(attention_map, q, k, v), rtol=0, atol=1e-12)
+
+
+@by_grid
+def test_with_all_blocks_kept_the_controls_are_softmax(grid):
+    q, k, v = qkv(grid)
+    exact = per_head(masked(torch.ones(q.shape[1], q.shape[1], dtype=torch.bool)), q, k, v)
+    everything = ExactBlocks(band=grid[0])
+    for out in (
+        block_topk_attention(q, k, v, grid=grid, sparsity=0.0),
+        local_attention(q, k, v, grid=grid, exact=everything),
+    ):
+        torch.testing.assert_close(out, exact, rtol=0, atol=1e-12)
+
+
+def test_a_share_of_the_blocks_is_rounded_up():
+    assert [kept_blocks(m, 0.9) for m in (1, 9, 10, 11, 60)] == [1, 1, 1, 2, 6]
+    assert kept_blocks(7, 0.0) == 7 and kept_blocks(10, 0.7) == 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda *x, **o: controlled_attention(*x, fix_cr="first", fix_cl="first", recompute=True, **o),
+        sink_average_attention,
+        lambda *x, **o: factorised_attention(*x, axis="W", blocks=2, **o),
+        lambda *x, **o: local_attention(*x, exact=ExactBlocks(band=1), **o),
+        block_topk_attention,
+    ],
+    ids=["controlled", "sink average", "factorised", "local", "top-k"],
+)
+def test_sums_are_in_float32_and_the_result_in_the_dtype_of_the_query(function):
+    grid = (5, 4, 3)
+    low = qkv(grid, dtype=torch.bfloat16)
+    out = function(*low, grid=grid)
+    assert out.dtype == torch.bfloat16 and out.shape == (2, 60, 3, 5)
+    # float32 inside: nothing but the last rounding is of bfloat16.
+    exact = function(*(x.double() for x in low), grid=grid)
+    assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
+    with pytest.raises(ValueError, match="grid"):
+        function(*low, grid=(5, 4, 4))
+
+
+# ------------------------------------------------------------------------------------------------------------ work
+
+
+def work(spec, grid, dim=8):
+    return attention_flops(resolve_method(spec).parameters, grid, dim)
+
+
+def pairs(grid, allowed):
+    """4·pairs·D of a pattern of frames."""
+    return 4 * 8 * sum(allowed) * (grid[1] * grid[2]) ** 2
+
+
+def test_work_is_counted_as_the_kernels_benchmark_does():
+    grid = LatentGrid(6, 5, 7)
+    full = full_attention_work(grid.tokens, 1, 8, itemsize=4, training=False).flops
+    default = sum(stage.flops for stage in vmonarch_work(grid, 1, 8, itemsize=4, training=False))
+    assert work("full", grid) == work("flashbias", grid) == full
+    assert work("vmonarch", grid) == work("vmonarch-sink-average", grid) == default
+    assert work("vmonarch-controlled:recompute=true", grid) == default
+    first_row = pairs(grid, [6, 0, 0, 0, 0, 0])
+    assert work("vmonarch-controlled", grid) == work("vmonarch-plain", grid) == default - first_row
+    band = pairs(grid, [2, 3, 3, 3, 3, 2])
+    assert work("vmonarch-band1", grid) == default - first_row + band
+    assert work("local", grid) == pairs(grid, [2, 3, 4, 4, 4, 3])
+    # Two frames a block: half as many blocks, twice as large; R-steps of both iterations and L-steps.
+    assert work("vmonarch:frames_per_block=2,exact=null", grid) == 8 * grid.tokens * (10 * 70 + 8 * 3)
+    # Six rows in four blocks, at most two: 2·5·7 places in each.
+    even = LatentGrid(5, 6, 7)
+    assert work("monarch-h4:recompute=false", even) == 8 * even.tokens * (10 * 70 + 8 * 4)
+    with pytest.raises(TypeError, match="Based"):
+        work("based", grid)
+
+
+def test_work_of_top_k_counts_the_pairs_it_attends_to_and_the_scores_of_the_means():
+    grid = LatentGrid(8, 8, 8)
+    choice = 2 * 8 * 8**2
+    assert work("block-topk:sparsity=0.75", grid) == 4 * 8 * grid.tokens * 2 * 64 + choice
+    ratio = work("block-topk", (16, 12, 20)) / work("full", (16, 12, 20))
+    assert 0.1 <= ratio < 0.105
+
+
+# --------------------------------------------------------------------------------------------------------- methods
+
+NAMES = {
+    "controlled": "vmonarch-controlled:fix_cr=all,fix_cl=first,recompute=true",
+    "sink_average": "vmonarch-sink-average",
+    "factorised": "monarch-w4:blocks=2",
+    "local": "local",
+    "block_topk": "block-topk:cube=[2, 2, 2],sparsity=0.5",
+}
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel.from_pretrained(embedded_model_path() / "transformer").eval()
+
+
+def forward(transformer):
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(1, 16, 5, 6, 8, generator=generator)
+    text = torch.randn(1, 7, 128, generator=generator)
+    with torch.no_grad():
+        return transformer(latents, torch.tensor([500.0]), text, return_dict=False)[0]
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_method_runs_its_variant_in_every_layer_and_goes_away(transformer, kind):
+    before = forward(transformer)
+    method = resolve_method(NAMES[kind])
+    assert isinstance(method.parameters, KINDS[kind]) and resolve_method(method.to_dict()) == method
+    assert method.parameters.without_dense() == method.parameters
+    method.install(transformer)
+    processors = [block.attn1.processor for block in transformer.blocks]
+    assert all(isinstance(p, VariantProcessor) and p.variant == kind for p in processors)
+    changed = forward(transformer)
+    assert torch.isfinite(changed).all() and (changed - before).abs().max() > 1e-3
+    resolve_method("full").install(transformer)
+    assert torch.equal(forward(transformer), before)
+
+
+def test_dense_layers_keep_full_attention(transformer):
+    resolve_method("local:dense_layers=[0, 2]").install(transformer)
+    kinds = [isinstance(block.attn1.processor, VariantProcessor) for block in transformer.blocks]
+    resolve_method("full").install(transformer)
+    assert kinds == [False, True, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("vmonarch-controlled:fix_cr=some", ["fix_cr", "none, first, all"]),
+        ("vmonarch-controlled:num_iterations=0", ["num_iterations"]),
+        ("vmonarch-sink-average:min_mass=-1", ["min_mass"]),
+        ("monarch-h4:axis=D", ["axis", "T, H, W"]),
+        ("monarch-h4:blocks=0", ["blocks"]),
+        ("local:exact={columns: [], band: null}", ["exact", "band or columns"]),
+        ("local:exact=first_frame", ["exact", "mapping"]),
+        ("local:exact={bend: 1}", ["exact.bend"]),
+        ("block-topk:sparsity=1", ["sparsity", "below 1"]),
+        ("block-topk:cube=[4, 4, 0]", ["cube.width"]),
+        ("block-topk:dense_steps=-1", ["dense_steps"]),
+    ],
+)
+def test_bad_options_are_errors_that_name_them(spec, words):
+    with pytest.raises(InputError) as error:
+        resolve_method(spec)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_more_blocks_than_the_axis_is_long_is_an_error():
+    with pytest.raises(ValueError, match="blocks must not exceed the axis W, which is 3 long, got 4"):
+        factorised_attention(*qkv((5, 7, 3)), grid=(5, 7, 3), axis="W")

@@ -1,0 +1,188 @@
+"""Plans: every head computes what the plan says, whatever the order of heads, and nothing else changes."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import vmonarch
+from vmonarch import AttentionPlan, ExactBlocks, LatentGrid, VMonarchProcessor, vmonarch_attention
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import resolve_method
+from vmonarch.eval.kernel_bench import vmonarch_work
+from vmonarch.plan import HeadGroups
+from vmonarch.work import full_flops, vmonarch_flops
+
+METHODS = {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "plain": {"exact": None}, "full": None}
+
+
+def plan_of(*layers, methods=METHODS, **more):
+    return AttentionPlan(methods, {"transformer": layers, **more})
+
+
+def inputs(tiny, heads=4):
+    model = tiny.transformer(num_attention_heads=heads, num_layers=2)
+    hidden_states = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(3))
+    text = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(4))
+    return model, {"hidden_states": hidden_states, "timestep": torch.tensor([500.0]), "encoder_hidden_states": text}
+
+
+def run(model, arguments):
+    with torch.no_grad():
+        return model(**arguments, return_dict=False)[0]
+
+
+ORDERS = {
+    "grouped": ["t1", "t1", "own", "full"],
+    "mixed": ["own", "t1", "full", "own"],
+    "one-each": ["full", "plain", "own", "t1"],
+    "all-alike": ["own"] * 4,
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_every_head_computes_what_the_plan_says(tiny, name):
+    heads = ORDERS[name]
+    model, _ = inputs(tiny)
+    vmonarch.apply(model, VMonarchProcessor(plan=plan_of(heads, heads)))
+    grid = LatentGrid(3, 2, 3)
+    q, k, v = torch.randn(3, 2, grid.tokens, 4, 12)
+    found = model.blocks[0].attn1.processor.attend(q, k, v, grid)
+    for head, method in enumerate(heads):
+        one = [x[:, :, head : head + 1] for x in (q, k, v)]
+        if method == "full":
+            wanted = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in one)).transpose(1, 2)
+        else:
+            options = {"exact": ExactBlocks(band=0)} if method == "own" else METHODS[method]
+            wanted = vmonarch_attention(*one, grid=grid, **options)
+        torch.testing.assert_close(found[:, :, head : head + 1], wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_a_plan_of_the_default_is_the_default_and_one_of_full_attention_changes_nothing(tiny):
+    model, arguments = inputs(tiny)
+    stock = run(model, arguments)
+    vmonarch.apply(model, VMonarchProcessor())
+    default = run(model, arguments)
+    vmonarch.apply(model, VMonarchProcessor(plan=plan_of(["d"] * 4, ["d"] * 4, methods={"d": {}})))
+    assert torch.equal(run(model, arguments), default)
+    vmonarch.apply(model, VMonarchProcessor(plan=plan_of(["full"] * 4, ["full"] * 4)))
+    assert torch.equal(run(model, arguments), stock) and not torch.equal(stock, default)
+    vmonarch.apply(model, VMonarchProcessor(plan=plan_of(["full"] * 4, ["t1", "full", "t1", "own"])))
+    mixed = run(model, arguments)
+    assert not torch.equal(mixed, stock)
+    assert torch.equal(run(copy.deepcopy(model), arguments), mixed)
+    vmonarch.restore(model)
+    assert torch.equal(run(model, arguments), stock)
+
+
+def test_both_transformers_have_their_own_layers(tiny):
+    pipe = tiny.pipeline("t2v-2.2")
+    rows = {"transformer": [["t1", "own"]] * 2, "transformer_2": [["full", "full"], ["plain", "t1"]]}
+    vmonarch.apply(pipe, VMonarchProcessor(plan=AttentionPlan(METHODS, rows)))
+    found = [
+        [getattr(block.attn1.processor, "_groups", None) for block in part.blocks]
+        for part in (pipe.transformer, pipe.transformer_2)
+    ]
+    assert found[0] == [HeadGroups(None, None, (("t1", 1), ("own", 1)))] * 2
+    assert found[1] == [None, HeadGroups(None, None, (("plain", 1), ("t1", 1)))]
+    with pytest.raises(ValueError, match="plan: it is for transformer, but the pipeline has transformer_2 too"):
+        vmonarch.apply(pipe, VMonarchProcessor(plan=plan_of(["t1", "own"], ["t1", "own"])))
+
+
+def test_gradients_reach_every_head(tiny):
+    model, arguments = inputs(tiny)
+    vmonarch.apply(model, VMonarchProcessor(plan=plan_of(ORDERS["mixed"], ORDERS["one-each"])))
+    model.train().requires_grad_(True)
+    model(**arguments, return_dict=False)[0].square().mean().backward()
+    for block in model.blocks:
+        for part in (block.attn1.to_q, block.attn1.to_k, block.attn1.to_v):
+            assert part.weight.grad.unflatten(0, (4, 12)).abs().amax((1, 2)).min() > 0
+
+
+@pytest.mark.slow
+def test_a_plan_compiles_without_a_graph_break(tiny):
+    model, arguments = inputs(tiny)
+    vmonarch.apply(model, VMonarchProcessor(plan=plan_of(ORDERS["mixed"], ORDERS["grouped"])))
+    wanted = run(model, arguments)
+    torch.testing.assert_close(run(torch.compile(model, fullgraph=True), arguments), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_json_holds_all_of_a_plan(tmp_path):
+    plan = AttentionPlan(
+        {**METHODS, "tiled": {"tiles": (2, 2), "coarse": 2, "min_mass": 0.2}},
+        {"transformer": [["tiled", "own"], ["full", "t1"]]},
+        {"made": "by hand"},
+    )
+    plan.save(tmp_path / "plan.json")
+    found = AttentionPlan.parse(tmp_path / "plan.json")
+    assert found == plan and found.about == {"made": "by hand"}
+    assert found.methods["own"] == {"exact": ExactBlocks(band=0)} and found.methods["tiled"]["tiles"] == (2, 2)
+    processor = VMonarchProcessor(plan=str(tmp_path / "plan.json"))
+    again = VMonarchProcessor.from_config(json.loads(json.dumps(processor.config)))
+    assert again.plan == plan and "AttentionPlan" in repr(again)
+
+
+def test_flops_are_those_of_the_benchmark():
+    for grid in (LatentGrid(16, 28, 52), LatentGrid(5, 7, 9)):
+        for options in ({}, {"num_iterations": 3}, {"tiles": (2, 2)}, {"coarse": 2}, {"tiles": (2, 3), "coarse": 2}):
+            work = vmonarch_work(grid, 1, 64, itemsize=2, training=False, **options)
+            assert vmonarch_flops(grid, 64, **options) == sum(stage.flops for stage in work)
+    grid = LatentGrid(4, 3, 5)
+    plain = vmonarch_flops(grid, 8, exact=None)
+    # Ten of sixteen blocks lie in a band of one.
+    assert vmonarch_flops(grid, 8, exact=ExactBlocks(band=1)) - plain == 10 * 4 * 15**2 * 8
+    # Rounded outward to blocks of two frames, a band of 0 is half of all.
+    twos = vmonarch_flops(grid, 8, exact=ExactBlocks(band=0), frames_per_block=2)
+    assert twos - vmonarch_flops(grid, 8, exact=None, frames_per_block=2) == full_flops(grid, 8) / 2
+    plan = plan_of(["t1", "full"], ["full", "own"])
+    t1, own = vmonarch_flops(grid, 8, num_iterations=1), vmonarch_flops(grid, 8, exact=ExactBlocks(band=0))
+    assert plan.flops(grid, 8) == 2 * full_flops(grid, 8) + t1 + own
+
+
+def test_a_plan_is_a_method_of_the_command_line(tmp_path, tiny):
+    path = tmp_path / "plan.json"
+    plan_of(["t1", "full"], ["own", "own"]).save(path)
+    method = resolve_method(f"vmonarch:plan={path}")
+    pipe = tiny.pipeline("t2v")
+    method.install(pipe)
+    assert pipe.transformer.blocks[0].attn1.processor.plan.layers["transformer"][0] == ("t1", "full")
+    assert resolve_method(method.to_dict()).parameters == method.parameters
+    plan_of(["t1", "t1"], ["own", "own"]).save(path)
+    with pytest.raises(InputError, match="plan .* is not the file that it was"):
+        resolve_method(method.to_dict())
+    with pytest.raises(InputError, match="plan .* cannot be used"):
+        resolve_method("vmonarch:plan=nowhere.json")
+    with pytest.raises(InputError, match="coarse must be left at 1 with a plan"):
+        resolve_method(f"vmonarch:plan={path},coarse=2").install(pipe)
+
+
+BAD = {
+    "unknown-method": (lambda: plan_of(["t9"]), "head 0 of layer 0 of 'transformer' has the method 't9'"),
+    "unknown-option": (lambda: plan_of(["a"], methods={"a": {"iterations": 1}}), "unknown option 'iterations'"),
+    "bad-option": (lambda: plan_of(["a"], methods={"a": {"num_iterations": 0}}), "method 'a': num_iterations must be"),
+    "bad-pattern": (lambda: plan_of(["a"], methods={"a": {"exact": {"band": -1}}}), "method 'a': ExactBlocks.band"),
+    "ragged": (lambda: plan_of(["t1"], ["t1", "t1"]), "must all name as many heads"),
+    "no-layers": (lambda: plan_of(), "at least one"),
+    "no-format": (lambda: AttentionPlan.parse({"methods": {}, "layers": {}}), "format must be 'vmonarch-plan-1'"),
+    "no-file": (lambda: AttentionPlan.parse("nowhere.json"), "nowhere.json cannot be read"),
+    "other-options": (lambda: VMonarchProcessor(plan=plan_of(["t1"]), num_iterations=3), "num_iterations must be left"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_plan_is_named(name):
+    make, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_plan_for_another_model_is_refused_before_anything_changes(tiny):
+    model, arguments = inputs(tiny)
+    stock = run(model, arguments)
+    with pytest.raises(ValueError, match="it is for 1 layers of 2 heads, but transformer has 2 of 4"):
+        vmonarch.apply(model, VMonarchProcessor(plan=plan_of(["t1", "t1"])))
+    assert torch.equal(run(model, arguments), stock)
+    model.set_attn_processor(VMonarchProcessor(plan=plan_of(["t1"] * 4, ["t1"] * 4)))
+    with pytest.raises(RuntimeError, match="plan needs vmonarch.apply"):
+        run(model, arguments)

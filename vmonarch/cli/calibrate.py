@@ -1,0 +1,89 @@
+"""`vmonarch calibrate`."""
+
+from __future__ import annotations
+
+import argparse
+
+from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_layers
+
+_EPILOG = """\
+examples:
+  vmonarch calibrate "a red circle moving right over a dark background"
+  vmonarch calibrate --prompt-file prompts.txt --flops 1.35 --measure kl
+  vmonarch calibrate --diagnosis outputs/calibrate/0001-…/diagnosis.json --budget 0.1 --plan plan.json
+  vmonarch compare "…" --methods full vmonarch vmonarch:plan=plan.json
+
+Without --budget and --flops the plan does as much work as VMonarch with its defaults.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `vmonarch calibrate`."""
+    add_sampling_arguments(parser, group="calibrate")
+    parser.add_argument("--candidates", nargs="+", metavar="METHOD", help="what a head may get besides full attention")
+    parser.add_argument("--every", type=int, metavar="N", help="record every N steps (default: about ten of them)")
+    parser.add_argument("--maps", nargs="+", metavar="LAYER:HEAD", help="attention maps to keep")
+    parser.add_argument("--budget", type=float, metavar="ERROR", help="the most that a head may lose, of --measure")
+    parser.add_argument("--flops", type=float, metavar="TIMES", help="work of all heads, relative to default VMonarch")
+    parser.add_argument("--measure", metavar="WHAT", help="error, layer_error or kl")
+    parser.add_argument("--diagnosis", metavar="FILE", help="make another plan from this one; nothing is sampled")
+    parser.add_argument(
+        "--plan", metavar="FILE", help="where the plan goes with --diagnosis (default: plan.json beside)"
+    )
+    parser.epilog = _EPILOG
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Diagnose, plan, and print where the files are.
+
+    Raises:
+        InputError, ModelError: see `vmonarch.eval.calibrate.calibrate`.
+    """
+    from pathlib import Path
+
+    from vmonarch.configs import InputError, is_override
+    from vmonarch.eval.calibrate import Budget, CalibrateConfig, calibrate, read_diagnosis
+    from vmonarch.pipelines.generation import build_config
+
+    if arguments.diagnosis is not None:
+        if arguments.prompts:
+            raise InputError("prompts", "must not be given with --diagnosis, which samples nothing")
+        budget = Budget(arguments.budget, arguments.flops, arguments.measure)
+        plan = budget.plan(read_diagnosis(arguments.diagnosis))
+        path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json"))
+        if path.exists() and not arguments.overwrite:
+            raise InputError("plan", f"{str(path)!r} exists; give another --plan, or --overwrite")
+        plan.save(path)
+        _tell(plan, quiet=arguments.quiet)
+        print(path)
+        return
+    if arguments.plan is not None:
+        raise InputError("plan", "is for --diagnosis; otherwise the plan lies in the output folder")
+    if arguments.candidates is not None:
+        # `--candidates vmonarch steps=3`: overrides may stand anywhere, and no method is named like one.
+        arguments.prompts += [word for word in arguments.candidates if is_override(word)]
+        arguments.candidates = [word for word in arguments.candidates if not is_override(word)]
+    own = ("candidates", "every", "maps", "budget", "flops", "measure")
+    config = build_config(CalibrateConfig, *sampling_layers(arguments, group="calibrate", own=own))
+    if not config.prompts:
+        raise InputError("prompts", "is missing: give one or more prompts or --prompt-file")
+    hide_loading_bars()
+    made = calibrate(config, progress=not arguments.quiet)
+    _tell(made.plan, quiet=arguments.quiet)
+    for name in ("report.html", "diagnosis.json", "plan.json"):
+        print(made.folder / name)
+
+
+def _tell(plan: object, *, quiet: bool) -> None:
+    from vmonarch.plan import AttentionPlan
+
+    assert isinstance(plan, AttentionPlan)
+    if quiet:
+        return
+    predicted = plan.about["predicted"]
+    heads = ", ".join(f"{count} × {name}" for name, count in plan.about["heads"].items())
+    print(f"heads: {heads}")
+    print(
+        f"work: {100 * predicted['flops_of_full']:.1f} % of full attention, {predicted['flops_of_vmonarch']:.2f} × "
+        f"default VMonarch; predicted mean error {predicted['mean_error']:.4f}, row-KL {predicted['mean_kl']:.4f}"
+    )

@@ -1,0 +1,199 @@
+"""A plan: which attention every head of every layer computes, made by `vmonarch calibrate` or by hand.
+
+As JSON:
+
+    {"format": "vmonarch-plan-1",
+     "methods": {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "full": null},
+     "layers": {"transformer": [["t1", "full", …], …]},
+     "about": {…}}
+
+A method is the options of `vmonarch_attention` that differ from the defaults; null is exact attention. `layers` names a
+method for each head of each layer, for each transformer of the pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vmonarch.exact import ExactBlocks
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.monarch.api import check_vmonarch_options
+from vmonarch.work import full_flops, vmonarch_flops
+
+FORMAT = "vmonarch-plan-1"
+# Options of a method; the rest of the processor's are for all heads.
+METHOD_OPTIONS = ("num_iterations", "frames_per_block", "tiles", "coarse", "exact", "min_mass")
+
+Options = dict[str, Any]
+
+
+def parse_method(name: str, options: object) -> Options | None:
+    """Options of a method of a plan, with patterns as `ExactBlocks`; None for exact attention.
+
+    Raises:
+        TypeError, ValueError: an unknown option, or an unsupported value; the message begins with "plan".
+    """
+    if options is None:
+        return None
+    if not isinstance(options, Mapping):
+        raise TypeError(f"plan: method {name!r} must be null or a mapping of options, got {options!r}")
+    if unknown := sorted(set(options) - set(METHOD_OPTIONS)):
+        raise ValueError(
+            f"plan: method {name!r} has the unknown option {unknown[0]!r}; supported: {', '.join(METHOD_OPTIONS)}"
+        )
+    found = dict(options)
+    try:
+        if isinstance(found.get("exact"), Mapping):
+            found["exact"] = ExactBlocks(**found["exact"])
+        if isinstance(found.get("tiles"), list):
+            found["tiles"] = tuple(found["tiles"])
+        check_vmonarch_options(**found)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"plan: method {name!r}: {error}") from error
+    return found
+
+
+def plain_method(options: Options | None) -> dict[str, Any] | None:
+    """The inverse of `parse_method`, as JSON has it."""
+    if options is None:
+        return None
+    return {
+        name: {key: entry for key, entry in vars(value).items() if entry != getattr(ExactBlocks(), key)}
+        if isinstance(value, ExactBlocks)
+        else value
+        for name, value in options.items()
+    }
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """See the module.
+
+    Args:
+        methods: options by name; None for exact attention.
+        layers: [layers][heads] of names, by name of the transformer.
+        about: how the plan was made.
+
+    Raises:
+        TypeError, ValueError: a method is not as described, a head names one that is not there, or layers have
+            different numbers of heads.
+    """
+
+    methods: Mapping[str, Options | None]
+    layers: Mapping[str, Sequence[Sequence[str]]]
+    about: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.methods, Mapping) or not isinstance(self.layers, Mapping) or not self.layers:
+            raise TypeError("plan: methods and layers must be mappings, and layers must not be empty")
+        methods = {name: parse_method(name, options) for name, options in self.methods.items()}
+        layers = {}
+        for component, heads_of in self.layers.items():
+            rows = tuple(tuple(heads) for heads in heads_of)
+            if not rows or not rows[0] or len({len(heads) for heads in rows}) > 1:
+                raise ValueError(f"plan: layers of {component!r} must all name as many heads, at least one")
+            for layer, heads in enumerate(rows):
+                for head, name in enumerate(heads):
+                    if name not in methods:
+                        known = ", ".join(map(repr, methods))
+                        raise ValueError(
+                            f"plan: head {head} of layer {layer} of {component!r} has the method {name!r}; the plan"
+                            f" has {known or 'none'}"
+                        )
+            layers[component] = rows
+        object.__setattr__(self, "methods", methods)
+        object.__setattr__(self, "layers", layers)
+
+    @classmethod
+    def parse(cls, plan: object) -> AttentionPlan:
+        """A plan from itself, from what its JSON holds, or from the path of that file.
+
+        Raises:
+            TypeError, ValueError, OSError: it is none of these, the file cannot be read or does not hold a plan.
+        """
+        if isinstance(plan, AttentionPlan):
+            return plan
+        if isinstance(plan, (str, Path)):
+            path = Path(plan)
+            try:
+                plan = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"plan: {path} is no JSON: {error}") from error
+            except OSError as error:
+                raise ValueError(f"plan: {path} cannot be read: {error.strerror}") from error
+        if not isinstance(plan, Mapping):
+            raise TypeError(f"plan must be an AttentionPlan, the path of its JSON or what that holds, got {plan!r}")
+        if plan.get("format") != FORMAT or not {"methods", "layers"} <= plan.keys():
+            raise ValueError(f"plan: format must be {FORMAT!r}, with methods and layers; got {plan.get('format')!r}")
+        return cls(plan["methods"], plan["layers"], plan.get("about", {}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the JSON holds."""
+        return {
+            "format": FORMAT,
+            "methods": {name: plain_method(options) for name, options in self.methods.items()},
+            "layers": {component: [list(heads) for heads in rows] for component, rows in self.layers.items()},
+            "about": dict(self.about),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON, whole or not at all; a file that is there is replaced."""
+        from vmonarch.eval.video_io import AtomicFiles
+
+        with AtomicFiles(overwrite=True) as files:
+            text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
+            files.stage(Path(path)).write_text(text, encoding="utf-8")
+
+    def heads_of(self, component: str, layer: int, layers: int, heads: int) -> tuple[str, ...]:
+        """Methods of the heads of one layer of a model with so many layers and heads.
+
+        Raises:
+            ValueError: the plan is not for such a model.
+        """
+        rows = self.layers.get(component)
+        if rows is None:
+            raise ValueError(f"plan: it is for {', '.join(self.layers)}, but the pipeline has {component} too")
+        if (len(rows), len(rows[0])) != (layers, heads):
+            raise ValueError(
+                f"plan: it is for {len(rows)} layers of {len(rows[0])} heads, but {component} has {layers} of {heads}"
+            )
+        return tuple(rows[layer])
+
+    def flops(self, grid: LatentGrid, head_dim: int) -> float:
+        """Forward operations of all heads of all layers (`vmonarch.work`)."""
+        of = {
+            name: full_flops(grid, head_dim)
+            if options is None
+            else vmonarch_flops(grid, head_dim, **{k: v for k, v in options.items() if k != "min_mass"})
+            for name, options in self.methods.items()
+        }
+        return sum(of[name] for rows in self.layers.values() for heads in rows for name in heads)
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """The heads of one layer in an order in which those of one method follow each other.
+
+    Args:
+        order: head at every place; None if the heads are in such an order by themselves.
+        back: place of every head; None with `order`.
+        sizes: (method, how many heads).
+    """
+
+    order: tuple[int, ...] | None
+    back: tuple[int, ...] | None
+    sizes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> HeadGroups:
+        """The groups of heads with these methods."""
+        methods = tuple(dict.fromkeys(names))
+        order = sorted(range(len(names)), key=lambda head: methods.index(names[head]))
+        sizes = tuple((method, list(names).count(method)) for method in methods)
+        if order == list(range(len(names))):
+            return cls(None, None, sizes)
+        return cls(tuple(order), tuple(sorted(range(len(order)), key=order.__getitem__)), sizes)

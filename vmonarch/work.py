@@ -1,0 +1,53 @@
+"""Floating-point operations of attention, forward, for one head; a multiply-add counts 2.
+
+    full attention    4·S²·d
+    R-steps           4·b·c·d each, c keys or pooled cells; the last, which also multiplies values, 6·b·S·d
+    L-steps           4·S·m·d each
+    exact blocks      4·d for every pair of tokens in them
+
+S tokens, m blocks of at most b positions, d head dim. Source: algorithm notes §6, §10 and §13.
+"""
+
+from __future__ import annotations
+
+from vmonarch.exact import resolve_exact
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.monarch.blocks import exact_key_frames
+
+
+def full_flops(grid: LatentGrid, head_dim: int) -> float:
+    """Of exact attention between all tokens."""
+    return 4.0 * grid.tokens**2 * head_dim
+
+
+def vmonarch_flops(
+    grid: LatentGrid,
+    head_dim: int,
+    *,
+    num_iterations: int = 2,
+    frames_per_block: int = 1,
+    tiles: tuple[int, int] = (1, 1),
+    coarse: int = 1,
+    exact: object = "first_frame",
+) -> float:
+    """Of `vmonarch_attention` with these options, ragged tiles, cells and last blocks counted at their size.
+
+    Raises:
+        TypeError, ValueError: `exact` is no pattern, or names a frame that the grid has not.
+    """
+    T, H, W = grid
+    frames_per_block = min(frames_per_block, T)
+
+    def parts(size: int, count: int) -> list[int]:
+        return [(i + 1) * size // count - i * size // count for i in range(count)]
+
+    sizes = [(h, w) for h in parts(H, tiles[0]) for w in parts(W, tiles[1])]
+    m = -(-T // frames_per_block) * len(sizes)
+    b = max(h for h, _ in sizes) * max(w for _, w in sizes) * frames_per_block
+    cells = T * sum(-(-h // coarse) * -(-w // coarse) for h, w in sizes)
+    flops = (num_iterations - 1) * 4 * b * cells + 6 * b * grid.tokens + num_iterations * 4 * grid.tokens * m
+    pattern = resolve_exact(exact)
+    if pattern is not None:
+        pairs = sum(len(keys) for keys in exact_key_frames(pattern, T, frames_per_block))
+        flops += 4 * pairs * (H * W) ** 2
+    return float(flops * head_dim)
