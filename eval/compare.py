@@ -15,11 +15,11 @@ import dataclasses
 import json
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
@@ -45,6 +45,8 @@ from vmonarch.pipelines.model_folder import PROXY_RECORD, find_model
 if TYPE_CHECKING:
     import torch
 
+Methods = TypeVar("Methods", bound="MethodsConfig")
+
 COMPARISON_FORMAT = "vmonarch-compare-1"
 # Key of a result, heading, decimals: the columns of the table.
 _COLUMNS = (
@@ -59,28 +61,21 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True)
-class CompareConfig(SamplingConfig):
-    """`SamplingConfig`, plus what to compare.
+class MethodsConfig(SamplingConfig):
+    """`SamplingConfig`, plus the methods that sample.
 
     Args:
         methods: as `GenerateConfig.attention` takes them; the reference is added in front when it is missing.
         reference: the method that the others are measured against.
-        save_videos: also write every method's video by itself.
-        strip_frames: columns of the PNG strips.
     """
 
-    output_dir: str = "outputs/compare"
     methods: tuple[Any, ...] = ("full", "vmonarch")
     reference: Any = "full"
-    save_videos: bool = False
-    strip_frames: int = 6
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.methods, (str, bytes)) or not isinstance(self.methods, Sequence):
             raise InputError("methods", f"must be a list of methods, got {self.methods!r}")
-        if isinstance(self.strip_frames, bool) or not isinstance(self.strip_frames, int) or self.strip_frames < 1:
-            raise InputError("strip_frames", f"must be an integer of at least 1, got {self.strip_frames!r}")
         reference = _method(self.reference, "reference")
         methods = [_method(spec, "methods") for spec in self.methods]
         labels = [method.label for method in methods]
@@ -90,6 +85,35 @@ class CompareConfig(SamplingConfig):
         others = [method for method in methods if method.label != reference.label]
         object.__setattr__(self, "reference", reference)
         object.__setattr__(self, "methods", (reference, *others))
+
+    @property
+    def labels(self) -> list[str]:
+        """What the methods are called, the reference first."""
+        return [method.label for method in self.methods]
+
+    def batches(self) -> list[list[tuple[str, int]]]:
+        """Prompt and seed of every video, prompts outermost, cut into the batches that are sampled together."""
+        jobs = [(prompt, seed) for prompt in self.prompts for seed in self.seeds]
+        return [jobs[i : i + self.batch_size] for i in range(0, len(jobs), self.batch_size)]
+
+
+@dataclass(frozen=True)
+class CompareConfig(MethodsConfig):
+    """`MethodsConfig`, plus what to write.
+
+    Args:
+        save_videos: also write every method's video by itself.
+        strip_frames: columns of the PNG strips.
+    """
+
+    output_dir: str = "outputs/compare"
+    save_videos: bool = False
+    strip_frames: int = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.strip_frames, bool) or not isinstance(self.strip_frames, int) or self.strip_frames < 1:
+            raise InputError("strip_frames", f"must be an integer of at least 1, got {self.strip_frames!r}")
 
 
 def _method(spec: Any, argument: str) -> AttentionMethod:
@@ -171,6 +195,105 @@ def prompt_scorer(model: LoadedModel) -> Callable[[torch.Tensor, str], float | N
     return score
 
 
+def load_for(config: Methods, model: LoadedModel | None) -> tuple[Methods, LoadedModel]:
+    """The completed config and its pipeline; methods that the pipeline cannot carry show before minutes are spent.
+
+    Args:
+        model: a pipeline loaded before with the same model settings, or None.
+
+    Raises:
+        InputError, ModelError: as `vmonarch.pipelines.generation.generate`.
+    """
+    folder = model.folder if model else find_model(config.model, config.revision)
+    config = complete(config, folder)
+    prepare_output_dir(config.output_dir)
+    if model is None:
+        model = load_model(config, folder)
+    else:
+        check_loaded(config, model)
+    for method in config.methods:
+        method.install(model.pipe)
+    return config, model
+
+
+def warm_up(model: LoadedModel, config: MethodsConfig, batch: Sequence[tuple[str, int]], *, progress: bool) -> None:
+    """One step of every method, and one decoding, at the full shape of a batch of prompts and seeds."""
+    prompts, seeds = [prompt for prompt, _ in batch], [seed for _, seed in batch]
+    latents = None
+    for method in config.methods:
+        # Its first step may be a dense one, which would warm up nothing of the method.
+        method.parameters.without_dense().install(model.pipe)
+        title = f"warm-up, {method.label}" if progress else None
+        latents = denoise(model, config, prompts, seeds, steps=1, progress=title).latents
+    assert latents is not None
+    decode(model.pipe, latents[:1])
+
+
+def sample_methods(
+    model: LoadedModel, config: MethodsConfig, batch: Sequence[tuple[str, int]], *, title: str | None
+) -> dict[str, Batch]:
+    """A batch of prompts and seeds through every method, by the methods' labels.
+
+    Args:
+        title: of the progress bar; None for none.
+    """
+    prompts, seeds = [prompt for prompt, _ in batch], [seed for _, seed in batch]
+    samples: dict[str, Batch] = {}
+    for method in config.methods:
+        method.install(model.pipe)
+        shown = None if title is None else f"{title}, {method.label}"
+        samples[method.label] = sample(model, config, prompts, seeds, progress=shown)
+    return samples
+
+
+def measure(
+    config: MethodsConfig,
+    prompt: str,
+    seed: int,
+    frames: Mapping[str, torch.Tensor],
+    samples: Mapping[str, Batch],
+    score: Callable[[torch.Tensor, str], float | None],
+) -> list[MethodResult]:
+    """Measure one video of every method against the reference's.
+
+    Args:
+        frames: the video of each method, [F, 3, H, W], out of its batch in `samples`.
+        score: see `prompt_scorer`.
+
+    Raises:
+        GenerationError: a video is constant or holds NaN; its raw frames are kept, at the path in the message.
+    """
+    from vmonarch.eval.similarity import similarity
+    from vmonarch.eval.video_io import VideoError, check_frames
+
+    assert config.steps is not None
+    reference = frames[config.reference.label]
+    results = []
+    for label, video in frames.items():
+        try:
+            check_frames(video)
+        except VideoError as error:
+            kept = _keep_raw(video)
+            raise GenerationError(f"method {label}, prompt {prompt[:40]!r}, seed {seed}: {error}; {kept}") from error
+        close = similarity(video, reference) if label != config.reference.label else None
+        result = samples[label]
+        batch = len(result.frames)
+        results.append(
+            MethodResult(
+                method=label,
+                seconds=result.seconds["total"] / batch,
+                transformer_seconds_per_step=result.seconds["transformer"] / batch / config.steps,
+                psnr=close.psnr if close else None,
+                ssim=close.ssim if close else None,
+                first_frame_psnr=close.first_frame_psnr if close else None,
+                first_frame_ssim=close.first_frame_ssim if close else None,
+                prompt_score=score(video, prompt),
+                frames_sha256=frames_sha256(video),
+            )
+        )
+    return results
+
+
 def compare(config: CompareConfig, *, progress: bool = False, model: LoadedModel | None = None) -> Comparison:
     """Sample every prompt and seed with every method, measure them and write table, videos, strips and JSON.
 
@@ -186,16 +309,8 @@ def compare(config: CompareConfig, *, progress: bool = False, model: LoadedModel
         GenerationError: a video came out constant or with NaN (its raw frames are kept, at the path in the message),
             is missing, or could not be written.
     """
-    folder = model.folder if model else find_model(config.model, config.revision)
-    config = complete(config, folder)
+    config, model = load_for(config, model)
     output = prepare_output_dir(config.output_dir)
-    if model is None:
-        model = load_model(config, folder)
-    else:
-        check_loaded(config, model)
-    # What the pipeline cannot carry (more dense layers than it has, say) must show before minutes are spent.
-    for method in config.methods:
-        method.install(model.pipe)
     with reserve_number(output, 1 if config.overwrite else None) as number:
         target = output / f"{number}-{short_hash(config.to_dict())}"
         target.mkdir(exist_ok=config.overwrite)
@@ -216,39 +331,21 @@ class _Run:
         self.facts = facts(config, model)
 
     def run(self) -> Comparison:
-        config = self.config
-        jobs = [(prompt, seed) for prompt in config.prompts for seed in config.seeds]
-        batches = [jobs[i : i + config.batch_size] for i in range(0, len(jobs), config.batch_size)]
-        self._warm_up(batches[0])
+        batches = self.config.batches()
+        warm_up(self.model, self.config, batches[0], progress=self.progress)
         for batch in batches:
-            prompts, seeds = [prompt for prompt, _ in batch], [seed for _, seed in batch]
-            samples: dict[str, Batch] = {}
-            for method in config.methods:
-                method.install(self.model.pipe)
-                title = f"video {len(self.videos) + 1} of {len(jobs)}, {method.label}" if self.progress else None
-                samples[method.label] = sample(self.model, config, prompts, seeds, progress=title)
-            for index in range(len(batch)):
-                self._finish_video(prompts[index], seeds[index], index, len(batch), samples)
+            title = f"video {len(self.videos) + 1} of {sum(map(len, batches))}" if self.progress else None
+            samples = sample_methods(self.model, self.config, batch, title=title)
+            for index, (prompt, seed) in enumerate(batch):
+                self._finish_video(prompt, seed, index, len(batch), samples)
         record = self._write_record(complete=True)
         return Comparison(self.target, record)
 
-    def _warm_up(self, batch: Sequence[tuple[str, int]]) -> None:
-        """One step of every method, and one decoding, at the full shape."""
-        prompts, seeds = [prompt for prompt, _ in batch], [seed for _, seed in batch]
-        latents = None
-        for method in self.config.methods:
-            # Its first step may be a dense one, which would warm up nothing of the method.
-            method.parameters.without_dense().install(self.model.pipe)
-            title = f"warm-up, {method.label}" if self.progress else None
-            latents = denoise(self.model, self.config, prompts, seeds, steps=1, progress=title).latents
-        assert latents is not None
-        decode(self.model.pipe, latents[:1])
-
     def _finish_video(self, prompt: str, seed: int, index: int, batch: int, samples: dict[str, Batch]) -> None:
         """Measure and write the `index`-th video of a batch."""
-        results = self._measure(prompt, seed, index, batch, samples)
-        number = f"{len(self.videos) + 1:04d}"
         frames = {label: result.frames[index] for label, result in samples.items()}
+        results = measure(self.config, prompt, seed, frames, samples, self.score)
+        number = f"{len(self.videos) + 1:04d}"
         try:
             files = self._write_pictures(number, prompt, seed, frames, results)
             self.videos.append(
@@ -256,7 +353,7 @@ class _Run:
                     "prompt": prompt,
                     "seed": seed,
                     "files": files,
-                    "results": [_json(dataclasses.asdict(result)) for result in results],
+                    "results": [json_values(dataclasses.asdict(result)) for result in results],
                     "stage_seconds_of_batch": {label: result.seconds for label, result in samples.items()},
                     "batch_size": batch,
                 }
@@ -264,38 +361,6 @@ class _Run:
             self._write_record(complete=False)
         except OSError as error:
             raise GenerationError(f"{self.target} cannot be written to: {error}") from error
-
-    def _measure(self, prompt: str, seed: int, index: int, batch: int, samples: dict[str, Batch]) -> list[MethodResult]:
-        from vmonarch.eval.similarity import similarity
-        from vmonarch.eval.video_io import VideoError, check_frames
-
-        assert self.config.steps is not None
-        reference = samples[self.config.reference.label].frames[index]
-        results = []
-        for label, result in samples.items():
-            frames = result.frames[index]
-            try:
-                check_frames(frames)
-            except VideoError as error:
-                kept = _keep_raw(frames)
-                raise GenerationError(
-                    f"method {label}, prompt {prompt[:40]!r}, seed {seed}: {error}; {kept}"
-                ) from error
-            close = similarity(frames, reference) if label != self.config.reference.label else None
-            results.append(
-                MethodResult(
-                    method=label,
-                    seconds=result.seconds["total"] / batch,
-                    transformer_seconds_per_step=result.seconds["transformer"] / batch / self.config.steps,
-                    psnr=close.psnr if close else None,
-                    ssim=close.ssim if close else None,
-                    first_frame_psnr=close.first_frame_psnr if close else None,
-                    first_frame_ssim=close.first_frame_ssim if close else None,
-                    prompt_score=self.score(frames, prompt),
-                    frames_sha256=frames_sha256(frames),
-                )
-            )
-        return results
 
     def _write_pictures(
         self, number: str, prompt: str, seed: int, frames: dict[str, torch.Tensor], results: Sequence[MethodResult]
@@ -329,7 +394,7 @@ class _Run:
         from vmonarch.pipelines.environment import peak_memory_bytes
 
         model = self.model
-        labels = [method.label for method in self.config.methods]
+        labels = self.config.labels
         record = {
             "format": COMPARISON_FORMAT,
             "complete": complete,
@@ -374,11 +439,11 @@ def means(videos: Sequence[dict[str, Any]], labels: Sequence[str]) -> dict[str, 
                 raise GenerationError(f"method {label} has {key} for {len(values)} of {len(rows)} videos")
             table[label][key] = sum(values) / len(values) if values else None
         table[label]["prompts_scored"] = sum(row["prompt_score"] is not None for row in rows)
-        table[label] = _json(table[label])
+        table[label] = json_values(table[label])
     return table
 
 
-def _json(values: dict[str, Any]) -> dict[str, Any]:
+def json_values(values: dict[str, Any]) -> dict[str, Any]:
     """`values` with infinity, which JSON lacks, as the text "inf": the PSNR of identical videos."""
     return {key: "inf" if value == float("inf") else value for key, value in values.items()}
 

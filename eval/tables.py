@@ -21,6 +21,7 @@ DOCUMENTS = (
     "docs/bias.md",
     "docs/based.md",
     "docs/finetuning.md",
+    "docs/evaluation.md",
     "finetune/embedded/README.md",
 )
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -155,6 +156,13 @@ def finetune_table(results: dict[str, Any]) -> str:
     return finetune_scores.finetune_table(results)
 
 
+def evaluation_table(results: dict[str, Any]) -> str:
+    """Methods against full attention, with their FLOPs."""
+    from vmonarch.eval import evaluate
+
+    return evaluate.evaluation_table(results)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "embedded-model": embedded_model_table,
     "demo": demo_table,
@@ -171,6 +179,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "finetune-embedded": finetune_table,
     "finetune-embedded-1500": finetune_table,
     "finetune-embedded-distilled": finetune_table,
+    "eval-demo": evaluation_table,
 }
 # Tables of another name than their JSON.
 SOURCES = {"speed": "kernels-h200"}

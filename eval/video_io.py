@@ -230,8 +230,8 @@ def _parse_ppm(stream: bytes) -> Iterator[NDArray[np.uint8]]:
         yield np.frombuffer(stream, np.uint8, 3 * width * height, header.end()).reshape(height, width, 3)
 
 
-def verify_video(path: Path, frames: NDArray[np.uint8]) -> None:
-    """Decode a video file and check it against the frames [F, H, W, 3] that it was made of.
+def verify_video(path: Path, frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Decode a video file, check it against the frames [F, H, W, 3] that it was made of, and return what it decodes to.
 
     Raises:
         VideoError: it cannot be decoded, or differs in frame count or size, is constant, or is far from its source.
@@ -244,6 +244,7 @@ def verify_video(path: Path, frames: NDArray[np.uint8]) -> None:
     error = float(np.mean([np.abs(a.astype(np.int16) - b).mean() for a, b in zip(decoded, frames, strict=True)])) / 255
     if error > _ENCODING_ERROR:
         raise VideoError(f"{path} decodes to another video: mean absolute error {error:.3f} of the range")
+    return decoded
 
 
 def evenly_spaced(frames: int, count: int) -> list[int]:

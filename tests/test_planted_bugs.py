@@ -32,6 +32,7 @@ WINDOW_KERNELS = "kernels/window/kernels.py"
 NORM_KERNELS = "kernels/norm_rotary/kernels.py"
 NORM_OP = "kernels/norm_rotary/op.py"
 OBJECTIVE = "finetune/objective.py"
+SIMILARITY = "eval/similarity.py"
 LOADER = "finetune/data/loader.py"
 CHECKPOINTS = "finetune/checkpoints.py"
 TRAINER = "finetune/trainer.py"
@@ -156,6 +157,11 @@ BUGS = {
         NORM_KERNELS, "grad_odd * cos - grad_even * sin", "grad_odd * cos + grad_even * sin"),
     "norm-weight-of-another-norm": (NORM_OP, "needs_x, needs_weight = ", "needs_weight, needs_x = "),
     "norm-rows-taken-for-contiguous": (NORM_OP, "x.stride(0), x.stride(1), cos", "S * C, C, cos"),
+    "ssim-window-along-one-axis": (
+        SIMILARITY, "((2, maps.shape[2]), (3, maps.shape[3]))", "((3, maps.shape[3]),)"),
+    "ssim-variances-are-second-moments": (SIMILARITY, "xx - mean_x**2 + yy - mean_y**2", "xx + yy"),
+    "lpips-chunks-weigh-alike": (SIMILARITY, "* (end - start)", "* 1"),
+    "paper-score-with-the-captions-halves": (SIMILARITY, "(close.ssim + ", "0.5 * (close.ssim + "),
     "velocity-points-to-the-noise-twice": (OBJECTIVE, "velocity - (draw.noise - latents)", "velocity - draw.noise"),
     "flow-shift-the-other-way": (OBJECTIVE, "self.shift * u / (1 + (", "u / (1 + ("),
     "given-frame-counts": (OBJECTIVE, "(~(given & first)).to(x.dtype)", "torch.ones_like(first).to(x.dtype)"),
@@ -240,6 +246,7 @@ TESTS = {
     **{file: ["tests/kernels/test_window.py"] for file in (NEIGHBOURS, WINDOW, WINDOW_KERNELS)},
     **{file: ["tests/kernels/test_norm_rotary.py"] for file in (NORM_KERNELS, NORM_OP)},
     OBJECTIVE: ["tests/finetune/test_objective.py"],
+    SIMILARITY: ["tests/eval/test_similarity.py"],
     LOADER: ["tests/finetune/test_data_loader.py"],
     CHECKPOINTS: ["tests/finetune/test_checkpoints.py"],
     TRAINER: ["tests/finetune/test_trainer.py"],

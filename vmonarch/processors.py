@@ -300,7 +300,8 @@ class VideoAttentionProcessor:
         """What a module computes before its output projection: [B, S, C] -> [B, S, C]."""
         query, key, value = _project(attn, hidden_states, rotary_emb, self.implementation)
         device = query.device.type
-        if not torch.is_autocast_enabled(device):
+        # Autocast does not know the meta device.
+        if device == "meta" or not torch.is_autocast_enabled(device):
             return self.attend(query, key, value, grid).flatten(2, 3)
         # The ops choose their precision themselves: autocast would round their sums in float32.
         with torch.autocast(device, enabled=False):

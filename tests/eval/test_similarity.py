@@ -1,12 +1,29 @@
-"""PSNR and SSIM against an implementation of their definitions that shares no code with torchmetrics."""
+"""PSNR, SSIM and LPIPS against other implementations of their definitions."""
 
 from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from vmonarch.eval.similarity import psnr, similarity, ssim
+from vmonarch.configs import InputError
+from vmonarch.eval import similarity as module
+from vmonarch.eval.similarity import (
+    ALEXNET_WEIGHTS,
+    PerceptualDistance,
+    Similarity,
+    frames_of_file,
+    lpips,
+    paper_score,
+    psnr,
+    similarity,
+    ssim,
+)
 
 SHAPES = {"square": (1, 3, 16, 16), "ragged": (3, 3, 13, 31), "more frames than a chunk": (11, 3, 12, 20)}
 
@@ -56,6 +73,14 @@ def test_agrees_with_the_definitions(shape: tuple[int, ...], noise: float) -> No
     assert measured.ssim == pytest.approx(numpy_ssim(video, reference), abs=1e-6)
     assert measured.first_frame_psnr == pytest.approx(numpy_psnr(video[:1], reference[:1]), abs=1e-6)
     assert measured.first_frame_ssim == pytest.approx(numpy_ssim(video[:1], reference[:1]), abs=1e-6)
+
+
+def test_ssim_is_torchmetrics() -> None:
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    video, reference = (frames.double() for frames in pair((3, 3, 13, 31)))
+    expected = structural_similarity_index_measure(video, reference, data_range=1.0)
+    assert ssim(video, reference) == pytest.approx(float(expected), abs=1e-12)
 
 
 def test_known_values() -> None:
@@ -114,3 +139,122 @@ REFUSED = {
 def test_refuses(measure, video, reference, error, message) -> None:
     with pytest.raises(error, match=message):
         measure(video, reference)
+
+
+def alexnet_features() -> torch.nn.Sequential:
+    """The layers of torchvision's AlexNet, with random weights."""
+    conv = torch.nn.Conv2d
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        *(conv(3, 64, 11, 4, 2), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2)),
+        *(conv(64, 192, 5, 1, 2), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2)),
+        *(conv(192, 384, 3, 1, 1), torch.nn.ReLU(), conv(384, 256, 3, 1, 1), torch.nn.ReLU()),
+        *(conv(256, 256, 3, 1, 1), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2)),
+    )
+
+
+@pytest.fixture
+def alexnet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.nn.Sequential:
+    """A torchvision that has nothing but AlexNet, its weights where they belong."""
+    from torchmetrics.functional.image import lpips as functional
+    from torchmetrics.image import lpip
+
+    features = alexnet_features()
+    vision = ModuleType("torchvision")
+    vision.models = SimpleNamespace(  # type: ignore[attr-defined]
+        AlexNet_Weights=SimpleNamespace(DEFAULT="default"), alexnet=lambda weights: SimpleNamespace(features=features)
+    )
+    vision.__spec__ = importlib.util.spec_from_loader("torchvision", None)
+    monkeypatch.setitem(sys.modules, "torchvision", vision)
+    monkeypatch.setattr(functional, "_TORCHVISION_AVAILABLE", True)
+    monkeypatch.setattr(lpip, "_TORCHVISION_AVAILABLE", True)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ALEXNET_WEIGHTS).touch()
+    module._lpips_metric.cache_clear()
+    yield features
+    module._lpips_metric.cache_clear()
+
+
+def defined_lpips(video: torch.Tensor, reference: torch.Tensor, features: torch.nn.Sequential) -> list[float]:
+    """Zhang et al. (2018), Eq. 1, of every frame."""
+    import torchmetrics.functional.image.lpips as functional
+
+    weights = torch.load(Path(functional.__file__).parent / "lpips_models" / "alex.pth", map_location="cpu")
+    shift = torch.tensor([-0.030, -0.088, -0.188])[:, None, None]
+    scale = torch.tensor([0.458, 0.448, 0.450])[:, None, None]
+    found = []
+    with torch.no_grad():
+        for pair_of_frames in zip(video, reference, strict=True):
+            maps = [(2 * frame - 1 - shift) / scale for frame in pair_of_frames]
+            total, seen = 0.0, 0
+            for layer in features[:12]:
+                maps = [layer(x) for x in maps]
+                if isinstance(layer, torch.nn.ReLU):
+                    a, b = (x / (x.square().sum(0) + 1e-8).sqrt() for x in maps)
+                    w = weights[f"lin{seen}.model.1.weight"].reshape(-1, 1, 1)
+                    total, seen = total + float((w * (a - b).square()).sum(0).mean()), seen + 1
+            assert seen == 5
+            found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("frames", [1, 11])
+def test_lpips_agrees_with_its_definition(alexnet: torch.nn.Sequential, frames: int) -> None:
+    video, reference = pair((frames, 3, 40, 64))
+    expected = defined_lpips(video, reference, alexnet)
+    measured = lpips(video, reference)
+    assert measured.lpips == pytest.approx(np.mean(expected), rel=1e-4) and measured.lpips > 0
+    assert measured.first_frame_lpips == pytest.approx(expected[0], rel=1e-4)
+    assert lpips(video.double(), reference.double()) == measured
+
+
+def test_lpips_of_identical_videos_is_nothing(alexnet: torch.nn.Sequential) -> None:
+    _, reference = pair((3, 3, 32, 32))
+    assert lpips(reference, reference.clone()) == PerceptualDistance(0.0, 0.0)
+
+
+def test_lpips_refuses_frames_that_alexnet_cannot_see(alexnet: torch.nn.Sequential) -> None:
+    with pytest.raises(ValueError, match="32×32"):
+        lpips(*pair((2, 3, 31, 64)))
+    with pytest.raises(ValueError, match="shape of reference"):
+        lpips(torch.rand(1, 3, 32, 32), torch.rand(2, 3, 32, 32))
+
+
+def test_lpips_says_what_is_missing_and_downloads_nothing(alexnet, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.hub, "download_url_to_file", lambda *_, **__: pytest.fail("downloads"))
+    weights = tmp_path / "checkpoints" / ALEXNET_WEIGHTS
+    weights.unlink()
+    with pytest.raises(InputError, match="weights of AlexNet.*put https://.* at " + str(weights)):
+        lpips(*pair((2, 3, 32, 32)))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"torchvision: pip install 'vmonarch\[eval\]'"):
+        lpips(*pair((2, 3, 32, 32)))
+
+
+def test_frames_of_a_file_are_those_that_were_written() -> None:
+    from vmonarch.eval.video_io import to_uint8
+
+    video, _ = pair((2, 3, 6, 8))
+    frames = frames_of_file(to_uint8(video))
+    assert frames.shape == video.shape and (frames - video).abs().max() <= 0.5 / 255 + 1e-6
+
+
+# Some rows of the paper's Table 5: its numbers and its score.
+TABLE_5 = {
+    1: (11.01, 0.21, 0.9641, 10.21, 0.12, 0.9044, 0.4854, 0.8700, 0.1628, 2.19),
+    4: (11.01, 0.18, 0.9978, 10.29, 0.11, 0.9563, 0.4132, 0.8587, 0.1569, 1.98),
+    8: (11.19, 0.28, 0.5244, 9.39, 0.21, 0.5553, 0.7217, 0.7596, 0.1947, 3.29),
+    15: (11.55, 0.29, 0.5696, 10.13, 0.27, 0.5818, 0.7306, 0.9126, 0.1719, 3.44),
+}
+
+
+@pytest.mark.parametrize("row", TABLE_5.values(), ids=map(str, TABLE_5))
+def test_the_score_is_that_of_the_papers_table(row: tuple[float, ...]) -> None:
+    psnr_, ssim_, lpips_, psnr_1, ssim_1, lpips_1, iq, sc, oc, expected = row
+    close, distance = Similarity(psnr_, ssim_, psnr_1, ssim_1), PerceptualDistance(lpips_, lpips_1)
+    named = {"imaging_quality": iq, "subject_consistency": sc, "overall_consistency": oc}
+    # The table has its score in two digits.
+    assert paper_score(close, distance, **named) == pytest.approx(expected, abs=0.006)
+    with pytest.raises(ValueError, match="imaging_quality must be a share"):
+        paper_score(close, distance, **(named | {"imaging_quality": 100 * iq}))

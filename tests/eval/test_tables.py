@@ -37,6 +37,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
             ("finetune-embedded", "finetune-embedded-1500", "finetune-embedded-distilled"),
             ("results", "vmonarch", "validation_loss", "after"),
         ),
+        "eval-demo": ("statistics", "vmonarch", "psnr", "mean"),
         "mqar": ("models", 0, "recall", "1024", "256"),
     }
     awaited = {name for name in tables.AWAITED if not tables.source(name, BENCHMARKS).exists()}

@@ -20,6 +20,7 @@ from typing import Protocol
 COMMANDS = {
     "generate": ("vmonarch.cli.generate", "make videos from prompts"),
     "compare": ("vmonarch.cli.compare", "the same videos through full attention and other methods, with the numbers"),
+    "eval": ("vmonarch.cli.eval", "methods × prompts × seeds: quality against full attention, statistics, a report"),
     "calibrate": ("vmonarch.cli.calibrate", "what every head loses, and a plan of what every head computes"),
     "preprocess": ("vmonarch.cli.preprocess", "videos with captions to latents and text in parquet, for training"),
     "bench": ("vmonarch.cli.bench", "time the kernels against exact attention, with a check of every result"),

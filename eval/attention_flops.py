@@ -1,0 +1,113 @@
+"""Predicted FLOPs of a method's self-attention, relative to full attention.
+
+They are counted, not derived: the transformer runs once more on tensors without data (torch's meta device), each method
+in its plain-torch form, and torch's counter sees every product. What the projections to queries, keys, values and back
+take is left out, so it is the attention itself, exact blocks, dense layers and dense steps included; a multiply-add
+counts 2. The fused kernels do the same products. Places of ragged blocks that are masked count as if they held tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from vmonarch.configs.methods import AttentionMethod, BasedAttention, FullAttention, Parameters
+from vmonarch.dense import DenseSet
+
+# Of every attention module, whatever its processor.
+_PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+@dataclass
+class TransformerCall:
+    """One forward call of a transformer: its class, its config and its arguments, tensors without their data."""
+
+    kind: Any = None
+    config: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def _without_data(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        # The model that counts is in float32, whichever the real one is in.
+        return torch.empty_like(value, device="meta", dtype=torch.float32 if value.is_floating_point() else None)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_without_data(item) for item in value)
+    return {key: _without_data(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+@contextmanager
+def recorded_call(pipe: Any) -> Iterator[TransformerCall]:
+    """Filled in by the last forward call of one of the pipeline's transformers while the block runs."""
+    call = TransformerCall()
+
+    def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call.kind, call.config = type(module), dict(module.config)  # type: ignore[arg-type]
+        call.args, call.kwargs = _without_data((args, kwargs))
+
+    found = [getattr(pipe, name, None) for name in ("transformer", "transformer_2")]
+    hooks = [
+        transformer.register_forward_pre_hook(record, with_kwargs=True)
+        for transformer in found
+        if transformer is not None
+    ]
+    try:
+        yield call
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def attention_flops(call: TransformerCall, parameters: Parameters) -> int:
+    """FLOPs of the self-attention of all layers in one forward call, without its projections.
+
+    Args:
+        parameters: of a method without dense steps.
+    """
+    if "implementation" in {option.name for option in dataclasses.fields(parameters)}:
+        # The counter sees torch's own operators only.
+        torch_form: dict[str, Any] = {"implementation": "torch"}
+        parameters = dataclasses.replace(parameters, **torch_form)
+    with torch.device("meta"):
+        transformer = call.kind.from_config(call.config)
+    parameters.install(transformer)
+    # The counter knows the products that SDPA consists of, not its fused form on the CPU.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        transformer(*call.args, **call.kwargs)
+    names = [name for name, _ in transformer.named_modules() if name.rpartition(".")[2] == "attn1"]
+    counts = {module: sum(flops.values()) for module, flops in counter.get_flop_counts().items()}
+    total = 0
+    for name in names:
+        path = f"{type(transformer).__name__}.{name}"
+        total += counts[path] - sum(counts.get(f"{path}.{part}", 0) for part in _PROJECTIONS)
+    return total
+
+
+def relative_flops(call: TransformerCall, methods: Sequence[AttentionMethod], steps: int) -> dict[str, float | None]:
+    """Attention FLOPs of a whole video over those of full attention, by the methods' labels.
+
+    None for Based, whose layers cannot be made without their learnt weights.
+
+    Args:
+        call: any forward call of the sampling.
+        steps: denoising steps, some of which a method may compute with full attention.
+    """
+    full = attention_flops(call, FullAttention())
+    shares: dict[str, float | None] = {}
+    for method in methods:
+        if isinstance(method.parameters, BasedAttention):
+            shares[method.label] = None
+            continue
+        sparse = attention_flops(call, method.parameters.without_dense())
+        dense_steps = DenseSet("dense_steps", getattr(method.parameters, "dense_steps", 0))
+        dense = sum(dense_steps.contains(step, steps) for step in range(steps))
+        shares[method.label] = (dense * full + (steps - dense) * sparse) / (steps * full)
+    return shares

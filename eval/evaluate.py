@@ -1,0 +1,676 @@
+"""Methods × prompts × seeds against full attention, with statistics and a report: the library behind `vmonarch eval`.
+
+    from vmonarch.eval.evaluate import EvalConfig, evaluate
+
+    evaluation = evaluate(EvalConfig(prompt_set="embedded", seeds=(0, 1), methods=("vmonarch", "vmonarch-t1")))
+    print(evaluation.table(), evaluation.folder / "report.html")
+
+An item is one prompt with one seed. Its folder has the video of every method and `item.json` with their numbers, and
+appears complete or not at all: a call that was stopped goes on with the items that are missing, and several processes
+(RANK and WORLD_SIZE, as `accelerate launch` sets them) share the items out. Whichever call finds all of them there
+writes `evaluation.json` and `report.html`. Everything but times and dates is the same however often it was stopped and
+whatever the number of processes: batches are cut before they are shared out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vmonarch.configs import InputError, file_sha256, suggest
+from vmonarch.eval.compare import (
+    MethodResult,
+    MethodsConfig,
+    file_name,
+    json_values,
+    load_for,
+    measure,
+    prompt_scorer,
+    sample_methods,
+    warm_up,
+)
+from vmonarch.pipelines.generation import (
+    GenerationError,
+    LoadedModel,
+    choose_device,
+    choose_dtype,
+    complete,
+    prepare_output_dir,
+    short_hash,
+)
+from vmonarch.pipelines.model_folder import ModelFolder, find_model
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+EVALUATION_FORMAT = "vmonarch-eval-1"
+PROMPT_SETS = ("embedded",)
+RESAMPLES = 10_000
+BOOTSTRAP_SEED = 0
+# Settings that change no number of an item.
+_FREE = (
+    *("output_dir", "overwrite", "device", "offload", "prompt_set", "num_prompts", "baseline"),
+    *("vbench", "vbench_timeout", "report_items", "report_megabytes"),
+)
+# And those that say nothing of it elsewhere.
+_LOCAL = ("output_dir", "overwrite", "device")
+# VBench's dimensions in the score of the paper's Table 5.
+_SCORED = ("imaging_quality", "subject_consistency", "overall_consistency")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of every video: its heading, decimals, whether more is better, and what it is."""
+
+    heading: str
+    decimals: int
+    more_is_better: bool
+    about: str
+
+
+_FIRST, _CODED = "of the first frame alone", "of frames read back from the mp4"
+MEASURES = {
+    "psnr": Measure("PSNR dB", 2, True, "10·log10(1/MSE) to the reference, the error pooled over all frames"),
+    "ssim": Measure("SSIM", 4, True, "11×11 Gaussian window, sigma 1.5, mean over frames and channels"),
+    "lpips": Measure("LPIPS", 4, False, "AlexNet, mean over frames"),
+    "first_frame_psnr": Measure("first PSNR dB", 2, True, f"PSNR {_FIRST}"),
+    "first_frame_ssim": Measure("first SSIM", 4, True, f"SSIM {_FIRST}"),
+    "first_frame_lpips": Measure("first LPIPS", 4, False, f"LPIPS {_FIRST}"),
+    "mp4_psnr": Measure("mp4 PSNR dB", 2, True, f"PSNR {_CODED}"),
+    "mp4_ssim": Measure("mp4 SSIM", 4, True, f"SSIM {_CODED}"),
+    "mp4_lpips": Measure("mp4 LPIPS", 4, False, f"LPIPS {_CODED}"),
+    "mp4_first_frame_psnr": Measure("mp4 first PSNR dB", 2, True, f"PSNR {_CODED}, {_FIRST}"),
+    "mp4_first_frame_ssim": Measure("mp4 first SSIM", 4, True, f"SSIM {_CODED}, {_FIRST}"),
+    "mp4_first_frame_lpips": Measure("mp4 first LPIPS", 4, False, f"LPIPS {_CODED}, {_FIRST}"),
+    "prompt_score": Measure(
+        "prompt score", 3, True, "share of colour, shape and direction that the pixels show; the embedded model's alone"
+    ),
+    "seconds": Measure("s/video", 2, False, "text, denoising and decoding; a batch's time is shared out evenly"),
+    "transformer_seconds_per_step": Measure(
+        "transformer s/step", 3, False, "in the transformers' forward calls, guidance included"
+    ),
+}
+TIMES = ("seconds", "transformer_seconds_per_step")
+_FURTHER = tuple(key for key in MEASURES if key.startswith("mp4_") or "lpips" in key)
+
+
+@dataclass(frozen=True)
+class EvalConfig(MethodsConfig):
+    """`MethodsConfig`, plus what to measure and what the report shows.
+
+    Args:
+        prompt_set: prompts to take where none are given: `embedded`, the embedded model's 64 held-out ones.
+        num_prompts: the first so many of the prompts; None for all.
+        baseline: the method (by its label) that the others' paired differences are taken to; None for `vmonarch` where
+            it is among the methods, else the first after the reference.
+        lpips: also measure LPIPS, see `vmonarch.eval.similarity.lpips`.
+        vbench: VBench's dimensions to score; none needs no VBench.
+        vbench_timeout: seconds for the scores of one method.
+        report_items: so many items have their videos in the report; the rest is listed.
+        report_megabytes: and no more videos than that.
+        overwrite: not for evaluations, which go on where they stopped.
+    """
+
+    output_dir: str = "outputs/eval"
+    prompt_set: str | None = None
+    num_prompts: int | None = None
+    baseline: str | None = None
+    lpips: bool = False
+    vbench: tuple[str, ...] = ()
+    vbench_timeout: float = 3600.0
+    report_items: int = 12
+    report_megabytes: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.overwrite:
+            raise InputError("overwrite", "cannot be used: an evaluation goes on where it stopped; give another folder")
+        if self.prompt_set is not None and self.prompt_set not in PROMPT_SETS:
+            raise InputError("prompt_set", f"must be one of {', '.join(PROMPT_SETS)}, got {self.prompt_set!r}")
+        for name, least in (("num_prompts", 1), ("report_items", 0), ("report_megabytes", 0)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise InputError(name, f"must be an integer of at least {least}, got {value!r}")
+        if not self.vbench_timeout > 0:
+            raise InputError("vbench_timeout", f"must be above 0 seconds, got {self.vbench_timeout}")
+        if self.baseline is not None and self.baseline not in self.labels:
+            hint = suggest(self.baseline, self.labels)
+            raise InputError("baseline", f"must be one of {', '.join(self.labels)}, got {self.baseline!r}{hint}")
+        prompts = self.prompts
+        if not prompts and self.prompt_set is not None:
+            from vmonarch.finetune.embedded.data import held_out_prompts
+
+            prompts = tuple(item.prompt for item in held_out_prompts())
+        repeated = sorted({prompt for prompt in prompts if prompts.count(prompt) > 1})
+        if repeated:
+            raise InputError("prompts", f"must differ, or an item is there twice; repeated: {repeated}")
+        object.__setattr__(self, "prompts", prompts[: self.num_prompts])
+
+    @property
+    def chosen_baseline(self) -> str:
+        """Label of the method that the others are compared with; the reference where there is no other."""
+        if self.baseline is not None:
+            return self.baseline
+        return "vmonarch" if "vmonarch" in self.labels else self.labels[min(1, len(self.labels) - 1)]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This process among those that share the items out."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def of_environment(cls) -> Shard:
+        """From RANK, WORLD_SIZE and LOCAL_RANK, which launchers set; the only process without them.
+
+        Raises:
+            InputError: they are no numbers, or contradict each other.
+        """
+        values = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))]
+        values.append(os.environ.get("LOCAL_RANK", values[0]))
+        if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[1]):
+            raise InputError("RANK", f"must be a number below WORLD_SIZE, got RANK={values[0]}, WORLD_SIZE={values[1]}")
+        return cls(*map(int, values))
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt with one seed; `name` is that of its folder."""
+
+    number: int
+    prompt: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.number:04d}-{short_hash(self.prompt, self.seed)}"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` made: its folder, and its record, which is also `evaluation.json` in that folder.
+
+    Args:
+        record: None as long as items are missing.
+        missing: how many.
+    """
+
+    folder: Path
+    record: dict[str, Any] | None
+    missing: int
+
+    def table(self) -> str:
+        """Markdown table of the means with their intervals, one row a method."""
+        from vmonarch.eval.tables import markdown
+
+        assert self.record is not None
+        return markdown(*summary_rows(self.record))
+
+
+def evaluate(
+    config: EvalConfig,
+    *,
+    progress: bool = False,
+    model: LoadedModel | None = None,
+    shard: Shard | None = None,
+    command: str = "",
+) -> Evaluation:
+    """Sample and measure the items that `config.output_dir` lacks; once all are there, write JSON and report.
+
+    Args:
+        progress: show progress bars.
+        model: a pipeline loaded before with the same model settings, to save loading it again.
+        shard: which share of the items is this process's; by default what the environment says.
+        command: how it was called, for the report.
+
+    Raises:
+        InputError, ModelError: as `vmonarch.pipelines.generation.generate`; LPIPS or VBench cannot be measured; the
+            folder holds an evaluation with other settings.
+        GenerationError: a video came out constant or with NaN, is missing, damaged, or could not be written.
+    """
+    from vmonarch.eval.similarity import alexnet_weights
+
+    shard = shard or Shard.of_environment()
+    if config.lpips:
+        alexnet_weights()
+    if config.vbench:
+        _check_vbench(config.vbench)
+    if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
+        config = dataclasses.replace(config, device=f"cuda:{shard.local_rank}")
+    folder = model.folder if model else find_model(config.model, config.revision)
+    config = complete(config, folder)
+    output = prepare_output_dir(config.output_dir)
+    _check_settings(output, _settings(config, folder))
+    jobs = [Item(number, *job) for number, job in enumerate((job for b in config.batches() for job in b), start=1)]
+    batches = [jobs[i : i + config.batch_size] for i in range(0, len(jobs), config.batch_size)]
+    own = [batch for batch in batches[shard.rank :: shard.size] if any(not is_done(output, item) for item in batch)]
+    if own:
+        config, model = load_for(config, model)
+        _Run(config, model, output, progress).run(own, len(jobs))
+    missing = sum(not is_done(output, item) for item in jobs)
+    if missing:
+        return Evaluation(output, None, missing)
+    return Evaluation(output, _finish(config, output, jobs, command), 0)
+
+
+def is_done(output: Path, item: Item) -> bool:
+    """Whether the item's folder is complete: its JSON is what is written last."""
+    return (output / "items" / item.name / "item.json").is_file()
+
+
+def _settings(config: EvalConfig, folder: ModelFolder) -> dict[str, Any]:
+    """All that an item's numbers depend on, but versions and machine."""
+    values = {key: value for key, value in config.to_dict().items() if key not in _FREE}
+    dtype = choose_dtype(config.dtype, choose_device(config.device))
+    return values | {"dtype": str(dtype).removeprefix("torch."), "model_files": folder.fingerprint()}
+
+
+def _check_settings(output: Path, settings: dict[str, Any]) -> None:
+    """Write `settings.json` into a new folder; in one that has it, the settings must be the same.
+
+    Raises:
+        InputError: they differ, and in what; or something else is in the folder.
+    """
+    from vmonarch.eval.video_io import AtomicFiles
+
+    path = output / "settings.json"
+    # As they are read back: JSON has no tuples.
+    settings = json.loads(json.dumps(settings))
+    if not path.exists():
+        if any(not entry.name.startswith(".") for entry in output.iterdir()):
+            raise InputError("output_dir", f"must be empty or hold an evaluation; {str(output)!r} holds something else")
+        try:
+            with AtomicFiles() as files:
+                text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+                files.stage(path).write_text(text, encoding="utf-8")
+        except FileExistsError:
+            # Another process of the same launch was first.
+            pass
+    before = json.loads(path.read_text(encoding="utf-8"))
+    differences = [
+        f"{key} was {_short(before.get(key))}, is {_short(settings.get(key))}"
+        for key in sorted(before.keys() | settings.keys())
+        if before.get(key) != settings.get(key)
+    ]
+    if differences:
+        raise InputError(
+            "output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(differences)}"
+        )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 160 else text[:159] + "…"
+
+
+class _Run:
+    """The sampling of items by one process."""
+
+    def __init__(self, config: EvalConfig, model: LoadedModel, output: Path, progress: bool) -> None:
+        from vmonarch.pipelines.environment import environment
+
+        self.config, self.model, self.output, self.progress = config, model, output, progress
+        self.score = prompt_scorer(model)
+        self.environment = environment(model.device)
+
+    def run(self, batches: Sequence[Sequence[Item]], total: int) -> None:
+        self._warm_up(batches[0])
+        for batch in batches:
+            title = f"item {batch[0].number} of {total}" if self.progress else None
+            pairs = [(item.prompt, item.seed) for item in batch]
+            samples = sample_methods(self.model, self.config, pairs, title=title)
+            for index, item in enumerate(batch):
+                if is_done(self.output, item):
+                    continue
+                frames = {label: result.frames[index] for label, result in samples.items()}
+                results = measure(self.config, item.prompt, item.seed, frames, samples, self.score)
+                try:
+                    self._write(item, frames, results)
+                except OSError as error:
+                    raise GenerationError(f"{self.output} cannot be written to: {error}") from error
+
+    def _warm_up(self, batch: Sequence[Item]) -> None:
+        """Warm up, and count the methods' FLOPs on what the transformer was called with."""
+        from vmonarch.eval.attention_flops import recorded_call, relative_flops
+        from vmonarch.eval.video_io import AtomicFiles
+
+        with recorded_call(self.model.pipe) as call:
+            pairs = [(item.prompt, item.seed) for item in batch]
+            warm_up(self.model, self.config, pairs, progress=self.progress)
+        path = self.output / "flops.json"
+        if not path.exists():
+            assert self.config.steps is not None
+            shares = relative_flops(call, self.config.methods, self.config.steps)
+            with AtomicFiles(overwrite=True) as files:
+                files.stage(path).write_text(json.dumps(shares, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _write(self, item: Item, frames: Mapping[str, torch.Tensor], results: Sequence[MethodResult]) -> None:
+        """Write an item's videos, measure what is read back from them, and commit it with its JSON."""
+        from vmonarch.eval.video_io import AtomicFiles, VideoError, encode_video, to_uint8, verify_video
+
+        assert self.config.fps is not None
+        folder = self.output / "items" / item.name
+        folder.mkdir(parents=True, exist_ok=True)
+        rows: list[dict[str, Any]] = []
+        # An item without its JSON was left by a process that was killed: its videos are replaced.
+        with AtomicFiles(overwrite=True) as files:
+            decoded: dict[str, NDArray[np.uint8]] = {}
+            for result in results:
+                pictures = to_uint8(frames[result.method])
+                name = f"{file_name(result.method)}.mp4"
+                path = files.stage(folder / name)
+                encode_video(path, pictures, self.config.fps)
+                try:
+                    decoded[result.method] = verify_video(path, pictures)
+                except VideoError as error:
+                    raise GenerationError(f"method {result.method}, item {item.name}: {error}") from error
+                rows.append(dataclasses.asdict(result) | {"video": name, "video_sha256": file_sha256(path)})
+            for row in rows:
+                row |= self._further(row["method"], frames, decoded)
+            record = {
+                "format": EVALUATION_FORMAT,
+                "prompt": item.prompt,
+                "seed": item.seed,
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "results": [json_values(row) for row in rows],
+                "environment": self.environment,
+            }
+            text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+            files.stage(folder / "item.json").write_text(text, encoding="utf-8")
+        for left in folder.glob(".*.partial*"):
+            left.unlink(missing_ok=True)
+
+    def _further(
+        self, label: str, frames: Mapping[str, torch.Tensor], decoded: Mapping[str, NDArray[np.uint8]]
+    ) -> dict[str, float | None]:
+        """What `measure` leaves out: LPIPS, and everything of the `decoded` frames; None for the reference itself."""
+        from vmonarch.eval.similarity import frames_of_file, lpips, similarity
+
+        reference = self.config.reference.label
+        found: dict[str, float | None] = dict.fromkeys(_FURTHER)
+        if label == reference:
+            return found
+        coded = frames_of_file(decoded[label]), frames_of_file(decoded[reference])
+        found |= {f"mp4_{key}": value for key, value in vars(similarity(*coded)).items()}
+        if self.config.lpips:
+            found |= vars(lpips(frames[label], frames[reference]))
+            found |= {f"mp4_{key}": value for key, value in vars(lpips(*coded)).items()}
+        return found
+
+
+def read_items(output: Path, items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The records of all items, each with its number and folder, their videos checked.
+
+    Raises:
+        GenerationError: a record cannot be read, or a video is missing or no longer the one that was measured.
+    """
+    records = []
+    for item in items:
+        folder = output / "items" / item.name
+        again = f"remove {folder} and run the command again to make it anew"
+        try:
+            record = json.loads((folder / "item.json").read_text(encoding="utf-8"))
+            rows = record["results"]
+            for row in rows:
+                path = folder / row["video"]
+                if not path.is_file():
+                    raise GenerationError(f"the video {path} is missing; {again}")
+                if file_sha256(path) != row["video_sha256"]:
+                    raise GenerationError(f"the video {path} is not the one that was measured; {again}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise GenerationError(f"{folder / 'item.json'} cannot be read: {error}; {again}") from error
+        records.append({"number": item.number, "folder": f"items/{item.name}", **record})
+    return records
+
+
+def _finish(config: EvalConfig, output: Path, items: Sequence[Item], command: str) -> dict[str, Any]:
+    """Put all items together, and write `evaluation.json` and `report.html`."""
+    from vmonarch.eval.report import report
+    from vmonarch.eval.video_io import AtomicFiles
+
+    records = read_items(output, items)
+    environments: list[dict[str, Any]] = []
+    for item in records:
+        about = item.pop("environment")
+        known = next((entry for entry in environments if entry["environment"] == about), None)
+        if known is None:
+            known = {"environment": about, "items": []}
+            environments.append(known)
+        known["items"].append(item["number"])
+    labels, baseline = config.labels, config.chosen_baseline
+    vbench = _vbench_scores(config, output, items, records)
+    statistics_ = statistics(records, labels)
+    record: dict[str, Any] = {
+        "format": EVALUATION_FORMAT,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "reference": config.reference.label,
+        "baseline": baseline,
+        "methods": labels,
+        "measures": {key: dataclasses.asdict(measure_) for key, measure_ in MEASURES.items()},
+        "intervals": f"95 % percentile bootstrap over items, {RESAMPLES} resamples, seed {BOOTSTRAP_SEED}",
+        "attention_flops": json.loads((output / "flops.json").read_text(encoding="utf-8")),
+        "statistics": statistics_,
+        "differences": differences(records, labels, baseline),
+        "vbench": vbench,
+        "paper_score": {label: _paper_score(statistics_[label], vbench.get(label, {})) for label in labels},
+        "items": records,
+        "config": {key: value for key, value in config.to_dict().items() if key not in _LOCAL},
+        "model_files": json.loads((output / "settings.json").read_text(encoding="utf-8"))["model_files"],
+        "environments": environments,
+    }
+    text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    # As it is read back: JSON has no tuples.
+    record = json.loads(text)
+    page = report(record, output)
+    with AtomicFiles(overwrite=True) as files:
+        files.stage(output / "evaluation.json").write_text(text, encoding="utf-8")
+        files.stage(output / "report.html").write_text(page, encoding="utf-8")
+    return record
+
+
+def _values(records: Sequence[Mapping[str, Any]], label: str, measure_: str) -> list[float | None]:
+    """A measure of one method, item by item; "inf" is infinity again.
+
+    Raises:
+        GenerationError: only some of the items have it. Prompts in words of their own have no prompt score.
+    """
+    found = []
+    for record in records:
+        rows = [row for row in record["results"] if row["method"] == label]
+        if len(rows) != 1:
+            raise GenerationError(f"method {label} has {len(rows)} results in item {record['number']}")
+        value = rows[0][measure_]
+        found.append(None if value is None else float(value))
+    known = sum(value is not None for value in found)
+    if measure_ != "prompt_score" and known not in (0, len(found)):
+        raise GenerationError(f"method {label} has {measure_} for {known} of {len(found)} items")
+    return found
+
+
+def interval(values: Sequence[float]) -> dict[str, Any]:
+    """Mean and 95 % percentile bootstrap interval, resampling the items; the same for the same values.
+
+    Of a single value there is no interval, and none where a value is infinite.
+
+    Returns:
+        mean (a number, or "inf"), low, high (None without an interval), items.
+    """
+    import numpy as np
+
+    sample: NDArray[np.float64] = np.asarray(values, np.float64)
+    mean = float(sample.mean())
+    low = high = None
+    if len(sample) > 1 and math.isfinite(mean):
+        generator = np.random.default_rng(BOOTSTRAP_SEED)
+        # By halves of a million numbers: 10,000 resamples of thousands of items would not fit in memory.
+        rows = max(1, 500_000 // len(sample))
+        means: list[float] = []
+        while len(means) < RESAMPLES:
+            picked = generator.integers(len(sample), size=(min(rows, RESAMPLES - len(means)), len(sample)))
+            means += sample[picked].mean(1).tolist()
+        low, high = (float(edge) for edge in np.percentile(means, [2.5, 97.5]))
+    return json_values({"mean": mean, "low": low, "high": high, "items": len(sample)})
+
+
+def statistics(records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`interval` of every measure of every method; None for what was not measured."""
+    return {
+        label: {
+            key: interval(known) if (known := [v for v in _values(records, label, key) if v is not None]) else None
+            for key in MEASURES
+        }
+        for label in labels
+    }
+
+
+def differences(
+    records: Sequence[Mapping[str, Any]], labels: Sequence[str], baseline: str
+) -> dict[str, dict[str, Any]]:
+    """`interval` of the paired differences, method minus baseline, item by item; None for what one of them lacks."""
+    table: dict[str, dict[str, Any]] = {}
+    for label in labels:
+        if label == baseline:
+            continue
+        table[label] = {}
+        for key in MEASURES:
+            pairs = zip(_values(records, label, key), _values(records, baseline, key), strict=True)
+            # Two videos that both equal the reference do not differ, though infinity has no difference to itself.
+            gaps = [0.0 if a == b else a - b for a, b in pairs if a is not None and b is not None]
+            table[label][key] = interval(gaps) if gaps and not _opposite(gaps) else None
+    return table
+
+
+def _opposite(values: Sequence[float]) -> bool:
+    return math.inf in values and -math.inf in values
+
+
+def _vbench() -> Any:
+    """The module that scores videos with VBench.
+
+    Raises:
+        InputError: it is not there.
+    """
+    import importlib
+
+    try:
+        return importlib.import_module("vmonarch.eval.vbench")
+    except ImportError as error:
+        raise InputError("vbench", f"cannot be scored: {error}") from error
+
+
+def _check_vbench(dimensions: Sequence[str]) -> None:
+    """Raise InputError for a dimension that VBench does not have: before anything is sampled."""
+    known = _vbench().DIMENSIONS
+    for name in dimensions:
+        if name not in known:
+            raise InputError("vbench", f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
+
+
+def _vbench_scores(
+    config: EvalConfig, output: Path, items: Sequence[Item], records: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """VBench's score of every method in every dimension that was asked for."""
+    if not config.vbench:
+        return {}
+    vbench = _vbench()
+    scores: dict[str, dict[str, float]] = {}
+    for label in config.labels:
+        videos = []
+        for item, record in zip(items, records, strict=True):
+            name = next(row["video"] for row in record["results"] if row["method"] == label)
+            index = config.seeds.index(item.seed)
+            videos.append(vbench.PromptedVideo(output / "items" / item.name / name, item.prompt, index))
+        found = vbench.score_videos(videos, config.vbench, work_dir=output / "vbench", timeout=config.vbench_timeout)
+        scores[label] = {dimension: float(found[dimension].score) for dimension in config.vbench}
+    return scores
+
+
+def _paper_score(means: Mapping[str, Any], vbench: Mapping[str, float]) -> float | str | None:
+    """The score of the paper's Table 5, of the means; None where one of its parts was not measured."""
+    from vmonarch.eval.similarity import PerceptualDistance, Similarity, paper_score
+
+    names = ("psnr", "ssim", "first_frame_psnr", "first_frame_ssim")
+    if means["psnr"] is None or means["lpips"] is None or not set(_SCORED) <= vbench.keys():
+        return None
+    close = Similarity(**{name: float(means[name]["mean"]) for name in names})
+    distance = PerceptualDistance(means["lpips"]["mean"], means["first_frame_lpips"]["mean"])
+    score = paper_score(close, distance, **{name: vbench[name] for name in _SCORED})
+    return "inf" if math.isinf(score) else score
+
+
+def summary_rows(
+    record: Mapping[str, Any], measures: Sequence[str] = tuple(MEASURES)
+) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of the summary: every method with its FLOPs, its means and their intervals.
+
+    Args:
+        measures: those to show, where they were taken.
+    """
+    shown = [key for key in measures if any(record["statistics"][label][key] for label in record["methods"])]
+    dimensions = list(next(iter(record["vbench"].values()), {}))
+    scored = any(value is not None for value in record["paper_score"].values())
+    heading = ["method", "attention FLOPs", *(MEASURES[key].heading for key in shown), *dimensions]
+    heading += ["Table 5 score"] if scored else []
+    rows = []
+    for label in record["methods"]:
+        share = record["attention_flops"][label]
+        cells = [label + (" (reference)" if label == record["reference"] else "")]
+        cells.append("–" if share is None else f"{100 * share:.1f} %")
+        cells += [shown_interval(record["statistics"][label][key], MEASURES[key].decimals) for key in shown]
+        cells += [f"{record['vbench'][label][dimension]:.4f}" for dimension in dimensions]
+        cells += [shown_number(record["paper_score"][label], 2)] if scored else []
+        rows.append(cells)
+    return heading, rows
+
+
+def sampled(config: Mapping[str, Any]) -> str:
+    """In words, how many videos a method made, of which model and at which settings."""
+    prompts, seeds = (len(config[key]) for key in ("prompts", "seeds"))
+    return (
+        f"{prompts} prompt{'s' * (prompts > 1)} × {seeds} seed{'s' * (seeds > 1)}, model {config['model']},"
+        f" {config['num_frames']}×{config['height']}×{config['width']}, {config['steps']} steps, guidance"
+        f" {config['guidance']:g}"
+    )
+
+
+def evaluation_table(results: Mapping[str, Any]) -> str:
+    """The summary of `evaluation.json` for a document: no times, nothing of decoded frames."""
+    from vmonarch.eval.tables import markdown
+
+    measures = [key for key in MEASURES if key not in TIMES and not key.startswith("mp4_")]
+    config, environment = results["config"], results["environments"][0]["environment"]
+    about = (
+        f"{sampled(config)}; means with 95 % bootstrap intervals; {environment['device_name']},"
+        f" {environment['cpu_count']} cores, {results['created'][:10]}."
+    )
+    return f"{markdown(*summary_rows(results, measures))}\n{about} Made by `{results['command']}`.\n"
+
+
+def shown_number(value: Any, decimals: int, *, sign: bool = False) -> str:
+    """A number for people; a dash for None."""
+    if value is None or isinstance(value, str):
+        return "–" if value is None else value
+    return f"{value:{'+' if sign else ''}.{decimals}f}"
+
+
+def shown_interval(value: Mapping[str, Any] | None, decimals: int, *, sign: bool = False) -> str:
+    """`mean [low, high]`, without brackets where there is no interval."""
+    if value is None:
+        return "–"
+    mean = shown_number(value["mean"], decimals, sign=sign)
+    if value["low"] is None:
+        return mean
+    return f"{mean} [{', '.join(shown_number(value[edge], decimals, sign=sign) for edge in ('low', 'high'))}]"

@@ -1,0 +1,80 @@
+"""`vmonarch eval`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_layers
+
+_EPILOG = """\
+examples:
+  vmonarch eval --config table2
+  vmonarch eval --prompt-set embedded --num-prompts 8 --seed 0 1 --methods vmonarch vmonarch-t1 vmonarch-band1
+  vmonarch eval --prompt-file prompts.txt --config exact --model /path/to/a/wan/pipeline --output-dir outputs/exact
+  accelerate launch --num_processes 8 -m vmonarch eval --config table2
+
+The folder gets evaluation.json and report.html, a single file with tables, plots and videos. The same command goes on
+where it was stopped; several processes share the prompts and seeds out.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `vmonarch eval`."""
+    from vmonarch.configs import preset_names
+
+    add_sampling_arguments(parser, group="eval")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help=f"of {', '.join(preset_names('attention'))}, or METHOD:key=value,… (default full vmonarch)",
+    )
+    parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
+    parser.add_argument(
+        "--baseline", metavar="METHOD", help="what paired differences are taken to (default vmonarch, if it is there)"
+    )
+    parser.add_argument("--prompt-set", metavar="NAME", help="where no prompt is given: embedded, 64 held-out prompts")
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="the first so many of the prompts")
+    parser.add_argument(
+        "--lpips", action="store_true", default=None, help="also LPIPS; needs torchvision and AlexNet's weights"
+    )
+    parser.add_argument("--vbench", nargs="+", metavar="DIMENSION", help="also these scores of VBench")
+    parser.add_argument(
+        "--report-items", type=int, metavar="N", help="items with videos in the report (default 12); the rest is listed"
+    )
+    parser.epilog = _EPILOG
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Evaluate, print the table and where the report is.
+
+    Raises:
+        InputError, ModelError, GenerationError: see `vmonarch.eval.evaluate.evaluate`.
+    """
+    from vmonarch.configs import InputError, is_override
+    from vmonarch.eval.evaluate import EvalConfig, evaluate
+    from vmonarch.pipelines.environment import shown_command
+    from vmonarch.pipelines.generation import build_config
+
+    for name in ("methods", "vbench"):
+        # `--methods full vmonarch steps=3`: overrides may stand anywhere, and no method is named like one.
+        words = getattr(arguments, name)
+        if words is not None:
+            arguments.prompts += [word for word in words if is_override(word)]
+            setattr(arguments, name, [word for word in words if not is_override(word)])
+    own = ("methods", "reference", "baseline", "prompt_set", "num_prompts", "lpips", "vbench", "report_items")
+    config = build_config(EvalConfig, *sampling_layers(arguments, group="eval", own=own))
+    if not config.prompts:
+        raise InputError("prompts", "is missing: give one or more prompts, --prompt-file or --prompt-set")
+    hide_loading_bars()
+    command = shown_command(("vmonarch",), sys.argv[1:])
+    evaluation = evaluate(config, progress=not arguments.quiet, command=command)
+    if evaluation.record is None:
+        print(f"{evaluation.missing} items are missing; the call that finds all of them there writes the report")
+        return
+    if not arguments.quiet:
+        print(evaluation.table())
+        print("means over items with 95 % bootstrap intervals, against the reference of the same prompt and seed")
+        print(evaluation.folder / "evaluation.json")
+    print(evaluation.folder / "report.html")
