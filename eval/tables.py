@@ -163,6 +163,13 @@ def evaluation_table(results: dict[str, Any]) -> str:
     return evaluate.evaluation_table(results)
 
 
+def footage_table(results: dict[str, Any]) -> str:
+    """One denoising step of real clips with one method after the other."""
+    from vmonarch.eval import footage
+
+    return footage.footage_table(results)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "embedded-model": embedded_model_table,
     "demo": demo_table,
@@ -179,6 +186,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "finetune-embedded": finetune_table,
     "finetune-embedded-1500": finetune_table,
     "finetune-embedded-distilled": finetune_table,
+    "footage": footage_table,
     "eval-demo": evaluation_table,
 }
 # Tables of another name than their JSON.

@@ -32,6 +32,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
         ),
         "kernel-log": ("sections", 0, "entries", 0, "seen"),
         "neural-bias": ("biases", "gravity", "relative_error"),
+        "footage": ("results", 1, "velocity_error"),
         "train-h200": ("cases", 0, "rows", 1, "ms", "median"),
         **dict.fromkeys(
             ("finetune-embedded", "finetune-embedded-1500", "finetune-embedded-distilled"),
