@@ -33,12 +33,13 @@ from vmonarch.eval.evaluate import (
     interval,
     statistics,
 )
-from vmonarch.eval.kernel_bench import full_attention_work, vmonarch_work
 from vmonarch.eval.report import quality_plot, report
 from vmonarch.eval.similarity import PerceptualDistance, frames_of_file, similarity
 from vmonarch.eval.video_io import read_video
 from vmonarch.pipelines import generation
 from vmonarch.pipelines.generation import GenerationError, build_config, complete, find_model, load_model
+from vmonarch.plan import AttentionPlan
+from vmonarch.work import full_flops, vmonarch_flops
 
 PROMPTS = ("a red circle moving right", "a blue </script><b>../../square\" & 'plain'")
 TINY = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", "device": "cpu"}
@@ -287,12 +288,13 @@ def call(loaded: generation.LoadedModel) -> Any:
 GRID = LatentGrid(3, 2, 3)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_iterations": 3}, {"coarse": 2}, {"tiles": (2, 1)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_iterations": 3}, {"coarse": 2}, {"tiles": (2, 1)}, {"frames_per_block": 3}], ids=str
+)
 def test_flops_are_those_of_the_formula(call, options: dict[str, Any]) -> None:
-    work = sum(stage.flops for stage in vmonarch_work(GRID, 2, 12, itemsize=4, training=False, **options))
-    full = full_attention_work(GRID.tokens, 2, 12, itemsize=4, training=False).flops
     method = resolve_method({"name": "vmonarch", "implementation": "triton", **options, "label": "ours"})
-    assert relative_flops(call, [method], 10) == {"ours": pytest.approx(work / full)}
+    expected = vmonarch_flops(GRID, 12, **options) / full_flops(GRID, 12)
+    assert relative_flops(call, [method], 10) == {"ours": pytest.approx(expected)}
 
 
 def test_flops_of_exact_blocks_dense_steps_and_dense_layers(call) -> None:
@@ -307,6 +309,14 @@ def test_flops_of_exact_blocks_dense_steps_and_dense_layers(call) -> None:
     assert full == 1.0
     assert own - plain == pytest.approx(1 / GRID.frames), "the blocks on the diagonal"
     assert steps == pytest.approx(0.3 + 0.7 * plain) and layers == pytest.approx((1 + plain) / 2)
+
+
+def test_flops_of_a_plan_are_those_of_its_heads(call, tmp_path: Path) -> None:
+    plan = AttentionPlan({"t1": {"num_iterations": 1}, "full": None}, {"transformer": [["full", "t1"], ["t1", "t1"]]})
+    plan.save(tmp_path / "plan.json")
+    method = resolve_method({"name": "vmonarch", "plan": str(tmp_path / "plan.json"), "label": "plan"})
+    t1 = vmonarch_flops(GRID, 12, num_iterations=1) / full_flops(GRID, 12)
+    assert relative_flops(call, [method], 10) == {"plan": pytest.approx((1 + 3 * t1) / 4)}
 
 
 def test_flops_of_learnt_layers_are_not_told(call, shipped_adapter) -> None:
