@@ -114,7 +114,7 @@ class EvalConfig(MethodsConfig):
             it is among the methods, else the first after the reference.
         lpips: also measure LPIPS, see `vmonarch.eval.similarity.lpips`.
         vbench: VBench's dimensions to score; none needs no VBench.
-        vbench_timeout: seconds for the scores of one method.
+        vbench_timeout: seconds that VBench may take for one dimension of one method.
         report_items: so many items have their videos in the report; the rest is listed.
         report_megabytes: and no more videos than that.
         overwrite: not for evaluations, which go on where they stopped.

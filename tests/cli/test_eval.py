@@ -297,6 +297,23 @@ def test_flops_are_those_of_the_formula(call, options: dict[str, Any]) -> None:
     assert relative_flops(call, [method], 10) == {"ours": pytest.approx(expected)}
 
 
+@pytest.mark.parametrize("name", ["tiny_two_stage_model", "tiny_token_timestep_model", "tiny_image_model"])
+def test_flops_of_other_pipelines(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    from PIL import Image
+
+    image = None
+    if name == "tiny_image_model":
+        image = str(tmp_path / "first.png")
+        Image.new("RGB", (48, 32), "red").save(image)
+    model = request.getfixturevalue(name)
+    settings = complete(config(model, tmp_path, image=image), find_model(str(model)))
+    pipeline = load_model(settings, find_model(str(model)))
+    with recorded_call(pipeline.pipe) as call:
+        generation.denoise(pipeline, settings, ["a red circle"], [0], steps=2)
+    expected = vmonarch_flops(GRID, 12) / full_flops(GRID, 12)
+    assert relative_flops(call, [resolve_method("vmonarch")], 10) == {"vmonarch": pytest.approx(expected)}
+
+
 def test_flops_of_exact_blocks_dense_steps_and_dense_layers(call) -> None:
     names = (
         "full",
