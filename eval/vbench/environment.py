@@ -1,0 +1,187 @@
+"""The virtual environment in which VBench runs: its pins (numpy below 2, an old torch) do not go with ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from vmonarch.configs import InputError, file_sha256
+
+VERSION = "0.1.5"
+# Every package that the dimensions import, pinned; without what vbench's other dimensions need.
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+
+_MANIFEST = "environment.json"
+_TAIL = 20
+
+
+class VBenchError(RuntimeError):
+    """VBench could not be installed, misses its weights, failed, or gave no usable scores."""
+
+
+@dataclass(frozen=True)
+class VBenchEnvironment:
+    """An environment that `install` made.
+
+    Args:
+        folder: of the virtual environment.
+        versions: of Python and of every package in it.
+    """
+
+    folder: Path
+    versions: Mapping[str, str]
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.folder / "bin" / "python"
+
+    @property
+    def full_info(self) -> Path:
+        """The package's list of prompts and their dimensions.
+
+        Raises:
+            VBenchError: it is gone.
+        """
+        found = sorted(self.folder.glob("lib/python3*/site-packages/vbench/VBench_full_info.json"))
+        if not found:
+            raise VBenchError(f"{self.folder} holds no VBench_full_info.json; delete the folder and install again")
+        return found[0]
+
+
+def cache_folder() -> Path:
+    """Where environments are made unless a folder is given: `$XDG_CACHE_HOME/vmonarch` or `~/.cache/vmonarch`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vmonarch"
+
+
+def default_folder() -> Path:
+    """The environment's folder unless one is given."""
+    return cache_folder() / f"vbench-{VERSION}"
+
+
+def install(
+    folder: Path | None = None, *, python: str | None = None, requirements: Path = REQUIREMENTS
+) -> VBenchEnvironment:
+    """Make the environment, or return the one in `folder` if it is of the same requirements.
+
+    It is made beside `folder` and renamed when `vbench` imports, so that half of one is never taken for a whole.
+
+    Args:
+        folder: of the environment; default: `default_folder()`.
+        python: interpreter that it is made with, of a version for which the requirements have packages (3.10 to 3.12
+            for those shipped); default: the one that runs this.
+        requirements: file of pinned packages, installed without their dependencies.
+
+    Raises:
+        InputError: `folder` holds something else, there is no such file or interpreter.
+        VBenchError: pip failed, or `vbench` of VERSION does not import; tells pip's line.
+    """
+    folder = (folder or default_folder()).absolute()
+    if not requirements.is_file():
+        raise InputError("requirements", f"must be a file of pinned packages, got {str(requirements)!r}")
+    wanted = file_sha256(requirements)
+    if folder.exists():
+        present = load_environment(folder)
+        if _manifest(folder)["requirements_sha256"] != wanted:
+            raise InputError("folder", f"{folder} holds an environment of other requirements; give another folder")
+        return present
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        made = Path(temporary) / "environment"
+        try:
+            run([python or sys.executable, "-m", "venv", str(made)])
+        except (FileNotFoundError, PermissionError) as error:
+            raise InputError("python", f"must be a Python interpreter, got {python!r}") from error
+        inside = [str(made / "bin" / "python"), "-I"]
+        pip = [*inside, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        run([*pip, "install", "--no-deps", "--requirement", str(requirements)])
+        run([*inside, "-c", "import vbench.temporal_flickering"])
+        listed = json.loads(run([*pip, "list", "--format", "json"], keep_errors=False))
+        versions = {package["name"].lower(): package["version"] for package in listed}
+        if versions.get("vbench") != VERSION:
+            raise VBenchError(f"{requirements} must pin vbench=={VERSION}, it installed {versions.get('vbench')}")
+        about = run([*inside, "-c", "import platform; print(platform.python_version())"]).strip()
+        manifest = {"versions": {"python": about, **versions}, "requirements_sha256": wanted}
+        (made / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        os.rename(made, folder)
+    return load_environment(folder)
+
+
+def load_environment(folder: Path | None = None) -> VBenchEnvironment:
+    """The environment in `folder`, or in `default_folder()`.
+
+    Raises:
+        InputError: there is none, or not a whole one.
+    """
+    folder = (folder or default_folder()).absolute()
+    return VBenchEnvironment(folder, _manifest(folder)["versions"])
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, str]]:
+    command = "python -m vmonarch.eval.vbench install"
+    if not folder.exists():
+        raise InputError("environment", f"{folder} does not exist; `{command}` makes it")
+    try:
+        return json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("environment", f"{folder} was not made by `{command}`; give another folder") from error
+
+
+def run(
+    command: Sequence[str],
+    *,
+    timeout: float | None = None,
+    variables: Mapping[str, str] | None = None,
+    keep_errors: bool = True,
+) -> str:
+    """The output of a command that runs in a process group of its own, which ends with it or with us.
+
+    Args:
+        timeout: seconds after which the group is killed.
+        variables: of the environment, added to ours.
+        keep_errors: return what it wrote to stderr too.
+
+    Raises:
+        VBenchError: it failed or ran into the time-out; tells the lines that pip marks as errors, or the last ones.
+        OSError: it cannot be started.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output if keep_errors else errors,
+            env={**os.environ, **(variables or {})},
+            process_group=0,
+        )
+        try:
+            code = process.wait(timeout)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise VBenchError(f"did not end within {timeout:g} s and was killed\n{_tail(output)}") from error
+            raise
+        if code:
+            reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            raise VBenchError(f"failed ({reason})\n{_tail(output if keep_errors else errors)}")
+        return _text(output)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _tail(file: IO[bytes]) -> str:
+    # Progress bars rewrite their line with carriage returns.
+    lines = [line for line in _text(file).replace("\r", "\n").splitlines() if line.strip()]
+    return "\n".join([line for line in lines if line.startswith("ERROR")] or lines[-_TAIL:])
