@@ -92,7 +92,10 @@ MEASURES = {
     "mp4_first_frame_ssim": Measure("mp4 first SSIM", 4, True, f"SSIM {_CODED}, {_FIRST}"),
     "mp4_first_frame_lpips": Measure("mp4 first LPIPS", 4, False, f"LPIPS {_CODED}, {_FIRST}"),
     "prompt_score": Measure(
-        "prompt score", 3, True, "share of colour, shape and direction that the pixels show; the embedded model's alone"
+        "prompt score",
+        3,
+        True,
+        "share of colour, shape and direction that the pixels show; of the embedded model's prompts",
     ),
     "seconds": Measure("s/video", 2, False, "text, denoising and decoding; a batch's time is shared out evenly"),
     "transformer_seconds_per_step": Measure(
@@ -572,8 +575,10 @@ def _vbench() -> Any:
 
 
 def _check_vbench(dimensions: Sequence[str]) -> None:
-    """Raise InputError for a dimension that VBench does not have: before anything is sampled."""
-    known = _vbench().DIMENSIONS
+    """Raise InputError for a dimension that VBench does not have, or without VBench: before anything is sampled."""
+    vbench = _vbench()
+    vbench.load_environment()
+    known = vbench.DIMENSIONS
     for name in dimensions:
         if name not in known:
             raise InputError("vbench", f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")

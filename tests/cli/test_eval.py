@@ -354,6 +354,7 @@ def test_vbench_gets_every_video_with_its_prompt(loaded, copied: Path, monkeypat
     dimensions = ("imaging_quality", "subject_consistency", "overall_consistency")
     fake = ModuleType("vmonarch.eval.vbench")
     fake.DIMENSIONS = dict.fromkeys(dimensions)  # type: ignore[attr-defined]
+    fake.load_environment = lambda: None  # type: ignore[attr-defined]
     fake.PromptedVideo = lambda *values: values  # type: ignore[attr-defined]
     fake.score_videos = score_videos  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vmonarch.eval.vbench", fake)
@@ -378,6 +379,12 @@ def test_without_vbench_nothing_is_sampled(loaded, tmp_path: Path, monkeypatch: 
     with pytest.raises(InputError, match="vbench cannot be scored"):
         evaluate(config(loaded.folder.path, tmp_path / "eval", vbench=("imaging_quality",)), model=loaded)
     assert not (tmp_path / "eval").exists()
+
+
+def test_vbench_that_is_not_installed_is_refused_at_once(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cli.folder / "cache"))
+    code, _, err = cli("eval", "a red circle", "--vbench", "imaging_quality")
+    assert code == 2 and "python -m vmonarch.eval.vbench install" in err and not (cli.folder / "outputs").exists()
 
 
 def test_lpips_is_measured_on_float_and_on_decoded_frames(loaded, tmp_path: Path, monkeypatch) -> None:
@@ -430,7 +437,7 @@ BAD = {
     "report": (["a red", "--report-items", -1], "--report-items must be an integer of at least 0"),
     "timeout": (["a red", "vbench_timeout=0"], "vbench_timeout must be above 0"),
     "unknown method": (["a red", "--methods", "vmonarch-t"], "--methods must be one of"),
-    "unknown config": (["a red", "--config", "table9"], "exact, table2, table4, table5, work"),
+    "unknown config": (["a red", "--config", "table9"], "exact, figure12, table2, table4, table5, work"),
 }
 
 
