@@ -18,7 +18,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -302,15 +302,21 @@ def _check_settings(output: Path, settings: dict[str, Any]) -> None:
             # Another process of the same launch was first.
             pass
     before = json.loads(path.read_text(encoding="utf-8"))
-    differences = [
-        f"{key} was {_short(before.get(key))}, is {_short(settings.get(key))}"
-        for key in sorted(before.keys() | settings.keys())
-        if before.get(key) != settings.get(key)
-    ]
-    if differences:
-        raise InputError(
-            "output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(differences)}"
-        )
+    changed = list(_changes(before, settings))
+    if changed:
+        raise InputError("output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(changed)}")
+
+
+def _changes(before: Any, now: Any, place: str = "") -> Iterator[str]:
+    """What differs between two JSON values, in words, each with its place such as `methods[1].num_iterations`."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            yield from _changes(before.get(key), now.get(key), f"{place}.{key}".lstrip("."))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for i, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from _changes(old, new, f"{place}[{i}]")
+    elif before != now:
+        yield f"{place} was {_short(before)}, is {_short(now)}"
 
 
 def _short(value: Any) -> str:

@@ -177,6 +177,10 @@ def no_sampling(*_: Any, **__: Any) -> None:
         ({"steps": 3}, "steps was 2, is 3"),
         ({"seeds": (1, 2, 3)}, r"seeds was \[1, 2\], is \[1, 2, 3\]"),
         ({"methods": ("full", "vmonarch-plain")}, "methods was"),
+        (
+            {"methods": ("full", "vmonarch-plain", {"name": "vmonarch-t1", "dense_layers": 2, "label": METHODS[2]})},
+            r"settings: methods\[2\].dense_layers was 1, is 2$",
+        ),
         ({"lpips": True}, "lpips was false, is true"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -469,7 +473,7 @@ def test_shipped_settings_fit(loaded: generation.LoadedModel, name: str) -> None
 class Page(HTMLParser):
     """Elements, their attributes and texts, with a check that they nest."""
 
-    VOID = ("meta", "link", "input", "br", "line", "circle")
+    VOID = ("meta", "link", "input", "br", "wbr", "line", "circle")
 
     def __init__(self, text: str) -> None:
         super().__init__()
