@@ -105,13 +105,6 @@ class VMonarchAttention:
         parameters["exact"] = _exact(self.exact)
         return parameters
 
-    @property
-    def pattern(self) -> ExactBlocks | None:
-        """The exact blocks, None for none."""
-        from vmonarch.exact import resolve_exact
-
-        return resolve_exact(_exact(self.exact))
-
     def install(self, pipe: Any) -> None:
         """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
         from vmonarch import VMonarchProcessor

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import AttentionMethod, BasedAttention, resolve_method
+from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.eval.kernel_bench import check_output, write_json
 from vmonarch.eval.similarity import psnr
-from vmonarch.eval.variants import attention_flops
 from vmonarch.finetune.data.decode import BadVideo, ClipShape, decode_clips
 from vmonarch.finetune.embedded.vae import decode_parallel, encode_parallel, latent_statistics
 from vmonarch.pipelines.environment import environment, shown_command
@@ -224,11 +224,12 @@ def run(
             place
         )
         for sigma in levels:
-            results += measure(pipe, footage, noise, text, sigma, chosen)
+            with recorded_call(pipe) as call:
+                results += measure(pipe, footage, noise, text, sigma, chosen)
             print(f"{footage.name}, level {sigma:g}: {len(results)} results", flush=True)
     transformer = pipe.transformer.config
     grid = tuple(size // patch for size, patch in zip(footage.latents.shape[2:], transformer.patch_size, strict=True))
-    full = attention_flops(chosen[0].parameters, grid, transformer.attention_head_dim)
+    shares = relative_flops(call, chosen, 1)
     return {
         "about": ABOUT,
         "model": folder.name if folder.name == "embedded" else folder.path.name,
@@ -241,16 +242,7 @@ def run(
             "seed": seed,
             "dtype": str(pipe.transformer.dtype),
         },
-        "methods": [
-            {
-                "label": method.label,
-                # The work of Based is not predicted.
-                "attention_flops_share": None
-                if isinstance(method.parameters, BasedAttention)
-                else attention_flops(method.parameters, grid, transformer.attention_head_dim) / full,
-            }
-            for method in chosen
-        ],
+        "methods": [{"label": label, "attention_flops_share": share} for label, share in shares.items()],
         "clips": films,
         "results": results,
     }

@@ -1,7 +1,7 @@
 """Attention variants for the ablation tables: the paper's other choices, and controls at equal work.
 
-Plain torch, at least float32 inside, no kernels: these are for tables of quality, not of speed. Each has its work in
-the unit of `kernel_bench.vmonarch_work`, FLOPs of one head in the forward pass, where a multiply-add counts 2.
+Plain torch, at least float32 inside, no kernels: these are for tables of quality, not of speed. Their work is what
+`eval.attention_flops` counts.
 
 Shapes: B batch, S = T·P tokens, P = H·W positions of a frame, H heads, D head dim, E value dim, G = B·H groups, m
 blocks, b positions per block. query, key, value and results are [B, S, H, D].
@@ -14,22 +14,11 @@ from typing import Any
 
 import torch
 
-from vmonarch.configs.methods import (
-    BasedAttention,
-    BlockTopKAttention,
-    ControlledMonarch,
-    FactorisedMonarch,
-    LocalAttention,
-    Parameters,
-    SinkAverageMonarch,
-    VMonarchAttention,
-)
-from vmonarch.eval.kernel_bench import full_attention_work, vmonarch_work
-from vmonarch.exact import FIRST_FRAME, ExactBlocks
+from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, to_groups
 from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
-from vmonarch.kernels.monarch.blocks import BlockLayout, exact_key_frames, grid_layout
+from vmonarch.kernels.monarch.blocks import BlockLayout, grid_layout
 from vmonarch.kernels.monarch.reference import exact_part, l_step, last_l_step, r_step
 from vmonarch.processors import VideoAttentionProcessor
 from vmonarch.validation import check_flag, check_positive_integer, check_qkv, resolve_scale
@@ -366,68 +355,6 @@ def block_topk_attention(
         rows.append(in_row_chunks(attend, q[:, l], keys, bias[picked].flatten(1), values)[1])
     out = torch.stack(rows, 1).unflatten(0, (query.shape[0], query.shape[2]))  # [B, H, m, b, E]
     return layout.to_tokens(out).transpose(1, 2).to(query.dtype).contiguous()
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Work
-
-
-def _monarch_flops(grid: LatentGrid, head_dim: int, **options: Any) -> float:
-    """R-steps and L-steps alone."""
-    stages = vmonarch_work(grid, 1, head_dim, itemsize=4, training=False, **options)
-    return sum(stage.flops for stage in stages if stage.stage != "exact")
-
-
-def _exact_flops(key_frames: tuple[tuple[int, ...], ...], grid: LatentGrid, head_dim: int) -> float:
-    return 4 * sum(map(len, key_frames)) * grid.tokens_per_frame**2 * head_dim
-
-
-def attention_flops(parameters: Parameters, grid: LatentGrid | tuple[int, int, int], head_dim: int) -> float:
-    """Predicted FLOPs of one head's forward pass with a method: 4·pairs·D where attention is exact.
-
-    In the unit and by the formulae of `kernel_bench.FORMULAE`; masked places count as if they held tokens. A choice of
-    key blocks counts the scores of the mean queries and keys, 2·m²·D, and its pairs as S² times the share of blocks
-    that is kept, which is their mean where blocks differ in size. Dense steps, dense layers and biases are left out.
-
-    Raises:
-        TypeError: a method whose work is not predicted (Based).
-        ValueError: the method does not fit the grid.
-    """
-    grid = LatentGrid.parse(grid)
-    full = full_attention_work(grid.tokens, 1, head_dim, itemsize=4, training=False).flops
-    first_frame = _exact_flops(FIRST_FRAME.key_frames(grid.frames), grid, head_dim)
-    if isinstance(parameters, BasedAttention):
-        raise TypeError("parameters must be of a softmax or Monarch method; the work of Based is not predicted")
-    if isinstance(parameters, VMonarchAttention):
-        per_block = min(parameters.frames_per_block, grid.frames)
-        # A block of several frames is one of a frame as much higher; with tiles, as many of them as before.
-        frames, height = -(-grid.frames // per_block), grid.height * per_block
-        tall = LatentGrid(frames, height, grid.width)
-        options = {"num_iterations": parameters.num_iterations, "tiles": parameters.tiles, "coarse": parameters.coarse}
-        pattern = parameters.pattern
-        key_frames = () if pattern is None else exact_key_frames(pattern, grid.frames, per_block)
-        return _monarch_flops(tall, head_dim, **options) + _exact_flops(key_frames, grid, head_dim)
-    if isinstance(parameters, ControlledMonarch):
-        monarch = _monarch_flops(grid, head_dim, num_iterations=parameters.num_iterations)
-        return monarch + first_frame * parameters.recompute
-    if isinstance(parameters, SinkAverageMonarch):
-        # Every query against the first frame's keys: as many pairs as the first frame's queries against every key.
-        return _monarch_flops(grid, head_dim, num_iterations=parameters.num_iterations) + first_frame
-    if isinstance(parameters, FactorisedMonarch):
-        length = grid[AXES[parameters.axis][0]]
-        monarch = _monarch_flops(
-            LatentGrid(1, length, grid.tokens // length),
-            head_dim,
-            num_iterations=parameters.num_iterations,
-            tiles=(parameters.blocks, 1),
-        )
-        return monarch + first_frame * parameters.recompute
-    if isinstance(parameters, LocalAttention):
-        return _exact_flops(local_key_frames(parameters.pattern, grid.frames), grid, head_dim)
-    if isinstance(parameters, BlockTopKAttention):
-        m = _cubes(grid, parameters.cube, torch.device("cpu")).blocks
-        return full * kept_blocks(m, parameters.sparsity) / m + 2 * m**2 * head_dim
-    return full
 
 
 # --------------------------------------------------------------------------------------------------------------------

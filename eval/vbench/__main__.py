@@ -24,6 +24,7 @@ from vmonarch.eval.vbench.scoring import score_videos
 from vmonarch.eval.vbench.suite import VIDEOS_PER_PROMPT, custom_suite, read_videos, standard_suite, suite_videos
 from vmonarch.eval.vbench.weights import check_weights, default_weights, download_weights
 from vmonarch.eval.video_io import AtomicFiles, VideoError
+from vmonarch.pipelines.generation import read_prompts
 
 _EPILOG = """\
 examples:
@@ -147,9 +148,9 @@ def _prompts(options: argparse.Namespace) -> None:
             seed=options.seed,
         )
     else:
-        lines = options.prompt_file.read_text(encoding="utf-8").split("\n")
-        prompts = [line.strip() for line in lines if line.strip()]
+        prompts = read_prompts(str(options.prompt_file))
         items = custom_suite(prompts, videos_per_prompt=options.videos_per_prompt, seed=options.seed)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     with AtomicFiles() as files:
         text = "".join(json.dumps(dataclasses.asdict(item), ensure_ascii=False) + "\n" for item in items)
         files.stage(options.output).write_text(text, encoding="utf-8")
@@ -159,6 +160,7 @@ def _prompts(options: argparse.Namespace) -> None:
 def _score(options: argparse.Namespace) -> None:
     if options.output.exists():
         raise InputError("--output", f"{options.output} exists and is not overwritten")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     environment = load_environment(options.environment)
     videos = read_videos(options.list, options.videos)
     check_dimensions(options.dimensions)

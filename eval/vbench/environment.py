@@ -57,14 +57,9 @@ class VBenchEnvironment:
         return found[0]
 
 
-def cache_folder() -> Path:
-    """Where environments are made unless a folder is given: `$XDG_CACHE_HOME/vmonarch` or `~/.cache/vmonarch`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vmonarch"
-
-
 def default_folder() -> Path:
-    """The environment's folder unless one is given."""
-    return cache_folder() / f"vbench-{VERSION}"
+    """The environment's folder unless one is given: below `$XDG_CACHE_HOME/vmonarch` or `~/.cache/vmonarch`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vmonarch" / f"vbench-{VERSION}"
 
 
 def install(
@@ -89,30 +84,38 @@ def install(
         raise InputError("requirements", f"must be a file of pinned packages, got {str(requirements)!r}")
     wanted = file_sha256(requirements)
     if folder.exists():
-        present = load_environment(folder)
-        if _manifest(folder)["requirements_sha256"] != wanted:
+        versions, present = _manifest(folder)
+        if present != wanted:
             raise InputError("folder", f"{folder} holds an environment of other requirements; give another folder")
-        return present
+        return VBenchEnvironment(folder, versions)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         made = Path(temporary) / "environment"
         try:
-            run([python or sys.executable, "-m", "venv", str(made)])
+            versions = _make(made, python or sys.executable, requirements)
         except (FileNotFoundError, PermissionError) as error:
             raise InputError("python", f"must be a Python interpreter, got {python!r}") from error
-        inside = [str(made / "bin" / "python"), "-I"]
-        pip = [*inside, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-        run([*pip, "install", "--no-deps", "--requirement", str(requirements)])
-        run([*inside, "-c", "import vbench.temporal_flickering"])
-        listed = json.loads(run([*pip, "list", "--format", "json"], keep_errors=False))
-        versions = {package["name"].lower(): package["version"] for package in listed}
-        if versions.get("vbench") != VERSION:
-            raise VBenchError(f"{requirements} must pin vbench=={VERSION}, it installed {versions.get('vbench')}")
-        about = run([*inside, "-c", "import platform; print(platform.python_version())"]).strip()
-        manifest = {"versions": {"python": about, **versions}, "requirements_sha256": wanted}
+        except VBenchError as error:
+            raise VBenchError(f"the environment cannot be made of {requirements}: {error}") from error
+        manifest = {"versions": versions, "requirements_sha256": wanted}
         (made / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         os.rename(made, folder)
-    return load_environment(folder)
+    return VBenchEnvironment(folder, versions)
+
+
+def _make(folder: Path, python: str, requirements: Path) -> dict[str, str]:
+    """Make an environment, see that the package imports, and return the versions of Python and of all packages."""
+    run([python, "-m", "venv", str(folder)])
+    inside = [str(folder / "bin" / "python"), "-I"]
+    pip = [*inside, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    run([*pip, "install", "--no-deps", "--requirement", str(requirements)])
+    run([*inside, "-c", "import vbench.temporal_flickering"])
+    listed = json.loads(run([*pip, "list", "--format", "json"], keep_errors=False))
+    versions = {package["name"].lower(): package["version"] for package in listed}
+    if versions.get("vbench") != VERSION:
+        raise VBenchError(f"it must pin vbench=={VERSION}, not {versions.get('vbench')}")
+    about = run([*inside, "-c", "import platform; print(platform.python_version())"])
+    return {"python": about.strip(), **versions}
 
 
 def load_environment(folder: Path | None = None) -> VBenchEnvironment:
@@ -122,16 +125,18 @@ def load_environment(folder: Path | None = None) -> VBenchEnvironment:
         InputError: there is none, or not a whole one.
     """
     folder = (folder or default_folder()).absolute()
-    return VBenchEnvironment(folder, _manifest(folder)["versions"])
+    return VBenchEnvironment(folder, _manifest(folder)[0])
 
 
-def _manifest(folder: Path) -> dict[str, dict[str, str]]:
+def _manifest(folder: Path) -> tuple[dict[str, str], str]:
+    """Versions in an environment, and the SHA-256 of the requirements that it was made of."""
     command = "python -m vmonarch.eval.vbench install"
     if not folder.exists():
         raise InputError("environment", f"{folder} does not exist; `{command}` makes it")
     try:
-        return json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        return dict(manifest["versions"]), manifest["requirements_sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError("environment", f"{folder} was not made by `{command}`; give another folder") from error
 
 

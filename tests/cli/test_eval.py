@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vmonarch import LatentGrid
+from vmonarch import AttentionPlan, LatentGrid
 from vmonarch.configs import InputError, preset_names, read_yaml
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval import evaluate as module
@@ -38,7 +38,6 @@ from vmonarch.eval.similarity import PerceptualDistance, frames_of_file, similar
 from vmonarch.eval.video_io import read_video
 from vmonarch.pipelines import generation
 from vmonarch.pipelines.generation import GenerationError, build_config, complete, find_model, load_model
-from vmonarch.plan import AttentionPlan
 from vmonarch.work import full_flops, vmonarch_flops
 
 PROMPTS = ("a red circle moving right", "a blue </script><b>../../square\" & 'plain'")
@@ -332,12 +331,12 @@ def test_flops_of_exact_blocks_dense_steps_and_dense_layers(call) -> None:
     assert steps == pytest.approx(0.3 + 0.7 * plain) and layers == pytest.approx((1 + plain) / 2)
 
 
-def test_flops_of_a_plan_are_those_of_its_heads(call, tmp_path: Path) -> None:
+def test_flops_of_a_plan_are_those_of_its_heads(call, tmp_path) -> None:
     plan = AttentionPlan({"t1": {"num_iterations": 1}, "full": None}, {"transformer": [["full", "t1"], ["t1", "t1"]]})
     plan.save(tmp_path / "plan.json")
-    method = resolve_method({"name": "vmonarch", "plan": str(tmp_path / "plan.json"), "label": "plan"})
-    t1 = vmonarch_flops(GRID, 12, num_iterations=1) / full_flops(GRID, 12)
-    assert relative_flops(call, [method], 10) == {"plan": pytest.approx((1 + 3 * t1) / 4)}
+    method = resolve_method(f"vmonarch:plan={tmp_path / 'plan.json'}")
+    (found,) = relative_flops(call, [method], 10).values()
+    assert found == pytest.approx(plan.flops(GRID, 12) / (4 * full_flops(GRID, 12)))
 
 
 def test_flops_of_learnt_layers_are_not_told(call, shipped_adapter) -> None:

@@ -1,7 +1,9 @@
 """One denoising step on real footage: what is measured, repeated, refused and shown."""
 
+import itertools
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,3 +135,12 @@ def test_files_that_give_no_clip_are_named(pipe, tmp_path):
     path.write_bytes(b"no video")
     with pytest.raises(InputError, match=r"clips 'broken.mp4' cannot be used"):
         read_footage(path, SHAPE, pipe.vae, torch.device("cpu"))
+
+
+def test_the_committed_measurement_has_every_default_method_level_and_clip():
+    document = json.loads((Path(__file__).parents[2] / "docs" / "benchmarks" / "footage.json").read_text())
+    keys = {(row["method"], row["sigma"], row["clip"]) for row in document["results"]}
+    films = [path.stem for path in shipped_clips()]
+    assert keys == set(itertools.product(footage.METHODS, footage.LEVELS, films))
+    lines = footage_table(document).splitlines()
+    assert all(sum(line.startswith(f"| {name} |") for line in lines) == 2 for name in footage.METHODS[1:])

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,10 @@ import torch
 from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import KINDS, resolve_method
-from vmonarch.eval.kernel_bench import full_attention_work, vmonarch_work
+from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.eval.variants import (
     FIXED,
     VariantProcessor,
-    attention_flops,
     block_topk_attention,
     controlled_attention,
     factorised_attention,
@@ -22,6 +22,7 @@ from vmonarch.eval.variants import (
     sink_average_attention,
 )
 from vmonarch.pipelines.embedded import embedded_model_path
+from vmonarch.work import full_flops, vmonarch_flops
 
 by_grid = pytest.mark.parametrize("grid", [(3, 2, 5), (5, 7, 3), (1, 3, 2)], ids=lambda g: "x".join(map(str, g)))
 
@@ -262,47 +263,6 @@ def test_sums_are_in_float32_and_the_result_in_the_dtype_of_the_query(function):
         function(*low, grid=(5, 4, 4))
 
 
-# ------------------------------------------------------------------------------------------------------------ work
-
-
-def work(spec, grid, dim=8):
-    return attention_flops(resolve_method(spec).parameters, grid, dim)
-
-
-def pairs(grid, allowed):
-    """4·pairs·D of a pattern of frames."""
-    return 4 * 8 * sum(allowed) * (grid[1] * grid[2]) ** 2
-
-
-def test_work_is_counted_as_the_kernels_benchmark_does():
-    grid = LatentGrid(6, 5, 7)
-    full = full_attention_work(grid.tokens, 1, 8, itemsize=4, training=False).flops
-    default = sum(stage.flops for stage in vmonarch_work(grid, 1, 8, itemsize=4, training=False))
-    assert work("full", grid) == work("flashbias", grid) == full
-    assert work("vmonarch", grid) == work("vmonarch-sink-average", grid) == default
-    assert work("vmonarch-controlled:recompute=true", grid) == default
-    first_row = pairs(grid, [6, 0, 0, 0, 0, 0])
-    assert work("vmonarch-controlled", grid) == work("vmonarch-plain", grid) == default - first_row
-    band = pairs(grid, [2, 3, 3, 3, 3, 2])
-    assert work("vmonarch-band1", grid) == default - first_row + band
-    assert work("local", grid) == pairs(grid, [2, 3, 4, 4, 4, 3])
-    # Two frames a block: half as many blocks, twice as large; R-steps of both iterations and L-steps.
-    assert work("vmonarch:frames_per_block=2,exact=null", grid) == 8 * grid.tokens * (10 * 70 + 8 * 3)
-    # Six rows in four blocks, at most two: 2·5·7 places in each.
-    even = LatentGrid(5, 6, 7)
-    assert work("monarch-h4:recompute=false", even) == 8 * even.tokens * (10 * 70 + 8 * 4)
-    with pytest.raises(TypeError, match="Based"):
-        work("based", grid)
-
-
-def test_work_of_top_k_counts_the_pairs_it_attends_to_and_the_scores_of_the_means():
-    grid = LatentGrid(8, 8, 8)
-    choice = 2 * 8 * 8**2
-    assert work("block-topk:sparsity=0.75", grid) == 4 * 8 * grid.tokens * 2 * 64 + choice
-    ratio = work("block-topk", (16, 12, 20)) / work("full", (16, 12, 20))
-    assert 0.1 <= ratio < 0.105
-
-
 # --------------------------------------------------------------------------------------------------------- methods
 
 NAMES = {
@@ -342,6 +302,28 @@ def test_a_method_runs_its_variant_in_every_layer_and_goes_away(transformer, kin
     assert torch.isfinite(changed).all() and (changed - before).abs().max() > 1e-3
     resolve_method("full").install(transformer)
     assert torch.equal(forward(transformer), before)
+
+
+def test_work_is_that_of_the_pairs_and_blocks_that_are_kept(transformer):
+    with recorded_call(SimpleNamespace(transformer=transformer)) as call:
+        forward(transformer)
+    # 5 frames of 3×4 tokens.
+    grid = LatentGrid(5, 3, 4)
+    names = ["local", "local:exact={columns: [0], band: 0}", "block-topk:cube=[1, 3, 4],sparsity=0.6"]
+    names += [
+        "vmonarch-sink-average",
+        "vmonarch-controlled:recompute=true",
+        "vmonarch-controlled",
+        "monarch-t4:blocks=5",
+    ]
+    found = relative_flops(call, [resolve_method(name) for name in names], 1)
+    near, sink, cubes, average, recomputed, plain, blocks = found.values()
+    default, without = (vmonarch_flops(grid, 1, exact=exact) / full_flops(grid, 1) for exact in ("first_frame", None))
+    assert near == pytest.approx((2 + 3 + 4 + 4 + 3) / 25) and sink == pytest.approx((1 + 4 * 2) / 25)
+    # Two of five cubes, and the products of five mean queries and keys.
+    assert cubes == pytest.approx(2 / 5 + 2 * 5**2 / (4 * 60**2))
+    assert average == pytest.approx(default) and recomputed == pytest.approx(default)
+    assert plain == pytest.approx(without) and blocks == pytest.approx(default)
 
 
 def test_dense_layers_keep_full_attention(transformer):

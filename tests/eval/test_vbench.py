@@ -500,7 +500,7 @@ def test_an_environment_is_made_once_and_knows_its_versions(tmp_path: Path) -> N
     ("version", "offered", "message"),
     [
         (VERSION, "0.1.4", f"(?s)ERROR: No matching distribution found for vbench=={VERSION}"),
-        ("0.1.4", None, "must pin"),
+        ("0.1.4", None, "it must pin vbench=="),
     ],
     ids=["not to be had", "another version"],
 )
@@ -517,6 +517,10 @@ def test_folders_that_are_no_environment_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist; `python -m vmonarch.eval.vbench install` makes it"):
         load_environment(tmp_path / "none")
     (tmp_path / "half/bin").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/environment.json").write_text("{}")
+    with pytest.raises(InputError, match="other was not made by"):
+        load_environment(tmp_path / "other")
     for use in (load_environment, install):
         with pytest.raises(InputError, match="half was not made by"):
             use(tmp_path / "half")
@@ -615,6 +619,20 @@ def test_the_command_scores_a_suite(bench: Bench, tmp_path: Path, capsys: pytest
     assert "exists and is not overwritten" in capsys.readouterr().err
     assert command.main([*asked, "--output", str(tmp_path / "b.json"), "--weights", str(tmp_path)]) == 1
     assert "raft-things.pth" in capsys.readouterr().err
+
+
+def test_the_command_lists_prompts_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.txt").write_text("a cat\n\na dog, naïve\n", encoding="utf-8")
+    output = tmp_path / "folder/prompts.jsonl"
+    asked = ["prompts", "--prompt-file", str(tmp_path / "own.txt"), "--videos-per-prompt", "2", "--seed", "7"]
+    assert command.main([*asked, "--output", str(output)]) == 0
+    items = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [(item["prompt"], item["index"]) for item in items] == [
+        ("a cat", 0), ("a cat", 1), ("a dog, naïve", 0), ("a dog, naïve", 1),
+    ]  # fmt: skip
+    assert items[0]["seed"] == 7 and len({item["seed"] for item in items}) == 4
+    assert command.main([*asked, "--output", str(output)]) == 1
+    assert "exists and is not overwritten" in capsys.readouterr().err
 
 
 def test_a_command_that_is_terminated_ends_the_package_and_keeps_nothing(bench: Bench, tmp_path: Path) -> None:

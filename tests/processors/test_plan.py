@@ -135,6 +135,9 @@ def test_flops_are_those_of_the_benchmark():
     # Rounded outward to blocks of two frames, a band of 0 is half of all.
     twos = vmonarch_flops(grid, 8, exact=ExactBlocks(band=0), frames_per_block=2)
     assert twos - vmonarch_flops(grid, 8, exact=None, frames_per_block=2) == full_flops(grid, 8) / 2
+    # Two frames a block: half as many blocks, twice as large; R-steps of both iterations and L-steps.
+    odd = LatentGrid(6, 5, 7)
+    assert vmonarch_flops(odd, 8, frames_per_block=2, exact=None) == 8 * odd.tokens * (10 * 70 + 8 * 3)
     plan = plan_of(["t1", "full"], ["full", "own"])
     t1, own = vmonarch_flops(grid, 8, num_iterations=1), vmonarch_flops(grid, 8, exact=ExactBlocks(band=0))
     assert plan.flops(grid, 8) == 2 * full_flops(grid, 8) + t1 + own
