@@ -46,7 +46,10 @@ def _without_data(value: Any) -> Any:
 
 @contextmanager
 def recorded_call(pipe: Any) -> Iterator[TransformerCall]:
-    """Filled in by the last forward call of one of the pipeline's transformers while the block runs."""
+    """Filled in by the last forward call of one of the pipeline's transformers while the block runs.
+
+    Two transformers of a pipeline are of one architecture; plans that differ between them count as that of the first.
+    """
     call = TransformerCall()
 
     def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,7 +92,10 @@ MEASURES = {
     "mp4_first_frame_ssim": Measure("mp4 first SSIM", 4, True, f"SSIM {_CODED}, {_FIRST}"),
     "mp4_first_frame_lpips": Measure("mp4 first LPIPS", 4, False, f"LPIPS {_CODED}, {_FIRST}"),
     "prompt_score": Measure(
-        "prompt score", 3, True, "share of colour, shape and direction that the pixels show; the embedded model's alone"
+        "prompt score",
+        3,
+        True,
+        "share of colour, shape and direction that the pixels show; of the embedded model's prompts",
     ),
     "seconds": Measure("s/video", 2, False, "text, denoising and decoding; a batch's time is shared out evenly"),
     "transformer_seconds_per_step": Measure(
@@ -114,7 +117,7 @@ class EvalConfig(MethodsConfig):
             it is among the methods, else the first after the reference.
         lpips: also measure LPIPS, see `vmonarch.eval.similarity.lpips`.
         vbench: VBench's dimensions to score; none needs no VBench.
-        vbench_timeout: seconds for the scores of one method.
+        vbench_timeout: seconds that VBench may take for one dimension of one method.
         report_items: so many items have their videos in the report; the rest is listed.
         report_megabytes: and no more videos than that.
         overwrite: not for evaluations, which go on where they stopped.
@@ -299,15 +302,21 @@ def _check_settings(output: Path, settings: dict[str, Any]) -> None:
             # Another process of the same launch was first.
             pass
     before = json.loads(path.read_text(encoding="utf-8"))
-    differences = [
-        f"{key} was {_short(before.get(key))}, is {_short(settings.get(key))}"
-        for key in sorted(before.keys() | settings.keys())
-        if before.get(key) != settings.get(key)
-    ]
-    if differences:
-        raise InputError(
-            "output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(differences)}"
-        )
+    changed = list(_changes(before, settings))
+    if changed:
+        raise InputError("output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(changed)}")
+
+
+def _changes(before: Any, now: Any, place: str = "") -> Iterator[str]:
+    """What differs between two JSON values, in words, each with its place such as `methods[1].num_iterations`."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            yield from _changes(before.get(key), now.get(key), f"{place}.{key}".lstrip("."))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for i, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from _changes(old, new, f"{place}[{i}]")
+    elif before != now:
+        yield f"{place} was {_short(before)}, is {_short(now)}"
 
 
 def _short(value: Any) -> str:
@@ -572,8 +581,10 @@ def _vbench() -> Any:
 
 
 def _check_vbench(dimensions: Sequence[str]) -> None:
-    """Raise InputError for a dimension that VBench does not have: before anything is sampled."""
-    known = _vbench().DIMENSIONS
+    """Raise InputError for a dimension that VBench does not have, or without VBench: before anything is sampled."""
+    vbench = _vbench()
+    vbench.load_environment()
+    known = vbench.DIMENSIONS
     for name in dimensions:
         if name not in known:
             raise InputError("vbench", f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")

@@ -33,8 +33,8 @@ p { margin: 6px 0; max-width: 90ch; } .faint { color: var(--faint); }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 6px 10px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-td.text, th.text { text-align: left; } td.text { white-space: normal; min-width: 14em; overflow-wrap: anywhere; }
-thead th { background: var(--fill); position: sticky; top: 0; }
+td.text, th.text { text-align: left; } td.text { white-space: normal; min-width: 17em; }
+thead th { white-space: normal; vertical-align: bottom; background: var(--fill); position: sticky; top: 0; }
 th button { all: unset; cursor: pointer; font-weight: 600; }
 th button:focus-visible { outline: 2px solid var(--accent); }
 th[aria-sort=ascending] button::after { content: " \\2191"; }
@@ -152,6 +152,11 @@ def _key(record: Mapping[str, Any], label: str) -> str:
     return f'<span class="key" style="background:{_colour(record, label)}">{number}</span>'
 
 
+def _name(label: str) -> str:
+    """A method's label as HTML that may break between its options."""
+    return escape(label).replace(":", ":<wbr>").replace(",", ",<wbr>")
+
+
 def _table(heading: Sequence[str], rows: Sequence[Sequence[tuple[str, Any]]], *, text: Sequence[int] = (0,)) -> str:
     """A sortable table of cells (HTML, what to sort by).
 
@@ -160,7 +165,7 @@ def _table(heading: Sequence[str], rows: Sequence[Sequence[tuple[str, Any]]], *,
     """
     kind = lambda column: ' class="text"' if column in text else ""
     head = "".join(
-        f'<th scope="col"{kind(i)}><button type="button">{escape(name)}</button></th>' for i, name in enumerate(heading)
+        f'<th scope="col"{kind(i)}><button type="button">{_name(name)}</button></th>' for i, name in enumerate(heading)
     )
     body = "".join(
         "<tr>"
@@ -193,7 +198,7 @@ def _summary(record: Mapping[str, Any]) -> str:
     shown = [key for key in MEASURES if MEASURES[key].heading in heading]
     rows = []
     for label, cells in zip(record["methods"], texts, strict=True):
-        row: list[tuple[str, Any]] = [(_key(record, label) + escape(cells[0]), label)]
+        row: list[tuple[str, Any]] = [(_key(record, label) + _name(cells[0]), label)]
         row.append((cells[1], record["attention_flops"][label]))
         row += [_interval_cell(record["statistics"][label][key], MEASURES[key].decimals) for key in shown]
         row += [(cell, cell) for cell in cells[2 + len(shown) :]]
@@ -284,7 +289,7 @@ def _differences(record: Mapping[str, Any]) -> str:
         return ""
     rows = [
         [
-            (_key(record, label) + escape(label), label),
+            (_key(record, label) + _name(label), label),
             *(_interval_cell(values[key], MEASURES[key].decimals, sign=True) for key in shown),
         ]
         for label, values in table.items()
@@ -312,7 +317,7 @@ def _videos(record: Mapping[str, Any], embedded: Sequence[tuple[Mapping[str, Any
         f" {config['report_megabytes']} MB, by report_items and report_megabytes); the others are listed below and lie"
         " in their folders."
         if len(embedded) < total
-        else f"The videos of all {total} items are in this page."
+        else "The videos of every item are in this page."
     )
     parts = []
     for item, videos in embedded:
@@ -321,7 +326,7 @@ def _videos(record: Mapping[str, Any], embedded: Sequence[tuple[Mapping[str, Any
             data = base64.b64encode(videos[row["method"]]).decode()
             figures.append(
                 f'<figure><video muted playsinline preload="auto" src="data:video/mp4;base64,{data}"></video>'
-                f"<figcaption>{_key(record, row['method'])}<b>{escape(row['method'])}</b><br>"
+                f"<figcaption>{_key(record, row['method'])}<b>{_name(row['method'])}</b><br>"
                 f'<span class="faint">{escape(_caption(row, record["reference"]))}</span></figcaption></figure>'
             )
         speeds = "".join(

@@ -33,13 +33,12 @@ from vmonarch.eval.evaluate import (
     interval,
     statistics,
 )
-from vmonarch.eval.kernel_bench import full_attention_work, vmonarch_work
 from vmonarch.eval.report import quality_plot, report
 from vmonarch.eval.similarity import PerceptualDistance, frames_of_file, similarity
 from vmonarch.eval.video_io import read_video
 from vmonarch.pipelines import generation
 from vmonarch.pipelines.generation import GenerationError, build_config, complete, find_model, load_model
-from vmonarch.work import full_flops
+from vmonarch.work import full_flops, vmonarch_flops
 
 PROMPTS = ("a red circle moving right", "a blue </script><b>../../square\" & 'plain'")
 TINY = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", "device": "cpu"}
@@ -177,6 +176,10 @@ def no_sampling(*_: Any, **__: Any) -> None:
         ({"steps": 3}, "steps was 2, is 3"),
         ({"seeds": (1, 2, 3)}, r"seeds was \[1, 2\], is \[1, 2, 3\]"),
         ({"methods": ("full", "vmonarch-plain")}, "methods was"),
+        (
+            {"methods": ("full", "vmonarch-plain", {"name": "vmonarch-t1", "dense_layers": 2, "label": METHODS[2]})},
+            r"settings: methods\[2\].dense_layers was 1, is 2$",
+        ),
         ({"lpips": True}, "lpips was false, is true"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -288,12 +291,30 @@ def call(loaded: generation.LoadedModel) -> Any:
 GRID = LatentGrid(3, 2, 3)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_iterations": 3}, {"coarse": 2}, {"tiles": (2, 1)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_iterations": 3}, {"coarse": 2}, {"tiles": (2, 1)}, {"frames_per_block": 3}], ids=str
+)
 def test_flops_are_those_of_the_formula(call, options: dict[str, Any]) -> None:
-    work = sum(stage.flops for stage in vmonarch_work(GRID, 2, 12, itemsize=4, training=False, **options))
-    full = full_attention_work(GRID.tokens, 2, 12, itemsize=4, training=False).flops
     method = resolve_method({"name": "vmonarch", "implementation": "triton", **options, "label": "ours"})
-    assert relative_flops(call, [method], 10) == {"ours": pytest.approx(work / full)}
+    expected = vmonarch_flops(GRID, 12, **options) / full_flops(GRID, 12)
+    assert relative_flops(call, [method], 10) == {"ours": pytest.approx(expected)}
+
+
+@pytest.mark.parametrize("name", ["tiny_two_stage_model", "tiny_token_timestep_model", "tiny_image_model"])
+def test_flops_of_other_pipelines(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    from PIL import Image
+
+    image = None
+    if name == "tiny_image_model":
+        image = str(tmp_path / "first.png")
+        Image.new("RGB", (48, 32), "red").save(image)
+    model = request.getfixturevalue(name)
+    settings = complete(config(model, tmp_path, image=image), find_model(str(model)))
+    pipeline = load_model(settings, find_model(str(model)))
+    with recorded_call(pipeline.pipe) as call:
+        generation.denoise(pipeline, settings, ["a red circle"], [0], steps=2)
+    expected = vmonarch_flops(GRID, 12) / full_flops(GRID, 12)
+    assert relative_flops(call, [resolve_method("vmonarch")], 10) == {"vmonarch": pytest.approx(expected)}
 
 
 def test_flops_of_exact_blocks_dense_steps_and_dense_layers(call) -> None:
@@ -336,6 +357,7 @@ def test_vbench_gets_every_video_with_its_prompt(loaded, copied: Path, monkeypat
     dimensions = ("imaging_quality", "subject_consistency", "overall_consistency")
     fake = ModuleType("vmonarch.eval.vbench")
     fake.DIMENSIONS = dict.fromkeys(dimensions)  # type: ignore[attr-defined]
+    fake.load_environment = lambda: None  # type: ignore[attr-defined]
     fake.PromptedVideo = lambda *values: values  # type: ignore[attr-defined]
     fake.score_videos = score_videos  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vmonarch.eval.vbench", fake)
@@ -360,6 +382,12 @@ def test_without_vbench_nothing_is_sampled(loaded, tmp_path: Path, monkeypatch: 
     with pytest.raises(InputError, match="vbench cannot be scored"):
         evaluate(config(loaded.folder.path, tmp_path / "eval", vbench=("imaging_quality",)), model=loaded)
     assert not (tmp_path / "eval").exists()
+
+
+def test_vbench_that_is_not_installed_is_refused_at_once(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cli.folder / "cache"))
+    code, _, err = cli("eval", "a red circle", "--vbench", "imaging_quality")
+    assert code == 2 and "python -m vmonarch.eval.vbench install" in err and not (cli.folder / "outputs").exists()
 
 
 def test_lpips_is_measured_on_float_and_on_decoded_frames(loaded, tmp_path: Path, monkeypatch) -> None:
@@ -412,7 +440,7 @@ BAD = {
     "report": (["a red", "--report-items", -1], "--report-items must be an integer of at least 0"),
     "timeout": (["a red", "vbench_timeout=0"], "vbench_timeout must be above 0"),
     "unknown method": (["a red", "--methods", "vmonarch-t"], "--methods must be one of"),
-    "unknown config": (["a red", "--config", "table9"], "exact, table2, table4, table5, work"),
+    "unknown config": (["a red", "--config", "table9"], "exact, figure12, table2, table4, table5, work"),
 }
 
 
@@ -444,7 +472,7 @@ def test_shipped_settings_fit(loaded: generation.LoadedModel, name: str) -> None
 class Page(HTMLParser):
     """Elements, their attributes and texts, with a check that they nest."""
 
-    VOID = ("meta", "link", "input", "br", "line", "circle")
+    VOID = ("meta", "link", "input", "br", "wbr", "line", "circle")
 
     def __init__(self, text: str) -> None:
         super().__init__()
