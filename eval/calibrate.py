@@ -33,6 +33,8 @@ CANDIDATES = (
     "vmonarch-t3",
     "vmonarch-own",
     "vmonarch-band1",
+    "vmonarch-first-own",
+    "vmonarch-first-band1",
 )
 
 

@@ -102,7 +102,7 @@ def test_what_cannot_be_used_is_named_and_nothing_is_left(cli, name):
 def test_candidates_are_what_their_methods_change():
     config = CalibrateConfig(prompts=("p",), candidates=CANDIDATES)
     found = [options_of(method) for method in config.candidates]
-    assert [entry.get("exact") is not None for entry in found] == [False] * 4 + [True] * 2
+    assert [entry.get("exact") is not None for entry in found] == [False] * 4 + [True] * 4
     assert found[:4] == [{"num_iterations": 1}, {"coarse": 2}, {}, {"num_iterations": 3}]
     with pytest.raises(InputError, match="candidates must be a list"):
         CalibrateConfig(prompts=("p",), candidates="vmonarch")
