@@ -108,6 +108,22 @@ def test_a_plan_compiles_without_a_graph_break(tiny):
     torch.testing.assert_close(run(torch.compile(model, fullgraph=True), arguments), wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_kernels_compute_a_plan(tiny, name):
+    heads = ORDERS[name]
+    grid = LatentGrid(5, 7, 9)
+    q, k, v = torch.randn(3, 2, grid.tokens, 4, 64, device="cuda").bfloat16()
+    found = {}
+    for implementation in ("torch", "triton"):
+        model, _ = inputs(tiny)
+        vmonarch.apply(model, VMonarchProcessor(plan=plan_of(heads, heads), implementation=implementation))
+        tensors = (q, k, v) if implementation == "triton" else (x.double() for x in (q, k, v))
+        found[implementation] = model.blocks[0].attn1.processor.attend(*tensors, grid)
+    error = (found["triton"].double() - found["torch"]).norm() / found["torch"].norm()
+    assert error < 8e-3, error
+
+
 def test_json_holds_all_of_a_plan(tmp_path):
     plan = AttentionPlan(
         {**METHODS, "tiled": {"tiles": (2, 2), "coarse": 2, "min_mass": 0.2}},
