@@ -46,7 +46,7 @@ CASES = {
     "one-token": dict(B=1, S=1, heads=1, D=2),
     "embedded": dict(B=1, S=40, heads=6, D=32),
     "power-of-two": dict(B=1, S=5, heads=4, D=64),
-    "many-tokens": dict(B=2, S=700, heads=2, D=6),
+    "many-tokens": dict(B=1, S=1030, heads=1, D=2),
 }
 
 
