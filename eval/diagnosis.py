@@ -19,9 +19,8 @@ import torch
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.plan import Options, parse_method, plain_method
+from vmonarch.plan import Options, method_flops, parse_method, plain_method
 from vmonarch.processors import ForwardContext, VideoAttentionProcessor
-from vmonarch.work import full_flops, vmonarch_flops
 
 FORMAT = "vmonarch-diagnosis-1"
 # Columns of values that the kernels take at once.
@@ -264,16 +263,12 @@ def document(recorder: Recorder) -> dict[str, Any]:
         "candidates": {
             name: {
                 "options": plain_method(options),
-                "flops": vmonarch_flops(grid, 1, **_shape_options(options)) / full_flops(grid, 1),
+                "flops": method_flops(options, grid, 1) / method_flops(None, grid, 1),
             }
             for name, options in recorder.candidates.items()
         },
         "transformers": transformers,
     }
-
-
-def _shape_options(options: Options) -> Options:
-    return {name: value for name, value in options.items() if name != "min_mass"}
 
 
 def _plain(tensor: torch.Tensor) -> list[Any]:

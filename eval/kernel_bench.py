@@ -39,6 +39,7 @@ from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.pipelines.environment import device_name, git_commit, package_versions
+from vmonarch.work import block_sizes
 
 FORMAT = "vmonarch-kernel-bench-1"
 PASSES = {"forward": "forward", "backward": "forward+backward"}
@@ -292,17 +293,9 @@ def vmonarch_work(
 
     Source: algorithm notes §10 and §13, for ragged tiles and cells too.
     """
-    frames, height, width = grid
     S, d, t, f = grid.tokens, head_dim, num_iterations, 4
-
-    def parts(size: int, count: int) -> list[int]:
-        return [(i + 1) * size // count - i * size // count for i in range(count)]
-
-    sizes = [(h, w) for h in parts(height, tiles[0]) for w in parts(width, tiles[1])]
-    m = frames * len(sizes)
-    b = max(h for h, _ in sizes) * max(w for _, w in sizes)
-    cells = frames * sum(-(-h // coarse) * -(-w // coarse) for h, w in sizes)
-    places, n = m * b, height * width
+    m, b, cells = block_sizes(grid, tiles, coarse)
+    places, n = m * b, grid.tokens_per_frame
     s = itemsize
 
     def stage(name: str, flops: float, elements: float, statistics_: float) -> StageWork:

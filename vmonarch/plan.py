@@ -69,6 +69,13 @@ def plain_method(options: Options | None) -> dict[str, Any] | None:
     }
 
 
+def method_flops(options: Options | None, grid: LatentGrid, head_dim: int) -> float:
+    """Forward operations of one head with a method (`vmonarch.work`)."""
+    if options is None:
+        return full_flops(grid, head_dim)
+    return vmonarch_flops(grid, head_dim, **{name: value for name, value in options.items() if name != "min_mass"})
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """See the module.
@@ -165,12 +172,7 @@ class AttentionPlan:
 
     def flops(self, grid: LatentGrid, head_dim: int) -> float:
         """Forward operations of all heads of all layers (`vmonarch.work`)."""
-        of = {
-            name: full_flops(grid, head_dim)
-            if options is None
-            else vmonarch_flops(grid, head_dim, **{k: v for k, v in options.items() if k != "min_mass"})
-            for name, options in self.methods.items()
-        }
+        of = {name: method_flops(options, grid, head_dim) for name, options in self.methods.items()}
         return sum(of[name] for rows in self.layers.values() for heads in rows for name in heads)
 
 

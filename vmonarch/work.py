@@ -20,6 +20,21 @@ def full_flops(grid: LatentGrid, head_dim: int) -> float:
     return 4.0 * grid.tokens**2 * head_dim
 
 
+def block_sizes(grid: LatentGrid, tiles: tuple[int, int], coarse: int) -> tuple[int, int, int]:
+    """(blocks, positions of the largest one, pooled cells of all) when every frame is cut into tiles.
+
+    Tiles that do not divide a frame differ by one row or column; cells at their ends are smaller.
+    """
+
+    def parts(size: int, count: int) -> list[int]:
+        return [(i + 1) * size // count - i * size // count for i in range(count)]
+
+    T, H, W = grid
+    sizes = [(h, w) for h in parts(H, tiles[0]) for w in parts(W, tiles[1])]
+    cells = T * sum(-(-h // coarse) * -(-w // coarse) for h, w in sizes)
+    return T * len(sizes), max(h for h, _ in sizes) * max(w for _, w in sizes), cells
+
+
 def vmonarch_flops(
     grid: LatentGrid,
     head_dim: int,
@@ -38,13 +53,8 @@ def vmonarch_flops(
     T, H, W = grid
     frames_per_block = min(frames_per_block, T)
 
-    def parts(size: int, count: int) -> list[int]:
-        return [(i + 1) * size // count - i * size // count for i in range(count)]
-
-    sizes = [(h, w) for h in parts(H, tiles[0]) for w in parts(W, tiles[1])]
-    m = -(-T // frames_per_block) * len(sizes)
-    b = max(h for h, _ in sizes) * max(w for _, w in sizes) * frames_per_block
-    cells = T * sum(-(-h // coarse) * -(-w // coarse) for h, w in sizes)
+    blocks, positions, cells = block_sizes(grid, tiles, coarse)
+    m, b = blocks // T * -(-T // frames_per_block), positions * frames_per_block
     flops = (num_iterations - 1) * 4 * b * cells + 6 * b * grid.tokens + num_iterations * 4 * grid.tokens * m
     pattern = resolve_exact(exact)
     if pattern is not None:

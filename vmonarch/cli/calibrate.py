@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_layers
+from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, move_overrides, sampling_layers
 
 _EPILOG = """\
 examples:
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from pathlib import Path
 
-    from vmonarch.configs import InputError, is_override
+    from vmonarch.configs import InputError
     from vmonarch.eval.calibrate import Budget, CalibrateConfig, calibrate, read_diagnosis
     from vmonarch.pipelines.generation import build_config
 
@@ -59,10 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.plan is not None:
         raise InputError("plan", "is for --diagnosis; otherwise the plan lies in the output folder")
-    if arguments.candidates is not None:
-        # `--candidates vmonarch steps=3`: overrides may stand anywhere, and no method is named like one.
-        arguments.prompts += [word for word in arguments.candidates if is_override(word)]
-        arguments.candidates = [word for word in arguments.candidates if not is_override(word)]
+    move_overrides(arguments, "candidates")
     own = ("candidates", "every", "maps", "budget", "flops", "measure")
     config = build_config(CalibrateConfig, *sampling_layers(arguments, group="calibrate", own=own))
     if not config.prompts:

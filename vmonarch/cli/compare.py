@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_layers
+from vmonarch.cli.sampling import (
+    add_method_arguments,
+    add_sampling_arguments,
+    hide_loading_bars,
+    move_overrides,
+    sampling_layers,
+)
 
 _EPILOG = """\
 examples:
@@ -19,16 +25,8 @@ measured on float frames, before mp4 encoding.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch compare`."""
-    from vmonarch.configs import preset_names
-
     add_sampling_arguments(parser, group="compare")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        metavar="METHOD",
-        help=f"of {', '.join(preset_names('attention'))}, or METHOD:key=value,… (default full vmonarch)",
-    )
-    parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
+    add_method_arguments(parser)
     parser.add_argument("--save-videos", action="store_true", default=None, help="also write each method's own mp4")
     parser.add_argument("--strip-frames", type=int, metavar="N", help="columns of the PNG strips (default 6)")
     parser.epilog = _EPILOG
@@ -40,14 +38,11 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError, GenerationError: see `vmonarch.eval.compare.compare`.
     """
-    from vmonarch.configs import InputError, is_override
+    from vmonarch.configs import InputError
     from vmonarch.eval.compare import CompareConfig, compare
     from vmonarch.pipelines.generation import build_config
 
-    if arguments.methods is not None:
-        # `--methods full vmonarch steps=3`: overrides may stand anywhere, and no method is named like one.
-        arguments.prompts += [word for word in arguments.methods if is_override(word)]
-        arguments.methods = [word for word in arguments.methods if not is_override(word)]
+    move_overrides(arguments, "methods")
     own = ("methods", "reference", "save_videos", "strip_frames")
     config = build_config(CompareConfig, *sampling_layers(arguments, group="compare", own=own))
     if not config.prompts:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_layers
+from vmonarch.cli.sampling import (
+    add_method_arguments,
+    add_sampling_arguments,
+    hide_loading_bars,
+    move_overrides,
+    sampling_layers,
+)
 
 _EPILOG = """\
 examples:
@@ -21,16 +27,8 @@ where it was stopped; several processes share the prompts and seeds out.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch eval`."""
-    from vmonarch.configs import preset_names
-
     add_sampling_arguments(parser, group="eval")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        metavar="METHOD",
-        help=f"of {', '.join(preset_names('attention'))}, or METHOD:key=value,… (default full vmonarch)",
-    )
-    parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
+    add_method_arguments(parser)
     parser.add_argument(
         "--baseline", metavar="METHOD", help="what paired differences are taken to (default vmonarch, if it is there)"
     )
@@ -52,17 +50,12 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError, GenerationError: see `vmonarch.eval.evaluate.evaluate`.
     """
-    from vmonarch.configs import InputError, is_override
+    from vmonarch.configs import InputError
     from vmonarch.eval.evaluate import EvalConfig, evaluate
     from vmonarch.pipelines.environment import shown_command
     from vmonarch.pipelines.generation import build_config
 
-    for name in ("methods", "vbench"):
-        # `--methods full vmonarch steps=3`: overrides may stand anywhere, and no method is named like one.
-        words = getattr(arguments, name)
-        if words is not None:
-            arguments.prompts += [word for word in words if is_override(word)]
-            setattr(arguments, name, [word for word in words if not is_override(word)])
+    move_overrides(arguments, "methods", "vbench")
     own = ("methods", "reference", "baseline", "prompt_set", "num_prompts", "lpips", "vbench", "report_items")
     config = build_config(EvalConfig, *sampling_layers(arguments, group="eval", own=own))
     if not config.prompts:

@@ -69,6 +69,29 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str) -> No
     output.add_argument("--quiet", action="store_true", help="no progress bars; print paths only")
 
 
+def add_method_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare which methods sample, and which of them is the reference."""
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help=f"of {', '.join(preset_names('attention'))}, or METHOD:key=value,… (default full vmonarch)",
+    )
+    parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
+
+
+def move_overrides(arguments: argparse.Namespace, *names: str) -> None:
+    """Put the overrides among the words of some options where `sampling_layers` looks for them.
+
+    `--methods full vmonarch steps=3`: they may stand anywhere, and nothing that these options take is named like one.
+    """
+    for name in names:
+        words = getattr(arguments, name)
+        if words is not None:
+            arguments.prompts += [word for word in words if is_override(word)]
+            setattr(arguments, name, [word for word in words if not is_override(word)])
+
+
 def sampling_layers(arguments: argparse.Namespace, *, group: str, own: tuple[str, ...]) -> list[dict[str, Any]]:
     """Layers for `build_config`, lowest first: the YAML file, the options, the overrides.
 
