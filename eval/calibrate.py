@@ -14,16 +14,13 @@ from vmonarch.configs.methods import AttentionMethod, VMonarchAttention, resolve
 from vmonarch.pipelines.generation import (
     LoadedModel,
     SamplingConfig,
-    check_loaded,
-    complete,
+    complete_and_load,
     denoise,
     facts,
-    load_model,
     prepare_output_dir,
     reserve_number,
     short_hash,
 )
-from vmonarch.pipelines.model_folder import find_model
 from vmonarch.plan import METHOD_OPTIONS, AttentionPlan
 
 CANDIDATES = (
@@ -161,13 +158,8 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     from vmonarch import apply, restore
     from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder, document, parse_candidates
 
-    folder = model.folder if model else find_model(config.model, config.revision)
-    config = complete(config, folder)
+    config, model = complete_and_load(config, model)
     output = prepare_output_dir(config.output_dir)
-    if model is None:
-        model = load_model(config, folder)
-    else:
-        check_loaded(config, model)
     assert config.steps is not None
     layers, heads = _size(model)
     maps = parse_maps(config.maps) or tuple(dict.fromkeys((layer, 0) for layer in (0, layers // 2, layers - 1)))

@@ -28,19 +28,17 @@ from vmonarch.pipelines.generation import (
     GenerationError,
     LoadedModel,
     SamplingConfig,
-    check_loaded,
-    complete,
+    complete_and_load,
     decode,
     denoise,
     facts,
     frames_sha256,
-    load_model,
     prepare_output_dir,
     reserve_number,
     sample,
     short_hash,
 )
-from vmonarch.pipelines.model_folder import PROXY_RECORD, find_model
+from vmonarch.pipelines.model_folder import PROXY_RECORD
 
 if TYPE_CHECKING:
     import torch
@@ -204,13 +202,7 @@ def load_for(config: Methods, model: LoadedModel | None) -> tuple[Methods, Loade
     Raises:
         InputError, ModelError: as `vmonarch.pipelines.generation.generate`.
     """
-    folder = model.folder if model else find_model(config.model, config.revision)
-    config = complete(config, folder)
-    prepare_output_dir(config.output_dir)
-    if model is None:
-        model = load_model(config, folder)
-    else:
-        check_loaded(config, model)
+    config, model = complete_and_load(config, model)
     for method in config.methods:
         method.install(model.pipe)
     return config, model

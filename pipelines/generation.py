@@ -534,6 +534,24 @@ def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
     check_prompt_lengths(config, model.pipe.tokenizer)
 
 
+def complete_and_load(config: Config, model: LoadedModel | None) -> tuple[Config, LoadedModel]:
+    """The completed config and a pipeline that it can be run on; its output folder can be written to.
+
+    Args:
+        model: a pipeline loaded before with the same model settings, or None.
+
+    Raises:
+        InputError, ModelError: as `generate`.
+    """
+    folder = model.folder if model else find_model(config.model, config.revision)
+    config = complete(config, folder)
+    prepare_output_dir(config.output_dir)
+    if model is None:
+        return config, load_model(config, folder)
+    check_loaded(config, model)
+    return config, model
+
+
 def _shifted(scheduler: Any, flow_shift: float) -> Any:
     """The scheduler with another flow shift, whichever name its class has for it."""
     for key in ("flow_shift", "shift"):
