@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,8 @@ from vmonarch.pipelines.generation import (
 from vmonarch.plan import METHOD_OPTIONS, AttentionPlan
 
 CANDIDATES = (
+    "vmonarch-plain:num_iterations=1",
+    "vmonarch-plain",
     "vmonarch-t1",
     "vmonarch:coarse=2",
     "vmonarch",
@@ -32,6 +35,8 @@ CANDIDATES = (
     "vmonarch-band1",
     "vmonarch-first-own",
     "vmonarch-first-band1",
+    "vmonarch:exact={rows: [0], band: 2}",
+    "vmonarch:exact={rows: [0], band: 3}",
 )
 
 
@@ -42,7 +47,8 @@ class Budget:
     Args:
         error: of a head, of `measure`.
         flops: of all heads, relative to VMonarch with its defaults.
-        measure: "error", "layer_error" or "kl"; None for "error" with `error` and "layer_error" with `flops`.
+        measure: one of `vmonarch.eval.planning.MEASURES`, with `flops` also several joined by "+"; None for "error"
+            with `error`, and what `plan_within_work` takes with `flops`.
     """
 
     error: float | None = None
@@ -59,7 +65,7 @@ class Budget:
 
         if self.error is not None:
             return plan_within_error(diagnosis, self.error, self.measure or "error")
-        return plan_within_work(diagnosis, 1.0 if self.flops is None else self.flops, self.measure or "layer_error")
+        return plan_within_work(diagnosis, 1.0 if self.flops is None else self.flops, self.measure)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class CalibrateConfig(SamplingConfig):
         every: record every so many steps; None for about ten of them.
         maps: "layer:head" of attention maps to keep; none for the first, the middle and the last layer's first head.
         budget, flops, measure: see `Budget`.
+        sensitivity: also measure what a head's errors change in the model's output: recorded calls are computed once
+            more, with gradients.
     """
 
     output_dir: str = "outputs/calibrate"
@@ -81,6 +89,7 @@ class CalibrateConfig(SamplingConfig):
     budget: float | None = None
     flops: float | None = None
     measure: str | None = None
+    sensitivity: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,7 +165,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or a map or a budget does not fit.
     """
     from vmonarch import apply, restore
-    from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder, document, parse_candidates
+    from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder, document, parse_candidates, watched
 
     config, model = complete_and_load(config, model)
     output = prepare_output_dir(config.output_dir)
@@ -168,12 +177,13 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
             raise InputError("maps", f"must lie in {layers} layers of {heads} heads, got {layer}:{head}")
     candidates = parse_candidates({method.label: options_of(method) for method in config.candidates})
     recorder = Recorder(candidates, config.every or max(1, config.steps // 10), maps)
-    jobs = [(prompt, seed) for prompt in config.prompts for seed in config.seeds]
+    batches = config.batches()
     apply(model.pipe, DiagnosisProcessor(recorder))
     try:
-        for number, (prompt, seed) in enumerate(jobs):
-            title = f"video {number + 1} of {len(jobs)}" if progress else None
-            denoise(model, config, [prompt], [seed], progress=title)
+        with watched(recorder, model.pipe) if config.sensitivity else nullcontext():
+            for number, batch in enumerate(batches):
+                title = f"batch {number + 1} of {len(batches)}" if progress else None
+                denoise(model, config, [prompt for prompt, _ in batch], [seed for _, seed in batch], progress=title)
     finally:
         restore(model.pipe)
     about = {

@@ -89,11 +89,6 @@ class MethodsConfig(SamplingConfig):
         """What the methods are called, the reference first."""
         return [method.label for method in self.methods]
 
-    def batches(self) -> list[list[tuple[str, int]]]:
-        """Prompt and seed of every video, prompts outermost, cut into the batches that are sampled together."""
-        jobs = [(prompt, seed) for prompt in self.prompts for seed in self.seeds]
-        return [jobs[i : i + self.batch_size] for i in range(0, len(jobs), self.batch_size)]
-
 
 @dataclass(frozen=True)
 class CompareConfig(MethodsConfig):
@@ -245,12 +240,14 @@ def measure(
     frames: Mapping[str, torch.Tensor],
     samples: Mapping[str, Batch],
     score: Callable[[torch.Tensor, str], float | None],
+    device: torch.device,
 ) -> list[MethodResult]:
     """Measure one video of every method against the reference's.
 
     Args:
         frames: the video of each method, [F, 3, H, W], out of its batch in `samples`.
         score: see `prompt_scorer`.
+        device: where they are measured.
 
     Raises:
         GenerationError: a video is constant or holds NaN; its raw frames are kept, at the path in the message.
@@ -259,15 +256,16 @@ def measure(
     from vmonarch.eval.video_io import VideoError, check_frames
 
     assert config.steps is not None
-    reference = frames[config.reference.label]
+    reference = frames[config.reference.label].to(device)
     results = []
     for label, video in frames.items():
+        shown = video.to(device)
         try:
-            check_frames(video)
+            check_frames(shown)
         except VideoError as error:
             kept = _keep_raw(video)
             raise GenerationError(f"method {label}, prompt {prompt[:40]!r}, seed {seed}: {error}; {kept}") from error
-        close = similarity(video, reference) if label != config.reference.label else None
+        close = similarity(shown, reference) if label != config.reference.label else None
         result = samples[label]
         batch = len(result.frames)
         results.append(
@@ -279,7 +277,7 @@ def measure(
                 ssim=close.ssim if close else None,
                 first_frame_psnr=close.first_frame_psnr if close else None,
                 first_frame_ssim=close.first_frame_ssim if close else None,
-                prompt_score=score(video, prompt),
+                prompt_score=score(shown, prompt),
                 frames_sha256=frames_sha256(video),
             )
         )
@@ -336,7 +334,7 @@ class _Run:
     def _finish_video(self, prompt: str, seed: int, index: int, batch: int, samples: dict[str, Batch]) -> None:
         """Measure and write the `index`-th video of a batch."""
         frames = {label: result.frames[index] for label, result in samples.items()}
-        results = measure(self.config, prompt, seed, frames, samples, self.score)
+        results = measure(self.config, prompt, seed, frames, samples, self.score, self.model.device)
         number = f"{len(self.videos) + 1:04d}"
         try:
             files = self._write_pictures(number, prompt, seed, frames, results)

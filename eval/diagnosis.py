@@ -5,18 +5,27 @@ and values, and what they give is compared with the exact output: relative error
 because a Monarch row has a log-partition of its own (algorithm notes §4). Beside it stands what full attention does:
 entropy, and how much of its mass lies on the first frame, on a query's own frame, and at every distance in time.
 
+What a head loses says little of what the model loses: later layers mend some errors and let others grow. So a recorded
+call is computed once more with gradients (`watched`). With u drawn from N(0, 1) for every number of the model's output
+v, and g = ∂⟨u, v⟩/∂o at a head's output o, the error δ of a candidate there changes ⟨u, v⟩ by ⟨g, δ⟩ to first order,
+and E ⟨g, δ⟩² = ‖J δ‖², the square of what it changes in v: for all layers, heads and candidates from one backward pass
+(Hutchinson's estimator).
+
 Shapes: B batch, S = T·H·W tokens, H heads, D head dim; statistics are [steps, layers, heads].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from vmonarch.configs import InputError
 from vmonarch.grid import LatentGrid
+from vmonarch.installation import find_transformers
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.plan import Options, method_flops, parse_method, plain_method
@@ -81,6 +90,8 @@ class Totals:
         entropy: of the rows of full attention, in nats. first, own: mass on the first frame, and on the query's own.
         distance: [heads, T], mass at |query frame - key frame| = 0 … T-1, and of how many rows each.
         squares, kl: by candidate: squares of the difference to the exact output; KL(Monarch row ‖ softmax row) in nats.
+        output: by candidate: ⟨g, δ⟩², whose mean is the square of the change in the model's output; of watched calls.
+        velocity: squares of the model's output, of the same calls.
     """
 
     rows: int
@@ -91,12 +102,15 @@ class Totals:
     distance: torch.Tensor
     squares: dict[str, torch.Tensor]
     kl: dict[str, torch.Tensor]
+    output: dict[str, torch.Tensor] = field(default_factory=dict)
+    velocity: float = 0.0
 
     def __iadd__(self, other: Totals) -> Totals:
         self.rows += other.rows
+        self.velocity += other.velocity
         for name in ("energy", "entropy", "first", "own", "distance"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for mine, others in ((self.squares, other.squares), (self.kl, other.kl)):
+        for mine, others in ((self.squares, other.squares), (self.kl, other.kl), (self.output, other.output)):
             for name, tensor in others.items():
                 mine[name] = mine[name] + tensor
         return self
@@ -108,8 +122,13 @@ def measure(
     value: torch.Tensor,
     grid: LatentGrid,
     candidates: Mapping[str, Options],
+    gradient: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Totals]:
-    """Exact output [B, S, H, D], and the sums of one call; query, key and value are [B, S, H, D]."""
+    """Exact output [B, S, H, D], and the sums of one call; query, key and value are [B, S, H, D].
+
+    Args:
+        gradient: g [B, S, H, D], see the module; None for none.
+    """
     B, S, H, _ = query.shape
     T, P = grid.frames, S // grid.frames
     out, lse, entropy = flash_entropy_attention(query, key, value)
@@ -121,11 +140,14 @@ def measure(
     gap = (torch.arange(T)[:, None] - torch.arange(T)).abs().to(query.device)
     for d in range(T):
         distance[:, d] = (mass * (gap == d)[:, None, :]).sum((0, 2))
-    squares, kl = {}, {}
+    squares, kl, output = {}, {}, {}
     for name, options in candidates.items():
         approximate, weight = vmonarch_attention(query, key, value, grid=grid, return_lse=True, **options)
-        squares[name] = (approximate.double() - exact).square().sum((0, 1, 3)).cpu()
+        difference = approximate.double() - exact
+        squares[name] = difference.square().sum((0, 1, 3)).cpu()
         kl[name] = (lse.double() - weight.double()).sum((0, 2)).cpu()
+        if gradient is not None:
+            output[name] = (gradient * difference).sum((1, 3)).square().sum(0).cpu()
     totals = Totals(
         rows=B * S,
         energy=exact.square().sum((0, 1, 3)).cpu(),
@@ -135,6 +157,7 @@ def measure(
         distance=distance.cpu(),
         squares=squares,
         kl=kl,
+        output=output,
     )
     return out, totals
 
@@ -142,6 +165,8 @@ def measure(
 @dataclass
 class Recorder:
     """What is recorded while a pipeline runs.
+
+    Without `watched`, calls are measured as they are computed, and nothing is known of the model's output.
 
     Args:
         candidates: options of `vmonarch_attention` by name.
@@ -152,6 +177,7 @@ class Recorder:
     Attributes:
         grid: of the videos. totals: by (transformer, step, layer).
         pictures: maps by (transformer, layer, head, method).
+        watching: inside `watched`. wanted: the step of a call to be computed again. velocity: of `Totals`, meanwhile.
     """
 
     candidates: dict[str, Options]
@@ -161,6 +187,64 @@ class Recorder:
     grid: LatentGrid | None = None
     totals: dict[tuple[str, int, int], Totals] = field(default_factory=dict)
     pictures: dict[tuple[str, int, int, str], torch.Tensor] = field(default_factory=dict)
+    watching: bool = False
+    wanted: int | None = None
+    velocity: float | None = None
+
+    def add(self, component: str, step: int, layer: int, totals: Totals) -> None:
+        """Add the sums of one call of one layer."""
+        place = (component, step, layer)
+        if place in self.totals:
+            self.totals[place] += totals
+        else:
+            self.totals[place] = totals
+
+
+@contextmanager
+def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
+    """Within it, a recorded call of a transformer is computed once more with gradients, and measured then.
+
+    Blocks are checkpointed, so that no more than one keeps what its backward needs; queries, keys and values of all
+    layers are kept.
+
+    Raises:
+        InputError: in the block: a transformer cannot be differentiated, or not in this memory.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def again(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if recorder.wanted is None or recorder.velocity is not None:
+            return
+        learnt = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        checkpointed = module.is_gradient_checkpointing
+        try:
+            for parameter in learnt:
+                parameter.requires_grad_(False)
+            module.enable_gradient_checkpointing()
+            # Of a tuple or of an output class.
+            recorder.velocity = output[0].double().square().sum().item()
+            with torch.enable_grad():
+                found = module(*args, **kwargs)[0]
+                noise = torch.randn(found.shape, generator=generator)
+                (found.float() * noise.to(found.device)).sum().backward()
+        except RuntimeError as error:
+            instead = "leave it out with --no-sensitivity (sensitivity=False)"
+            raise InputError("sensitivity", f"cannot be measured: {error}; {instead}") from error
+        finally:
+            recorder.wanted = recorder.velocity = None
+            for parameter in learnt:
+                parameter.requires_grad_(True)
+            if not checkpointed:
+                module.disable_gradient_checkpointing()
+
+    hooks = [module.register_forward_hook(again, with_kwargs=True) for module in find_transformers(pipe).values()]
+    recorder.watching = True
+    try:
+        yield
+    finally:
+        recorder.watching = False
+        for hook in hooks:
+            hook.remove()
 
 
 class DiagnosisProcessor(VideoAttentionProcessor):
@@ -183,20 +267,40 @@ class DiagnosisProcessor(VideoAttentionProcessor):
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         recorder, context = self.recorder, self._context
         assert context is not None
+        if recorder.velocity is not None:
+            return self._seen(query, key, value, grid)
         step, steps = context.step("a diagnosis", "run the pipeline")
         if step % recorder.every:
             return flash_entropy_attention(query, key, value)[0]
         if recorder.grid not in (None, grid):
             raise ValueError(f"all videos must have one size: {tuple(recorder.grid or ())} and {tuple(grid)}")
         recorder.grid = grid
-        out, totals = measure(query, key, value, grid, recorder.candidates)
-        place = (context.component, step, self._layer)
-        if place in recorder.totals:
-            recorder.totals[place] += totals
-        else:
-            recorder.totals[place] = totals
         if abs(step - steps // 2) <= recorder.every // 2:
             self._keep_maps(context.component, query, key, grid)
+        if recorder.watching:
+            recorder.wanted = step
+            return flash_entropy_attention(query, key, value)[0]
+        out, totals = measure(query, key, value, grid, recorder.candidates)
+        recorder.add(context.component, step, self._layer, totals)
+        return out
+
+    def _seen(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        """Full attention that is measured once the gradient of its output is known."""
+        recorder, context = self.recorder, self._context
+        assert context is not None and recorder.wanted is not None and recorder.velocity is not None
+        component, step, velocity = context.component, recorder.wanted, recorder.velocity
+
+        def hook(gradient: torch.Tensor) -> None:
+            inputs = query.detach(), key.detach(), value.detach()
+            totals = measure(*inputs, grid, recorder.candidates, gradient)[1]
+            totals.velocity = velocity
+            recorder.add(component, step, self._layer, totals)
+
+        out: torch.Tensor = flash_entropy_attention(query, key, value)[0]
+        if not out.requires_grad:
+            # Of the first layer, before which nothing is differentiated.
+            out.requires_grad_()
+        out.register_hook(hook)
         return out
 
     def _keep_maps(self, component: str, query: torch.Tensor, key: torch.Tensor, grid: LatentGrid) -> None:
@@ -216,9 +320,11 @@ def document(recorder: Recorder) -> dict[str, Any]:
     Returns:
         {"format", "grid", "candidates": {name: {"options", "flops"}}, "transformers": {name: {"steps", "layers",
         "heads", "rows", "entropy", "first_frame_mass", "own_frame_mass", "distance_mass" [steps, layers, heads, T],
-        "candidates": {name: {"error", "layer_error", "kl"}}}}}. Unless said, values are [steps, layers, heads]. `flops`
-        are relative to full attention. "error" is ‖o - o*‖/‖o*‖ of a head's outputs over all rows; "layer_error" the
-        share ‖o - o*‖²/Σ_heads ‖o*‖², which adds up over the heads of a layer; "kl" the mean over rows, in nats.
+        "candidates": {name: {"error", "layer_error", "kl", "output_error"}}}}}. Unless said, values are [steps, layers,
+        heads]. `flops` are relative to full attention. "error" is ‖o - o*‖/‖o*‖ of a head's outputs over all rows;
+        "layer_error" the share ‖o - o*‖²/Σ_heads ‖o*‖², which adds up over the heads of a layer; "kl" the mean over
+        rows, in nats; "output_error", of watched calls alone, the share ‖J δ‖²/‖v‖² of the square of the model's output
+        that the head's error changes.
 
     Raises:
         ValueError: nothing was recorded.
@@ -246,6 +352,9 @@ def document(recorder: Recorder) -> dict[str, Any]:
                 "layer_error": _plain(squares / energy.sum(-1, keepdim=True)),
                 "kl": _plain(kl),
             }
+            if all(t.output for row in found for t in row):
+                output = torch.stack([torch.stack([t.output[name] / t.velocity for t in row]) for row in found])
+                candidates[name]["output_error"] = _plain(output)
         transformers[component] = {
             "steps": steps,
             "layers": layers,

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from vmonarch.eval.planning import over_steps
+from vmonarch.eval.planning import measures_of, over_steps
 from vmonarch.plan import AttentionPlan
 
 # Of a cell of a heat map, in pixels.
 _CELL = 14
 _CHART = (420, 200)
 _INKS = ("#1b6ca8", "#c8553d", "#588157", "#7b2cbf", "#b5838d", "#e09f3e", "#335c67", "#9e2a2b")
+# Of the measures that are shown.
+_TITLES = {"error": "error", "kl": "row-KL", "output_error": "squared change of the model's output"}
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; color: #222; }
 h1, h2, h3 { line-height: 1.2; } table { border-collapse: collapse; margin: 1rem 0; }
@@ -116,14 +118,15 @@ def report(
         "<h1>Attention, head by head</h1>",
         f"<p>Latent grid {' × '.join(map(str, grid))} (frames × rows × columns of tokens). Every candidate saw the"
         " inputs of full attention. <i>error</i>: ‖o − o*‖ / ‖o*‖ of a head's output; <i>row-KL</i>: mean KL(candidate"
-        " ‖ full attention) of the rows, in nats. A first frame answered exactly counts as no KL.</p>",
+        " ‖ full attention) of the rows, in nats. A first frame answered exactly counts as no KL. <i>change of the"
+        " model's output</i>: relative, as far as a head's error alone changes it.</p>",
         _candidates_table(diagnosis),
     ]
     if plan is not None:
         body.append(_plan_section(diagnosis, plan))
     for component, part in diagnosis["transformers"].items():
         body.append(f"<h2>{html.escape(component)}: steps {', '.join(map(str, part['steps']))}</h2>")
-        body.append('<div class="row">' + _charts(part) + "</div>")
+        body.append('<div class="row">' + _charts(part, _titles(diagnosis)) + "</div>")
         body.append("<h3>What full attention does</h3><div class='row'>")
         for key, title, top in (
             ("entropy", "entropy of a row, nats", None),
@@ -132,7 +135,7 @@ def report(
         ):
             body.append(heat_map(over_steps(part[key], key), title, top))
         body.append("</div><h3>What the candidates lose</h3>")
-        for measure, title in (("error", "error"), ("kl", "row-KL")):
+        for measure, title in _titles(diagnosis).items():
             found = {name: over_steps(values[measure], measure) for name, values in part["candidates"].items()}
             top = max(values.max().item() for values in found.values())
             figures = [heat_map(values, f"{name}: {title}", top) for name, values in found.items()]
@@ -155,6 +158,10 @@ def report(
     )
 
 
+def _titles(diagnosis: Mapping[str, Any]) -> dict[str, str]:
+    return {name: title for name, title in _TITLES.items() if name in measures_of(diagnosis)}
+
+
 def _candidates_table(diagnosis: Mapping[str, Any]) -> str:
     rows = []
     for name, candidate in diagnosis["candidates"].items():
@@ -165,9 +172,15 @@ def _candidates_table(diagnosis: Mapping[str, Any]) -> str:
                 for part in diagnosis["transformers"].values()
             ]
             cells.append(f"{torch.cat(found).mean().item():.4f}")
+        if "output_error" in measures_of(diagnosis):
+            shares = [torch.tensor(p["candidates"][name]["output_error"]) for p in diagnosis["transformers"].values()]
+            per_step = torch.cat([share.sum((1, 2)) for share in shares])
+            cells.append(f"{100 * per_step.mean().sqrt().item():.1f} %")
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    heading = "<tr><th>candidate</th><th>work of full attention</th><th>mean error</th><th>mean row-KL</th></tr>"
-    return f"<table>{heading}{''.join(rows)}</table>"
+    names = ["candidate", "work of full attention", "mean error", "mean row-KL"]
+    names += ["change of the model's output"] if "output_error" in measures_of(diagnosis) else []
+    heading = "".join(f"<th>{name}</th>" for name in names)
+    return f"<table><tr>{heading}</tr>{''.join(rows)}</table>"
 
 
 def _plan_section(diagnosis: Mapping[str, Any], plan: AttentionPlan) -> str:
@@ -188,7 +201,7 @@ def _plan_section(diagnosis: Mapping[str, Any], plan: AttentionPlan) -> str:
     return "".join(parts) + f"<p>Methods: {html.escape(', '.join(names))}.</p>"
 
 
-def _charts(part: Mapping[str, Any]) -> str:
+def _charts(part: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     steps = part["steps"]
     charts = [
         line_chart(
@@ -198,7 +211,7 @@ def _charts(part: Mapping[str, Any]) -> str:
             },
             steps, f"{title}, mean over layers and heads", "step",
         )
-        for measure, title in (("error", "error"), ("kl", "row-KL"))
+        for measure, title in titles.items()
     ]  # fmt: skip
     mass = torch.tensor(part["distance_mass"]).mean((0, 1, 2)).tolist()
     charts.append(line_chart({"full attention": mass}, range(len(mass)), "mass by distance in time", "latent frames"))

@@ -344,7 +344,7 @@ class _Run:
                 if is_done(self.output, item):
                     continue
                 frames = {label: result.frames[index] for label, result in samples.items()}
-                results = measure(self.config, item.prompt, item.seed, frames, samples, self.score)
+                results = measure(self.config, item.prompt, item.seed, frames, samples, self.score, self.model.device)
                 try:
                     self._write(item, frames, results)
                 except OSError as error:
@@ -411,10 +411,11 @@ class _Run:
         found: dict[str, float | None] = dict.fromkeys(_FURTHER)
         if label == reference:
             return found
-        coded = frames_of_file(decoded[label]), frames_of_file(decoded[reference])
+        device = self.model.device
+        coded = [frames_of_file(decoded[name]).to(device) for name in (label, reference)]
         found |= {f"mp4_{key}": value for key, value in vars(similarity(*coded)).items()}
         if self.config.lpips:
-            found |= vars(lpips(frames[label], frames[reference]))
+            found |= vars(lpips(*(frames[name].to(device) for name in (label, reference))))
             found |= {f"mp4_{key}": value for key, value in vars(lpips(*coded)).items()}
         return found
 

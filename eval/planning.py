@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,21 @@ from vmonarch.grid import LatentGrid
 from vmonarch.plan import AttentionPlan
 from vmonarch.work import full_flops, vmonarch_flops
 
-MEASURES = ("error", "layer_error", "kl")
+MEASURES = ("error", "layer_error", "output_error", "kl")
 FULL = "full"
+
+
+def measures_of(diagnosis: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those of MEASURES that a diagnosis has: without gradients there is no "output_error".
+
+    Raises:
+        InputError: it is no diagnosis.
+    """
+    if diagnosis.get("format") != FORMAT:
+        raise InputError("diagnosis", f"must have the format {FORMAT!r}, got {diagnosis.get('format')!r}")
+    parts = diagnosis["transformers"].values()
+    have = [set(values) for part in parts for values in part["candidates"].values()]
+    return tuple(name for name in MEASURES if all(name in names for names in have))
 
 
 @dataclass(frozen=True)
@@ -45,10 +59,12 @@ def over_steps(values: Any, measure: str) -> torch.Tensor:
 
 
 def _choices(diagnosis: Mapping[str, Any], measure: str) -> _Choices:
-    if diagnosis.get("format") != FORMAT:
-        raise InputError("diagnosis", f"must have the format {FORMAT!r}, got {diagnosis.get('format')!r}")
-    if measure not in MEASURES:
-        raise InputError("measure", f"must be one of {', '.join(MEASURES)}, got {measure!r}")
+    known = measures_of(diagnosis)
+    wanted = measure.split("+")
+    if not set(wanted) <= set(known):
+        raise InputError("measure", f"must be one of {', '.join(known)}, or several of them with +, got {measure!r}")
+    if len(wanted) > 1:
+        return _sum_of(diagnosis, wanted)
     names = tuple(diagnosis["candidates"])
     values, shares, places = [], [], []
     total = sum(len(part["steps"]) for part in diagnosis["transformers"].values())
@@ -65,6 +81,14 @@ def _choices(diagnosis: Mapping[str, Any], measure: str) -> _Choices:
     )  # fmt: skip
 
 
+def _sum_of(diagnosis: Mapping[str, Any], measures: Sequence[str]) -> _Choices:
+    """Of several measures, each relative to its mean over all heads and candidates."""
+    found = [_choices(diagnosis, measure) for measure in measures]
+    values = sum(choices.values / choices.values[:, :-1].mean().clamp(min=1e-300) for choices in found)
+    assert isinstance(values, torch.Tensor)
+    return dataclasses.replace(found[0], values=values)
+
+
 def plan_within_error(diagnosis: Mapping[str, Any], budget: float, measure: str = "error") -> AttentionPlan:
     """For every head the cheapest method whose measure, over the recorded steps, is at most `budget`.
 
@@ -72,13 +96,15 @@ def plan_within_error(diagnosis: Mapping[str, Any], budget: float, measure: str 
         InputError: no diagnosis, an unknown measure, or a budget that is negative or not finite.
     """
     choices = _choices(diagnosis, measure)
+    if "+" in measure:
+        raise InputError("measure", f"of an error budget must be a single one, got {measure!r}")
     if not math.isfinite(budget) or budget < 0:
         raise InputError("budget", f"must be finite and at least 0, got {budget}")
     cost = choices.flops.expand_as(choices.values).masked_fill(choices.values > budget, math.inf)
     return _plan(diagnosis, choices, cost.argmin(1), measure, {"budget": budget})
 
 
-def plan_within_work(diagnosis: Mapping[str, Any], flops: float, measure: str = "layer_error") -> AttentionPlan:
+def plan_within_work(diagnosis: Mapping[str, Any], flops: float, measure: str | None = None) -> AttentionPlan:
     """The least sum of the measure over all heads (of relative errors: of their squares) for so much work.
 
     By Lagrange's multiplier: every head takes the method with the least value + λ·work, with the smallest λ that keeps
@@ -86,10 +112,13 @@ def plan_within_work(diagnosis: Mapping[str, Any], flops: float, measure: str = 
 
     Args:
         flops: of all heads, relative to VMonarch with its defaults (`vmonarch_flops`).
+        measure: several with "+" are added up, each relative to its mean over heads and candidates; None for
+            "output_error", or "layer_error" where the diagnosis has not got that.
 
     Raises:
         InputError: no diagnosis, an unknown measure, or less work than the cheapest methods need.
     """
+    measure = measure or ("output_error" if "output_error" in measures_of(diagnosis) else "layer_error")
     choices = _choices(diagnosis, measure)
     grid = LatentGrid(*diagnosis["grid"])
     limit = flops * vmonarch_flops(grid, 1) / full_flops(grid, 1)
@@ -152,7 +181,7 @@ def _plan(
     work = (choices.flops[chosen] * choices.shares).sum().item()
     every = torch.arange(len(chosen))
     predicted = {"flops_of_full": work, "flops_of_vmonarch": work * full_flops(grid, 1) / vmonarch_flops(grid, 1)}
-    for name in MEASURES:
+    for name in measures_of(diagnosis):
         values = choices.values if name == measure else _choices(diagnosis, name).values
         predicted[f"mean_{name}"] = values[every, chosen].mean().item()
     about = {

@@ -177,7 +177,7 @@ def lpips(video: torch.Tensor, reference: torch.Tensor) -> PerceptualDistance:
     check_pair(video, reference)
     if min(video.shape[2:]) < _LPIPS_SIZE:
         raise ValueError(f"video must have frames of at least 32×32 pixels for AlexNet, got {tuple(video.shape)}")
-    metric = _lpips_metric()
+    metric = _lpips_metric().to(video.device)
     # One frame by itself first: it is asked for, and the rest need not be told apart.
     parts = [(0, 1), *((start, min(start + _CHUNK, len(video))) for start in range(1, len(video), _CHUNK))]
     sums = []

@@ -141,6 +141,11 @@ class SamplingConfig:
         if not self.output_dir or "\0" in self.output_dir:
             raise InputError("output_dir", f"must be a folder, got {self.output_dir!r}")
 
+    def batches(self) -> list[list[tuple[str, int]]]:
+        """Prompt and seed of every video, prompts outermost, cut into the batches that are sampled together."""
+        jobs = [(prompt, seed) for prompt in self.prompts for seed in self.seeds]
+        return [jobs[i : i + self.batch_size] for i in range(0, len(jobs), self.batch_size)]
+
     def _check_prompts(self) -> None:
         for prompt in self.prompts:
             if not isinstance(prompt, str):
@@ -874,8 +879,7 @@ def _jobs(config: SamplingConfig, recorded: Recorded | None) -> list[list[_Job]]
     ):
         pairs = zip(recorded.prompts, recorded.seeds, strict=True)
         return [[_Job(prompt, seed, i == recorded.index) for i, (prompt, seed) in enumerate(pairs)]]
-    jobs = [_Job(prompt, seed) for prompt in config.prompts for seed in config.seeds]
-    return [jobs[i : i + config.batch_size] for i in range(0, len(jobs), config.batch_size)]
+    return [[_Job(*job) for job in batch] for batch in config.batches()]
 
 
 def generate(

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+from pathlib import Path
 
 import pytest
 
@@ -102,10 +103,28 @@ def test_what_cannot_be_used_is_named_and_nothing_is_left(cli, name):
 def test_candidates_are_what_their_methods_change():
     config = CalibrateConfig(prompts=("p",), candidates=CANDIDATES)
     found = [options_of(method) for method in config.candidates]
-    assert [entry.get("exact") is not None for entry in found] == [False] * 4 + [True] * 4
-    assert found[:4] == [{"num_iterations": 1}, {"coarse": 2}, {}, {"num_iterations": 3}]
+    assert found[:2] == [{"num_iterations": 1, "exact": None}, {"exact": None}]
+    assert found[2:6] == [{"num_iterations": 1}, {"coarse": 2}, {}, {"num_iterations": 3}]
+    assert [entry["exact"]["band"] for entry in found[6:]] == [0, 1, 0, 1, 2, 3]
+    assert ["rows" in entry["exact"] for entry in found[6:]] == [False] * 2 + [True] * 4
     with pytest.raises(InputError, match="candidates must be a list"):
         CalibrateConfig(prompts=("p",), candidates="vmonarch")
+
+
+def test_what_a_model_that_cannot_be_differentiated_needs_is_said(cli, monkeypatch):
+    from vmonarch.eval import diagnosis
+
+    def refuses(*tensors):
+        raise RuntimeError("derivative for aten::quantized is not implemented")
+
+    words = ["a red circle moving right", "--steps", "1", "--candidates", "vmonarch-t1"]
+    monkeypatch.setattr(diagnosis.Recorder, "add", refuses)
+    code, _, err = cli("calibrate", *words)
+    assert code == 2 and "sensitivity cannot be measured: derivative for" in err and "--no-sensitivity" in err
+    monkeypatch.undo()
+    code, out, err = cli("calibrate", *words, "--no-sensitivity")
+    assert code == 0, err
+    assert "output_error" not in Path(out.split()[-2]).read_text()
 
 
 def test_the_shipped_settings_build():

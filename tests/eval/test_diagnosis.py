@@ -1,6 +1,7 @@
 """The diagnosis says of every head what dense matrices say, and plans spend work where it says that it is needed."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,9 +9,20 @@ import torch
 import vmonarch
 from vmonarch import AttentionPlan, ExactBlocks, LatentGrid, VMonarchProcessor, vmonarch_attention
 from vmonarch.configs import InputError
+from vmonarch.configs.methods import resolve_method
 from vmonarch.eval import diagnosis
-from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder, attention_map, distribution, document, measure
+from vmonarch.eval.diagnosis import (
+    DiagnosisProcessor,
+    Recorder,
+    attention_map,
+    distribution,
+    document,
+    measure,
+    watched,
+)
+from vmonarch.eval.fidelity import attention_fidelity
 from vmonarch.eval.planning import over_steps, plan_within_error, plan_within_work
+from vmonarch.processors import VideoAttentionProcessor
 from vmonarch.work import full_flops, vmonarch_flops
 
 GRID = LatentGrid(4, 3, 5)
@@ -84,17 +96,18 @@ def test_a_small_map_is_the_mean_of_the_large_one():
     assert attention_map(q, k, None, GRID, size=1000).shape == (60, 60)
 
 
-def record(tiny, kind="t2v", steps=4, **options):
+def record(tiny, kind="t2v", steps=4, guidance=3.0, watch=False, **options):
     pipe = tiny.pipeline(kind)
     recorder = Recorder(diagnosis.parse_candidates({"t1": {"num_iterations": 1}, "default": {}}), **options)
     vmonarch.apply(pipe, DiagnosisProcessor(recorder))
     pipe.set_progress_bar_config(disable=True)
     arguments = dict(
         prompt=tiny.PROMPT, negative_prompt=tiny.NEGATIVE, height=tiny.HEIGHT, width=tiny.WIDTH,
-        num_frames=tiny.FRAMES, num_inference_steps=steps, guidance_scale=3.0, output_type="latent",
+        num_frames=tiny.FRAMES, num_inference_steps=steps, guidance_scale=guidance, output_type="latent",
         generator=torch.Generator().manual_seed(0), max_sequence_length=16,
     )  # fmt: skip
-    return pipe, recorder, pipe(**arguments).frames, arguments
+    with watched(recorder, pipe) if watch else nullcontext():
+        return pipe, recorder, pipe(**arguments).frames, arguments
 
 
 def test_a_pipeline_is_recorded_step_by_step_and_makes_the_video_of_full_attention(tiny):
@@ -118,6 +131,70 @@ def test_a_pipeline_is_recorded_step_by_step_and_makes_the_video_of_full_attenti
     arguments["generator"] = torch.Generator().manual_seed(0)
     torch.testing.assert_close(pipe(**arguments).frames, latents, atol=1e-4, rtol=1e-4)
     json.dumps(found, allow_nan=False)
+
+
+def test_watched_calls_are_measured_alike_and_leave_nothing_behind(tiny):
+    plain, seen = (record(tiny, every=2, watch=watch) for watch in (False, True))
+    torch.testing.assert_close(seen[2], plain[2], atol=0, rtol=0)
+    found, wanted = document(seen[1]), document(plain[1])
+    for name, values in found["transformers"]["transformer"]["candidates"].items():
+        output = torch.tensor(values.pop("output_error"))
+        assert output.shape == (2, 2, 2) and (output > 0).all()
+        for key, numbers in wanted["transformers"]["transformer"]["candidates"][name].items():
+            torch.testing.assert_close(torch.tensor(values[key]), torch.tensor(numbers), atol=1e-6, rtol=1e-4)
+    model = seen[0].transformer
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not model.is_gradient_checkpointing and not model._forward_hooks and not seen[1].watching
+
+
+def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny):
+    """⟨g, δ⟩ is how fast ⟨u, v⟩ grows when the head's output moves towards the candidate's: by finite differences."""
+    inputs = []
+    pipe, recorder, _, arguments = record(tiny, steps=1, guidance=1.0, watch=True)
+    vmonarch.restore(pipe)
+    pipe.transformer.register_forward_pre_hook(lambda module, *call: inputs.append(call), with_kwargs=True)
+    arguments["generator"] = torch.Generator().manual_seed(0)
+    pipe(**arguments)
+    ((args, kwargs),) = inputs
+
+    class Towards(VideoAttentionProcessor):
+        """Full attention, one head of it moved by `share` of the way to a candidate."""
+
+        def __init__(self, head, share, options):
+            super().__init__()
+            self.head, self.share, self.options = head, share, options
+
+        def attend(self, query, key, value, grid):
+            out = diagnosis.flash_entropy_attention(query, key, value)[0]
+            moved = out.clone()
+            target = vmonarch_attention(query, key, value, grid=grid, **self.options)[:, :, self.head]
+            moved[:, :, self.head] += self.share * (target - out[:, :, self.head])
+            return moved
+
+    class OneLayer(Towards):
+        def __init__(self, layer, *rest):
+            super().__init__(*rest)
+            self.layer = layer
+
+        def bind(self, context, original, attn, layer, layers):
+            return super().bind(context, original, attn, layer, layers) if layer == self.layer else original
+
+    def projected(processor):
+        vmonarch.apply(pipe.transformer, processor)
+        with torch.no_grad():
+            output = pipe.transformer(*args, **kwargs)[0].double()
+        vmonarch.restore(pipe.transformer)
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+        return (output * noise.double()).sum().item(), output.square().sum().item()
+
+    candidates = document(recorder)["transformers"]["transformer"]["candidates"]
+    for name, options in (("t1", {"num_iterations": 1}), ("default", {})):
+        for layer in range(2):
+            for head in range(2):
+                (above, energy), (below, _) = (projected(OneLayer(layer, head, e, options)) for e in (0.05, -0.05))
+                slope = (above - below) / 0.1
+                found = candidates[name]["output_error"][0][layer][head]
+                assert found == pytest.approx(slope**2 / energy, rel=0.05), (name, layer, head)
 
 
 def test_both_transformers_are_recorded_where_they_run(tiny):
@@ -211,6 +288,42 @@ def search(costs, error, limit):
         best = [(work + costs[name], total + error[name][head].item()) for work, total in best for name in costs]
         best = [entry for entry in best if entry[0] <= limit]
     return min(total for _, total in best)
+
+
+def test_several_measures_are_weighed_against_each_other():
+    found = made_up(layers=4, heads=8)
+    for values in found["transformers"]["transformer"]["candidates"].values():
+        # A measure with other heads in need, in another unit.
+        values["output_error"] = (1000 * torch.tensor(values["kl"]).flip(-1)).tolist()
+    totals = {}
+    for name in ("kl", "output_error", "kl+output_error"):
+        predicted = plan_within_work(found, 1.2, name).about["predicted"]
+        totals[name] = [predicted["mean_kl"], predicted["mean_output_error"]]
+    assert totals["kl"][0] < totals["kl+output_error"][0] < totals["output_error"][0]
+    assert totals["kl"][1] > totals["kl+output_error"][1] > totals["output_error"][1]
+    assert plan_within_work(found, 1.2) == plan_within_work(found, 1.2, "output_error")
+    with pytest.raises(InputError, match="measure of an error budget must be a single one"):
+        plan_within_error(found, 0.1, "kl+output_error")
+
+
+def test_what_methods_lose_in_the_attention_follows_from_the_diagnosis(tmp_path):
+    found = made_up(steps=4, layers=2, heads=3)
+    part = found["transformers"]["transformer"]["candidates"]
+    lost = lambda spec: attention_fidelity(found, resolve_method(spec), 4)
+    kl = torch.tensor(part["default"]["kl"], dtype=torch.float64)
+    assert lost("full") == {"kl": 0, "attention_error": 0, "output_error": 0}
+    assert lost("vmonarch")["kl"] == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert lost("vmonarch")["attention_error"] == pytest.approx(kl.sum(2).mean().item() ** 0.5, rel=1e-5)
+    assert lost("vmonarch")["output_error"] is None
+    assert lost("vmonarch:dense_steps=[0,2]")["kl"] == pytest.approx(kl[1::2].mean().item() / 2, rel=1e-5)
+    assert lost("vmonarch:dense_layers=1")["kl"] == pytest.approx(kl[:, 1].mean().item() / 2, rel=1e-5)
+    heads = [["a", "full", "b"], ["full", "full", "a"]]
+    plan = AttentionPlan({"a": {"num_iterations": 1, "exact": None}, "b": {}, "full": None}, {"transformer": heads})
+    plan.save(tmp_path / "plan.json")
+    cheap = torch.tensor(part["cheap"]["kl"], dtype=torch.float64)
+    wanted = (cheap[:, 0, 0] + kl[:, 0, 2] + cheap[:, 1, 2]).mean().item() / 6
+    assert lost(f"vmonarch:plan={tmp_path / 'plan.json'}")["kl"] == pytest.approx(wanted, rel=1e-5)
+    assert lost("vmonarch-t3") is None and lost("flashbias") is None and lost("local") is None
 
 
 def test_a_plan_from_a_diagnosis_runs(tiny):

@@ -25,7 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--maps", nargs="+", metavar="LAYER:HEAD", help="attention maps to keep")
     parser.add_argument("--budget", type=float, metavar="ERROR", help="the most that a head may lose, of --measure")
     parser.add_argument("--flops", type=float, metavar="TIMES", help="work of all heads, relative to default VMonarch")
-    parser.add_argument("--measure", metavar="WHAT", help="error, layer_error or kl")
+    parser.add_argument("--measure", metavar="WHAT", help="error, layer_error, output_error, kl; with --flops also a+b")
+    parser.add_argument(
+        "--no-sensitivity",
+        dest="sensitivity",
+        action="store_const",
+        const=False,
+        help="leave out what errors change in the model's output, which takes gradients",
+    )
     parser.add_argument("--diagnosis", metavar="FILE", help="make another plan from this one; nothing is sampled")
     parser.add_argument(
         "--plan", metavar="FILE", help="where the plan goes with --diagnosis (default: plan.json beside)"
@@ -60,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.plan is not None:
         raise InputError("plan", "is for --diagnosis; otherwise the plan lies in the output folder")
     move_overrides(arguments, "candidates")
-    own = ("candidates", "every", "maps", "budget", "flops", "measure")
+    own = ("candidates", "every", "maps", "budget", "flops", "measure", "sensitivity")
     config = build_config(CalibrateConfig, *sampling_layers(arguments, group="calibrate", own=own))
     if not config.prompts:
         raise InputError("prompts", "is missing: give one or more prompts or --prompt-file")
