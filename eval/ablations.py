@@ -1,0 +1,191 @@
+"""Tables and pictures of collected evaluations (`vmonarch.eval.collect`): `python -m vmonarch.eval.ablations`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vmonarch.configs import InputError
+from vmonarch.eval.collect import FORMAT
+from vmonarch.eval.evaluate import MEASURES, sampled, shown_number
+from vmonarch.eval.tables import markdown
+from vmonarch.eval.video_io import AtomicFiles
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = ("embedded", "proxy")
+SHOWN = ("psnr", "ssim", "first_frame_psnr", "first_frame_ssim", "prompt_score")
+# Heading, factor and decimals of what methods lose in the attention itself.
+_ATTENTION = {
+    "kl": ("row-KL", 1, 4),
+    "attention_error": ("attention error", 100, 1),
+    "output_error": ("output", 100, 1),
+}
+# By what a method changes; Okabe and Ito's colours, and a marker each for prints in grey.
+FAMILIES = {
+    "iterations, frames per block": ("#0072B2", "o"),
+    "exact blocks": ("#009E73", "s"),
+    "pooling, tiles": ("#56B4E9", "v"),
+    "full attention in some steps or layers": ("#E69F00", "^"),
+    "plans": ("#D55E00", "*"),
+    "controls, other factorisations": ("#999999", "X"),
+}
+
+
+def family(method: Mapping[str, Any]) -> str:
+    """Which of FAMILIES a method (as a config has it) belongs to."""
+    if method["kind"] != "vmonarch":
+        return "controls, other factorisations"
+    if method.get("plan"):
+        return "plans"
+    if method["dense_steps"] or method["dense_layers"]:
+        return "full attention in some steps or layers"
+    if method["coarse"] != 1 or list(method["tiles"]) != [1, 1]:
+        return "pooling, tiles"
+    return "iterations, frames per block" if method["exact"] == "first_frame" else "exact blocks"
+
+
+def read_collection(path: Path) -> dict[str, Any]:
+    """The JSON of `vmonarch.eval.collect`.
+
+    Raises:
+        InputError: it cannot be read, or is something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("input", f"{str(path)!r} cannot be read: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise InputError("input", f"{str(path)!r} was not written by vmonarch.eval.collect")
+    return found
+
+
+def ablation_table(results: Mapping[str, Any], name: str) -> str:
+    """One of the collected evaluations for a document.
+
+    Means; bold where the paired difference to the baseline is for the better and its 95 % interval leaves out zero,
+    in italics where it is for the worse.
+    """
+    record = results["evaluations"][name]
+    baseline, attention = record["baseline"], record.get("attention", {})
+    rows = []
+    for label in record["methods"]:
+        share = record["attention_flops"][label]
+        cells = [label, "–" if share is None else f"{100 * share:.1f} %"]
+        for key in SHOWN:
+            value = record["statistics"][label][key]
+            difference = record["differences"].get(label, {}).get(key)
+            cells.append(_marked(value, difference, MEASURES[key].decimals, MEASURES[key].more_is_better))
+        lost = attention.get(label)
+        for key, (_, factor, decimals) in _ATTENTION.items():
+            value = None if lost is None or label == record["reference"] else lost[key]
+            cells.append(shown_number(None if value is None else factor * value, decimals))
+        rows.append(cells)
+    heading = ["", "attention FLOPs", *(MEASURES[key].heading for key in SHOWN)]
+    heading += [title + (", %" if factor == 100 else "") for title, factor, _ in _ATTENTION.values()]
+    environment = record["environments"][0]["environment"]
+    about = f"{sampled(record['config'])}; baseline {baseline}; {environment['device_name']}, {record['created'][:10]}."
+    return f"{markdown(heading, rows)}\n{about} Made by `{record['command']}`.\n"
+
+
+def _marked(value: Mapping[str, Any] | None, difference: Mapping[str, Any] | None, decimals: int, up: bool) -> str:
+    if value is None:
+        return "–"
+    text = shown_number(value["mean"], decimals)
+    if difference is None or difference["low"] is None or difference["low"] <= 0 <= difference["high"]:
+        return text
+    return f"**{text}**" if (difference["low"] > 0) == up else f"*{text}*"
+
+
+def points(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every method of the collected evaluations once: label, family, flops, psnr (mean, low, high), kl or None."""
+    found: dict[str, dict[str, Any]] = {}
+    for record in results["evaluations"].values():
+        kinds = {entry["label"]: family(entry) for entry in record["config"]["methods"]}
+        for label in record["methods"]:
+            share, value = record["attention_flops"][label], record["statistics"][label]["psnr"]
+            if label == record["reference"] or share is None or value is None:
+                continue
+            lost = record.get("attention", {}).get(label)
+            found[label] = {
+                "label": label,
+                "family": kinds[label],
+                "flops": share,
+                "psnr": value,
+                "kl": None if lost is None else lost["kl"],
+            }
+    return list(found.values())
+
+
+def draw(collections: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """PSNR and row-KL over attention FLOPs, a row for each model; the same JSON gives the same bytes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4 * len(collections)), layout="constrained")
+    grid = figure.subplots(len(collections), 2, squeeze=False)
+    handles: dict[str, Any] = {}
+    for axes, (model, results) in zip(grid, collections.items(), strict=True):
+        found = points(results)
+        _panel(axes[0], [(p, p["psnr"]["mean"], p["psnr"]) for p in found], handles)
+        _panel(axes[1], [(p, p["kl"], None) for p in found if p["kl"]], handles)
+        axes[0].set_ylabel("PSNR to full attention, dB")
+        axes[1].set_ylabel("mean row-KL, nats")
+        axes[1].set_yscale("log")
+        for panel in axes:
+            panel.set_title(f"{model} model", loc="left", fontsize=11)
+    order = [name for name in FAMILIES if name in handles]
+    figure.legend([handles[n] for n in order], order, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with AtomicFiles(overwrite=True) as files:
+        figure.savefig(files.stage(path), dpi=110, metadata={"Software": None})
+
+
+def _panel(axes: Axes, values: Sequence[tuple[dict[str, Any], float, Any]], handles: dict[str, Any]) -> None:
+    default = next((p["flops"] for p, _, _ in values if p["label"] == "vmonarch"), None)
+    if default is not None:
+        axes.axvline(100 * default, color="#cccccc", lw=1, zorder=0)
+    for point, value, interval in values:
+        colour, marker = FAMILIES[point["family"]]
+        bars = None
+        if interval is not None and interval["low"] is not None:
+            bars = [[value - interval["low"]], [interval["high"] - value]]
+        size = 11 if marker == "*" else 7
+        made = axes.errorbar(
+            100 * point["flops"], value, bars, fmt=marker, color=colour, ms=size, mec="white", mew=0.6, elinewidth=0.8
+        )
+        handles.setdefault(point["family"], made)
+        if point["label"] in ("vmonarch", "vmonarch-t1", "local", "block-topk") or point["family"] == "plans":
+            axes.annotate(
+                point["label"], (100 * point["flops"], value), (5, 3), textcoords="offset points", fontsize=6.5
+            )
+    axes.set_xlabel("attention FLOPs, % of full attention")
+    axes.grid(color="#e4e4e4", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.ablations", description=__doc__)
+    benchmarks = ROOT / "docs" / "benchmarks"
+    inputs = [benchmarks / f"eval-{model}.json" for model in MODELS]
+    parser.add_argument("--input", type=Path, nargs="+", default=inputs, help="JSON of vmonarch.eval.collect")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images" / "ablations.png")
+    options = parser.parse_args(arguments)
+    try:
+        collections = {path.stem.removeprefix("eval-"): read_collection(path) for path in options.input}
+    except InputError as error:
+        parser.error(str(error))
+    draw(collections, options.output)
+    print(options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
