@@ -55,7 +55,8 @@ class VMonarchAttention:
     Args:
         exact: null, "first_frame", or a mapping with rows, columns, band, aware (see `vmonarch.ExactBlocks`).
         reach: null, or the reach along (time, height, width) of a `vmonarch.bias.SpatioTemporalDecay` over all heads.
-        plan: null, or the path of a plan of `vmonarch calibrate`, which decides all of the above for every head.
+        plan: null, or a plan of `vmonarch calibrate`, which decides all of the above for every head: its path, or the
+            name of one in `configs/plans/`.
         plan_sha256: of that file, filled in; given, it is what the file must have.
         dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
     """
@@ -77,7 +78,7 @@ class VMonarchAttention:
 
     def __post_init__(self) -> None:
         from vmonarch.kernels.monarch.api import check_vmonarch_options
-        from vmonarch.plan import AttentionPlan
+        from vmonarch.plan import AttentionPlan, plan_file
 
         parameters = self._parameters()
         for name in ("bias", "plan", "dense_steps", "dense_layers"):
@@ -89,7 +90,7 @@ class VMonarchAttention:
         if self.plan is not None:
             try:
                 AttentionPlan.parse(str(self.plan))
-                found = file_sha256(self.plan)
+                found = file_sha256(plan_file(self.plan))
             except (TypeError, ValueError, OSError) as error:
                 raise InputError("plan", f"{self.plan!r} cannot be used: {error}") from error
         if self.plan_sha256 not in (None, found):

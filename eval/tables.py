@@ -22,6 +22,7 @@ DOCUMENTS = (
     "docs/based.md",
     "docs/finetuning.md",
     "docs/evaluation.md",
+    "docs/ablations.md",
     "finetune/embedded/README.md",
 )
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -170,6 +171,23 @@ def footage_table(results: dict[str, Any]) -> str:
     return footage.footage_table(results)
 
 
+def _ablations(name: str) -> Callable[[dict[str, Any]], str]:
+    """One of the evaluations in a JSON of `vmonarch.eval.collect`."""
+
+    def table(results: dict[str, Any]) -> str:
+        from vmonarch.eval import ablations
+
+        return ablations.ablation_table(results, name)
+
+    return table
+
+
+# Of every model: the paper's tables, and ours.
+_ABLATIONS = {
+    f"{model}-{name}": (f"eval-{model}", _ablations(name))
+    for model in ("embedded", "proxy")
+    for name in ("table2", "table5", "figure12", "exact", "work", "plans")
+}
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "embedded-model": embedded_model_table,
     "demo": demo_table,
@@ -188,9 +206,10 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "finetune-embedded-distilled": finetune_table,
     "footage": footage_table,
     "eval-demo": evaluation_table,
+    **{name: table for name, (_, table) in _ABLATIONS.items()},
 }
 # Tables of another name than their JSON.
-SOURCES = {"speed": "kernels-h200"}
+SOURCES = {"speed": "kernels-h200", **{name: source for name, (source, _) in _ABLATIONS.items()}}
 # Tables that may wait for their JSON, and what makes that.
 AWAITED = {"flash-bias-h200": "bias_bench", "based-h200": "based_bench"}
 

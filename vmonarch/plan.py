@@ -57,6 +57,22 @@ def parse_method(name: str, options: object) -> Options | None:
     return found
 
 
+def plan_names() -> list[str]:
+    """Names of the plans that ship in `configs/plans/`: of the embedded model."""
+    return sorted(path.stem for path in _shipped().glob("*.json"))
+
+
+def _shipped() -> Path:
+    from vmonarch.configs import FOLDER
+
+    return FOLDER / "plans"
+
+
+def plan_file(plan: str | Path) -> Path:
+    """The file of a plan: one that ships, by its name, or a path."""
+    return _shipped() / f"{plan}.json" if str(plan) in plan_names() else Path(plan)
+
+
 def plain_method(options: Options | None) -> dict[str, Any] | None:
     """The inverse of `parse_method`, as JSON has it."""
     if options is None:
@@ -117,7 +133,7 @@ class AttentionPlan:
 
     @classmethod
     def parse(cls, plan: object) -> AttentionPlan:
-        """A plan from itself, from what its JSON holds, or from the path of that file.
+        """A plan from itself, from what its JSON holds, from the path of that file, or the name of one that ships.
 
         Raises:
             TypeError, ValueError, OSError: it is none of these, the file cannot be read or does not hold a plan.
@@ -125,13 +141,14 @@ class AttentionPlan:
         if isinstance(plan, AttentionPlan):
             return plan
         if isinstance(plan, (str, Path)):
-            path = Path(plan)
+            path = plan_file(plan)
             try:
                 plan = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise ValueError(f"plan: {path} is no JSON: {error}") from error
             except OSError as error:
-                raise ValueError(f"plan: {path} cannot be read: {error.strerror}") from error
+                known = ", ".join(plan_names())
+                raise ValueError(f"plan: {path} cannot be read: {error.strerror}; plans that ship: {known}") from error
         if not isinstance(plan, Mapping):
             raise TypeError(f"plan must be an AttentionPlan, the path of its JSON or what that holds, got {plan!r}")
         if plan.get("format") != FORMAT or not {"methods", "layers"} <= plan.keys():

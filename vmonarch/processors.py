@@ -460,8 +460,9 @@ class VMonarchProcessor(VideoAttentionProcessor):
     Args:
         num_iterations, frames_per_block, tiles, coarse, exact, min_mass, implementation: as in `vmonarch_attention`.
         bias: None, or a low-rank bias that every logit gets, as in `FlashBiasProcessor`.
-        plan: None, or what every head of every layer computes: an `AttentionPlan`, the path of its JSON or what that
-            holds. It decides the options above, which must be left at their defaults. Needs `vmonarch.apply`.
+        plan: None, or what every head of every layer computes: an `AttentionPlan`, the path of its JSON, what that
+            holds, or the name of one that ships (of the embedded model: `embedded-1.00`, …). It decides the options
+            above, which must be left at their defaults. Needs `vmonarch.apply`.
         dense_steps: denoising steps computed with exact attention: the first n (int), the first fraction, rounded up
             (float), or a collection of step indices. Needs `vmonarch.apply(pipe, …)`.
         dense_layers: transformer blocks that keep their own processor, given like `dense_steps`; VACE's control blocks

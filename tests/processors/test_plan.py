@@ -8,10 +8,12 @@ import torch
 
 import vmonarch
 from vmonarch import AttentionPlan, ExactBlocks, LatentGrid, VMonarchProcessor, vmonarch_attention
-from vmonarch.configs import InputError
+from vmonarch.configs import InputError, read_yaml
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.kernel_bench import vmonarch_work
-from vmonarch.plan import HeadGroups
+from vmonarch.finetune.embedded.data import held_out_prompts
+from vmonarch.pipelines.embedded import embedded_model_path
+from vmonarch.plan import HeadGroups, plan_file, plan_names
 from vmonarch.work import full_flops, vmonarch_flops
 
 METHODS = {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "plain": {"exact": None}, "full": None}
@@ -174,6 +176,26 @@ def test_a_plan_is_a_method_of_the_command_line(tmp_path, tiny):
         resolve_method("vmonarch:plan=nowhere.json")
     with pytest.raises(InputError, match="coarse must be left at 1 with a plan"):
         resolve_method(f"vmonarch:plan={path},coarse=2").install(pipe)
+
+
+def test_plans_that_ship_are_known_by_name_and_fit_the_embedded_model():
+    found = plan_names()
+    assert {"embedded-1.00", "embedded-1.35", "embedded-1.35-kl"} <= set(found)
+    config = json.loads((embedded_model_path() / "transformer" / "config.json").read_text())
+    for name in found:
+        plan = AttentionPlan.parse(name)
+        assert plan == AttentionPlan.parse(plan_file(name)) and plan_file(name).is_file()
+        layers = config["num_layers"]
+        assert all(len(plan.heads_of("transformer", i, layers, config["num_attention_heads"])) for i in range(layers))
+        grid = LatentGrid(16, 6, 10)
+        heads = layers * config["num_attention_heads"]
+        work = plan.flops(grid, 96) / (heads * vmonarch_flops(grid, 96))
+        limit = float(name.split("-")[1])
+        assert limit - 0.05 < work <= limit + 1e-9, (name, work)
+    used = {method["plan"] for method in read_yaml("plans-embedded", group="eval")["methods"] if "plan" in method}
+    assert used == set(found)
+    held_out = {item.prompt for item in held_out_prompts()}
+    assert held_out.isdisjoint(read_yaml("embedded", group="calibrate")["prompts"])
 
 
 BAD = {
