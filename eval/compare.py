@@ -247,7 +247,7 @@ def measure(
     Args:
         frames: the video of each method, [F, 3, H, W], out of its batch in `samples`.
         score: see `prompt_scorer`.
-        device: where they are measured.
+        device: where PSNR and SSIM are computed.
 
     Raises:
         GenerationError: a video is constant or holds NaN; its raw frames are kept, at the path in the message.
@@ -259,13 +259,12 @@ def measure(
     reference = frames[config.reference.label].to(device)
     results = []
     for label, video in frames.items():
-        shown = video.to(device)
         try:
-            check_frames(shown)
+            check_frames(video)
         except VideoError as error:
             kept = _keep_raw(video)
             raise GenerationError(f"method {label}, prompt {prompt[:40]!r}, seed {seed}: {error}; {kept}") from error
-        close = similarity(shown, reference) if label != config.reference.label else None
+        close = similarity(video.to(device), reference) if label != config.reference.label else None
         result = samples[label]
         batch = len(result.frames)
         results.append(
@@ -277,7 +276,7 @@ def measure(
                 ssim=close.ssim if close else None,
                 first_frame_psnr=close.first_frame_psnr if close else None,
                 first_frame_ssim=close.first_frame_ssim if close else None,
-                prompt_score=score(shown, prompt),
+                prompt_score=score(video, prompt),
                 frames_sha256=frames_sha256(video),
             )
         )

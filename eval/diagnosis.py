@@ -6,16 +6,19 @@ because a Monarch row has a log-partition of its own (algorithm notes §4). Besi
 entropy, and how much of its mass lies on the first frame, on a query's own frame, and at every distance in time.
 
 What a head loses says little of what the model loses: later layers mend some errors and let others grow. So a recorded
-call is computed once more with gradients (`watched`). With u drawn from N(0, 1) for every number of the model's output
-v, and g = ∂⟨u, v⟩/∂o at a head's output o, the error δ of a candidate there changes ⟨u, v⟩ by ⟨g, δ⟩ to first order,
-and E ⟨g, δ⟩² = ‖J δ‖², the square of what it changes in v: for all layers, heads and candidates from one backward pass
-(Hutchinson's estimator).
+call is computed again (`watched`), once with gradients. With u drawn from N(0, 1) for every number of the model's
+output v, and g = ∂⟨u, v⟩/∂o at a head's output o, the error δ of a candidate there changes ⟨u, v⟩ by ⟨g, δ⟩ to first
+order, and E ⟨g, δ⟩² = ‖J δ‖², the square of what it changes in v: for all layers, heads and candidates from one
+backward pass (Hutchinson's estimator). First order is far off where errors grow, tenfold and more in first layers. So
+the call is also computed with one candidate in one layer after the other; to what all heads of a layer change in v by
+that, the first-order squares of the layer are scaled.
 
 Shapes: B batch, S = T·H·W tokens, H heads, D head dim; statistics are [steps, layers, heads].
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -90,8 +93,10 @@ class Totals:
         entropy: of the rows of full attention, in nats. first, own: mass on the first frame, and on the query's own.
         distance: [heads, T], mass at |query frame - key frame| = 0 … T-1, and of how many rows each.
         squares, kl: by candidate: squares of the difference to the exact output; KL(Monarch row ‖ softmax row) in nats.
-        output: by candidate: ⟨g, δ⟩², whose mean is the square of the change in the model's output; of watched calls.
-        velocity: squares of the model's output, of the same calls.
+        output: by candidate: ⟨g, δ⟩², whose mean is, to first order, the square of the change in the model's output; of
+            watched calls.
+        velocity, change: of the same calls: squares of the model's output, and of its change when all heads of the
+            layer are those of the recorder's reference.
     """
 
     rows: int
@@ -104,10 +109,11 @@ class Totals:
     kl: dict[str, torch.Tensor]
     output: dict[str, torch.Tensor] = field(default_factory=dict)
     velocity: float = 0.0
+    change: float = 0.0
 
     def __iadd__(self, other: Totals) -> Totals:
-        self.rows += other.rows
-        self.velocity += other.velocity
+        for name in ("rows", "velocity", "change"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("energy", "entropy", "first", "own", "distance"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for mine, others in ((self.squares, other.squares), (self.kl, other.kl), (self.output, other.output)):
@@ -163,6 +169,21 @@ def measure(
 
 
 @dataclass
+class Watch:
+    """Where `watched` is.
+
+    Args:
+        step: of the call that is to be computed again; None if it is not.
+        velocity: squares of that call's output, while it is computed again; None otherwise.
+        replaced: the layer that has the reference, while there is one.
+    """
+
+    step: int | None = None
+    velocity: float | None = None
+    replaced: int | None = None
+
+
+@dataclass
 class Recorder:
     """What is recorded while a pipeline runs.
 
@@ -177,7 +198,7 @@ class Recorder:
     Attributes:
         grid: of the videos. totals: by (transformer, step, layer).
         pictures: maps by (transformer, layer, head, method).
-        watching: inside `watched`. wanted: the step of a call to be computed again. velocity: of `Totals`, meanwhile.
+        watch: inside `watched`.
     """
 
     candidates: dict[str, Options]
@@ -187,9 +208,12 @@ class Recorder:
     grid: LatentGrid | None = None
     totals: dict[tuple[str, int, int], Totals] = field(default_factory=dict)
     pictures: dict[tuple[str, int, int, str], torch.Tensor] = field(default_factory=dict)
-    watching: bool = False
-    wanted: int | None = None
-    velocity: float | None = None
+    watch: Watch | None = None
+
+    @property
+    def reference(self) -> str:
+        """The candidate whose change of the output is measured: VMonarch's defaults, or the first without them."""
+        return next((name for name, options in self.candidates.items() if not options), next(iter(self.candidates)))
 
     def add(self, component: str, step: int, layer: int, totals: Totals) -> None:
         """Add the sums of one call of one layer."""
@@ -202,7 +226,8 @@ class Recorder:
 
 @contextmanager
 def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
-    """Within it, a recorded call of a transformer is computed once more with gradients, and measured then.
+    """Within it, a recorded call of a transformer is computed again: with gradients, to be measured then, and once for
+    every layer, with the reference in that layer.
 
     Blocks are checkpointed, so that no more than one keeps what its backward needs; queries, keys and values of all
     layers are kept.
@@ -211,40 +236,57 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
         InputError: in the block: a transformer cannot be differentiated, or not in this memory.
     """
     generator = torch.Generator().manual_seed(0)
+    watch = Watch()
 
-    def again(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if recorder.wanted is None or recorder.velocity is not None:
+    def again(component: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if watch.step is None or watch.velocity is not None:
             return
-        learnt = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        checkpointed = module.is_gradient_checkpointing
+        step, velocity = watch.step, output[0].double()
+        watch.velocity = velocity.square().sum().item()
         try:
-            for parameter in learnt:
-                parameter.requires_grad_(False)
-            module.enable_gradient_checkpointing()
-            # Of a tuple or of an output class.
-            recorder.velocity = output[0].double().square().sum().item()
-            with torch.enable_grad():
-                found = module(*args, **kwargs)[0]
-                noise = torch.randn(found.shape, generator=generator)
-                (found.float() * noise.to(found.device)).sum().backward()
-        except RuntimeError as error:
-            instead = "leave it out with --no-sensitivity (sensitivity=False)"
-            raise InputError("sensitivity", f"cannot be measured: {error}; {instead}") from error
+            _differentiate(module, args, kwargs, generator)
+            places = [place for place in recorder.totals if place[:2] == (component, step)]
+            for place in places:
+                watch.replaced = place[2]
+                with torch.no_grad():
+                    changed = module(*args, **kwargs)[0].double() - velocity
+                recorder.totals[place].change += changed.square().sum().item()
         finally:
-            recorder.wanted = recorder.velocity = None
-            for parameter in learnt:
-                parameter.requires_grad_(True)
-            if not checkpointed:
-                module.disable_gradient_checkpointing()
+            watch.step = watch.velocity = watch.replaced = None
 
-    hooks = [module.register_forward_hook(again, with_kwargs=True) for module in find_transformers(pipe).values()]
-    recorder.watching = True
+    hooks = [
+        module.register_forward_hook(functools.partial(again, component), with_kwargs=True)
+        for component, module in find_transformers(pipe).items()
+    ]
+    recorder.watch = watch
     try:
         yield
     finally:
-        recorder.watching = False
+        recorder.watch = None
         for hook in hooks:
             hook.remove()
+
+
+def _differentiate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator) -> None:
+    """Compute a transformer's call with gradients of its output times normal noise, and none of its parameters."""
+    learnt = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    checkpointed = module.is_gradient_checkpointing
+    try:
+        for parameter in learnt:
+            parameter.requires_grad_(False)
+        module.enable_gradient_checkpointing()
+        with torch.enable_grad():
+            found = module(*args, **kwargs)[0]
+            noise = torch.randn(found.shape, generator=generator)
+            (found.float() * noise.to(found.device)).sum().backward()
+    except RuntimeError as error:
+        instead = "leave it out with --no-sensitivity (sensitivity=False)"
+        raise InputError("sensitivity", f"cannot be measured: {error}; {instead}") from error
+    finally:
+        for parameter in learnt:
+            parameter.requires_grad_(True)
+        if not checkpointed:
+            module.disable_gradient_checkpointing()
 
 
 class DiagnosisProcessor(VideoAttentionProcessor):
@@ -265,10 +307,14 @@ class DiagnosisProcessor(VideoAttentionProcessor):
         return bound
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
-        recorder, context = self.recorder, self._context
+        recorder, context, watch = self.recorder, self._context, self.recorder.watch
         assert context is not None
-        if recorder.velocity is not None:
-            return self._seen(query, key, value, grid)
+        if watch is not None and watch.velocity is not None:
+            if watch.replaced is None:
+                return self._seen(query, key, value, grid)
+            if watch.replaced == self._layer:
+                return vmonarch_attention(query, key, value, grid=grid, **recorder.candidates[recorder.reference])
+            return flash_entropy_attention(query, key, value)[0]
         step, steps = context.step("a diagnosis", "run the pipeline")
         if step % recorder.every:
             return flash_entropy_attention(query, key, value)[0]
@@ -277,8 +323,8 @@ class DiagnosisProcessor(VideoAttentionProcessor):
         recorder.grid = grid
         if abs(step - steps // 2) <= recorder.every // 2:
             self._keep_maps(context.component, query, key, grid)
-        if recorder.watching:
-            recorder.wanted = step
+        if watch is not None:
+            watch.step = step
             return flash_entropy_attention(query, key, value)[0]
         out, totals = measure(query, key, value, grid, recorder.candidates)
         recorder.add(context.component, step, self._layer, totals)
@@ -286,9 +332,9 @@ class DiagnosisProcessor(VideoAttentionProcessor):
 
     def _seen(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
         """Full attention that is measured once the gradient of its output is known."""
-        recorder, context = self.recorder, self._context
-        assert context is not None and recorder.wanted is not None and recorder.velocity is not None
-        component, step, velocity = context.component, recorder.wanted, recorder.velocity
+        recorder, context, watch = self.recorder, self._context, self.recorder.watch
+        assert context is not None and watch is not None and watch.step is not None and watch.velocity is not None
+        component, step, velocity = context.component, watch.step, watch.velocity
 
         def hook(gradient: torch.Tensor) -> None:
             inputs = query.detach(), key.detach(), value.detach()
@@ -323,8 +369,8 @@ def document(recorder: Recorder) -> dict[str, Any]:
         "candidates": {name: {"error", "layer_error", "kl", "output_error"}}}}}. Unless said, values are [steps, layers,
         heads]. `flops` are relative to full attention. "error" is ‖o - o*‖/‖o*‖ of a head's outputs over all rows;
         "layer_error" the share ‖o - o*‖²/Σ_heads ‖o*‖², which adds up over the heads of a layer; "kl" the mean over
-        rows, in nats; "output_error", of watched calls alone, the share ‖J δ‖²/‖v‖² of the square of the model's output
-        that the head's error changes.
+        rows, in nats; "output_error", of watched calls alone, the share of the square of the model's output that the
+        head's error changes.
 
     Raises:
         ValueError: nothing was recorded.
@@ -343,6 +389,7 @@ def document(recorder: Recorder) -> dict[str, Any]:
             return torch.stack([torch.stack([getattr(t, name) / t.rows for t in row]) for row in found])
 
         energy = torch.stack([torch.stack([t.energy for t in row]) for row in found])
+        output = _output_errors(found, recorder.reference) if found[0][0].output else None
         candidates = {}
         for name in recorder.candidates:
             squares = torch.stack([torch.stack([t.squares[name] for t in row]) for row in found])
@@ -352,9 +399,8 @@ def document(recorder: Recorder) -> dict[str, Any]:
                 "layer_error": _plain(squares / energy.sum(-1, keepdim=True)),
                 "kl": _plain(kl),
             }
-            if all(t.output for row in found for t in row):
-                output = torch.stack([torch.stack([t.output[name] / t.velocity for t in row]) for row in found])
-                candidates[name]["output_error"] = _plain(output)
+            if output is not None:
+                candidates[name]["output_error"] = _plain(output[name])
         transformers[component] = {
             "steps": steps,
             "layers": layers,
@@ -378,6 +424,19 @@ def document(recorder: Recorder) -> dict[str, Any]:
         },
         "transformers": transformers,
     }
+
+
+def _output_errors(found: list[list[Totals]], reference: str) -> dict[str, torch.Tensor]:
+    """[steps, layers, heads] by candidate: first order, scaled to what the reference changes in every layer."""
+    first = {
+        name: torch.stack([torch.stack([t.output[name] / t.velocity for t in row]) for row in found])
+        for name in found[0][0].output
+    }
+    change = torch.tensor([[t.change / t.velocity for t in row] for row in found], dtype=torch.float64)
+    # A layer in which the reference is exact has nothing to scale to.
+    expected = first[reference].sum(-1)
+    scale = torch.where(expected > 0, change / expected.clamp(min=1e-300), 1.0)
+    return {name: scale[..., None] * values for name, values in first.items()}
 
 
 def _plain(tensor: torch.Tensor) -> list[Any]:

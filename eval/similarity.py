@@ -77,9 +77,13 @@ def psnr(video: torch.Tensor, reference: torch.Tensor) -> float:
     Raises:
         TypeError, ValueError: see `check_pair`.
     """
+    check_pair(video, reference)
+    return _psnr(video, reference)
+
+
+def _psnr(video: torch.Tensor, reference: torch.Tensor) -> float:
     from torchmetrics.functional import mean_squared_error
 
-    check_pair(video, reference)
     # torchmetrics' own PSNR rounds ln(10) to float32, which costs 3e-6 dB; its error in float64 does not.
     error = float(mean_squared_error(video.double().flatten(), reference.double().flatten()))
     return -10 * math.log10(error) if error > 0 else math.inf
@@ -96,15 +100,20 @@ def ssim(video: torch.Tensor, reference: torch.Tensor) -> float:
         TypeError, ValueError: see `check_pair`.
     """
     check_pair(video, reference)
-    total = 0.0
+    return float(_frames_ssim(video, reference).mean())
+
+
+def _frames_ssim(video: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """SSIM of every frame: [F], float64."""
+    found = []
     for start in range(0, len(video), _CHUNK):
         x, y = (frames[start : start + _CHUNK].double() for frames in (video, reference))
         mean_x, mean_y, xx, yy, xy = (_blurred(maps) for maps in (x, y, x * x, y * y, x * y))
         luminance = (2 * mean_x * mean_y + 0.01**2) / (mean_x**2 + mean_y**2 + 0.01**2)
         covariance, variances = xy - mean_x * mean_y, xx - mean_x**2 + yy - mean_y**2
         structure = (2 * covariance + 0.03**2) / (variances + 0.03**2)
-        total += float((luminance * structure).mean((1, 2, 3)).sum())
-    return total / len(video)
+        found.append((luminance * structure).mean((1, 2, 3)))
+    return torch.cat(found)
 
 
 def _blurred(maps: torch.Tensor) -> torch.Tensor:
@@ -125,11 +134,13 @@ def similarity(video: torch.Tensor, reference: torch.Tensor) -> Similarity:
     Raises:
         TypeError, ValueError: see `check_pair`.
     """
+    check_pair(video, reference)
+    frames = _frames_ssim(video, reference).cpu()
     return Similarity(
-        psnr=psnr(video, reference),
-        ssim=ssim(video, reference),
-        first_frame_psnr=psnr(video[:1], reference[:1]),
-        first_frame_ssim=ssim(video[:1], reference[:1]),
+        psnr=_psnr(video, reference),
+        ssim=float(frames.mean()),
+        first_frame_psnr=_psnr(video[:1], reference[:1]),
+        first_frame_ssim=float(frames[0]),
     )
 
 

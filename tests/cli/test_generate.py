@@ -374,6 +374,8 @@ def test_an_interrupted_run_leaves_complete_videos_only(cli, tiny_model: Path, n
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # A shell's background jobs ignore Ctrl-C, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 90
     # At the sight of the second video's JSON the first video is complete; that of the second may be taken back.

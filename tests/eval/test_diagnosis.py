@@ -144,11 +144,14 @@ def test_watched_calls_are_measured_alike_and_leave_nothing_behind(tiny):
             torch.testing.assert_close(torch.tensor(values[key]), torch.tensor(numbers), atol=1e-6, rtol=1e-4)
     model = seen[0].transformer
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
-    assert not model.is_gradient_checkpointing and not model._forward_hooks and not seen[1].watching
+    assert not model.is_gradient_checkpointing and not model._forward_hooks and seen[1].watch is None
 
 
 def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny):
-    """⟨g, δ⟩ is how fast ⟨u, v⟩ grows when the head's output moves towards the candidate's: by finite differences."""
+    """⟨g, δ⟩ is how fast ⟨u, v⟩ grows when the head's output moves towards the candidate's: by finite differences.
+
+    Heads of one layer share the square of what the defaults change when they take the place of all of them.
+    """
     inputs = []
     pipe, recorder, _, arguments = record(tiny, steps=1, guidance=1.0, watch=True)
     vmonarch.restore(pipe)
@@ -158,43 +161,45 @@ def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny
     ((args, kwargs),) = inputs
 
     class Towards(VideoAttentionProcessor):
-        """Full attention, one head of it moved by `share` of the way to a candidate."""
+        """Full attention, but some heads of one layer moved by `share` of the way to a candidate."""
 
-        def __init__(self, head, share, options):
+        def __init__(self, layer, heads, share, options):
             super().__init__()
-            self.head, self.share, self.options = head, share, options
-
-        def attend(self, query, key, value, grid):
-            out = diagnosis.flash_entropy_attention(query, key, value)[0]
-            moved = out.clone()
-            target = vmonarch_attention(query, key, value, grid=grid, **self.options)[:, :, self.head]
-            moved[:, :, self.head] += self.share * (target - out[:, :, self.head])
-            return moved
-
-    class OneLayer(Towards):
-        def __init__(self, layer, *rest):
-            super().__init__(*rest)
-            self.layer = layer
+            self.layer, self.heads, self.share, self.options = layer, heads, share, options
 
         def bind(self, context, original, attn, layer, layers):
             return super().bind(context, original, attn, layer, layers) if layer == self.layer else original
 
-    def projected(processor):
-        vmonarch.apply(pipe.transformer, processor)
-        with torch.no_grad():
-            output = pipe.transformer(*args, **kwargs)[0].double()
-        vmonarch.restore(pipe.transformer)
-        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
-        return (output * noise.double()).sum().item(), output.square().sum().item()
+        def attend(self, query, key, value, grid):
+            out = diagnosis.flash_entropy_attention(query, key, value)[0]
+            target = vmonarch_attention(query, key, value, grid=grid, **self.options)
+            chosen = torch.tensor([head in self.heads for head in range(out.shape[2])])[:, None]
+            return out + self.share * chosen * (target - out)
 
-    candidates = document(recorder)["transformers"]["transformer"]["candidates"]
-    for name, options in (("t1", {"num_iterations": 1}), ("default", {})):
-        for layer in range(2):
-            for head in range(2):
-                (above, energy), (below, _) = (projected(OneLayer(layer, head, e, options)) for e in (0.05, -0.05))
-                slope = (above - below) / 0.1
-                found = candidates[name]["output_error"][0][layer][head]
-                assert found == pytest.approx(slope**2 / energy, rel=0.05), (name, layer, head)
+    def output(*moved):
+        vmonarch.apply(pipe.transformer, Towards(*moved))
+        with torch.no_grad():
+            found = pipe.transformer(*args, **kwargs)[0].double()
+        vmonarch.restore(pipe.transformer)
+        return found
+
+    candidates = {"t1": {"num_iterations": 1}, "default": {}}
+    found = document(recorder)["transformers"]["transformer"]["candidates"]
+    for layer in range(2):
+        velocity = output(layer, (), 0.0, {})
+        noise = torch.randn(velocity.shape, generator=torch.Generator().manual_seed(0)).double()
+        slopes = {
+            (name, head): ((output(layer, (head,), 0.05, options) - output(layer, (head,), -0.05, options)) * noise)
+            .sum().item() / 0.1
+            for name, options in candidates.items()
+            for head in range(2)
+        }  # fmt: skip
+        change = (output(layer, (0, 1), 1.0, {}) - velocity).square().sum() / velocity.square().sum()
+        scale = change.item() / (slopes["default", 0] ** 2 + slopes["default", 1] ** 2)
+        for (name, head), slope in slopes.items():
+            wanted = scale * slope**2
+            assert found[name]["output_error"][0][layer][head] == pytest.approx(wanted, rel=0.05), (name, layer, head)
+        assert scale != pytest.approx(1 / velocity.square().sum().item(), rel=0.01)
 
 
 def test_both_transformers_are_recorded_where_they_run(tiny):
