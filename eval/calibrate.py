@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -47,17 +48,37 @@ class Budget:
     Args:
         error: of a head, of `measure`.
         flops: of all heads, relative to VMonarch with its defaults.
-        measure: one of `vmonarch.eval.planning.MEASURES`, with `flops` also several joined by "+"; None for "error"
-            with `error`, and what `plan_within_work` takes with `flops`.
+        measure: one of `vmonarch.eval.planning.MEASURES`; None for "error" with `error`, and what `plan_within_work`
+            takes with `flops`.
+        limit: "measure=share", with `flops`: see `plan_within_work`.
     """
 
     error: float | None = None
     flops: float | None = None
     measure: str | None = None
+    limit: str | None = None
 
     def __post_init__(self) -> None:
         if self.error is not None and self.flops is not None:
             raise InputError("budget", "and flops exclude each other: give one")
+        if self.limit is not None:
+            if self.error is not None:
+                raise InputError("limit", "is for flops; with budget, every head keeps to that")
+            self._limit()
+
+    def _limit(self) -> tuple[str, float] | None:
+        if self.limit is None:
+            return None
+        name, _, share = str(self.limit).partition("=")
+        try:
+            value = float(share)
+        except ValueError:
+            value = math.nan
+        if not name or not value > 0 or math.isinf(value):
+            raise InputError(
+                "limit", f"must be measure=share with a positive share, such as kl=0.5, got {self.limit!r}"
+            )
+        return name, value
 
     def plan(self, diagnosis: Mapping[str, Any]) -> AttentionPlan:
         """The plan for a diagnosis; without a budget, for as much work as VMonarch's."""
@@ -65,7 +86,7 @@ class Budget:
 
         if self.error is not None:
             return plan_within_error(diagnosis, self.error, self.measure or "error")
-        return plan_within_work(diagnosis, 1.0 if self.flops is None else self.flops, self.measure)
+        return plan_within_work(diagnosis, 1.0 if self.flops is None else self.flops, self.measure, self._limit())
 
 
 @dataclass(frozen=True)
@@ -77,7 +98,7 @@ class CalibrateConfig(SamplingConfig):
             and layers.
         every: record every so many steps; None for about ten of them.
         maps: "layer:head" of attention maps to keep; none for the first, the middle and the last layer's first head.
-        budget, flops, measure: see `Budget`.
+        budget, flops, measure, limit: see `Budget`.
         sensitivity: also measure what a head's errors change in the model's output: recorded calls are computed once
             more, with gradients.
     """
@@ -89,6 +110,7 @@ class CalibrateConfig(SamplingConfig):
     budget: float | None = None
     flops: float | None = None
     measure: str | None = None
+    limit: str | None = None
     sensitivity: bool = True
 
     def __post_init__(self) -> None:
@@ -101,7 +123,7 @@ class CalibrateConfig(SamplingConfig):
             raise InputError("candidates", f"must differ; repeated: {', '.join(repeated)}")
         if self.every is not None and (isinstance(self.every, bool) or self.every < 1):
             raise InputError("every", f"must be at least 1, got {self.every!r}")
-        Budget(self.budget, self.flops, self.measure)
+        Budget(self.budget, self.flops, self.measure, self.limit)
         object.__setattr__(self, "candidates", tuple(methods))
         object.__setattr__(self, "maps", tuple(self.maps))
         parse_maps(self.maps)
@@ -192,7 +214,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         **facts(config, model),
     }
     diagnosis = {**document(recorder), "about": about}
-    plan = Budget(config.budget, config.flops, config.measure).plan(diagnosis)
+    plan = Budget(config.budget, config.flops, config.measure, config.limit).plan(diagnosis)
     with reserve_number(output, 1 if config.overwrite else None) as number_text:
         target = output / f"{number_text}-{short_hash(config.to_dict())}"
         target.mkdir(exist_ok=config.overwrite)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +57,10 @@ def over_steps(values: Any, measure: str) -> torch.Tensor:
     return steps.square().mean(0).sqrt() if measure == "error" else steps.mean(0)
 
 
-def _choices(diagnosis: Mapping[str, Any], measure: str) -> _Choices:
+def _choices(diagnosis: Mapping[str, Any], measure: str, argument: str = "measure") -> _Choices:
     known = measures_of(diagnosis)
-    wanted = measure.split("+")
-    if not set(wanted) <= set(known):
-        raise InputError("measure", f"must be one of {', '.join(known)}, or several of them with +, got {measure!r}")
-    if len(wanted) > 1:
-        return _sum_of(diagnosis, wanted)
+    if measure not in known:
+        raise InputError(argument, f"must be one of {', '.join(known)}, got {measure!r}")
     names = tuple(diagnosis["candidates"])
     values, shares, places = [], [], []
     total = sum(len(part["steps"]) for part in diagnosis["transformers"].values())
@@ -81,14 +77,6 @@ def _choices(diagnosis: Mapping[str, Any], measure: str) -> _Choices:
     )  # fmt: skip
 
 
-def _sum_of(diagnosis: Mapping[str, Any], measures: Sequence[str]) -> _Choices:
-    """Of several measures, each relative to its mean over all heads and candidates."""
-    found = [_choices(diagnosis, measure) for measure in measures]
-    values = sum(choices.values / choices.values[:, :-1].mean().clamp(min=1e-300) for choices in found)
-    assert isinstance(values, torch.Tensor)
-    return dataclasses.replace(found[0], values=values)
-
-
 def plan_within_error(diagnosis: Mapping[str, Any], budget: float, measure: str = "error") -> AttentionPlan:
     """For every head the cheapest method whose measure, over the recorded steps, is at most `budget`.
 
@@ -96,37 +84,74 @@ def plan_within_error(diagnosis: Mapping[str, Any], budget: float, measure: str 
         InputError: no diagnosis, an unknown measure, or a budget that is negative or not finite.
     """
     choices = _choices(diagnosis, measure)
-    if "+" in measure:
-        raise InputError("measure", f"of an error budget must be a single one, got {measure!r}")
     if not math.isfinite(budget) or budget < 0:
         raise InputError("budget", f"must be finite and at least 0, got {budget}")
     cost = choices.flops.expand_as(choices.values).masked_fill(choices.values > budget, math.inf)
     return _plan(diagnosis, choices, cost.argmin(1), measure, {"budget": budget})
 
 
-def plan_within_work(diagnosis: Mapping[str, Any], flops: float, measure: str | None = None) -> AttentionPlan:
+def plan_within_work(
+    diagnosis: Mapping[str, Any], flops: float, measure: str | None = None, limit: tuple[str, float] | None = None
+) -> AttentionPlan:
     """The least sum of the measure over all heads (of relative errors: of their squares) for so much work.
 
     By Lagrange's multiplier: every head takes the method with the least value + λ·work, with the smallest λ that keeps
-    to the budget; what then is left goes to the heads that gain most by it.
+    to the budget; what then is left goes to the heads that gain most by it. A limit has a multiplier of its own.
 
     Args:
         flops: of all heads, relative to VMonarch with its defaults (`vmonarch_flops`).
-        measure: several with "+" are added up, each relative to its mean over heads and candidates; None for
-            "output_error", or "layer_error" where the diagnosis has not got that.
+        measure: None for "output_error", or "layer_error" where the diagnosis has not got that.
+        limit: another measure, and what its sum may be at most, relative to VMonarch with its defaults, which must be a
+            candidate.
 
     Raises:
-        InputError: no diagnosis, an unknown measure, or less work than the cheapest methods need.
+        InputError: no diagnosis, an unknown measure, less work than the cheapest methods need, or a limit that cannot
+            be kept with so much work.
     """
     measure = measure or ("output_error" if "output_error" in measures_of(diagnosis) else "layer_error")
     choices = _choices(diagnosis, measure)
     grid = LatentGrid(*diagnosis["grid"])
-    limit = flops * vmonarch_flops(grid, 1) / full_flops(grid, 1)
+    work = flops * vmonarch_flops(grid, 1) / full_flops(grid, 1)
     least = choices.flops.min().item()
-    if not math.isfinite(flops) or limit < least:
+    if not math.isfinite(flops) or work < least:
         unit = least / (vmonarch_flops(grid, 1) / full_flops(grid, 1))
         raise InputError("flops", f"must be at least {unit:.3g}, which the cheapest candidate needs, got {flops}")
-    values = choices.values.square() if measure == "error" else choices.values
+    values = _summable(choices, measure)
+    if limit is None:
+        return _plan(diagnosis, choices, _least(choices, values, work), measure, {"flops": flops})
+    name, share = limit
+    limited = _summable(_choices(diagnosis, name, "limit"), name)
+    default = _default(diagnosis)
+    heads = torch.arange(len(values))
+    values, limited = values / values[:, default].sum(), limited / limited[:, default].sum()
+    pick = lambda weight: _least(choices, values + weight * limited, work)
+    kept = lambda chosen: limited[heads, chosen].sum().item() <= share
+    low, high = 0.0, 0.0
+    while not kept(pick(high)):
+        low, high = high, max(2 * high, 1e-3)
+        if high > 1e6:
+            raise InputError("limit", f"{name}={share:g} cannot be kept with flops={flops:g}; give more work")
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if kept(pick(middle)) else (middle, high)
+    return _plan(diagnosis, choices, pick(high), measure, {"flops": flops, "limit": {name: share}})
+
+
+def _summable(choices: _Choices, measure: str) -> torch.Tensor:
+    """Values whose sum over heads means something."""
+    return choices.values.square() if measure == "error" else choices.values
+
+
+def _default(diagnosis: Mapping[str, Any]) -> int:
+    """Which candidate is VMonarch with its defaults."""
+    found = [i for i, entry in enumerate(diagnosis["candidates"].values()) if not entry["options"]]
+    if not found:
+        raise InputError("limit", "is relative to VMonarch with its defaults, which is not among the candidates")
+    return found[0]
+
+
+def _least(choices: _Choices, values: torch.Tensor, limit: float) -> torch.Tensor:
+    """The method of every head with which the values add up to least within so much work: [heads]."""
     work = lambda chosen: (choices.flops[chosen] * choices.shares).sum().item()
     pick = lambda weight: (values + weight * choices.flops).argmin(1)
     low, high = 0.0, 1.0
@@ -142,7 +167,7 @@ def plan_within_work(diagnosis: Mapping[str, Any], flops: float, measure: str | 
     if work(chosen) > limit:
         chosen = torch.full_like(chosen, int(choices.flops.argmin()))
     _spend(choices, values, chosen, limit)
-    return _plan(diagnosis, choices, chosen, measure, {"flops": flops})
+    return chosen
 
 
 def _spend(choices: _Choices, values: torch.Tensor, chosen: torch.Tensor, limit: float) -> None:
@@ -165,7 +190,7 @@ def _spend(choices: _Choices, values: torch.Tensor, chosen: torch.Tensor, limit:
 
 
 def _plan(
-    diagnosis: Mapping[str, Any], choices: _Choices, chosen: torch.Tensor, measure: str, asked: dict[str, float]
+    diagnosis: Mapping[str, Any], choices: _Choices, chosen: torch.Tensor, measure: str, asked: dict[str, Any]
 ) -> AttentionPlan:
     used = sorted(set(chosen.tolist()))
     methods = {

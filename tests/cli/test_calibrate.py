@@ -88,6 +88,8 @@ BAD = {
     "no step": (["p", "--every", 0], "every must be at least 1, got 0"),
     "no map": (["p", "--maps", "1-2"], "maps must be layer:head, such as 3:0, got '1-2'"),
     "map outside": (["p", "--maps", "9:0"], "maps must lie in 2 layers of 2 heads, got 9:0"),
+    "no share": (["p", "--limit", "kl"], "limit must be measure=share with a positive share, such as kl=0.5"),
+    "limit of what": (["p", "--budget", 1, "--limit", "kl=0.5"], "limit is for flops"),
     "plan alone": (["p", "--plan", "x.json"], "plan is for --diagnosis"),
 }
 

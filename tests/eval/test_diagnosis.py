@@ -295,20 +295,33 @@ def search(costs, error, limit):
     return min(total for _, total in best)
 
 
-def test_several_measures_are_weighed_against_each_other():
+def test_a_limit_on_another_measure_is_kept_and_costs_the_first():
     found = made_up(layers=4, heads=8)
-    for values in found["transformers"]["transformer"]["candidates"].values():
+    part = found["transformers"]["transformer"]["candidates"]
+    for values in part.values():
         # A measure with other heads in need, in another unit.
         values["output_error"] = (1000 * torch.tensor(values["kl"]).flip(-1)).tolist()
-    totals = {}
-    for name in ("kl", "output_error", "kl+output_error"):
-        predicted = plan_within_work(found, 1.2, name).about["predicted"]
-        totals[name] = [predicted["mean_kl"], predicted["mean_output_error"]]
-    assert totals["kl"][0] < totals["kl+output_error"][0] < totals["output_error"][0]
-    assert totals["kl"][1] > totals["kl+output_error"][1] > totals["output_error"][1]
-    assert plan_within_work(found, 1.2) == plan_within_work(found, 1.2, "output_error")
-    with pytest.raises(InputError, match="measure of an error budget must be a single one"):
-        plan_within_error(found, 0.1, "kl+output_error")
+    default = torch.tensor(part["default"]["kl"]).mean().item()
+    free = plan_within_work(found, 1.2).about
+    assert free == plan_within_work(found, 1.2, "output_error").about and free["measure"] == "output_error"
+    before = free["predicted"]["mean_kl"] / default
+    lost = [free["predicted"]["mean_output_error"]]
+    least = plan_within_work(found, 1.2, "kl").about["predicted"]["mean_kl"] / default
+    for share in (before + 0.01, (before + least) / 2, least + 0.02):
+        about = plan_within_work(found, 1.2, limit=("kl", share)).about
+        assert about["predicted"]["mean_kl"] <= share * default + 1e-6
+        assert about["limit"] == {"kl": share} and about["predicted"]["flops_of_vmonarch"] <= 1.2 + 1e-6
+        lost.append(about["predicted"]["mean_output_error"])
+    assert lost[0] == lost[1] < lost[2] < lost[3]
+    for limit, message in (
+        (("kl", least / 2), "limit kl=.* cannot be kept with flops=1.2"),
+        (("x", 1.0), "limit must be"),
+    ):
+        with pytest.raises(InputError, match=message):
+            plan_within_work(found, 1.2, limit=limit)
+    found["candidates"]["default"]["options"] = {"num_iterations": 3}
+    with pytest.raises(InputError, match="limit is relative to VMonarch with its defaults"):
+        plan_within_work(found, 1.2, limit=("kl", 1.0))
 
 
 def test_what_methods_lose_in_the_attention_follows_from_the_diagnosis(tmp_path):

@@ -9,7 +9,7 @@ from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, mov
 _EPILOG = """\
 examples:
   vmonarch calibrate "a red circle moving right over a dark background"
-  vmonarch calibrate --prompt-file prompts.txt --flops 1.35 --measure kl
+  vmonarch calibrate --prompt-file prompts.txt --flops 1.35 --limit kl=0.5
   vmonarch calibrate --diagnosis outputs/calibrate/0001-…/diagnosis.json --budget 0.1 --plan plan.json
   vmonarch compare "…" --methods full vmonarch vmonarch:plan=plan.json
 
@@ -25,7 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--maps", nargs="+", metavar="LAYER:HEAD", help="attention maps to keep")
     parser.add_argument("--budget", type=float, metavar="ERROR", help="the most that a head may lose, of --measure")
     parser.add_argument("--flops", type=float, metavar="TIMES", help="work of all heads, relative to default VMonarch")
-    parser.add_argument("--measure", metavar="WHAT", help="error, layer_error, output_error, kl; with --flops also a+b")
+    parser.add_argument("--measure", metavar="WHAT", help="error, layer_error, output_error or kl")
+    parser.add_argument(
+        "--limit",
+        metavar="WHAT=SHARE",
+        help="with --flops: also keep another measure to that share of default VMonarch's, such as kl=0.5",
+    )
     parser.add_argument(
         "--no-sensitivity",
         dest="sensitivity",
@@ -55,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.diagnosis is not None:
         if arguments.prompts:
             raise InputError("prompts", "must not be given with --diagnosis, which samples nothing")
-        budget = Budget(arguments.budget, arguments.flops, arguments.measure)
+        budget = Budget(arguments.budget, arguments.flops, arguments.measure, arguments.limit)
         plan = budget.plan(read_diagnosis(arguments.diagnosis))
         path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json"))
         if path.exists() and not arguments.overwrite:
@@ -67,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.plan is not None:
         raise InputError("plan", "is for --diagnosis; otherwise the plan lies in the output folder")
     move_overrides(arguments, "candidates")
-    own = ("candidates", "every", "maps", "budget", "flops", "measure", "sensitivity")
+    own = ("candidates", "every", "maps", "budget", "flops", "measure", "limit", "sensitivity")
     config = build_config(CalibrateConfig, *sampling_layers(arguments, group="calibrate", own=own))
     if not config.prompts:
         raise InputError("prompts", "is missing: give one or more prompts or --prompt-file")
