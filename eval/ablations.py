@@ -25,8 +25,9 @@ SHOWN = ("psnr", "ssim", "first_frame_psnr", "first_frame_ssim", "prompt_score")
 _ATTENTION = {
     "kl": ("row-KL", 1, 4),
     "attention_error": ("attention error", 100, 1),
-    "output_error": ("output", 100, 1),
+    "output_error": ("change of output", 100, 1),
 }
+_NAMED = ("vmonarch", "local", "block-topk", "vmonarch-dense-start", "vmonarch-first-band1")
 # By what a method changes; Okabe and Ito's colours, and a marker each for prints in grey.
 FAMILIES = {
     "iterations, frames per block": ("#0072B2", "o"),
@@ -130,17 +131,24 @@ def draw(collections: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(11, 4.4 * len(collections)), layout="constrained")
     grid = figure.subplots(len(collections), 2, squeeze=False)
     handles: dict[str, Any] = {}
+    panels: list[tuple[Axes, Any]] = []
     for axes, (model, results) in zip(grid, collections.items(), strict=True):
         found = points(results)
-        _panel(axes[0], [(p, p["psnr"]["mean"], p["psnr"]) for p in found], handles)
-        _panel(axes[1], [(p, p["kl"], None) for p in found if p["kl"]], handles)
+        axes[1].set_yscale("log")
+        values = [(p, p["psnr"]["mean"], p["psnr"]) for p in found], [(p, p["kl"], None) for p in found if p["kl"]]
+        for panel, entries in zip(axes, values, strict=True):
+            _panel(panel, entries, handles)
+            panels.append((panel, entries))
         axes[0].set_ylabel("PSNR to full attention, dB")
         axes[1].set_ylabel("mean row-KL, nats")
-        axes[1].set_yscale("log")
         for panel in axes:
             panel.set_title(f"{model} model", loc="left", fontsize=11)
     order = [name for name in FAMILIES if name in handles]
     figure.legend([handles[n] for n in order], order, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    # Where names fit is known once everything has its place.
+    figure.draw_without_rendering()
+    for panel, entries in panels:
+        _name(panel, entries)
     path.parent.mkdir(parents=True, exist_ok=True)
     with AtomicFiles(overwrite=True) as files:
         figure.savefig(files.stage(path), dpi=110, metadata={"Software": None})
@@ -160,14 +168,30 @@ def _panel(axes: Axes, values: Sequence[tuple[dict[str, Any], float, Any]], hand
             100 * point["flops"], value, bars, fmt=marker, color=colour, ms=size, mec="white", mew=0.6, elinewidth=0.8
         )
         handles.setdefault(point["family"], made)
-        if point["label"] in ("vmonarch", "vmonarch-t1", "local", "block-topk") or point["family"] == "plans":
-            axes.annotate(
-                point["label"], (100 * point["flops"], value), (5, 3), textcoords="offset points", fontsize=6.5
-            )
     axes.set_xlabel("attention FLOPs, % of full attention")
     axes.grid(color="#e4e4e4", lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _name(axes: Axes, values: Sequence[tuple[dict[str, Any], float, Any]]) -> None:
+    """Names of the default, of its controls and of plans, where no other name is in the way."""
+    taken: list[tuple[float, float]] = []
+    named = [entry for entry in values if entry[0]["label"] in _NAMED]
+    named += [entry for entry in values if entry[0]["family"] == "plans"]
+    for point, value, _ in named:
+        x, y = axes.transData.transform((100 * point["flops"], value))
+        if any(abs(x - other_x) < 130 and abs(y - other_y) < 13 for other_x, other_y in taken):
+            continue
+        taken.append((x, y))
+        place = 100 * point["flops"], value
+        left = axes.transAxes.inverted().transform((x, y))[0] > 0.7
+        name = axes.annotate(
+            point["label"], place, (-6 if left else 6, 2), textcoords="offset points", fontsize=7,
+            ha="right" if left else "left",
+        )  # fmt: skip
+        # The layout is settled.
+        name.set_in_layout(False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,18 +38,25 @@ def test_a_changed_number_changes_the_table(tmp_path):
             ("finetune-embedded", "finetune-embedded-1500", "finetune-embedded-distilled"),
             ("results", "vmonarch", "validation_loss", "after"),
         ),
+        **{
+            name: ("evaluations", name.partition("-")[2], "statistics", "vmonarch", "psnr", "mean")
+            for name, source in tables.SOURCES.items()
+            if source.startswith("eval-")
+        },
         "eval-demo": ("statistics", "vmonarch", "psnr", "mean"),
         "mqar": ("models", 0, "recall", "1024", "256"),
     }
     awaited = {name for name in tables.AWAITED if not tables.source(name, BENCHMARKS).exists()}
     for name in set(tables.TABLES) - awaited:
-        results = json.loads(tables.source(name, BENCHMARKS).read_text())
+        changed = tables.source(name, tmp_path)
+        # Some tables share a JSON.
+        results = json.loads((changed if changed.exists() else tables.source(name, BENCHMARKS)).read_text())
         *path, key = paths.get(name, ("seconds", "demo"))
         numbers = results
         for step in path:
             numbers = numbers[step]
         numbers[key] += ", not" if isinstance(numbers[key], str) else 7.7
-        tables.source(name, tmp_path).write_text(json.dumps(results))
+        changed.write_text(json.dumps(results))
     for document in tables.DOCUMENTS:
         for match in tables._BLOCK.finditer((ROOT / document).read_text()):
             if match["name"] in awaited:
