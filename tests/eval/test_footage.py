@@ -141,6 +141,7 @@ def test_the_committed_measurement_has_every_default_method_level_and_clip():
     document = json.loads((Path(__file__).parents[2] / "docs" / "benchmarks" / "footage.json").read_text())
     keys = {(row["method"], row["sigma"], row["clip"]) for row in document["results"]}
     films = [path.stem for path in shipped_clips()]
-    assert keys == set(itertools.product(footage.METHODS, footage.LEVELS, films))
+    methods = footage.METHODS + footage.PLANS
+    assert keys == set(itertools.product(methods, footage.LEVELS, films))
     lines = footage_table(document).splitlines()
-    assert all(sum(line.startswith(f"| {name} |") for line in lines) == 2 for name in footage.METHODS[1:])
+    assert all(sum(line.startswith(f"| {name} |") for line in lines) == 2 for name in methods[1:])
