@@ -8,6 +8,7 @@ counts 2. The fused kernels do the same products. Places of ragged blocks that a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from vmonarch.configs.methods import AttentionMethod, BasedAttention, FullAttention, Parameters
+from vmonarch import VMonarchProcessor, apply
+from vmonarch.configs.methods import AttentionMethod, BasedAttention, FullAttention, Parameters, VMonarchAttention
 from vmonarch.dense import DenseSet
+from vmonarch.plan import AttentionPlan
 
 # Of every attention module, whatever its processor.
 _PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -46,10 +49,8 @@ def _without_data(value: Any) -> Any:
 
 @contextmanager
 def recorded_call(pipe: Any) -> Iterator[TransformerCall]:
-    """Filled in by the last forward call of one of the pipeline's transformers while the block runs.
-
-    Two transformers of a pipeline are of one architecture; plans that differ between them count as that of the first.
-    """
+    """Filled in by the last forward call of one of the pipeline's transformers, which have one architecture, while the
+    block runs."""
     call = TransformerCall()
 
     def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -69,11 +70,25 @@ def recorded_call(pipe: Any) -> Iterator[TransformerCall]:
             hook.remove()
 
 
-def attention_flops(call: TransformerCall, parameters: Parameters) -> int:
+def transformers_by_step(pipe: Any, steps: int) -> list[str]:
+    """Which of a pipeline's transformers computes every step: two share them at the pipeline's `boundary_ratio`."""
+    names = [name for name in ("transformer", "transformer_2") if getattr(pipe, name, None) is not None]
+    boundary = pipe.config.get("boundary_ratio")
+    if len(names) == 1 or boundary is None:
+        return names[:1] * steps
+    scheduler = copy.deepcopy(pipe.scheduler)
+    scheduler.set_timesteps(steps)
+    # Solvers of higher order have several timesteps a step.
+    timesteps = scheduler.timesteps[:: max(1, len(scheduler.timesteps) // steps)][:steps]
+    return [names[int(t < boundary * scheduler.config.num_train_timesteps)] for t in timesteps]
+
+
+def attention_flops(call: TransformerCall, parameters: Parameters, component: str = "transformer") -> int:
     """FLOPs of the self-attention of all layers in one forward call, without its projections.
 
     Args:
         parameters: of a method without dense steps.
+        component: the transformer whose layers of a plan count.
     """
     if "implementation" in {option.name for option in dataclasses.fields(parameters)}:
         # The counter sees torch's own operators only.
@@ -81,7 +96,12 @@ def attention_flops(call: TransformerCall, parameters: Parameters) -> int:
         parameters = dataclasses.replace(parameters, **torch_form)
     with torch.device("meta"):
         transformer = call.kind.from_config(call.config)
-    parameters.install(transformer)
+    if component == "transformer" or not isinstance(parameters, VMonarchAttention) or parameters.plan is None:
+        parameters.install(transformer)
+    else:
+        plan = AttentionPlan.parse(parameters.plan)
+        alone = AttentionPlan(plan.methods, {"transformer": plan.layers[component]})
+        apply(transformer, VMonarchProcessor(plan=alone, implementation="torch", dense_layers=parameters.dense_layers))
     # The counter knows the products that SDPA consists of, not its fused form on the CPU.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         transformer(*call.args, **call.kwargs)
@@ -94,23 +114,27 @@ def attention_flops(call: TransformerCall, parameters: Parameters) -> int:
     return total
 
 
-def relative_flops(call: TransformerCall, methods: Sequence[AttentionMethod], steps: int) -> dict[str, float | None]:
+def relative_flops(
+    call: TransformerCall, methods: Sequence[AttentionMethod], transformers: Sequence[str]
+) -> dict[str, float | None]:
     """Attention FLOPs of a whole video over those of full attention, by the methods' labels.
 
     None for Based, whose layers cannot be made without their learnt weights.
 
     Args:
         call: any forward call of the sampling.
-        steps: denoising steps, some of which a method may compute with full attention.
+        transformers: of every denoising step (`transformers_by_step`); a method may compute some with full attention.
     """
+    steps = len(transformers)
     full = attention_flops(call, FullAttention())
     shares: dict[str, float | None] = {}
     for method in methods:
         if isinstance(method.parameters, BasedAttention):
             shares[method.label] = None
             continue
-        sparse = attention_flops(call, method.parameters.without_dense())
-        dense_steps = DenseSet("dense_steps", getattr(method.parameters, "dense_steps", 0))
-        dense = sum(dense_steps.contains(step, steps) for step in range(steps))
-        shares[method.label] = (dense * full + (steps - dense) * sparse) / (steps * full)
+        parameters = method.parameters.without_dense()
+        sparse = {name: attention_flops(call, parameters, name) for name in dict.fromkeys(transformers)}
+        dense = DenseSet("dense_steps", getattr(method.parameters, "dense_steps", 0))
+        work = [full if dense.contains(step, steps) else sparse[name] for step, name in enumerate(transformers)]
+        shares[method.label] = sum(work) / (steps * full)
     return shares

@@ -352,7 +352,7 @@ class _Run:
 
     def _warm_up(self, batch: Sequence[Item]) -> None:
         """Warm up, and count the methods' FLOPs on what the transformer was called with."""
-        from vmonarch.eval.attention_flops import recorded_call, relative_flops
+        from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
         from vmonarch.eval.video_io import AtomicFiles
 
         with recorded_call(self.model.pipe) as call:
@@ -361,7 +361,8 @@ class _Run:
         path = self.output / "flops.json"
         if not path.exists():
             assert self.config.steps is not None
-            shares = relative_flops(call, self.config.methods, self.config.steps)
+            steps = transformers_by_step(self.model.pipe, self.config.steps)
+            shares = relative_flops(call, self.config.methods, steps)
             with AtomicFiles(overwrite=True) as files:
                 files.stage(path).write_text(json.dumps(shares, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -234,7 +234,7 @@ def run(
             print(f"{footage.name}, level {sigma:g}: {len(results)} results", flush=True)
     transformer = pipe.transformer.config
     grid = tuple(size // patch for size, patch in zip(footage.latents.shape[2:], transformer.patch_size, strict=True))
-    shares = relative_flops(call, chosen, 1)
+    shares = relative_flops(call, chosen, ["transformer"])
     return {
         "about": ABOUT,
         "model": folder.name if folder.name == "embedded" else folder.path.name,

@@ -21,7 +21,7 @@ from vmonarch import AttentionPlan, LatentGrid
 from vmonarch.configs import InputError, preset_names, read_yaml
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval import evaluate as module
-from vmonarch.eval.attention_flops import recorded_call, relative_flops
+from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
 from vmonarch.eval.evaluate import (
     MEASURES,
     TIMES,
@@ -287,6 +287,7 @@ def call(loaded: generation.LoadedModel) -> Any:
     return call
 
 
+TEN = ["transformer"] * 10
 # 9 frames of 32×48 pixels.
 GRID = LatentGrid(3, 2, 3)
 
@@ -297,7 +298,7 @@ GRID = LatentGrid(3, 2, 3)
 def test_flops_are_those_of_the_formula(call, options: dict[str, Any]) -> None:
     method = resolve_method({"name": "vmonarch", "implementation": "triton", **options, "label": "ours"})
     expected = vmonarch_flops(GRID, 12, **options) / full_flops(GRID, 12)
-    assert relative_flops(call, [method], 10) == {"ours": pytest.approx(expected)}
+    assert relative_flops(call, [method], TEN) == {"ours": pytest.approx(expected)}
 
 
 @pytest.mark.parametrize("name", ["tiny_two_stage_model", "tiny_token_timestep_model", "tiny_image_model"])
@@ -314,7 +315,8 @@ def test_flops_of_other_pipelines(name: str, request: pytest.FixtureRequest, tmp
     with recorded_call(pipeline.pipe) as call:
         generation.denoise(pipeline, settings, ["a red circle"], [0], steps=2)
     expected = vmonarch_flops(GRID, 12) / full_flops(GRID, 12)
-    assert relative_flops(call, [resolve_method("vmonarch")], 10) == {"vmonarch": pytest.approx(expected)}
+    steps = transformers_by_step(pipeline.pipe, 10)
+    assert relative_flops(call, [resolve_method("vmonarch")], steps) == {"vmonarch": pytest.approx(expected)}
 
 
 def test_flops_of_exact_blocks_dense_steps_and_dense_layers(call) -> None:
@@ -325,7 +327,7 @@ def test_flops_of_exact_blocks_dense_steps_and_dense_layers(call) -> None:
         "vmonarch-plain:dense_steps=3",
         "vmonarch-plain:dense_layers=[1]",
     )
-    full, plain, own, steps, layers = relative_flops(call, [resolve_method(name) for name in names], 10).values()
+    full, plain, own, steps, layers = relative_flops(call, [resolve_method(name) for name in names], TEN).values()
     assert full == 1.0
     assert own - plain == pytest.approx(1 / GRID.frames), "the blocks on the diagonal"
     assert steps == pytest.approx(0.3 + 0.7 * plain) and layers == pytest.approx((1 + plain) / 2)
@@ -335,12 +337,32 @@ def test_flops_of_a_plan_are_those_of_its_heads(call, tmp_path) -> None:
     plan = AttentionPlan({"t1": {"num_iterations": 1}, "full": None}, {"transformer": [["full", "t1"], ["t1", "t1"]]})
     plan.save(tmp_path / "plan.json")
     method = resolve_method(f"vmonarch:plan={tmp_path / 'plan.json'}")
-    (found,) = relative_flops(call, [method], 10).values()
+    (found,) = relative_flops(call, [method], TEN).values()
     assert found == pytest.approx(plan.flops(GRID, 12) / (4 * full_flops(GRID, 12)))
 
 
+def test_flops_of_a_plan_for_two_transformers_count_each_where_it_runs(tiny_two_stage_model: Path, tmp_path) -> None:
+    settings = complete(config(tiny_two_stage_model, tmp_path), find_model(str(tiny_two_stage_model)))
+    pipeline = load_model(settings, find_model(str(tiny_two_stage_model)))
+    used: list[str] = []
+    for name in ("transformer", "transformer_2"):
+        getattr(pipeline.pipe, name).register_forward_pre_hook(lambda *_, name=name: used.append(name))
+    with recorded_call(pipeline.pipe) as call:
+        generation.denoise(pipeline, settings, ["a red circle"], [0], steps=6)
+    steps = transformers_by_step(pipeline.pipe, 6)
+    # Two calls a step, for guidance.
+    assert used[::2] == steps and len(set(steps)) == 2
+    layers = {"transformer": [["t1"] * 2] * 2, "transformer_2": [["full", "t1"]] * 2}
+    AttentionPlan({"t1": {"num_iterations": 1}, "full": None}, layers).save(tmp_path / "plan.json")
+    cheap = vmonarch_flops(GRID, 12, num_iterations=1) / full_flops(GRID, 12)
+    methods = [resolve_method(f"vmonarch:plan={tmp_path / 'plan.json'}{more}") for more in ("", ",dense_steps=1")]
+    plain, dense = relative_flops(call, methods, steps).values()
+    work = [cheap if name == "transformer" else (1 + cheap) / 2 for name in steps]
+    assert plain == pytest.approx(sum(work) / 6) and dense == pytest.approx((1 + sum(work[1:])) / 6)
+
+
 def test_flops_of_learnt_layers_are_not_told(call, shipped_adapter) -> None:
-    assert relative_flops(call, [resolve_method("based")], 10) == {"based": None}
+    assert relative_flops(call, [resolve_method("based")], TEN) == {"based": None}
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -316,7 +316,7 @@ def test_work_is_that_of_the_pairs_and_blocks_that_are_kept(transformer):
         "vmonarch-controlled",
         "monarch-t4:blocks=5",
     ]
-    found = relative_flops(call, [resolve_method(name) for name in names], 1)
+    found = relative_flops(call, [resolve_method(name) for name in names], ["transformer"])
     near, sink, cubes, average, recomputed, plain, blocks = found.values()
     default, without = (vmonarch_flops(grid, 1, exact=exact) / full_flops(grid, 1) for exact in ("first_frame", None))
     assert near == pytest.approx((2 + 3 + 4 + 4 + 3) / 25) and sink == pytest.approx((1 + 4 * 2) / 25)
