@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vmonarch.eval.planning import measures_of, over_steps
+from vmonarch.eval.report import STYLE
 from vmonarch.plan import AttentionPlan
 
 # Of a cell of a heat map, in pixels.
@@ -20,17 +21,16 @@ _CHART = (420, 200)
 _INKS = ("#1b6ca8", "#c8553d", "#588157", "#7b2cbf", "#b5838d", "#e09f3e", "#335c67", "#9e2a2b")
 # Of the measures that are shown.
 _TITLES = {"error": "error", "kl": "row-KL", "output_error": "squared change of the model's output"}
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; color: #222; }
-h1, h2, h3 { line-height: 1.2; } table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
-th:first-child, td:first-child { text-align: left; }
-.maps, .row { display: flex; flex-wrap: wrap; gap: 1.2rem; }
-figure { margin: 0; max-width: 440px; } figcaption { font-size: 13px; color: #555; }
-img { image-rendering: pixelated; width: 300px; height: 300px; border: 1px solid #ccc; }
+_STYLE = (
+    STYLE
+    + """
+table { width: auto; } th:first-child, td:first-child { text-align: left; }
+.maps, .row { display: flex; flex-wrap: wrap; gap: 20px; } figure { max-width: 440px; }
+img { image-rendering: pixelated; width: 300px; height: 300px; border: 1px solid var(--line); }
 svg text { font: 11px system-ui, sans-serif; }
-pre { background: #f6f6f6; padding: .7rem; overflow-x: auto; font-size: 12px; }
+pre { background: var(--fill); padding: 12px; overflow-x: auto; font-size: 12px; }
 """
+)
 
 
 def _colour(share: float) -> str:

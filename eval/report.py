@@ -22,7 +22,8 @@ PLOTTED = ("psnr", "ssim", "lpips", "prompt_score")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#999999")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 396, 280, 58, 16, 30, 44
 
-_STYLE = """
+# Of this project's pages.
+STYLE = """
 :root { --ink: #18181b; --faint: #62626b; --line: #dcdce2; --fill: #f5f5f8; --accent: #0072b2; }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1280px; padding: 24px; color: var(--ink); background: #fff;
@@ -124,7 +125,7 @@ def report(record: Mapping[str, Any], folder: Path) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         # An empty icon, so that the browser asks nobody for one.
         '<link rel="icon" href="data:,">\n'
-        f"<title>vmonarch eval</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<title>vmonarch eval</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(parts)
         + f'\n<script type="application/json" id="record">{data}</script>\n<script>{_SCRIPT}</script>\n'
         "</body>\n</html>\n"
