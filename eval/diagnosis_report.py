@@ -26,6 +26,7 @@ _STYLE = (
     + """
 table { width: auto; } th:first-child, td:first-child { text-align: left; }
 .maps, .row { display: flex; flex-wrap: wrap; gap: 20px; } figure { max-width: 440px; }
+h3 { margin-top: 24px; }
 img { image-rendering: pixelated; width: 300px; height: 300px; border: 1px solid var(--line); }
 svg text { font: 11px system-ui, sans-serif; }
 pre { background: var(--fill); padding: 12px; overflow-x: auto; font-size: 12px; }
@@ -79,13 +80,14 @@ def line_chart(lines: Mapping[str, Sequence[float]], across: Sequence[Any], titl
         parts.append(f'<text x="{x(i)}" y="{bottom + 13}" text-anchor="middle">{label}</text>')
     for number, (name, values) in enumerate(lines.items()):
         points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(values))
-        ink = _INKS[number % len(_INKS)]
+        dash = ' stroke-dasharray="5 3"' if number >= len(_INKS) else ""
         parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{ink}" stroke-width="2">'
+            f'<polyline points="{points}" fill="none" stroke="{_INKS[number % len(_INKS)]}" stroke-width="2"{dash}>'
             f"<title>{html.escape(name)}</title></polyline>"
         )
     key = " ".join(
-        f'<span style="color:{_INKS[number % len(_INKS)]}">■</span> {html.escape(name)}'
+        f'<span style="color:{_INKS[number % len(_INKS)]}">{"■" if number < len(_INKS) else "▤"}</span>'
+        f"&nbsp;{html.escape(name)}"
         for number, name in enumerate(lines)
     )
     figure = f'<svg width="{width}" height="{height}">{"".join(parts)}</svg>'
@@ -192,8 +194,12 @@ def _plan_section(diagnosis: Mapping[str, Any], plan: AttentionPlan) -> str:
     parts.append(
         f"<p>Heads: {counts}. Work: {100 * predicted['flops_of_full']:.1f} % of full attention,"
         f" {predicted['flops_of_vmonarch']:.2f} × VMonarch with its defaults. Predicted mean error"
-        f" {predicted['mean_error']:.4f}, mean row-KL {predicted['mean_kl']:.4f}.</p><div class='row'>"
+        f" {predicted['mean_error']:.4f}, mean row-KL {predicted['mean_kl']:.4f}"
     )
+    if "mean_output_error" in predicted:
+        heads = sum(len(row) for rows in plan.layers.values() for row in rows) / len(plan.layers)
+        parts.append(f", change of the model's output {100 * (heads * predicted['mean_output_error']) ** 0.5:.1f} %")
+    parts.append(".</p><div class='row'>")
     for component, rows in plan.layers.items():
         work = torch.tensor([[cost.get(name, 1.0) for name in heads] for heads in rows])
         parts.append(heat_map(work, f"{component}: work of every head, of full attention's", 1.0))
