@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError
+from vmonarch.context_parallel import Share
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import find_transformers
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
@@ -306,7 +307,16 @@ class DiagnosisProcessor(VideoAttentionProcessor):
         bound._layer = layer
         return bound
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> torch.Tensor:
+        if heads is not None:
+            raise NotImplementedError("a diagnosis records all heads, but context parallelism spreads them over ranks")
         recorder, context, watch = self.recorder, self._context, self.recorder.watch
         assert context is not None
         if watch is not None and watch.velocity is not None:

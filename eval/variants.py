@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vmonarch.context_parallel import Share
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, to_groups
@@ -398,5 +399,12 @@ class VariantProcessor(VideoAttentionProcessor):
         self.variant = variant
         self.options = dict(options)
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> torch.Tensor:
         return VARIANTS[self.variant](query, key, value, grid=grid, **self.options)  # type: ignore[operator]

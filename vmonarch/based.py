@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vmonarch.context_parallel import Share, TokenSplit
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.window.api import window_attention
@@ -64,19 +65,29 @@ class LinearPart(torch.nn.Module):
         self.log_rate = parameter(torch.full((heads,), -math.log(FIRST_REACH))) if decay else None
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, frames: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        frames: int,
+        heads: Share | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out [B, S, H, D], lse [B, H, S] if it is to be merged) of query, key and value [B, S, H, D]."""
+        """(out [B, S, H, D], lse [B, H, S] if it is to be merged) of query, key and value [B, S, H, D].
+
+        Args:
+            heads: which of the heads these are; None for all.
+        """
+        own = lambda parameter: parameter if heads is None else heads.of(parameter, 0)
         query, key = (
-            torch.einsum("bshd,hfd->bshf", x, weight.to(x.dtype))
+            torch.einsum("bshd,hfd->bshf", x, own(weight).to(x.dtype))
             for x, weight in ((query, self.query_weight), (key, self.key_weight))
         )
-        decay = None if self.log_rate is None else frame_decay(self.log_rate, frames)
+        decay = None if self.log_rate is None else frame_decay(own(self.log_rate), frames)
         options: dict[str, Any] = {"feature_map": self.feature_map, "implementation": self.implementation}
         if self.log_weight is None:
             return taylor_attention(query, key, value, frame_weights=decay, **options), None
         out, lse = taylor_attention(query, key, value, frame_weights=decay, return_lse=True, **options)
-        return out, lse + self.log_weight.to(lse.dtype)[:, None]
+        return out, lse + own(self.log_weight).to(lse.dtype)[:, None]
 
 
 def frame_decay(log_rate: torch.Tensor, frames: int) -> torch.Tensor:
@@ -95,10 +106,14 @@ class ShortConvolution(torch.nn.Module):
         weight[..., FILTER[0] // 2, FILTER[1] // 2, FILTER[2] // 2] = 1.0
         self.weight = torch.nn.Parameter(weight.to(like))
 
-    def forward(self, hidden_states: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
-        """[B, S, C] -> [B, S, C]; what lies beyond the video counts as 0."""
+    def forward(self, hidden_states: torch.Tensor, grid: LatentGrid, channels: Share | None = None) -> torch.Tensor:
+        """[B, S, C] -> [B, S, C]; what lies beyond the video counts as 0.
+
+        Args:
+            channels: which of the channels these are; None for all.
+        """
         video = hidden_states.unflatten(1, tuple(grid)).movedim(-1, 1)  # [B, C, T, H, W]
-        weight = self.weight.to(video.dtype)
+        weight = (self.weight if channels is None else channels.of(self.weight, 0)).to(video.dtype)
         padding = tuple(size // 2 for size in FILTER)
         return torch.nn.functional.conv3d(video, weight, padding=padding, groups=len(weight)).flatten(2).mT
 
@@ -251,17 +266,37 @@ class BasedLayer(torch.nn.Module, BasedProcessor):
         """As `VideoAttentionProcessor.__call__`."""
         return VideoAttentionProcessor.__call__(self, *args, **kwargs)
 
-    def mix(self, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any, grid: LatentGrid) -> torch.Tensor:
+    def mix(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        rotary_emb: Any,
+        grid: LatentGrid,
+        split: TokenSplit | None = None,
+    ) -> torch.Tensor:
         if self.convolution is None:
-            return super().mix(attn, hidden_states, rotary_emb, grid)
-        filtered = self.convolution(hidden_states, grid)
+            return super().mix(attn, hidden_states, rotary_emb, grid, split)
+        if split is None:
+            filtered = self.convolution(hidden_states, grid)
+        else:
+            # Filters reach tokens of other ranks, but no other channels.
+            channels = split.share(hidden_states.shape[2])
+            (video,) = split.gather_tokens(hidden_states)
+            filtered = split.gather_heads(self.convolution(video, grid, channels), channels.total)
         if attn.fused_projections:
             value, gate = attn.to_qkv(hidden_states).chunk(3, dim=-1)[2], attn.to_qkv(filtered).chunk(3, dim=-1)[0]
         else:
             value, gate = attn.to_v(hidden_states), attn.to_q(filtered)
         return value * torch.nn.functional.silu(gate)
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> torch.Tensor:
         parts = []
         if self.kind in ("window", "both"):
             parts.append(
@@ -276,5 +311,5 @@ class BasedLayer(torch.nn.Module, BasedProcessor):
                 )
             )
         if self.linear is not None:
-            parts.append(self.linear(query, key, value, grid.frames))
+            parts.append(self.linear(query, key, value, grid.frames, heads))
         return parts[0][0] if len(parts) == 1 else merge_partials(*parts)[0]

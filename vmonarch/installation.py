@@ -16,6 +16,7 @@ from diffusers import (
 )
 from diffusers.configuration_utils import FrozenDict
 
+from vmonarch.context_parallel import check_context_parallel, context_parallel_config
 from vmonarch.dense import DenseSet
 from vmonarch.grid import LatentGrid
 from vmonarch.processors import WAN_ATTENTION, ForwardContext, VideoAttentionProcessor
@@ -167,8 +168,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         TypeError: `pipe_or_transformer` has no supported transformer, or `processor` is not one of ours.
         ValueError: `dense_layers`, or an option of the processor, does not fit the transformer; `dense_steps` was asked
             for without a pipeline; a processor with parameters is applied already, or cannot be because the weights are
-            offloaded.
-        NotImplementedError: the transformer already runs with context parallelism.
+            offloaded; a transformer that runs with context parallelism has fewer heads than ranks.
+        NotImplementedError: the transformer runs with ring attention (`enable_parallelism`).
     """
     transformers = find_transformers(pipe_or_transformer)
     if not isinstance(processor, VideoAttentionProcessor):
@@ -186,14 +187,10 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     for name, transformer in transformers.items():
         record = getattr(transformer, _ATTRIBUTE, None)
         attention = [module for module in transformer.modules() if hasattr(module, "processor")]
-        parallel = getattr(getattr(transformer, "_parallel_config", None), "context_parallel_config", None)
-        if parallel is not None or any(
-            getattr(module.processor, "_parallel_config", None) is not None for module in attention
-        ):
-            raise NotImplementedError(
-                f"{name} runs with context parallelism (enable_parallelism), which {type(processor).__name__} does not"
-                " support yet"
-            )
+        parallel = context_parallel_config(getattr(transformer, "_parallel_config", None))
+        if parallel is not None:
+            for _, attn in _self_attention(transformer):
+                check_context_parallel(parallel, attn.heads)  # type: ignore[arg-type]
         originals = record.originals if record else [(attn, _original_processor(attn)) for attn in attention]
         if any(parameters_of(module.processor) for module in attention):
             raise ValueError(
@@ -217,6 +214,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         if not hasattr(transformer, _ATTRIBUTE):
             transformer.register_forward_pre_hook(_record_call, with_kwargs=True)
         setattr(transformer, _ATTRIBUTE, _Record(context, originals))
+        _share_parallel_config(transformer)
     return Installation(processor, transformers)
 
 
@@ -282,6 +280,15 @@ def _write_config(transformer: Any, processor: VideoAttentionProcessor | None) -
         entries[CONFIG_ENTRY] = {"processor": type(processor).__name__, "config": processor.config}
     if entries.keys() != transformer.config.keys() or CONFIG_ENTRY in entries:
         transformer._internal_dict = FrozenDict(entries)
+
+
+def _share_parallel_config(transformer: Any) -> None:
+    """Tell of context parallelism the processors that were not there when diffusers told the others."""
+    config = getattr(transformer, "_parallel_config", None)
+    if context_parallel_config(config) is not None:
+        for module in transformer.modules():
+            if hasattr(getattr(module, "processor", None), "_parallel_config"):
+                module.processor._parallel_config = config
 
 
 def _check_not_offloaded(name: str, transformer: torch.nn.Module) -> None:
@@ -351,6 +358,7 @@ def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
             ]
         for attn, original in originals:
             attn.set_processor(original)
+        _share_parallel_config(transformer)
         _write_config(transformer, None)
         found = found or record is not None or bool(originals)
     if not found:

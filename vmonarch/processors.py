@@ -20,6 +20,13 @@ from diffusers.models.transformers import transformer_wan as wan
 from diffusers.models.transformers import transformer_wan_animate as animate
 
 from vmonarch.bias.video import BiasOption, GridBias
+from vmonarch.context_parallel import (
+    Share,
+    TokenSplit,
+    check_context_parallel,
+    context_parallel_config,
+    split_tokens,
+)
 from vmonarch.dense import Dense, DenseSet
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
@@ -285,9 +292,18 @@ class VideoAttentionProcessor:
         return None if self._bias is None else self._bias.bias
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
     ) -> torch.Tensor:  # pragma: no cover
-        """Self-attention: query, key, value [B, S, H, D] -> [B, S, H, D]."""
+        """Self-attention: query, key, value [B, S, H, D] -> [B, S, H, D].
+
+        Args:
+            heads: which of the module's heads these are; None for all.
+        """
         raise NotImplementedError
 
     def mix(
@@ -296,16 +312,31 @@ class VideoAttentionProcessor:
         hidden_states: torch.Tensor,
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
         grid: LatentGrid,
+        split: TokenSplit | None = None,
     ) -> torch.Tensor:
-        """What a module computes before its output projection: [B, S, C] -> [B, S, C]."""
+        """What a module computes before its output projection: [B, S, C] -> [B, S, C].
+
+        Args:
+            split: where the tokens are; None if all of them are here.
+        """
         query, key, value = _project(attn, hidden_states, rotary_emb, self.implementation)
         device = query.device.type
         # Autocast does not know the meta device.
         if device == "meta" or not torch.is_autocast_enabled(device):
-            return self.attend(query, key, value, grid).flatten(2, 3)
+            return self._attend_split(query, key, value, grid, split).flatten(2, 3)
         # The ops choose their precision themselves: autocast would round their sums in float32.
         with torch.autocast(device, enabled=False):
-            return self.attend(query, key, value, grid).flatten(2, 3)
+            return self._attend_split(query, key, value, grid, split).flatten(2, 3)
+
+    def _attend_split(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid, split: TokenSplit | None
+    ) -> torch.Tensor:
+        """`attend`, whose tensors may have a part of the tokens."""
+        if split is None:
+            return self.attend(query, key, value, grid)
+        heads = split.share(query.shape[2])
+        query, key, value = split.gather_tokens(query, key, value)
+        return split.gather_heads(self.attend(query, key, value, grid, heads), heads.total)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -378,8 +409,9 @@ class VideoAttentionProcessor:
 
         Raises:
             TypeError: the module is not one of the Wan family.
-            ValueError: an attention mask in self-attention, or a grid that does not fit the tokens.
-            NotImplementedError: the model is split over several devices by context parallelism.
+            ValueError: an attention mask in self-attention, a grid that does not fit the tokens, or fewer heads than
+                ranks under context parallelism.
+            NotImplementedError: tokens are spread over several ranks for ring attention.
             RuntimeError: the grid or the step that an option needs is not known here.
         """
         name = type(self).__name__
@@ -393,18 +425,35 @@ class VideoAttentionProcessor:
             # Only self-attention has a rotary embedding; face attention in Wan-Animate does not even take one.
             rotary = () if rotary_emb is None else (rotary_emb,)
             return self._exact(attn, hidden_states, encoder_hidden_states, attention_mask, *rotary)
-        if self._parallel_config is not None:
-            raise NotImplementedError(
-                f"{name} does not support context parallelism (enable_parallelism) yet: each device holds a part of the"
-                " tokens only; call vmonarch.restore, or do not enable it"
-            )
         if attention_mask is not None:
             raise ValueError(f"{name} supports no attention_mask in self-attention: every token attends to all others")
-        grid, exact = self._current_call(hidden_states.shape[1], rotary_emb)
+        if context_parallel_config(self._parallel_config) is not None:
+            return self._self_attention_of_a_part(attn, hidden_states, rotary_emb)
+        return self._self_attention(attn, hidden_states, rotary_emb, None)
+
+    def _self_attention(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
+        split: TokenSplit | None,
+    ) -> torch.Tensor:
+        tokens = hidden_states.shape[1] if split is None else split.all_tokens
+        grid, exact = self._current_call(tokens, rotary_emb, split)
         if exact:
             return self._exact(attn, hidden_states, None, None, rotary_emb)
         to_out: Any = attn.to_out
-        return to_out[1](to_out[0](self.mix(attn, hidden_states, rotary_emb, grid)))
+        return to_out[1](to_out[0](self.mix(attn, hidden_states, rotary_emb, grid, split)))
+
+    @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
+    def _self_attention_of_a_part(
+        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Self-attention where this process has a part of the tokens."""
+        config = context_parallel_config(self._parallel_config)
+        check_context_parallel(config, attn.heads)
+        split = split_tokens(config, hidden_states.shape[1])
+        return self._self_attention(attn, hidden_states, rotary_emb, split)
 
     def _exact(self, attn: Any, *inputs: Any) -> torch.Tensor:
         """What the module's own processor computes."""
@@ -414,11 +463,16 @@ class VideoAttentionProcessor:
                 setattr(processor, name, getattr(self, name))
         return processor(attn, *inputs)
 
-    def _current_call(self, tokens: int, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None) -> ForwardCall:
+    def _current_call(
+        self,
+        tokens: int,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
+        split: TokenSplit | None,
+    ) -> ForwardCall:
         if self._context is not None and self._context.call is not None:
             call = self._context.current(tokens)
             if call is None:
-                call = ForwardCall(self._infer_grid(rotary_emb), False)
+                call = ForwardCall(self._infer_grid(rotary_emb, split), False)
             if self.grid is not None and self.grid != call.grid:
                 raise ValueError(f"grid={tuple(self.grid)}, but the transformer was given the grid {tuple(call.grid)}")
         else:
@@ -427,14 +481,14 @@ class VideoAttentionProcessor:
                     f"{self._needs_apply} needs vmonarch.apply(pipe, processor): a processor set by set_attn_processor"
                     " on a transformer knows neither its layer nor the step"
                 )
-            call = ForwardCall(self._infer_grid(rotary_emb) if self.grid is None else self.grid, False)
+            call = ForwardCall(self._infer_grid(rotary_emb, split) if self.grid is None else self.grid, False)
         if call.grid.tokens != tokens:
             raise ValueError(
                 f"grid {tuple(call.grid)} has {call.grid.tokens} tokens, but self-attention was given {tokens}"
             )
         return call
 
-    def _infer_grid(self, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None) -> LatentGrid:
+    def _infer_grid(self, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None, split: TokenSplit | None) -> LatentGrid:
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 f"{type(self).__name__} cannot read the grid off the rotary embedding under torch.compile; use"
@@ -448,7 +502,7 @@ class VideoAttentionProcessor:
         cosines = rotary_emb[0]
         # By identity: grids of equal size, such as 16×30×52 and 16×52×30, differ in nothing but these values.
         if self._inferred is None or self._inferred[0]() is not cosines:
-            self._inferred = (weakref.ref(cosines), infer_grid(cosines))
+            self._inferred = (weakref.ref(cosines), infer_grid(cosines if split is None else split.gather(cosines)))
         return self._inferred[1]
 
 
@@ -526,8 +580,9 @@ class VMonarchProcessor(VideoAttentionProcessor):
         if self.plan is not None:
             self._check_alone()
             self._needs_apply = self._needs_apply or "plan"
+        self._methods: tuple[str, ...] = ()
         self._groups: HeadGroups | None = None
-        self._places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._places: dict[tuple[Share | None, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _check_alone(self) -> None:
         """Check that a plan is given nothing that it decides."""
@@ -545,7 +600,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         if all(self.plan.methods[name] is None for name in names):
             return original
         bound = super().bind(context, original, attn, layer, layers)
-        bound._groups, bound._places = HeadGroups.of(names), {}
+        bound._methods, bound._groups, bound._places = names, HeadGroups.of(names), {}
         return bound
 
     @classmethod
@@ -553,9 +608,16 @@ class VMonarchProcessor(VideoAttentionProcessor):
         exact = config.get("exact")
         return super().from_config(config | {"exact": ExactBlocks(**exact)} if isinstance(exact, dict) else config)
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> torch.Tensor:
         if self._groups is not None:
-            return self._attend_by_plan(self._groups, query, key, value, grid)
+            return self._attend_by_plan(self._groups, query, key, value, grid, heads)
         return vmonarch_attention(
             query,
             key,
@@ -567,25 +629,34 @@ class VMonarchProcessor(VideoAttentionProcessor):
             coarse=self.coarse,
             exact=self.exact,
             min_mass=self.min_mass,
-            bias=None if self._bias is None else self._bias.factors(grid, query.device),
+            bias=None if self._bias is None else self._bias.factors(grid, query.device, heads),
             implementation=self.implementation,
         )
 
     def _attend_by_plan(
-        self, groups: HeadGroups, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
+        self,
+        groups: HeadGroups,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None,
     ) -> torch.Tensor:
         """One call for all heads of a method; heads are put into such an order only where they are not."""
         assert self.plan is not None
+        if heads is not None:
+            groups = HeadGroups.of(self._methods[heads.start : heads.stop])
         if groups.order is not None:
-            if query.device not in self._places:
+            where = heads, query.device
+            if where not in self._places:
                 order, back = (torch.tensor(places, device=query.device) for places in (groups.order, groups.back))
-                self._places[query.device] = order, back
-            order, back = self._places[query.device]
+                self._places[where] = order, back
+            order, back = self._places[where]
             query, key, value = (x.index_select(2, order) for x in (query, key, value))
         parts = []
         counts = [count for _, count in groups.sizes]
-        heads = zip(*(x.split(counts, 2) for x in (query, key, value)), strict=True)
-        for (name, _), (q, k, v) in zip(groups.sizes, heads, strict=True):
+        inputs = zip(*(x.split(counts, 2) for x in (query, key, value)), strict=True)
+        for (name, _), (q, k, v) in zip(groups.sizes, inputs, strict=True):
             options = self.plan.methods[name]
             if options is None:
                 parts.append(dispatch_attention_fn(q, k, v, backend=self._attention_backend))
@@ -627,7 +698,14 @@ class FlashBiasProcessor(VideoAttentionProcessor):
         check_implementation(implementation)
         self.implementation = implementation
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> torch.Tensor:
         assert self._bias is not None
-        query_factor, key_factor = self._bias.factors(grid, query.device)
+        query_factor, key_factor = self._bias.factors(grid, query.device, heads)
         return flash_bias_attention(query, key, value, query_factor, key_factor, implementation=self.implementation)

@@ -376,31 +376,6 @@ def test_layerwise_casting(tiny):
     torch.testing.assert_close(tiny.run(model), expected, rtol=0.05, atol=0.05)
 
 
-def test_context_parallel_models_are_refused(tiny):
-    marker = object()
-    model = tiny.transformer()
-    for processor in model.attn_processors.values():
-        processor._parallel_config = marker
-    with pytest.raises(NotImplementedError, match="context parallelism"):
-        vmonarch.apply(model, VMonarchProcessor())
-    assert not hasattr(model, "_vmonarch_record")
-
-    from diffusers import ContextParallelConfig, ParallelConfig
-
-    lost = tiny.transformer()
-    lost._parallel_config = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=2))
-    with pytest.raises(NotImplementedError, match="context parallelism"):
-        vmonarch.apply(lost, VMonarchProcessor())
-
-    later = tiny.transformer()
-    vmonarch.apply(later, VMonarchProcessor())
-    for processor in later.attn_processors.values():
-        assert hasattr(processor, "_parallel_config"), "diffusers would skip it in silence"
-        processor._parallel_config = marker
-    with pytest.raises(NotImplementedError, match="context parallelism"):
-        tiny.run(later)
-
-
 def test_ema_style_copies_and_state_dicts_have_no_extra_keys(tiny):
     model = tiny.transformer()
     keys = list(model.state_dict())

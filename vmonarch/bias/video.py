@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vmonarch.bias.exact import SpatioTemporalDecay
+from vmonarch.context_parallel import Share
 from vmonarch.grid import LatentGrid
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -42,8 +43,18 @@ class BiasOption:
             )
         self._kept: dict[tuple[LatentGrid, torch.device], tuple[tuple[int, ...], Factors]] = {}
 
-    def factors(self, grid: LatentGrid, device: torch.device) -> Factors:
-        """(φq, φk) for the tokens of a grid, on the device of the query."""
+    def factors(self, grid: LatentGrid, device: torch.device, heads: Share | None = None) -> Factors:
+        """(φq, φk) for the tokens of a grid, on the device of the query; for some of the heads, or all (None).
+
+        Raises:
+            ValueError: some heads are asked for, and the factors are of another number of heads than there are.
+        """
+        query_factor, key_factor = self._of_all_heads(grid, device)
+        if heads is None:
+            return query_factor, key_factor
+        return _of_heads(query_factor, heads), _of_heads(key_factor, heads)
+
+    def _of_all_heads(self, grid: LatentGrid, device: torch.device) -> Factors:
         if isinstance(self.bias, tuple):
             query_factor, key_factor = self.bias
             return query_factor.to(device), key_factor.to(device)
@@ -76,3 +87,8 @@ class BiasOption:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_kept": {}}
+
+
+def _of_heads(factor: torch.Tensor, heads: Share) -> torch.Tensor:
+    """[1, S, H or 1, R] -> [1, S, h or 1, R]. Other shapes are for the op to refuse."""
+    return heads.of(factor, 2, "bias") if factor.ndim == 4 and factor.shape[2] != 1 else factor

@@ -1,0 +1,340 @@
+"""What `test_context_parallel.py` runs: alone, in its own process, and on two ranks, started with
+
+python context_parallel_worker.py FOLDER RANK
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import vmonarch
+from vmonarch import AttentionPlan, BasedProcessor, ExactBlocks, FlashBiasProcessor, VMonarchProcessor
+from vmonarch.bias import SpatioTemporalDecay
+
+RANKS = 2
+METHODS = {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "full": None}
+# Heads, grid and options: 15 tokens on each rank, none of them at a frame's end; 23 and 22 with odd ones.
+SPLITS = {
+    "even": (2, (5, 2, 3), {}),
+    "uneven-heads": (3, (5, 2, 3), {}),
+    "odd-tokens": (3, (5, 3, 3), {"ulysses_anything": True}),
+}
+
+
+class Alone:
+    """One process with all tokens."""
+
+    parallel = False
+
+    def enable(self, model, **options):
+        pass
+
+    def total(self, x):
+        return x
+
+
+class Rank:
+    """One of two."""
+
+    parallel = True
+
+    def __init__(self):
+        self.mesh = dist.device_mesh.init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("ring", "ulysses"))
+
+    def enable(self, model, **options):
+        from diffusers import ContextParallelConfig
+
+        options = {"ulysses_degree": RANKS, "mesh": self.mesh} | options
+        model.enable_parallelism(config=ContextParallelConfig(**options))
+
+    def total(self, x):
+        """The sum over ranks."""
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+
+def plan_of(heads):
+    """Rank 0 has t1 and full attention, in another order than its heads; the others own frames."""
+    first, second = (["t1", "own"], ["full", "own"]) if heads == 2 else (["t1", "full", "own"], ["full", "t1", "own"])
+    return AttentionPlan(METHODS, {"transformer": [first, second]})
+
+
+def decay_of(heads):
+    """A bias that differs from head to head."""
+    decay = SpatioTemporalDecay(heads, reach=(2.0, 3.0, 3.0))
+    decay.decay.data *= 1 + torch.arange(heads)[:, None]
+    return decay
+
+
+def table(heads, tokens):
+    """The factors of a bias."""
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(1, tokens, heads, 2, generator=generator) for _ in range(2))
+
+
+PROCESSORS = {
+    "vmonarch": lambda heads: VMonarchProcessor(),
+    "vmonarch-exact-blocks": lambda heads: VMonarchProcessor(
+        exact=ExactBlocks(columns=(0,), band=0), frames_per_block=2, tiles=(2, 1)
+    ),
+    "vmonarch-bias": lambda heads: VMonarchProcessor(bias=decay_of(heads)),
+    "flash-bias": lambda heads: FlashBiasProcessor(decay_of(heads)),
+    "based": lambda heads: BasedProcessor(feature_dim=4, decay=True),
+    "based-mixed": lambda heads: BasedProcessor(layers=["linear", "conv", "window"], feature_dim=4),
+    "plan": lambda heads: VMonarchProcessor(plan=plan_of(heads)),
+}
+
+
+def train(ranks, model, inputs, processor=None):
+    """The output, and gradients of all parameters and of the bias, summed over ranks."""
+    out = model(**inputs)[0]
+    (out * out.detach().cos()).sum().backward()
+    bias = getattr(processor, "bias", None)
+    parameters = [*model.named_parameters(), *(bias.named_parameters("bias") if bias is not None else ())]
+    # A rank may have no part in a parameter.
+    return {"out": out.detach()} | {
+        name: ranks.total(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for name, parameter in parameters
+    }
+
+
+def same(processor, split):
+    def case(tiny, ranks):
+        heads, grid, options = SPLITS[split]
+        model = tiny.transformer(num_attention_heads=heads, num_layers=3 if processor == "based-mixed" else 2)
+        applied = vmonarch.apply(model, PROCESSORS[processor](heads)).processor
+        jitter(model)
+        ranks.enable(model, **options)
+        return train(ranks, model, tiny.inputs(grid, batch=2), applied)
+
+    return case
+
+
+def jitter(model):
+    """What processors learn begins alike in all heads and channels, or as identity: move it away from there."""
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "processor" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+
+
+def orders(tiny, ranks):
+    """apply before and after enable_parallelism, twice, and restore in each case."""
+    found = {}
+    inputs = tiny.inputs((5, 2, 3))
+
+    def output(model):
+        with torch.no_grad():
+            return model(**inputs)[0]
+
+    def apply(model):
+        vmonarch.apply(model, VMonarchProcessor())
+
+    ways = {
+        "apply-enable": [apply, ranks.enable],
+        "enable-apply": [ranks.enable, apply],
+        "apply-enable-apply": [apply, ranks.enable, apply],
+        "set-enable": [lambda model: model.set_attn_processor(VMonarchProcessor()), ranks.enable],
+        "set-enable-apply": [lambda model: model.set_attn_processor(VMonarchProcessor()), ranks.enable, apply],
+        "set-grid-enable": [lambda model: model.set_attn_processor(VMonarchProcessor(grid=(5, 2, 3))), ranks.enable],
+        "based": [ranks.enable, lambda model: vmonarch.apply(model, BasedProcessor(feature_dim=4))],
+    }
+    for name, steps in ways.items():
+        model = tiny.transformer()
+        for step in steps:
+            step(model)
+        found[name] = output(model)
+        vmonarch.restore(model)
+        found[f"{name}, restored"] = output(model)
+    return found
+
+
+def dense_layers(tiny, ranks):
+    model = tiny.transformer()
+    vmonarch.apply(model, VMonarchProcessor(dense_layers=1))
+    ranks.enable(model)
+    return train(ranks, model, tiny.inputs((5, 2, 3)))
+
+
+def pipeline(kind, processor):
+    """A whole pipeline: its scheduler tells the dense steps, its cross-attention is with text and image."""
+
+    def case(tiny, ranks):
+        pipe = tiny.pipeline(kind)
+        vmonarch.apply(pipe, processor())
+        ranks.enable(pipe.transformer)
+        return {"out": tiny.generate(pipe, steps=3, guidance=3.0)}
+
+    return case
+
+
+def checkpointed(tiny, ranks):
+    """Blocks computed again in backward, when the transformer has seen another grid of as many tokens."""
+    model = tiny.transformer()
+    vmonarch.apply(model, VMonarchProcessor())
+    ranks.enable(model)
+    model.train()
+    model.enable_gradient_checkpointing()
+    outputs = [model(**tiny.inputs(grid))[0] for grid in ((3, 2, 4), (4, 2, 3))]
+    sum((out * out.detach().cos()).sum() for out in outputs).backward()
+    return {name: ranks.total(p.grad) for name, p in model.named_parameters()}
+
+
+def autocast(tiny, ranks):
+    model = tiny.transformer(num_attention_heads=3)
+    vmonarch.apply(model, VMonarchProcessor())
+    ranks.enable(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        return {"out": tiny.run(model, (5, 2, 3))}
+
+
+def compile_blocks(tiny, model, **options):
+    # diffusers' hooks read signatures in their first call, which cannot be compiled.
+    tiny.run(model, (5, 2, 3))
+    torch._dynamo.reset()
+    model.compile_repeated_blocks(backend="eager", **options)
+
+
+def compiled(tiny, ranks):
+    model = tiny.transformer()
+    vmonarch.apply(model, VMonarchProcessor())
+    ranks.enable(model)
+    if ranks.parallel:
+        compile_blocks(tiny, model)
+    return {"out": tiny.run(model, (5, 2, 3))}
+
+
+def adapter(tiny, ranks):
+    """What an adapter holds, loaded where parallelism is enabled already."""
+    path = Path(os.environ["ADAPTER"])
+    model = tiny.transformer(num_attention_heads=3)
+    ranks.enable(model)
+    vmonarch.load_adapter(model, path)
+    return {"out": tiny.run(model, (5, 2, 3))}
+
+
+SAME = {
+    **{f"{processor}-{split}": same(processor, split) for processor in PROCESSORS for split in SPLITS},
+    "orders": orders,
+    "dense-layers": dense_layers,
+    "dense-steps": pipeline("t2v", lambda: VMonarchProcessor(dense_steps=(0, 2))),
+    "bias-of-tensors": pipeline("t2v", lambda: FlashBiasProcessor(table(2, 18))),
+    "image": pipeline("i2v-2.1", VMonarchProcessor),
+    "timestep-per-token": pipeline("t2v-5b", VMonarchProcessor),
+    "checkpointed": checkpointed,
+    "autocast": autocast,
+    "compiled": compiled,
+    "adapter": adapter,
+}
+
+
+def refused_on(build, grid=(5, 2, 3), **options):
+    """The error of a model under parallelism: when it is made, or when it runs."""
+
+    def case(tiny, ranks):
+        model = build(tiny, lambda model: ranks.enable(model, **options))
+        try:
+            tiny.run(model, grid)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    return case
+
+
+def refused_by_apply(tiny, ranks, heads=2, **options):
+    model = tiny.transformer(num_attention_heads=heads)
+    ranks.enable(model, **options)
+    try:
+        vmonarch.apply(model, VMonarchProcessor())
+    except Exception as error:
+        assert not hasattr(model, "_vmonarch_record")
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def applied(processor, heads=2):
+    def build(tiny, enable):
+        model = tiny.transformer(num_attention_heads=heads)
+        vmonarch.apply(model, processor)
+        enable(model)
+        return model
+
+    return build
+
+
+def with_a_grid(tiny, enable):
+    model = tiny.transformer()
+    model.set_attn_processor(VMonarchProcessor(grid=(5, 1, 3)))
+    enable(model)
+    return model
+
+
+def compiled_whole(tiny, enable):
+    model = applied(VMonarchProcessor())(tiny, enable)
+    compile_blocks(tiny, model, fullgraph=True)
+    return model
+
+
+RING = {"ulysses_degree": 1, "ring_degree": RANKS, "mesh": None}
+REFUSED = {
+    "ring": refused_on(applied(VMonarchProcessor()), **RING),
+    "ring-before-apply": lambda tiny, ranks: refused_by_apply(tiny, ranks, **RING),
+    "few-heads": refused_on(applied(VMonarchProcessor(), heads=1)),
+    "few-heads-before-apply": lambda tiny, ranks: refused_by_apply(tiny, ranks, heads=1),
+    "odd-tokens": refused_on(applied(VMonarchProcessor()), grid=(5, 3, 3)),
+    "bias-of-other-heads": refused_on(applied(FlashBiasProcessor(table(2, 30)), heads=4)),
+    "other-grid": refused_on(with_a_grid),
+    "compiled-whole": refused_on(compiled_whole),
+}
+
+
+def load_tiny():
+    spec = importlib.util.spec_from_file_location("tiny_wan", Path(__file__).with_name("tiny_wan.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def all_gather_of_any_sizes(outputs, x, group=None):
+    """diffusers gathers parts of different sizes by `all_gather`, which NCCL can and gloo cannot."""
+    for rank, out in enumerate(outputs):
+        if rank == dist.get_rank(group):
+            out.copy_(x)
+        dist.broadcast(out, rank, group)
+
+
+def main(folder, rank):
+    torch.set_num_threads(1)
+    # diffusers takes it for granted that there is an accelerator.
+    torch.accelerator.device_count = lambda: 1
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    dist.all_gather = all_gather_of_any_sizes
+    tiny, ranks = load_tiny(), Rank()
+    results = {}
+    for name, case in (SAME | REFUSED).items():
+        try:
+            results[name] = case(tiny, ranks)
+        except Exception:
+            results[name] = traceback.format_exc()
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

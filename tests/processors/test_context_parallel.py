@@ -1,0 +1,107 @@
+"""diffusers' context parallelism: two gloo ranks with our processors compute what one process computes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import vmonarch
+from vmonarch import BasedProcessor, LatentGrid
+from vmonarch.context_parallel import TokenSplit
+from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder
+
+WORKER = Path(__file__).with_name("context_parallel_worker.py")
+spec = importlib.util.spec_from_file_location("context_parallel_worker", WORKER)
+worker = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(worker)
+
+ALONE = worker.Alone()
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny, tmp_path_factory):
+    path = tmp_path_factory.mktemp("adapter") / "based.safetensors"
+    model = tiny.transformer(num_attention_heads=3)
+    vmonarch.apply(model, BasedProcessor(feature_dim=4))
+    worker.jitter(model)
+    vmonarch.save_adapter(model, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(adapter, tmp_path_factory):
+    """What every rank found, case by case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    package = str(Path(vmonarch.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "ADAPTER": str(adapter)}
+    command = [sys.executable, str(WORKER), str(folder)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(worker.RANKS)
+    ]
+    try:
+        for rank in ranks:
+            output, _ = rank.communicate(timeout=150)
+            assert rank.returncode == 0, output[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(worker.RANKS)]
+
+
+@pytest.mark.parametrize("name", worker.SAME)
+def test_ranks_compute_what_one_process_computes(tiny, results, adapter, monkeypatch, name):
+    monkeypatch.setenv("ADAPTER", str(adapter))
+    expected = worker.SAME[name](tiny, ALONE)
+    tolerance = 2e-2 if name == "autocast" else 1e-5
+    for found in (rank[name] for rank in results):
+        assert not isinstance(found, str), found
+        assert found.keys() == expected.keys()
+        for key, wanted in expected.items():
+            size = wanted.abs().max()
+            # A convolution has no keys and no norms.
+            unused = "mixed" in name and any(part in key for part in ("to_k", "norm_q", "norm_k"))
+            assert size < torch.inf and (size > 0 or unused), key
+            assert (found[key] - wanted).abs().max() <= tolerance * size, key
+
+
+REFUSALS = {
+    "ring": "NotImplementedError: ring_degree=2 is not supported",
+    "ring-before-apply": "NotImplementedError: ring_degree=2 is not supported",
+    "few-heads": "ValueError: ulysses_degree=2, but every rank needs a head of self-attention",
+    "few-heads-before-apply": "ValueError: ulysses_degree=2, but every rank needs a head of self-attention",
+    "odd-tokens": "AssertionError: Tensor size along dimension to be sharded must be divisible by mesh size",
+    "bias-of-other-heads": "ValueError: bias has 2 heads, but attention has 4",
+    "other-grid": "ValueError: grid (5, 1, 3) has 15 tokens, but self-attention was given 30",
+    "compiled-whole": "attention under context parallelism exchanges tokens between processes",
+}
+
+
+@pytest.mark.parametrize("name", worker.REFUSED)
+def test_what_is_not_supported_is_refused_on_every_rank(results, name):
+    for rank in results:
+        assert REFUSALS[name] in rank[name]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_every_head_is_computed_once(ranks):
+    x = torch.arange(5)
+    shares = [TokenSplit(None, rank, (7,) * ranks).share(5) for rank in range(ranks)]
+    assert torch.equal(torch.cat([share.of(x, 0) for share in shares]), x)
+    sizes = [share.stop - share.start for share in shares]
+    assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+
+
+def test_a_diagnosis_needs_all_heads():
+    q = torch.zeros(1, 18, 1, 12)
+    share = TokenSplit(None, 0, (9, 9)).share(2)
+    with pytest.raises(NotImplementedError, match="a diagnosis records all heads"):
+        DiagnosisProcessor(Recorder({"t1": {}})).attend(q, q, q, LatentGrid(3, 2, 3), share)
