@@ -106,3 +106,12 @@ def start_forks() -> Iterator[Callable[..., Forks]]:
             return forks
 
         yield start
+
+
+@pytest.fixture
+def dynamo():
+    """torch.compile from a clean start; its counters."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()

@@ -34,12 +34,17 @@ from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary, why_not_triton
 from vmonarch.plan import METHOD_OPTIONS, AttentionPlan, HeadGroups
+from vmonarch.planned import number_of, planned_attention
 from vmonarch.validation import check_implementation
 
 # Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
 WAN_ATTENTION = (wan.WanAttention, animate.WanAttention, chronoedit.WanAttention, skyreels.SkyReelsV2Attention)
 # Only ever called with `encoder_hidden_states`, so their own processor answers for them.
 CROSS_ATTENTION_ONLY = (animate.WanAnimateFaceBlockCrossAttention,)
+
+
+# torch.compile makes a graph for each of a plan's layers that differ, up to so many; of more it makes one for all.
+_LAYERS_INLINE = 4
 
 
 class ForwardCall(NamedTuple):
@@ -583,6 +588,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         self._methods: tuple[str, ...] = ()
         self._groups: HeadGroups | None = None
         self._places: dict[tuple[Share | None, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._number: torch.Tensor | None = None
 
     def _check_alone(self) -> None:
         """Check that a plan is given nothing that it decides."""
@@ -601,7 +607,15 @@ class VMonarchProcessor(VideoAttentionProcessor):
             return original
         bound = super().bind(context, original, attn, layer, layers)
         bound._methods, bound._groups, bound._places = names, HeadGroups.of(names), {}
+        if len(set(self.plan.layers[component])) > _LAYERS_INLINE:
+            bound._number = number_of(bound)
         return bound
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._number is not None:
+            # Of copies too: a number is of one processor.
+            self._number = number_of(self)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> VideoAttentionProcessor:
@@ -617,6 +631,8 @@ class VMonarchProcessor(VideoAttentionProcessor):
         heads: Share | None = None,
     ) -> torch.Tensor:
         if self._groups is not None:
+            if self._number is not None and torch.compiler.is_compiling():
+                return planned_attention(query, key, value, self._number, list(grid))
             return self._attend_by_plan(self._groups, query, key, value, grid, heads)
         return vmonarch_attention(
             query,
@@ -632,6 +648,13 @@ class VMonarchProcessor(VideoAttentionProcessor):
             bias=None if self._bias is None else self._bias.factors(grid, query.device, heads),
             implementation=self.implementation,
         )
+
+    def attend_planned(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
+    ) -> torch.Tensor:
+        """See `vmonarch.planned.PlannedLayer`."""
+        assert self._groups is not None
+        return self._attend_by_plan(self._groups, query, key, value, grid, None)
 
     def _attend_by_plan(
         self,

@@ -410,14 +410,6 @@ def test_both_transformers_of_a_pipeline_learn_for_themselves(tiny):
 # ---------------------------------------------------------------------------------- together with torch and diffusers
 
 
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.utils.counters
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("layers", ["linear", "window", "both", "conv"])
 def test_compiled_whole_without_graph_break(tiny, dynamo, layers):
     model = tiny.transformer(num_layers=1)

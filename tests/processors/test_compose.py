@@ -248,14 +248,6 @@ def test_the_hook_and_the_steps_never_wait_for_the_gpu(tiny):
     assert context.call == ((3, 2, 3), False)
 
 
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.utils.counters
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     "way, build", [("apply", "transformer"), ("apply", "vace_transformer"), ("grid", "transformer")]
 )

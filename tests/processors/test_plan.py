@@ -1,7 +1,9 @@
 """Plans: every head computes what the plan says, whatever the order of heads, and nothing else changes."""
 
 import copy
+import itertools
 import json
+import pickle
 
 import pytest
 import torch
@@ -176,6 +178,29 @@ def test_a_plan_is_a_method_of_the_command_line(tmp_path, tiny):
         resolve_method("vmonarch:plan=nowhere.json")
     with pytest.raises(InputError, match="coarse must be left at 1 with a plan"):
         resolve_method(f"vmonarch:plan={path},coarse=2").install(pipe)
+
+
+def test_compiled_blocks_share_graphs_however_many_layers_differ(tiny, dynamo):
+    layers = list(itertools.product(METHODS, repeat=2))[:6]
+    model = tiny.transformer(num_attention_heads=2, num_layers=6)
+    vmonarch.apply(model, VMonarchProcessor(plan=plan_of(*layers)))
+    arguments = inputs(tiny)[1]
+
+    def run_both(found):
+        found.zero_grad()
+        with torch.no_grad():
+            sampled = found(**arguments)[0]
+        trained = found(**arguments)[0]
+        trained.square().mean().backward()
+        return sampled, trained, {name: parameter.grad for name, parameter in found.named_parameters()}
+
+    expected = run_both(model)
+    # A copy has numbers of its own, and so has what is read from a file.
+    model = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run_both(model), expected, atol=1e-5, rtol=1e-4)
+    # With gradients and without.
+    assert dynamo["stats"]["unique_graphs"] == 2 and not dynamo["graph_break"]
 
 
 def test_plans_that_ship_are_known_by_name_and_fit_the_embedded_model():

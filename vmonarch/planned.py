@@ -1,0 +1,97 @@
+"""The attention of plans as one operator for all layers, for torch.compile.
+
+Layers whose heads compute different methods differ in their code, and torch.compile would make a graph for each of
+them, of which it allows eight. Here a layer is a number in a tensor, which the operator looks up when it runs: one
+graph serves all. The price is in training: backward computes the attention once more.
+
+Shapes: B batch, S tokens, H heads, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from vmonarch.grid import LatentGrid
+
+
+class PlannedLayer(Protocol):
+    """A processor of one layer."""
+
+    def attend_planned(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
+    ) -> torch.Tensor:
+        """Self-attention of all heads: [B, S, H, D] -> [B, S, H, E]."""
+        raise NotImplementedError  # pragma: no cover
+
+
+_ABOVE_AUTOGRAD = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+_numbers = itertools.count()
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def number_of(layer: PlannedLayer) -> torch.Tensor:
+    """A new number for a layer, int64 [1] on the CPU; the layer is found by it as long as it lives."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor([number])
+
+
+def _layer(number: torch.Tensor) -> PlannedLayer:
+    layer: PlannedLayer = _layers[int(number)]
+    return layer
+
+
+@torch.library.custom_op("vmonarch::planned_attention", mutates_args=())
+def planned_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: torch.Tensor, grid: list[int]
+) -> torch.Tensor:
+    """What the layer of this number makes of [B, S, H, D]: [B, S, H, E]."""
+    return _layer(number).attend_planned(query, key, value, LatentGrid(*grid)).contiguous()
+
+
+@planned_attention.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: torch.Tensor, grid: list[int]
+) -> torch.Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[3])
+
+
+@torch.library.custom_op("vmonarch::planned_attention_backward", mutates_args=())
+def planned_attention_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    number: torch.Tensor,
+    grid: list[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), each in the shape and dtype of its input."""
+    query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
+    # Operators run below autograd; its graph is wanted here.
+    with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
+        out = _layer(number).attend_planned(query, key, value, LatentGrid(*grid))
+    dq, dk, dv = (found.contiguous() for found in torch.autograd.grad(out, (query, key, value), gradient))
+    return dq, dk, dv
+
+
+@planned_attention_backward.register_fake
+def _(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.grid = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *planned_attention_backward(gradient, *ctx.saved_tensors, ctx.grid), None, None
+
+
+planned_attention.register_autograd(_backward, setup_context=_setup_context)
