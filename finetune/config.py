@@ -133,11 +133,14 @@ class FinetuneConfig:
         attention: a method as `vmonarch generate` takes it.
         train: all transformers of the pipeline, or one of Wan2.2's two.
         steps: updates of the weights.
-        batch_size: clips of an update, over all processes. micro_batch: clips of a process at a time.
+        batch_size: clips of an update, over all processes. micro_batch: clips of a process, or of those that share a
+            clip, at a time.
         anneal: steps over which the layers go from full attention to `attention`, the last ones first.
         ema: decay of an average of the weights that is exported in their place; 0 for none.
         precision: of the products; weights, gradients and optimizer are float32.
         gradient_checkpointing: compute activations twice to store few.
+        sequence_parallel_size: processes that share a clip, each with some of its tokens (diffusers' context
+            parallelism); 1 for none.
         trackers: names that accelerate knows (tensorboard, wandb, …); (): none.
         log_every: steps.
     """
@@ -155,6 +158,7 @@ class FinetuneConfig:
     ema: float = 0.0
     precision: str = "bf16"
     gradient_checkpointing: bool = True
+    sequence_parallel_size: int = 1
     trackers: tuple[str, ...] = ("tensorboard",)
     log_every: int = 10
     data: DataConfig = field(default_factory=DataConfig)
@@ -176,14 +180,16 @@ class FinetuneConfig:
         ):
             if self._get(name) not in choices:
                 raise InputError(name, f"must be one of {', '.join(choices)}, got {self._get(name)!r}")
-        for name in ("steps", "batch_size", "micro_batch", "log_every", "validation.clips", "validation.levels",
-                     "checkpoints.every", "checkpoints.keep"):  # fmt: skip
+        for name in ("steps", "batch_size", "micro_batch", "sequence_parallel_size", "log_every", "validation.clips",
+                     "validation.levels", "checkpoints.every", "checkpoints.keep"):  # fmt: skip
             self._check(name, 1, math.inf)
         for name in ("seed", "anneal", "data.workers", "optimizer.warmup", "lora.rank", "validation.every",
                      "validation.videos_every", "objective.distillation", "optimizer.weight_decay"):  # fmt: skip
             self._check(name, 0, math.inf)
         for name in ("data.caption_dropout", "data.bad_fraction", "objective.image_share", "optimizer.final"):
             self._check(name, 0, 1)
+        if self.sequence_parallel_size > 1 and self.validation.videos_every:
+            raise InputError("validation.videos_every", "must be 0 with sequence_parallel_size, which spreads clips")
         for name in ("ema", "optimizer.beta1", "optimizer.beta2"):
             self._check(name, 0, 1, below=True)
         for name in ("optimizer.learning_rate", "optimizer.eps", "optimizer.clip", "objective.std",
@@ -220,7 +226,7 @@ class FinetuneConfig:
             raise InputError(name, f"must be {' and '.join(ends)}, got {value}")
 
     def accumulation(self, processes: int) -> int:
-        """Micro-batches of a process in an update.
+        """Micro-batches of a process in an update; processes that share a clip count as one.
 
         Raises:
             InputError: batch_size is no multiple of micro_batch times the processes.

@@ -160,6 +160,30 @@ def load_experts(folder: ModelFolder, facts: ModelFacts, config: FinetuneConfig)
     return Experts(parts).train(), teacher
 
 
+def share_clips(experts: Experts, size: int, device: torch.device) -> None:
+    """Spread the tokens of every clip over `size` neighbouring processes (diffusers' context parallelism).
+
+    Each process then has the gradients of its own tokens: those of a clip are the sum over its processes.
+
+    Raises:
+        InputError: the transformers do not support it, or their heads are fewer than the processes.
+    """
+    import torch.distributed as dist
+    from diffusers import ContextParallelConfig
+
+    shape = dist.get_world_size() // size, 1, size
+    mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))
+    model: Any
+    for name, model in experts.parts.items():
+        # `ulysses_anything`, for numbers of tokens that do not divide, has no backward pass in layers with the stock
+        # attention.
+        config = ContextParallelConfig(ulysses_degree=size, mesh=mesh["ring", "ulysses"])
+        try:
+            model.enable_parallelism(config=config)
+        except (ValueError, NotImplementedError) as error:
+            raise InputError("sequence_parallel_size", f"cannot be {size} for {name}: {error}") from error
+
+
 class Annealing:
     """Moves the layers of transformers from full attention to the attention that is applied, the last layers first.
 
@@ -177,6 +201,10 @@ class Annealing:
         self._layers = [own_processors(model) for model in experts.parts.values()]
         if steps and any(processor.LEARNS for layers in self._layers for _, processor, _ in layers):
             raise InputError("anneal", f"must be 0 with an attention that has parameters, got {steps}")
+        for layers in self._layers:
+            for _, ours, original in layers:
+                # It was not there when the tokens were spread.
+                original._parallel_config = ours._parallel_config
 
     def at(self, step: int) -> int:
         """Set the processors for a step, a function of the step alone; returns the layers that have full attention."""

@@ -28,7 +28,7 @@ from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints, random_s
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
 from vmonarch.finetune.data.loader import Batch, LatentLoader
 from vmonarch.finetune.data.parquet import ParquetFolder
-from vmonarch.finetune.models import Annealing, Experts, load_experts, model_facts
+from vmonarch.finetune.models import Annealing, Experts, load_experts, model_facts, share_clips
 from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
 from vmonarch.pipelines.environment import environment
 from vmonarch.pipelines.model_folder import ModelFolder, find_model
@@ -59,6 +59,16 @@ class Ranks:
     data_rank: int
     data_world: int
 
+    @property
+    def group(self) -> int:
+        """Processes that share a clip."""
+        return self.world // self.data_world
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the first of those that share a clip."""
+        return self.rank % self.group == 0
+
 
 class Trainer:
     """A run: everything is loaded and restored when it is made, `run` trains.
@@ -75,7 +85,10 @@ class Trainer:
         self.facts = model_facts(self.folder, config)
         self.accelerator = _accelerator(config, len(self.facts.names))
         number, world = self.accelerator.process_index, self.accelerator.num_processes
-        self.ranks = Ranks(number, world, number, world)
+        size = config.sequence_parallel_size
+        if world % size:
+            raise InputError("sequence_parallel_size", f"must divide the number of processes, {world}, got {size}")
+        self.ranks = Ranks(number, world, number // size, world // size)
         self.accumulation = config.accumulation(self.ranks.data_world)
         self.accelerator.gradient_accumulation_steps = self.accumulation
         self._check_engine()
@@ -125,6 +138,8 @@ class Trainer:
                 raise InputError("accelerate", "must be configured for FSDP version 2, got version 1")
             if self.config.ema or self.config.validation.videos_every:
                 raise InputError("ema", "and validation.videos_every must be 0 with FSDP, which spreads the weights")
+            if self.config.sequence_parallel_size > 1:
+                raise InputError("sequence_parallel_size", "must be 1 with FSDP; configure accelerate for DDP")
 
     def _loader(self, folder: ParquetFolder, seed: int, batch_size: int, *, training: bool) -> LatentLoader:
         config = self.config.data
@@ -142,12 +157,16 @@ class Trainer:
             caption_dropout=config.caption_dropout if training else 0.0,
             shuffle=training,
             bad_fraction=config.bad_fraction,
-            quarantine=self.output / "quarantine.jsonl" if training else None,
+            # Processes that share clips find the same ones bad.
+            quarantine=self.output / "quarantine.jsonl" if training and self.ranks.speaks else None,
         )
 
     def _load(self) -> None:
         config, accelerator = self.config, self.accelerator
         experts, teacher = load_experts(self.folder, self.facts, config)
+        if self.ranks.group > 1:
+            for shared in (experts, *(() if teacher is None else (teacher,))):
+                share_clips(shared, self.ranks.group, accelerator.device)
         self.annealing = Annealing(experts, config.anneal)
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained, config.optimizer, accelerator.device)
@@ -299,7 +318,8 @@ class Trainer:
             draw = self.objective.draw(latents, step=self.step, micro=micro, data_rank=self.ranks.data_rank)
             with accelerator.accumulate(self.model):
                 loss = self._losses(self.objective, draw, batch, latents)
-                accelerator.backward(loss.mean())
+                # DDP takes the mean over all processes; those that share a clip have parts of its gradient.
+                accelerator.backward(self.ranks.group * loss.mean())
                 losses.append(loss.detach())
                 seen.append(batch)
                 if accelerator.sync_gradients:
@@ -320,6 +340,10 @@ class Trainer:
 
     def _losses(self, objective: Objective, draw: Draw, batch: Batch, latents: torch.Tensor) -> torch.Tensor:
         device = self.accelerator.device
+        tokens = math.prod(s // p for s, p in zip(latents.shape[2:], objective.conditioning.patch, strict=True))
+        if tokens % self.ranks.group:
+            size = self.ranks.group
+            raise InputError("sequence_parallel_size", f"must divide the {tokens} tokens of a clip, got {size}")
         extras = {name: tensor.to(device) for name, tensor in batch.extras.items()}
         teacher = None
         if self.teacher is not None:

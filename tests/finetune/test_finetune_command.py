@@ -4,16 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from vmonarch.finetune.__main__ import main
+from vmonarch.finetune.checkpoints import Checkpoints
 from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.data.schema import Sample
 
 # What `accelerate launch` starts; it has no way to ask for several processes on a CPU.
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+AS_WITH_A_GPU = str(Path(__file__).with_name("as_with_a_gpu.py"))
 SETTINGS = ["batch_size=4", "micro_batch=1", "precision=fp32", "trackers=[]", "log_every=1", "data.workers=0",
             "gradient_checkpointing=false", "optimizer.learning_rate=1e-3", "checkpoints.every=4"]  # fmt: skip
 
@@ -39,9 +42,9 @@ def words_for(place, output, clips="clips"):
     return [f"model={place / 'model'}", f"data.path={place / clips}.parquet", f"output_dir={output}", *SETTINGS]
 
 
-def launch(place, output, *overrides, clips="clips"):
+def launch(place, output, *overrides, clips="clips", processes=2, program=("-m", "vmonarch.finetune")):
     words = words_for(place, output, clips)
-    command = [sys.executable, *LAUNCH, "-m", "vmonarch.finetune", *words, *overrides]
+    command = [sys.executable, *LAUNCH, str(processes), *program, *words, *overrides]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
@@ -82,8 +85,35 @@ def test_what_is_not_finite_on_one_process_ends_both(place, tmp_path):
         (["batch_size=3", "micro_batch=2"], "batch_size must be a multiple of micro_batch"),
         (["--config", "nothing"], "config must be a YAML file or one of"),
         (["checkpoints.resume=must"], "checkpoints.resume is must"),
+        (["sequence_parallel_size=0"], "sequence_parallel_size must be"),
+        (["sequence_parallel_size=2"], "sequence_parallel_size must divide the number of processes, 1, got 2"),
+        (
+            ["sequence_parallel_size=2", "validation.videos_every=1"],
+            "validation.videos_every must be 0 with sequence_parallel_size",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsys, words, message):
     assert main([*words_for(place, tmp_path), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_processes_that_share_clips_train_as_one_that_has_them(place, tmp_path):
+    words = ["steps=3", "anneal=4", f"data.validation={place / 'held-out'}.parquet", "validation.every=3"]
+    assert main([*words_for(place, tmp_path / "alone"), *words]) == 0
+    done = launch(place, tmp_path / "shared", *words, "sequence_parallel_size=2", program=[AS_WITH_A_GPU])
+    assert done.returncode == 0, done.stderr[-3000:]
+    shared, alone = (log(tmp_path / name) for name in ("shared", "alone"))
+    assert len(shared) == len(alone) > 4
+    for ours, wanted in zip(shared, alone, strict=True):
+        for key in ("loss", "gradient_norm", "validation_loss"):
+            assert (key in ours) == (key in wanted)
+            if key in ours:
+                assert ours[key] == pytest.approx(wanted[key], rel=1e-4), (ours["step"], key)
+    weights = []
+    for name, processes in (("shared", 2), ("alone", 1)):
+        checkpoints = Checkpoints(tmp_path / name / "checkpoints", world_size=processes)
+        weights.append(checkpoints.load(checkpoints.latest(), wanted=["model"])["model"])
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], atol=2e-5, rtol=1e-3, msg=name)
