@@ -7,6 +7,7 @@ is both ranks, the second one a fork; each writes what it found to the folder.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import importlib.util
 import os
@@ -130,7 +131,7 @@ def jitter(model):
 
 
 def orders(tiny, ranks):
-    """apply before and after enable_parallelism, twice, and restore in each case."""
+    """apply before and after enable_parallelism, twice; a copy and restore in each case."""
     found = {}
     inputs = tiny.inputs((5, 2, 3))
 
@@ -155,6 +156,7 @@ def orders(tiny, ranks):
         for step in steps:
             step(model)
         found[name] = output(model)
+        found[f"{name}, copied"] = output(copy.deepcopy(model))
         vmonarch.restore(model)
         found[f"{name}, restored"] = output(model)
     return found
