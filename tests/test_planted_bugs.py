@@ -43,6 +43,7 @@ PLANNING = "eval/planning.py"
 BASED = "based.py"
 ADAPTERS = "adapters.py"
 VARIANTS = "eval/variants.py"
+CONTEXT_PARALLEL = "context_parallel.py"
 
 # name -> (file in the package, text in it, what the bug makes of it)
 BUGS = {
@@ -172,6 +173,7 @@ BUGS = {
     "average-forgotten": (TRAINER, "self.average[name].copy_(tensor)", "pass"),
     "checkpoint-named-before-it-is-on-disk": (CHECKPOINTS, "_sync(path, out.fileno())", "pass"),
     "checkpoint-never-verified": (CHECKPOINTS, 'if found != entry["sha256"]', "if False"),
+    "ranks-take-the-first-heads": (CONTEXT_PARALLEL, "x.narrow(dim, self.start,", "x.narrow(dim, 0,"),
     "plan-heads-not-put-back": (PLAN, "key=order.__getitem__", "key=lambda head: head"),
     "work-of-the-last-r-step": (WORK, "6 * b * grid.tokens", "4 * b * grid.tokens"),
     "diagnosis-kl-the-other-way": (DIAGNOSIS, "(lse.double() - weight.double())", "(weight.double() - lse.double())"),
@@ -221,6 +223,7 @@ KEYWORDS = {
     "checkpoint-never-verified": "flipped",
     "position-of-the-loader-forgotten": "a_resumed_run_is_the_same_run and t2v-0",
     "average-forgotten": "a_resumed_run_is_the_same_run and t2v-0",
+    "ranks-take-the-first-heads": "ranks_compute and flash-bias-even",
     "plan-heads-not-put-back": "every_head",
     "work-of-the-last-r-step": "flops",
     "adapter-of-any-model": "model-depth",
@@ -255,6 +258,7 @@ TESTS = {
     BASED: ["tests/processors/test_based.py"],
     ADAPTERS: ["tests/processors/test_adapters.py"],
     VARIANTS: ["tests/eval/test_variants.py"],
+    CONTEXT_PARALLEL: ["tests/processors/test_context_parallel.py"],
     **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},
     **{file: ["tests/kernels/test_monarch_triton.py"] for file in (ONLINE, TILES, PLACES, R_STEP, L_STEP, FUSED)},
 }
@@ -300,7 +304,7 @@ def test_the_untouched_copy_passes(run_tests, tmp_path):
     copy_package(tmp_path)
     # Of the kernels' and processors' tests, which are slow, some that catch bugs above.
     files = (R_STEP, BIAS_FORWARD, LINEAR_KERNELS, WINDOW_KERNELS, NORM_KERNELS, BASED, ADAPTERS)
-    files += (LOADER, CHECKPOINTS, TRAINER, PLAN, VARIANTS)
+    files += (LOADER, CHECKPOINTS, TRAINER, PLAN, VARIANTS, CONTEXT_PARALLEL)
     slow = {test for file in files for test in TESTS[file]}
     others = {test for tests in TESTS.values() for test in tests} - slow
     some = "paper or strong-clamp or own-frame or ragged or taylor-causal or 7-40-5 or average or copies or missing"

@@ -152,7 +152,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     A forward pre-hook on each transformer tells the processors the latent grid of every call, so sizes may change from
     call to call. (Call the transformer itself, as pipelines do; its `.forward` would pass the hook by.) Applying again
     replaces the processor; `restore` returns to the original ones all the same. A transformer put into the pipeline
-    later has its own processors: apply again. Cross-attention is not touched.
+    later has its own processors: apply again. Cross-attention is not touched. diffusers' `enable_parallelism` may come
+    before or after (docs/parallel.md).
 
     A `BasedProcessor` has parameters: they are added to the transformer, and nothing but `restore` takes them away.
 

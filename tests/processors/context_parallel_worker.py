@@ -1,10 +1,13 @@
-"""What `test_context_parallel.py` runs: alone, in its own process, and on two ranks, started with
+"""What `test_context_parallel.py` runs: alone, in its own process, and on two ranks.
 
-python context_parallel_worker.py FOLDER RANK
+    python context_parallel_worker.py FOLDER CASE …
+
+is both ranks, the second one a fork; each writes what it found to the folder.
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
 import importlib.util
 import os
@@ -128,7 +131,7 @@ def jitter(model):
 
 
 def orders(tiny, ranks):
-    """apply before and after enable_parallelism, twice, and restore in each case."""
+    """apply before and after enable_parallelism, twice; a copy and restore in each case."""
     found = {}
     inputs = tiny.inputs((5, 2, 3))
 
@@ -153,6 +156,7 @@ def orders(tiny, ranks):
         for step in steps:
             step(model)
         found[name] = output(model)
+        found[f"{name}, copied"] = output(copy.deepcopy(model))
         vmonarch.restore(model)
         found[f"{name}, restored"] = output(model)
     return found
@@ -205,7 +209,7 @@ def compile_blocks(tiny, model, **options):
 
 
 def compiled(tiny, ranks):
-    model = tiny.transformer()
+    model = tiny.transformer(num_layers=1)
     vmonarch.apply(model, VMonarchProcessor())
     ranks.enable(model)
     if ranks.parallel:
@@ -229,6 +233,7 @@ SAME = {
     "dense-steps": pipeline("t2v", lambda: VMonarchProcessor(dense_steps=(0, 2))),
     "bias-of-tensors": pipeline("t2v", lambda: FlashBiasProcessor(table(2, 18))),
     "image": pipeline("i2v-2.1", VMonarchProcessor),
+    "chronoedit": pipeline("chronoedit", VMonarchProcessor),
     "timestep-per-token": pipeline("t2v-5b", VMonarchProcessor),
     "checkpointed": checkpointed,
     "autocast": autocast,
@@ -313,7 +318,7 @@ def all_gather_of_any_sizes(outputs, x, group=None):
         dist.broadcast(out, rank, group)
 
 
-def main(folder, rank):
+def main(tiny, folder, rank, names):
     torch.set_num_threads(1)
     # diffusers takes it for granted that there is an accelerator.
     torch.accelerator.device_count = lambda: 1
@@ -325,11 +330,10 @@ def main(folder, rank):
         timeout=datetime.timedelta(seconds=60),
     )
     dist.all_gather = all_gather_of_any_sizes
-    tiny, ranks = load_tiny(), Rank()
-    results = {}
-    for name, case in (SAME | REFUSED).items():
+    ranks, results = Rank(), {}
+    for name in names:
         try:
-            results[name] = case(tiny, ranks)
+            results[name] = (SAME | REFUSED)[name](tiny, ranks)
         except Exception:
             results[name] = traceback.format_exc()
     torch.save(results, Path(folder) / f"{rank}.pt")
@@ -337,4 +341,8 @@ def main(folder, rank):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    tiny_wan = load_tiny()
+    child = os.fork()
+    main(tiny_wan, sys.argv[1], 0 if child else 1, sys.argv[2:])
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

@@ -35,25 +35,16 @@ def adapter(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(adapter, tmp_path_factory):
-    """What every rank found, case by case."""
+def results(request, adapter, tmp_path_factory):
+    """What every rank found, by the name of the case: of those that are to be tested."""
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = [item.callspec.params["name"] for item in tests if "name" in item.callspec.params]
     folder = tmp_path_factory.mktemp("ranks")
     package = str(Path(vmonarch.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "ADAPTER": str(adapter)}
-    command = [sys.executable, str(WORKER), str(folder)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(worker.RANKS)
-    ]
-    try:
-        for rank in ranks:
-            output, _ = rank.communicate(timeout=150)
-            assert rank.returncode == 0, output[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    command = [sys.executable, str(WORKER), str(folder), *names]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
     return [torch.load(folder / f"{rank}.pt") for rank in range(worker.RANKS)]
 
 
