@@ -234,7 +234,7 @@ class Denoiser:
         """Velocity [1, C, T, h, w]."""
         timestep = self.scheduler.timesteps[self.done].expand(1)
         if self.model.expand_timesteps:
-            timestep = timestep[:, None].expand(1, self.tokens)
+            timestep = (torch.ones(self.tokens, device=self.latents.device) * timestep)[None]
         out: torch.Tensor = self.transformer(
             hidden_states=self.input,
             timestep=timestep,
@@ -325,7 +325,8 @@ def timed_parts(transformer: Any, clock: Clock) -> Iterator[Callable[[], dict[st
         clock.wait()
         ms = {name: sum(clock.between(*span) for span in found) for name, found in spans.items()}
         rest_of_self = ms.pop("self") - ms["attention"] - ms["projections"]
-        return {**ms, "norms and rotary": ms.pop("layer norms") + rest_of_self}
+        norms = ms.pop("layer norms") + rest_of_self
+        return {**ms, "norms and rotary": norms}
 
     try:
         yield milliseconds
@@ -397,8 +398,8 @@ def with_rest(ms: dict[str, float], total: float) -> dict[str, float]:
 
 
 def _release(device: torch.device) -> None:
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
