@@ -346,7 +346,7 @@ def part_of(name: str, shapes: Sequence[Sequence[int]], tokens: int, width: int,
     """
     if name.startswith("vmonarch::"):
         return "norms and rotary" if "norm_rotary" in name else "attention"
-    if "scaled_dot_product" in name and len(shapes) > 1 and len(shapes[1]) == 4:
+    if name.startswith("aten::_scaled_dot_product") and len(shapes) > 1 and len(shapes[1]) == 4:
         return "attention" if shapes[1][2] == tokens else "cross-attention"
     factors = shapes[1:3] if name == "aten::addmm" else shapes[:2] if name == "aten::mm" else []
     if [len(shape) for shape in factors] != [2, 2]:
@@ -359,8 +359,8 @@ def part_of(name: str, shapes: Sequence[Sequence[int]], tokens: int, width: int,
 
 def profiled_parts(
     run: Callable[[], Any], device: torch.device, tokens: int, config: dict[str, Any]
-) -> dict[str, float]:
-    """Milliseconds of the kernels of a call by part, of what `part_of` can tell.
+) -> tuple[dict[str, float], list[str]]:
+    """(milliseconds of the kernels of a call by part, of what `part_of` can tell; names of attention's operators).
 
     Two of every six square products are cross-attention's.
     """
@@ -374,6 +374,7 @@ def profiled_parts(
             torch.cuda.synchronize(device)
     width = config["num_attention_heads"] * config["attention_head_dim"]
     ms = dict.fromkeys((*PARTS[:-1], "square"), 0.0)
+    names = set()
     waiting = [
         event
         for event in profiled.events()
@@ -386,10 +387,12 @@ def profiled_parts(
             waiting.extend(event.cpu_children)
         else:
             ms[part] += (event.device_time_total if cuda else event.cpu_time_total) / 1e3
+            if part == "attention":
+                names.add(event.name)
     square = ms.pop("square")
     ms["projections"] += square * 4 / 6
     ms["cross-attention"] += square * 2 / 6
-    return ms
+    return ms, sorted(names)
 
 
 def with_rest(ms: dict[str, float], total: float) -> dict[str, float]:
@@ -529,7 +532,9 @@ class Row:
             self.record.update(parts=with_rest(parts, total), parts_of_ms=total, single_forward_s=total / 1e3)
         else:
             try:
-                self.parts = profiled_parts(denoiser.forward, device, denoiser.tokens, denoiser.model.transformer)
+                config = denoiser.model.transformer
+                self.parts, names = profiled_parts(denoiser.forward, device, denoiser.tokens, config)
+                self.record["attention_operators"] = names
             except RuntimeError as error:
                 if _lost(error) or isinstance(error, torch.OutOfMemoryError):
                     raise

@@ -106,6 +106,8 @@ def test_all_rows_are_measured_and_seconds_follow_from_steps(document, tiny_yaml
             assert all(ms > 0 for ms in row["parts"].values())
         if method == "full" and mode == "compiled":
             assert row["errors"]["to_stock"] < 1e-5
+            (name,) = row["attention_operators"]
+            assert name.startswith("aten::_scaled_dot_product") and row["parts"]["attention"] > 0
         if method == "vmonarch":
             assert row["errors"]["to_stock"] > 1e-3, "VMonarch is another attention"
     assert rows["vmonarch", "compiled"]["errors"]["to_eager"] < 1e-5
@@ -312,6 +314,7 @@ def test_parts_are_timed_around_what_they_are_named_after(tiny, monkeypatch):
         ("aten::addmm", [[144], [1, 24], [24, 144]], None),
         ("aten::addmm", [[], [], []], None),
         ("aten::gelu", [[99, 64]], None),
+        ("aten::scaled_dot_product_attention", [[1, 2, 99, 12], [1, 2, 99, 12]], None),
     ],
 )
 def test_operators_of_compiled_blocks_are_told_apart(name, shapes, part):
