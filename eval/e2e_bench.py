@@ -608,13 +608,20 @@ def _skipped(what: str) -> dict[str, Any]:
 
 
 def run_setting(
-    setting: Setting, model: WanModel, bench: E2EConfig, clock: Clock, deadline: float, text: dict[str, Any]
+    setting: Setting,
+    model: WanModel,
+    bench: E2EConfig,
+    clock: Clock,
+    deadline: float,
+    text: dict[str, Any],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure all rows of one setting.
 
     Args:
         text: of `measure_text_encoder`.
         deadline: `time.monotonic()` after which nothing is begun.
+        say: told what is done.
     """
     device, dtype = clock.device, measured_dtype(clock.device)
     latents = model.latents(setting.frames, setting.height, setting.width, argument="settings")
@@ -632,17 +639,21 @@ def run_setting(
         "aims": setting.aims,
         "text_encoder": text,
         "vae": _skipped("--transformer-only") if bench.transformer_only else measure_vae(model, latents, clock),
-        "rows": [],
     }
+    say(f"{setting.name} VAE: {case['vae']['status']}")
     _release(device)
     base = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    rows = [Row(method, mode, bench, base) for method in bench.methods for mode in bench.modes]
+    case["rows"] = [row.record for row in rows]
     try:
         # All are there as in a pipeline; they are alike, so that the first one stands for all.
         transformers = [model.build_transformer(name, device, dtype) for name in model.transformers]
     except Exception as error:
         if _lost(error):
             raise
-        return {**case, **failure(error)}
+        for row in rows:
+            row.record.update(failure(error))
+        return case
     stock = transformers[0]
     case["transformers"] = len(transformers)
     case["parameters"] = sum(parameter.numel() for parameter in stock.parameters())
@@ -654,7 +665,6 @@ def run_setting(
     def make(transformer: torch.nn.Module) -> Denoiser:
         return Denoiser(transformer, model, noise, texts, bench.steps, clock)
 
-    rows = [Row(method, mode, bench, base) for method in bench.methods for mode in bench.modes]
     expected: dict[str, torch.Tensor] = {}
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
@@ -677,12 +687,12 @@ def run_setting(
                 if _lost(error):
                     raise
                 row.record.update(failure(error))
+            say(f"{setting.name} {row.method.label} {row.mode}: first call {row.record.get('first_call_s', '–')} s")
             _release(device)
         expected.clear()
         measure_rows(rows, case, bench, clock, deadline)
     for row in rows:
         row.denoiser = None
-    case["rows"] = [row.record for row in rows]
     torch.compiler.reset()
     return case
 
@@ -790,7 +800,8 @@ def run_bench(bench: E2EConfig) -> dict[str, Any]:
         if setting.model not in texts:
             skip = bench.transformer_only
             texts[setting.model] = _skipped("--transformer-only") if skip else measure_text_encoder(model, clock)
-        case = run_setting(setting, model, bench, clock, deadline, texts[setting.model])
+            say(f"{setting.name} text encoder: {texts[setting.model]['status']}")
+        case = run_setting(setting, model, bench, clock, deadline, texts[setting.model], say)
         run["cases"].append(case)
         _release(device)
         for row in case["rows"]:

@@ -166,6 +166,16 @@ def test_a_vae_that_fails_leaves_the_steps(bench, monkeypatch):
     assert row["denoise_s"] > 0 and row["video_s"] is None
 
 
+def test_a_model_that_cannot_be_built_fails_all_rows(bench, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setattr(e2e_bench.WanModel, "build_transformer", fail)
+    results = run_bench(bench("full", "vmonarch"))
+    assert [row["status"] for row in rows_of(results).values()] == ["out of memory"] * 2
+    assert e2e_table(results).count("| out of memory |") == 2
+
+
 def test_nothing_is_begun_after_the_budget(bench):
     results = run_bench(bench("full", budget=1e-9))
     assert results["runs"][0]["cases"] == []
@@ -175,7 +185,7 @@ def test_nothing_is_begun_after_the_budget(bench):
 
 
 @pytest.mark.parametrize("seconds, rounds, warm", [(2.5, 0, False), (1.2, 1, False), (0.7, 3, False), (0.3, 3, True)])
-def test_as_many_rounds_as_fit(bench, seconds, rounds, warm):
+def test_as_many_rounds_as_fit(bench, monkeypatch, seconds, rounds, warm):
     # Two rows of two calls each, in 9 seconds: a round takes four times as long as a call.
     steps = {name: [] for name in "ab"}
 
@@ -194,7 +204,8 @@ def test_as_many_rounds_as_fit(bench, seconds, rounds, warm):
         stub.record.update(method=name, status="ok", single_forward_s=seconds)
         stubs.append(stub)
     case = {"vae": {}, "text_encoder": {}}
-    measure_rows(stubs, case, config, Clock(CPU), time.monotonic() + 9.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    measure_rows(stubs, case, config, Clock(CPU), 109.0)
     assert case["warm_up"] == warm and [len(found) for found in steps.values()] == [rounds + warm] * 2
     for stub in stubs:
         assert stub.record["status"] == ("ok" if rounds else "left out")
