@@ -94,8 +94,8 @@ def test_the_command_writes_what_the_table_shows(tmp_path, monkeypatch, capsys):
     row["ms"]["median"] = 2.0
     table = norm_bench.norm_table(document)
     assert f"2.00 ({row['bytes'] / 2e6:.0f} GB/s)" in table and "forward+backward" in table
-    monkeypatch.setattr(norm_bench, "norm_rotary", lambda *tensors, **_: 1.001 * diffusers_code(*tensors, heads=2))
-    assert norm_bench.main(words) == 1, "errors that diffusers does not have"
+    monkeypatch.setattr(norm_bench, "norm_rotary", lambda *tensors, **_: 1.00001 * diffusers_code(*tensors, heads=2))
+    assert norm_bench.main(words) == 1, "within the general bound, but more than twice what diffusers errs"
     document = json.loads(output.read_text())
     assert {row["status"] for case in document["cases"] for row in case["rows"]} == {"wrong", "ok"}
     assert "wrong" in norm_bench.norm_table(document)
