@@ -89,6 +89,8 @@ class Bench:
             processes call it too.
         compiled: (case, method) -> what its code depends on, None where nothing is to be compiled beforehand.
         formulae: of FLOPs and bytes.
+        settings: of the JSON's, where others than attention's hold.
+        judge: looks at all rows of a case, and calls wrong what is by comparison with the others.
     """
 
     module: str
@@ -101,6 +103,8 @@ class Bench:
     ways: Callable[[Any, torch.device, torch.dtype], Ways]
     compiled: Callable[[Any, str], Hashable | None]
     formulae: dict[str, str]
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    judge: Callable[[Sequence[dict[str, Any]]], None] = lambda rows: None
 
 
 def with_gradients(
@@ -333,6 +337,7 @@ def main(bench: Bench, arguments: Sequence[str] | None) -> int:
             " of all where they share factors",
             "memory": "peak_bytes: the most that was allocated during a call beyond what was before it, results"
             " counted; input_bytes: tensors that must exist before it, a written-out bias counted",
+            **bench.settings,
         },
         "rates": rates,
         "formulae": bench.formulae,
@@ -345,6 +350,7 @@ def main(bench: Bench, arguments: Sequence[str] | None) -> int:
             continue
         ways = {name: way for name, way in bench.ways(case, device, dtype).items() if name in options.methods}
         rows = measure_ways(ways, clock, dtype, options.rounds, started + options.budget, rates)
+        bench.judge(rows)
         results["cases"].append({"case": case.label, **dataclasses.asdict(case), "rows": rows})
         # Inputs of several gigabytes hang on these.
         del ways

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     "README.md",
     "docs/kernels.md",
+    "docs/speed.md",
     "docs/bias.md",
     "docs/based.md",
     "docs/finetuning.md",
@@ -150,6 +151,20 @@ def train_table(results: dict[str, Any]) -> str:
     return train_bench.train_table(results)
 
 
+def e2e_table(results: dict[str, Any]) -> str:
+    """Seconds per denoising step and per video."""
+    from vmonarch.eval import e2e_bench
+
+    return e2e_bench.e2e_table(results)
+
+
+def norm_table(results: dict[str, Any]) -> str:
+    """RMS norm and rotary embedding in one kernel beside diffusers' code."""
+    from vmonarch.eval import norm_bench
+
+    return norm_bench.norm_table(results)
+
+
 def finetune_table(results: dict[str, Any]) -> str:
     """The embedded model finetuned to one method after the other."""
     from vmonarch.eval import finetune_scores
@@ -203,6 +218,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "based-embedded": embedded_model_table,
     "mqar": mqar_table,
     "train-h200": train_table,
+    "e2e-h200": e2e_table,
+    "norm-h200": norm_table,
     "finetune-embedded": finetune_table,
     "finetune-embedded-1500": finetune_table,
     "finetune-embedded-distilled": finetune_table,
@@ -213,7 +230,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 # Tables of another name than their JSON.
 SOURCES = {"speed": "kernels-h200", **{name: source for name, (source, _) in _ABLATIONS.items()}}
 # Tables that may wait for their JSON, and what makes that.
-AWAITED = {"flash-bias-h200": "bias_bench", "based-h200": "based_bench"}
+AWAITED = {
+    "flash-bias-h200": "python -m vmonarch.eval.bias_bench",
+    "based-h200": "python -m vmonarch.eval.based_bench",
+    "e2e-h200": "vmonarch bench e2e",
+    "norm-h200": "python -m vmonarch.eval.norm_bench",
+}
 
 
 def source(name: str, benchmarks: Path) -> Path:
@@ -233,9 +255,7 @@ def render(text: str, benchmarks: Path) -> str:
         name = match["name"]
         path = source(name, benchmarks)
         if name in AWAITED and not path.exists():
-            text = (
-                f"Not measured yet: `python -m vmonarch.eval.{AWAITED[name]} --output docs/benchmarks/{path.name}`.\n"
-            )
+            text = f"Not measured yet: `{AWAITED[name]} --output docs/benchmarks/{path.name}`.\n"
         else:
             text = TABLES[name](json.loads(path.read_text()))
         return match[1] + text + match[3]

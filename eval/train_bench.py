@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.configs import InputError, read_yaml
+from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.kernel_bench import (
     BenchConfig,
@@ -34,15 +34,13 @@ from vmonarch.eval.kernel_bench import (
     versions,
     write_json,
 )
+from vmonarch.eval.wan_models import WanModel, read_model_config
 from vmonarch.finetune.config import OptimizerConfig
 from vmonarch.finetune.models import Experts
 from vmonarch.finetune.objective import NoiseLevels, Objective, experts_of
 from vmonarch.finetune.trainer import TEXT_LENGTH, make_optimizer
-from vmonarch.grid import LatentGrid
 from vmonarch.pipelines.environment import device_name, shown_command
 
-# Of the VAE of Wan2.1: frames, and pixels of height and width, of one latent.
-SCALE = (4, 8, 8)
 METHODS = ("full", "vmonarch")
 
 
@@ -120,7 +118,7 @@ def kernels(step: TrainingStep, count: int = 24) -> list[dict[str, Any]]:
 
 
 def run_case(
-    config: dict[str, Any],
+    model: WanModel,
     frames: int,
     size: tuple[int, int],
     methods: Sequence[AttentionMethod],
@@ -130,9 +128,9 @@ def run_case(
 ) -> dict[str, Any]:
     """Measure all methods on clips of one size."""
     device = clock.device
-    latents = ((frames - 1) // SCALE[0] + 1, size[0] // SCALE[1], size[1] // SCALE[2])
-    grid = LatentGrid(*(n // patch for n, patch in zip(latents, config["patch_size"], strict=True)))
-    step = TrainingStep(config, latents, device, "bf16" if device.type == "cuda" else "fp32")
+    latents = model.latents(frames, *size, argument="--frames, --size")
+    grid = model.grid(latents)
+    step = TrainingStep(model.transformer, latents, device, "bf16" if device.type == "cuda" else "fp32")
     rows: dict[str, dict[str, Any]] = {}
     for method in methods:
         row = rows[method.label] = {"method": method.label}
@@ -212,7 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     try:
         methods = [resolve_method(name, argument="--methods") for name in options.methods]
-        config = read_yaml(options.model, group="models", argument="--model")
+        model = read_model_config(options.model, argument="--model")
+        for frames in options.frames:
+            model.latents(frames, *options.size, argument="--frames, --size")
         device = check_device(options.device)
         check_output(options.output)
     except InputError as error:
@@ -221,20 +221,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--methods must hold full, which the others are compared with")
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
-    patch = config["patch_size"]
-    for name, value, unit in zip(
-        ("HEIGHT", "WIDTH"), options.size, (SCALE[1] * patch[1], SCALE[2] * patch[2]), strict=True
-    ):
-        if value < unit or value % unit:
-            parser.error(f"--size: {name} must be a multiple of {unit}, got {value}")
-    for frames in options.frames:
-        if frames < 1 or (frames - 1) % SCALE[0]:
-            parser.error(f"--frames must be 1 more than a multiple of {SCALE[0]}, got {frames}")
+    config = model.transformer
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        rows, columns = (n // (SCALE[i] * patch[i]) for i, n in enumerate(options.size, start=1))
         shapes = tuple(
-            Shape(LatentGrid((frames - 1) // SCALE[0] + 1, rows, columns), config["num_attention_heads"])
+            Shape(model.grid(model.latents(frames, *options.size, argument="--size")), config["num_attention_heads"])
             for frames in options.frames
         )
         ahead = BenchConfig(
@@ -269,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results["left_out"].append(frames)
             continue
         height, width = options.size
-        case = run_case(config, frames, (height, width), methods, clock, options.rounds, deadline)
+        case = run_case(model, frames, (height, width), methods, clock, options.rounds, deadline)
         # The transformer and its hooks hold each other.
         gc.collect()
         results["cases"].append(case)

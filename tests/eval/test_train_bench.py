@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from vmonarch.configs import read_yaml
 from vmonarch.eval import train_bench
+from vmonarch.eval.wan_models import read_model_config
 
 TINY = """
 patch_size: [1, 2, 2]
@@ -50,8 +50,8 @@ def test_no_size_is_begun_after_the_budget(words, tmp_path):
 
 
 def test_a_step_trains_all_weights_with_the_attention_that_is_set(words, tmp_path):
-    config = read_yaml(str(tmp_path / "tiny.yaml"), group="models")
-    step = train_bench.TrainingStep(config, (2, 4, 8), torch.device("cpu"), "fp32")
+    config = read_model_config(str(tmp_path / "tiny.yaml"))
+    step = train_bench.TrainingStep(config.transformer, (2, 4, 8), torch.device("cpu"), "fp32")
     seen = []
     from vmonarch import VMonarchProcessor, apply
 
@@ -71,8 +71,8 @@ def test_a_step_trains_all_weights_with_the_attention_that_is_set(words, tmp_pat
 @pytest.mark.parametrize(
     "changes,message",
     [
-        (["--frames", "60"], "--frames must be 1 more than a multiple of 4, got 60"),
-        (["--size", "32", "60"], "WIDTH must be a multiple of 16, got 60"),
+        (["--frames", "60"], "--frames, --size must have frames 1 more than a multiple of 4, got 60"),
+        (["--size", "32", "60"], "--frames, --size must have a width that is a multiple of 16, got 60"),
         (["--methods", "vmonarch"], "--methods must hold full"),
         (["--methods", "full", "sparse"], "--methods must be one of"),
         (["--model", "wan-nothing"], "--model must be a YAML file or one of wan2.1-1.3b"),

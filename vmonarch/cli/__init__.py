@@ -23,7 +23,10 @@ COMMANDS = {
     "eval": ("vmonarch.cli.eval", "methods × prompts × seeds: quality against full attention, statistics, a report"),
     "calibrate": ("vmonarch.cli.calibrate", "what every head loses, and a plan of what every head computes"),
     "preprocess": ("vmonarch.cli.preprocess", "videos with captions to latents and text in parquet, for training"),
-    "bench": ("vmonarch.cli.bench", "time the kernels against exact attention, with a check of every result"),
+    "bench": (
+        "vmonarch.cli.bench",
+        "time kernels, or whole denoising steps, against full attention; results are checked",
+    ),
     "tune": ("vmonarch.cli.tune", "find the kernels' launch options for the chip at hand"),
     "info": ("vmonarch.cli.info", "versions, devices, the embedded model, installed extras"),
 }

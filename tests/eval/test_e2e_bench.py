@@ -1,0 +1,418 @@
+"""The end-to-end benchmark: what it measures and extrapolates, what it records of failures, what it refuses."""
+
+import copy
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+import vmonarch
+from vmonarch import VMonarchProcessor
+from vmonarch.cli import main
+from vmonarch.configs.methods import resolve_method
+from vmonarch.eval import e2e_bench
+from vmonarch.eval.e2e_bench import (
+    PARTS,
+    SETTINGS,
+    Denoiser,
+    E2EConfig,
+    Row,
+    choose_settings,
+    e2e_table,
+    measure_rows,
+    merge,
+    part_of,
+    ratio,
+    run_bench,
+    share_weights,
+    timed_parts,
+)
+from vmonarch.eval.kernel_bench import Clock
+from vmonarch.eval.wan_models import read_model
+from vmonarch.installation import is_applied
+from vmonarch.kernels.common.launch import interpreted
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
+CPU = torch.device("cpu")
+TINY = """
+num_attention_heads: 2
+attention_head_dim: 16
+in_channels: 4
+out_channels: 4
+text_dim: 8
+freq_dim: 8
+ffn_dim: 48
+num_layers: 2
+vae: {base_dim: 4, z_dim: 4, dim_mult: [1, 1, 1, 1], num_res_blocks: 1, latents_mean: [0, 0, 0, 0],
+      latents_std: [1, 1, 1, 1]}
+text_encoder: {vocab_size: 32, d_model: 8, d_kv: 4, d_ff: 16, num_layers: 1, num_heads: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny_yaml(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny.yaml"
+    path.write_text(TINY)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def document(tiny_yaml):
+    """What one run of the command wrote."""
+    output = Path(tiny_yaml).parent / "e2e.json"
+    words = ["bench", "e2e", "--model", tiny_yaml, "--settings", "5x32x64", "--rounds", "2", "--steps", "30"]
+    assert main([*words, "--device", "cpu", "--compile-backend", "eager", "--output", str(output)]) == 0
+    return json.loads(output.read_text())
+
+
+@pytest.fixture
+def bench(tiny_yaml, tmp_path):
+    """config(methods, **changes) of one tiny setting without VAE and text encoder."""
+
+    def config(*methods, **changes):
+        options = {"modes": ("eager",), "rounds": 1, "transformer_only": True, "device": "cpu", "progress": False}
+        options |= {"compile_backend": "eager", **changes}
+        settings = choose_settings(["5x32x64"], tiny_yaml)
+        return E2EConfig(tmp_path / "e2e.json", settings, tuple(map(resolve_method, methods)), **options)
+
+    return config
+
+
+def rows_of(results):
+    return {
+        (row["method"], row["mode"]): row for run in results["runs"] for case in run["cases"] for row in case["rows"]
+    }
+
+
+def test_all_rows_are_measured_and_seconds_follow_from_steps(document, tiny_yaml):
+    (run,) = document["runs"]
+    (case,) = run["cases"]
+    assert (case["grid"], case["tokens"], case["weights"]) == ([2, 2, 4], 16, "random")
+    assert run["left_out"] == [] and str(Path(tiny_yaml).parent) not in run["command"]
+    assert "no speed" in run["hardware"] and run["settings"]["steps"] == 30
+    rows = rows_of(document)
+    assert list(rows) == [(m, mode) for m in ("full", "vmonarch") for mode in ("eager", "compiled")]
+    for (method, mode), row in rows.items():
+        assert row["status"] == "ok" and row["rounds"] == 2
+        assert 0 < row["forward_s"]["min"] and 2 * row["forward_s"]["min"] <= row["step_s"]["median"]
+        assert row["denoise_s"] == pytest.approx(30 * row["step_s"]["median"])
+        extra = case["vae"]["seconds"] + 2 * case["text_encoder"]["seconds"]
+        assert extra > 0 and row["video_s"] == pytest.approx(row["denoise_s"] + extra)
+        assert list(row["parts"]) == list(PARTS) and sum(row["parts"].values()) == pytest.approx(row["parts_of_ms"])
+        if mode == "eager":
+            assert all(ms > 0 for ms in row["parts"].values())
+        if method == "full" and mode == "compiled":
+            assert row["errors"]["to_stock"] < 1e-5
+            (name,) = row["attention_operators"]
+            assert name.startswith("aten::_scaled_dot_product") and row["parts"]["attention"] > 0
+        if method == "vmonarch":
+            assert row["errors"]["to_stock"] > 1e-3, "VMonarch is another attention"
+    assert rows["vmonarch", "compiled"]["errors"]["to_eager"] < 1e-5
+
+
+def test_blocks_are_compiled_and_a_wrong_compiler_is_noticed(bench):
+    graphs = []
+
+    def watched(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return lambda *inputs: tuple(1.5 * out for out in graph(*inputs))
+
+    torch._dynamo.register_backend(watched, name="wrong_by_half")
+    results = run_bench(bench("full", modes=("compiled",), compile_backend="wrong_by_half"))
+    assert any("scaled_dot_product_attention" in target for target in graphs[0])
+    row = rows_of(results)["full", "compiled"]
+    assert row["status"] == "wrong" and "step_s" not in row, "what is wrong has no speed"
+    assert row["errors"]["to_stock"] > 0.01
+    assert e2e_bench.wrong_rows(results) and "wrong" in e2e_table(results)
+
+
+def test_blocks_that_are_not_compiled_are_not_called_compiled(bench, monkeypatch):
+    monkeypatch.setattr(WanTransformer3DModel, "compile_repeated_blocks", lambda *_, **__: None)
+    row = rows_of(run_bench(bench("full", modes=("compiled",))))["full", "compiled"]
+    assert row["status"] == "failed" and "compiled nothing" in row["problem"]
+
+
+@pytest.mark.parametrize("when", ["first call", "later"])
+def test_a_failing_method_is_recorded_and_leaves_the_others_alone(bench, monkeypatch, when):
+    calls = []
+
+    def fail(self, *inputs):
+        calls.append(inputs)
+        # Two layers: the first two forward calls are those of the preparation.
+        if when == "first call" or len(calls) > 2 * 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inputs[2]
+
+    monkeypatch.setattr(VMonarchProcessor, "attend", fail)
+    results = run_bench(bench("vmonarch", "full"))
+    rows = rows_of(results)
+    assert rows["vmonarch", "eager"]["status"] == "out of memory" and "step_s" not in rows["vmonarch", "eager"]
+    assert rows["full", "eager"]["status"] == "ok"
+    assert "out of memory" in e2e_table(results)
+    assert json.loads(Path(bench("full").output).read_text()) == json.loads(json.dumps(results))
+
+
+def test_a_vae_that_fails_leaves_the_steps(bench, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setattr(e2e_bench.WanModel, "build_vae", fail)
+    results = run_bench(bench("full", transformer_only=False))
+    assert results["runs"][0]["cases"][0]["vae"]["status"] == "out of memory"
+    row = rows_of(results)["full", "eager"]
+    assert row["denoise_s"] > 0 and row["video_s"] is None
+
+
+def test_a_model_that_cannot_be_built_fails_all_rows(bench, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setattr(e2e_bench.WanModel, "build_transformer", fail)
+    results = run_bench(bench("full", "vmonarch"))
+    assert [row["status"] for row in rows_of(results).values()] == ["out of memory"] * 2
+    assert e2e_table(results).count("| out of memory |") == 2
+
+
+def test_nothing_is_begun_after_the_budget(bench):
+    results = run_bench(bench("full", budget=1e-9))
+    assert results["runs"][0]["cases"] == []
+    (left,) = results["runs"][0]["left_out"]
+    assert left["case"] == "tiny.yaml-5x32x64" and "budget" in left["why"]
+    assert "left out: tiny.yaml-5x32x64" in e2e_table(results)
+
+
+@pytest.mark.parametrize("seconds, rounds, warm", [(2.5, 0, False), (1.2, 1, False), (0.7, 3, False), (0.3, 3, True)])
+def test_as_many_rounds_as_fit(bench, monkeypatch, seconds, rounds, warm):
+    # Two rows of two calls each, in 9 seconds: a round takes four times as long as a call.
+    steps = {name: [] for name in "ab"}
+
+    class Stub(Row):
+        def step(self):
+            steps[self.record["method"]].append(1)
+
+        def finish(self, step_ms, vae, text):
+            self.record["rounds"] = len(step_ms)
+
+    config = bench("full", rounds=3, budget=9.0)
+    stubs = []
+    for name in steps:
+        stub = Stub(config.methods[0], "eager", config, 0)
+        stub.denoiser = type("Marks", (), {"marks": []})()
+        stub.record.update(method=name, status="ok", single_forward_s=seconds)
+        stubs.append(stub)
+    case = {"vae": {}, "text_encoder": {}}
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    measure_rows(stubs, case, config, Clock(CPU), 109.0)
+    assert case["warm_up"] == warm and [len(found) for found in steps.values()] == [rounds + warm] * 2
+    for stub in stubs:
+        assert stub.record["status"] == ("ok" if rounds else "left out")
+        assert stub.record.get("rounds", 0) == rounds
+    if not rounds:
+        assert "a round of 10 s did not fit the budget of 9 s" in stubs[0].record["problem"]
+
+
+def test_rows_share_weights_and_nothing_else(tiny_yaml):
+    stock = read_model(tiny_yaml).build_transformer("transformer", CPU, torch.float32)
+    shells = [share_weights(stock) for _ in range(2)]
+    for shell in shells:
+        assert all(a is b for a, b in zip(shell.parameters(), stock.parameters(), strict=True))
+    vmonarch.apply(shells[0], VMonarchProcessor())
+    shells[0].compile_repeated_blocks(backend="eager")
+    for other in (stock, shells[1]):
+        assert not is_applied(other)
+        assert type(other.blocks[0].attn1.processor).__name__ == "WanAttnProcessor"
+        assert other.blocks[0]._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_a_step_calls_the_transformer_as_the_pipeline_does(tiny, expand):
+    """Against diffusers' `WanPipeline`, by what reaches the transformer."""
+    import dataclasses
+
+    pipe = tiny.pipeline("t2v-5b" if expand else "t2v")
+    calls = []
+
+    def note(module, args, kwargs):
+        given = {name: kwargs[name] for name in ("hidden_states", "timestep", "encoder_hidden_states")}
+        calls.append({name: value.clone() for name, value in given.items()})
+
+    pipe.transformer.register_forward_pre_hook(note, with_kwargs=True)
+    tiny.generate(pipe, steps=3)
+    expected, calls[:] = list(calls), []
+    model = read_model("wan2.1-1.3b")
+    model = dataclasses.replace(model, expand_timesteps=expand)
+    denoiser = Denoiser(
+        pipe.transformer, model, expected[0]["hidden_states"], [c["encoder_hidden_states"] for c in expected[:2]], 3,
+        Clock(CPU),
+    )  # fmt: skip
+    with torch.no_grad():
+        for _ in range(4):
+            denoiser()
+    assert len(calls) == 8 and len(denoiser.forward_ms()) == 8
+    for found, wanted in zip(calls, [*expected, *expected[:2]], strict=True):
+        for name in ("timestep", "encoder_hidden_states"):
+            torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=0)
+        assert found["hidden_states"].shape == wanted["hidden_states"].shape
+
+
+def test_parts_are_timed_around_what_they_are_named_after(tiny, monkeypatch):
+    """With a clock that only runs in attention, in projections and in the feed-forward."""
+    from diffusers.models.transformers import transformer_wan
+
+    class Ticks(Clock):
+        now = 0.0
+
+        def mark(self):
+            return Ticks.now
+
+        def between(self, start, stop):
+            return stop - start
+
+    def ticking(owner, name, ticks):
+        original = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            Ticks.now += ticks
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    model = tiny.transformer(num_layers=2)
+    ticking(transformer_wan, "dispatch_attention_fn", 100.0)
+    dispatch = transformer_wan.dispatch_attention_fn
+    ticking(VMonarchProcessor, "attend", 7.0)
+    for block in model.blocks:
+        ticking(block.attn1.to_out[0], "forward", 1.0)
+        ticking(block.ffn, "forward", 10.0)
+        ticking(block.attn1.norm_k, "forward", 0.25)
+        ticking(block.norm3, "forward", 0.5)
+    for processor, attention in ((None, 200.0), (VMonarchProcessor(), 14.0)):
+        if processor is not None:
+            vmonarch.apply(model, processor)
+        before = Ticks.now
+        with timed_parts(model, Ticks(CPU)) as milliseconds:
+            assert not model.blocks[0].attn1.norm_q._forward_hooks
+            tiny.run(model)
+        parts = e2e_bench.with_rest(milliseconds(), Ticks.now - before)
+        assert parts == {
+            "attention": attention,
+            "projections": 2.0,
+            "norms and rotary": 1.5,
+            "cross-attention": 200.0,
+            "FFN": 20.0,
+            "rest": 0.0,
+        }
+        assert transformer_wan.dispatch_attention_fn is dispatch
+        assert not any(module._forward_hooks for module in model.modules())
+        assert "attend" not in vars(model.blocks[0].attn1.processor)
+
+
+@pytest.mark.parametrize(
+    "name, shapes, part",
+    [
+        ("vmonarch::monarch_forward", [], "attention"),
+        ("vmonarch::norm_rotary_forward", [], "norms and rotary"),
+        ("aten::_scaled_dot_product_cudnn_attention", [[1, 2, 99, 12], [1, 2, 99, 12]], "attention"),
+        ("aten::_scaled_dot_product_cudnn_attention", [[1, 2, 99, 12], [1, 2, 512, 12]], "cross-attention"),
+        ("aten::addmm", [[24], [99, 24], [24, 24], [], []], "square"),
+        ("aten::addmm", [[99, 24], [99, 24], [24, 24], [], []], "square"),
+        ("aten::mm", [[512, 24], [24, 24]], "cross-attention"),
+        ("aten::addmm", [[64], [99, 24], [24, 64]], "FFN"),
+        ("aten::addmm", [[24], [99, 64], [64, 24]], "FFN"),
+        ("aten::addmm", [[144], [1, 24], [24, 144]], None),
+        ("aten::addmm", [[], [], []], None),
+        ("aten::gelu", [[99, 64]], None),
+        ("aten::scaled_dot_product_attention", [[1, 2, 99, 12], [1, 2, 99, 12]], None),
+    ],
+)
+def test_operators_of_compiled_blocks_are_told_apart(name, shapes, part):
+    assert part_of(name, shapes, tokens=99, width=24, ffn_dim=64) == part
+
+
+def test_the_table_holds_ratios_of_one_run_and_the_aims_beside_them(document, tmp_path):
+    first = copy.deepcopy(document)
+    case = first["runs"][0]["cases"][0]
+    case.update(setting=SETTINGS[0].name, aims=list(SETTINGS[0].aims), paper_s=list(SETTINGS[0].paper))
+    for row, step in zip(case["rows"], (4.0, 3.0, 2.5, 1.0), strict=True):
+        row["step_s"]["median"] = step
+    lines = e2e_table(first).splitlines()
+    line = next(line for line in lines if "vmonarch, compiled" in line)
+    assert "4.00× (aim 2.2×) | 3.00× (aim 1.8×)" in line
+    assert "| 1.60× | 1.20× |" in next(line for line in lines if "vmonarch, eager" in line)
+    assert "paper 63.4 → 47.7 s" in e2e_table(first)
+    # A later piece without full attention: its row replaces the first one's, and has nothing to be compared with.
+    second = copy.deepcopy(first)
+    piece = second["runs"][0]["cases"][0]
+    piece["rows"] = [piece["rows"][3]]
+    piece["rows"][0]["step_s"]["median"] = 0.5
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, part in zip(paths, (first, second), strict=True):
+        path.write_text(json.dumps(part))
+    assert e2e_bench.main([*map(str, paths), "--output", str(tmp_path / "all.json")]) == 0
+    together = json.loads((tmp_path / "all.json").read_text())
+    assert together == merge([first, second]) and len(together["runs"]) == 2
+    line = next(line for line in e2e_table(together).splitlines() if "vmonarch, compiled" in line)
+    assert "| 0.500 |" in line and "– (aim 2.2×)" in line
+    failed = {"status": "failed", "method": "full", "mode": "eager"}
+    assert ratio(case["rows"][3], {"rows": [failed, case["rows"][3]]}, "eager") is None
+
+
+def test_pieces_of_another_kind_are_refused(tmp_path, capsys):
+    (tmp_path / "x.json").write_text('{"format": "another"}')
+    with pytest.raises(SystemExit):
+        e2e_bench.main([str(tmp_path / "x.json"), "--output", str(tmp_path / "y.json")])
+    assert "is no JSON of `vmonarch bench e2e`" in capsys.readouterr().err
+
+
+E2E = ["bench", "e2e", "--device", "cpu", "--output", "x.json"]
+USAGE = {
+    "unknown setting": ([*E2E, "--settings", "1.3b-61x448x833"], ["--settings", "did you mean 1.3b-61x448x832?"]),
+    "size without a model": ([*E2E, "--settings", "5x32x64"], ["--settings", "with --model"]),
+    "model without sizes": ([*E2E, "--model", "wan2.1-14b"], ["--settings", "must be given with --model"]),
+    "setting twice": ([*E2E, "--settings", "5b-93x704x1280", "5b-93x704x1280"], ["--settings", "different"]),
+    "frames": ([*E2E, "--model", "wan2.1-1.3b", "--settings", "60x32x64"], ["--settings", "multiple of 4, got 60"]),
+    "height": ([*E2E, "--model", "wan2.2-5b", "--settings", "5x48x64"], ["--settings", "multiple of 32, got 48"]),
+    "unknown model": ([*E2E, "--model", "wan9", "--settings", "5x32x64"], ["--model", "hub id", "'wan9'"]),
+    "unknown method": ([*E2E, "--methods", "vmonach"], ["--methods", "did you mean vmonarch"]),
+    "method twice": ([*E2E, "--methods", "full", "full"], ["--methods", "different"]),
+    "dense steps": ([*E2E, "--methods", "vmonarch:dense_steps=2"], ["--methods", "no dense steps"]),
+    "unknown mode": ([*E2E, "--modes", "fast"], ["--modes", "eager, compiled", "fast"]),
+    "no rounds": ([*E2E, "--rounds", "0"], ["--rounds", "above 0"]),
+    "no steps": ([*E2E, "--steps", "-1"], ["--steps", "above 0"]),
+    "no budget": ([*E2E, "--budget", "0"], ["--budget", "above 0"]),
+    "output is a folder": ([*E2E[:-1], "."], ["--output", "folder"]),
+    "device": (["bench", "e2e", "--device", "tpu9"], ["--device", "cuda:N", "tpu9"]),
+    "option of the other benchmark": ([*E2E, "--shapes", "2x4x4"], ["--shapes", "only for `vmonarch bench kernels`"]),
+    "the other way round": (["bench", "kernels", "--transformer-only"], ["--transformer-only", "bench e2e"]),
+}
+
+
+@pytest.mark.parametrize(("words", "fragments"), USAGE.values(), ids=USAGE)
+def test_bad_arguments_are_named(words, fragments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    message = captured.err.strip().splitlines()[-1]
+    assert captured.out == "" and "vmonarch bench: error: " in message
+    for fragment in fragments:
+        assert fragment in message, message
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_settings_are_those_of_the_paper():
+    grids = {}
+    for setting in choose_settings(None, None):
+        model = read_model(setting.model)
+        latents = model.latents(setting.frames, setting.height, setting.width, argument="settings")
+        grids[setting.name] = (tuple(model.grid(latents)), model.transformer["num_attention_heads"])
+    assert grids == {
+        "1.3b-61x448x832": ((16, 28, 52), 12),
+        "1.3b-141x448x832": ((36, 28, 52), 12),
+        "1.3b-61x720x1280": ((16, 45, 80), 12),
+        "14b-93x704x1280": ((24, 44, 80), 40),
+        "5b-93x704x1280": ((24, 22, 40), 24),
+    }
+    assert [setting.name for setting in choose_settings(None, None, quick=True)] == ["1.3b-61x448x832"]

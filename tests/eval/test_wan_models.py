@@ -1,0 +1,110 @@
+"""Models of `configs/models/`: they are what they are named after, and random weights stand as loaded ones would."""
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from transformers import UMT5Config, UMT5EncoderModel
+
+from vmonarch.configs import InputError, preset_names
+from vmonarch.eval.wan_models import UMT5_XXL, read_model, read_model_config
+
+TINY = """
+num_attention_heads: 2
+attention_head_dim: 16
+in_channels: 4
+out_channels: 4
+text_dim: 8
+freq_dim: 8
+ffn_dim: 48
+num_layers: 2
+vae: {base_dim: 4, z_dim: 4, dim_mult: [1, 1, 1, 1], num_res_blocks: 1, latents_mean: [0, 0, 0, 0],
+      latents_std: [1, 1, 1, 1]}
+text_encoder: {vocab_size: 32, d_model: 8, d_kv: 4, d_ff: 16, num_layers: 1, num_heads: 2}
+"""
+# Parameters of the published weights: of one transformer, and of the VAE.
+PUBLISHED = {
+    "wan2.1-1.3b": (1_418_996_800, 126_892_531),
+    "wan2.1-14b": (14_288_491_584, 126_892_531),
+    "wan2.2-5b": (4_999_787_712, 704_688_668),
+    "wan2.2-a14b": (14_288_491_584, 126_892_531),
+}
+
+
+def parameters(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("name", preset_names("models"))
+def test_shipped_models_are_those_they_are_named_after(name):
+    model = read_model_config(name)
+    model.check_parts(argument="model")
+    latents = model.latents(5, 64, 96, argument="size")
+    with torch.device("meta"):
+        found = WanTransformer3DModel(**model.transformer), AutoencoderKLWan(**model.vae)
+        video = found[1].decode(torch.empty(1, model.transformer["out_channels"], *latents), return_dict=False)[0]
+    assert tuple(map(parameters, found)) == PUBLISHED[name]
+    assert video.shape == (1, 3, 5, 64, 96), "the VAE must compress as much as the latent grid says"
+    assert model.transformers == (("transformer", "transformer_2") if "a14b" in name else ("transformer",))
+    assert model.expand_timesteps == (name == "wan2.2-5b")
+
+
+def test_the_text_encoder_is_that_of_umt5_xxl():
+    with torch.device("meta"):
+        assert parameters(UMT5EncoderModel(UMT5Config(**UMT5_XXL))) == 5_680_910_336
+
+
+def test_random_weights_have_the_dtypes_of_loaded_ones(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    model = read_model(str(tmp_path / "tiny.yaml"))
+    built = model.build_transformer("transformer", torch.device("cpu"), torch.bfloat16)
+    built.save_pretrained(tmp_path / "model")
+    loaded = WanTransformer3DModel.from_pretrained(tmp_path / "model", torch_dtype=torch.bfloat16)
+    dtypes = {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
+    assert {name: tensor.dtype for name, tensor in built.state_dict().items()} == dtypes
+    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
+    assert not any(parameter.requires_grad for parameter in built.parameters())
+
+
+def test_a_pipelines_folder_brings_its_own_weights(tiny, tmp_path):
+    pipe = tiny.pipeline("t2v-2.2")
+    pipe.save_pretrained(tmp_path / "pipe")
+    model = read_model(str(tmp_path / "pipe"))
+    assert (model.name, model.boundary_ratio, model.scale) == ("pipe", 0.9, (4, 8, 8))
+    device = torch.device("cpu")
+    for name in ("transformer", "transformer_2"):
+        loaded = model.build_transformer(name, device, torch.float32)
+        assert torch.equal(loaded.proj_out.weight, getattr(pipe, name).proj_out.weight)
+    assert torch.equal(model.build_vae(device).decoder.conv_in.weight, pipe.vae.decoder.conv_in.weight)
+    encoder = model.build_text_encoder(device, torch.float32)
+    assert torch.equal(encoder.shared.weight, pipe.text_encoder.shared.weight)
+
+
+BAD = {
+    "unknown key": ("heads: 2", "heads"),
+    "unknown key of the VAE": ("vae: {z_dims: 4}", "vae.z_dims (did you mean z_dim?)"),
+    "unknown key of the text encoder": ("text_encoder: {width: 4}", "text_encoder.width"),
+    "a VAE that is no mapping": ("vae: wan", "a mapping as vae, got 'wan'"),
+    "boundary": ("boundary_ratio: 875", "boundary_ratio between 0 and 1, got 875"),
+    "timesteps": ("expand_timesteps: 3", "true or false as expand_timesteps, got 3"),
+    "image-to-video": ("image_dim: 1280", "supported: text-to-video models"),
+}
+
+
+@pytest.mark.parametrize("contents, message", BAD.values(), ids=BAD)
+def test_bad_configs_are_refused_by_key(tmp_path, contents, message):
+    (tmp_path / "bad.yaml").write_text(contents)
+    with pytest.raises(InputError) as caught:
+        read_model(str(tmp_path / "bad.yaml"))
+    assert caught.value.argument == "model" and message in str(caught.value)
+
+
+@pytest.mark.parametrize("contents, message", [("", "in_channels"), ("vae: {z_dim: 16}\ntext_dim: 8", "text_dim")])
+def test_parts_that_do_not_fit_the_transformer_are_refused(tmp_path, contents, message):
+    (tmp_path / "bad.yaml").write_text(contents or "in_channels: 36")
+    with pytest.raises(InputError, match=message):
+        read_model(str(tmp_path / "bad.yaml")).check_parts(argument="model")
+
+
+def test_no_such_model():
+    with pytest.raises(InputError, match="wan2.1-1.3b.*hub id.*'wan2.2-5' \\(did you mean wan2.2-5b\\?\\)"):
+        read_model("wan2.2-5")
