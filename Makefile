@@ -40,7 +40,7 @@ finetune-demo: $(READY)
 		--output-dir outputs/finetune-demo/compare
 
 test: $(READY)
-	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m "not gpu"
+	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations 20 -m "not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .
