@@ -153,7 +153,7 @@ def centroids(
     min_mass: float,
 ) -> torch.Tensor:
     """The centroid queries z = αR / max(cR, min_mass) of all positions [G, b, m, D], by `l_step`, a chunk at a time."""
-    position_chunks, row_chunks = _in_chunks(query.shape[0], *query.shape[1:3], aL.shape[2])
+    position_chunks, row_chunks = _in_chunks(query.shape[0], query.shape[1], query.shape[2], aL.shape[2])
     z = []
     for j in position_chunks:
         sums = [
@@ -183,7 +183,7 @@ def output(
     out_exact: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [G, b, l, E], lse [G, b, l]) of all positions, by `last_l_step`, a chunk at a time."""
-    position_chunks, row_chunks = _in_chunks(query.shape[0], *query.shape[1:3], aL.shape[2])
+    position_chunks, row_chunks = _in_chunks(query.shape[0], query.shape[1], query.shape[2], aL.shape[2])
     outs, lses = [], []
     for j in position_chunks:
         parts = [
@@ -264,7 +264,6 @@ def monarch_attention_reference(
     q = layout.to_blocks(query.to(compute_dtype) * scale)  # [B, H, m, b, D]
     k = layout.to_blocks(key.to(compute_dtype))
     v = layout.to_blocks(value.to(compute_dtype))
-    m, b = layout.blocks, layout.positions
 
     key_bias = None
     if layout.valid is not None or key_mask is not None:
