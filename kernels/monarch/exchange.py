@@ -27,6 +27,25 @@ def _aligned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
+@dataclass(frozen=True)
+class Peers:
+    """The other ranks of a group, as an exchange sees them from this rank.
+
+    Args:
+        device: of all tensors.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    rank: int
+    size: int
+
+    def lists(self, flat: Sequence[Any], kinds: int) -> list[list[Any]]:
+        """A flat list of pieces of so many tensors, by rank; an empty list for this rank."""
+        by_peer = [list(flat[n * kinds : (n + 1) * kinds]) for n in range(self.size - 1)]
+        return [*by_peer[: self.rank], [], *by_peer[self.rank :]]
+
+
 class _Message:
     """Pieces under way, sent when the object is made.
 
@@ -37,37 +56,38 @@ class _Message:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        peers: Peers,
         sent: Sequence[Sequence[torch.Tensor]],
         shapes: Sequence[Sequence[Shape]],
         dtypes: Sequence[torch.dtype],
     ) -> None:
         self.shapes, self.dtypes = shapes, dtypes
-        self.sizes = [
+        sizes = [
             sum(_aligned_bytes(shape, dtype) for shape, dtype in zip(pieces, dtypes, strict=False)) for pieces in shapes
         ]
         sizes_sent = [sum(_aligned_bytes(piece.shape, piece.dtype) for piece in pieces) for pieces in sent]
-        # Kept until the exchange is over.
-        self.buffer = torch.empty(sum(sizes_sent), dtype=torch.uint8, device=device)
-        self.received = torch.empty(sum(self.sizes), dtype=torch.uint8, device=device)
+        buffer, received = (
+            torch.empty(sum(bytes_), dtype=torch.uint8, device=peers.device) for bytes_ in (sizes_sent, sizes)
+        )
         start = 0
         with torch.no_grad():
             for piece in (piece for pieces in sent for piece in pieces):
-                _part(self.buffer, start, piece.shape, piece.dtype).copy_(piece)
+                _part(buffer, start, piece.shape, piece.dtype).copy_(piece)
                 start += _aligned_bytes(piece.shape, piece.dtype)
-        self.work = dist.all_to_all_single(
-            self.received, self.buffer, self.sizes, sizes_sent, group=group, async_op=True
-        )
+        work = dist.all_to_all_single(received, buffer, sizes, sizes_sent, group=peers.group, async_op=True)
+        self.under_way: tuple[Any, torch.Tensor, torch.Tensor] | None = work, received, buffer
 
     def wait(self) -> list[torch.Tensor]:
-        """The received pieces, by rank and then by tensor, views of one buffer."""
-        if self.work is not None:
-            self.work.wait()
+        """The received pieces, by rank and then by tensor, views of one buffer; once."""
+        assert self.under_way is not None
+        work, received, _ = self.under_way
+        self.under_way = None
+        if work is not None:
+            work.wait()
         pieces, start = [], 0
         for shapes in self.shapes:
             for shape, dtype in zip(shapes, self.dtypes, strict=False):
-                pieces.append(_part(self.received, start, shape, dtype))
+                pieces.append(_part(received, start, shape, dtype))
                 start += _aligned_bytes(shape, dtype)
         return pieces
 
@@ -81,35 +101,33 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, message: _Message, link: Link, differentiable: Sequence[bool], token: torch.Tensor, *sent
+        ctx: Any, message: _Message, peers: Peers, differentiable: Sequence[bool], token: torch.Tensor, *sent
     ) -> tuple[torch.Tensor, ...]:
         received = message.wait()
         ctx.set_materialize_grads(False)
-        ctx.link, ctx.differentiable, ctx.dtypes = link, differentiable, message.dtypes
-        ctx.shapes_sent = link.by_peer([tuple(piece.shape) for piece in sent], len(differentiable))
-        ctx.shapes_received = link.by_peer([tuple(piece.shape) for piece in received], len(differentiable))
-        kinds = link.peers * len(differentiable)
-        flags = [differentiable[n % len(differentiable)] for n in range(kinds)]
+        ctx.peers, ctx.differentiable, ctx.dtypes = peers, differentiable, message.dtypes
+        ctx.shapes_sent = peers.lists([tuple(piece.shape) for piece in sent], len(differentiable))
+        ctx.shapes_received = peers.lists([tuple(piece.shape) for piece in received], len(differentiable))
+        flags = [*differentiable] * (peers.size - 1)
         ctx.mark_non_differentiable(*(piece for piece, flag in zip(received, flags, strict=True) if not flag))
         return token.clone(), *received
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_token: torch.Tensor | None, *grads: torch.Tensor | None):
-        link, kinds = ctx.link, [n for n, flag in enumerate(ctx.differentiable) if flag]
+        peers, kinds = ctx.peers, [n for n, flag in enumerate(ctx.differentiable) if flag]
         sent = [
             [
-                torch.zeros(shapes[n], dtype=ctx.dtypes[n], device=link.device) if pieces[n] is None else pieces[n]
+                torch.zeros(shapes[n], dtype=ctx.dtypes[n], device=peers.device) if pieces[n] is None else pieces[n]
                 for n in kinds
                 if shapes
             ]
-            for pieces, shapes in zip(link.by_peer(grads, len(ctx.differentiable)), ctx.shapes_received, strict=True)
+            for pieces, shapes in zip(peers.lists(grads, len(ctx.differentiable)), ctx.shapes_received, strict=True)
         ]
         shapes = [[pieces[n] for n in kinds if pieces] for pieces in ctx.shapes_sent]
-        dtypes = [ctx.dtypes[n] for n in kinds]
-        received = iter(_Message(link.group, link.device, sent, shapes, dtypes).wait())
-        d_sent = [next(received) if flag else None for _ in range(link.peers) for flag in ctx.differentiable]
-        return None, None, None, torch.zeros(0, device=link.device), *d_sent
+        received = iter(_Message(peers, sent, shapes, [ctx.dtypes[n] for n in kinds]).wait())
+        d_sent = [next(received) if flag else None for _ in range(peers.size - 1) for flag in ctx.differentiable]
+        return None, None, None, torch.zeros(0, device=peers.device), *d_sent
 
 
 class _Close(torch.autograd.Function):
@@ -137,10 +155,11 @@ class Transfer:
 
     def finish(self) -> list[list[torch.Tensor]]:
         """By rank, the pieces that came from it; none from this rank."""
-        link = self.link
+        link, peers = self.link, self.link.peers
         flat = [piece for pieces in self.sent for piece in pieces]
-        link.token, *received = _Exchange.apply(self.message, link, self.differentiable, link.token, *flat)
-        return link.by_peer(received, len(self.differentiable))
+        # A graph that held the link would hold the last token, and so itself.
+        link.token, *received = _Exchange.apply(self.message, peers, self.differentiable, link.token, *flat)
+        return peers.lists(received, len(self.differentiable))
 
 
 @dataclass(frozen=True)
@@ -163,7 +182,7 @@ class Redistribution:
 
     def finish(self) -> list[torch.Tensor]:
         received = self.transfer.finish()
-        received[self.transfer.link.rank] = self.own
+        received[self.transfer.link.peers.rank] = self.own
         return [torch.cat([pieces[n] for pieces in received], cat_dim) for n, cat_dim in enumerate(self.cat_dims)]
 
 
@@ -179,15 +198,8 @@ class Link:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, requires_grad: bool) -> None:
-        self.group, self.device = group, device
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.peers = self.size - 1
+        self.peers = Peers(group, device, dist.get_rank(group), dist.get_world_size(group))
         self.token = torch.zeros(0, device=device, requires_grad=requires_grad)
-
-    def by_peer(self, flat: Sequence[Any], kinds: int) -> list[list[Any]]:
-        """A flat list of pieces of so many tensors, by rank; an empty list for this rank."""
-        per_peer = [list(flat[n * kinds : (n + 1) * kinds]) for n in range(self.peers)]
-        return [*per_peer[: self.rank], [], *per_peer[self.rank :]]
 
     def start(
         self,
@@ -202,7 +214,7 @@ class Link:
             shapes: by rank, the shapes of the pieces that will come from it.
             differentiable: for every tensor, whether gradients flow back; the same on all ranks.
         """
-        return Transfer(self, _Message(self.group, self.device, sent, shapes, dtypes), sent, differentiable)
+        return Transfer(self, _Message(self.peers, sent, shapes, dtypes), sent, differentiable)
 
     def redistribute(self, moved: Sequence[Moved], split: Sequence[int], cat: Sequence[int]) -> Redistribution:
         """Begin to split tensors among the ranks along one dimension, to be joined along another.
@@ -212,17 +224,19 @@ class Link:
             cat: by rank, the size along `cat_dim` that it has.
         """
         parts = [m.tensor.split(list(split), m.split_dim) for m in moved]
-        others = [r for r in range(self.size) if r != self.rank]
-        sent: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
-        shapes: list[list[Shape]] = [[] for _ in range(self.size)]
-        for r in others:
+        rank, size = self.peers.rank, self.peers.size
+        sent: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        shapes: list[list[Shape]] = [[] for _ in range(size)]
+        for r in range(size):
+            if r == rank:
+                continue
             sent[r] = [part[r] for part in parts]
             for m, part in zip(moved, parts, strict=True):
-                shape = list(part[self.rank].shape)
+                shape = list(part[rank].shape)
                 shape[m.cat_dim] = cat[r]
                 shapes[r].append(tuple(shape))
         transfer = self.start(sent, shapes, [m.tensor.dtype for m in moved], tuple(m.differentiable for m in moved))
-        return Redistribution(transfer, [part[self.rank] for part in parts], [m.cat_dim for m in moved])
+        return Redistribution(transfer, [part[rank] for part in parts], [m.cat_dim for m in moved])
 
     def close(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The results of the call, whose backward pass runs all exchanges, whether they need what came or not."""

@@ -287,7 +287,7 @@ class _ExactPart:
         self.key_frames = call.key_frames
         self.frames = [l for l in call.own_frames if self.key_frames[l]]
         routes = exact_routes(self.key_frames, call.frames)
-        ranks, me = range(link.size), call.rank
+        ranks, me = range(link.peers.size), call.rank
         self.asked = routes.queries[me]
         self.answered = [routes.queries[r][me] for r in ranks]
         self.borrowed = routes.keys[me]
@@ -320,7 +320,7 @@ class _ExactPart:
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(out [B, n, b, H, E], lse [B, H, n, b]) of the n frames `self.frames`; None if there are none."""
-        received: list[list[torch.Tensor]] = [[]] * self.link.size
+        received: list[list[torch.Tensor]] = [[]] * self.link.peers.size
         if self.transfer is not None:
             received = self.transfer.finish()
         answers = self._answer(received) if self.queries_travel else None
@@ -347,7 +347,7 @@ class _ExactPart:
             key_frames = tuple(tuple(k - own.start for k in self.key_frames[l] if k in own) for l in frames)
             out, lse = stages.exact(queries, self.key, self.value, key_frames)
         numbers = [len(asked) for asked in self.answered]
-        others = [r != self.call.rank for r in range(self.link.size)]
+        others = [r != self.call.rank for r in range(self.link.peers.size)]
         pieces = zip(others, out.split(numbers, 1), lse.split(numbers, 2), strict=True)
         return self.link.start(
             [[o, w] if other else [] for other, o, w in pieces],
@@ -488,11 +488,11 @@ def frame_parallel_vmonarch_attention(
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("frame_parallel_vmonarch_attention needs torch.distributed.init_process_group first")
     group = dist.group.WORLD if group is None else group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise RuntimeError("this process is not a member of the group that it calls with")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
     rank = dist.get_rank(group)
-    if rank < 0:
-        raise RuntimeError("this process is not a member of the group that it calls with")
     try:
         check_qkv(query, key, value, same_length=True)
         grid = LatentGrid.parse(grid)

@@ -80,7 +80,7 @@ class _RStep(torch.autograd.Function):
             dz = _zeros(rows)
             arguments = dict(dq=dz)
         else:
-            # The kernel takes z for αR / max(cR, min_mass): with cR = 1, the gradient of αR is that of z. dq is not read.
+            # The kernel takes z for αR / max(cR, min_mass): where cR = 1, daR is dz. It does not touch this dq.
             dz, ones = torch.empty_like(rows), torch.ones_like(_rows(cL))
             arguments = dict(dq=dk, cR=ones, daR=dz, dcR=torch.empty_like(ones))
         step.backward(

@@ -1,31 +1,34 @@
-"""What one rank does for test_frame_parallel.py: run every case and save results, errors and bytes sent.
+"""What one of three ranks does for test_frame_parallel.py: run its cases, save results, errors and bytes sent.
 
-Arguments: rank, number of ranks, folder.
+Arguments: rank, folder.
 """
 
+import datetime
+import gc
 import sys
+import weakref
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from vmonarch import ExactBlocks
 from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
 
-# For 2 and for 3 ranks: how many of the 5 frames each has.
+RANKS = 3
+# Of groups of 2 and of 3 ranks: how many of the 5 frames each has.
 FRAMES = {2: (2, 3), 3: (1, 3, 1)}
-GRID = (5, 3, 5)
-# Batch and heads.
-SIZES = (2, 3)
+# Latent grid, batch and heads.
+SIZES = ((5, 3, 5), 2, 3)
 # The interpreter is slow.
-TRITON_GRID, TRITON_SIZES = (5, 2, 3), (1, 2)
+TRITON_SIZES = ((5, 1, 5), 1, 2)
 DIM, VALUE_DIM = 4, 6
 
-CASES = {
+OF_TWO = {
     "paper": dict(),
     "one-iteration": dict(num_iterations=1),
     "three-iterations": dict(num_iterations=3, exact=None),
-    "no-exact-block": dict(exact=None),
     "coarse": dict(coarse=2, num_iterations=3),
     "entropy-gradient": dict(entropy_grad=True, exact=None),
     "strong-clamp": dict(min_mass=1.0, scale=0.9),
@@ -37,117 +40,172 @@ CASES = {
     "last-rows-aware": dict(exact=ExactBlocks(rows=(3, 4)), num_iterations=3),
     "rows-and-columns": dict(exact=ExactBlocks(rows=(1,), columns=(0, 4)), coarse=2),
     "all-exact": dict(exact=ExactBlocks(band=4)),
-    "uneven": dict(frames=(4, 1), exact=ExactBlocks(columns=(1, 4))),
-    "fewer-positions-than-ranks": dict(grid=(5, 1, 1), exact=ExactBlocks(band=1)),
+    "one-frame-at-rank-1": dict(frames=(4, 1), exact=ExactBlocks(columns=(1, 4))),
+    "bfloat16": dict(dtype=torch.bfloat16, exact=ExactBlocks(band=1)),
 }
-OF_THREE_RANKS = ("paper", "band", "rows-and-columns", "fewer-positions-than-ranks")
-TRITON_CASES = {
-    "triton-paper": dict(),
-    "triton-coarse": dict(coarse=2, entropy_grad=True, num_iterations=3, exact=None),
-    "triton-band": dict(exact=ExactBlocks(band=1), scale=-0.3),
-    "triton-rows-aware": dict(exact=ExactBlocks(rows=(0, 3))),
-    "triton-columns-unaware": dict(exact=ExactBlocks(rows=(4,), columns=(0,), aware=False), num_iterations=1),
+OF_TWO_BY_KERNELS = {
+    "kernels-paper": dict(),
+    "kernels-coarse": dict(coarse=2, entropy_grad=True, num_iterations=3, exact=None),
+    "kernels-band": dict(exact=ExactBlocks(band=1), scale=-0.3),
+    "kernels-rows-aware": dict(exact=ExactBlocks(rows=(0, 3))),
+    "kernels-columns-unaware": dict(exact=ExactBlocks(rows=(4,), columns=(0,), aware=False), num_iterations=1),
 }
-RESULTS = ("out", "lse", "dq", "dk", "dv")
+OF_THREE = {
+    "three-ranks": dict(),
+    "three-ranks-band": dict(exact=ExactBlocks(band=1)),
+    "three-ranks-rows-and-columns": dict(exact=ExactBlocks(rows=(1,), columns=(0, 4)), coarse=2),
+    "fewer-positions-than-ranks": dict(sizes=((5, 1, 2), 2, 3), exact=ExactBlocks(band=1)),
+}
 
 
-def cases(ranks):
-    """name -> (grid, frames of each rank, batch and heads, dtype, options)."""
-    chosen = {name: CASES[name] for name in OF_THREE_RANKS} if ranks == 3 else {**CASES, **TRITON_CASES}
+def _cases():
+    """name -> (frames of each rank, sizes, dtype, options)."""
     table = {}
-    for name, options in chosen.items():
-        options = dict(options)
-        frames = options.pop("frames", FRAMES[ranks])
-        if name in TRITON_CASES:
-            table[name] = TRITON_GRID, frames, TRITON_SIZES, torch.float32, dict(options, implementation="triton")
-        else:
-            grid = options.pop("grid", GRID)
-            table[name] = grid, frames, SIZES, torch.float64, dict(options, implementation="torch")
+    for name, options in {**OF_TWO, **OF_TWO_BY_KERNELS, **OF_THREE}.items():
+        options, kernels = dict(options), name in OF_TWO_BY_KERNELS
+        frames = options.pop("frames", FRAMES[3 if name in OF_THREE else 2])
+        sizes = options.pop("sizes", TRITON_SIZES if kernels else SIZES)
+        dtype = options.pop("dtype", torch.float32 if kernels else torch.float64)
+        options["implementation"] = "triton" if kernels else "torch"
+        table[name] = frames, sizes, dtype, dict(options, grid=sizes[0])
     return table
 
 
-def tensors(grid, sizes, dtype):
-    """(query, key, value, grad_out, grad_lse) of the whole video."""
+CASES = _cases()
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+def tensors(sizes, dtype):
+    """(query, key, value, grad_out, grad_lse) of the whole video, the same numbers in every dtype."""
     generator = torch.Generator().manual_seed(0)
-    S, (B, H) = grid[0] * grid[1] * grid[2], sizes
+    (T, height, width), B, H = sizes
+    S = T * height * width
     shapes = [*((B, S, H, dim) for dim in (DIM, DIM, VALUE_DIM, VALUE_DIM)), (B, H, S)]
-    return [(1.5 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype) for shape in shapes]
+    return [(1.5 * torch.randn(shape, generator=generator)).bfloat16().to(dtype) for shape in shapes]
 
 
 def with_gradients(attention, query, key, value, grad_out, grad_lse):
+    """(out, lse, dq, dk, dv) of an attention that returns (out, lse)."""
     inputs = [x.detach().clone().requires_grad_(True) for x in (query, key, value)]
     out, lse = attention(*inputs)
-    torch.autograd.backward((out, lse), (grad_out, grad_lse))
-    return dict(zip(RESULTS, (out.detach(), lse.detach(), *(x.grad for x in inputs)), strict=True))
+    torch.autograd.backward((out, lse), (grad_out, grad_lse.to(lse.dtype)))
+    return [out.detach(), lse.detach(), *(x.grad for x in inputs)]
 
 
-def own_slices(grid, frames, rank, query, key, value, grad_out, grad_lse):
-    b = grid[1] * grid[2]
+def own_slices(sizes, frames, rank, query, key, value, grad_out, grad_lse):
+    """What a rank has of `tensors`."""
+    b = sizes[0][1] * sizes[0][2]
     start, stop = b * sum(frames[:rank]), b * sum(frames[: rank + 1])
     return [*(x[:, start:stop] for x in (query, key, value, grad_out)), grad_lse[:, :, start:stop]]
 
 
+class Kept:
+    """What stands for a saved tensor."""
+
+    def __init__(self, tensor):
+        # With its graph it would keep itself.
+        self.tensor = tensor.detach()
+
+
+def leaked(attention, own):
+    """(tensors that a call saves for its backward pass, those that outlive its results)."""
+    saved = []
+
+    def pack(tensor):
+        kept = Kept(tensor)
+        saved.append(weakref.ref(kept))
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        results = attention(*(x.clone().requires_grad_(True) for x in own[:3]))
+    del results
+    gc.collect()
+    return len(saved), sum(reference() is not None for reference in saved)
+
+
 class Counted:
-    """Bytes that this rank sends to others through `all_to_all_single`."""
+    """`all_to_all_single`, which counts the bytes that this rank sends to others."""
 
     def __init__(self):
         self.bytes, self.all_to_all_single = 0, dist.all_to_all_single
 
-    def __call__(self, output, tensor, output_splits, input_splits, **options):
+    def __call__(self, output, tensor, output_splits, input_splits, *, group, **options):
         assert tensor.dtype == torch.uint8 and sum(input_splits) == tensor.numel()
-        self.bytes += sum(size for r, size in enumerate(input_splits) if r != dist.get_rank())
-        return self.all_to_all_single(output, tensor, output_splits, input_splits, **options)
+        self.bytes += sum(size for r, size in enumerate(input_splits) if r != dist.get_rank(group))
+        return self.all_to_all_single(output, tensor, output_splits, input_splits, group=group, **options)
 
-    def since(self):
+    def since_last(self):
         count, self.bytes = self.bytes, 0
         return count
 
 
-def error_of(function, *arguments, **options):
+def error_of(*tensors, **options):
     try:
-        function(*arguments, **options)
-    except (ValueError, TypeError, NotImplementedError) as error:
+        frame_parallel_vmonarch_attention(*tensors, **options)
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-def disagreements(rank, ranks):
-    """name -> the message that this rank gets where rank 1 departs from the others."""
-    frames = FRAMES[ranks]
-    own = own_slices(GRID, frames, rank, *tensors(GRID, SIZES, torch.float32))[:3]
-    other = rank == 1
-    attention = frame_parallel_vmonarch_attention
+def disagreements(rank, group):
+    """name -> the message that this rank gets where rank 1 of three departs from the others."""
+    query, key, value, *_ = own_slices(SIZES, FRAMES[3], rank, *tensors(SIZES, torch.float32))
+    qkv, grid, other = (query, key, value), SIZES[0], rank == 1
     return {
-        "first-call": error_of(attention, *own, grid=(5, 3, 4) if other else GRID),
-        "grid": error_of(attention, *own, grid=(6, 3, 5) if other else GRID),
-        "option": error_of(attention, *own, grid=GRID, num_iterations=3 if other else 2),
-        "exact": error_of(attention, *own, grid=GRID, exact=ExactBlocks(band=1) if other else None),
-        "dtype": error_of(attention, *(x.double() if other else x for x in own), grid=GRID),
-        "gradients": error_of(attention, *(x.clone().requires_grad_(other) for x in own), grid=GRID),
-        "frames": error_of(attention, *own, grid=(7, 3, 5)),
+        "refusal": error_of(*qkv, grid=(5, 3, 4) if other else grid, group=group),
+        "unknown-frame": error_of(*qkv, grid=grid, exact=ExactBlocks(rows=(5 if other else 4,)), group=group),
+        "grid": error_of(*qkv, grid=(5, 5, 3) if other else grid, group=group),
+        "option": error_of(*qkv, grid=grid, num_iterations=3 if other else 2, group=group),
+        "exact": error_of(*qkv, grid=grid, exact=ExactBlocks(band=1) if other else None, group=group),
+        "dtype": error_of(*(x.double() if other else x for x in qkv), grid=grid, group=group),
+        "heads": error_of(*(x[:, :, :2] if other else x for x in qkv), grid=grid, group=group),
+        "gradients": error_of(*(x.clone().requires_grad_(other) for x in qkv), grid=grid, group=group),
+        "frames": error_of(*qkv, grid=(7, 3, 5), group=group),
+        "kernels": error_of(*(x.double() for x in qkv), grid=grid, implementation="triton", group=group),
+        "group": error_of(*qkv, grid=grid, group="world"),
     }
 
 
 def main():
-    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    pair = dist.new_group([0, 1])
+    report = {"errors": disagreements(rank, None), "results": {}, "sent": {}, "sent_in_training": {}}
     counted = dist.all_to_all_single = Counted()
-    results, sent, sent_with_gradients = {}, {}, {}
-    errors = disagreements(rank, ranks)
-    for name, (grid, frames, sizes, dtype, options) in cases(ranks).items():
-        attention = lambda *qkv, o=options, g=grid: frame_parallel_vmonarch_attention(
-            *qkv, grid=g, return_lse=True, **o
-        )
-        own = own_slices(grid, frames, rank, *tensors(grid, sizes, dtype))
-        counted.since()
+    for name, (frames, sizes, dtype, options) in CASES.items():
+        if rank >= len(frames):
+            report["outsider"] = error_of(*tensors(sizes, dtype)[:3], group=pair, **options)
+            continue
+
+        group = pair if len(frames) == 2 else None
+
+        def attention(*qkv, group=group, options=options):
+            return frame_parallel_vmonarch_attention(*qkv, return_lse=True, group=group, **options)
+
+        own = own_slices(sizes, frames, rank, *tensors(sizes, dtype))
+        counted.since_last()
         with torch.no_grad():
-            inference = attention(*own[:3])
-        sent[name] = counted.since()
-        results[name] = with_gradients(attention, *own)
-        sent_with_gradients[name] = counted.since()
-        results[name]["inference"] = inference[0]
-    report = {"results": results, "sent": sent, "sent_with_gradients": sent_with_gradients, "errors": errors}
+            out, lse = attention(*own[:3])
+        report["sent"][name] = counted.since_last()
+        results = with_gradients(attention, *own)
+        report["sent_in_training"][name] = counted.since_last()
+        assert torch.equal(results[0], out) and torch.equal(results[1], lse)
+        report["results"][name] = results
+        if name == "three-ranks-band":
+            report["results"]["checkpointed"] = with_gradients(
+                lambda *qkv, attention=attention: checkpoint(attention, *qkv, use_reentrant=False), *own
+            )
+            value = own[2].clone().requires_grad_(True)
+            attention(own[0], own[1], value)[0].backward(own[3])
+            report["dv_alone"] = value.grad
+            report["leaked"] = leaked(attention, own)
     torch.save(report, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
