@@ -318,17 +318,19 @@ class _ExactPart:
                 (True, True, True),
             )
 
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def finish(self) -> tuple[torch.Tensor, ...] | None:
         """(out [B, n, b, H, E], lse [B, H, n, b]) of the n frames `self.frames`; None if there are none."""
         received: list[list[torch.Tensor]] = [[]] * self.link.peers.size
         if self.transfer is not None:
             received = self.transfer.finish()
-        answers = self._answer(received) if self.queries_travel else None
-        parts = self._at_home(received)
-        if answers is not None:
-            for frames, pieces in zip(self.asked, answers.finish(), strict=True):
-                for n, l in enumerate(frames):
-                    parts[l].append((pieces[0][:, n], pieces[1][:, :, n]))
+        if not self.queries_travel:
+            return self._at_home(received)[1] if self.frames else None
+        answers = self._answer(received)
+        frames, here = self._at_home(received)
+        parts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {l: [] for l in self.frames}
+        for of, pieces in [(frames, here), *zip(self.asked, answers.finish(), strict=True)]:
+            for n, l in enumerate(of):
+                parts[l].append((pieces[0][:, n], pieces[1][:, :, n]))
         if not self.frames:
             return None
         merged = [merge_partials(*parts[l]) if len(parts[l]) > 1 else parts[l][0] for l in self.frames]
@@ -359,8 +361,8 @@ class _ExactPart:
             (True, True),
         )
 
-    def _at_home(self, received: list[list[torch.Tensor]]) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """What the keys of this rank and those lent to it say to every frame of `self.frames`, if anything."""
+    def _at_home(self, received: list[list[torch.Tensor]]) -> tuple[list[int], tuple[torch.Tensor, ...]]:
+        """Frames that attend to keys of this rank or lent to it, and (out, lse) of what these keys say to them."""
         own, key, value = self.call.own_frames, self.key, self.value
         here = [*own, *(k for frames in self.borrowed for k in frames)]
         if len(here) > len(own):
@@ -369,13 +371,10 @@ class _ExactPart:
         place = {k: n for n, k in enumerate(here)}
         key_frames = {l: tuple(sorted(place[k] for k in self.key_frames[l] if k in place)) for l in self.frames}
         frames = [l for l in self.frames if key_frames[l]]
-        parts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {l: [] for l in self.frames}
-        if frames:
-            queries = _frames(self.query, [l - own.start for l in frames], 1)
-            out, lse = self.stages.exact(queries, key, value, tuple(key_frames[l] for l in frames))
-            for n, l in enumerate(frames):
-                parts[l].append((out[:, n], lse[:, :, n]))
-        return parts
+        if not frames:
+            return frames, ()
+        queries = _frames(self.query, [l - own.start for l in frames], 1)
+        return frames, self.stages.exact(queries, key, value, tuple(key_frames[l] for l in frames))
 
 
 def _run(
@@ -415,7 +414,7 @@ def _run(
     moved = [Moved(o, 1, 2), Moved(lse, 2, 3)]
     o, lse = link.redistribute(moved, call.frames, call.positions).finish()
     if part is not None:
-        o, lse = _with_exact(o, lse, *part, rows, call.whole_rows)
+        o, lse = _with_exact(o, lse, part[0], part[1], rows, call.whole_rows)
     out, lse = link.close(o.flatten(1, 2).to(query.dtype), lse.flatten(2, 3))
     return out, lse
 

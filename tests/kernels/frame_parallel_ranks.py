@@ -17,12 +17,12 @@ from vmonarch import ExactBlocks
 from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
 
 RANKS = 3
-# Of groups of 2 and of 3 ranks: how many of the 5 frames each has.
-FRAMES = {2: (2, 3), 3: (1, 3, 1)}
+# Of groups of 1, 2 and 3 ranks: how many of the 5 frames each has.
+FRAMES = {1: (5,), 2: (2, 3), 3: (1, 3, 1)}
 # Latent grid, batch and heads.
 SIZES = ((5, 3, 5), 2, 3)
 # The interpreter is slow.
-TRITON_SIZES = ((5, 1, 5), 1, 2)
+TRITON_SIZES = ((5, 1, 3), 1, 2)
 DIM, VALUE_DIM = 4, 6
 
 OF_TWO = {
@@ -40,6 +40,7 @@ OF_TWO = {
     "last-rows-aware": dict(exact=ExactBlocks(rows=(3, 4)), num_iterations=3),
     "rows-and-columns": dict(exact=ExactBlocks(rows=(1,), columns=(0, 4)), coarse=2),
     "all-exact": dict(exact=ExactBlocks(band=4)),
+    "alone": dict(frames=FRAMES[1], exact=ExactBlocks(rows=(0,), columns=(2,))),
     "one-frame-at-rank-1": dict(frames=(4, 1), exact=ExactBlocks(columns=(1, 4))),
     "bfloat16": dict(dtype=torch.bfloat16, exact=ExactBlocks(band=1)),
 }
@@ -176,18 +177,16 @@ def main():
         world_size=RANKS,
         timeout=datetime.timedelta(seconds=120),
     )
-    pair = dist.new_group([0, 1])
+    groups = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), 3: None}
     report = {"errors": disagreements(rank, None), "results": {}, "sent": {}, "sent_in_training": {}}
     counted = dist.all_to_all_single = Counted()
     for name, (frames, sizes, dtype, options) in CASES.items():
         if rank >= len(frames):
-            report["outsider"] = error_of(*tensors(sizes, dtype)[:3], group=pair, **options)
+            report["outsider"] = error_of(*tensors(sizes, dtype)[:3], group=groups[len(frames)], **options)
             continue
 
-        group = pair if len(frames) == 2 else None
-
-        def attention(*qkv, group=group, options=options):
-            return frame_parallel_vmonarch_attention(*qkv, return_lse=True, group=group, **options)
+        def attention(*qkv, frames=frames, options=options):
+            return frame_parallel_vmonarch_attention(*qkv, return_lse=True, group=groups[len(frames)], **options)
 
         own = own_slices(sizes, frames, rank, *tensors(sizes, dtype))
         counted.since_last()

@@ -1,6 +1,6 @@
 """VMonarch attention over several processes, forward and backward, against `vmonarch_attention` on one.
 
-Three gloo processes run all cases in one go (`frame_parallel_ranks.py`), those of two ranks in a group of two.
+Three gloo processes run all cases in one go (`frame_parallel_ranks.py`), those of fewer ranks in smaller groups.
 """
 
 import os
