@@ -4,16 +4,17 @@ The R-steps need the keys of one frame, so they stay where the frames are. The L
 their inputs are redistributed from frames to positions and their results back. On its b_r positions a rank has the
 tokens of a grid (T, 1, b_r), so the L-steps are those of one process.
 
-What travels, in units of the elements that a rank sends when it redistributes one tensor like the query,
-(P - 1) / P · B·S·H·D / P for P ranks: q once, aL in all t iterations, z in all but the first, y and o in the last, that
-is 2 + 2·t, and cL and the log-partitions, which are smaller by D. Ulysses (attention by heads) moves q, k, v and o:
-4 units. So this moves as much as Ulysses for t = 1 and 1.5 times as much for t = 2, not less. What it offers is that
-the number of heads is free, that frames and positions need not divide, that keys and values never move outside exact
-blocks, and that q travels during the first R-step. `frame_parallel_bytes` and `ulysses_bytes` count.
+What a rank sends, in units of what it sends when it redistributes one tensor like its query, (P - 1)/P of the elements
+for P ranks: q once, aL in all t iterations, z in all but the first, y and o in the last, that is 2 + 2·t; and cL and
+the log-partitions, one number for every D. Ulysses (attention by heads) moves q, k, v and o: 4 units. So this moves as
+much as Ulysses for t = 1 and 1.5 times as much for t = 2, not less. What it offers is that the number of heads is free,
+that frames and positions need not divide, that keys and values never move outside exact blocks, and that q and what
+exact blocks need travel during the first R-step; the other exchanges are waited for. `frame_parallel_bytes` and
+`ulysses_bytes` count.
 
-(For P = 2 there is a form that moves 4 units for every t: gather q on both ranks, keep aL, z and y at home, exchange
-the log-partitions of the halves of each row of L, and merge partial outputs. It moves 2·P units in general, and every
-rank needs room for all queries. It is not what is done here.)
+(Another form moves 2·P units for every t, fewer for P = 2 and t > 1: gather q on all ranks, keep aL, z and y at home,
+exchange the log-partitions of the parts of each row of L, and merge partial outputs. Every rank then needs room for
+all queries. It is not what is done here.)
 
 Exact blocks are partial attentions merged by the monoid (§6). For each pair of ranks either the query frames travel to
 the keys, and their (out, lse) back, or the key frames to the queries, whichever are fewer.
