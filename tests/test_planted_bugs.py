@@ -53,7 +53,7 @@ BUGS = {
     "clamp-dropped": (REFERENCE, "max(min_mass, torch.finfo(cR.dtype).tiny)", "torch.finfo(cR.dtype).tiny"),
     "cR-over-the-wrong-axis": (REFERENCE, "L.sum(-2)", "L.sum(-1)"),
     "exact-blocks-counted-twice": (REFERENCE, "Z = Z.masked_fill(exact, -torch.inf)", "pass"),
-    "l-steps-never-aware": (REFERENCE, "exact_blocks(j, l) if aware else None", "None"),
+    "l-steps-never-aware": (REFERENCE, "exact_table if aware else None", "None"),
     "exact-weight-forgotten": (REFERENCE, "lse_exact if aware else None", "None"),
     "padded-queries-count": (REFERENCE, "L = L * query_valid.unsqueeze(-1)", "pass"),
     "padded-keys-attended": (REFERENCE, "masked_fill(~present, -torch.inf)", "masked_fill(~present, 0.0)"),

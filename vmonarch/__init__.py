@@ -26,6 +26,7 @@ _EXPORTS = {
     "window_attention": "vmonarch.kernels.window.api",
     "monarch_attention": "vmonarch.kernels.monarch.api",
     "vmonarch_attention": "vmonarch.kernels.monarch.api",
+    "frame_parallel_vmonarch_attention": "vmonarch.kernels.monarch.parallel",
     "VMonarchProcessor": "vmonarch.processors",
     "FlashBiasProcessor": "vmonarch.processors",
     "BasedProcessor": "vmonarch.based",
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from vmonarch.kernels.flash_entropy.api import flash_entropy_attention as flash_entropy_attention
     from vmonarch.kernels.monarch.api import monarch_attention as monarch_attention
     from vmonarch.kernels.monarch.api import vmonarch_attention as vmonarch_attention
+    from vmonarch.kernels.monarch.parallel import (
+        frame_parallel_vmonarch_attention as frame_parallel_vmonarch_attention,
+    )
     from vmonarch.kernels.taylor.api import taylor_attention as taylor_attention
     from vmonarch.kernels.window.api import window_attention as window_attention
     from vmonarch.monoid import merge_partials as merge_partials

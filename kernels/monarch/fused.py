@@ -58,7 +58,7 @@ class _ExactPart:
 
 
 @functools.lru_cache(maxsize=64)
-def _exact_part(pattern: ExactBlocks | None, places: Places) -> _ExactPart | None:
+def exact_part_of(pattern: ExactBlocks | None, places: Places) -> _ExactPart | None:
     if pattern is None:
         return None
     key_frames = exact_key_frames(pattern, places.frames, places.block_frames)
@@ -81,9 +81,9 @@ def _exact_part(pattern: ExactBlocks | None, places: Places) -> _ExactPart | Non
 
 
 @functools.lru_cache(maxsize=64)
-def _exact_table(pattern: ExactBlocks, places: Places, device: torch.device) -> torch.Tensor | None:
+def exact_table_of(pattern: ExactBlocks, places: Places, device: torch.device) -> torch.Tensor | None:
     """int32 [T, ⌈m/32⌉] on the device, a bit per block, 1 in exact ones; kept, so that repeated calls copy nothing."""
-    exact = _exact_part(pattern, places)
+    exact = exact_part_of(pattern, places)
     if exact is None:
         return None
     table = torch.zeros(len(exact.table), -(-places.blocks // 32) * 32, dtype=torch.int64)
@@ -127,7 +127,7 @@ def saved_shapes(
     if not save:
         return [(none, dtype)] * 2 + [(none, torch.float32)] * 2 + [(none, dtype), (none, torch.float32)]
     block = (B * H * options.places.blocks, options.places.positions)
-    exact = _exact_part(options.exact, options.places)
+    exact = exact_part_of(options.exact, options.places)
     return [
         ((2 * t - 1, *block, D), dtype),
         ((*block, E), dtype),
@@ -177,7 +177,7 @@ def forward(
 
     own = t if save else 1
     saved = [query.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(query, value, options, save)]
-    exact = _exact_part(options.exact, places)
+    exact = exact_part_of(options.exact, places)
     out_exact = lse_exact = None
     if exact is not None:
         # Rows that are exact throughout lie in `out` already; others are merged there, unless training needs them.
@@ -234,8 +234,8 @@ def _steps(
     options: MonarchOptions,
 ) -> tuple[RStep, LStep]:
     places, exact = options.places, options.exact
-    part = _exact_part(exact, places)
-    table = None if exact is None else _exact_table(exact, places, query.device)
+    part = exact_part_of(exact, places)
+    table = None if exact is None else exact_table_of(exact, places, query.device)
     return (
         RStep(key, value, key_mask, places, options.tiled, options.coarse, options.scale),
         LStep(query, places, options.tiled, options.scale, table, part is not None and part.whole_rows),
@@ -264,7 +264,7 @@ def backward(
     t = options.num_iterations
     places = options.places
     buffers = _slices(options, blocks, stats, row_stats)
-    exact = _exact_part(options.exact, places)
+    exact = exact_part_of(options.exact, places)
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()

@@ -10,11 +10,16 @@ Block tensors are [B, H, m, b, D].
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, softmax_parts, to_groups
 from vmonarch.kernels.monarch.blocks import BlockLayout
+
+# The exact blocks [b, l, m] of a chunk of positions and of query blocks.
+ExactTable = Callable[[slice, slice], torch.Tensor]
 
 
 def r_step(
@@ -128,27 +133,98 @@ def _in_chunks(groups: int, positions: int, rows: int, blocks: int) -> tuple[lis
     return _chunks(positions, positions_per_chunk), _chunks(rows, rows_per_chunk)
 
 
+def exact_blocks(pairs: torch.Tensor, frame: torch.Tensor) -> ExactTable:
+    """The exact blocks of a chunk of positions and query blocks, as a function.
+
+    Args:
+        pairs: [T, m] true where key block k is answered exactly for query frame l.
+        frame: [m, b] the frame of every place.
+    """
+    return lambda j, l: pairs[frame.T[j, l]]
+
+
+def centroids(
+    query: torch.Tensor,
+    aL: torch.Tensor,
+    cL: torch.Tensor,
+    exact: ExactTable | None,
+    lse_exact: torch.Tensor | None,
+    query_valid: torch.Tensor | None,
+    min_mass: float,
+) -> torch.Tensor:
+    """The centroid queries z = αR / max(cR, min_mass) of all positions [G, b, m, D], by `l_step`, a chunk at a time."""
+    position_chunks, row_chunks = _in_chunks(query.shape[0], query.shape[1], query.shape[2], aL.shape[2])
+    z = []
+    for j in position_chunks:
+        sums = [
+            l_step(
+                query[:, j, l],
+                aL[:, j],
+                cL[:, j],
+                None if exact is None else exact(j, l),
+                _slice_or_none(lse_exact, slice(None), j, l),
+                _slice_or_none(query_valid, j, l),
+            )
+            for l in row_chunks
+        ]
+        aR, cR = (sum(parts[1:], parts[0]) for parts in zip(*sums, strict=True))
+        # The clamp (VMonarch, §4.1) keeps blocks that nobody looks at from being divided by nearly nothing.
+        z.append(aR / cR.clamp(min=max(min_mass, torch.finfo(cR.dtype).tiny)).unsqueeze(-1))
+    return torch.cat(z, 1)
+
+
+def output(
+    query: torch.Tensor,
+    aL: torch.Tensor,
+    cL: torch.Tensor,
+    y: torch.Tensor,
+    exact: ExactTable | None,
+    lse_exact: torch.Tensor | None,
+    out_exact: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o [G, b, l, E], lse [G, b, l]) of all positions, by `last_l_step`, a chunk at a time."""
+    position_chunks, row_chunks = _in_chunks(query.shape[0], query.shape[1], query.shape[2], aL.shape[2])
+    outs, lses = [], []
+    for j in position_chunks:
+        parts = [
+            last_l_step(
+                query[:, j, l],
+                aL[:, j],
+                cL[:, j],
+                y[:, j],
+                None if exact is None else exact(j, l),
+                _slice_or_none(lse_exact, slice(None), j, l),
+                _slice_or_none(out_exact, slice(None), j, l),
+            )
+            for l in row_chunks
+        ]
+        outs.append(torch.cat([o for o, _ in parts], 2))
+        lses.append(torch.cat([lse for _, lse in parts], 2))
+    return torch.cat(outs, 1), torch.cat(lses, 1)
+
+
 def exact_part(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_frames: tuple[tuple[int, ...], ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of every query frame l over the keys of E(l), a merge-able partial result (notes §6).
 
     Args:
-        query: [G, S, D], multiplied by the softmax scale. key: [G, S, D]. value: [G, S, E]. S = T·P tokens by frame.
-        key_frames: E(l) for each of the T frames.
+        query: [G, S, D], multiplied by the softmax scale; S = T·P tokens by frame. key: [G, N, D] and value:
+            [G, N, E], frames of P tokens too.
+        key_frames: E(l) for each of the T query frames, as indices of key frames.
 
     Returns:
         (out [G, S, E], zero and lse [G, S], -inf where E(l) is empty).
     """
-    T = len(key_frames)
-    q, k, v = (tensor.unflatten(1, (T, -1)) for tensor in (query, key, value))
+    positions = query.shape[1] // len(key_frames)
+    q, k, v = (tensor.unflatten(1, (-1, positions)) for tensor in (query, key, value))
     out, lse = [], []
     for l, frames in enumerate(key_frames):
         if not frames:
             out.append(v.new_zeros(v.shape[0], *v.shape[2:]))
             lse.append(q.new_full(q[:, l].shape[:-1], -torch.inf))
             continue
-        all_frames = len(frames) == T
+        all_frames = frames == tuple(range(k.shape[1]))
         keys, values = (t if all_frames else t[:, list(frames)] for t in (k, v))
         lse_l, out_l = in_row_chunks(attend, q[:, l], keys.flatten(1, 2), None, values.flatten(1, 2))
         out.append(out_l)
@@ -188,7 +264,6 @@ def monarch_attention_reference(
     q = layout.to_blocks(query.to(compute_dtype) * scale)  # [B, H, m, b, D]
     k = layout.to_blocks(key.to(compute_dtype))
     v = layout.to_blocks(value.to(compute_dtype))
-    m, b = layout.blocks, layout.positions
 
     key_bias = None
     if layout.valid is not None or key_mask is not None:
@@ -204,69 +279,43 @@ def monarch_attention_reference(
         exact_pairs = torch.tensor(blockwise, device=query.device)
         out_exact, lse_exact = exact_part(to_groups(query) * scale, to_groups(key), to_groups(value), key_frames)
         out_exact, lse_exact = (
-            _position_major(layout.to_blocks(tensor.unflatten(0, (B, H)).transpose(1, 2)))
+            position_major(layout.to_blocks(tensor.unflatten(0, (B, H)).transpose(1, 2)))
             for tensor in (out_exact, lse_exact.unsqueeze(-1))
         )
         lse_exact = lse_exact.squeeze(-1)
 
-    q_positions = _position_major(q)  # [B·H, b, m, D]
+    q_positions = position_major(q)  # [B·H, b, m, D]
     query_valid = None if layout.valid is None else layout.valid.T
 
-    def exact_blocks(j: slice, l: slice) -> torch.Tensor | None:
-        """[b, l, m] true in exact blocks, for a chunk of positions and query blocks."""
-        if exact_pairs is None or layout.frame is None:
-            return None
-        return exact_pairs[layout.frame.T[j, l]]
-
-    position_chunks, row_chunks = _in_chunks(B * H, b, m, m)
+    exact_table = None
+    if exact_pairs is not None and layout.frame is not None:
+        exact_table = exact_blocks(exact_pairs, layout.frame)
 
     z = q  # L starts as the identity, so every centroid is the block's own query
     for _ in range(num_iterations - 1):
         aL, cL, _ = r_step(z, coarse_key, coarse_bias, None, entropy_grad)
-        aL, cL = _position_major(aL), _position_major(cL.unsqueeze(-1)).squeeze(-1)
-        centroids = []
-        for j in position_chunks:
-            sums = [
-                l_step(
-                    q_positions[:, j, l],
-                    aL[:, j],
-                    cL[:, j],
-                    exact_blocks(j, l) if aware else None,
-                    _slice_or_none(lse_exact if aware else None, slice(None), j, l),
-                    _slice_or_none(query_valid, j, l),
-                )
-                for l in row_chunks
-            ]
-            aR, cR = (sum(parts[1:], parts[0]) for parts in zip(*sums, strict=True))
-            # The clamp (VMonarch, §4.1) keeps blocks that nobody looks at from being divided by nearly nothing.
-            centroids.append(aR / cR.clamp(min=max(min_mass, torch.finfo(cR.dtype).tiny)).unsqueeze(-1))
-        z = torch.cat(centroids, 1).unflatten(0, (B, H)).transpose(2, 3)
+        aL, cL = position_major(aL), position_major(cL.unsqueeze(-1)).squeeze(-1)
+        z = centroids(
+            q_positions,
+            aL,
+            cL,
+            exact_table if aware else None,
+            lse_exact if aware else None,
+            query_valid,
+            min_mass,
+        )
+        z = z.unflatten(0, (B, H)).transpose(2, 3)
 
     aL, cL, y = r_step(z, k, key_bias, v, entropy_grad)
     assert y is not None
-    aL, cL, y = _position_major(aL), _position_major(cL.unsqueeze(-1)).squeeze(-1), _position_major(y)
-    outs, lses = [], []
-    for j in position_chunks:
-        parts = [
-            last_l_step(
-                q_positions[:, j, l],
-                aL[:, j],
-                cL[:, j],
-                y[:, j],
-                exact_blocks(j, l),
-                _slice_or_none(lse_exact, slice(None), j, l),
-                _slice_or_none(out_exact, slice(None), j, l),
-            )
-            for l in row_chunks
-        ]
-        outs.append(torch.cat([o for o, _ in parts], 2))
-        lses.append(torch.cat([lse for _, lse in parts], 2))
-    o = torch.cat(outs, 1).unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b, E]
-    lse = torch.cat(lses, 1).unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b]
+    aL, cL, y = position_major(aL), position_major(cL.unsqueeze(-1)).squeeze(-1), position_major(y)
+    o, lse = output(q_positions, aL, cL, y, exact_table, lse_exact, out_exact)
+    o = o.unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b, E]
+    lse = lse.unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b]
     out = layout.to_tokens(o).transpose(1, 2).to(query.dtype).contiguous()
     return out, layout.to_tokens(lse)
 
 
-def _position_major(blocks: torch.Tensor) -> torch.Tensor:
+def position_major(blocks: torch.Tensor) -> torch.Tensor:
     """[B, H, m, b, D] -> [B·H, b, m, D]."""
     return blocks.transpose(2, 3).flatten(0, 1)

@@ -1,0 +1,293 @@
+"""Exchanges of tensors among the ranks of a process group, differentiable, and in one order on all ranks.
+
+A piece is what one rank sends to another of one tensor. All pieces for one rank travel together, so that an exchange
+is one `all_to_all_single`, which gloo and NCCL both have, for pieces of any sizes. The backward pass is the inverse
+exchange: gradients of received pieces go back to where the pieces came from.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+Shape = tuple[int, ...]
+
+# Bytes. Every piece starts at a multiple, whatever the dtype of the piece before.
+ALIGNMENT = 8
+
+
+def _aligned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The other ranks of a group, as an exchange sees them from this rank.
+
+    Args:
+        device: of all tensors.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    rank: int
+    size: int
+
+    def lists(self, flat: Sequence[Any], kinds: int) -> list[list[Any]]:
+        """A flat list of pieces of so many tensors, by rank; an empty list for this rank."""
+        by_peer = [list(flat[n * kinds : (n + 1) * kinds]) for n in range(self.size - 1)]
+        return [*by_peer[: self.rank], [], *by_peer[self.rank :]]
+
+
+class _Message:
+    """Pieces under way, sent when the object is made.
+
+    Args:
+        sent: by rank, the pieces for it.
+        shapes: by rank, the shapes of the pieces that come from it, of the dtypes `dtypes`.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        sent: Sequence[Sequence[torch.Tensor]],
+        shapes: Sequence[Sequence[Shape]],
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        self.shapes, self.dtypes = shapes, dtypes
+        sizes = [
+            sum(_aligned_bytes(shape, dtype) for shape, dtype in zip(pieces, dtypes, strict=False)) for pieces in shapes
+        ]
+        sizes_sent = [sum(_aligned_bytes(piece.shape, piece.dtype) for piece in pieces) for pieces in sent]
+        buffer, received = (
+            torch.empty(sum(bytes_), dtype=torch.uint8, device=peers.device) for bytes_ in (sizes_sent, sizes)
+        )
+        start = 0
+        with torch.no_grad():
+            for piece in (piece for pieces in sent for piece in pieces):
+                _part(buffer, start, piece.shape, piece.dtype).copy_(piece)
+                start += _aligned_bytes(piece.shape, piece.dtype)
+        work = dist.all_to_all_single(received, buffer, sizes, sizes_sent, group=peers.group, async_op=True)
+        self.under_way: tuple[Any, torch.Tensor, torch.Tensor] | None = work, received, buffer
+
+    def wait(self) -> list[torch.Tensor]:
+        """The received pieces, by rank and then by tensor, views of one buffer; once."""
+        assert self.under_way is not None
+        work, received, _ = self.under_way
+        self.under_way = None
+        if work is not None:
+            work.wait()
+        pieces, start = [], 0
+        for shapes in self.shapes:
+            for shape, dtype in zip(shapes, self.dtypes, strict=False):
+                pieces.append(_part(received, start, shape, dtype))
+                start += _aligned_bytes(shape, dtype)
+        return pieces
+
+
+def _part(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+
+class _Exchange(torch.autograd.Function):
+    """The end of an exchange: (token, received pieces …) of (token, sent pieces …)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, message: _Message, peers: Peers, differentiable: Sequence[bool], token: torch.Tensor, *sent
+    ) -> tuple[torch.Tensor, ...]:
+        received = message.wait()
+        ctx.set_materialize_grads(False)
+        ctx.peers, ctx.differentiable, ctx.dtypes = peers, differentiable, message.dtypes
+        ctx.shapes_sent = peers.lists([tuple(piece.shape) for piece in sent], len(differentiable))
+        ctx.shapes_received = peers.lists([tuple(piece.shape) for piece in received], len(differentiable))
+        flags = [*differentiable] * (peers.size - 1)
+        ctx.mark_non_differentiable(*(piece for piece, flag in zip(received, flags, strict=True) if not flag))
+        return token.clone(), *received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_token: torch.Tensor | None, *grads: torch.Tensor | None):
+        peers, kinds = ctx.peers, [n for n, flag in enumerate(ctx.differentiable) if flag]
+        sent = [
+            [
+                torch.zeros(shapes[n], dtype=ctx.dtypes[n], device=peers.device) if pieces[n] is None else pieces[n]
+                for n in kinds
+                if shapes
+            ]
+            for pieces, shapes in zip(peers.lists(grads, len(ctx.differentiable)), ctx.shapes_received, strict=True)
+        ]
+        shapes = [[pieces[n] for n in kinds if pieces] for pieces in ctx.shapes_sent]
+        received = iter(_Message(peers, sent, shapes, [ctx.dtypes[n] for n in kinds]).wait())
+        d_sent = [next(received) if flag else None for _ in range(peers.size - 1) for flag in ctx.differentiable]
+        return None, None, None, torch.zeros(0, device=peers.device), *d_sent
+
+
+class _Close(torch.autograd.Function):
+    """The results themselves, which then depend on the last token."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.device = token.device
+        return tuple(result.view_as(result) for result in results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None):
+        return torch.zeros(0, device=ctx.device), *grads
+
+
+@dataclass
+class Transfer:
+    """An exchange under way."""
+
+    link: Link
+    message: _Message
+    sent: Sequence[Sequence[torch.Tensor]]
+    differentiable: tuple[bool, ...]
+
+    def finish(self) -> list[list[torch.Tensor]]:
+        """By rank, the pieces that came from it; none from this rank."""
+        link, peers = self.link, self.link.peers
+        flat = [piece for pieces in self.sent for piece in pieces]
+        # A graph that held the link would hold the last token, and so itself.
+        link.token, *received = _Exchange.apply(self.message, peers, self.differentiable, link.token, *flat)
+        return peers.lists(received, len(self.differentiable))
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A tensor that is to be whole along `cat_dim`, for which it is split among the ranks along `split_dim`."""
+
+    tensor: torch.Tensor
+    split_dim: int
+    cat_dim: int
+    differentiable: bool = True
+
+
+@dataclass
+class Redistribution:
+    """A redistribution under way; the rank's own part does not travel."""
+
+    transfer: Transfer
+    own: list[torch.Tensor]
+    cat_dims: list[int]
+
+    def finish(self) -> list[torch.Tensor]:
+        received = self.transfer.finish()
+        received[self.transfer.link.peers.rank] = self.own
+        return [torch.cat([pieces[n] for pieces in received], cat_dim) for n, cat_dim in enumerate(self.cat_dims)]
+
+
+class Link:
+    """What one call exchanges with the other ranks of its group, in the same order on all of them.
+
+    Every exchange passes a token on to the next. It has no elements, but it makes every exchange depend on the one
+    before, and `close` makes the results depend on the last. So the backward pass, too, runs all exchanges, and in the
+    reverse order, on every rank, whatever each of them computes in between.
+
+    Args:
+        requires_grad: whether any tensor that will be sent requires gradients; the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, requires_grad: bool) -> None:
+        self.peers = Peers(group, device, dist.get_rank(group), dist.get_world_size(group))
+        self.token = torch.zeros(0, device=device, requires_grad=requires_grad)
+
+    def start(
+        self,
+        sent: Sequence[Sequence[torch.Tensor]],
+        shapes: Sequence[Sequence[Shape]],
+        dtypes: Sequence[torch.dtype],
+        differentiable: tuple[bool, ...],
+    ) -> Transfer:
+        """Begin to send, by rank, pieces of as many tensors as there are `dtypes`; nothing for this rank.
+
+        Args:
+            shapes: by rank, the shapes of the pieces that will come from it.
+            differentiable: for every tensor, whether gradients flow back; the same on all ranks.
+        """
+        return Transfer(self, _Message(self.peers, sent, shapes, dtypes), sent, differentiable)
+
+    def redistribute(self, moved: Sequence[Moved], split: Sequence[int], cat: Sequence[int]) -> Redistribution:
+        """Begin to split tensors among the ranks along one dimension, to be joined along another.
+
+        Args:
+            split: by rank, the size along `split_dim` that it gets.
+            cat: by rank, the size along `cat_dim` that it has.
+        """
+        parts = [m.tensor.split(list(split), m.split_dim) for m in moved]
+        rank, size = self.peers.rank, self.peers.size
+        sent: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        shapes: list[list[Shape]] = [[] for _ in range(size)]
+        for r in range(size):
+            if r == rank:
+                continue
+            sent[r] = [part[r] for part in parts]
+            for m, part in zip(moved, parts, strict=True):
+                shape = list(part[rank].shape)
+                shape[m.cat_dim] = cat[r]
+                shapes[r].append(tuple(shape))
+        transfer = self.start(sent, shapes, [m.tensor.dtype for m in moved], tuple(m.differentiable for m in moved))
+        return Redistribution(transfer, [part[rank] for part in parts], [m.cat_dim for m in moved])
+
+    def close(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The results of the call, whose backward pass runs all exchanges, whether they need what came or not."""
+        return _Close.apply(self.token, *results)
+
+
+# What the ranks of a group have agreed on, with the answers of all ranks; kept while the group exists.
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, list[Any]]] = weakref.WeakKeyDictionary()
+
+
+def agree(group: dist.ProcessGroup, arguments: Mapping[str, Hashable], own: Hashable) -> list[Any]:
+    """Check that all ranks call with the same arguments; the first call with them, a collective, asks the others.
+
+    Args:
+        own: what may differ from rank to rank.
+
+    Returns:
+        `own` of every rank.
+
+    Raises:
+        ValueError: a rank has other arguments, or has refused its own; the message names the rank and what differs.
+    """
+    known = _agreed.setdefault(group, {})
+    call = (*arguments.items(), own)
+    if call not in known:
+        answers = _ask(group, (dict(arguments), own))
+        for rank, (theirs, _) in enumerate(answers):
+            if theirs != answers[0][0]:
+                different = [name for name in arguments if theirs.get(name) != answers[0][0].get(name)]
+                what = "; ".join(
+                    f"{name} is {theirs.get(name)!r}, not {answers[0][0].get(name)!r}" for name in different
+                )
+                raise ValueError(f"rank {rank} of the group calls with other arguments than rank 0: {what}")
+        known[call] = [theirs for _, theirs in answers]
+    return known[call]
+
+
+def refuse(group: dist.ProcessGroup, error: Exception) -> None:
+    """Tell the ranks that wait for this one in their first call that it will not take part."""
+    if not _agreed.get(group):
+        _ask(group, error, raise_theirs=False)
+
+
+def _ask(group: dist.ProcessGroup, answer: Any, raise_theirs: bool = True) -> list[Any]:
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    if isinstance(answer, Exception):
+        answer = f"{type(answer).__name__}: {answer}"
+    dist.all_gather_object(answers, answer, group=group)
+    refused = [
+        f"rank {rank} of the group refuses its arguments: {a}" for rank, a in enumerate(answers) if type(a) is str
+    ]
+    if refused and raise_theirs:
+        raise ValueError("; ".join(refused))
+    return answers

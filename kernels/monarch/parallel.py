@@ -1,0 +1,674 @@
+"""VMonarch attention over several processes, each of which holds whole latent frames (algorithm notes §8).
+
+The R-steps need the keys of one frame, so they stay where the frames are. The L-steps need all frames at one position:
+their inputs are redistributed from frames to positions and their results back. On its b_r positions a rank has the
+tokens of a grid (T, 1, b_r), so the L-steps are those of one process.
+
+What a rank sends, in units of what it sends when it redistributes one tensor like its query, (P - 1)/P of the elements
+for P ranks: q once, aL in all t iterations, z in all but the first, y and o in the last, that is 2 + 2·t; and cL and
+the log-partitions, one number for every D. Ulysses (attention by heads) moves q, k, v and o: 4 units. So this moves as
+much as Ulysses for t = 1 and 1.5 times as much for t = 2, not less. What it offers is that the number of heads is free,
+that frames and positions need not divide, that keys and values never move outside exact blocks, and that q and what
+exact blocks need travel during the first R-step; the other exchanges are waited for. `frame_parallel_bytes` and
+`ulysses_bytes` count.
+
+(Another form moves 2·P units for every t, fewer for P = 2 and t > 1: gather q on all ranks, keep aL, z and y at home,
+exchange the log-partitions of the parts of each row of L, and merge partial outputs. Every rank then needs room for
+all queries. It is not what is done here.)
+
+Exact blocks are partial attentions merged by the monoid (§6). For each pair of ranks either the query frames travel to
+the keys, and their (out, lse) back, or the key frames to the queries, whichever are fewer.
+
+Shapes: B batch, S tokens of this rank, H heads, D head dim, E value dim, T frames of the video, T_r frames of this
+rank, b positions of a frame, b_r those of this rank. By frames: blocks [B, H, T_r, b, D], tokens [B, T_r, b, H, D]. By
+positions: blocks [B, H, T, b_r, D], tokens [B, T, b_r, H, D].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from vmonarch.exact import ExactBlocks, resolve_exact
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.flash_entropy.reference import to_groups
+from vmonarch.kernels.monarch import reference
+from vmonarch.kernels.monarch.api import check_vmonarch_options
+from vmonarch.kernels.monarch.blocks import grid_layout
+from vmonarch.kernels.monarch.exchange import Link, Moved, Transfer, agree, refuse
+from vmonarch.monoid import merge_partials
+from vmonarch.validation import check_flag, check_positive_integer, check_qkv, resolve_scale
+
+Frames = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything about a call but its tensors.
+
+    Args:
+        frames, positions: how many each rank has.
+        key_frames: E(l) of every frame of the video; None without exact blocks.
+    """
+
+    grid: LatentGrid
+    frames: tuple[int, ...]
+    positions: tuple[int, ...]
+    rank: int
+    num_iterations: int
+    coarse: int
+    pattern: ExactBlocks | None
+    key_frames: tuple[Frames, ...] | None
+    scale: float
+    min_mass: float
+    entropy_grad: bool
+
+    @property
+    def own_grid(self) -> LatentGrid:
+        """The frames of this rank."""
+        return LatentGrid(self.frames[self.rank], *self.grid[1:])
+
+    @property
+    def position_grid(self) -> LatentGrid:
+        """The positions of this rank, in all frames."""
+        return LatentGrid(self.grid.frames, 1, self.positions[self.rank])
+
+    @property
+    def own_frames(self) -> range:
+        return frames_of(self.frames, self.rank)
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether every frame is answered exactly throughout or not at all."""
+        return self.key_frames is not None and all(len(E) in (0, self.grid.frames) for E in self.key_frames)
+
+    @property
+    def aware(self) -> bool:
+        """Whether all L-steps know of the exact blocks."""
+        return self.key_frames is not None and self.pattern is not None and self.pattern.aware
+
+
+def frames_of(frames: Sequence[int], rank: int) -> range:
+    """The frames of a rank, where the ranks have so many one after the other."""
+    start = sum(frames[:rank])
+    return range(start, start + frames[rank])
+
+
+def split_evenly(total: int, parts: int) -> tuple[int, ...]:
+    """Sizes that differ by at most one."""
+    return tuple(total * (n + 1) // parts - total * n // parts for n in range(parts))
+
+
+class Stages(Protocol):
+    """The local computations of a call, in plain torch or by the kernels; layouts as in the module's docstring.
+
+    Attributes:
+        dtype: of blocks and of partial outputs. statistics_dtype: of cL and of log-partitions.
+    """
+
+    dtype: torch.dtype
+    statistics_dtype: torch.dtype
+
+    def first_centroids(self, query: torch.Tensor) -> torch.Tensor:
+        """The z of the first iteration, in whatever form `r_step` takes, of the tokens [B, S, H, D]."""
+        ...
+
+    def r_step(self, z: torch.Tensor, last: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(aL, cL, y, None unless last) by frames, of what `first_centroids` returned or of z by frames."""
+        ...
+
+    def centroids(
+        self, query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, lse_exact: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The next z by positions, of tokens, blocks and log-weights [B, H, T, b_r] by positions."""
+        ...
+
+    def output(
+        self, query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o, tokens by positions, lse [B, H, T, b_r]) of the Monarch part alone."""
+        ...
+
+    def exact(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_frames: tuple[Frames, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [B, n, b, H, E], lse [B, H, n, b]) of n frames of queries; E(l) as indices of the frames of `key`."""
+        ...
+
+
+class TorchStages:
+    """The stages of `reference.py`, in at least float32."""
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, call: Call) -> None:
+        self.call = call
+        self.dtype = self.statistics_dtype = torch.promote_types(key.dtype, torch.float32)
+        cut: dict[str, Any] = dict(frames_per_block=1, tiles=(1, 1), device=key.device)
+        self.layout = grid_layout(call.own_grid, coarse=call.coarse, **cut)
+        self.key, self.value = (self.layout.to_blocks(x.to(self.dtype)) for x in (key, value))
+        self.coarse_key: tuple[torch.Tensor, torch.Tensor | None] = self.key, None
+        if self.layout.cell is not None:
+            self.coarse_key = self.layout.pool(self.key)
+        self.exact_table = None
+        if call.key_frames is not None and call.positions[call.rank] > 0:
+            pairs = torch.tensor([[k in E for k in range(call.grid.frames)] for E in call.key_frames])
+            frame = grid_layout(call.position_grid, coarse=1, **cut).frame
+            assert frame is not None
+            self.exact_table = reference.exact_blocks(pairs.to(key.device), frame)
+
+    def first_centroids(self, query: torch.Tensor) -> torch.Tensor:
+        return self.layout.to_blocks(query.to(self.dtype) * self.call.scale)
+
+    def r_step(self, z: torch.Tensor, last: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        key, bias = (self.key, None) if last else self.coarse_key
+        return reference.r_step(z, key, bias, self.value if last else None, self.call.entropy_grad)
+
+    def _by_position(self, query: torch.Tensor) -> torch.Tensor:
+        """Tokens [B, T, b_r, H, D] -> [B·H, b_r, T, D], with the scale in them."""
+        return (query.to(self.dtype) * self.call.scale).permute(0, 3, 2, 1, 4).flatten(0, 1)
+
+    def centroids(
+        self, query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, lse_exact: torch.Tensor | None
+    ) -> torch.Tensor:
+        z = reference.centroids(
+            self._by_position(query),
+            reference.position_major(aL),
+            _statistics_by_position(cL),
+            self.exact_table if self.call.aware else None,
+            None if lse_exact is None else _statistics_by_position(lse_exact),
+            None,
+            self.call.min_mass,
+        )
+        return z.unflatten(0, aL.shape[:2]).transpose(2, 3)
+
+    def output(
+        self, query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = reference.output(
+            self._by_position(query),
+            reference.position_major(aL),
+            _statistics_by_position(cL),
+            reference.position_major(y),
+            None if self.call.whole_rows else self.exact_table,
+            None,
+            None,
+        )
+        heads = aL.shape[:2]
+        return o.unflatten(0, heads).permute(0, 3, 2, 1, 4), lse.unflatten(0, heads).transpose(2, 3)
+
+    def exact(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_frames: tuple[Frames, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        B, n, b, H, _ = query.shape
+        q, k, v = (to_groups(x.flatten(1, 2)) for x in (query, key, value))
+        out, lse = reference.exact_part(q * self.call.scale, k, v, key_frames)
+        return out.unflatten(0, (B, H)).transpose(1, 2).unflatten(1, (n, b)), lse.view(B, H, n, b)
+
+
+def _statistics_by_position(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, T, b_r] -> [B·H, b_r, T]."""
+    return x.transpose(2, 3).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class ExactRoutes:
+    """What the ranks send each other for exact blocks, frames numbered in the video.
+
+    Args:
+        queries: [r][s] the query frames of rank r that are answered at rank s, as far as the keys there go.
+        keys: [r][s] the key frames of rank s that are lent to rank r. One of the two is empty.
+    """
+
+    queries: tuple[tuple[Frames, ...], ...]
+    keys: tuple[tuple[Frames, ...], ...]
+
+
+@functools.lru_cache(maxsize=64)
+def exact_routes(key_frames: tuple[Frames, ...], frames: tuple[int, ...]) -> ExactRoutes:
+    """Queries to keys or keys to queries, for every pair of ranks.
+
+    Whichever are fewer frames: two tensors travel for each, q and out, or k and v. If both are as many, the work goes
+    to the rank that has less by then.
+    """
+    ranks = range(len(frames))
+    own = [frames_of(frames, r) for r in ranks]
+    work = [sum(k in own[r] for l in own[r] for k in key_frames[l]) for r in ranks]
+    queries: list[list[Frames]] = [[()] * len(frames) for _ in ranks]
+    keys: list[list[Frames]] = [[()] * len(frames) for _ in ranks]
+    for r in ranks:
+        for s in ranks:
+            pairs = [(l, k) for l in own[r] for k in key_frames[l] if k in own[s]]
+            if r == s or not pairs:
+                continue
+            asking, asked = (tuple(sorted(set(frame))) for frame in zip(*pairs, strict=True))
+            if (len(asking), work[s]) < (len(asked), work[r]):
+                queries[r][s] = asking
+                work[s] += len(pairs)
+            else:
+                keys[r][s] = asked
+                work[r] += len(pairs)
+    return ExactRoutes(tuple(map(tuple, queries)), tuple(map(tuple, keys)))
+
+
+def _frames(x: torch.Tensor, frames: Sequence[int], dim: int) -> torch.Tensor:
+    """Some frames, sorted, of a tensor with frames along `dim`; a view where they follow each other."""
+    if not frames or frames[-1] - frames[0] == len(frames) - 1:
+        return x.narrow(dim, frames[0] if frames else 0, len(frames))
+    return torch.stack([x.select(dim, l) for l in frames], dim)
+
+
+def _with_frames(x: torch.Tensor, frames: Sequence[int], new: torch.Tensor, dim: int) -> torch.Tensor:
+    """`x` with some of its frames replaced by those of `new`; without any index on the device."""
+    if len(frames) == x.shape[dim]:
+        return new
+    numbers = {l: n for n, l in enumerate(frames)}
+    all_frames = [new.select(dim, numbers[l]) if l in numbers else x.select(dim, l) for l in range(x.shape[dim])]
+    return torch.stack(all_frames, dim)
+
+
+class _ExactPart:
+    """The exact part of the rows of this rank; its first exchange begins when the object is made.
+
+    Args:
+        query, key, value: tokens by frames.
+    """
+
+    def __init__(
+        self, link: Link, stages: Stages, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+    ) -> None:
+        assert call.key_frames is not None
+        self.link, self.stages, self.call = link, stages, call
+        self.query, self.key, self.value = query, key, value
+        self.key_frames = call.key_frames
+        self.frames = [l for l in call.own_frames if self.key_frames[l]]
+        routes = exact_routes(self.key_frames, call.frames)
+        ranks, me = range(link.peers.size), call.rank
+        self.asked = routes.queries[me]
+        self.answered = [routes.queries[r][me] for r in ranks]
+        self.borrowed = routes.keys[me]
+        lent = [routes.keys[r][me] for r in ranks]
+        self.queries_travel = any(map(any, routes.queries))
+        self.transfer = None
+        if self.queries_travel or any(map(any, routes.keys)):
+            first = call.own_frames.start
+            tokens = (query, key, value)
+            numbers = [(self.answered[r], self.borrowed[r], self.borrowed[r]) for r in ranks]
+            self.transfer = link.start(
+                [
+                    [
+                        _frames(x, [l - first for l in of], 1)
+                        for x, of in zip(tokens, (self.asked[r], lent[r], lent[r]), strict=True)
+                    ]
+                    if r != me
+                    else []
+                    for r in ranks
+                ],
+                [
+                    [(x.shape[0], len(n), *x.shape[2:]) for x, n in zip(tokens, numbers[r], strict=True)]
+                    if r != me
+                    else []
+                    for r in ranks
+                ],
+                [query.dtype] * 3,
+                (True, True, True),
+            )
+
+    def finish(self) -> tuple[torch.Tensor, ...] | None:
+        """(out [B, n, b, H, E], lse [B, H, n, b]) of the n frames `self.frames`; None if there are none."""
+        received: list[list[torch.Tensor]] = [[]] * self.link.peers.size
+        if self.transfer is not None:
+            received = self.transfer.finish()
+        if not self.queries_travel:
+            return self._at_home(received)[1] if self.frames else None
+        answers = self._answer(received)
+        frames, here = self._at_home(received)
+        parts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {l: [] for l in self.frames}
+        for of, pieces in [(frames, here), *zip(self.asked, answers.finish(), strict=True)]:
+            for n, l in enumerate(of):
+                parts[l].append((pieces[0][:, n], pieces[1][:, :, n]))
+        if not self.frames:
+            return None
+        merged = [merge_partials(*parts[l]) if len(parts[l]) > 1 else parts[l][0] for l in self.frames]
+        return torch.stack([out for out, _ in merged], 1), torch.stack([lse for _, lse in merged], 2)
+
+    def _answer(self, received: list[list[torch.Tensor]]) -> Transfer:
+        """Begin to send back what the keys of this rank say to the query frames that came."""
+        B, _, b, H, _ = self.query.shape
+        E, stages = self.value.shape[4], self.stages
+        own = self.call.own_frames
+        frames = [l for asked in self.answered for l in asked]
+        out = self.value.new_empty(B, 0, b, H, E, dtype=stages.dtype)
+        lse = self.value.new_empty(B, H, 0, b, dtype=stages.statistics_dtype)
+        if frames:
+            queries = torch.cat([pieces[0] for pieces in received if pieces], 1)
+            key_frames = tuple(tuple(k - own.start for k in self.key_frames[l] if k in own) for l in frames)
+            out, lse = stages.exact(queries, self.key, self.value, key_frames)
+        numbers = [len(asked) for asked in self.answered]
+        others = [r != self.call.rank for r in range(self.link.peers.size)]
+        pieces = zip(others, out.split(numbers, 1), lse.split(numbers, 2), strict=True)
+        return self.link.start(
+            [[o, w] if other else [] for other, o, w in pieces],
+            [
+                [(B, len(asked), b, H, E), (B, H, len(asked), b)] if other else []
+                for other, asked in zip(others, self.asked, strict=True)
+            ],
+            [stages.dtype, stages.statistics_dtype],
+            (True, True),
+        )
+
+    def _at_home(self, received: list[list[torch.Tensor]]) -> tuple[list[int], tuple[torch.Tensor, ...]]:
+        """Frames that attend to keys of this rank or lent to it, and (out, lse) of what these keys say to them."""
+        own, key, value = self.call.own_frames, self.key, self.value
+        here = [*own, *(k for frames in self.borrowed for k in frames)]
+        if len(here) > len(own):
+            key = torch.cat([key, *(pieces[1] for pieces in received if pieces)], 1)
+            value = torch.cat([value, *(pieces[2] for pieces in received if pieces)], 1)
+        place = {k: n for n, k in enumerate(here)}
+        key_frames = {l: tuple(sorted(place[k] for k in self.key_frames[l] if k in place)) for l in self.frames}
+        frames = [l for l in self.frames if key_frames[l]]
+        if not frames:
+            return frames, ()
+        queries = _frames(self.query, [l - own.start for l in frames], 1)
+        return frames, self.stages.exact(queries, key, value, tuple(key_frames[l] for l in frames))
+
+
+def _run(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, link: Link, stages: Stages
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, S, H, E], lse [B, H, S]) of the rows of this rank, arguments already checked."""
+    b = call.grid.tokens_per_frame
+    q, k, v = (x.unflatten(1, (-1, b)) for x in (query, key, value))
+    exact = None
+    queries = link.redistribute([Moved(q, 2, 1)], call.positions, call.frames)
+    if call.key_frames is not None:
+        exact = _ExactPart(link, stages, q, k, v, call)
+    aL, cL, y = stages.r_step(stages.first_centroids(query), call.num_iterations == 1)
+    part = None if exact is None else exact.finish()
+    rows = [] if exact is None else [l - call.own_frames.start for l in exact.frames]
+    (q_positions,) = queries.finish()
+    here = call.positions[call.rank] > 0
+    lse_exact = None
+    for i in range(1, call.num_iterations):
+        moved = [Moved(aL, 3, 2), Moved(cL, 3, 2, call.entropy_grad)]
+        if call.aware and i == 1:
+            weights = torch.full_like(cL, -torch.inf)
+            moved.append(Moved(weights if part is None else _with_frames(weights, rows, part[1], 2), 3, 2))
+        aL, cL, *rest = link.redistribute(moved, call.positions, call.frames).finish()
+        if rest:
+            (lse_exact,) = rest
+        z = stages.centroids(q_positions, aL, cL, lse_exact) if here else torch.empty_like(aL)
+        (z,) = link.redistribute([Moved(z, 2, 3)], call.frames, call.positions).finish()
+        aL, cL, y = stages.r_step(z, i == call.num_iterations - 1)
+    assert y is not None
+    moved = [Moved(aL, 3, 2), Moved(cL, 3, 2, call.entropy_grad), Moved(y, 3, 2)]
+    aL, cL, y = link.redistribute(moved, call.positions, call.frames).finish()
+    if here:
+        o, lse = stages.output(q_positions, aL, cL, y)
+    else:
+        o, lse = y.new_empty(*q_positions.shape[:4], y.shape[4]), torch.empty_like(cL)
+    moved = [Moved(o, 1, 2), Moved(lse, 2, 3)]
+    o, lse = link.redistribute(moved, call.frames, call.positions).finish()
+    if part is not None:
+        o, lse = _with_exact(o, lse, part[0], part[1], rows, call.whole_rows)
+    out, lse = link.close(o.flatten(1, 2).to(query.dtype), lse.flatten(2, 3))
+    return out, lse
+
+
+def _with_exact(
+    o: torch.Tensor, lse: torch.Tensor, out_exact: torch.Tensor, lse_exact: torch.Tensor, rows: list[int], whole: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the exact part of some frames with their Monarch part, or put it in its place if `whole`.
+
+    Args:
+        o: [B, T_r, b, H, E]. lse: [B, H, T_r, b]. out_exact, lse_exact: the same of the frames `rows`.
+    """
+    if not whole:
+        b = o.shape[2]
+        monarch = (_frames(o, rows, 1).flatten(1, 2), _frames(lse, rows, 2).flatten(2, 3))
+        out, weight = merge_partials(monarch, (out_exact.flatten(1, 2), lse_exact.flatten(2, 3)))
+        out_exact, lse_exact = out.unflatten(1, (-1, b)), weight.unflatten(2, (-1, b))
+    return _with_frames(o, rows, out_exact, 1), _with_frames(lse, rows, lse_exact, 2)
+
+
+@torch.compiler.disable
+def frame_parallel_vmonarch_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid: LatentGrid | tuple[int, int, int],
+    group: dist.ProcessGroup | None = None,
+    num_iterations: int = 2,
+    coarse: int = 1,
+    exact: str | ExactBlocks | None = "first_frame",
+    min_mass: float = 0.1,
+    scale: float | None = None,
+    entropy_grad: bool = False,
+    return_lse: bool = False,
+    implementation: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`vmonarch_attention` of a video whose latent frames are distributed over the ranks of a process group.
+
+    Rank r has T_r ≥ 1 frames, those after the frames of rank r - 1; ranks may have different numbers. The result is
+    that of `vmonarch_attention` with frames_per_block=1 on the whole video, up to rounding. So are the gradients, for
+    which all ranks must run the backward pass. Plain torch exchanges intermediates of 16-bit tensors in float32; the
+    kernels in the dtype of the tensors.
+
+    All ranks must make the same calls in the same order, with the same arguments. The first call with new arguments
+    compares them on all ranks, which waits for the device; later ones do not, so that a rank that then departs from
+    the others makes them wait until the timeout of the group. It is not traced by torch.compile, which breaks the
+    graph here.
+
+    Args:
+        query: [B, T_r·H·W, H, D], the tokens of this rank's frames.
+        key: [B, T_r·H·W, H, D].
+        value: [B, T_r·H·W, H, Dv].
+        grid: (T, H, W) of the whole video.
+        group: the ranks, in the order of their frames; the default group if None.
+        exact: as in `vmonarch_attention`; frames are counted in the whole video.
+        num_iterations, coarse, min_mass, scale, entropy_grad, return_lse, implementation: as there.
+
+    Returns:
+        out [B, T_r·H·W, H, Dv] in the dtype of `query`; with `return_lse` also lse [B, H, T_r·H·W].
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; or a rank calls with other arguments than the first, or
+            has refused its own, and the message names the rank.
+        NotImplementedError: implementation="triton", and the kernels cannot take these tensors; the message says why.
+        RuntimeError: torch.distributed is not initialised, or this process is not in the group.
+
+    Source: algorithm notes §8.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("frame_parallel_vmonarch_attention needs torch.distributed.init_process_group first")
+    group = dist.group.WORLD if group is None else group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise RuntimeError("this process is not a member of the group that it calls with")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
+    rank = dist.get_rank(group)
+    try:
+        check_qkv(query, key, value, same_length=True)
+        grid = LatentGrid.parse(grid)
+        check_vmonarch_options(
+            num_iterations=num_iterations,
+            coarse=coarse,
+            exact=exact,
+            min_mass=min_mass,
+            entropy_grad=entropy_grad,
+            implementation=implementation,
+        )
+        check_flag("return_lse", return_lse)
+        own_frames = _own_frames(query, grid)
+        scale = resolve_scale(scale, query.shape[-1])
+        pattern = resolve_exact(exact)
+        key_frames = None if pattern is None else pattern.key_frames(grid.frames)
+        triton = use_triton("frame_parallel_vmonarch_attention", implementation, query, key, value)
+    except Exception as error:
+        refuse(group, error)
+        raise
+    requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    B, _, heads, head_dim = query.shape
+    frames = agree(
+        group,
+        {
+            "grid": tuple(grid),
+            "the batch size": B,
+            "the number of heads": heads,
+            "the head dimension": head_dim,
+            "the head dimension of value": value.shape[3],
+            "the dtype": str(query.dtype),
+            "the device": query.device.type,
+            "num_iterations": int(num_iterations),
+            "coarse": int(coarse),
+            "exact": pattern,
+            "min_mass": float(min_mass),
+            "scale": scale,
+            "entropy_grad": entropy_grad,
+            "the implementation": "triton" if triton else "torch",
+            "whether gradients are required": requires_grad,
+        },
+        own_frames,
+    )
+    if sum(frames) != grid.frames:
+        raise ValueError(f"the ranks must have the {grid.frames} frames of grid {tuple(grid)}; they have {frames}")
+    call = Call(
+        grid=grid,
+        frames=tuple(frames),
+        positions=split_evenly(grid.tokens_per_frame, len(frames)),
+        rank=rank,
+        num_iterations=num_iterations,
+        coarse=coarse,
+        pattern=pattern,
+        key_frames=key_frames if key_frames is not None and any(key_frames) else None,
+        scale=scale,
+        min_mass=float(min_mass),
+        entropy_grad=entropy_grad,
+    )
+    link = Link(group, query.device, requires_grad)
+    if triton:
+        from vmonarch.kernels.monarch.stages import TritonStages
+
+        if scale < 0:
+            # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
+            query, call = -query, dataclasses.replace(call, scale=-scale)
+        stages: Stages = TritonStages(key, value, call)
+    else:
+        stages = TorchStages(key, value, call)
+    # Triton launches on the current device, wherever the tensors are.
+    with torch.cuda.device_of(query):
+        out, lse = _run(query, key, value, call, link, stages)
+    return (out, lse) if return_lse else out
+
+
+def _own_frames(query: torch.Tensor, grid: LatentGrid) -> int:
+    tokens = grid.tokens_per_frame
+    if query.shape[1] % tokens:
+        raise ValueError(
+            f"query has {query.shape[1]} tokens, which are no whole frames of {tokens} (grid {tuple(grid)});"
+            " every rank must have whole frames"
+        )
+    return query.shape[1] // tokens
+
+
+def frame_parallel_bytes(
+    grid: LatentGrid | tuple[int, int, int],
+    *,
+    frames: Sequence[int],
+    rank: int,
+    batch: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    value_dim: int | None = None,
+    num_iterations: int = 2,
+    exact: str | ExactBlocks | None = "first_frame",
+    implementation: str = "triton",
+) -> int:
+    """Bytes that a rank sends to others in a forward pass of `frame_parallel_vmonarch_attention`.
+
+    Without what aligns the pieces in a message, up to 7 bytes for each. The backward pass sends back what the forward
+    pass brought, without cL unless entropy_grad.
+
+    Args:
+        frames: how many each rank has.
+        batch, heads, head_dim, value_dim: B, H, D and E (D if None) of the tensors.
+        implementation: "triton", or "torch", where intermediates are at least float32.
+
+    Raises:
+        TypeError, ValueError: `grid` or `exact` is not as `vmonarch_attention` describes, `frames` do not make up the
+            grid or `rank` is none of theirs; the message names it.
+    """
+    grid = LatentGrid.parse(grid)
+    _check_frames(grid, frames, rank)
+    check_positive_integer("num_iterations", num_iterations)
+    if implementation not in ("triton", "torch"):
+        raise ValueError(f"implementation must be triton or torch, got {implementation!r}")
+    E = head_dim if value_dim is None else value_dim
+    positions = split_evenly(grid.tokens_per_frame, len(frames))
+    at_least_float32 = torch.promote_types(dtype, torch.float32)
+    inner = (dtype if implementation == "triton" else at_least_float32).itemsize
+    statistic = at_least_float32.itemsize
+    # For every head: places whose row goes to other ranks, from frames to positions and the other way.
+    to_positions = frames[rank] * (grid.tokens_per_frame - positions[rank])
+    to_frames = positions[rank] * (grid.frames - frames[rank])
+    t, D = num_iterations, head_dim
+    total = to_positions * (D * dtype.itemsize + t * (D * inner + statistic) + E * inner)
+    total += to_frames * ((t - 1) * D * inner + E * inner + statistic)
+    pattern = resolve_exact(exact)
+    if pattern is not None:
+        key_frames = pattern.key_frames(grid.frames)
+        routes = exact_routes(key_frames, tuple(frames))
+        asked = sum(map(len, routes.queries[rank]))
+        answered = sum(len(row[rank]) for row in routes.queries)
+        lent = sum(len(row[rank]) for row in routes.keys)
+        total += grid.tokens_per_frame * (
+            (asked * D + lent * (D + E)) * dtype.itemsize + answered * (E * inner + statistic)
+        )
+        if pattern.aware and t > 1 and any(key_frames):
+            total += to_positions * statistic
+    return batch * heads * total
+
+
+def ulysses_bytes(
+    grid: LatentGrid | tuple[int, int, int],
+    *,
+    frames: Sequence[int],
+    rank: int,
+    batch: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    value_dim: int | None = None,
+) -> int:
+    """Bytes that a rank sends to others in a forward pass of attention by heads (Ulysses): of q, k, v and o.
+
+    Args:
+        as in `frame_parallel_bytes`.
+
+    Raises:
+        TypeError, ValueError: as there; or the number of heads is no multiple of the number of ranks.
+    """
+    grid = LatentGrid.parse(grid)
+    _check_frames(grid, frames, rank)
+    if heads % len(frames):
+        raise ValueError(f"heads must be a multiple of the number of ranks, {len(frames)}, got {heads}")
+    E = head_dim if value_dim is None else value_dim
+    per_rank = heads // len(frames)
+    sent = frames[rank] * (heads - per_rank) * (2 * head_dim + E) + (grid.frames - frames[rank]) * per_rank * E
+    return batch * grid.tokens_per_frame * sent * dtype.itemsize
+
+
+def _check_frames(grid: LatentGrid, frames: Sequence[int], rank: int) -> None:
+    for r, number in enumerate(frames):
+        check_positive_integer(f"frames[{r}]", number)
+    if sum(frames) != grid.frames:
+        raise ValueError(f"frames must sum to the {grid.frames} frames of the grid, got {tuple(frames)}")
+    if rank not in range(len(frames)):
+        raise ValueError(f"rank must be one of the {len(frames)} ranks, from 0, got {rank}")

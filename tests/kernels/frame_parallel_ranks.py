@@ -1,0 +1,215 @@
+"""What one of three ranks does for test_frame_parallel.py: run its cases, save results, errors and bytes sent.
+
+Arguments: rank, folder.
+"""
+
+import datetime
+import gc
+import sys
+import weakref
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from vmonarch import ExactBlocks
+from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
+
+RANKS = 3
+# Of groups of 1, 2 and 3 ranks: how many of the 5 frames each has.
+FRAMES = {1: (5,), 2: (2, 3), 3: (1, 3, 1)}
+# Latent grid, batch and heads.
+SIZES = ((5, 3, 5), 2, 3)
+# The interpreter is slow.
+TRITON_SIZES = ((5, 1, 3), 1, 2)
+DIM, VALUE_DIM = 4, 6
+
+OF_TWO = {
+    "paper": dict(),
+    "one-iteration": dict(num_iterations=1),
+    "three-iterations": dict(num_iterations=3, exact=None),
+    "coarse": dict(coarse=2, num_iterations=3),
+    "entropy-gradient": dict(entropy_grad=True, exact=None),
+    "strong-clamp": dict(min_mass=1.0, scale=0.9),
+    "negative-scale": dict(scale=-0.4),
+    "own-frame": dict(exact=ExactBlocks(band=0)),
+    "band": dict(exact=ExactBlocks(band=1), entropy_grad=True, num_iterations=3),
+    "band-unaware": dict(exact=ExactBlocks(band=2, aware=False)),
+    "sink-column": dict(exact=ExactBlocks(columns=(0,))),
+    "last-rows-aware": dict(exact=ExactBlocks(rows=(3, 4)), num_iterations=3),
+    "rows-and-columns": dict(exact=ExactBlocks(rows=(1,), columns=(0, 4)), coarse=2),
+    "all-exact": dict(exact=ExactBlocks(band=4)),
+    "alone": dict(frames=FRAMES[1], exact=ExactBlocks(rows=(0,), columns=(2,))),
+    "one-frame-at-rank-1": dict(frames=(4, 1), exact=ExactBlocks(columns=(1, 4))),
+    "bfloat16": dict(dtype=torch.bfloat16, exact=ExactBlocks(band=1)),
+}
+OF_TWO_BY_KERNELS = {
+    "kernels-paper": dict(),
+    "kernels-coarse": dict(coarse=2, entropy_grad=True, num_iterations=3, exact=None),
+    "kernels-band": dict(exact=ExactBlocks(band=1), scale=-0.3),
+    "kernels-rows-aware": dict(exact=ExactBlocks(rows=(0, 3))),
+    "kernels-columns-unaware": dict(exact=ExactBlocks(rows=(4,), columns=(0,), aware=False), num_iterations=1),
+}
+OF_THREE = {
+    "three-ranks": dict(),
+    "three-ranks-band": dict(exact=ExactBlocks(band=1)),
+    "three-ranks-rows-and-columns": dict(exact=ExactBlocks(rows=(1,), columns=(0, 4)), coarse=2),
+    "fewer-positions-than-ranks": dict(sizes=((5, 1, 2), 2, 3), exact=ExactBlocks(band=1)),
+}
+
+
+def _cases():
+    """name -> (frames of each rank, sizes, dtype, options)."""
+    table = {}
+    for name, options in {**OF_TWO, **OF_TWO_BY_KERNELS, **OF_THREE}.items():
+        options, kernels = dict(options), name in OF_TWO_BY_KERNELS
+        frames = options.pop("frames", FRAMES[3 if name in OF_THREE else 2])
+        sizes = options.pop("sizes", TRITON_SIZES if kernels else SIZES)
+        dtype = options.pop("dtype", torch.float32 if kernels else torch.float64)
+        options["implementation"] = "triton" if kernels else "torch"
+        table[name] = frames, sizes, dtype, dict(options, grid=sizes[0])
+    return table
+
+
+CASES = _cases()
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+def tensors(sizes, dtype):
+    """(query, key, value, grad_out, grad_lse) of the whole video, the same numbers in every dtype."""
+    generator = torch.Generator().manual_seed(0)
+    (T, height, width), B, H = sizes
+    S = T * height * width
+    shapes = [*((B, S, H, dim) for dim in (DIM, DIM, VALUE_DIM, VALUE_DIM)), (B, H, S)]
+    return [(1.5 * torch.randn(shape, generator=generator)).bfloat16().to(dtype) for shape in shapes]
+
+
+def with_gradients(attention, query, key, value, grad_out, grad_lse):
+    """(out, lse, dq, dk, dv) of an attention that returns (out, lse)."""
+    inputs = [x.detach().clone().requires_grad_(True) for x in (query, key, value)]
+    out, lse = attention(*inputs)
+    torch.autograd.backward((out, lse), (grad_out, grad_lse.to(lse.dtype)))
+    return [out.detach(), lse.detach(), *(x.grad for x in inputs)]
+
+
+def own_slices(sizes, frames, rank, query, key, value, grad_out, grad_lse):
+    """What a rank has of `tensors`."""
+    b = sizes[0][1] * sizes[0][2]
+    start, stop = b * sum(frames[:rank]), b * sum(frames[: rank + 1])
+    return [*(x[:, start:stop] for x in (query, key, value, grad_out)), grad_lse[:, :, start:stop]]
+
+
+class Kept:
+    """What stands for a saved tensor."""
+
+    def __init__(self, tensor):
+        # With its graph it would keep itself.
+        self.tensor = tensor.detach()
+
+
+def leaked(attention, own):
+    """(tensors that a call saves for its backward pass, those that outlive its results)."""
+    saved = []
+
+    def pack(tensor):
+        kept = Kept(tensor)
+        saved.append(weakref.ref(kept))
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        results = attention(*(x.clone().requires_grad_(True) for x in own[:3]))
+    del results
+    gc.collect()
+    return len(saved), sum(reference() is not None for reference in saved)
+
+
+class Counted:
+    """`all_to_all_single`, which counts the bytes that this rank sends to others."""
+
+    def __init__(self):
+        self.bytes, self.all_to_all_single = 0, dist.all_to_all_single
+
+    def __call__(self, output, tensor, output_splits, input_splits, *, group, **options):
+        assert tensor.dtype == torch.uint8 and sum(input_splits) == tensor.numel()
+        self.bytes += sum(size for r, size in enumerate(input_splits) if r != dist.get_rank(group))
+        return self.all_to_all_single(output, tensor, output_splits, input_splits, group=group, **options)
+
+    def since_last(self):
+        count, self.bytes = self.bytes, 0
+        return count
+
+
+def error_of(*tensors, **options):
+    try:
+        frame_parallel_vmonarch_attention(*tensors, **options)
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def disagreements(rank, group):
+    """name -> the message that this rank gets where rank 1 of three departs from the others."""
+    query, key, value, *_ = own_slices(SIZES, FRAMES[3], rank, *tensors(SIZES, torch.float32))
+    qkv, grid, other = (query, key, value), SIZES[0], rank == 1
+    return {
+        "refusal": error_of(*qkv, grid=(5, 3, 4) if other else grid, group=group),
+        "unknown-frame": error_of(*qkv, grid=grid, exact=ExactBlocks(rows=(5 if other else 4,)), group=group),
+        "grid": error_of(*qkv, grid=(5, 5, 3) if other else grid, group=group),
+        "option": error_of(*qkv, grid=grid, num_iterations=3 if other else 2, group=group),
+        "exact": error_of(*qkv, grid=grid, exact=ExactBlocks(band=1) if other else None, group=group),
+        "dtype": error_of(*(x.double() if other else x for x in qkv), grid=grid, group=group),
+        "heads": error_of(*(x[:, :, :2] if other else x for x in qkv), grid=grid, group=group),
+        "gradients": error_of(*(x.clone().requires_grad_(other) for x in qkv), grid=grid, group=group),
+        "frames": error_of(*qkv, grid=(7, 3, 5), group=group),
+        "kernels": error_of(*(x.double() for x in qkv), grid=grid, implementation="triton", group=group),
+        "group": error_of(*qkv, grid=grid, group="world"),
+    }
+
+
+def main():
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=240),
+    )
+    groups = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), 3: None}
+    report = {"errors": disagreements(rank, None), "results": {}, "sent": {}, "sent_back": {}}
+    counted = dist.all_to_all_single = Counted()
+    for name, (frames, sizes, dtype, options) in CASES.items():
+        if rank >= len(frames):
+            report["outsider"] = error_of(*tensors(sizes, dtype)[:3], group=groups[len(frames)], **options)
+            continue
+
+        def attention(*qkv, name=name, frames=frames, options=options):
+            counted.since_last()
+            results = frame_parallel_vmonarch_attention(*qkv, return_lse=True, group=groups[len(frames)], **options)
+            report["sent"][name] = counted.since_last()
+            return results
+
+        own = own_slices(sizes, frames, rank, *tensors(sizes, dtype))
+        results = with_gradients(attention, *own)
+        report["sent_back"][name] = counted.since_last()
+        report["results"][name] = results
+        if name not in OF_TWO_BY_KERNELS:
+            with torch.no_grad():
+                out, lse = attention(*own[:3])
+            assert torch.equal(results[0], out) and torch.equal(results[1], lse)
+        if name == "three-ranks-band":
+            report["results"]["checkpointed"] = with_gradients(
+                lambda *qkv, attention=attention: checkpoint(attention, *qkv, use_reentrant=False), *own
+            )
+            value = own[2].clone().requires_grad_(True)
+            attention(own[0], own[1], value)[0].backward(own[3])
+            report["dv_alone"] = value.grad
+            report["leaked"] = leaked(attention, own)
+    torch.save(report, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""VMonarch attention over several processes, forward and backward, against `vmonarch_attention` on one.
+
+Three gloo processes run all cases in one go (`frame_parallel_ranks.py`), those of fewer ranks in smaller groups.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vmonarch import ExactBlocks, vmonarch_attention
+from vmonarch.exact import FIRST_FRAME
+from vmonarch.kernels.monarch.parallel import (
+    exact_routes,
+    frame_parallel_bytes,
+    frame_parallel_vmonarch_attention,
+    frames_of,
+    split_evenly,
+    ulysses_bytes,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+from frame_parallel_ranks import CASES, RANKS, RESULTS, tensors, with_gradients
+
+by_case = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """What every rank has saved."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("frame_parallel_ranks.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = []
+    try:
+        for rank in range(RANKS):
+            command = [sys.executable, str(script), str(rank), str(folder)]
+            with (folder / f"{rank}.txt").open("w") as output:
+                ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+        codes = [process.wait(timeout=500) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    texts = [(folder / f"{rank}.txt").read_text() for rank in range(RANKS)]
+    assert codes == [0] * RANKS, "\n".join(text[-3000:] for text in texts)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+def joined(reports, name):
+    """The results of all ranks, joined along the tokens."""
+    frames = CASES[name if name in CASES else "three-ranks-band"][0]
+    parts = [report["results"][name] for report in reports[: len(frames)]]
+    return [torch.cat(x, 2 if what == "lse" else 1) for what, x in zip(RESULTS, zip(*parts, strict=True), strict=True)]
+
+
+def one_process(name, dtype):
+    _, sizes, _, options = CASES[name]
+    options = {**options, "implementation": "torch"}
+    return with_gradients(lambda *qkv: vmonarch_attention(*qkv, return_lse=True, **options), *tensors(sizes, dtype))
+
+
+def assert_same(ours, truth):
+    """Equal to rounding in float64."""
+    for what, a, b in zip(RESULTS, ours, truth, strict=True):
+        assert a.dtype == b.dtype == torch.float64
+        assert (a - b).abs().max() <= 1e-13 * (1 + b.abs().max()), what
+
+
+@by_case
+def test_equals_one_process(reports, name):
+    dtype = CASES[name][2]
+    ours, truth = joined(reports, name), one_process(name, torch.float64)
+    if dtype == torch.float64:
+        assert_same(ours, truth)
+        return
+    # Other orders of summation: our error is at most twice that of one process in the same precision.
+    for what, a, b, c in zip(RESULTS, ours, one_process(name, dtype), truth, strict=True):
+        assert a.dtype == b.dtype
+        error, budget = (a.double() - c).abs().max(), (b.double() - c).abs().max()
+        assert error <= 2 * budget + 2e-6 * c.abs().max(), (what, error, budget)
+
+
+def test_can_be_recomputed_in_the_backward_pass(reports):
+    assert_same(joined(reports, "checkpointed"), one_process("three-ranks-band", torch.float64))
+
+
+def test_gradient_of_one_input_alone(reports):
+    _, sizes, dtype, options = CASES["three-ranks-band"]
+    query, key, value, grad_out, _ = tensors(sizes, dtype)
+    value.requires_grad_(True)
+    vmonarch_attention(query, key, value, **options).backward(grad_out)
+    ours = torch.cat([report["dv_alone"] for report in reports], 1)
+    assert (ours - value.grad).abs().max() <= 1e-13 * value.grad.abs().max()
+
+
+def test_nothing_outlives_the_results(reports):
+    for report in reports:
+        saved, kept = report["leaked"]
+        assert saved > 0 and kept == 0
+
+
+def expected_bytes(name, rank):
+    frames, (grid, B, H), dtype, options = CASES[name]
+    wanted = {key: options[key] for key in ("num_iterations", "exact", "implementation") if key in options}
+    q, _, v, *_ = tensors((grid, B, H), dtype)
+    return frame_parallel_bytes(
+        grid,
+        frames=frames,
+        rank=rank,
+        batch=B,
+        heads=H,
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=dtype,
+        **wanted,
+    )
+
+
+@by_case
+def test_bytes_sent_are_those_counted(reports, name):
+    frames, (grid, B, H), dtype, options = CASES[name]
+    sent = [report["sent"][name] for report in reports[: len(frames)]]
+    counted = [expected_bytes(name, rank) for rank in range(len(frames))]
+    # Pieces of float64 need no alignment.
+    most = 0 if dtype == torch.float64 else 7 * 40
+    assert all(0 <= a - b <= most for a, b in zip(sent, counted, strict=True)), (sent, counted)
+    # The backward pass sends everything back but cL.
+    iterations = 0 if options.get("entropy_grad") else options.get("num_iterations", 2)
+    b = grid[1] * grid[2]
+    places = sum(T_r * (b - b_r) for T_r, b_r in zip(frames, split_evenly(b, len(frames)), strict=True))
+    cL = B * H * iterations * places * max(4, dtype.itemsize)
+    sent_back = sum(report["sent_back"][name] for report in reports[: len(frames)])
+    assert abs(sum(sent) - cL - sent_back) <= most * len(frames)
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2, 3])
+def test_moves_a_half_more_than_ulysses_for_each_iteration_after_the_first(num_iterations):
+    grid, sizes = (8, 4, 6), dict(frames=(2, 2, 2, 2), rank=1, batch=2, heads=8, head_dim=64, dtype=torch.bfloat16)
+    S, P = 8 * 4 * 6, 4
+    rows = (P - 1) * S * 2 * 8 // P**2
+    assert ulysses_bytes(grid, **sizes) == 4 * rows * 64 * 2
+    ours = frame_parallel_bytes(grid, num_iterations=num_iterations, exact=None, **sizes)
+    statistics = rows * (num_iterations + 1) * 4
+    assert ours - statistics == (2 + 2 * num_iterations) * rows * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    {
+        "refusal": "query has 45 tokens, which are no whole frames of 12 (grid (5, 3, 4))",
+        "unknown-frame": "ExactBlocks.rows names frame 5, but there are 5 latent frames",
+        "grid": "grid is (5, 5, 3), not (5, 3, 5)",
+        "option": "num_iterations is 3, not 2",
+        "exact": "exact is ExactBlocks(rows=(), columns=(), band=1, aware=True), not None",
+        "dtype": "the dtype is 'torch.float64', not 'torch.float32'",
+        "heads": "the number of heads is 2, not 3",
+        "gradients": "whether gradients are required is True, not False",
+    }.items(),
+)
+def test_every_rank_learns_which_rank_departs_and_in_what(reports, name, message):
+    for rank, report in enumerate(reports):
+        error = report["errors"][name]
+        assert error.startswith("ValueError: ") and message in error, error
+        refused_own = rank == 1 and name in ("refusal", "unknown-frame")
+        assert refused_own or "rank 1 of the group" in error, error
+
+
+def test_frames_that_do_not_make_up_the_grid_are_refused(reports):
+    for report in reports:
+        assert report["errors"]["frames"] == (
+            "ValueError: the ranks must have the 7 frames of grid (7, 3, 5); they have [1, 3, 1]"
+        )
+
+
+def test_kernels_say_why_they_refuse(reports):
+    assert all(
+        report["errors"]["kernels"].startswith("NotImplementedError") and "float64" in report["errors"]["kernels"]
+        for report in reports
+    )
+
+
+def test_needs_a_group_and_a_rank_in_it(reports):
+    assert "TypeError: group must be" in reports[0]["errors"]["group"]
+    assert reports[2]["outsider"] == ("RuntimeError: this process is not a member of the group that it calls with")
+    with pytest.raises(RuntimeError, match="init_process_group first"):
+        frame_parallel_vmonarch_attention(*tensors(*[CASES["paper"][n] for n in (1, 2)])[:3], grid=(5, 3, 5))
+
+
+PATTERNS = {
+    "first-frame": FIRST_FRAME,
+    "band": ExactBlocks(band=1),
+    "wide-band": ExactBlocks(band=4),
+    "column": ExactBlocks(columns=(0,)),
+    "mixed": ExactBlocks(rows=(0, 5), columns=(2, 6), band=0),
+}
+
+
+@pytest.mark.parametrize("frames", [(3, 4), (1, 5, 1), (2, 2, 2, 1)], ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_every_exact_block_is_computed_once(pattern, frames):
+    key_frames = pattern.key_frames(7)
+    routes = exact_routes(key_frames, frames)
+    own = [frames_of(frames, r) for r in range(len(frames))]
+    for r, mine in enumerate(own):
+        for l in mine:
+            computed = [k for k in key_frames[l] if k in mine]
+            for s, theirs in enumerate(own):
+                assert r != s or not routes.queries[r][s] + routes.keys[r][s]
+                computed += [k for k in routes.keys[r][s] if k in key_frames[l]]
+                if l in routes.queries[r][s]:
+                    computed += [k for k in key_frames[l] if k in theirs]
+            assert sorted(computed) == list(key_frames[l])
+
+
+def test_the_fewer_of_query_and_key_frames_travel():
+    row = exact_routes(FIRST_FRAME.key_frames(6), (2, 4))
+    assert row.queries[0] == ((), (0,)) and not any(map(any, row.keys))
+    column = exact_routes(ExactBlocks(columns=(5,)).key_frames(6), (2, 4))
+    assert column.keys[0] == ((), (5,)) and not any(map(any, column.queries))
+    # As many of both: the rank with less work by then computes.
+    tie = exact_routes(ExactBlocks(rows=(0,)).key_frames(2), (1, 1))
+    assert tie.queries[0] == ((), (0,))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (dict(frames=(2, 2)), "frames must sum to the 5 frames"),
+        (dict(frames=(0, 5)), r"frames\[0\] must be at least 1"),
+        (dict(rank=2), "rank must be one of the 2 ranks"),
+        (dict(heads=3), "heads must be a multiple of the number of ranks"),
+    ],
+)
+def test_counts_refuse_what_makes_no_sense(change, error):
+    sizes = dict(frames=(2, 3), rank=0, batch=1, heads=2, head_dim=8, dtype=torch.float32) | change
+    with pytest.raises(ValueError, match=error):
+        ulysses_bytes((5, 2, 3), **sizes)
+    if "heads" not in change:
+        with pytest.raises(ValueError, match=error):
+            frame_parallel_bytes((5, 2, 3), **sizes)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_positions_are_split_evenly(parts):
+    sizes = split_evenly(11, parts)
+    assert sum(sizes) == 11 and len(sizes) == parts and max(sizes) - min(sizes) <= 1
