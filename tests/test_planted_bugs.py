@@ -147,7 +147,7 @@ BUGS = {
     "window-kernel-forgets-skipped-tokens": (WINDOW_KERNELS, "n, n.skipped, 0, n.back_t", "n, 0, 0, n.back_t"),
     "window-kernel-attends-to-nothing": (WINDOW_KERNELS, "near & there[None, :]", "near"),
     "based-projection-unscaled": (BASED, "* (head_dim / feature_dim) ** 0.25", "* 1.0"),
-    "based-log-weight-forgotten": (BASED, "lse + self.log_weight.to(lse.dtype)[:, None]", "lse"),
+    "based-log-weight-forgotten": (BASED, "lse + own(self.log_weight).to(lse.dtype)[:, None]", "lse"),
     "based-decay-into-the-future-only": (BASED, "(time[:, None] - time).abs()", "(time - time[:, None]).clamp(min=0)"),
     "based-filters-mirrored": (BASED, "video, weight, padding", "video, weight.flip(2), padding"),
     "based-copies-share-parameters": (BASED, "copy.deepcopy(entry, memo)", "entry"),
