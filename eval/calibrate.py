@@ -99,8 +99,8 @@ class CalibrateConfig(SamplingConfig):
         every: record every so many steps; None for about ten of them.
         maps: "layer:head" of attention maps to keep; none for the first, the middle and the last layer's first head.
         budget, flops, measure, limit: see `Budget`.
-        sensitivity: also measure what a head's errors change in the model's output: recorded calls are computed once
-            more, with gradients.
+        sensitivity: also measure what a head's errors change in the model's output: recorded calls are computed again,
+            once with gradients and once for every layer.
     """
 
     output_dir: str = "outputs/calibrate"

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="sensitivity",
         action="store_const",
         const=False,
-        help="leave out what errors change in the model's output, which takes gradients",
+        help="leave out what errors change in the model's output, which takes gradients and a call per layer",
     )
     parser.add_argument("--diagnosis", metavar="FILE", help="make another plan from this one; nothing is sampled")
     parser.add_argument(
