@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import json
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,6 +74,25 @@ def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any
         below = merged.get(key)
         merged[key] = deep_merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def read_json(argument: str, path: str | Path, form: str, kind: str) -> dict[str, Any]:
+    """The mapping in a JSON file of ours, whose "format" must be `form`.
+
+    Args:
+        argument: of the user, for the errors.
+        kind: what the file should be, likewise, such as "diagnosis of `vmonarch calibrate`".
+
+    Raises:
+        InputError: the file cannot be read, or is something else.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(argument, f"{str(path)!r} cannot be read: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != form:
+        raise InputError(argument, f"{str(path)!r} is no {kind} (format {form})")
+    return found
 
 
 def file_sha256(path: str | Path) -> str:

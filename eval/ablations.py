@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError
+from vmonarch.configs import InputError, read_json
 from vmonarch.eval.collect import FORMAT
 from vmonarch.eval.evaluate import MEASURES, sampled, shown_number
 from vmonarch.eval.tables import markdown
@@ -58,13 +57,7 @@ def read_collection(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read, or is something else.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError("input", f"{str(path)!r} cannot be read: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise InputError("input", f"{str(path)!r} was not written by vmonarch.eval.collect")
-    return found
+    return read_json("input", path, FORMAT, "collection of `vmonarch.eval.collect`")
 
 
 def ablation_table(results: Mapping[str, Any], name: str) -> str:

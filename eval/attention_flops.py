@@ -19,10 +19,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from vmonarch import VMonarchProcessor, apply
-from vmonarch.configs.methods import AttentionMethod, BasedAttention, FullAttention, Parameters, VMonarchAttention
+from vmonarch.configs.methods import AttentionMethod, BasedAttention, FullAttention, Parameters
 from vmonarch.dense import DenseSet
-from vmonarch.plan import AttentionPlan
 
 # Of every attention module, whatever its processor.
 _PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -36,6 +34,14 @@ class TransformerCall:
     config: Any = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Components:
+    """What of a pipeline a method is put on."""
+
+    transformer: Any = None
+    transformer_2: Any = None
 
 
 def _without_data(value: Any) -> Any:
@@ -96,12 +102,7 @@ def attention_flops(call: TransformerCall, parameters: Parameters, component: st
         parameters = dataclasses.replace(parameters, **torch_form)
     with torch.device("meta"):
         transformer = call.kind.from_config(call.config)
-    if component == "transformer" or not isinstance(parameters, VMonarchAttention) or parameters.plan is None:
-        parameters.install(transformer)
-    else:
-        plan = AttentionPlan.parse(parameters.plan)
-        alone = AttentionPlan(plan.methods, {"transformer": plan.layers[component]})
-        apply(transformer, VMonarchProcessor(plan=alone, implementation="torch", dense_layers=parameters.dense_layers))
+    parameters.install(_Components(**{component: transformer}))
     # The counter knows the products that SDPA consists of, not its fused form on the CPU.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         transformer(*call.args, **call.kwargs)

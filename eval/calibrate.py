@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vmonarch.configs import InputError
+from vmonarch.configs import InputError, read_json
 from vmonarch.configs.methods import AttentionMethod, VMonarchAttention, resolve_method
 from vmonarch.pipelines.generation import (
     LoadedModel,
@@ -252,10 +252,4 @@ def read_diagnosis(path: str | Path) -> dict[str, Any]:
     """
     from vmonarch.eval.diagnosis import FORMAT
 
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError("diagnosis", f"{str(path)!r} cannot be read: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise InputError("diagnosis", f"{str(path)!r} is no diagnosis of `vmonarch calibrate`")
-    return found
+    return read_json("diagnosis", path, FORMAT, "diagnosis of `vmonarch calibrate`")

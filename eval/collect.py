@@ -10,13 +10,12 @@ and seeds follow from the settings, their numbers are in the means and intervals
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vmonarch.configs import InputError
+from vmonarch.configs import InputError, read_json
 from vmonarch.eval.calibrate import read_diagnosis
 from vmonarch.eval.evaluate import EVALUATION_FORMAT, evaluation_table
 from vmonarch.eval.kernel_bench import check_output, write_json
@@ -36,13 +35,7 @@ def collect(folders: Sequence[Path], diagnosis: Mapping[str, Any] | None = None)
     """
     found: dict[str, Any] = {}
     for folder in folders:
-        path = folder / "evaluation.json"
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError("folder", f"{str(folder)!r} holds no finished evaluation: {error}") from error
-        if not isinstance(record, dict) or record.get("format") != EVALUATION_FORMAT:
-            raise InputError("folder", f"{str(path)!r} is no evaluation of `vmonarch eval`")
+        record = read_json("folder", folder / "evaluation.json", EVALUATION_FORMAT, "evaluation of `vmonarch eval`")
         if folder.name in found:
             raise InputError("folder", f"names must differ, or one would take the other's place: {folder.name!r}")
         items = record.pop("items")

@@ -19,7 +19,6 @@ import contextlib
 import copy
 import functools
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.configs import InputError, suggest
+from vmonarch.configs import InputError, read_json, suggest
 from vmonarch.configs.methods import AttentionMethod
 from vmonarch.eval.kernel_bench import (
     METHODS,
@@ -944,16 +943,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="+", type=Path, help="JSON of `vmonarch bench e2e`")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     options = parser.parse_args(arguments)
-    documents = []
-    for path in options.parts:
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            parser.error(f"{path} cannot be read: {error}")
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            parser.error(f"{path} is no JSON of `vmonarch bench e2e` ({FORMAT})")
-        documents.append(document)
     try:
+        documents = [read_json("parts", path, FORMAT, "JSON of `vmonarch bench e2e`") for path in options.parts]
         check_output(options.output)
     except InputError as error:
         parser.error(str(error))

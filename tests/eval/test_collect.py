@@ -39,7 +39,7 @@ def test_what_is_no_evaluation_is_named(tmp_path, capsys):
     one = folder(tmp_path / "one")
     (tmp_path / "sub").mkdir()
     for bad, message in (
-        ([tmp_path / "nothing"], "holds no finished evaluation"),
+        ([tmp_path / "nothing"], "evaluation.json' cannot be read"),
         ([folder(tmp_path / "other", format="x")], "is no evaluation of"),
         ([one, folder(tmp_path / "sub" / "one")], "names must differ"),
     ):
