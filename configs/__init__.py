@@ -76,7 +76,7 @@ def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def read_json(argument: str, path: str | Path, form: str, kind: str) -> dict[str, Any]:
+def read_document(argument: str, path: str | Path, form: str, kind: str) -> dict[str, Any]:
     """The mapping in a JSON file of ours, whose "format" must be `form`.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError, read_json
+from vmonarch.configs import InputError, read_document
 from vmonarch.eval.collect import FORMAT
 from vmonarch.eval.evaluate import MEASURES, sampled, shown_number
 from vmonarch.eval.tables import markdown
@@ -57,7 +57,7 @@ def read_collection(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read, or is something else.
     """
-    return read_json("input", path, FORMAT, "collection of `vmonarch.eval.collect`")
+    return read_document("input", path, FORMAT, "collection of `vmonarch.eval.collect`")
 
 
 def ablation_table(results: Mapping[str, Any], name: str) -> str:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vmonarch.configs import InputError, read_json
+from vmonarch.configs import InputError, read_document
 from vmonarch.configs.methods import AttentionMethod, VMonarchAttention, resolve_method
 from vmonarch.pipelines.generation import (
     LoadedModel,
@@ -252,4 +252,4 @@ def read_diagnosis(path: str | Path) -> dict[str, Any]:
     """
     from vmonarch.eval.diagnosis import FORMAT
 
-    return read_json("diagnosis", path, FORMAT, "diagnosis of `vmonarch calibrate`")
+    return read_document("diagnosis", path, FORMAT, "diagnosis of `vmonarch calibrate`")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vmonarch.configs import InputError, read_json
+from vmonarch.configs import InputError, read_document
 from vmonarch.eval.calibrate import read_diagnosis
 from vmonarch.eval.evaluate import EVALUATION_FORMAT, evaluation_table
 from vmonarch.eval.kernel_bench import check_output, write_json
@@ -35,7 +35,7 @@ def collect(folders: Sequence[Path], diagnosis: Mapping[str, Any] | None = None)
     """
     found: dict[str, Any] = {}
     for folder in folders:
-        record = read_json("folder", folder / "evaluation.json", EVALUATION_FORMAT, "evaluation of `vmonarch eval`")
+        record = read_document("folder", folder / "evaluation.json", EVALUATION_FORMAT, "evaluation of `vmonarch eval`")
         if folder.name in found:
             raise InputError("folder", f"names must differ, or one would take the other's place: {folder.name!r}")
         items = record.pop("items")

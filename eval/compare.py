@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,7 +46,11 @@ if TYPE_CHECKING:
     import torch
 
 Methods = TypeVar("Methods", bound="MethodsConfig")
+Given = TypeVar("Given")
+Found = TypeVar("Found")
 
+# Videos that are measured and written at once, at most.
+THREADS = 8
 COMPARISON_FORMAT = "vmonarch-compare-1"
 # Key of a result, heading, decimals: the columns of the table.
 _COLUMNS = (
@@ -233,6 +239,16 @@ def sample_methods(
     return samples
 
 
+def in_threads(function: Callable[[Given], Found], items: Iterable[Given]) -> list[Found]:
+    """`function` of every item, in their order, several at a time.
+
+    Raises:
+        whatever the function raises for the first of the items that fail.
+    """
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(function, items))
+
+
 def measure(
     config: MethodsConfig,
     prompt: str,
@@ -255,10 +271,11 @@ def measure(
     from vmonarch.eval.similarity import similarity
     from vmonarch.eval.video_io import VideoError, check_frames
 
-    assert config.steps is not None
     reference = frames[config.reference.label].to(device)
-    results = []
-    for label, video in frames.items():
+
+    def measured(label: str) -> MethodResult:
+        assert config.steps is not None
+        video = frames[label]
         try:
             check_frames(video)
         except VideoError as error:
@@ -267,20 +284,19 @@ def measure(
         close = similarity(video.to(device), reference) if label != config.reference.label else None
         result = samples[label]
         batch = len(result.frames)
-        results.append(
-            MethodResult(
-                method=label,
-                seconds=result.seconds["total"] / batch,
-                transformer_seconds_per_step=result.seconds["transformer"] / batch / config.steps,
-                psnr=close.psnr if close else None,
-                ssim=close.ssim if close else None,
-                first_frame_psnr=close.first_frame_psnr if close else None,
-                first_frame_ssim=close.first_frame_ssim if close else None,
-                prompt_score=score(video, prompt),
-                frames_sha256=frames_sha256(video),
-            )
+        return MethodResult(
+            method=label,
+            seconds=result.seconds["total"] / batch,
+            transformer_seconds_per_step=result.seconds["transformer"] / batch / config.steps,
+            psnr=close.psnr if close else None,
+            ssim=close.ssim if close else None,
+            first_frame_psnr=close.first_frame_psnr if close else None,
+            first_frame_ssim=close.first_frame_ssim if close else None,
+            prompt_score=score(video, prompt),
+            frames_sha256=frames_sha256(video),
         )
-    return results
+
+    return in_threads(measured, frames)
 
 
 def compare(config: CompareConfig, *, progress: bool = False, model: LoadedModel | None = None) -> Comparison:

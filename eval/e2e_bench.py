@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.configs import InputError, read_json, suggest
+from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod
 from vmonarch.eval.kernel_bench import (
     METHODS,
@@ -944,7 +944,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     options = parser.parse_args(arguments)
     try:
-        documents = [read_json("parts", path, FORMAT, "JSON of `vmonarch bench e2e`") for path in options.parts]
+        documents = [read_document("parts", path, FORMAT, "JSON of `vmonarch bench e2e`") for path in options.parts]
         check_output(options.output)
     except InputError as error:
         parser.error(str(error))

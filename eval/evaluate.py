@@ -29,6 +29,7 @@ from vmonarch.eval.compare import (
     MethodResult,
     MethodsConfig,
     file_name,
+    in_threads,
     json_values,
     load_for,
     measure,
@@ -370,31 +371,35 @@ class _Run:
         """Write an item's videos, measure what is read back from them, and commit it with its JSON."""
         from vmonarch.eval.video_io import AtomicFiles, VideoError, encode_video, to_uint8, verify_video
 
-        assert self.config.fps is not None
         folder = self.output / "items" / item.name
         folder.mkdir(parents=True, exist_ok=True)
-        rows: list[dict[str, Any]] = []
+
+        def encode(result: MethodResult) -> tuple[dict[str, Any], NDArray[np.uint8]]:
+            """The row of a method's video, and the pictures that are read back from it."""
+            assert self.config.fps is not None
+            path = paths[result.method]
+            pictures = to_uint8(frames[result.method])
+            encode_video(path, pictures, self.config.fps)
+            try:
+                decoded = verify_video(path, pictures)
+            except VideoError as error:
+                raise GenerationError(f"method {result.method}, item {item.name}: {error}") from error
+            name = f"{file_name(result.method)}.mp4"
+            return dataclasses.asdict(result) | {"video": name, "video_sha256": file_sha256(path)}, decoded
+
         # An item without its JSON was left by a process that was killed: its videos are replaced.
         with AtomicFiles(overwrite=True) as files:
-            decoded: dict[str, NDArray[np.uint8]] = {}
-            for result in results:
-                pictures = to_uint8(frames[result.method])
-                name = f"{file_name(result.method)}.mp4"
-                path = files.stage(folder / name)
-                encode_video(path, pictures, self.config.fps)
-                try:
-                    decoded[result.method] = verify_video(path, pictures)
-                except VideoError as error:
-                    raise GenerationError(f"method {result.method}, item {item.name}: {error}") from error
-                rows.append(dataclasses.asdict(result) | {"video": name, "video_sha256": file_sha256(path)})
-            for row in rows:
-                row |= self._further(row["method"], frames, decoded)
+            names = [result.method for result in results]
+            paths = {name: files.stage(folder / f"{file_name(name)}.mp4") for name in names}
+            rows, pictures = zip(*in_threads(encode, results), strict=True)
+            decoded = dict(zip(names, pictures, strict=True))
+            further = in_threads(lambda name: self._further(name, frames, decoded), names)
             record = {
                 "format": EVALUATION_FORMAT,
                 "prompt": item.prompt,
                 "seed": item.seed,
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "results": [json_values(row) for row in rows],
+                "results": [json_values(row | more) for row, more in zip(rows, further, strict=True)],
                 "environment": self.environment,
             }
             text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

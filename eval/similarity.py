@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ _LPIPS_SIZE = 32
 _SSIM_MARGIN = 5
 # Frames per call: bounds the memory of SSIM's five filtered maps and of AlexNet's features.
 _CHUNK = 8
+_LPIPS_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -188,14 +190,16 @@ def lpips(video: torch.Tensor, reference: torch.Tensor) -> PerceptualDistance:
     check_pair(video, reference)
     if min(video.shape[2:]) < _LPIPS_SIZE:
         raise ValueError(f"video must have frames of at least 32×32 pixels for AlexNet, got {tuple(video.shape)}")
-    metric = _lpips_metric().to(video.device)
     # One frame by itself first: it is asked for, and the rest need not be told apart.
     parts = [(0, 1), *((start, min(start + _CHUNK, len(video))) for start in range(1, len(video), _CHUNK))]
     sums = []
-    for start, end in parts:
-        metric.reset()
-        metric.update(video[start:end].float(), reference[start:end].float())
-        sums.append(float(metric.compute()) * (end - start))
+    # The metric holds the sum of what it was given, which other threads must not add to.
+    with _LPIPS_LOCK:
+        metric = _lpips_metric().to(video.device)
+        for start, end in parts:
+            metric.reset()
+            metric.update(video[start:end].float(), reference[start:end].float())
+            sums.append(float(metric.compute()) * (end - start))
     return PerceptualDistance(lpips=sum(sums) / len(video), first_frame_lpips=sums[0])
 
 

@@ -37,32 +37,12 @@ from vmonarch.kernels.common.launch import interpreted
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
 CPU = torch.device("cpu")
-TINY = """
-num_attention_heads: 2
-attention_head_dim: 16
-in_channels: 4
-out_channels: 4
-text_dim: 8
-freq_dim: 8
-ffn_dim: 48
-num_layers: 2
-vae: {base_dim: 4, z_dim: 4, dim_mult: [1, 1, 1, 1], num_res_blocks: 1, latents_mean: [0, 0, 0, 0],
-      latents_std: [1, 1, 1, 1]}
-text_encoder: {vocab_size: 32, d_model: 8, d_kv: 4, d_ff: 16, num_layers: 1, num_heads: 2}
-"""
 
 
 @pytest.fixture(scope="module")
-def tiny_yaml(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "tiny.yaml"
-    path.write_text(TINY)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def document(tiny_yaml):
+def document(tiny_yaml, tmp_path_factory):
     """What one run of the command wrote."""
-    output = Path(tiny_yaml).parent / "e2e.json"
+    output = tmp_path_factory.mktemp("e2e") / "e2e.json"
     words = ["bench", "e2e", "--model", tiny_yaml, "--settings", "5x32x64", "--rounds", "2", "--steps", "30"]
     assert main([*words, "--device", "cpu", "--compile-backend", "eager", "--output", str(output)]) == 0
     return json.loads(output.read_text())

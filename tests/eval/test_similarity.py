@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.eval import similarity as module
+from vmonarch.eval.compare import in_threads
 from vmonarch.eval.similarity import (
     ALEXNET_WEIGHTS,
     PerceptualDistance,
@@ -207,6 +209,12 @@ def test_lpips_agrees_with_its_definition(alexnet: torch.nn.Sequential, frames: 
     assert measured.lpips == pytest.approx(np.mean(expected), rel=1e-4) and measured.lpips > 0
     assert measured.first_frame_lpips == pytest.approx(expected[0], rel=1e-4)
     assert lpips(video.double(), reference.double()) == measured
+
+
+def test_lpips_in_threads_is_that_of_one_after_the_other(alexnet: torch.nn.Sequential, monkeypatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    pairs = [pair((10, 3, 32, 32), noise) for noise in (0.05, 0.1, 0.2, 0.3)]
+    assert in_threads(lambda videos: lpips(*videos), pairs) == [lpips(*videos) for videos in pairs]
 
 
 def test_lpips_of_identical_videos_is_nothing(alexnet: torch.nn.Sequential) -> None:

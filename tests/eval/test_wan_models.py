@@ -8,19 +8,6 @@ from transformers import UMT5Config, UMT5EncoderModel
 from vmonarch.configs import InputError, preset_names
 from vmonarch.eval.wan_models import UMT5_XXL, read_model, read_model_config
 
-TINY = """
-num_attention_heads: 2
-attention_head_dim: 16
-in_channels: 4
-out_channels: 4
-text_dim: 8
-freq_dim: 8
-ffn_dim: 48
-num_layers: 2
-vae: {base_dim: 4, z_dim: 4, dim_mult: [1, 1, 1, 1], num_res_blocks: 1, latents_mean: [0, 0, 0, 0],
-      latents_std: [1, 1, 1, 1]}
-text_encoder: {vocab_size: 32, d_model: 8, d_kv: 4, d_ff: 16, num_layers: 1, num_heads: 2}
-"""
 # Parameters of the published weights: of one transformer, and of the VAE.
 PUBLISHED = {
     "wan2.1-1.3b": (1_418_996_800, 126_892_531),
@@ -53,9 +40,8 @@ def test_the_text_encoder_is_that_of_umt5_xxl():
         assert parameters(UMT5EncoderModel(UMT5Config(**UMT5_XXL))) == 5_680_910_336
 
 
-def test_random_weights_have_the_dtypes_of_loaded_ones(tmp_path):
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    model = read_model(str(tmp_path / "tiny.yaml"))
+def test_random_weights_have_the_dtypes_of_loaded_ones(tiny_yaml, tmp_path):
+    model = read_model(tiny_yaml)
     built = model.build_transformer("transformer", torch.device("cpu"), torch.bfloat16)
     built.save_pretrained(tmp_path / "model")
     loaded = WanTransformer3DModel.from_pretrained(tmp_path / "model", torch_dtype=torch.bfloat16)

@@ -1,0 +1,25 @@
+"""What the tests of benchmarks share."""
+
+import pytest
+
+TINY = """
+num_attention_heads: 2
+attention_head_dim: 16
+in_channels: 4
+out_channels: 4
+text_dim: 8
+freq_dim: 8
+ffn_dim: 48
+num_layers: 2
+vae: {base_dim: 4, z_dim: 4, dim_mult: [1, 1, 1, 1], num_res_blocks: 1, latents_mean: [0, 0, 0, 0],
+      latents_std: [1, 1, 1, 1]}
+text_encoder: {vocab_size: 32, d_model: 8, d_kv: 4, d_ff: 16, num_layers: 1, num_heads: 2}
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny_yaml(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """File of a model that takes no time: 2 layers, 2 heads of 16 channels."""
+    path = tmp_path_factory.mktemp("model") / "tiny.yaml"
+    path.write_text(TINY)
+    return str(path)
