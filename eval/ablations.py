@@ -26,7 +26,8 @@ _ATTENTION = {
     "attention_error": ("attention error", 100, 1),
     "output_error": ("change of output", 100, 1),
 }
-_NAMED = ("vmonarch", "local", "block-topk", "vmonarch-dense-start", "vmonarch-first-band1")
+# The first come first where two are in each other's way.
+_NAMED = ("vmonarch", "plan 1.00", "plan 1.35", "local", "block-topk", "vmonarch-first-band1", "vmonarch-dense-start")
 # By what a method changes; Okabe and Ito's colours, and a marker each for prints in grey.
 FAMILIES = {
     "iterations, frames per block": ("#0072B2", "o"),
@@ -168,9 +169,9 @@ def _panel(axes: Axes, values: Sequence[tuple[dict[str, Any], float, Any]], hand
 
 
 def _name(axes: Axes, values: Sequence[tuple[dict[str, Any], float, Any]]) -> None:
-    """Names of the default, of its controls and of plans, where no other name is in the way."""
+    """Names of _NAMED and of the other plans, where no other name is in the way."""
     taken: list[tuple[float, float]] = []
-    named = [entry for entry in values if entry[0]["label"] in _NAMED]
+    named = [entry for name in _NAMED for entry in values if entry[0]["label"] == name]
     named += [entry for entry in values if entry[0]["family"] == "plans"]
     for point, value, _ in named:
         x, y = axes.transData.transform((100 * point["flops"], value))

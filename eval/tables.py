@@ -158,6 +158,28 @@ def e2e_table(results: dict[str, Any]) -> str:
     return e2e_bench.e2e_table(results)
 
 
+def quality_table(results: dict[str, Any]) -> str:
+    """VMonarch and plans beside full attention: what a first reader wants to know."""
+    evaluation = results["evaluations"]["plans"]
+    rows = []
+    for label in ("full", "vmonarch", "plan 0.75", "plan 1.00", "plan 1.35"):
+        numbers = evaluation["statistics"][label]
+        name = {"full": "full attention", "vmonarch": "VMonarch with its defaults"}.get(label, f"VMonarch, {label}")
+        cells = [
+            f"{numbers[key]['mean']:.{digits}f}" if label != "full" else "–"
+            for key, digits in (("psnr", 1), ("ssim", 3))
+        ]
+        rows.append(
+            [name, _percent(evaluation["attention_flops"][label]), *cells, _percent(numbers["prompt_score"]["mean"])]
+        )
+    about = (
+        f"{len(evaluation['config']['prompts'])} prompts × {len(evaluation['config']['seeds'])} seeds; "
+        f"{evaluation['environments'][0]['environment']['device_name']}, {evaluation['created'][:10]}."
+    )
+    table = markdown(["", "attention FLOPs", "PSNR dB", "SSIM", "prompt score"], rows)
+    return f"{table}\n{about} Made by `{evaluation['command']}`.\n"
+
+
 def norm_table(results: dict[str, Any]) -> str:
     """RMS norm and rotary embedding in one kernel beside diffusers' code."""
     from vmonarch.eval import norm_bench
@@ -220,6 +242,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "train-h200": train_table,
     "e2e-h200": e2e_table,
     "norm-h200": norm_table,
+    "quality": quality_table,
     "finetune-embedded": finetune_table,
     "finetune-embedded-1500": finetune_table,
     "finetune-embedded-distilled": finetune_table,
@@ -228,7 +251,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     **{name: table for name, (_, table) in _ABLATIONS.items()},
 }
 # Tables of another name than their JSON.
-SOURCES = {"speed": "kernels-h200", **{name: source for name, (source, _) in _ABLATIONS.items()}}
+SOURCES = {
+    "speed": "kernels-h200",
+    "quality": "eval-embedded",
+    **{name: source for name, (source, _) in _ABLATIONS.items()},
+}
 # Tables that may wait for their JSON, and what makes that.
 AWAITED = {
     "flash-bias-h200": "python -m vmonarch.eval.bias_bench",
