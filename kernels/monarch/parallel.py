@@ -42,7 +42,7 @@ from vmonarch.kernels.flash_entropy.reference import to_groups
 from vmonarch.kernels.monarch import reference
 from vmonarch.kernels.monarch.api import check_vmonarch_options
 from vmonarch.kernels.monarch.blocks import grid_layout
-from vmonarch.kernels.monarch.exchange import Link, Moved, Transfer, agree, refuse
+from vmonarch.kernels.monarch.exchange import Link, Moved, Transfer, agree, places_of, refuse
 from vmonarch.monoid import merge_partials
 from vmonarch.validation import check_flag, check_positive_integer, check_qkv, resolve_scale
 
@@ -82,7 +82,7 @@ class Call:
 
     @property
     def own_frames(self) -> range:
-        return frames_of(self.frames, self.rank)
+        return places_of(self.frames, self.rank)
 
     @property
     def whole_rows(self) -> bool:
@@ -93,12 +93,6 @@ class Call:
     def aware(self) -> bool:
         """Whether all L-steps know of the exact blocks."""
         return self.key_frames is not None and self.pattern is not None and self.pattern.aware
-
-
-def frames_of(frames: Sequence[int], rank: int) -> range:
-    """The frames of a rank, where the ranks have so many one after the other."""
-    start = sum(frames[:rank])
-    return range(start, start + frames[rank])
 
 
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:
@@ -237,7 +231,7 @@ def exact_routes(key_frames: tuple[Frames, ...], frames: tuple[int, ...]) -> Exa
     to the rank that has less by then.
     """
     ranks = range(len(frames))
-    own = [frames_of(frames, r) for r in ranks]
+    own = [places_of(frames, r) for r in ranks]
     work = [sum(k in own[r] for l in own[r] for k in key_frames[l]) for r in ranks]
     queries: list[list[Frames]] = [[()] * len(frames) for _ in ranks]
     keys: list[list[Frames]] = [[()] * len(frames) for _ in ranks]

@@ -13,17 +13,17 @@ import torch
 
 from vmonarch import ExactBlocks, vmonarch_attention
 from vmonarch.exact import FIRST_FRAME
+from vmonarch.kernels.monarch.exchange import places_leaving, places_of
 from vmonarch.kernels.monarch.parallel import (
     exact_routes,
     frame_parallel_bytes,
     frame_parallel_vmonarch_attention,
-    frames_of,
     split_evenly,
     ulysses_bytes,
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
-from frame_parallel_ranks import CASES, RANKS, RESULTS, tensors, with_gradients
+from frame_parallel_ranks import CASES, RANKS, REGROUPED, RESULTS, sequences, tensors, with_gradients
 
 by_case = pytest.mark.parametrize("name", CASES)
 
@@ -189,6 +189,24 @@ def test_needs_a_group_and_a_rank_in_it(reports):
         frame_parallel_vmonarch_attention(*tensors(*[CASES["paper"][n] for n in (1, 2)])[:3], grid=(5, 3, 5))
 
 
+@pytest.mark.parametrize("name", REGROUPED)
+def test_only_what_crosses_a_border_moves_and_gradients_go_back(reports, name):
+    before, after = REGROUPED[name]
+    *tensors, w, v = sequences()
+    for rank, report in enumerate(reports):
+        moved, gradients, sent, sent_back = report["regrouped"][name]
+        for found, whole in zip(moved, tensors, strict=True):
+            assert torch.equal(found, whole.split(after, 1)[rank])
+        for found, whole in zip(gradients, (w, v), strict=True):
+            assert torch.equal(found, whole.split(before, 1)[rank])
+        # Six float64 and one float32 for every place, and what aligns the pieces for two ranks.
+        for counted, places in (
+            (sent, places_leaving(before, after, rank)),
+            (sent_back, places_leaving(after, before, rank)),
+        ):
+            assert 0 <= counted - places * (6 * 8 + 4) <= 2 * 4
+
+
 PATTERNS = {
     "first-frame": FIRST_FRAME,
     "band": ExactBlocks(band=1),
@@ -203,7 +221,7 @@ PATTERNS = {
 def test_every_exact_block_is_computed_once(pattern, frames):
     key_frames = pattern.key_frames(7)
     routes = exact_routes(key_frames, frames)
-    own = [frames_of(frames, r) for r in range(len(frames))]
+    own = [places_of(frames, r) for r in range(len(frames))]
     for r, mine in enumerate(own):
         for l in mine:
             computed = [k for k in key_frames[l] if k in mine]
