@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import vmonarch
-from vmonarch import BasedProcessor, LatentGrid
-from vmonarch.context_parallel import TokenSplit
+from vmonarch import BasedProcessor, LatentGrid, VMonarchProcessor
+from vmonarch.context_parallel import TokenSplit, whole_frames
 from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
@@ -52,7 +52,7 @@ def results(request, adapter, tmp_path_factory):
 def test_ranks_compute_what_one_process_computes(tiny, results, adapter, monkeypatch, name):
     monkeypatch.setenv("ADAPTER", str(adapter))
     expected = worker.SAME[name](tiny, ALONE)
-    tolerance = 2e-2 if name == "autocast" else 1e-5
+    tolerance = 2e-2 if "autocast" in name else 1e-5
     for found in (rank[name] for rank in results):
         assert not isinstance(found, str), found
         assert found.keys() == expected.keys()
@@ -69,6 +69,9 @@ REFUSALS = {
     "ring-before-apply": "NotImplementedError: ring_degree=2 is not supported",
     "few-heads": "ValueError: ulysses_degree=2, but every rank needs a head of self-attention",
     "few-heads-before-apply": "ValueError: ulysses_degree=2, but every rank needs a head of self-attention",
+    "dense-layers-of-odd-heads": "ValueError: dense_layers keeps the model's own attention, which shares heads evenly",
+    "ring-frames": "NotImplementedError: ring_degree=2 is not supported",
+    "few-frames": "ValueError: parallel_by='frames' needs a latent frame for each of the 2 ranks",
     "odd-tokens": "AssertionError: Tensor size along dimension to be sharded must be divisible by mesh size",
     "bias-of-other-heads": "ValueError: bias has 2 heads, but attention has 4",
     "other-grid": "ValueError: grid (5, 1, 3) has 15 tokens, but self-attention was given 30",
@@ -89,6 +92,44 @@ def test_every_head_is_computed_once(ranks):
     assert torch.equal(torch.cat([share.of(x, 0) for share in shares]), x)
     sizes = [share.stop - share.start for share in shares]
     assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("frames", [8, 9, 13, 21])
+def test_even_parts_of_the_tokens_become_even_whole_frames_nearby(frames, ranks):
+    grid = LatentGrid(frames, 3, ranks)
+    part = grid.tokens // ranks
+    sizes = whole_frames((part,) * ranks, grid)
+    assert sum(sizes) == grid.tokens and all(size % grid.tokens_per_frame == 0 for size in sizes)
+    assert max(sizes) - min(sizes) <= grid.tokens_per_frame
+    borders = [sum(sizes[: rank + 1]) for rank in range(ranks)]
+    assert all(abs(border - part * (rank + 1)) <= grid.tokens_per_frame / 2 for rank, border in enumerate(borders))
+
+
+@pytest.mark.parametrize("tokens", [(11, 1, 0), (0, 0, 12), (1, 11, 0), (0, 12, 0)], ids=str)
+def test_every_rank_has_a_frame_wherever_the_tokens_are(tokens):
+    assert whole_frames(tokens, LatentGrid(3, 2, 2)) == (4, 4, 4)
+
+
+def test_alone_frames_are_heads(tiny):
+    outputs = []
+    for parallel_by in ("heads", "frames"):
+        model = tiny.transformer()
+        vmonarch.apply(model, VMonarchProcessor(parallel_by=parallel_by))
+        outputs.append(tiny.run(model))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"frames_per_block": 2}, {"tiles": (2, 1)}, {"bias": worker.decay_of(2)}, {"plan": worker.plan_of(2)}],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_frames_do_not_offer_is_refused_by_the_constructor(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"^{name} must be left at .* with parallel_by='frames'"):
+        VMonarchProcessor(parallel_by="frames", **options)
+    VMonarchProcessor(**options)
 
 
 def test_a_diagnosis_needs_all_heads():
