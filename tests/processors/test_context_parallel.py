@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ worker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(worker)
 
 ALONE = worker.Alone()
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(vmonarch.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +42,7 @@ def results(request, adapter, tmp_path_factory):
     tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = [item.callspec.params["name"] for item in tests if "name" in item.callspec.params]
     folder = tmp_path_factory.mktemp("ranks")
-    package = str(Path(vmonarch.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "ADAPTER": str(adapter)}
+    environment = {**ENVIRONMENT, "ADAPTER": str(adapter)}
     command = [sys.executable, str(WORKER), str(folder), *names]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -83,6 +84,23 @@ REFUSALS = {
 def test_what_is_not_supported_is_refused_on_every_rank(results, name):
     for rank in results:
         assert REFUSALS[name] in rank[name]
+
+
+def test_a_killed_rank_ends_the_job_which_names_it():
+    script = str(WORKER.with_name("killed_rank.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 1
+    found = re.findall(r"rank (\d), process (\d+): step (\d) has ended", ended.stdout)
+    steps = {rank: {step for r, _, step in found if r == rank} for rank in "01"}
+    assert steps["1"] == {"0", "1"} and "0" in steps["0"] and "2" not in steps["0"]
+    first = re.search(r"Root Cause.*?\n +rank +: (\d) .*?\n +exitcode +: (-\d+)", ended.stderr, re.DOTALL)
+    assert first is not None and first.groups() == ("1", "-9"), ended.stderr[-3000:]
+    # Rank 0 did not end by itself.
+    assert re.search(r"rank +: 0 .*?\n +exitcode +: -15", ended.stderr)
+    for _, process, _ in found:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(process), 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
