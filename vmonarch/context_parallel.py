@@ -21,7 +21,7 @@ import torch.distributed as dist
 from diffusers.models._modeling_parallel import gather_size_by_comm
 
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.monarch.exchange import Link, Moved
+from vmonarch.kernels.monarch.exchange import Link, Moved, places_of, split_evenly
 
 
 class Share(NamedTuple):
@@ -63,20 +63,20 @@ class TokenSplit:
 
     def share(self, total: int) -> Share:
         """This rank's part of so many heads or channels; the first ranks have one more where they do not divide."""
-        sizes = self._sizes(total)
-        start = sum(sizes[: self.rank])
-        return Share(start, start + sizes[self.rank], total)
+        own = places_of(split_evenly(total, len(self.tokens)), self.rank)
+        return Share(own.start, own.stop, total)
 
     def gather_tokens(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """All tokens of this rank's heads: tensors [B, s, H, …] -> [B, S, h, …]; differentiable."""
         link = self._link(*tensors)
-        moved = [Moved(x, 2, 1) for x in tensors]
-        return link.close(*link.redistribute(moved, self._sizes(tensors[0].shape[2]), self.tokens).finish())
+        heads = split_evenly(tensors[0].shape[2], len(self.tokens))
+        return link.close(*link.redistribute([Moved(x, 2, 1) for x in tensors], heads, self.tokens).finish())
 
     def gather_heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """The inverse of `gather_tokens` for one tensor: [B, S, h, …] -> [B, s, heads, …]."""
         link = self._link(x)
-        (gathered,) = link.close(*link.redistribute([Moved(x, 1, 2)], self.tokens, self._sizes(heads)).finish())
+        sizes = split_evenly(heads, len(self.tokens))
+        (gathered,) = link.close(*link.redistribute([Moved(x, 1, 2)], self.tokens, sizes).finish())
         return gathered
 
     def to_frames(self, grid: LatentGrid, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -105,10 +105,6 @@ class TokenSplit:
     def _link(self, *tensors: torch.Tensor) -> Link:
         requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         return Link(self.group, tensors[0].device, requires_grad)
-
-    def _sizes(self, total: int) -> tuple[int, ...]:
-        few, more = divmod(total, len(self.tokens))
-        return tuple(few + (rank < more) for rank in range(len(self.tokens)))
 
 
 def whole_frames(tokens: Sequence[int], grid: LatentGrid) -> tuple[int, ...]:

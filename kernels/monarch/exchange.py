@@ -144,6 +144,12 @@ class _Close(torch.autograd.Function):
         return torch.zeros(0, device=ctx.device), *grads
 
 
+def split_evenly(total: int, parts: int) -> tuple[int, ...]:
+    """Sizes that differ by at most one, the larger ones first."""
+    few, more = divmod(total, parts)
+    return tuple(few + (n < more) for n in range(parts))
+
+
 def places_of(sizes: Sequence[int], rank: int) -> range:
     """What a rank has of a sequence of which the ranks have so many places, one after the other."""
     start = sum(sizes[:rank])

@@ -3,6 +3,7 @@
 Three gloo processes run all cases in one go (`frame_parallel_ranks.py`), those of fewer ranks in smaller groups.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,12 +14,11 @@ import torch
 
 from vmonarch import ExactBlocks, vmonarch_attention
 from vmonarch.exact import FIRST_FRAME
-from vmonarch.kernels.monarch.exchange import places_leaving, places_of
+from vmonarch.kernels.monarch.exchange import places_leaving, places_of, split_evenly
 from vmonarch.kernels.monarch.parallel import (
     exact_routes,
     frame_parallel_bytes,
     frame_parallel_vmonarch_attention,
-    split_evenly,
     ulysses_bytes,
 )
 
@@ -138,11 +138,11 @@ def test_bytes_sent_are_those_counted(reports, name):
 
 @pytest.mark.parametrize("num_iterations", [1, 2, 3])
 def test_moves_a_half_more_than_ulysses_for_each_iteration_after_the_first(num_iterations):
-    grid, sizes = (8, 4, 6), dict(frames=(2, 2, 2, 2), rank=1, batch=2, heads=8, head_dim=64, dtype=torch.bfloat16)
+    grid, sizes = (8, 4, 6), dict(rank=1, batch=2, heads=8, head_dim=64, dtype=torch.bfloat16)
     S, P = 8 * 4 * 6, 4
     rows = (P - 1) * S * 2 * 8 // P**2
-    assert ulysses_bytes(grid, **sizes) == 4 * rows * 64 * 2
-    ours = frame_parallel_bytes(grid, num_iterations=num_iterations, exact=None, **sizes)
+    assert ulysses_bytes(tokens=(48,) * 4, **sizes) == 4 * rows * 64 * 2
+    ours = frame_parallel_bytes(grid, frames=(2,) * 4, num_iterations=num_iterations, exact=None, **sizes)
     statistics = rows * (num_iterations + 1) * 4
     assert ours - statistics == (2 + 2 * num_iterations) * rows * 64 * 2
 
@@ -243,22 +243,26 @@ def test_the_fewer_of_query_and_key_frames_travel():
     assert tie.queries[0] == ((), (0,))
 
 
+by_frames = functools.partial(frame_parallel_bytes, (5, 2, 3), frames=(2, 3))
+by_heads = functools.partial(ulysses_bytes, tokens=(12, 18))
+
+
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("count", "change", "error"),
     [
-        (dict(frames=(2, 2)), "frames must sum to the 5 frames"),
-        (dict(frames=(0, 5)), r"frames\[0\] must be at least 1"),
-        (dict(rank=2), "rank must be one of the 2 ranks"),
-        (dict(heads=3), "heads must be a multiple of the number of ranks"),
+        (by_frames, dict(frames=(2, 2)), "frames must sum to the 5 frames"),
+        (by_frames, dict(frames=(0, 5)), r"frames\[0\] must be at least 1"),
+        (by_frames, dict(rank=2), "rank must be one of the 2 ranks"),
+        (by_heads, dict(rank=2), "rank must be one of the 2 ranks"),
+        (by_heads, dict(tokens=(8, 0)), r"tokens\[1\] must be at least 1"),
+        (by_heads, dict(heads=1), "heads must be at least the number of ranks, 2"),
     ],
 )
-def test_counts_refuse_what_makes_no_sense(change, error):
-    sizes = dict(frames=(2, 3), rank=0, batch=1, heads=2, head_dim=8, dtype=torch.float32) | change
+def test_counts_refuse_what_makes_no_sense(count, change, error):
+    sizes = dict(rank=0, batch=1, heads=2, head_dim=8, dtype=torch.float32)
+    assert count(**sizes) > 0
     with pytest.raises(ValueError, match=error):
-        ulysses_bytes((5, 2, 3), **sizes)
-    if "heads" not in change:
-        with pytest.raises(ValueError, match=error):
-            frame_parallel_bytes((5, 2, 3), **sizes)
+        count(**sizes | change)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])

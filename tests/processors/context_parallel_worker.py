@@ -57,8 +57,8 @@ class Rank:
 
     parallel = True
 
-    def __init__(self):
-        self.mesh = dist.device_mesh.init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("ring", "ulysses"))
+    def __init__(self, device="cpu"):
+        self.mesh = dist.device_mesh.init_device_mesh(device, (1, RANKS), mesh_dim_names=("ring", "ulysses"))
 
     def enable(self, model, **options):
         from diffusers import ContextParallelConfig
@@ -241,6 +241,7 @@ def adapter(tiny, ranks):
 
 
 by_frames = functools.partial(VMonarchProcessor, parallel_by="frames")
+COUNTED = {"heads": 3, "grid": (5, 3, 3)}
 SAME = {
     **{
         f"{processor}-{split}": same(processor, split)
@@ -263,6 +264,31 @@ SAME = {
     "compiled": compiled,
     "adapter": adapter,
 }
+
+
+class Sent:
+    """`all_to_all_single`, which counts the bytes that this rank sends to others."""
+
+    def __init__(self):
+        self.bytes, self.all_to_all_single = 0, dist.all_to_all_single
+
+    def __call__(self, output, tensor, output_splits, input_splits, *, group, **options):
+        self.bytes += tensor.element_size() * (sum(input_splits) - input_splits[dist.get_rank(group)])
+        return self.all_to_all_single(output, tensor, output_splits, input_splits, group=group, **options)
+
+
+def sent(tiny, ranks):
+    """Bytes that this rank sends in a forward call of one layer, by what is shared."""
+    found = {}
+    for parallel_by in ("heads", "frames"):
+        model = tiny.transformer(num_attention_heads=COUNTED["heads"], num_layers=1)
+        vmonarch.apply(model, VMonarchProcessor(parallel_by=parallel_by))
+        ranks.enable(model, ulysses_anything=True)
+        counted = dist.all_to_all_single = Sent()
+        tiny.run(model, COUNTED["grid"])
+        dist.all_to_all_single = counted.all_to_all_single
+        found[parallel_by] = counted.bytes
+    return found
 
 
 def refused_on(build, grid=(5, 2, 3), **options):
@@ -361,7 +387,7 @@ def main(tiny, folder, rank, names):
     ranks, results = Rank(), {}
     for name in names:
         try:
-            results[name] = (SAME | REFUSED)[name](tiny, ranks)
+            results[name] = (SAME | REFUSED | {"sent": sent})[name](tiny, ranks)
         except Exception:
             results[name] = traceback.format_exc()
     torch.save(results, Path(folder) / f"{rank}.pt")

@@ -16,6 +16,8 @@ import vmonarch
 from vmonarch import BasedProcessor, LatentGrid, VMonarchProcessor
 from vmonarch.context_parallel import TokenSplit, whole_frames
 from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder
+from vmonarch.eval.parallel_bytes import sent_by_frames, sent_by_heads
+from vmonarch.kernels.monarch.exchange import split_evenly
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
 spec = importlib.util.spec_from_file_location("context_parallel_worker", WORKER)
@@ -84,6 +86,21 @@ REFUSALS = {
 def test_what_is_not_supported_is_refused_on_every_rank(results, name):
     for rank in results:
         assert REFUSALS[name] in rank[name]
+
+
+@pytest.mark.parametrize("name", ["sent"])
+def test_ranks_send_the_bytes_that_are_counted(results, name):
+    heads, grid = worker.COUNTED["heads"], LatentGrid(*worker.COUNTED["grid"])
+    tokens = split_evenly(grid.tokens, worker.RANKS)
+    sizes = dict(heads=heads, head_dim=12, dtype=torch.float32, batch=1)
+    counted = {
+        "heads": sent_by_heads(tokens, **sizes),
+        "frames": sent_by_frames(grid, tokens, implementation="torch", **sizes),
+    }
+    for parallel_by, numbers in counted.items():
+        for rank, number in enumerate(numbers):
+            # Every one of at most 20 pieces is aligned to 8 bytes.
+            assert 0 <= results[rank][name][parallel_by] - number <= 20 * 4, (parallel_by, rank)
 
 
 def test_a_killed_rank_ends_the_job_which_names_it():
