@@ -27,6 +27,29 @@ def _aligned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
+def split_evenly(total: int, parts: int) -> tuple[int, ...]:
+    """Sizes that differ by at most one, the larger ones first."""
+    few, more = divmod(total, parts)
+    return tuple(few + (n < more) for n in range(parts))
+
+
+def places_of(sizes: Sequence[int], rank: int) -> range:
+    """What a rank has of a sequence of which the ranks have so many places, one after the other."""
+    start = sum(sizes[:rank])
+    return range(start, start + sizes[rank])
+
+
+def _common(places: range, others: range) -> range:
+    """What both have; where they have nothing, an empty range that lies in or beside `places`."""
+    start = min(max(places.start, others.start), places.stop)
+    return range(start, max(start, min(places.stop, others.stop)))
+
+
+def places_leaving(before: Sequence[int], after: Sequence[int], rank: int) -> int:
+    """How many places of a sequence a rank sends to others in `Link.regroup`."""
+    return before[rank] - len(_common(places_of(before, rank), places_of(after, rank)))
+
+
 @dataclass(frozen=True)
 class Peers:
     """The other ranks of a group, as an exchange sees them from this rank.
@@ -142,29 +165,6 @@ class _Close(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None):
         return torch.zeros(0, device=ctx.device), *grads
-
-
-def split_evenly(total: int, parts: int) -> tuple[int, ...]:
-    """Sizes that differ by at most one, the larger ones first."""
-    few, more = divmod(total, parts)
-    return tuple(few + (n < more) for n in range(parts))
-
-
-def places_of(sizes: Sequence[int], rank: int) -> range:
-    """What a rank has of a sequence of which the ranks have so many places, one after the other."""
-    start = sum(sizes[:rank])
-    return range(start, start + sizes[rank])
-
-
-def _common(places: range, others: range) -> range:
-    """What both have; where they have nothing, an empty range that lies in or beside `places`."""
-    start = min(max(places.start, others.start), places.stop)
-    return range(start, max(start, min(places.stop, others.stop)))
-
-
-def places_leaving(before: Sequence[int], after: Sequence[int], rank: int) -> int:
-    """How many places of a sequence a rank sends to others in `Link.regroup`."""
-    return before[rank] - len(_common(places_of(before, rank), places_of(after, rank)))
 
 
 @dataclass
