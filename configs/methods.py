@@ -59,6 +59,7 @@ class VMonarchAttention:
             name of one in `configs/plans/`.
         plan_sha256: of that file, filled in; given, it is what the file must have.
         dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
+        parallel_by: what processes share under context parallelism, "heads" or "frames".
     """
 
     kind: ClassVar[str] = "vmonarch"
@@ -74,18 +75,27 @@ class VMonarchAttention:
     plan_sha256: str | None = None
     dense_steps: Any = 0
     dense_layers: Any = 0
+    parallel_by: str = "heads"
     implementation: str = "auto"
 
     def __post_init__(self) -> None:
         from vmonarch.kernels.monarch.api import check_vmonarch_options
         from vmonarch.plan import AttentionPlan, plan_file
+        from vmonarch.validation import check_parallel_by
 
         parameters = self._parameters()
-        for name in ("bias", "plan", "dense_steps", "dense_layers"):
+        for name in ("bias", "plan", "dense_steps", "dense_layers", "parallel_by"):
             parameters.pop(name)
         with _naming_the_option():
             check_vmonarch_options(**parameters)
             _check_dense(self)
+            check_parallel_by(
+                self.parallel_by,
+                frames_per_block=self.frames_per_block,
+                tiles=self.tiles,
+                reach=self.reach,
+                plan=self.plan,
+            )
         found = None
         if self.plan is not None:
             try:

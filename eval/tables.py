@@ -22,6 +22,7 @@ DOCUMENTS = (
     "docs/bias.md",
     "docs/based.md",
     "docs/finetuning.md",
+    "docs/parallel.md",
     "docs/evaluation.md",
     "docs/ablations.md",
     "finetune/embedded/README.md",
@@ -208,6 +209,13 @@ def footage_table(results: dict[str, Any]) -> str:
     return footage.footage_table(results)
 
 
+def parallel_bytes_table(results: dict[str, Any]) -> str:
+    """What ranks send for attention by heads and by frames."""
+    from vmonarch.eval import parallel_bytes
+
+    return parallel_bytes.parallel_bytes_table(results)
+
+
 def _ablations(name: str) -> Callable[[dict[str, Any]], str]:
     """One of the evaluations in a JSON of `vmonarch.eval.collect`."""
 
@@ -248,6 +256,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "finetune-embedded-distilled": finetune_table,
     "footage": footage_table,
     "eval-demo": evaluation_table,
+    "parallel-bytes": parallel_bytes_table,
     **{name: table for name, (_, table) in _ABLATIONS.items()},
 }
 # Tables of another name than their JSON.

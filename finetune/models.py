@@ -160,16 +160,21 @@ def load_experts(folder: ModelFolder, facts: ModelFacts, config: FinetuneConfig)
     return Experts(parts).train(), teacher
 
 
-def share_clips(experts: Experts, size: int, device: torch.device) -> None:
+def share_clips(experts: Experts, size: int, device: torch.device, anneal: int = 0) -> None:
     """Spread the tokens of every clip over `size` neighbouring processes (diffusers' context parallelism).
 
     Each process then has the gradients of its own tokens: those of a clip are the sum over its processes.
 
+    Args:
+        anneal: steps in which some layers have full attention, as in `Annealing`.
+
     Raises:
-        InputError: the transformers do not support it, or their heads are fewer than the processes.
+        InputError: the transformers do not support it, or the processes cannot share their heads.
     """
     import torch.distributed as dist
     from diffusers import ContextParallelConfig
+
+    from vmonarch.installation import own_processors
 
     shape = dist.get_world_size() // size, 1, size
     mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))
@@ -178,7 +183,13 @@ def share_clips(experts: Experts, size: int, device: torch.device) -> None:
         # `ulysses_anything`, for numbers of tokens that do not divide, has no backward pass in layers with the stock
         # attention.
         config = ContextParallelConfig(ulysses_degree=size, mesh=mesh["ring", "ulysses"])
+        ours = own_processors(model)
         try:
+            for attn, processor, _ in ours:
+                processor.check_context_parallel(config, attn.heads)
+            heads = model.config.num_attention_heads
+            if (anneal or not ours) and heads % size:
+                raise ValueError(f"full attention shares heads evenly, and has {heads}")
             model.enable_parallelism(config=config)
         except (ValueError, NotImplementedError) as error:
             raise InputError("sequence_parallel_size", f"cannot be {size} for {name}: {error}") from error

@@ -166,7 +166,7 @@ class Trainer:
         experts, teacher = load_experts(self.folder, self.facts, config)
         if self.ranks.group > 1:
             for shared in (experts, *(() if teacher is None else (teacher,))):
-                share_clips(shared, self.ranks.group, accelerator.device)
+                share_clips(shared, self.ranks.group, accelerator.device, config.anneal)
         self.annealing = Annealing(experts, config.anneal)
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained, config.optimizer, accelerator.device)

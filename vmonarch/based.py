@@ -187,7 +187,7 @@ class BasedProcessor(VideoAttentionProcessor):
         implementation: str = "auto",
     ) -> None:
         VideoAttentionProcessor.__init__(self, dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
-        self._dense_needs_apply, self._needs_apply = self._needs_apply, type(self).__name__
+        self._needs_apply = type(self).__name__
         self.layers, self.window = check_based_options(
             layers=layers,
             feature_dim=feature_dim,
@@ -228,7 +228,7 @@ class BasedLayer(torch.nn.Module, BasedProcessor):
     def __init__(self, kind: str, attn: Any, layer: int, **options: Any) -> None:
         torch.nn.Module.__init__(self)
         BasedProcessor.__init__(self, **options)
-        self._needs_apply = self._dense_needs_apply
+        self._needs_apply = self._dense
         self.kind = kind
         # Norms keep a floating-point dtype where other weights are quantised or stored in float8.
         like = attn.norm_q.weight

@@ -1,7 +1,9 @@
-"""Context parallelism of diffusers (`enable_parallelism`): tokens spread over processes, whose attention shares heads.
+"""Context parallelism of diffusers (`enable_parallelism`): tokens spread over processes, which share attention.
 
-Outside attention every process (rank) of a group holds some tokens of all heads; inside, all tokens of some heads
-(Ulysses attention). One all-to-all leads there, another one back.
+Outside attention every process (rank) of a group holds some tokens of all heads. By heads, it holds all tokens of some
+heads inside (Ulysses attention): one all-to-all leads there, another one back. By frames, it holds all heads of whole
+latent frames (`frame_parallel_vmonarch_attention`): only tokens between the borders of its part and those of its frames
+move.
 
 Shapes: B batch, S tokens of the video, s tokens of this rank, H heads, h heads of this rank, D head dim.
 
@@ -10,7 +12,6 @@ Source: DeepSpeed Ulysses, §3.1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from diffusers.models._modeling_parallel import gather_size_by_comm
+
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.monarch.exchange import Link, Moved, places_of, split_evenly
 
 
 class Share(NamedTuple):
@@ -59,52 +63,73 @@ class TokenSplit:
 
     def share(self, total: int) -> Share:
         """This rank's part of so many heads or channels; the first ranks have one more where they do not divide."""
-        sizes = self._sizes(total)
-        start = sum(sizes[: self.rank])
-        return Share(start, start + sizes[self.rank], total)
+        own = places_of(split_evenly(total, len(self.tokens)), self.rank)
+        return Share(own.start, own.stop, total)
 
     def gather_tokens(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """All tokens of this rank's heads: tensors [B, s, H, …] -> [B, S, h, …]; differentiable."""
-        return _Exchange.apply(self.group, 2, self._sizes(tensors[0].shape[2]), 1, self.tokens, *tensors)
+        link = self._link(*tensors)
+        heads = split_evenly(tensors[0].shape[2], len(self.tokens))
+        return link.close(*link.redistribute([Moved(x, 2, 1) for x in tensors], heads, self.tokens).finish())
 
     def gather_heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """The inverse of `gather_tokens` for one tensor: [B, S, h, …] -> [B, s, heads, …]."""
-        (gathered,) = _Exchange.apply(self.group, 1, self.tokens, 2, self._sizes(heads), x)
+        link = self._link(x)
+        sizes = split_evenly(heads, len(self.tokens))
+        (gathered,) = link.close(*link.redistribute([Moved(x, 1, 2)], self.tokens, sizes).finish())
         return gathered
+
+    def to_frames(self, grid: LatentGrid, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tokens of this rank's frames: tensors [B, s, …] -> [B, T_r·H·W, …]; differentiable.
+
+        Raises:
+            ValueError: there are fewer frames than ranks.
+        """
+        link = self._link(*tensors)
+        return link.close(*link.regroup(tensors, self.tokens, whole_frames(self.tokens, grid), 1))
+
+    def from_frames(self, grid: LatentGrid, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `to_frames` for one tensor."""
+        link = self._link(x)
+        (moved,) = link.close(*link.regroup([x], whole_frames(self.tokens, grid), self.tokens, 1))
+        return moved
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """The same for all ranks, of what each holds for its own tokens: [B, s, …] -> [B, S, …]; no gradient."""
         ranks = len(self.tokens)
-        copies = x.detach().unsqueeze(0).expand(ranks, *x.shape)
-        return _exchange(copies, self.group, 0, (1,) * ranks, 2, self.tokens).squeeze(0)
+        x = x.detach()
+        copies = Moved(x.unsqueeze(0).expand(ranks, *x.shape), 0, 2)
+        (gathered,) = self._link(x).redistribute([copies], (1,) * ranks, self.tokens).finish()
+        return gathered.squeeze(0)
 
-    def _sizes(self, total: int) -> tuple[int, ...]:
-        few, more = divmod(total, len(self.tokens))
-        return tuple(few + (rank < more) for rank in range(len(self.tokens)))
+    def _link(self, *tensors: torch.Tensor) -> Link:
+        requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        return Link(self.group, tensors[0].device, requires_grad)
+
+
+def whole_frames(tokens: Sequence[int], grid: LatentGrid) -> tuple[int, ...]:
+    """The tokens of every rank when it has whole frames, at least one, whose borders are nearest to those of `tokens`.
+
+    Of even parts this makes numbers of frames that differ by at most one.
+
+    Raises:
+        ValueError: there are fewer frames than ranks.
+    """
+    T, b, ranks = grid.frames, grid.tokens_per_frame, len(tokens)
+    if T < ranks:
+        raise ValueError(
+            f"parallel_by='frames' needs a latent frame for each of the {ranks} ranks, but grid {tuple(grid)} has {T}"
+        )
+    borders = [0]
+    for rank in range(1, ranks):
+        nearest = (2 * sum(tokens[:rank]) + b) // (2 * b)
+        borders.append(min(max(nearest, borders[-1] + 1), T - (ranks - rank)))
+    return tuple((stop - start) * b for start, stop in zip(borders, [*borders[1:], T], strict=True))
 
 
 def context_parallel_config(parallel_config: Any) -> Any:
     """diffusers' `ContextParallelConfig` in the `ParallelConfig` of a model or processor; None without one."""
     return getattr(parallel_config, "context_parallel_config", None)
-
-
-def check_context_parallel(config: Any, heads: int) -> None:
-    """Check that self-attention with so many heads can be computed under a `ContextParallelConfig`.
-
-    Raises:
-        NotImplementedError: ring attention.
-        ValueError: there are fewer heads than ranks.
-    """
-    if config.ring_degree > 1:
-        raise NotImplementedError(
-            f"ring_degree={config.ring_degree} is not supported: in ring attention a rank sees a part of the keys at a"
-            " time, these processors need all of them; use ContextParallelConfig(ulysses_degree=…)"
-        )
-    if config.ulysses_degree > heads:
-        raise ValueError(
-            f"ulysses_degree={config.ulysses_degree}, but every rank needs a head of self-attention, which has {heads}:"
-            f" use at most {heads} ranks"
-        )
 
 
 def split_tokens(config: Any, tokens: int) -> TokenSplit:
@@ -116,44 +141,3 @@ def split_tokens(config: Any, tokens: int) -> TokenSplit:
     ranks = dist.get_world_size(group)
     sizes = gather_size_by_comm(tokens, group) if config.ulysses_anything else [tokens] * ranks
     return TokenSplit(group, dist.get_rank(group), tuple(sizes))
-
-
-class _Exchange(torch.autograd.Function):
-    """`_exchange` for several tensors; backward, the parts go back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: Any,
-        cut: int,
-        cut_sizes: Sequence[int],
-        join: int,
-        join_sizes: Sequence[int],
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.inverse = group, join, join_sizes, cut, cut_sizes
-        return tuple(_exchange(x, group, cut, cut_sizes, join, join_sizes) for x in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None,) * len(ctx.inverse) + _Exchange.apply(*ctx.inverse, *gradients)
-
-
-def _exchange(
-    x: torch.Tensor, group: Any, cut: int, cut_sizes: Sequence[int], join: int, join_sizes: Sequence[int]
-) -> torch.Tensor:
-    """All-to-all: rank r gets the r-th part of every rank's `x`, cut along one dimension, and joins what it got.
-
-    Args:
-        cut, cut_sizes: the dimension, and what of it each rank gets.
-        join, join_sizes: the other dimension, and what of it each rank holds.
-    """
-    parts = x.split(list(cut_sizes), cut)
-    shape = list(x.shape)
-    shape[cut] = cut_sizes[dist.get_rank(group)]
-    shapes = [(*shape[:join], size, *shape[join + 1 :]) for size in join_sizes]
-    counts = [math.prod(shape) for shape in shapes]
-    sent = torch.cat([part.reshape(-1) for part in parts])
-    received = sent.new_empty(sum(counts))
-    dist.all_to_all_single(received, sent, counts, [part.numel() for part in parts], group=group)
-    return torch.cat([part.view(shape) for part, shape in zip(received.split(counts), shapes, strict=True)], join)

@@ -16,7 +16,7 @@ from diffusers import (
 )
 from diffusers.configuration_utils import FrozenDict
 
-from vmonarch.context_parallel import check_context_parallel, context_parallel_config
+from vmonarch.context_parallel import context_parallel_config
 from vmonarch.dense import DenseSet
 from vmonarch.grid import LatentGrid
 from vmonarch.processors import WAN_ATTENTION, ForwardContext, VideoAttentionProcessor
@@ -169,7 +169,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         TypeError: `pipe_or_transformer` has no supported transformer, or `processor` is not one of ours.
         ValueError: `dense_layers`, or an option of the processor, does not fit the transformer; `dense_steps` was asked
             for without a pipeline; a processor with parameters is applied already, or cannot be because the weights are
-            offloaded; a transformer that runs with context parallelism has fewer heads than ranks.
+            offloaded; a transformer runs with context parallelism and its ranks cannot share its heads.
         NotImplementedError: the transformer runs with ring attention (`enable_parallelism`).
     """
     transformers = find_transformers(pipe_or_transformer)
@@ -191,7 +191,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         parallel = context_parallel_config(getattr(transformer, "_parallel_config", None))
         if parallel is not None:
             for _, attn in _self_attention(transformer):
-                check_context_parallel(parallel, attn.heads)  # type: ignore[arg-type]
+                processor.check_context_parallel(parallel, attn.heads)  # type: ignore[arg-type]
         originals = record.originals if record else [(attn, _original_processor(attn)) for attn in attention]
         if any(parameters_of(module.processor) for module in attention):
             raise ValueError(

@@ -23,7 +23,6 @@ from vmonarch.bias.video import BiasOption, GridBias
 from vmonarch.context_parallel import (
     Share,
     TokenSplit,
-    check_context_parallel,
     context_parallel_config,
     split_tokens,
 )
@@ -32,10 +31,11 @@ from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
+from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary, why_not_triton
 from vmonarch.plan import METHOD_OPTIONS, AttentionPlan, HeadGroups
 from vmonarch.planned import number_of, planned_attention
-from vmonarch.validation import check_implementation
+from vmonarch.validation import check_implementation, check_parallel_by
 
 # Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
 WAN_ATTENTION = (wan.WanAttention, animate.WanAttention, chronoedit.WanAttention, skyreels.SkyReelsV2Attention)
@@ -275,6 +275,8 @@ class VideoAttentionProcessor:
     LEARNS = False
     # Of the ops: "auto", "triton" or "torch".
     implementation = "auto"
+    # What attention is shared by under context parallelism: "heads" or "frames".
+    parallel_by = "heads"
     # Declared for diffusers, which sets them on every processor that has them.
     _attention_backend: Any = None
     _parallel_config: Any = None
@@ -283,13 +285,39 @@ class VideoAttentionProcessor:
         self.dense_steps: Dense = DenseSet("dense_steps", dense_steps).dense
         self.dense_layers: Dense = DenseSet("dense_layers", dense_layers).dense
         self.grid = None if grid is None else LatentGrid.parse(grid)
-        self._needs_apply = next(
+        self._dense = next(
             (name for name in ("dense_steps", "dense_layers") if DenseSet(name, getattr(self, name)).some), None
         )
+        self._needs_apply = self._dense
         self._bias: BiasOption | None = None
         self._context: ForwardContext | None = None
         self._original: Any = None
         self._inferred: tuple[weakref.ref[torch.Tensor], LatentGrid] | None = None
+
+    def check_context_parallel(self, config: Any, heads: int) -> None:
+        """Check that self-attention with so many heads can be computed under diffusers' `ContextParallelConfig`.
+
+        Raises:
+            NotImplementedError: ring attention.
+            ValueError: by heads, there are fewer of them than ranks; or the model's own attention, which `dense_steps`
+                and `dense_layers` keep, cannot share them.
+        """
+        if config.ring_degree > 1:
+            raise NotImplementedError(
+                f"ring_degree={config.ring_degree} is not supported: in ring attention a rank sees a part of the keys"
+                " at a time, these processors need all of them; use ContextParallelConfig(ulysses_degree=…)"
+            )
+        ranks = config.ulysses_degree
+        if self.parallel_by == "heads" and ranks > heads:
+            raise ValueError(
+                f"ulysses_degree={ranks}, but every rank needs a head of self-attention, which has {heads}: use at most"
+                f" {heads} ranks, or VMonarchProcessor(parallel_by='frames')"
+            )
+        if self._dense is not None and heads % ranks and not config.ulysses_anything:
+            raise ValueError(
+                f"{self._dense} keeps the model's own attention, which shares heads evenly: its {heads} do not divide"
+                f" by ulysses_degree={ranks}; use ulysses_anything=True or {self._dense}=0"
+            )
 
     @property
     def bias(self) -> GridBias | None:
@@ -414,8 +442,8 @@ class VideoAttentionProcessor:
 
         Raises:
             TypeError: the module is not one of the Wan family.
-            ValueError: an attention mask in self-attention, a grid that does not fit the tokens, or fewer heads than
-                ranks under context parallelism.
+            ValueError: an attention mask in self-attention, a grid that does not fit the tokens, or fewer heads (or, by
+                frames, fewer latent frames) than ranks under context parallelism.
             NotImplementedError: tokens are spread over several ranks for ring attention.
             RuntimeError: the grid or the step that an option needs is not known here.
         """
@@ -456,7 +484,7 @@ class VideoAttentionProcessor:
     ) -> torch.Tensor:
         """Self-attention where this process has a part of the tokens."""
         config = context_parallel_config(self._parallel_config)
-        check_context_parallel(config, attn.heads)
+        self.check_context_parallel(config, attn.heads)
         split = split_tokens(config, hidden_states.shape[1])
         return self._self_attention(attn, hidden_states, rotary_emb, split)
 
@@ -527,6 +555,9 @@ class VMonarchProcessor(VideoAttentionProcessor):
         dense_layers: transformer blocks that keep their own processor, given like `dense_steps`; VACE's control blocks
             follow the block that they feed. Needs `vmonarch.apply`.
         grid: (frames, height, width) in tokens; None to learn it from the transformer, call by call.
+        parallel_by: what the ranks share under diffusers' context parallelism, without which it changes nothing:
+            "heads" (Ulysses), or "frames" (`frame_parallel_vmonarch_attention`), which asks nothing of the number of
+            heads, needs a latent frame for every rank and offers neither frames_per_block, tiles, bias nor plan.
 
     Raises:
         TypeError, ValueError: an option has an unsupported value.
@@ -544,6 +575,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         "dense_steps",
         "dense_layers",
         "grid",
+        "parallel_by",
         "implementation",
     )
 
@@ -561,6 +593,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         dense_steps: object = 0,
         dense_layers: object = 0,
         grid: object = None,
+        parallel_by: str = "heads",
         implementation: str = "auto",
     ) -> None:
         super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
@@ -580,8 +613,12 @@ class VMonarchProcessor(VideoAttentionProcessor):
         self.coarse = coarse
         self.exact = exact
         self.min_mass = min_mass
+        self.parallel_by = parallel_by
         self.implementation = implementation
         self.plan = None if plan is None else AttentionPlan.parse(plan)
+        check_parallel_by(
+            parallel_by, frames_per_block=frames_per_block, tiles=self.tiles, bias=self._bias, plan=self.plan
+        )
         if self.plan is not None:
             self._check_alone()
             self._needs_apply = self._needs_apply or "plan"
@@ -648,6 +685,27 @@ class VMonarchProcessor(VideoAttentionProcessor):
             bias=None if self._bias is None else self._bias.factors(grid, query.device, heads),
             implementation=self.implementation,
         )
+
+    def _attend_split(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid, split: TokenSplit | None
+    ) -> torch.Tensor:
+        if split is None or self.parallel_by == "heads":
+            return super()._attend_split(query, key, value, grid, split)
+        query, key, value = split.to_frames(grid, query, key, value)
+        out = frame_parallel_vmonarch_attention(
+            query,
+            key,
+            value,
+            grid=grid,
+            group=split.group,
+            num_iterations=self.num_iterations,
+            coarse=self.coarse,
+            exact=self.exact,
+            min_mass=self.min_mass,
+            implementation=self.implementation,
+        )
+        assert isinstance(out, torch.Tensor)
+        return split.from_frames(grid, out)
 
     def attend_planned(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid

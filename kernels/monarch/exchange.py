@@ -27,6 +27,29 @@ def _aligned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
+def split_evenly(total: int, parts: int) -> tuple[int, ...]:
+    """Sizes that differ by at most one, the larger ones first."""
+    few, more = divmod(total, parts)
+    return tuple(few + (n < more) for n in range(parts))
+
+
+def places_of(sizes: Sequence[int], rank: int) -> range:
+    """What a rank has of a sequence of which the ranks have so many places, one after the other."""
+    start = sum(sizes[:rank])
+    return range(start, start + sizes[rank])
+
+
+def _common(places: range, others: range) -> range:
+    """What both have; where they have nothing, an empty range that lies in or beside `places`."""
+    start = min(max(places.start, others.start), places.stop)
+    return range(start, max(start, min(places.stop, others.stop)))
+
+
+def places_leaving(before: Sequence[int], after: Sequence[int], rank: int) -> int:
+    """How many places of a sequence a rank sends to others in `Link.regroup`."""
+    return before[rank] - len(_common(places_of(before, rank), places_of(after, rank)))
+
+
 @dataclass(frozen=True)
 class Peers:
     """The other ranks of a group, as an exchange sees them from this rank.
@@ -237,6 +260,29 @@ class Link:
                 shapes[r].append(tuple(shape))
         transfer = self.start(sent, shapes, [m.tensor.dtype for m in moved], tuple(m.differentiable for m in moved))
         return Redistribution(transfer, [part[rank] for part in parts], [m.cat_dim for m in moved])
+
+    def regroup(
+        self, tensors: Sequence[torch.Tensor], before: Sequence[int], after: Sequence[int], dim: int
+    ) -> list[torch.Tensor]:
+        """Move the borders between the ranks' parts of a sequence along `dim`; only what crosses one travels.
+
+        Args:
+            before, after: by rank, the size along `dim` that it has and the one that it gets.
+        """
+        if tuple(before) == tuple(after):
+            return list(tensors)
+        rank = self.peers.rank
+        own, wanted = places_of(before, rank), places_of(after, rank)
+        parts: list[list[torch.Tensor]] = []
+        shapes: list[list[Shape]] = []
+        for r in range(self.peers.size):
+            leaving, coming = _common(own, places_of(after, r)), _common(wanted, places_of(before, r))
+            parts.append([x.narrow(dim, leaving.start - own.start, len(leaving)) for x in tensors])
+            shapes.append([(*x.shape[:dim], len(coming), *x.shape[dim + 1 :]) for x in tensors])
+        stays, parts[rank], shapes[rank] = parts[rank], [], []
+        received = self.start(parts, shapes, [x.dtype for x in tensors], (True,) * len(tensors)).finish()
+        received[rank] = stays
+        return [torch.cat(pieces, dim) for pieces in zip(*received, strict=True)]
 
     def close(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The results of the call, whose backward pass runs all exchanges, whether they need what came or not."""

@@ -42,7 +42,7 @@ from vmonarch.kernels.flash_entropy.reference import to_groups
 from vmonarch.kernels.monarch import reference
 from vmonarch.kernels.monarch.api import check_vmonarch_options
 from vmonarch.kernels.monarch.blocks import grid_layout
-from vmonarch.kernels.monarch.exchange import Link, Moved, Transfer, agree, refuse
+from vmonarch.kernels.monarch.exchange import Link, Moved, Transfer, agree, places_of, refuse, split_evenly
 from vmonarch.monoid import merge_partials
 from vmonarch.validation import check_flag, check_positive_integer, check_qkv, resolve_scale
 
@@ -82,7 +82,7 @@ class Call:
 
     @property
     def own_frames(self) -> range:
-        return frames_of(self.frames, self.rank)
+        return places_of(self.frames, self.rank)
 
     @property
     def whole_rows(self) -> bool:
@@ -93,17 +93,6 @@ class Call:
     def aware(self) -> bool:
         """Whether all L-steps know of the exact blocks."""
         return self.key_frames is not None and self.pattern is not None and self.pattern.aware
-
-
-def frames_of(frames: Sequence[int], rank: int) -> range:
-    """The frames of a rank, where the ranks have so many one after the other."""
-    start = sum(frames[:rank])
-    return range(start, start + frames[rank])
-
-
-def split_evenly(total: int, parts: int) -> tuple[int, ...]:
-    """Sizes that differ by at most one."""
-    return tuple(total * (n + 1) // parts - total * n // parts for n in range(parts))
 
 
 class Stages(Protocol):
@@ -237,7 +226,7 @@ def exact_routes(key_frames: tuple[Frames, ...], frames: tuple[int, ...]) -> Exa
     to the rank that has less by then.
     """
     ranks = range(len(frames))
-    own = [frames_of(frames, r) for r in ranks]
+    own = [places_of(frames, r) for r in ranks]
     work = [sum(k in own[r] for l in own[r] for k in key_frames[l]) for r in ranks]
     queries: list[list[Frames]] = [[()] * len(frames) for _ in ranks]
     keys: list[list[Frames]] = [[()] * len(frames) for _ in ranks]
@@ -637,9 +626,8 @@ def frame_parallel_bytes(
 
 
 def ulysses_bytes(
-    grid: LatentGrid | tuple[int, int, int],
     *,
-    frames: Sequence[int],
+    tokens: Sequence[int],
     rank: int,
     batch: int,
     heads: int,
@@ -650,25 +638,29 @@ def ulysses_bytes(
     """Bytes that a rank sends to others in a forward pass of attention by heads (Ulysses): of q, k, v and o.
 
     Args:
-        as in `frame_parallel_bytes`.
+        tokens: how many each rank has. Heads are split evenly, the first ranks having one more where need be.
+        batch, heads, head_dim, dtype, value_dim: as in `frame_parallel_bytes`.
 
     Raises:
-        TypeError, ValueError: as there; or the number of heads is no multiple of the number of ranks.
+        TypeError, ValueError: a rank has no tokens, there are fewer heads than ranks, or `rank` is none of theirs.
     """
-    grid = LatentGrid.parse(grid)
-    _check_frames(grid, frames, rank)
-    if heads % len(frames):
-        raise ValueError(f"heads must be a multiple of the number of ranks, {len(frames)}, got {heads}")
+    _check_rank(tokens, rank, "tokens")
+    if heads < len(tokens):
+        raise ValueError(f"heads must be at least the number of ranks, {len(tokens)}, got {heads}")
     E = head_dim if value_dim is None else value_dim
-    per_rank = heads // len(frames)
-    sent = frames[rank] * (heads - per_rank) * (2 * head_dim + E) + (grid.frames - frames[rank]) * per_rank * E
-    return batch * grid.tokens_per_frame * sent * dtype.itemsize
+    own = split_evenly(heads, len(tokens))[rank]
+    sent = tokens[rank] * (heads - own) * (2 * head_dim + E) + (sum(tokens) - tokens[rank]) * own * E
+    return batch * sent * dtype.itemsize
 
 
 def _check_frames(grid: LatentGrid, frames: Sequence[int], rank: int) -> None:
-    for r, number in enumerate(frames):
-        check_positive_integer(f"frames[{r}]", number)
+    _check_rank(frames, rank, "frames")
     if sum(frames) != grid.frames:
         raise ValueError(f"frames must sum to the {grid.frames} frames of the grid, got {tuple(frames)}")
-    if rank not in range(len(frames)):
-        raise ValueError(f"rank must be one of the {len(frames)} ranks, from 0, got {rank}")
+
+
+def _check_rank(sizes: Sequence[int], rank: int, name: str) -> None:
+    for r, number in enumerate(sizes):
+        check_positive_integer(f"{name}[{r}]", number)
+    if rank not in range(len(sizes)):
+        raise ValueError(f"rank must be one of the {len(sizes)} ranks, from 0, got {rank}")

@@ -66,6 +66,17 @@ def test_a_bias_falls_off_over_the_reach(pipe) -> None:
         assert resolve_method(method.to_dict()) == method
 
 
+def test_what_processes_share_is_an_option(pipe) -> None:
+    method = resolve_method("vmonarch-t3:parallel_by=frames")
+    method.install(pipe)
+    processor = pipe.transformer.blocks[0].attn1.processor
+    assert processor.parallel_by == "frames" and processor.num_iterations == 3
+    assert resolve_method(method.to_dict()) == method
+    for spec, name in (("parallel_by=rows", "parallel_by"), ("parallel_by=frames,reach=[4, 8, 8]", "reach")):
+        with pytest.raises(InputError, match=f"^attention.{name} must be"):
+            resolve_method(f"vmonarch:{spec}")
+
+
 def test_the_warm_up_runs_the_method_itself() -> None:
     method = resolve_method("vmonarch:dense_steps=5,num_iterations=3").parameters
     assert method.without_dense() == VMonarchAttention(num_iterations=3)

@@ -46,6 +46,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
             for name in tables._ABLATIONS
         },
         "eval-demo": ("statistics", "vmonarch", "psnr", "mean"),
+        "parallel-bytes": ("cases", 0, "by_frames", "frames"),
         "mqar": ("models", 0, "recall", "1024", "256"),
     }
     awaited = {name for name in tables.AWAITED if not tables.source(name, BENCHMARKS).exists()}

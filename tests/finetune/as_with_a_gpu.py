@@ -1,4 +1,4 @@
-"""`python -m vmonarch.finetune`, for clips that processes of a CPU share.
+"""`python -m vmonarch.finetune`, once for all words up to each `--then`, for clips that processes of a CPU share.
 
 diffusers takes it for granted that there is an accelerator.
 """
@@ -10,4 +10,10 @@ import torch
 from vmonarch.finetune.__main__ import main
 
 torch.accelerator.device_count = lambda: 1
-sys.exit(main())
+runs = [[]]
+for word in sys.argv[1:]:
+    if word == "--then":
+        runs.append([])
+    else:
+        runs[-1].append(word)
+sys.exit(max(main(words) for words in runs))

@@ -98,22 +98,28 @@ def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsy
     assert message in capsys.readouterr().err
 
 
+def weights(output, processes):
+    checkpoints = Checkpoints(output / "checkpoints", world_size=processes)
+    return checkpoints.load(checkpoints.latest(), wanted=["model"])["model"]
+
+
 def test_processes_that_share_clips_train_as_one_that_has_them(place, tmp_path):
-    words = ["steps=3", "anneal=4", f"data.validation={place / 'held-out'}.parquet", "validation.every=3"]
+    words = ["steps=3", "anneal=2", f"data.validation={place / 'held-out'}.parquet", "validation.every=3"]
     assert main([*words_for(place, tmp_path / "alone"), *words]) == 0
-    done = launch(place, tmp_path / "shared", *words, "sequence_parallel_size=2", program=[AS_WITH_A_GPU])
+    words += ["sequence_parallel_size=2"]
+    by_frames = [*words_for(place, tmp_path / "frames"), *words, "attention.parallel_by=frames"]
+    done = launch(place, tmp_path / "heads", *words, "--then", *by_frames, program=[AS_WITH_A_GPU])
     assert done.returncode == 0, done.stderr[-3000:]
-    shared, alone = (log(tmp_path / name) for name in ("shared", "alone"))
-    assert len(shared) == len(alone) > 4
-    for ours, wanted in zip(shared, alone, strict=True):
-        for key in ("loss", "gradient_norm", "validation_loss"):
-            assert (key in ours) == (key in wanted)
-            if key in ours:
-                assert ours[key] == pytest.approx(wanted[key], rel=1e-4), (ours["step"], key)
-    weights = []
-    for name, processes in (("shared", 2), ("alone", 1)):
-        checkpoints = Checkpoints(tmp_path / name / "checkpoints", world_size=processes)
-        weights.append(checkpoints.load(checkpoints.latest(), wanted=["model"])["model"])
-    assert weights[0].keys() == weights[1].keys()
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], atol=2e-5, rtol=1e-3, msg=name)
+    wanted, learnt = log(tmp_path / "alone"), weights(tmp_path / "alone", 1)
+    for output in (tmp_path / "heads", tmp_path / "frames"):
+        lines = log(output)
+        assert len(lines) == len(wanted) > 4
+        for found, line in zip(lines, wanted, strict=True):
+            for key in ("loss", "gradient_norm", "validation_loss"):
+                assert (key in found) == (key in line)
+                if key in found:
+                    assert found[key] == pytest.approx(line[key], rel=1e-4), (output.name, found["step"], key)
+        shared = weights(output, 2)
+        assert shared.keys() == learnt.keys()
+        for name, tensor in shared.items():
+            torch.testing.assert_close(tensor, learnt[name], atol=2e-5, rtol=1e-3, msg=f"{output.name}: {name}")

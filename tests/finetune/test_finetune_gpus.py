@@ -37,12 +37,13 @@ def place(tiny, tmp_path_factory):
     return folder
 
 
-def launch(place, output, engine, *overrides):
+def launch(place, output, engine, *overrides, processes=2):
     words = [f"model={place / 'model'}", f"data.path={place / 'clips'}", f"data.validation={place / 'held-out'}"]
     words += [f"output_dir={output}", "validation.clips=3", "validation.every=3", *SETTINGS, *overrides]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1",
-               "--mixed_precision", "bf16", "--dynamo_backend", "no", "--main_process_port", "0", *ENGINES[engine],
-               "-m", "vmonarch.finetune", *words]  # fmt: skip
+    spread = ENGINES[engine] if processes > 1 else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes),
+               "--num_machines", "1", "--mixed_precision", "bf16", "--dynamo_backend", "no",
+               "--main_process_port", "0", *spread, "-m", "vmonarch.finetune", *words]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     keep = ("step", "loss", "gradient_norm", "validation_loss")
@@ -79,3 +80,13 @@ def test_spread_weights_learn_what_copied_ones_learn(place, tmp_path):
         curves.append([line["loss"] for line in lines if "loss" in line])
     # FSDP keeps bfloat16 copies of all weights, autocast of those of products.
     torch.testing.assert_close(torch.tensor(curves[0]), torch.tensor(curves[1]), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("parallel_by", ["heads", "frames"])
+def test_two_gpus_that_share_clips_learn_what_one_learns(place, tmp_path, parallel_by):
+    words = ["steps=12", "anneal=6", f"attention.parallel_by={parallel_by}"]
+    one = launch(place, tmp_path / "one", "ddp", *words, processes=1)
+    two = launch(place, tmp_path / "two", "ddp", *words, "sequence_parallel_size=2")
+    for key in ("loss", "validation_loss"):
+        curves = [[line[key] for line in lines if key in line] for lines in (one, two)]
+        torch.testing.assert_close(torch.tensor(curves[1]), torch.tensor(curves[0]), rtol=0.02, atol=0)

@@ -10,11 +10,13 @@ from safetensors.torch import load_file
 
 import vmonarch
 from vmonarch.configs import InputError
+from vmonarch.configs.methods import resolve_method
 from vmonarch.finetune.checkpoints import CheckpointError
 from vmonarch.finetune.config import finetune_config
 from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.data.schema import Sample
 from vmonarch.finetune.export import export
+from vmonarch.finetune.models import Experts, share_clips
 from vmonarch.finetune.trainer import Trainer, TrainingError
 from vmonarch.pipelines.generation import recommended_settings
 from vmonarch.pipelines.model_folder import find_model
@@ -160,6 +162,41 @@ def test_the_teacher_is_full_attention_and_stays_as_it_is(place, tmp_path):
     assert not vmonarch.installation.is_applied(part) and equal(
         dict(part.named_parameters()), dict(stock.named_parameters())
     )
+
+
+HEADS = "every rank needs a head of self-attention, which has 2"
+EVEN = "full attention shares heads evenly, and has 2"
+
+
+@pytest.mark.parametrize(
+    "size,attention,anneal,message",
+    [
+        (4, "vmonarch", 0, HEADS),
+        (4, "vmonarch:parallel_by=frames", 0, None),
+        (3, "vmonarch:parallel_by=frames", 2, EVEN),
+        (3, "vmonarch:parallel_by=frames,dense_layers=1", 0, "dense_layers keeps the model's own attention"),
+        (3, "full", 0, EVEN),
+        (2, "full", 0, None),
+    ],
+)
+def test_heads_that_processes_cannot_share_are_refused_before_training(
+    tiny, monkeypatch, size, attention, anneal, message
+):
+    model = tiny.transformer()
+    resolve_method(attention).install(model)
+    enabled = []
+    monkeypatch.setattr(model, "enable_parallelism", lambda config: enabled.append(config.ulysses_degree))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size)
+    meshes = {("ring", "ulysses"): None}
+    monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", lambda *_, **__: meshes)
+    experts = Experts({"transformer": model})
+    if message is None:
+        share_clips(experts, size, torch.device("cpu"), anneal)
+        assert enabled == [size]
+        return
+    with pytest.raises(InputError, match=f"sequence_parallel_size cannot be {size} for transformer: .*{message}"):
+        share_clips(experts, size, torch.device("cpu"), anneal)
+    assert not enabled
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(place, tmp_path):

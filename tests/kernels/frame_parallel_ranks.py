@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from vmonarch import ExactBlocks
+from vmonarch.kernels.monarch.exchange import Link
 from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
 
 RANKS = 3
@@ -73,6 +74,15 @@ def _cases():
 
 
 CASES = _cases()
+# What each of three ranks has of a sequence, and what it gets.
+REGROUPED = {
+    "borders": ((4, 5, 3), (5, 3, 4)),
+    "past-a-neighbour": ((9, 1, 2), (2, 2, 8)),
+    "back": ((2, 2, 8), (9, 1, 2)),
+    "nothing-here": ((0, 12, 0), (4, 4, 4)),
+    "nothing-there": ((4, 4, 4), (12, 0, 0)),
+    "as-it-was": ((4, 5, 3), (4, 5, 3)),
+}
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -138,6 +148,27 @@ class Counted:
     def since_last(self):
         count, self.bytes = self.bytes, 0
         return count
+
+
+def sequences():
+    """Two tensors of 12 places along their second dimension, and weights for them."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 12, 3), (1, 12, 1), (2, 12, 3), (1, 12, 1)]
+    dtypes = [torch.float64, torch.float32] * 2
+    return [torch.randn(shape, dtype=dtype, generator=generator) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def regrouped(rank, counted, before, after):
+    """(this rank's tensors after the borders moved, their gradients, bytes sent, bytes sent back)."""
+    *tensors, w, v = sequences()
+    tensors = [x.split(before, 1)[rank].clone().requires_grad_(True) for x in tensors]
+    link = Link(dist.group.WORLD, torch.device("cpu"), True)
+    counted.since_last()
+    moved = link.close(*link.regroup(tensors, before, after, 1))
+    sent = counted.since_last()
+    weights = [x.split(after, 1)[rank] for x in (w, v)]
+    torch.autograd.backward([x * y for x, y in zip(moved, weights, strict=True)], [torch.ones_like(x) for x in moved])
+    return [x.detach() for x in moved], [x.grad for x in tensors], sent, counted.since_last()
 
 
 def error_of(*tensors, **options):
@@ -207,6 +238,7 @@ def main():
             attention(own[0], own[1], value)[0].backward(own[3])
             report["dv_alone"] = value.grad
             report["leaked"] = leaked(attention, own)
+    report["regrouped"] = {name: regrouped(rank, counted, *sizes) for name, sizes in REGROUPED.items()}
     torch.save(report, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 Three gloo processes run all cases in one go (`frame_parallel_ranks.py`), those of fewer ranks in smaller groups.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,17 +14,16 @@ import torch
 
 from vmonarch import ExactBlocks, vmonarch_attention
 from vmonarch.exact import FIRST_FRAME
+from vmonarch.kernels.monarch.exchange import places_leaving, places_of, split_evenly
 from vmonarch.kernels.monarch.parallel import (
     exact_routes,
     frame_parallel_bytes,
     frame_parallel_vmonarch_attention,
-    frames_of,
-    split_evenly,
     ulysses_bytes,
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
-from frame_parallel_ranks import CASES, RANKS, RESULTS, tensors, with_gradients
+from frame_parallel_ranks import CASES, RANKS, REGROUPED, RESULTS, sequences, tensors, with_gradients
 
 by_case = pytest.mark.parametrize("name", CASES)
 
@@ -138,11 +138,11 @@ def test_bytes_sent_are_those_counted(reports, name):
 
 @pytest.mark.parametrize("num_iterations", [1, 2, 3])
 def test_moves_a_half_more_than_ulysses_for_each_iteration_after_the_first(num_iterations):
-    grid, sizes = (8, 4, 6), dict(frames=(2, 2, 2, 2), rank=1, batch=2, heads=8, head_dim=64, dtype=torch.bfloat16)
+    grid, sizes = (8, 4, 6), dict(rank=1, batch=2, heads=8, head_dim=64, dtype=torch.bfloat16)
     S, P = 8 * 4 * 6, 4
     rows = (P - 1) * S * 2 * 8 // P**2
-    assert ulysses_bytes(grid, **sizes) == 4 * rows * 64 * 2
-    ours = frame_parallel_bytes(grid, num_iterations=num_iterations, exact=None, **sizes)
+    assert ulysses_bytes(tokens=(48,) * 4, **sizes) == 4 * rows * 64 * 2
+    ours = frame_parallel_bytes(grid, frames=(2,) * 4, num_iterations=num_iterations, exact=None, **sizes)
     statistics = rows * (num_iterations + 1) * 4
     assert ours - statistics == (2 + 2 * num_iterations) * rows * 64 * 2
 
@@ -189,6 +189,24 @@ def test_needs_a_group_and_a_rank_in_it(reports):
         frame_parallel_vmonarch_attention(*tensors(*[CASES["paper"][n] for n in (1, 2)])[:3], grid=(5, 3, 5))
 
 
+@pytest.mark.parametrize("name", REGROUPED)
+def test_only_what_crosses_a_border_moves_and_gradients_go_back(reports, name):
+    before, after = REGROUPED[name]
+    *tensors, w, v = sequences()
+    for rank, report in enumerate(reports):
+        moved, gradients, sent, sent_back = report["regrouped"][name]
+        for found, whole in zip(moved, tensors, strict=True):
+            assert torch.equal(found, whole.split(after, 1)[rank])
+        for found, whole in zip(gradients, (w, v), strict=True):
+            assert torch.equal(found, whole.split(before, 1)[rank])
+        # Six float64 and one float32 for every place, and what aligns the pieces for two ranks.
+        for counted, places in (
+            (sent, places_leaving(before, after, rank)),
+            (sent_back, places_leaving(after, before, rank)),
+        ):
+            assert 0 <= counted - places * (6 * 8 + 4) <= 2 * 4
+
+
 PATTERNS = {
     "first-frame": FIRST_FRAME,
     "band": ExactBlocks(band=1),
@@ -203,7 +221,7 @@ PATTERNS = {
 def test_every_exact_block_is_computed_once(pattern, frames):
     key_frames = pattern.key_frames(7)
     routes = exact_routes(key_frames, frames)
-    own = [frames_of(frames, r) for r in range(len(frames))]
+    own = [places_of(frames, r) for r in range(len(frames))]
     for r, mine in enumerate(own):
         for l in mine:
             computed = [k for k in key_frames[l] if k in mine]
@@ -225,22 +243,26 @@ def test_the_fewer_of_query_and_key_frames_travel():
     assert tie.queries[0] == ((), (0,))
 
 
+by_frames = functools.partial(frame_parallel_bytes, (5, 2, 3), frames=(2, 3))
+by_heads = functools.partial(ulysses_bytes, tokens=(12, 18))
+
+
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("count", "change", "error"),
     [
-        (dict(frames=(2, 2)), "frames must sum to the 5 frames"),
-        (dict(frames=(0, 5)), r"frames\[0\] must be at least 1"),
-        (dict(rank=2), "rank must be one of the 2 ranks"),
-        (dict(heads=3), "heads must be a multiple of the number of ranks"),
+        (by_frames, dict(frames=(2, 2)), "frames must sum to the 5 frames"),
+        (by_frames, dict(frames=(0, 5)), r"frames\[0\] must be at least 1"),
+        (by_frames, dict(rank=2), "rank must be one of the 2 ranks"),
+        (by_heads, dict(rank=2), "rank must be one of the 2 ranks"),
+        (by_heads, dict(tokens=(8, 0)), r"tokens\[1\] must be at least 1"),
+        (by_heads, dict(heads=1), "heads must be at least the number of ranks, 2"),
     ],
 )
-def test_counts_refuse_what_makes_no_sense(change, error):
-    sizes = dict(frames=(2, 3), rank=0, batch=1, heads=2, head_dim=8, dtype=torch.float32) | change
+def test_counts_refuse_what_makes_no_sense(count, change, error):
+    sizes = dict(rank=0, batch=1, heads=2, head_dim=8, dtype=torch.float32)
+    assert count(**sizes) > 0
     with pytest.raises(ValueError, match=error):
-        ulysses_bytes((5, 2, 3), **sizes)
-    if "heads" not in change:
-        with pytest.raises(ValueError, match=error):
-            frame_parallel_bytes((5, 2, 3), **sizes)
+        count(**sizes | change)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])

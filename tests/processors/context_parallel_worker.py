@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import importlib.util
 import os
 import sys
@@ -30,6 +31,13 @@ SPLITS = {
     "uneven-heads": (3, (5, 2, 3), {}),
     "odd-tokens": (3, (5, 3, 3), {"ulysses_anything": True}),
 }
+# By frames: two and three of them; where parts of tokens are whole frames; a frame for the second rank alone.
+FRAME_SPLITS = {
+    **SPLITS,
+    "one-head": (1, (5, 2, 3), {}),
+    "whole-frames": (3, (4, 2, 3), {}),
+    "two-frames": (2, (2, 2, 3), {}),
+}
 
 
 class Alone:
@@ -49,8 +57,8 @@ class Rank:
 
     parallel = True
 
-    def __init__(self):
-        self.mesh = dist.device_mesh.init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("ring", "ulysses"))
+    def __init__(self, device="cpu"):
+        self.mesh = dist.device_mesh.init_device_mesh(device, (1, RANKS), mesh_dim_names=("ring", "ulysses"))
 
     def enable(self, model, **options):
         from diffusers import ContextParallelConfig
@@ -94,6 +102,10 @@ PROCESSORS = {
     "based": lambda heads: BasedProcessor(feature_dim=4, decay=True),
     "based-mixed": lambda heads: BasedProcessor(layers=["linear", "conv", "window"], feature_dim=4),
     "plan": lambda heads: VMonarchProcessor(plan=plan_of(heads)),
+    "frames": lambda heads: VMonarchProcessor(parallel_by="frames"),
+    "frames-exact-blocks": lambda heads: VMonarchProcessor(
+        parallel_by="frames", exact=ExactBlocks(columns=(0,), band=0), num_iterations=3, coarse=2, min_mass=0.5
+    ),
 }
 
 
@@ -112,7 +124,7 @@ def train(ranks, model, inputs, processor=None):
 
 def same(processor, split):
     def case(tiny, ranks):
-        heads, grid, options = SPLITS[split]
+        heads, grid, options = FRAME_SPLITS[split]
         model = tiny.transformer(num_attention_heads=heads, num_layers=3 if processor == "based-mixed" else 2)
         applied = vmonarch.apply(model, PROCESSORS[processor](heads)).processor
         jitter(model)
@@ -148,6 +160,8 @@ def orders(tiny, ranks):
         "apply-enable-apply": [apply, ranks.enable, apply],
         "set-enable": [lambda model: model.set_attn_processor(VMonarchProcessor()), ranks.enable],
         "set-enable-apply": [lambda model: model.set_attn_processor(VMonarchProcessor()), ranks.enable, apply],
+        "frames": [ranks.enable, lambda model: vmonarch.apply(model, by_frames())],
+        "set-frames-enable": [lambda model: model.set_attn_processor(by_frames()), ranks.enable],
         "set-grid-enable": [lambda model: model.set_attn_processor(VMonarchProcessor(grid=(5, 2, 3))), ranks.enable],
         "based": [ranks.enable, lambda model: vmonarch.apply(model, BasedProcessor(feature_dim=4))],
     }
@@ -181,10 +195,10 @@ def pipeline(kind, processor):
     return case
 
 
-def checkpointed(tiny, ranks):
+def checkpointed(tiny, ranks, **options):
     """Blocks computed again in backward, when the transformer has seen another grid of as many tokens."""
     model = tiny.transformer()
-    vmonarch.apply(model, VMonarchProcessor())
+    vmonarch.apply(model, VMonarchProcessor(**options))
     ranks.enable(model)
     model.train()
     model.enable_gradient_checkpointing()
@@ -193,9 +207,9 @@ def checkpointed(tiny, ranks):
     return {name: ranks.total(p.grad) for name, p in model.named_parameters()}
 
 
-def autocast(tiny, ranks):
+def autocast(tiny, ranks, **options):
     model = tiny.transformer(num_attention_heads=3)
-    vmonarch.apply(model, VMonarchProcessor())
+    vmonarch.apply(model, VMonarchProcessor(**options))
     ranks.enable(model)
     with torch.autocast("cpu", torch.bfloat16):
         return {"out": tiny.run(model, (5, 2, 3))}
@@ -226,20 +240,55 @@ def adapter(tiny, ranks):
     return {"out": tiny.run(model, (5, 2, 3))}
 
 
+by_frames = functools.partial(VMonarchProcessor, parallel_by="frames")
+COUNTED = {"heads": 3, "grid": (5, 3, 3)}
 SAME = {
-    **{f"{processor}-{split}": same(processor, split) for processor in PROCESSORS for split in SPLITS},
+    **{
+        f"{processor}-{split}": same(processor, split)
+        for processor in PROCESSORS
+        for split in (FRAME_SPLITS if "frames" in processor else SPLITS)
+    },
     "orders": orders,
     "dense-layers": dense_layers,
     "dense-steps": pipeline("t2v", lambda: VMonarchProcessor(dense_steps=(0, 2))),
     "bias-of-tensors": pipeline("t2v", lambda: FlashBiasProcessor(table(2, 18))),
+    "dense-steps-frames": pipeline("t2v", lambda: by_frames(dense_steps=(0, 2))),
     "image": pipeline("i2v-2.1", VMonarchProcessor),
+    "image-frames": pipeline("i2v-2.1", by_frames),
     "chronoedit": pipeline("chronoedit", VMonarchProcessor),
     "timestep-per-token": pipeline("t2v-5b", VMonarchProcessor),
     "checkpointed": checkpointed,
+    "checkpointed-frames": functools.partial(checkpointed, parallel_by="frames"),
     "autocast": autocast,
+    "autocast-frames": functools.partial(autocast, parallel_by="frames"),
     "compiled": compiled,
     "adapter": adapter,
 }
+
+
+class Sent:
+    """`all_to_all_single`, which counts the bytes that this rank sends to others."""
+
+    def __init__(self):
+        self.bytes, self.all_to_all_single = 0, dist.all_to_all_single
+
+    def __call__(self, output, tensor, output_splits, input_splits, *, group, **options):
+        self.bytes += tensor.element_size() * (sum(input_splits) - input_splits[dist.get_rank(group)])
+        return self.all_to_all_single(output, tensor, output_splits, input_splits, group=group, **options)
+
+
+def sent(tiny, ranks):
+    """Bytes that this rank sends in a forward call of one layer, by what is shared."""
+    found = {}
+    for parallel_by in ("heads", "frames"):
+        model = tiny.transformer(num_attention_heads=COUNTED["heads"], num_layers=1)
+        vmonarch.apply(model, VMonarchProcessor(parallel_by=parallel_by))
+        ranks.enable(model, ulysses_anything=True)
+        counted = dist.all_to_all_single = Sent()
+        tiny.run(model, COUNTED["grid"])
+        dist.all_to_all_single = counted.all_to_all_single
+        found[parallel_by] = counted.bytes
+    return found
 
 
 def refused_on(build, grid=(5, 2, 3), **options):
@@ -256,11 +305,11 @@ def refused_on(build, grid=(5, 2, 3), **options):
     return case
 
 
-def refused_by_apply(tiny, ranks, heads=2, **options):
+def refused_by_apply(tiny, ranks, processor=None, heads=2, **options):
     model = tiny.transformer(num_attention_heads=heads)
     ranks.enable(model, **options)
     try:
-        vmonarch.apply(model, VMonarchProcessor())
+        vmonarch.apply(model, processor or VMonarchProcessor())
     except Exception as error:
         assert not hasattr(model, "_vmonarch_record")
         return f"{type(error).__name__}: {error}"
@@ -293,9 +342,14 @@ def compiled_whole(tiny, enable):
 RING = {"ulysses_degree": 1, "ring_degree": RANKS, "mesh": None}
 REFUSED = {
     "ring": refused_on(applied(VMonarchProcessor()), **RING),
-    "ring-before-apply": lambda tiny, ranks: refused_by_apply(tiny, ranks, **RING),
+    "ring-before-apply": functools.partial(refused_by_apply, **RING),
     "few-heads": refused_on(applied(VMonarchProcessor(), heads=1)),
-    "few-heads-before-apply": lambda tiny, ranks: refused_by_apply(tiny, ranks, heads=1),
+    "few-heads-before-apply": functools.partial(refused_by_apply, heads=1),
+    "dense-layers-of-odd-heads": lambda tiny, ranks: refused_by_apply(
+        tiny, ranks, VMonarchProcessor(dense_layers=1), 3
+    ),
+    "ring-frames": refused_on(applied(by_frames()), **RING),
+    "few-frames": refused_on(applied(by_frames()), grid=(1, 2, 3)),
     "odd-tokens": refused_on(applied(VMonarchProcessor()), grid=(5, 3, 3)),
     "bias-of-other-heads": refused_on(applied(FlashBiasProcessor(table(2, 30)), heads=4)),
     "other-grid": refused_on(with_a_grid),
@@ -333,7 +387,7 @@ def main(tiny, folder, rank, names):
     ranks, results = Rank(), {}
     for name in names:
         try:
-            results[name] = (SAME | REFUSED)[name](tiny, ranks)
+            results[name] = (SAME | REFUSED | {"sent": sent})[name](tiny, ranks)
         except Exception:
             results[name] = traceback.format_exc()
     torch.save(results, Path(folder) / f"{rank}.pt")

@@ -43,6 +43,8 @@ BAD_OPTIONS = [
     ("grid-float", {"grid": (3, 2.0, 3)}, TypeError, "grid.height must be an integer"),
     ("grid-number", {"grid": 18}, TypeError, "grid must be a LatentGrid or three integers"),
     ("grid-text", {"grid": "3x2x3"}, TypeError, "grid must be a LatentGrid or three integers"),
+    ("parallel_by-unknown", {"parallel_by": "rows"}, ValueError, "parallel_by must be one of heads, frames"),
+    ("parallel_by-none", {"parallel_by": None}, TypeError, "parallel_by must be a string"),
     ("unknown-option", {"iterations": 2}, TypeError, "iterations"),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 import vmonarch
-from vmonarch import BasedProcessor, LatentGrid
-from vmonarch.context_parallel import TokenSplit
+from vmonarch import BasedProcessor, LatentGrid, VMonarchProcessor
+from vmonarch.context_parallel import TokenSplit, whole_frames
 from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder
+from vmonarch.eval.parallel_bytes import sent_by_frames, sent_by_heads
+from vmonarch.kernels.monarch.exchange import split_evenly
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
 spec = importlib.util.spec_from_file_location("context_parallel_worker", WORKER)
@@ -22,6 +25,7 @@ worker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(worker)
 
 ALONE = worker.Alone()
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(vmonarch.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +44,7 @@ def results(request, adapter, tmp_path_factory):
     tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = [item.callspec.params["name"] for item in tests if "name" in item.callspec.params]
     folder = tmp_path_factory.mktemp("ranks")
-    package = str(Path(vmonarch.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "ADAPTER": str(adapter)}
+    environment = {**ENVIRONMENT, "ADAPTER": str(adapter)}
     command = [sys.executable, str(WORKER), str(folder), *names]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -52,7 +55,7 @@ def results(request, adapter, tmp_path_factory):
 def test_ranks_compute_what_one_process_computes(tiny, results, adapter, monkeypatch, name):
     monkeypatch.setenv("ADAPTER", str(adapter))
     expected = worker.SAME[name](tiny, ALONE)
-    tolerance = 2e-2 if name == "autocast" else 1e-5
+    tolerance = 2e-2 if "autocast" in name else 1e-5
     for found in (rank[name] for rank in results):
         assert not isinstance(found, str), found
         assert found.keys() == expected.keys()
@@ -69,6 +72,9 @@ REFUSALS = {
     "ring-before-apply": "NotImplementedError: ring_degree=2 is not supported",
     "few-heads": "ValueError: ulysses_degree=2, but every rank needs a head of self-attention",
     "few-heads-before-apply": "ValueError: ulysses_degree=2, but every rank needs a head of self-attention",
+    "dense-layers-of-odd-heads": "ValueError: dense_layers keeps the model's own attention, which shares heads evenly",
+    "ring-frames": "NotImplementedError: ring_degree=2 is not supported",
+    "few-frames": "ValueError: parallel_by='frames' needs a latent frame for each of the 2 ranks",
     "odd-tokens": "AssertionError: Tensor size along dimension to be sharded must be divisible by mesh size",
     "bias-of-other-heads": "ValueError: bias has 2 heads, but attention has 4",
     "other-grid": "ValueError: grid (5, 1, 3) has 15 tokens, but self-attention was given 30",
@@ -82,6 +88,38 @@ def test_what_is_not_supported_is_refused_on_every_rank(results, name):
         assert REFUSALS[name] in rank[name]
 
 
+@pytest.mark.parametrize("name", ["sent"])
+def test_ranks_send_the_bytes_that_are_counted(results, name):
+    heads, grid = worker.COUNTED["heads"], LatentGrid(*worker.COUNTED["grid"])
+    tokens = split_evenly(grid.tokens, worker.RANKS)
+    sizes = dict(heads=heads, head_dim=12, dtype=torch.float32, batch=1)
+    counted = {
+        "heads": sent_by_heads(tokens, **sizes),
+        "frames": sent_by_frames(grid, tokens, implementation="torch", **sizes),
+    }
+    for parallel_by, numbers in counted.items():
+        for rank, number in enumerate(numbers):
+            # Every one of at most 20 pieces is aligned to 8 bytes.
+            assert 0 <= results[rank][name][parallel_by] - number <= 20 * 4, (parallel_by, rank)
+
+
+def test_a_killed_rank_ends_the_job_which_names_it():
+    script = str(WORKER.with_name("killed_rank.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 1
+    found = re.findall(r"rank (\d), process (\d+): step (\d) has ended", ended.stdout)
+    steps = {rank: {step for r, _, step in found if r == rank} for rank in "01"}
+    assert steps["1"] == {"0", "1"} and "0" in steps["0"] and "2" not in steps["0"]
+    first = re.search(r"Root Cause.*?\n +rank +: (\d) .*?\n +exitcode +: (-\d+)", ended.stderr, re.DOTALL)
+    assert first is not None and first.groups() == ("1", "-9"), ended.stderr[-3000:]
+    # Rank 0 did not end by itself.
+    assert re.search(r"rank +: 0 .*?\n +exitcode +: -15", ended.stderr)
+    for _, process, _ in found:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(process), 0)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_every_head_is_computed_once(ranks):
     x = torch.arange(5)
@@ -89,6 +127,44 @@ def test_every_head_is_computed_once(ranks):
     assert torch.equal(torch.cat([share.of(x, 0) for share in shares]), x)
     sizes = [share.stop - share.start for share in shares]
     assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("frames", [8, 9, 13, 21])
+def test_even_parts_of_the_tokens_become_even_whole_frames_nearby(frames, ranks):
+    grid = LatentGrid(frames, 3, ranks)
+    part = grid.tokens // ranks
+    sizes = whole_frames((part,) * ranks, grid)
+    assert sum(sizes) == grid.tokens and all(size % grid.tokens_per_frame == 0 for size in sizes)
+    assert max(sizes) - min(sizes) <= grid.tokens_per_frame
+    borders = [sum(sizes[: rank + 1]) for rank in range(ranks)]
+    assert all(abs(border - part * (rank + 1)) <= grid.tokens_per_frame / 2 for rank, border in enumerate(borders))
+
+
+@pytest.mark.parametrize("tokens", [(11, 1, 0), (0, 0, 12), (1, 11, 0), (0, 12, 0)], ids=str)
+def test_every_rank_has_a_frame_wherever_the_tokens_are(tokens):
+    assert whole_frames(tokens, LatentGrid(3, 2, 2)) == (4, 4, 4)
+
+
+def test_alone_frames_are_heads(tiny):
+    outputs = []
+    for parallel_by in ("heads", "frames"):
+        model = tiny.transformer()
+        vmonarch.apply(model, VMonarchProcessor(parallel_by=parallel_by))
+        outputs.append(tiny.run(model))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"frames_per_block": 2}, {"tiles": (2, 1)}, {"bias": worker.decay_of(2)}, {"plan": worker.plan_of(2)}],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_frames_do_not_offer_is_refused_by_the_constructor(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"^{name} must be left at .* with parallel_by='frames'"):
+        VMonarchProcessor(parallel_by="frames", **options)
+    VMonarchProcessor(**options)
 
 
 def test_a_diagnosis_needs_all_heads():

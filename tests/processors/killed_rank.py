@@ -1,0 +1,42 @@
+"""What torchrun starts in `test_context_parallel.py`: a pipeline on two ranks, the second of which is killed."""
+
+import datetime
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from context_parallel_worker import Rank, load_tiny
+
+import vmonarch
+
+
+def main():
+    rank = int(os.environ["RANK"])
+    # diffusers takes it for granted that there is an accelerator.
+    torch.accelerator.device_count = lambda: 1
+    dist.init_process_group("gloo", timeout=datetime.timedelta(hours=1))
+    tiny = load_tiny()
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, vmonarch.VMonarchProcessor(parallel_by="frames"))
+    Rank().enable(pipe.transformer)
+
+    def step_ended(pipe, step, timestep, kwargs):
+        print(f"rank {rank}, process {os.getpid()}: step {step} has ended", flush=True)
+        if rank == 1 and step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return kwargs
+
+    try:
+        tiny.generate(pipe, steps=4, callback_on_step_end=step_ended)
+    except RuntimeError:
+        # gloo sees that a connection is closed. NCCL waits for the rest of its timeout.
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()
