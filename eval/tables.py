@@ -209,6 +209,13 @@ def footage_table(results: dict[str, Any]) -> str:
     return footage.footage_table(results)
 
 
+def parallel_table(results: dict[str, Any]) -> str:
+    """One video on one and several GPUs, by heads and by frames."""
+    from vmonarch.eval import parallel_bench
+
+    return parallel_bench.parallel_table(results)
+
+
 def parallel_bytes_table(results: dict[str, Any]) -> str:
     """What ranks send for attention by heads and by frames."""
     from vmonarch.eval import parallel_bytes
@@ -256,6 +263,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "finetune-embedded-distilled": finetune_table,
     "footage": footage_table,
     "eval-demo": evaluation_table,
+    "parallel": parallel_table,
     "parallel-bytes": parallel_bytes_table,
     **{name: table for name, (_, table) in _ABLATIONS.items()},
 }
@@ -271,6 +279,7 @@ AWAITED = {
     "based-h200": "python -m vmonarch.eval.based_bench",
     "e2e-h200": "vmonarch bench e2e",
     "norm-h200": "python -m vmonarch.eval.norm_bench",
+    "parallel": "python -m vmonarch.eval.parallel_bench",
 }
 
 

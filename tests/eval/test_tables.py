@@ -40,6 +40,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
             ("finetune-embedded", "finetune-embedded-1500", "finetune-embedded-distilled"),
             ("results", "vmonarch", "validation_loss", "after"),
         ),
+        "parallel": ("rows", 0, "ms", "median"),
         "quality": ("evaluations", "plans", "statistics", "vmonarch", "psnr", "mean"),
         **{
             name: ("evaluations", name.partition("-")[2], "statistics", "vmonarch", "psnr", "mean")

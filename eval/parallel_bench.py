@@ -1,0 +1,475 @@
+"""One video on several GPUs: time, scaling and bytes sent: `python -m vmonarch.eval.parallel_bench`.
+
+Attention alone and whole transformers, computed by 1, 2, … processes that share the tokens of one video. Every process
+holds about as many tokens as the others; attention is divided by heads (Ulysses) or by frames. The time of a call is
+that of its slowest process.
+
+Legend: P processes, S tokens, T latent frames, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+import vmonarch
+from vmonarch import VMonarchProcessor
+from vmonarch.configs import InputError
+from vmonarch.context_parallel import TokenSplit
+from vmonarch.eval.e2e_bench import BOUNDS as MODEL_BOUNDS
+from vmonarch.eval.e2e_bench import Denoiser, Setting, choose_settings, share_weights
+from vmonarch.eval.kernel_bench import (
+    BOUNDS,
+    Clock,
+    check_device,
+    check_output,
+    failure,
+    measure,
+    measured_dtype,
+    relative_errors,
+    sdpa,
+    summary,
+    versions,
+    write_json,
+)
+from vmonarch.eval.op_bench import NAMES, with_gradients
+from vmonarch.eval.parallel_bytes import sent_by_frames, sent_by_heads
+from vmonarch.eval.wan_models import WanModel, read_model
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.monarch.api import vmonarch_attention
+from vmonarch.kernels.monarch.exchange import split_evenly
+from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
+from vmonarch.pipelines.environment import device_name, shown_command
+
+FORMAT = "vmonarch-parallel-1"
+WAYS = {"full": "full attention, by heads", "heads": "VMonarch by heads", "frames": "VMonarch by frames"}
+# A process that fails ends the others; one that hangs does so after this.
+TIMEOUT = timedelta(seconds=300)
+FORMULAE = {
+    "ms": "device time of a call, its slowest process; medians over the rounds",
+    "efficiency": "ms of one process / (P · ms of P processes), of the same way; of VMonarch by heads and by frames"
+    " alike, one process computes the same",
+    "bytes": "counted: what the process that sends most sends to others in the attention of a forward pass",
+    "error": "‖x − x₀‖ / ‖x₀‖, x₀ by one process in the same dtype",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention alone; `training` is forward and backward together."""
+
+    grid: LatentGrid
+    heads: int
+    head_dim: int = 128
+    training: bool = False
+
+    @property
+    def label(self) -> str:
+        shape = "x".join(map(str, self.grid))
+        return f"attention {shape} {self.heads} heads {'forward+backward' if self.training else 'forward'}"
+
+
+# 118,800 tokens (129 frames of 720×1280) and the paper's largest setting, with the heads of the 1.3B and 14B models.
+CASES = tuple(
+    Case(LatentGrid(*grid), heads, training=training)
+    for training in (False, True)
+    for grid, heads in (((33, 45, 80), 12), ((33, 45, 80), 40), ((24, 44, 80), 40))
+)
+MODELS = ("14b-93x704x1280", "1.3b-61x720x1280")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process is told.
+
+    Args:
+        folder: for results and for what the processes share; of one machine.
+        seconds: after which nothing is begun.
+    """
+
+    folder: Path
+    device: str
+    cases: tuple[Case, ...]
+    settings: tuple[Setting, ...]
+    rounds: int
+    seconds: float
+
+
+class SharedClock(Clock):
+    """A clock whose measurements begin on all ranks together."""
+
+    def flush(self, times: int = 1) -> None:
+        super().flush(times)
+        # On a GPU it is the streams that wait for each other, not the hosts.
+        dist.all_reduce(torch.zeros(1, device=self.device))
+
+
+def most_sent(way: str, grid: LatentGrid, tokens: Sequence[int], heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes that the rank that sends most sends in a forward pass of one layer."""
+    sizes: dict[str, Any] = dict(batch=1, heads=heads, head_dim=head_dim, dtype=dtype)
+    if way != "frames":
+        return max(sent_by_heads(tokens, **sizes))
+    implementation = "triton" if dtype.itemsize == 2 else "torch"
+    return max(sent_by_frames(grid, tokens, implementation=implementation, **sizes))
+
+
+def _label(case: Case | Setting) -> str:
+    return case.label if isinstance(case, Case) else case.name
+
+
+def _everywhere(value: Any) -> list[Any]:
+    """What all ranks have, in their order."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _release(device: torch.device) -> None:
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measure_rows(
+    runs: dict[str, Callable[[], Any]], rows: dict[str, dict[str, Any]], clock: SharedClock, rounds: int
+) -> None:
+    """Time the runs of the rows that are ok, and add their milliseconds and memory."""
+    good = {name: run for name, run in runs.items() if rows[name]["status"] == "ok"}
+    for name, run in good.items():
+        _release(clock.device)
+        if clock.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(clock.device)
+        run()
+        clock.wait()
+        if clock.device.type == "cuda":
+            rows[name]["peak_bytes"] = max(_everywhere(torch.cuda.max_memory_allocated(clock.device)))
+    times, _ = measure(good, dict.fromkeys(good, rounds), clock, float("inf"))
+    for name in good:
+        # Of every round the slowest rank.
+        rows[name]["ms"] = summary([max(ms) for ms in zip(*_everywhere(times[name]), strict=True)])
+        rows[name]["rounds"] = rounds
+
+
+def judge(row: dict[str, Any], errors: dict[str, float], bounds: dict[str, float]) -> None:
+    """Set a row's status, the same on all ranks, by its errors on all of them."""
+    found = _everywhere(errors)
+    row["errors"] = {name: max(of[name] for of in found) for name in errors}
+    # Written so that NaN is wrong too.
+    wrong = [name for name in errors if not all(of[name] <= bounds[name] for of in found)]
+    row["status"] = "wrong" if wrong else "ok"
+    if wrong:
+        row["problem"] = "; ".join(f"{name} is off by {row['errors'][name]:.2g}" for name in wrong)
+
+
+def run_case(case: Case, clock: SharedClock, rounds: int) -> list[dict[str, Any]]:
+    """Check and time all ways of attention alone; the rows are the same on all ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device, dtype = clock.device, measured_dtype(clock.device)
+    implementation = "triton" if device.type == "cuda" else "torch"
+    # Whole frames, so that attention by heads and by frames begin with the same tokens.
+    tokens = tuple(frames * case.grid.tokens_per_frame for frames in split_evenly(case.grid.frames, ranks))
+    split = TokenSplit(dist.group.WORLD, rank, tokens)
+    start = sum(split.tokens[:rank])
+    own = slice(start, start + split.tokens[rank])
+    # The same on all ranks; each has its part once more, as it would without the whole.
+    generator = torch.Generator(device).manual_seed(case.grid.tokens + case.heads)
+    size = (1, case.grid.tokens, case.heads, case.head_dim)
+    whole = [torch.randn(size, generator=generator, device=device, dtype=dtype) for _ in range(4)]
+    parts = [x[:, own].clone() for x in whole]
+    for tensors in (whole, parts):
+        for x in tensors[:3]:
+            x.requires_grad_(case.training)
+
+    def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return vmonarch_attention(query, key, value, grid=case.grid, implementation=implementation)
+
+    def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return sdpa("cudnn" if device.type == "cuda" else "sdpa", query, key, value)
+
+    def by_heads(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *tensors: split.gather_heads(attend(*split.gather_tokens(*tensors)), case.heads)
+
+    def by_frames(*tensors: torch.Tensor) -> torch.Tensor:
+        out = frame_parallel_vmonarch_attention(*tensors, grid=case.grid, implementation=implementation)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def call(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[[], Any]:
+        query, key, value, grad = tensors
+        return with_gradients(lambda: attend(query, key, value), (query, key, value), grad if case.training else None)
+
+    ways = {"full": (exact, by_heads(exact)), "heads": (alone, by_heads(alone)), "frames": (alone, by_frames)}
+    bounds = {name: BOUNDS[dtype]["out" if name == "out" else "gradient"] for name in NAMES}
+    rows: dict[str, dict[str, Any]] = {}
+    runs = {}
+    for name, (reference, attend) in ways.items():
+        row = rows[name] = {"case": case.label, "way": name, "ranks": ranks, **dataclasses.asdict(case)}
+        if name != "frames" and case.heads < ranks:
+            row.update(status="left out", problem=f"{case.heads} heads cannot be divided by {ranks} ranks")
+            continue
+        # One process is what the others are measured against; it exchanges nothing.
+        runs[name] = call(reference if ranks == 1 else attend, parts)
+        found = runs[name]()
+        row["bytes"] = most_sent(name, case.grid, split.tokens, case.heads, case.head_dim, dtype)
+        expected = call(reference, whole)()
+        errors = {
+            of: relative_errors(x, wanted[:, own].float())["relative"]
+            for of, x, wanted in zip(NAMES, found, expected, strict=False)
+        }
+        del found, expected
+        judge(row, errors, bounds)
+    del whole
+    measure_rows(runs, rows, clock, rounds)
+    return list(rows.values())
+
+
+@torch.no_grad()
+def run_setting(setting: Setting, model: WanModel, job: Job, clock: SharedClock) -> list[dict[str, Any]]:
+    """Check and time one forward call of a whole transformer in all ways."""
+    from diffusers import ContextParallelConfig
+
+    ranks, device = dist.get_world_size(), clock.device
+    dtype = measured_dtype(device)
+    latents = model.latents(setting.frames, setting.height, setting.width, argument="models")
+    grid, heads = model.grid(latents), model.transformer["num_attention_heads"]
+    stock = model.build_transformer("transformer", device, dtype)
+    generator = torch.Generator(device).manual_seed(setting.frames)
+    noise = torch.randn(1, model.transformer["in_channels"], *latents, generator=generator, device=device)
+    text = torch.randn(1, 512, model.transformer["text_dim"], generator=generator, device=device).to(dtype)
+    rows: dict[str, dict[str, Any]] = {}
+    runs: dict[str, Callable[[], Any]] = {}
+    for name in WAYS:
+        row = rows[name] = {"case": setting.name, "way": name, "ranks": ranks, "grid": list(grid), "heads": heads}
+        if name != "frames" and heads < ranks:
+            row.update(status="left out", problem=f"{heads} heads cannot be divided by {ranks} ranks")
+            continue
+        transformer: Any = share_weights(stock)
+        transformer.set_attention_backend("_native_cudnn" if device.type == "cuda" else "native")
+        if name != "full":
+            vmonarch.apply(transformer, VMonarchProcessor(parallel_by=name))
+        if ranks > 1:
+            uneven = grid.tokens % ranks > 0 or (name == "full" and heads % ranks > 0)
+            config = ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven)
+            transformer.enable_parallelism(config=config)
+        denoiser = Denoiser(transformer, model, noise, (text, text), 50, clock)
+        runs[name] = denoiser.forward
+        tokens = [part.numel() for part in torch.arange(grid.tokens).tensor_split(ranks)]
+        layers, head_dim = model.transformer["num_layers"], model.transformer["attention_head_dim"]
+        row["bytes"] = layers * most_sent(name, grid, tokens, heads, head_dim, dtype)
+        out = denoiser.forward()
+        # One process came before the others and kept what it computed.
+        kept = job.folder / f"{setting.name}-{'full' if name == 'full' else 'vmonarch'}.pt"
+        if ranks == 1:
+            torch.save(out.cpu(), kept)
+        expected = torch.load(kept).to(device).float()
+        error = relative_errors(out.movedim(1, -1), expected.movedim(1, -1))["relative"]
+        judge(row, {"out": error}, {"out": MODEL_BOUNDS[dtype]})
+        del out, expected
+        _release(device)
+    measure_rows(runs, rows, clock, job.rounds)
+    return list(rows.values())
+
+
+def run_rank(rank: int, ranks: int, job: Job) -> None:
+    """What one process does; the first writes the rows after every case."""
+    started = time.monotonic()
+    on_gpu = job.device == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{job.folder / f'meeting-{ranks}'}",
+        rank=rank,
+        world_size=ranks,
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+    rows: list[dict[str, Any]] = []
+    clock = SharedClock(device)
+    work: tuple[Case | Setting, ...] = (*job.cases, *job.settings)
+    for case in work:
+        if max(_everywhere(time.monotonic() - started)) > job.seconds:
+            left_out = {"ranks": ranks, "status": "left out", "problem": "the time was over"}
+            rows += [{"case": _label(case), "way": way, **left_out} for way in WAYS]
+        elif isinstance(case, Case):
+            rows += run_case(case, clock, job.rounds)
+        else:
+            rows += run_setting(case, read_model(case.model), job, clock)
+        _release(device)
+        if rank == 0:
+            write_json(job.folder / f"rows-{ranks}.json", {"rows": rows})
+    dist.destroy_process_group()
+
+
+def add_efficiency(rows: Sequence[dict[str, Any]]) -> None:
+    """Add to every timed row what one process would need, over what P processes do."""
+    alone = {(row["case"], row["way"]): row["ms"]["median"] for row in rows if row["ranks"] == 1 and "ms" in row}
+    for row in rows:
+        base = alone.get((row["case"], row["way"]))
+        if base is not None and "ms" in row:
+            row["efficiency"] = base / (row["ranks"] * row["ms"]["median"])
+
+
+def run_bench(
+    job: Job, numbers: Sequence[int], output: Path, command: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Measure with so many processes, one number after the other, and write the JSON after each.
+
+    Args:
+        numbers: of processes, the first 1.
+        say: told what is measured.
+
+    Returns:
+        what was written: {"format", "date", "hardware", "versions", "command", "settings", "formulae", "rows":
+        [{"case", "way", "ranks", "status", "ms", "bytes", "errors", "efficiency", …}], "failed": [{"ranks",
+        "problem"}]}.
+    """
+    started = time.monotonic()
+    device = torch.device(job.device)
+    dtype = measured_dtype(device)
+    results: dict[str, Any] = {
+        "format": FORMAT,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": f"{torch.cuda.device_count()}× {device_name(device)}" if device.type == "cuda" else "no speed",
+        "versions": versions(device),
+        "command": command,
+        "settings": {
+            "dtype": str(dtype).removeprefix("torch."),
+            "inputs": "standard normal; transformers with random weights",
+            "timing": "device events, ways in turns, all processes beginning together",
+            "full": "cuDNN's attention, by heads",
+            "rounds": job.rounds,
+            "bounds": {"attention": BOUNDS[dtype], "transformer": MODEL_BOUNDS[dtype]},
+        },
+        "formulae": FORMULAE,
+        "rows": [],
+        "failed": [],
+    }
+    for ranks in numbers:
+        left = job.seconds - (time.monotonic() - started)
+        say(f"{ranks} processes, {left:.0f} s left")
+        try:
+            torch.multiprocessing.spawn(run_rank, (ranks, dataclasses.replace(job, seconds=left)), nprocs=ranks)
+        except (
+            torch.multiprocessing.ProcessRaisedException,
+            torch.multiprocessing.ProcessExitedException,
+        ) as error:
+            results["failed"].append({"ranks": ranks, **failure(error)})
+            results["failed"][-1]["problem"] = str(error).strip().splitlines()[-1]
+        path = job.folder / f"rows-{ranks}.json"
+        if path.exists():
+            results["rows"] += json.loads(path.read_text(encoding="utf-8"))["rows"]
+        add_efficiency(results["rows"])
+        write_json(output, results)
+    results["seconds"] = round(time.monotonic() - started, 1)
+    write_json(output, results)
+    return results
+
+
+def parallel_table(results: dict[str, Any]) -> str:
+    """Milliseconds, efficiency and bytes of every case, by way and number of processes."""
+    from vmonarch.eval.tables import markdown
+
+    numbers = sorted({row["ranks"] for row in results["rows"]})
+    found = {(row["case"], row["way"], row["ranks"]): row for row in results["rows"]}
+    lines = []
+    for case, way in dict.fromkeys((row["case"], row["way"]) for row in results["rows"]):
+        cells = [case, WAYS[way]]
+        for ranks in numbers:
+            row = found.get((case, way, ranks), {"status": "–"})
+            if "ms" not in row:
+                cells.append(row["status"])
+                continue
+            share = "" if ranks == 1 or "efficiency" not in row else f" ({100 * row['efficiency']:.0f} %)"
+            cells.append(f"{row['ms']['median']:.1f}{share}")
+        sent = found.get((case, way, numbers[-1]), {}).get("bytes")
+        lines.append([*cells, "–" if sent is None else f"{sent / 1e6:.0f}"])
+    gpus = [f"{ranks} GPUs" if ranks > 1 else "1 GPU" for ranks in numbers]
+    heading = ["", "", *gpus, f"MB sent, {gpus[-1]}"]
+    settings = results["settings"]
+    about = [
+        f"Milliseconds (efficiency). {results['hardware']}, {results['date'][:10]}, torch"
+        f" {results['versions']['torch']}, Triton {results['versions']['triton']}, {settings['dtype']};"
+        f" {settings['timing']}. Made by `{results['command']}`.",
+        "",
+        *(f"- {name}: {text}" for name, text in results["formulae"].items()),
+        *(f"- {entry['ranks']} processes failed: {entry['problem']}" for entry in results["failed"]),
+    ]
+    return markdown(heading, lines) + "\n" + "\n".join(about) + "\n"
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[Case, ...], tuple[Setting, ...]]:
+    """The command line's options, cases and settings."""
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.parallel_bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", nargs="+", type=int, help="numbers of processes, 1 among them (default: 1, 2, 4 …)")
+    known = {case.label: case for case in CASES}
+    parser.add_argument("--cases", nargs="*", default=list(known), metavar="LABEL", help="of attention (default: all)")
+    parser.add_argument(
+        "--models",
+        nargs="*",
+        default=list(MODELS),
+        metavar="SETTING",
+        help=f"of vmonarch bench e2e (default: {' '.join(MODELS)})",
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no case is begun")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--output", type=Path, default=Path("outputs/bench/parallel.json"))
+    options = parser.parse_args(arguments)
+    for label in options.cases:
+        if label not in known:
+            parser.error(f"--cases must be of {'; '.join(known)}; got {label!r}")
+    if options.rounds < 1:
+        parser.error(f"--rounds must be above 0, got {options.rounds}")
+    try:
+        settings = choose_settings(options.models, None) if options.models else ()
+        check_device(options.device)
+        check_output(options.output)
+    except InputError as error:
+        parser.error(str(error))
+    most = torch.cuda.device_count() if options.device == "cuda" else None
+    if options.ranks is None:
+        options.ranks = [2**n for n in range((most or 1).bit_length())]
+    if min(options.ranks) != 1 or len(set(options.ranks)) < len(options.ranks):
+        parser.error(f"--ranks must be different numbers, 1 among them, got {options.ranks}")
+    if most is not None and max(options.ranks) > most:
+        parser.error(f"--ranks must be at most {most}, a GPU for each; got {max(options.ranks)}")
+    return options, tuple(known[label] for label in options.cases), settings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; exit code 1 if a result is wrong or processes failed."""
+    options, cases, settings = parse(arguments)
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    command = shown_command(("python", "-m", "vmonarch.eval.parallel_bench"), arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder), options.device, cases, settings, options.rounds, options.budget)
+        results = run_bench(job, sorted(options.ranks), options.output, command, say)
+    print(parallel_table(results))
+    wrong = [row for row in results["rows"] if row["status"] == "wrong"]
+    for row in wrong:
+        print(f"{row['case']} {row['way']}, {row['ranks']} processes: {row['problem']}", file=sys.stderr)
+    return 1 if wrong or results["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+"""A process of the benchmark on a CPU, which `enable_parallelism` takes for an accelerator with one device."""
+
+import torch
+
+from vmonarch.eval import parallel_bench
+
+run_rank = parallel_bench.run_rank
+
+
+def rank(*arguments):
+    torch.accelerator.device_count = lambda: 1
+    run_rank(*arguments)

@@ -1,0 +1,146 @@
+"""The benchmark of several processes: what it measures and writes on two of them, and what it refuses."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vmonarch.configs import InputError
+from vmonarch.eval import parallel_bench
+from vmonarch.eval.e2e_bench import Setting
+from vmonarch.eval.parallel_bench import Case, Job, add_efficiency, parallel_table, run_bench
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.monarch.parallel import frame_parallel_bytes, ulysses_bytes
+
+# Heads that two ranks cannot divide evenly, frames neither; fewer heads than ranks.
+CASES = (
+    Case(LatentGrid(5, 2, 3), 4, 16),
+    Case(LatentGrid(5, 2, 3), 3, 16, training=True),
+    Case(LatentGrid(3, 2, 2), 1, 16),
+)
+
+
+@pytest.fixture(scope="module")
+def results(tiny_yaml, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parallel")
+    setting = Setting("tiny", tiny_yaml, 5, 32, 64)
+    job = Job(folder, "cpu", CASES, (setting,), rounds=2, seconds=100.0)
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        # Processes of their own import it by its name.
+        patch.syspath_prepend(Path(__file__).parent)
+        patch.setattr(parallel_bench, "run_rank", importlib.import_module("parallel_bench_rank").rank)
+        found = run_bench(job, (1, 2), folder / "parallel.json", "the command", said.append)
+    assert [text.split(" processes")[0] for text in said] == ["1", "2"]
+    assert json.loads((folder / "parallel.json").read_text()) == json.loads(json.dumps(found))
+    return found
+
+
+def row(results, case, way, ranks):
+    (found,) = [r for r in results["rows"] if (r["case"], r["way"], r["ranks"]) == (case, way, ranks)]
+    return found
+
+
+def test_every_way_is_right_and_timed(results):
+    assert results["failed"] == []
+    labels = [*(case.label for case in CASES), "tiny"]
+    assert len(results["rows"]) == 2 * 3 * len(labels)
+    for label in labels:
+        for way in parallel_bench.WAYS:
+            for ranks in (1, 2):
+                found = row(results, label, way, ranks)
+                if label == CASES[2].label and ranks == 2 and way != "frames":
+                    assert found["status"] == "left out" and "1 heads cannot be divided by 2" in found["problem"]
+                    continue
+                assert found["status"] == "ok" and found["ms"]["median"] > 0, found
+                names = ["out", "dq", "dk", "dv"] if found.get("training") else ["out"]
+                assert list(found["errors"]) == names
+                base = row(results, label, way, 1)["ms"]["median"]
+                assert found["efficiency"] == pytest.approx(base / (ranks * found["ms"]["median"]))
+
+
+def test_bytes_are_those_of_the_formulae(results):
+    sizes = {"batch": 1, "heads": 4, "head_dim": 16, "dtype": torch.float32}
+    by_heads = max(ulysses_bytes(tokens=(12, 18), rank=rank, **sizes) for rank in (0, 1))
+    by_frames = max(
+        frame_parallel_bytes(CASES[0].grid, frames=(2, 3), rank=rank, implementation="torch", **sizes)
+        for rank in (0, 1)
+    )
+    found = {way: row(results, CASES[0].label, way, 2)["bytes"] for way in parallel_bench.WAYS}
+    assert found == {"full": by_heads, "heads": by_heads, "frames": by_frames}
+    assert all(row(results, CASES[0].label, way, 1)["bytes"] == 0 for way in parallel_bench.WAYS)
+    # Two layers; eight tokens for each rank.
+    sizes |= {"heads": 2}
+    assert row(results, "tiny", "heads", 2)["bytes"] == 2 * ulysses_bytes(tokens=(8, 8), rank=0, **sizes)
+
+
+def test_the_table_tells_all_of_it(results):
+    table = parallel_table(results)
+    assert "| 1 GPU | 2 GPUs | MB sent, 2 GPUs |" in table and "the command" in table and "no speed" in table
+    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 2 + 3 * (len(CASES) + 1)
+    assert "| left out |" in table
+    measured = [line.split(" | ") for line in table.splitlines() if "VMonarch by frames" in line]
+    assert all("%" not in cells[2] and "%" in cells[3] for cells in measured)
+
+
+def test_errors_of_any_rank_count(monkeypatch):
+    others = {"out": 0.5}
+    monkeypatch.setattr(parallel_bench, "_everywhere", lambda mine: [mine, others])
+    found = {}
+    parallel_bench.judge(found, {"out": 1e-6}, {"out": 1e-4})
+    assert found["status"] == "wrong" and "out is off by 0.5" in found["problem"]
+    parallel_bench.judge(found, {"out": float("nan")}, {"out": 1.0})
+    assert found["status"] == "wrong"
+
+
+def test_efficiency_needs_the_same_way_alone():
+    rows = [
+        {"case": "a", "way": "heads", "ranks": 1, "ms": {"median": 8.0}},
+        {"case": "a", "way": "heads", "ranks": 4, "ms": {"median": 2.5}},
+        {"case": "a", "way": "frames", "ranks": 4, "ms": {"median": 2.5}},
+        {"case": "b", "way": "heads", "ranks": 4, "status": "left out"},
+    ]
+    add_efficiency(rows)
+    assert [r.get("efficiency") for r in rows] == [1.0, 0.8, None, None]
+
+
+def test_processes_that_fail_are_told_and_the_others_stand(tmp_path):
+    setting = Setting("nothing", str(tmp_path / "missing.yaml"), 5, 32, 64)
+    job = Job(tmp_path, "cpu", CASES[:1], (setting,), rounds=1, seconds=100.0)
+    found = run_bench(job, (1,), tmp_path / "parallel.json", "the command", lambda text: None)
+    assert [entry["ranks"] for entry in found["failed"]] == [1] and "missing.yaml" in found["failed"][0]["problem"]
+    assert [r["status"] for r in found["rows"]] == ["ok"] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--cases", "attention"], "--cases must be of attention 33x45x80 12 heads forward;"),
+        (["--models", "14b"], "settings must be of"),
+        (["--rounds", "0"], "--rounds must be above 0"),
+        (["--ranks", "2", "4"], "--ranks must be different numbers, 1 among them"),
+        (["--ranks", "1", "1"], "--ranks must be different numbers"),
+        (["--ranks", "0", "1"], "--ranks must be different numbers"),
+        (["--output", "."], "output must be a file"),
+    ],
+)
+def test_what_is_refused(capsys, words, problem):
+    with pytest.raises(SystemExit):
+        parallel_bench.main(["--device", "cpu", *words])
+    assert problem in capsys.readouterr().err
+
+
+def test_more_processes_than_gpus_are_refused(capsys, monkeypatch):
+    monkeypatch.setattr(parallel_bench, "check_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        parallel_bench.main(["--ranks", "1", "4"])
+    assert "--ranks must be at most 2, a GPU for each; got 4" in capsys.readouterr().err
+
+
+def test_a_gpu_is_needed(capsys):
+    with pytest.raises(SystemExit):
+        parallel_bench.main([])
+    assert "device" in capsys.readouterr().err and issubclass(InputError, ValueError)
