@@ -95,14 +95,24 @@ def check_context_parallel(config: Any, heads: int) -> None:
         NotImplementedError: ring attention.
         ValueError: there are fewer heads than ranks.
     """
-    if config.ring_degree > 1:
+    check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
+    check_heads(config.ulysses_degree, heads)
+
+
+def check_ring(degree: int, instead: str) -> None:
+    """Raise NotImplementedError if so many ranks share the keys of ring attention; `instead` is what to use."""
+    if degree > 1:
         raise NotImplementedError(
-            f"ring_degree={config.ring_degree} is not supported: in ring attention a rank sees a part of the keys at a"
-            " time, these processors need all of them; use ContextParallelConfig(ulysses_degree=…)"
+            f"ring_degree={degree} is not supported: in ring attention a rank sees a part of the keys at a"
+            f" time, these processors need all of them; use {instead}"
         )
-    if config.ulysses_degree > heads:
+
+
+def check_heads(ranks: int, heads: int) -> None:
+    """Raise ValueError unless each of so many ranks gets a head."""
+    if ranks > heads:
         raise ValueError(
-            f"ulysses_degree={config.ulysses_degree}, but every rank needs a head of self-attention, which has {heads}:"
+            f"ulysses_degree={ranks}, but every rank needs a head of self-attention, which has {heads}:"
             f" use at most {heads} ranks"
         )
 
