@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -74,6 +75,9 @@ class Alone:
     def __init__(self, device):
         self.device, self.dtype = device, dtype_on(device)
 
+    def convert(self, model, **options):
+        return model
+
     def transformer(self, model, **options):
         return place(model, self)
 
@@ -81,10 +85,14 @@ class Alone:
         """Self-attention by `processor`, as a backend of xfuser."""
         vmonarch.apply(model, processor)
 
-    def backend(self, name):
+    def own_attention(self, model):
+        """Self-attention that is not ours."""
+        vmonarch.restore(model)
+
+    def backend(self, name, cross=None):
         pass
 
-    def schedule(self, *names):
+    def spread(self, **degrees):
         pass
 
 
@@ -128,6 +136,9 @@ class Rank:
         distributed.initialize_runtime_state(pipe, arguments.create_config()[0])
         self.state = distributed.get_runtime_state()
 
+    def convert(self, model, **options):
+        return convert(model, **options)
+
     def transformer(self, model, **options):
         return place(convert(model, **options), self)
 
@@ -135,16 +146,12 @@ class Rank:
         vmonarch.xfuser.register(processor, name)
         self.backend(name)
 
-    def backend(self, name):
+    def own_attention(self, model):
+        self.backend("SDPA")
+
+    def backend(self, name, cross=None):
         self.state.set_attention_backend(name)
-
-    def schedule(self, *names):
-        from xfuser.core.distributed.attention_schedule import AttentionSchedule
-
-        self.state.set_attention_schedule(AttentionSchedule.from_comma_delimited_string(",".join(names)), len(names))
-
-    def unschedule(self):
-        self.state.attention_schedule = self.state.step_counter = None
+        self.state.set_cross_attention_backend(cross)
 
 
 def run(ranks, model, inputs):
@@ -183,12 +190,10 @@ def backend(processor, grid):
 
 
 def full(tiny, ranks):
-    """xfuser's own attention, without and after ours: nothing of ours is left."""
+    """xfuser's own attention after ours: nothing of ours is left."""
     model = ranks.transformer(build(tiny))
     ranks.choose(model, VMonarchProcessor())
-    ranks.backend("SDPA")
-    if isinstance(ranks, Alone):
-        vmonarch.restore(model)
+    ranks.own_attention(model)
     return output(tiny, ranks, model)
 
 
@@ -212,10 +217,13 @@ def schedule(tiny, ranks):
         return torch.stack(found)
     for name, processor in settings.items():
         vmonarch.xfuser.register(processor, name)
-    ranks.schedule("sdpa", *settings)
+    from xfuser.core.distributed.attention_schedule import AttentionSchedule
+
+    names = ",".join(["sdpa", *settings])
+    ranks.state.set_attention_schedule(AttentionSchedule.from_comma_delimited_string(names), 3)
     model = ranks.transformer(build(tiny))
     found = torch.stack([output(tiny, ranks, model) for _ in range(3)])
-    ranks.unschedule()
+    ranks.state.attention_schedule = ranks.state.step_counter = None
     return found
 
 
@@ -239,13 +247,14 @@ def autocast(tiny, ranks):
     model = ranks.transformer(build(tiny))
     ranks.choose(model, VMonarchProcessor())
     model.float()
+    # xfuser's cuDNN takes no values of another dtype than the keys'.
+    ranks.backend("vmonarch", cross="SDPA")
     with torch.autocast(torch.device(ranks.device).type, torch.bfloat16):
         return output(tiny, ranks, model)
 
 
 def one_rank(tiny, ranks):
-    if not isinstance(ranks, Alone):
-        ranks.spread(ulysses=1)
+    ranks.spread(ulysses=1)
     try:
         model = ranks.transformer(build(tiny))
         ranks.choose(model, VMonarchProcessor(bias=parts.decay_of(2)))
@@ -254,8 +263,7 @@ def one_rank(tiny, ranks):
         vmonarch.apply(model, VMonarchProcessor())
         return torch.stack([first, output(tiny, ranks, model, (5, 3, 3))])
     finally:
-        if not isinstance(ranks, Alone):
-            ranks.spread(ulysses=RANKS)
+        ranks.spread(ulysses=RANKS)
 
 
 def applied(processor, grid):
@@ -263,12 +271,11 @@ def applied(processor, grid):
 
     def case(tiny, ranks):
         model = build(tiny, num_attention_heads=3, num_layers=3 if processor == "based-mixed" else 2)
-        model = ranks.transformer(model)
-        if not isinstance(ranks, Alone):
-            ranks.backend("SDPA")
+        model = ranks.convert(model)
+        ranks.backend("SDPA")
         vmonarch.apply(model, parts.PROCESSORS[processor](3))
         parts.jitter(model)
-        return output(tiny, ranks, model, GRIDS[grid])
+        return output(tiny, ranks, place(model, ranks), GRIDS[grid])
 
     return case
 
@@ -278,8 +285,7 @@ def pipeline(tiny, ranks):
     pipe = tiny.pipeline("t2v")
     pipe.transformer = ranks.transformer(build(tiny))
     place(pipe, ranks)
-    if not isinstance(ranks, Alone):
-        ranks.backend("SDPA")
+    ranks.backend("SDPA")
     with vmonarch.apply(pipe, VMonarchProcessor(dense_steps=(0, 2), dense_layers=1)):
         first = tiny.generate(pipe, steps=3, guidance=3.0)
     found = torch.stack([first, tiny.generate(pipe, steps=3, guidance=3.0)]).cpu().float()
@@ -342,6 +348,9 @@ def runner(tiny, ranks):
             result = super()._run_pipe(input_args | {"negative_prompt": ""})
             frames.append(torch.from_numpy(result.videos[0])[None])
             return result
+
+        def save_output(self, output):
+            pass
 
     MODEL_REGISTRY["tiny"] = TinyModel
     words += ["--model", "tiny", "--prompt", tiny.PROMPT, "--ulysses_degree", str(RANKS), "--output_directory", "."]
@@ -446,18 +455,16 @@ def without(module, attribute):
     """xfuser of a version that has not what we need."""
 
     def act(tiny, ranks):
-        place = importlib.import_module(module)
-        if "." in attribute:
-            owner, attribute_of_owner = attribute.split(".")
-            place = getattr(place, owner)
-        else:
-            attribute_of_owner = attribute
-        kept = getattr(place, attribute_of_owner)
-        delattr(place, attribute_of_owner)
+        *owners, name = attribute.split(".")
+        owner = importlib.import_module(module)
+        for part in owners:
+            owner = getattr(owner, part)
+        kept = getattr(owner, name)
+        delattr(owner, name)
         try:
             vmonarch.xfuser.register(VMonarchProcessor())
         finally:
-            setattr(place, attribute_of_owner, kept)
+            setattr(owner, name, kept)
 
     return refused(act)
 
@@ -505,6 +512,8 @@ def import_xfuser(device):
 
 
 def main(tiny, device, folder, rank, names):
+    # Should the other rank end, this one would wait for it half an hour.
+    signal.alarm(240)
     torch.set_num_threads(1)
     os.chdir(folder)
     ranks, results = Rank(device, rank, folder), {}
