@@ -31,6 +31,7 @@ from vmonarch.configs import (
 
 if TYPE_CHECKING:
     from vmonarch.exact import ExactBlocks
+    from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,18 @@ class VMonarchAttention:
         parameters["exact"] = _exact(self.exact)
         return parameters
 
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+    def processor(self) -> VMonarchProcessor:
+        """The method as a processor."""
         from vmonarch import VMonarchProcessor
 
         with _naming_the_option():
-            _replace(pipe, VMonarchProcessor(**self._parameters()))
+            return VMonarchProcessor(**self._parameters())
+
+    def install(self, pipe: Any) -> None:
+        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+        processor = self.processor()
+        with _naming_the_option():
+            _replace(pipe, processor)
 
     def without_dense(self) -> VMonarchAttention:
         """The method with no dense steps: what a one-step warm-up has to run."""
@@ -152,12 +159,16 @@ class FlashBiasAttention:
             check_implementation(self.implementation)
             _check_dense(self)
 
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+    def processor(self) -> FlashBiasProcessor:
+        """The method as a processor."""
         from vmonarch import FlashBiasProcessor
 
         parameters = dataclasses.asdict(self)
-        _replace(pipe, FlashBiasProcessor(_decay(parameters.pop("reach")), **parameters))
+        return FlashBiasProcessor(_decay(parameters.pop("reach")), **parameters)
+
+    def install(self, pipe: Any) -> None:
+        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+        _replace(pipe, self.processor())
 
     def without_dense(self) -> FlashBiasAttention:
         """The method with no dense steps: what a one-step warm-up has to run."""

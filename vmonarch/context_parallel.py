@@ -132,6 +132,24 @@ def context_parallel_config(parallel_config: Any) -> Any:
     return getattr(parallel_config, "context_parallel_config", None)
 
 
+def check_ring(degree: int, instead: str) -> None:
+    """Raise NotImplementedError if so many ranks share the keys of ring attention; `instead` is what to use."""
+    if degree > 1:
+        raise NotImplementedError(
+            f"ring_degree={degree} is not supported: in ring attention a rank sees a part of the keys at a"
+            f" time, these processors need all of them; use {instead}"
+        )
+
+
+def check_heads(ranks: int, heads: int) -> None:
+    """Raise ValueError unless each of so many ranks gets a head."""
+    if ranks > heads:
+        raise ValueError(
+            f"ulysses_degree={ranks}, but every rank needs a head of self-attention, which has {heads}: use at most"
+            f" {heads} ranks, or VMonarchProcessor(parallel_by='frames')"
+        )
+
+
 def split_tokens(config: Any, tokens: int) -> TokenSplit:
     """The split under a `ContextParallelConfig` that gives this rank so many tokens.
 

@@ -153,7 +153,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     call to call. (Call the transformer itself, as pipelines do; its `.forward` would pass the hook by.) Applying again
     replaces the processor; `restore` returns to the original ones all the same. A transformer put into the pipeline
     later has its own processors: apply again. Cross-attention is not touched. diffusers' `enable_parallelism` may come
-    before or after (docs/parallel.md).
+    before or after; the transformers may be xfuser's (docs/parallel.md).
 
     A `BasedProcessor` has parameters: they are added to the transformer, and nothing but `restore` takes them away.
 

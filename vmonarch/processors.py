@@ -23,6 +23,8 @@ from vmonarch.bias.video import BiasOption, GridBias
 from vmonarch.context_parallel import (
     Share,
     TokenSplit,
+    check_heads,
+    check_ring,
     context_parallel_config,
     split_tokens,
 )
@@ -292,6 +294,8 @@ class VideoAttentionProcessor:
         self._bias: BiasOption | None = None
         self._context: ForwardContext | None = None
         self._original: Any = None
+        # Whether the transformer is one of xfuser's, whose ranks may hold parts of the tokens.
+        self._in_xfuser = False
         self._inferred: tuple[weakref.ref[torch.Tensor], LatentGrid] | None = None
 
     def check_context_parallel(self, config: Any, heads: int) -> None:
@@ -302,17 +306,10 @@ class VideoAttentionProcessor:
             ValueError: by heads, there are fewer of them than ranks; or the model's own attention, which `dense_steps`
                 and `dense_layers` keep, cannot share them.
         """
-        if config.ring_degree > 1:
-            raise NotImplementedError(
-                f"ring_degree={config.ring_degree} is not supported: in ring attention a rank sees a part of the keys"
-                " at a time, these processors need all of them; use ContextParallelConfig(ulysses_degree=…)"
-            )
+        check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
         ranks = config.ulysses_degree
-        if self.parallel_by == "heads" and ranks > heads:
-            raise ValueError(
-                f"ulysses_degree={ranks}, but every rank needs a head of self-attention, which has {heads}: use at most"
-                f" {heads} ranks, or VMonarchProcessor(parallel_by='frames')"
-            )
+        if self.parallel_by == "heads":
+            check_heads(ranks, heads)
         if self._dense is not None and heads % ranks and not config.ulysses_anything:
             raise ValueError(
                 f"{self._dense} keeps the model's own attention, which shares heads evenly: its {heads} do not divide"
@@ -427,6 +424,7 @@ class VideoAttentionProcessor:
         # A copy, so that an attention backend chosen later reaches the dense steps and leaves the original alone.
         self._original = copy.copy(original)
         self._attention_backend = getattr(original, "_attention_backend", None)
+        self._in_xfuser = type(original).__module__.startswith("xfuser.")
         return self
 
     def __call__(
@@ -462,6 +460,8 @@ class VideoAttentionProcessor:
             raise ValueError(f"{name} supports no attention_mask in self-attention: every token attends to all others")
         if context_parallel_config(self._parallel_config) is not None:
             return self._self_attention_of_a_part(attn, hidden_states, rotary_emb)
+        if self._in_xfuser:
+            return self._self_attention_in_xfuser(attn, hidden_states, rotary_emb)
         return self._self_attention(attn, hidden_states, rotary_emb, None)
 
     def _self_attention(
@@ -487,6 +487,33 @@ class VideoAttentionProcessor:
         self.check_context_parallel(config, attn.heads)
         split = split_tokens(config, hidden_states.shape[1])
         return self._self_attention(attn, hidden_states, rotary_emb, split)
+
+    @torch.compiler.disable(reason="attention in xfuser exchanges tokens between processes")
+    def _self_attention_in_xfuser(
+        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Self-attention in a transformer of xfuser, where this process may have a part of the tokens."""
+        from vmonarch.xfuser import split_video
+
+        call = None if self._context is None else self._context.current(0)
+        if call is None:
+            raise RuntimeError(
+                f"{type(self).__name__} needs the grid of a transformer of xfuser from vmonarch.apply(pipe, processor),"
+                " which tells none of a block that gradient checkpointing computes again"
+            )
+        if call.exact:
+            return self._exact(attn, hidden_states, None, None, rotary_emb)
+        split = split_video(call.grid, hidden_states.shape[1])
+        if split is None:
+            return self._self_attention(attn, hidden_states, rotary_emb, None)
+        if self.parallel_by == "heads":
+            check_heads(len(split.tokens), attn.heads)
+        # What this rank has beyond its tokens is padding.
+        held = split.tokens[split.rank]
+        if rotary_emb is not None:
+            rotary_emb = rotary_emb[0][:, :held], rotary_emb[1][:, :held]
+        out = self._self_attention(attn, hidden_states[:, :held], rotary_emb, split)
+        return torch.nn.functional.pad(out, (0, 0, 0, hidden_states.shape[1] - held))
 
     def _exact(self, attn: Any, *inputs: Any) -> torch.Tensor:
         """What the module's own processor computes."""

@@ -62,12 +62,10 @@ def test_every_way_is_right_and_timed(results):
 
 
 def test_bytes_are_those_of_the_formulae(results):
-    sizes = {"batch": 1, "heads": 4, "head_dim": 16, "dtype": torch.float32}
-    by_heads = max(ulysses_bytes(tokens=(12, 18), rank=rank, **sizes) for rank in (0, 1))
-    by_frames = max(
-        frame_parallel_bytes(CASES[0].grid, frames=(2, 3), rank=rank, implementation="torch", **sizes)
-        for rank in (0, 1)
-    )
+    grid, sizes = CASES[0].grid, {"batch": 1, "heads": 4, "head_dim": 16, "dtype": torch.float32}
+    by_heads = max(ulysses_bytes(tokens=(18, 12), rank=rank, **sizes) for rank in (0, 1))
+    options = sizes | {"implementation": "torch"}
+    by_frames = max(frame_parallel_bytes(grid, frames=(3, 2), rank=rank, **options) for rank in (0, 1))
     found = {way: row(results, CASES[0].label, way, 2)["bytes"] for way in parallel_bench.WAYS}
     assert found == {"full": by_heads, "heads": by_heads, "frames": by_frames}
     assert all(row(results, CASES[0].label, way, 1)["bytes"] == 0 for way in parallel_bench.WAYS)

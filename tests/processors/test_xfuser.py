@@ -1,0 +1,195 @@
+"""xfuser: two ranks of it with our backend, or our processors, compute what one process of diffusers computes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import vmonarch
+import vmonarch.xfuser
+from vmonarch import LatentGrid, VMonarchProcessor
+
+WORKER = Path(__file__).with_name("xfuser_worker.py")
+spec = importlib.util.spec_from_file_location("xfuser_worker", WORKER)
+worker = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(worker)
+
+needs_xfuser = pytest.mark.skipif(
+    importlib.util.find_spec("xfuser") is None, reason="needs xfuser: pip install 'vmonarch[parallel]'"
+)
+two_gpus = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+# Of the largest number, in the norm. On GPUs everything is in bfloat16, and matrix products have other shapes.
+TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    """What every rank found on a device, by the name of the case: of those that are to be tested."""
+    found = {}
+
+    def run(device):
+        if device not in found:
+            items = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+            names = [words["name"] for words in items if words.get("device") == device and "name" in words]
+            folder = tmp_path_factory.mktemp(device)
+            package = str(Path(vmonarch.__file__).parents[1])
+            environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, str(WORKER), device, str(folder), *dict.fromkeys(names)]
+            ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+            assert ended.returncode == 0, ended.stderr[-3000:]
+            found[device] = [torch.load(folder / f"{rank}.pt") for rank in range(worker.RANKS)]
+        return found[device]
+
+    return run
+
+
+@needs_xfuser
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=two_gpus)])
+@pytest.mark.parametrize("name", worker.SAME)
+def test_ranks_compute_what_one_process_computes(tiny, results, device, name):
+    expected = worker.SAME[name](tiny, worker.Alone(device))
+    size = expected.norm()
+    assert 0 < size < torch.inf
+    for rank in results(device):
+        assert not isinstance(rank[name], str), rank[name]
+        assert rank[name].shape == expected.shape
+        assert (rank[name] - expected).norm() <= TOLERANCE[device] * size
+
+
+REFUSALS = {
+    "ring": "NotImplementedError: ring_degree=2 is not supported",
+    "ring-by-apply": "NotImplementedError: ring_degree=2 is not supported",
+    "few-heads": "ValueError: ulysses_degree=2, but every rank needs a head of self-attention",
+    "uneven-heads": "AssertionError: h must be divisible by world_size, got 3 and 2",
+    "no-grid": "RuntimeError: xfuser's backend vmonarch was given 30 tokens without a grid",
+    "other-grid": "ValueError: grid=(5, 3, 2), but xfuser's transformer was given the grid (5, 2, 3)",
+    "bias-of-other-heads": "ValueError: bias has 2 heads, but attention has 4",
+    "other-tokens": "ValueError: grid (5, 3, 3) has 45 tokens, but xfuser's self-attention was given 30 queries",
+    "other-keys": "ValueError: grid (5, 2, 3) has 30 tokens, but xfuser's self-attention was given 30 queries and 28",
+    "causal": "ValueError: xfuser's backend vmonarch supports no dropout, no causal attention",
+    "dropout": "ValueError: xfuser's backend vmonarch supports no dropout, no causal attention",
+    "mask": "ValueError: xfuser's backend vmonarch supports no dropout, no causal attention and no attention mask",
+    "dense-steps": "ValueError: dense_steps must be 0 in a backend of xfuser, whose hybrid schedule",
+    "dense-layers": "ValueError: dense_layers must be 0 in a backend of xfuser",
+    "plan": "ValueError: plan must be None in a backend of xfuser",
+    "by-frames": "ValueError: parallel_by must be 'heads' in a backend of xfuser, which shares heads itself",
+    "based": "TypeError: processor must be a VMonarchProcessor or FlashBiasProcessor, got BasedProcessor",
+    "name-of-theirs": "ValueError: name must not be that of a backend of xfuser's own, got 'SDPA'",
+    "name-of-two-words": "ValueError: name must be one word",
+    "no-registry": "ImportError: xfuser 0.7.0 has no xfuser.core.distributed.attention_backend.ATTENTION_FUNCTION_REG",
+    "no-choice": "ImportError: xfuser 0.7.0 has no RuntimeState._select_attention_backend; supported is xfuser>=0.7",
+}
+
+
+@needs_xfuser
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=two_gpus)])
+@pytest.mark.parametrize("name", worker.REFUSED)
+def test_what_is_not_supported_is_refused_on_every_rank(results, device, name):
+    for rank in results(device):
+        assert REFUSALS[name] in rank[name]
+
+
+@needs_xfuser
+@pytest.mark.skipif(torch.cuda.is_available(), reason="xfuser can be imported where there is a GPU")
+def test_xfuser_needs_a_gpu():
+    with pytest.raises(ImportError, match="xfuser cannot be imported without a GPU and a build of torch for it"):
+        vmonarch.xfuser.register(VMonarchProcessor())
+
+
+class NoXfuser:
+    """A finder of modules for which xfuser is not there."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == "xfuser":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_xfuser_that_is_not_installed_is_named(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "xfuser"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [NoXfuser, *sys.meta_path])
+    with pytest.raises(ImportError, match=r"xfuser is not installed; .* pip install 'vmonarch\[parallel\]'"):
+        vmonarch.xfuser.register(VMonarchProcessor())
+
+
+def test_installed_xfuser_without_one_of_its_modules_is_not_called_missing(monkeypatch):
+    monkeypatch.setattr(vmonarch.xfuser.importlib.metadata, "version", lambda name: "0.4.0")
+    with pytest.raises(ImportError, match=r"xfuser 0\.4\.0 cannot be imported: No module .*; supported is xfuser>=0"):
+        vmonarch.xfuser._import("vmonarch.no_such_module")
+
+
+def test_the_last_ranks_of_a_padded_video_hold_less(monkeypatch):
+    class Groups:
+        ulysses_group = None
+
+        def __init__(self, ranks, rank):
+            self.get_ulysses_parallel_world_size = lambda: ranks
+            self.get_ulysses_parallel_rank = lambda: rank
+            self.get_ring_parallel_world_size = lambda: 1
+            self.get_sp_group = lambda: self
+
+    grid = LatentGrid(3, 2, 3)
+    for ranks, tokens, held in ((4, 5, (5, 5, 5, 3)), (7, 3, (3, 3, 3, 3, 3, 3, 0)), (2, 9, (9, 9))):
+        monkeypatch.setattr(vmonarch.xfuser, "_groups", lambda ranks=ranks: Groups(ranks, 1))
+        split = vmonarch.xfuser.split_video(grid, tokens)
+        assert split.tokens == held and split.rank == 1
+        with pytest.raises(ValueError, match=rf"has 18 tokens, but xfuser's .* given {tokens + 1} on each of {ranks}"):
+            vmonarch.xfuser.split_video(grid, tokens + 1)
+
+
+LAUNCHES = {
+    "": ["--attention_backend", "vmonarch"],
+    "--attention-backend VMonarch --seed 1": ["--attention-backend", "VMonarch", "--seed", "1"],
+    "--grid 5,2,3 --attention vmonarch-band1 --ring_degree=1": ["--ring_degree=1", "--attention_backend", "vmonarch"],
+    "--use_hybrid_attn_schedule --hybrid_attn_schedule=sdpa,VMonarch": [
+        "--use_hybrid_attn_schedule",
+        "--hybrid_attn_schedule=sdpa,VMonarch",
+    ],
+}
+
+
+@pytest.mark.parametrize("words", LAUNCHES)
+def test_the_launcher_hands_on_the_runner_s_options(monkeypatch, words):
+    registered, run = [], []
+    monkeypatch.setattr(vmonarch.xfuser, "register", registered.append)
+    monkeypatch.setattr(
+        vmonarch.xfuser.runpy, "run_module", lambda name, **options: run.append((name, sys.argv[1:], options))
+    )
+    monkeypatch.setattr(sys, "argv", ["vmonarch.xfuser"])
+    vmonarch.xfuser.main(words.split())
+    assert run == [("xfuser.runner", LAUNCHES[words], {"run_name": "__main__", "alter_sys": True})]
+    (processor,) = registered
+    assert processor.grid == (LatentGrid(5, 2, 3) if "--grid" in words else None)
+    assert (processor.exact == "first_frame") == ("band1" not in words)
+
+
+MISTAKES = {
+    "--ring_degree 2": "ring_degree=2 is not supported",
+    "--ring-degree=2": "ring_degree=2 is not supported",
+    "--attention_backend flash_3": "--attention_backend must be vmonarch",
+    "--use_hybrid_attn_schedule --hybrid_attn_schedule sdpa,sdpa": "must be vmonarch",
+    "--attention full": "--attention must be of the kinds vmonarch or flashbias, full is full",
+    "--attention vmonark": "--attention must be one of",
+    "--attention vmonarch:coarse=0": "coarse must be at least 1",
+    "--attention vmonarch:dense_steps=2": "dense_steps must be 0 in a backend of xfuser",
+    "--grid 5,2": "--grid must be three integers, such as 21,30,52, got '5,2'",
+    "--grid 5,2,x": "--grid must be three integers",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_the_launcher_refuses_what_would_not_be_ours(capsys, words):
+    with pytest.raises(SystemExit) as stop:
+        vmonarch.xfuser.main(words.split())
+    assert stop.value.code == 2
+    assert MISTAKES[words] in capsys.readouterr().err

@@ -1,0 +1,550 @@
+"""What `test_xfuser.py` runs: alone, in its own process, and on two ranks of xfuser.
+
+    python xfuser_worker.py cpu FOLDER CASE …
+    python xfuser_worker.py cuda FOLDER CASE …
+
+is both ranks; each writes what it found to the folder. On the CPU, where xfuser refuses to be imported, it is told
+while it is imported that there is an accelerator with gloo, and its runner's clocks are stopped; its groups,
+all-to-alls, models, state and runner are its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import vmonarch
+from vmonarch import BasedProcessor, ExactBlocks, FlashBiasProcessor, VMonarchProcessor
+
+RANKS = 2
+# 15 tokens on each rank, none of them at a frame's end; of 45, xfuser pads the second rank's 22 to 23.
+GRIDS = {"even": (5, 2, 3), "padded": (5, 3, 3)}
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+parts = load("context_parallel_worker")
+
+
+def dtype_on(device):
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def convert(model, **options):
+    """A transformer of xfuser with the configuration and weights of one of diffusers."""
+    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
+    from xfuser.model_executor.models.transformers.transformer_wan_vace import xFuserWanVACETransformer3DWrapper
+
+    vace = hasattr(model, "vace_blocks")
+    kind = xFuserWanVACETransformer3DWrapper if vace else xFuserWanTransformer3DWrapper
+    options = {} if vace else {"attention_kwargs": {}} | options
+    config = {name: value for name, value in model.config.items() if not name.startswith("_")}
+    twin = kind(**config, **options).eval()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def place(model, ranks):
+    return model if ranks.device == "cpu" else model.to(ranks.device, ranks.dtype)
+
+
+def build(tiny, **options):
+    return tiny.transformer(attention_head_dim=16, **options)
+
+
+class Alone:
+    """One process with all tokens, and diffusers' transformers."""
+
+    implementation = "auto"
+
+    def __init__(self, device):
+        self.device, self.dtype = device, dtype_on(device)
+
+    def convert(self, model, **options):
+        return model
+
+    def transformer(self, model, **options):
+        return place(model, self)
+
+    def choose(self, model, processor, name="vmonarch"):
+        """Self-attention by `processor`, as a backend of xfuser."""
+        vmonarch.apply(model, processor)
+
+    def own_attention(self, model):
+        """Self-attention that is not ours."""
+        vmonarch.restore(model)
+
+    def backend(self, name, cross=None):
+        pass
+
+    def spread(self, **degrees):
+        pass
+
+
+class Rank:
+    """One of two."""
+
+    implementation = "triton"
+
+    def __init__(self, device, rank, folder):
+        from xfuser.core import distributed
+
+        self.device = "cpu" if device == "cpu" else f"cuda:{rank}"
+        self.dtype = dtype_on(device)
+        self.communication = "gloo" if device == "cpu" else "nccl"
+        distributed.init_distributed_environment(
+            RANKS, rank, f"file://{folder}/rendezvous", local_rank=rank, backend=self.communication
+        )
+        self.spread(ulysses=RANKS)
+
+    def spread(self, ulysses=1, ring=1):
+        """How xfuser's attention is spread from now on."""
+        from xfuser import xFuserArgs
+        from xfuser.core import distributed
+        from xfuser.core.distributed import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        alone = RANKS // (ulysses * ring)
+        distributed.initialize_model_parallel(
+            data_parallel_degree=alone, ulysses_degree=ulysses, ring_degree=ring, backend=self.communication
+        )
+        arguments = xFuserArgs(
+            model="none",
+            ulysses_degree=ulysses,
+            ring_degree=ring,
+            data_parallel_degree=alone,
+            attention_backend="SDPA" if ring == 1 else "SDPA_FLASH",
+        )
+        # Of the pipeline it only asks for the sizes.
+        pipe = mock.Mock(spec=["transformer"])
+        pipe.transformer.config = mock.Mock(patch_size=2, in_channels=16, num_attention_heads=2, attention_head_dim=12)
+        distributed.initialize_runtime_state(pipe, arguments.create_config()[0])
+        self.state = distributed.get_runtime_state()
+
+    def convert(self, model, **options):
+        return convert(model, **options)
+
+    def transformer(self, model, **options):
+        return place(convert(model, **options), self)
+
+    def choose(self, model, processor, name="vmonarch"):
+        vmonarch.xfuser.register(processor, name)
+        self.backend(name)
+
+    def own_attention(self, model):
+        self.backend("SDPA")
+
+    def backend(self, name, cross=None):
+        self.state.set_attention_backend(name)
+        self.state.set_cross_attention_backend(cross)
+
+
+def run(ranks, model, inputs):
+    """The output of a transformer in float32."""
+    placed = {name: x.to(ranks.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    placed = {n: x.to(ranks.dtype) if n.endswith("hidden_states") else x for n, x in placed.items()}
+    with torch.no_grad():
+        return model(**placed)[0].cpu().float()
+
+
+def output(tiny, ranks, model, grid=(5, 2, 3)):
+    return run(ranks, model, tiny.inputs(grid, batch=2))
+
+
+# Two heads, one for each rank.
+BACKENDS = {
+    "default": lambda ranks: VMonarchProcessor(),
+    "exact-blocks": lambda ranks: VMonarchProcessor(
+        exact=ExactBlocks(columns=(0,), band=0), frames_per_block=2, tiles=(2, 1)
+    ),
+    "one-iteration": lambda ranks: VMonarchProcessor(num_iterations=1, exact=None),
+    "coarse": lambda ranks: VMonarchProcessor(coarse=2, min_mass=0.0),
+    "triton": lambda ranks: VMonarchProcessor(implementation=ranks.implementation),
+    "bias": lambda ranks: VMonarchProcessor(bias=parts.decay_of(2)),
+    "flash-bias": lambda ranks: FlashBiasProcessor(parts.decay_of(2)),
+}
+
+
+def backend(processor, grid):
+    def case(tiny, ranks):
+        model = ranks.transformer(build(tiny))
+        ranks.choose(model, BACKENDS[processor](ranks))
+        return output(tiny, ranks, model, GRIDS[grid])
+
+    return case
+
+
+def full(tiny, ranks):
+    """xfuser's own attention after ours: nothing of ours is left."""
+    model = ranks.transformer(build(tiny))
+    ranks.choose(model, VMonarchProcessor())
+    ranks.own_attention(model)
+    return output(tiny, ranks, model)
+
+
+def given_grid(tiny, ranks):
+    """VACE, which publishes no grid."""
+    model = ranks.transformer(tiny.vace_transformer(attention_head_dim=16))
+    ranks.choose(model, VMonarchProcessor(grid=(5, 2, 3)))
+    control = torch.randn(1, 96, 5, 4, 6, generator=torch.Generator().manual_seed(2))
+    return run(ranks, model, tiny.inputs((5, 2, 3)) | {"control_hidden_states": control})
+
+
+def schedule(tiny, ranks):
+    """Full attention, ours with one setting, ours with another: in three forward calls."""
+    settings = {"VMONARCH_A": VMonarchProcessor(num_iterations=1), "VMONARCH_B": VMonarchProcessor(exact=None)}
+    if isinstance(ranks, Alone):
+        found = [output(tiny, ranks, ranks.transformer(build(tiny)))]
+        for processor in settings.values():
+            model = ranks.transformer(build(tiny))
+            vmonarch.apply(model, processor)
+            found.append(output(tiny, ranks, model))
+        return torch.stack(found)
+    for name, processor in settings.items():
+        vmonarch.xfuser.register(processor, name)
+    from xfuser.core.distributed.attention_schedule import AttentionSchedule
+
+    names = ",".join(["sdpa", *settings])
+    ranks.state.set_attention_schedule(AttentionSchedule.from_comma_delimited_string(names), 3)
+    model = ranks.transformer(build(tiny))
+    found = torch.stack([output(tiny, ranks, model) for _ in range(3)])
+    ranks.state.attention_schedule = ranks.state.step_counter = None
+    return found
+
+
+def registered_again(tiny, ranks):
+    """The processor registered last is the backend, whatever its name's case."""
+    model = ranks.transformer(build(tiny))
+    ranks.choose(model, VMonarchProcessor(num_iterations=1))
+    ranks.choose(model, VMonarchProcessor(exact=None), "VMonarch")
+    return output(tiny, ranks, model)
+
+
+def compiled(tiny, ranks):
+    model = ranks.transformer(build(tiny, num_layers=1))
+    ranks.choose(model, VMonarchProcessor())
+    if not isinstance(ranks, Alone):
+        model.blocks[0].compile(backend="eager", fullgraph=True)
+    return output(tiny, ranks, model)
+
+
+def autocast(tiny, ranks):
+    model = ranks.transformer(build(tiny))
+    ranks.choose(model, VMonarchProcessor())
+    model.float()
+    # xfuser's cuDNN takes no values of another dtype than the keys'.
+    ranks.backend("vmonarch", cross="SDPA")
+    with torch.autocast(torch.device(ranks.device).type, torch.bfloat16):
+        return output(tiny, ranks, model)
+
+
+def one_rank(tiny, ranks):
+    ranks.spread(ulysses=1)
+    try:
+        model = ranks.transformer(build(tiny))
+        ranks.choose(model, VMonarchProcessor(bias=parts.decay_of(2)))
+        first = output(tiny, ranks, model, (5, 3, 3))
+        model = ranks.transformer(build(tiny, num_attention_heads=3))
+        vmonarch.apply(model, VMonarchProcessor())
+        return torch.stack([first, output(tiny, ranks, model, (5, 3, 3))])
+    finally:
+        ranks.spread(ulysses=RANKS)
+
+
+def applied(processor, grid):
+    """`vmonarch.apply`; three heads, of which the first rank has two."""
+
+    def case(tiny, ranks):
+        model = build(tiny, num_attention_heads=3, num_layers=3 if processor == "based-mixed" else 2)
+        model = ranks.convert(model)
+        ranks.backend("SDPA")
+        vmonarch.apply(model, parts.PROCESSORS[processor](3))
+        parts.jitter(model)
+        return output(tiny, ranks, place(model, ranks), GRIDS[grid])
+
+    return case
+
+
+def pipeline(tiny, ranks):
+    """A whole pipeline, whose scheduler tells the dense steps, with a dense layer; and without ours again."""
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer = ranks.transformer(build(tiny))
+    place(pipe, ranks)
+    ranks.backend("SDPA")
+    with vmonarch.apply(pipe, VMonarchProcessor(dense_steps=(0, 2), dense_layers=1)):
+        first = tiny.generate(pipe, steps=3, guidance=3.0)
+    found = torch.stack([first, tiny.generate(pipe, steps=3, guidance=3.0)]).cpu().float()
+
+    # 9 tokens: theirs attends to the padding, too, and so do dense steps.
+    def generate():
+        return tiny.generate(pipe, steps=2, height=16)
+
+    theirs = generate()
+    with vmonarch.apply(pipe, VMonarchProcessor(dense_steps=2)):
+        assert torch.equal(generate(), theirs)
+    return found
+
+
+class Event:
+    """A CUDA event, where there is no CUDA."""
+
+    def __init__(self, **options):
+        pass
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 0.0
+
+
+def runner(tiny, ranks):
+    """xfuser's runner on a tiny model, with arguments as on the command line: the frames of its video."""
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer = build(tiny)
+    place(pipe, ranks)
+    call = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 4, "guidance_scale": 3.0}
+    words = [word for name, value in call.items() for word in (f"--{name}", str(value))]
+    if isinstance(ranks, Alone):
+        # Steps 0 and 3 with full attention.
+        vmonarch.apply(pipe, VMonarchProcessor(coarse=2, dense_steps=(0, 3)))
+        generator = torch.Generator().manual_seed(42)
+        return torch.from_numpy(pipe(prompt=tiny.PROMPT, negative_prompt="", generator=generator, **call).frames)
+
+    from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
+    from xfuser.model_executor.models.runner_models.wan import xFuserWan21T2VModel
+
+    frames = []
+
+    class TinyModel(xFuserWan21T2VModel):
+        def _load_model(self):
+            pipe.transformer = ranks.transformer(pipe.transformer)
+            if ranks.device == "cpu":
+                pipe.to = lambda device: pipe
+            return pipe
+
+        def _make_generator(self, seed):
+            return torch.Generator().manual_seed(seed)
+
+        def _run_pipe(self, input_args):
+            result = super()._run_pipe(input_args | {"negative_prompt": ""})
+            frames.append(torch.from_numpy(result.videos[0])[None])
+            return result
+
+        def save_output(self, output):
+            pass
+
+    MODEL_REGISTRY["tiny"] = TinyModel
+    words += ["--model", "tiny", "--prompt", tiny.PROMPT, "--ulysses_degree", str(RANKS), "--output_directory", "."]
+    words += ["--flow_shift", "3.0"]
+    words += ["--use_hybrid_attn_schedule", "--num_hybrid_attn_high_precision_steps", "1"]
+    words += ["--hybrid_attn_low_precision_backend", "vmonarch", "--hybrid-attn-high-precision-backend", "sdpa"]
+    words += ["--attention", "vmonarch:coarse=2"]
+    with contextlib.ExitStack() as stack:
+        if ranks.device == "cpu":
+            for name, value in {"Event": Event, "synchronize": lambda: None, "empty_cache": lambda: None}.items():
+                stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(sys, "argv", ["vmonarch.xfuser"]))
+        vmonarch.xfuser.main(words)
+    return frames[-1]
+
+
+SAME = {
+    **{f"backend-{processor}": backend(processor, "padded") for processor in BACKENDS},
+    "backend-even": backend("default", "even"),
+    "full": full,
+    "given-grid": given_grid,
+    "schedule": schedule,
+    "registered-again": registered_again,
+    "compiled": compiled,
+    "autocast": autocast,
+    "one-rank": one_rank,
+    **{f"applied-{processor}": applied(processor, "padded") for processor in parts.PROCESSORS},
+    "applied-even": applied("vmonarch", "even"),
+    "applied-pipeline": pipeline,
+    "runner": runner,
+}
+
+
+def refused(act):
+    """The error of `act(tiny, ranks)`."""
+
+    def case(tiny, ranks):
+        try:
+            act(tiny, ranks)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    return case
+
+
+def run_backend(processor=None, grid=(5, 2, 3), heads=2, **options):
+    def act(tiny, ranks):
+        model = ranks.transformer(build(tiny, num_attention_heads=heads), **options)
+        ranks.choose(model, VMonarchProcessor() if processor is None else processor())
+        output(tiny, ranks, model, grid)
+
+    return refused(act)
+
+
+def ring(by_apply):
+    def act(tiny, ranks):
+        ranks.spread(ring=RANKS)
+        try:
+            model = ranks.transformer(build(tiny))
+            if by_apply:
+                vmonarch.apply(model, VMonarchProcessor())
+            else:
+                ranks.choose(model, VMonarchProcessor())
+            output(tiny, ranks, model)
+        finally:
+            ranks.spread(ulysses=RANKS)
+
+    return refused(act)
+
+
+def few_heads(tiny, ranks):
+    model = ranks.transformer(build(tiny, num_attention_heads=1))
+    vmonarch.apply(model, VMonarchProcessor())
+    output(tiny, ranks, model)
+
+
+def call(keys=30, attention_kwargs=None, processor=None, **options):
+    """The backend called as xfuser calls it, on two ranks with 15 tokens each."""
+
+    def act(tiny, ranks):
+        from xfuser.model_executor.layers.usp import USP
+
+        member = vmonarch.xfuser.register(VMonarchProcessor() if processor is None else processor())
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, 2, n // RANKS, 16, generator=generator) for n in (30, keys, keys))
+        USP(
+            *(x.to(ranks.device, ranks.dtype) for x in (q, k, v)),
+            backend=member,
+            attention_kwargs=attention_kwargs,
+            **options,
+        )
+
+    return refused(act)
+
+
+def register(*arguments):
+    return refused(lambda tiny, ranks: vmonarch.xfuser.register(*(argument() for argument in arguments)))
+
+
+def without(module, attribute):
+    """xfuser of a version that has not what we need."""
+
+    def act(tiny, ranks):
+        *owners, name = attribute.split(".")
+        owner = importlib.import_module(module)
+        for part in owners:
+            owner = getattr(owner, part)
+        kept = getattr(owner, name)
+        delattr(owner, name)
+        try:
+            vmonarch.xfuser.register(VMonarchProcessor())
+        finally:
+            setattr(owner, name, kept)
+
+    return refused(act)
+
+
+VIDEO = {"thw": (5, 2, 3)}
+REFUSED = {
+    "ring": ring(by_apply=False),
+    "ring-by-apply": ring(by_apply=True),
+    "few-heads": refused(few_heads),
+    "uneven-heads": run_backend(heads=3),
+    "no-grid": run_backend(attention_kwargs=None),
+    "other-grid": run_backend(lambda: VMonarchProcessor(grid=(5, 3, 2))),
+    "bias-of-other-heads": run_backend(lambda: FlashBiasProcessor(parts.table(2, 30)), heads=4),
+    "other-tokens": call(attention_kwargs={"thw": (5, 3, 3)}),
+    "other-keys": call(keys=28, attention_kwargs=VIDEO),
+    "causal": call(attention_kwargs=VIDEO, is_causal=True),
+    "dropout": call(attention_kwargs=VIDEO, dropout_p=0.1),
+    "mask": call(attention_kwargs=VIDEO | {"attn_mask": torch.ones(1)}),
+    "dense-steps": register(lambda: VMonarchProcessor(dense_steps=2)),
+    "dense-layers": register(lambda: VMonarchProcessor(dense_layers=0.5)),
+    "plan": register(lambda: VMonarchProcessor(plan=parts.plan_of(2))),
+    "by-frames": register(lambda: VMonarchProcessor(parallel_by="frames")),
+    "based": register(lambda: BasedProcessor()),
+    "name-of-theirs": register(VMonarchProcessor, lambda: "sdpa"),
+    "name-of-two-words": register(VMonarchProcessor, lambda: "two words"),
+    "no-registry": without("xfuser.core.distributed.attention_backend", "ATTENTION_FUNCTION_REGISTRY"),
+    "no-choice": without("xfuser.core.distributed.runtime_state", "RuntimeState._select_attention_backend"),
+}
+
+
+def import_xfuser(device):
+    """Import it, on a machine without an accelerator too."""
+    if device != "cpu":
+        import xfuser  # noqa: F401
+
+        return
+    with mock.patch.object(torch.backends.mps, "is_available", lambda: True):
+        from xfuser.model_executor.layers import usp
+    from yunchang.globals import PROCESS_GROUP
+
+    usp.PROCESS_GROUP = PROCESS_GROUP
+    # yunchang makes the groups, but is only looked for where there is a GPU.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("xfuser.") and hasattr(module, "HAS_LONG_CTX_ATTN"):
+            module.HAS_LONG_CTX_ATTN = True
+
+
+def main(tiny, device, folder, rank, names):
+    # Should the other rank end, this one would wait for it half an hour.
+    signal.alarm(240)
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    ranks, results = Rank(device, rank, folder), {}
+    # The runner ends with the groups.
+    for name in sorted(names, key=lambda name: name == "runner"):
+        try:
+            results[name] = (SAME | REFUSED)[name](tiny, ranks)
+        except Exception:
+            results[name] = traceback.format_exc()
+    torch.save(results, Path(folder) / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    kind, output_folder, *words = sys.argv[1:]
+    second = None
+    if kind == "cuda" and "SECOND" not in os.environ:
+        # A process that has seen the GPU cannot be forked.
+        second = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {"SECOND": "1"})
+    import_xfuser(kind)
+    import vmonarch.xfuser
+
+    tiny_wan = load("tiny_wan")
+    child = 0
+    if kind == "cpu":
+        child = os.fork()
+        here = 0 if child else 1
+    else:
+        here = 1 if second is None else 0
+    main(tiny_wan, kind, output_folder, here, words)
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    if second is not None:
+        sys.exit(second.wait())

@@ -1,0 +1,314 @@
+"""xfuser (xDiT): VMonarch as an attention backend of its models and runner, and where its ranks hold a video's tokens.
+
+    vmonarch.xfuser.register(vmonarch.VMonarchProcessor(coarse=2))     # in a program; xfuser then knows "vmonarch"
+
+    torchrun --nproc-per-node 4 -m vmonarch.xfuser --attention vmonarch:coarse=2 --model Wan2.1-T2V --ulysses_degree 4 …
+
+is xfuser's own runner, with all of its options, and that backend.
+
+Shapes: B batch, S = T·H·W tokens of the video, s tokens of this rank, P ranks, H heads, h = H/P heads of this rank,
+D head dim.
+
+Source: xfuser 0.7.0, `core/distributed/attention_backend.py`, `model_executor/layers/usp.py` and
+`model_executor/models/transformers/transformer_wan.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import FlashBiasAttention, VMonarchAttention, resolve_method
+from vmonarch.context_parallel import Share, TokenSplit, check_ring
+from vmonarch.dense import DenseSet
+from vmonarch.grid import LatentGrid
+from vmonarch.processors import FlashBiasProcessor, VideoAttentionProcessor, VMonarchProcessor
+
+_SUPPORTED = "supported is xfuser>=0.7,<0.8 with all that it requires"
+# xfuser's own spelling, an underscore where its parser takes a hyphen too.
+_BACKEND_OPTIONS = (
+    "attention_backend",
+    "hybrid_attn_low_precision_backend",
+    "hybrid_attn_high_precision_backend",
+    "hybrid_attn_schedule",
+)
+
+
+def _import(name: str, *attributes: str) -> Any:
+    """A module of xfuser that has these attributes.
+
+    Raises:
+        ImportError: xfuser, or something that it needs, is not installed; it cannot be imported without an accelerator;
+            or it is another version, without one of the attributes.
+    """
+    try:
+        module = importlib.import_module(name)
+    except NotImplementedError as error:
+        raise ImportError(f"xfuser cannot be imported without a GPU and a build of torch for it: {error}") from error
+    except ImportError as error:
+        if error.name == "xfuser":
+            raise ImportError("xfuser is not installed; install it with pip install 'vmonarch[parallel]'") from error
+        raise ImportError(f"{_installed()} cannot be imported: {error}; {_SUPPORTED}") from error
+    for attribute in attributes:
+        if not hasattr(module, attribute):
+            raise ImportError(f"{_installed()} has no {name}.{attribute}; {_SUPPORTED}")
+    return module
+
+
+def _installed() -> str:
+    return f"xfuser {importlib.metadata.version('xfuser')}"
+
+
+def _groups() -> Any:
+    return _import(
+        "xfuser.core.distributed",
+        "get_ulysses_parallel_world_size",
+        "get_ulysses_parallel_rank",
+        "get_ring_parallel_world_size",
+        "get_sp_group",
+    )
+
+
+def _ulysses(groups: Any) -> tuple[int, int]:
+    """(P, this rank).
+
+    Raises:
+        NotImplementedError: ring attention.
+    """
+    check_ring(groups.get_ring_parallel_world_size(), "ulysses_degree")
+    return groups.get_ulysses_parallel_world_size(), groups.get_ulysses_parallel_rank()
+
+
+def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
+    """Make `processor` an attention backend of xfuser, to be chosen by `name` wherever xfuser takes a backend's name.
+
+    xfuser gives it a video's self-attention, [B, h, S, D] for the rank's own heads, and the grid, which its Wan models
+    publish as `thw`. Cross-attention goes to the backend that xfuser would choose by itself. Registering a name again
+    replaces its processor.
+
+    Args:
+        processor: a `VMonarchProcessor` or `FlashBiasProcessor`. A backend is not told layer and step, so that a plan,
+            dense_layers and dense_steps must not be set; for these use `vmonarch.apply` on the pipeline, or xfuser's
+            hybrid schedule of backends. With a `grid`, that grid is what calls without a published one have.
+        name: the backend's name, in any case.
+
+    Returns:
+        The member that xfuser's `AttentionBackendType` has got, for example for `set_attention_backend`.
+
+    Raises:
+        TypeError: `processor` is another object.
+        ValueError: an option of the processor needs layers, steps or all heads; `name` is no name, or that of one of
+            xfuser's backends.
+        ImportError: xfuser is not installed, cannot be imported without a GPU, or is a version without this registry.
+        RuntimeError: this Python's `Enum` cannot be given another member.
+    """
+    if not isinstance(processor, (VMonarchProcessor, FlashBiasProcessor)):
+        raise TypeError(
+            f"processor must be a VMonarchProcessor or FlashBiasProcessor, got {type(processor).__name__}; others can"
+            " be applied to xfuser's pipelines with vmonarch.apply"
+        )
+    if DenseSet("dense_steps", processor.dense_steps).some:
+        raise ValueError(
+            "dense_steps must be 0 in a backend of xfuser, whose hybrid schedule (--use_hybrid_attn_schedule) chooses"
+            " the backend of every step; or use vmonarch.apply on the pipeline"
+        )
+    no_layer = "in a backend of xfuser, which is not told the layer; use vmonarch.apply on the pipeline"
+    if DenseSet("dense_layers", processor.dense_layers).some:
+        raise ValueError(f"dense_layers must be 0 {no_layer}")
+    if getattr(processor, "plan", None) is not None:
+        raise ValueError(f"plan must be None {no_layer}")
+    if processor.parallel_by != "heads":
+        raise ValueError(
+            f"parallel_by must be 'heads' in a backend of xfuser, which shares heads itself, got"
+            f" {processor.parallel_by!r}; use vmonarch.apply on the pipeline"
+        )
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"name must be one word of letters, digits and underscores, got {name!r}")
+
+    core = "xfuser.core.distributed"
+    backends = _import(f"{core}.attention_backend", "AttentionBackendType", "ATTENTION_FUNCTION_REGISTRY")
+    state = _import(f"{core}.runtime_state", "RuntimeState").RuntimeState
+    if not hasattr(state, "_select_attention_backend"):
+        raise ImportError(f"{_installed()} has no RuntimeState._select_attention_backend; {_SUPPORTED}")
+    functions = backends.ATTENTION_FUNCTION_REGISTRY
+    # Without a configuration, its own choice for this machine; nothing of the state is read.
+    dense = functions[state._select_attention_backend(None)]
+    member = _member(backends.AttentionBackendType, name.upper())
+    functions[member] = _attention_function(processor, dense, _groups())
+    return member
+
+
+def _member(backends: Any, name: str) -> Any:
+    """The member of xfuser's enumeration of backends for one of ours, added if it is not there.
+
+    An enumeration cannot be extended by subclassing, and xfuser looks names up in this one.
+    """
+    value = f"{name} of vmonarch"
+    if name in backends.__members__:
+        if backends[name].value != value:
+            raise ValueError(f"name must not be that of a backend of xfuser's own, got {name!r}")
+        return backends[name]
+    member = object.__new__(backends)
+    member._name_, member._value_ = name, value
+    member.__objclass__ = backends
+    member._sort_order_ = len(backends)
+    setattr(backends, name, member)
+    backends._member_map_[name] = member
+    backends._member_names_.append(name)
+    backends._value2member_map_[value] = member
+    if not (backends[name] is backends(value) is member and list(backends)[-1] is member):
+        raise RuntimeError("this Python's Enum takes no further member, which vmonarch needs for a backend of xfuser")
+    return member
+
+
+def _attention_function(
+    processor: VMonarchProcessor | FlashBiasProcessor, dense: Callable[..., Any], groups: Any
+) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """What xfuser calls for a backend: query, key, value [B, h, S, D] -> ([B, h, S, D], lse or None)."""
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        options = attention_kwargs or {}
+        thw = options.get("thw")
+        tokens = query.shape[2]
+        # Self-attention of a video comes with its grid, cross-attention without.
+        if thw is None and key.shape[2] != tokens:
+            return dense(query, key, value, dropout_p=dropout_p, is_causal=is_causal, attention_kwargs=attention_kwargs)
+        ranks, rank = _ulysses(groups)
+        if dropout_p or is_causal or any(options.get(name) is not None for name in ("attn_mask", "indices_k")):
+            raise ValueError("xfuser's backend vmonarch supports no dropout, no causal attention and no attention mask")
+        grid = _grid(processor.grid, thw, tokens)
+        padded = -(-grid.tokens // ranks) * ranks
+        if tokens != padded or key.shape[2] != tokens:
+            raise ValueError(
+                f"grid {tuple(grid)} has {grid.tokens} tokens, but xfuser's self-attention was given {tokens} queries"
+                f" and {key.shape[2]} keys on {ranks} ranks"
+            )
+        h = query.shape[1]
+        heads = Share(rank * h, (rank + 1) * h, ranks * h) if ranks > 1 else None
+        # Autocast computes the norms of queries and keys in float32.
+        q, k, v = (x[:, :, : grid.tokens].to(value.dtype).transpose(1, 2) for x in (query, key, value))
+        # The ops choose their precision themselves: autocast would round their sums in float32.
+        with torch.autocast(query.device.type, enabled=False):
+            out = processor.attend(q, k, v, grid, heads).transpose(1, 2)
+        return torch.nn.functional.pad(out, (0, 0, 0, tokens - grid.tokens)), None
+
+    return attention
+
+
+def _grid(given: LatentGrid | None, thw: Sequence[int] | None, tokens: int) -> LatentGrid:
+    if thw is None:
+        if given is None:
+            raise RuntimeError(
+                f"xfuser's backend vmonarch was given {tokens} tokens without a grid: the model publishes no"
+                " attention_kwargs['thw'] (Wan's wrapper does if it is given attention_kwargs={}); register a processor"
+                " with grid=(frames, height, width), or choose another backend for what is no video"
+            )
+        return given
+    grid = LatentGrid.parse(tuple(thw), argument="attention_kwargs['thw']")
+    if given is not None and given != grid:
+        raise ValueError(f"grid={tuple(given)}, but xfuser's transformer was given the grid {tuple(grid)}")
+    return grid
+
+
+def split_video(grid: LatentGrid, tokens: int) -> TokenSplit | None:
+    """Where xfuser's ranks hold the tokens of a video; None if this process holds all.
+
+    xfuser pads the S tokens to a multiple of the ranks, so that the last ranks may hold fewer than s.
+
+    Args:
+        tokens: s, with padding.
+
+    Raises:
+        NotImplementedError: ring attention.
+        ValueError: s is not what the grid makes it.
+    """
+    groups = _groups()
+    ranks, rank = _ulysses(groups)
+    if tokens != -(-grid.tokens // ranks):
+        raise ValueError(
+            f"grid {tuple(grid)} has {grid.tokens} tokens, but xfuser's self-attention was given {tokens} on each of"
+            f" {ranks} ranks"
+        )
+    if ranks == 1:
+        return None
+    held = tuple(min(max(grid.tokens - earlier * tokens, 0), tokens) for earlier in range(ranks))
+    return TokenSplit(groups.get_sp_group().ulysses_group, rank, held)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run xfuser's runner, `python -m xfuser.runner`, with the backend `vmonarch`."""
+    parser = argparse.ArgumentParser(
+        prog="torchrun … -m vmonarch.xfuser",
+        description="xfuser's runner with the attention backend vmonarch.",
+        epilog="All other options go to the runner: python -m xfuser.runner --help.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--attention", metavar="METHOD", default="vmonarch", help="a method of vmonarch's, or METHOD:key=value,…"
+    )
+    parser.add_argument(
+        "--grid", metavar="T,H,W", help="latent grid in tokens, for models that do not tell xfuser (VACE)"
+    )
+    own, words = parser.parse_known_args(argv)
+    try:
+        processor = _processor(own.attention, own.grid)
+        words = _with_backend(words)
+        register(processor)
+    except (ValueError, NotImplementedError, ImportError) as error:
+        parser.error(str(error))
+    sys.argv[1:] = words
+    runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)
+
+
+def _processor(method: str, grid: str | None) -> VideoAttentionProcessor:
+    parameters = resolve_method(method, argument="--attention").parameters
+    if not isinstance(parameters, (VMonarchAttention, FlashBiasAttention)):
+        raise InputError("--attention", f"must be of the kinds vmonarch or flashbias, {method} is {parameters.kind}")
+    processor = parameters.processor()
+    if grid is not None:
+        try:
+            processor.grid = LatentGrid.parse([int(size) for size in grid.split(",")], argument="--grid")
+        except ValueError as error:
+            raise InputError("--grid", f"must be three integers, such as 21,30,52, got {grid!r}") from error
+    return processor
+
+
+def _with_backend(words: list[str]) -> list[str]:
+    """The runner's options, with our backend among them.
+
+    Raises:
+        InputError: they choose backends, and ours is none of them.
+        NotImplementedError: ring attention.
+    """
+    given: dict[str, str] = {}
+    for n, word in enumerate(words):
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            given[option[2:].replace("-", "_")] = value if equals else (words[n + 1] if n + 1 < len(words) else "")
+    check_ring(int(given.get("ring_degree", 1)), "--ulysses_degree")
+    chosen = [option for option in _BACKEND_OPTIONS if option in given]
+    if not chosen and "use_hybrid_attn_schedule" not in given:
+        return [*words, "--attention_backend", "vmonarch"]
+    names = {name.strip().lower() for option in chosen for name in given[option].split(",")}
+    if "vmonarch" not in names:
+        raise InputError("--attention_backend", f"must be vmonarch in one of {', '.join(_BACKEND_OPTIONS)}")
+    return words
+
+
+if __name__ == "__main__":
+    main()
