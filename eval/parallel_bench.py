@@ -385,7 +385,7 @@ def parallel_table(results: dict[str, Any]) -> str:
     """Milliseconds, efficiency and bytes of every case, by way and number of processes."""
     from vmonarch.eval.tables import markdown
 
-    numbers = sorted({row["ranks"] for row in results["rows"]})
+    numbers = sorted({entry["ranks"] for entry in (*results["rows"], *results["failed"])})
     found = {(row["case"], row["way"], row["ranks"]): row for row in results["rows"]}
     lines = []
     for case, way in dict.fromkeys((row["case"], row["way"]) for row in results["rows"]):
@@ -434,6 +434,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[Ca
     for label in options.cases:
         if label not in known:
             parser.error(f"--cases must be of {'; '.join(known)}; got {label!r}")
+    if not options.cases and not options.models:
+        parser.error("--cases and --models leave nothing to measure")
     if options.rounds < 1:
         parser.error(f"--rounds must be above 0, got {options.rounds}")
     try:

@@ -110,12 +110,14 @@ def test_processes_that_fail_are_told_and_the_others_stand(tmp_path):
     found = run_bench(job, (1,), tmp_path / "parallel.json", "the command", lambda text: None)
     assert [entry["ranks"] for entry in found["failed"]] == [1] and "missing.yaml" in found["failed"][0]["problem"]
     assert [r["status"] for r in found["rows"]] == ["ok"] * 3
+    assert "- 1 processes failed: " in parallel_table(found | {"rows": []})
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         (["--cases", "attention"], "--cases must be of attention 33x45x80 12 heads forward;"),
+        (["--cases", "--models"], "--cases and --models leave nothing to measure"),
         (["--models", "14b"], "settings must be of"),
         (["--rounds", "0"], "--rounds must be above 0"),
         (["--ranks", "2", "4"], "--ranks must be different numbers, 1 among them"),
