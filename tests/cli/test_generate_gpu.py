@@ -1,4 +1,4 @@
-"""Generation on CUDA: bits repeat, offloading changes nothing, a seed's noise is that of the CPU."""
+"""Generation on CUDA: bits repeat, offloading changes at most their rounding, a seed's noise is that of the CPU."""
 
 from __future__ import annotations
 
@@ -35,10 +35,15 @@ def test_bits_repeat_and_agree_with_the_cpu(tiny_model: Path, attention: str) ->
 
 
 @pytest.mark.parametrize("offload", ["none", "model", "group"])
-def test_offloading_changes_no_video(tiny_model: Path, offload: str) -> None:
+def test_offloading_changes_nothing_but_rounding(tiny_model: Path, offload: str) -> None:
     _, plain = sampled(tiny_model, device="cuda")
     loaded, offloaded = sampled(tiny_model, device="cuda", offload=offload)
     assert (loaded.dtype, loaded.pipe.vae.dtype) == (torch.bfloat16, torch.float32)
-    assert torch.equal(plain.frames, offloaded.frames)
+    if offload == "group":
+        # Norms whose weights come and go are computed by themselves, not with the rotary embedding in one kernel, which
+        # rounds once less.
+        assert (plain.frames - offloaded.frames).abs().mean() < 1e-2
+    else:
+        assert torch.equal(plain.frames, offloaded.frames)
     seconds = offloaded.seconds
     assert 0 < seconds["transformer"] <= seconds["denoise"] < seconds["total"]
