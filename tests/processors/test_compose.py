@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import accelerate
@@ -441,6 +442,40 @@ def test_compiled_by_inductor(tiny, dynamo):
     model.compile_repeated_blocks(fullgraph=True, options={"compile_threads": 1})
     torch.testing.assert_close(tiny.run(model), expected, rtol=1e-4, atol=1e-4)
     assert dynamo["inductor"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("guidance", ["two-calls", "batched"])
+@pytest.mark.parametrize("attention", ["vmonarch", "dense-steps", "plan"])
+def test_cuda_graphs_of_repeated_blocks(tiny, dynamo, guidance, attention):
+    from torch._inductor.cudagraph_trees import get_manager
+
+    layers = 6 if attention == "plan" else 2
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer = tiny.transformer(num_layers=layers)
+    pipe.to("cuda")
+    options = {
+        "vmonarch": {},
+        "dense-steps": {"dense_steps": 2},
+        # Layers that all differ: one operator for them, which is not recorded.
+        "plan": {
+            "plan": vmonarch.AttentionPlan(
+                {str(n): {"num_iterations": n} for n in (1, 2, 3)},
+                {"transformer": [[a, b] for a in "123" for b in "12"]},
+            )
+        },
+    }
+    vmonarch.apply(pipe, VMonarchProcessor(**options[attention]))
+    expected = tiny.generate(pipe, steps=5)
+    pipe.transformer.compile_repeated_blocks(fullgraph=True, mode="reduce-overhead")
+    # The output of one block is the input of the next: all of a forward call belong to one round of graphs.
+    pipe.transformer.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+    for _ in range(3):
+        with vmonarch.batched_guidance(pipe) if guidance == "batched" else contextlib.nullcontext():
+            torch.testing.assert_close(tiny.generate(pipe, steps=5), expected, rtol=1e-3, atol=1e-3)
+    manager = get_manager(0, create_if_none_exists=False)
+    assert manager is not None and any(manager.roots.values()), "nothing was recorded"
+    assert not dynamo["graph_break"]
 
 
 def test_compiled_training_step_with_checkpointing(tiny, dynamo):
