@@ -210,6 +210,37 @@ def test_offloaded(tiny, batches, offload):
     torch.testing.assert_close(tiny.generate(pipe), expected, **CLOSE)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["t2v-2.2", "i2v-2.1"])
+@pytest.mark.parametrize("offload", ["none", "model", "sequential", "block_level", "stream"])
+def test_on_the_gpu(tiny, batches, kind, offload):
+    pipe = tiny.pipeline(kind).to("cuda")
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    expected = tiny.generate(pipe)
+    sizes = batches(pipe)
+    if offload != "none":
+        pipe.to("cpu")
+    if offload == "model":
+        pipe.enable_model_cpu_offload()
+    elif offload == "sequential":
+        pipe.enable_sequential_cpu_offload()
+    elif offload != "none":
+        options = {"offload_type": "leaf_level", "use_stream": True} if offload == "stream" else {}
+        pipe.enable_group_offload(
+            onload_device=torch.device("cuda"),
+            offload_device=torch.device("cpu"),
+            **{"offload_type": "block_level", "num_blocks_per_group": 1} | options,
+        )
+    for _ in range(2):
+        with batched_guidance(pipe):
+            torch.testing.assert_close(tiny.generate(pipe), expected, rtol=1e-3, atol=1e-3)
+            if offload == "model":
+                with pytest.raises(RuntimeError, match="block of its own"):
+                    tiny.generate(pipe)
+    assert sizes == [2] * 6
+    torch.testing.assert_close(tiny.generate(pipe), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_hooks_that_a_run_replaces_are_not_undone_and_a_second_run_is_refused(tiny):
     # What `enable_model_cpu_offload` does on a GPU: hooks go and come back at the end of every run.
     pipe = tiny.pipeline("t2v")

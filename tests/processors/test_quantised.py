@@ -38,8 +38,9 @@ def quantise(model, kind):
     """Quantise the attention's linear layers, in place."""
     if kind == "float8-packed":
         for attn in (attn for block in model.blocks for attn in (block.attn1, block.attn2)):
-            for name in ("to_q", "to_k", "to_v"):
-                setattr(attn, name, PackedLinear(getattr(attn, name)))
+            for name, layer in list(attn.named_children()):
+                if isinstance(layer, torch.nn.Linear):
+                    setattr(attn, name, PackedLinear(layer))
             attn.to_out[0] = PackedLinear(attn.to_out[0])
         return model
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
@@ -102,6 +103,18 @@ def test_projections_are_computed_by_their_modules(tiny, inside_diffusers, kind,
     assert (actual - unquantised).abs().max() > 1e-3
     if not autocast:
         assert torch.equal(tiny.run(twin), actual)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_projections_are_quantised_like_others(tiny, inside_diffusers, kind):
+    model = tiny.transformer()
+    model.fuse_qkv_projections()
+    quantise(model, kind)
+    for block in model.blocks:
+        block.attn1.to_q = block.attn1.to_k = block.attn1.to_v = None
+    expected = inside_diffusers(lambda: tiny.run(model), tiny.GRID)
+    vmonarch.apply(model, VMonarchProcessor())
+    torch.testing.assert_close(tiny.run(model), expected, rtol=1e-5, atol=1e-5)
 
 
 @interpreted
