@@ -25,7 +25,7 @@ _BATCHED = (
     "pose_hidden_states",
     "face_pixel_values",
 )
-# Tensors among them that are the same for every sample.
+# Tensors that are the same for every sample.
 _SHARED = ("control_hidden_states_scale",)
 
 Forward = Callable[..., Any]
@@ -38,9 +38,8 @@ def batched_guidance(pipe: Any) -> Iterator[None]:
         with vmonarch.batched_guidance(pipe):
             video = pipe("a lighthouse in a storm").frames[0]
 
-    A GPU that one small video does not fill works at both predictions in less time than at one after the other; a large
-    video gains nothing and needs more memory, since activations double. Results are the same up to rounding. Without
-    guidance (`guidance_scale` at most 1) nothing changes.
+    Meant for small videos, of which one does not fill the GPU; activations need twice the memory. Results are the same
+    up to rounding. Without guidance (`guidance_scale` at most 1) nothing changes.
 
     What the second call will ask is foreseen: what the first asked, but with the negative prompt. An answer is only
     given to exactly the question that was foreseen; any other (a callback has changed the negative prompt) is computed
