@@ -19,6 +19,7 @@ DOCUMENTS = (
     "README.md",
     "docs/kernels.md",
     "docs/speed.md",
+    "docs/compose.md",
     "docs/bias.md",
     "docs/based.md",
     "docs/finetuning.md",
@@ -188,6 +189,13 @@ def norm_table(results: dict[str, Any]) -> str:
     return norm_bench.norm_table(results)
 
 
+def guidance_table(results: dict[str, Any]) -> str:
+    """A step with guidance in two calls and in one, eager, compiled and with CUDA graphs."""
+    from vmonarch.eval import guidance_bench
+
+    return guidance_bench.guidance_table(results)
+
+
 def finetune_table(results: dict[str, Any]) -> str:
     """The embedded model finetuned to one method after the other."""
     from vmonarch.eval import finetune_scores
@@ -258,6 +266,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "e2e-h200": e2e_table,
     "norm-h200": norm_table,
     "quality": quality_table,
+    "guidance-h200": guidance_table,
     "finetune-embedded": finetune_table,
     "finetune-embedded-1500": finetune_table,
     "finetune-embedded-distilled": finetune_table,
@@ -280,6 +289,7 @@ AWAITED = {
     "e2e-h200": "vmonarch bench e2e",
     "norm-h200": "python -m vmonarch.eval.norm_bench",
     "parallel": "python -m vmonarch.eval.parallel_bench",
+    "guidance-h200": "python -m vmonarch.eval.guidance_bench",
 }
 
 

@@ -196,10 +196,12 @@ class GenerateConfig(SamplingConfig):
     Args:
         attention: name of a method in `configs/attention/` (`vmonarch`, `full`, …), `name:key=value,…`, a mapping of
             name and parameters, or an `AttentionMethod`.
+        batch_guidance: compute both predictions of guidance in one forward call (`vmonarch.batched_guidance`).
         contact_sheet: write a PNG of twelve frames beside each video.
     """
 
     attention: Any = "vmonarch"
+    batch_guidance: bool = False
     contact_sheet: bool = True
 
     def __post_init__(self) -> None:
@@ -604,7 +606,7 @@ class TransformerClock:
 
     @property
     def calls(self) -> int:
-        """How many forward calls there were; classifier-free guidance makes two a step."""
+        """How many forward calls there were; classifier-free guidance makes two a step, batched or not."""
         return len(self._marks) // 2
 
     def seconds(self) -> float:
@@ -663,6 +665,7 @@ def denoise(
     seeds: Sequence[int],
     *,
     steps: int | None = None,
+    batch_guidance: bool = False,
     progress: str | None = None,
 ) -> Latents:
     """Latents for each pair of `prompts[i]` and `seeds[i]`, with the attention that the pipeline carries.
@@ -670,6 +673,7 @@ def denoise(
     Args:
         config: a completed config.
         steps: instead of `config.steps`.
+        batch_guidance: see `GenerateConfig`.
         progress: title of a progress bar; None for none.
 
     Raises:
@@ -677,6 +681,8 @@ def denoise(
         GenerationError: the pipeline returned another number of videos.
     """
     import torch
+
+    from vmonarch.guidance import batched_guidance
 
     if len(prompts) != len(seeds) or not prompts:
         raise ValueError(f"seeds must have one entry for each of the {len(prompts)} prompts, got {len(seeds)}")
@@ -708,7 +714,8 @@ def denoise(
             arguments["guidance_scale_2"] = config.guidance_2
         if config.image is not None:
             arguments["image"] = _open_image(config.image)
-        with TransformerClock(pipe, device) as clock:
+        guidance = batched_guidance(pipe) if batch_guidance else contextlib.nullcontext()
+        with TransformerClock(pipe, device) as clock, guidance:
             latents = pipe(**arguments).frames
         done = _mark(device)
     if len(latents) != len(prompts):
@@ -723,10 +730,11 @@ def sample(
     prompts: Sequence[str],
     seeds: Sequence[int],
     *,
+    batch_guidance: bool = False,
     progress: str | None = None,
 ) -> Batch:
     """One video for each pair of `prompts[i]` and `seeds[i]`: `denoise`, then `decode`."""
-    result = denoise(model, config, prompts, seeds, progress=progress)
+    result = denoise(model, config, prompts, seeds, batch_guidance=batch_guidance, progress=progress)
     start = _mark(model.device)
     frames = decode(model.pipe, result.latents)
     seconds = result.seconds | {"decode": _mark(model.device) - start}
@@ -923,7 +931,8 @@ def generate(
     for jobs in batches:
         _reset_peak_memory(model.device)
         title = f"video {len(videos) + len(failures) + 1} of {total}" if progress else None
-        result = sample(model, config, [job.prompt for job in jobs], [job.seed for job in jobs], progress=title)
+        prompts, seeds = [job.prompt for job in jobs], [job.seed for job in jobs]
+        result = sample(model, config, prompts, seeds, batch_guidance=config.batch_guidance, progress=title)
         for index, job in enumerate(jobs):
             if not job.write:
                 continue

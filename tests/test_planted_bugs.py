@@ -44,6 +44,7 @@ BASED = "based.py"
 ADAPTERS = "adapters.py"
 VARIANTS = "eval/variants.py"
 CONTEXT_PARALLEL = "context_parallel.py"
+GUIDANCE = "guidance.py"
 
 # name -> (file in the package, text in it, what the bug makes of it)
 BUGS = {
@@ -174,6 +175,9 @@ BUGS = {
     "checkpoint-named-before-it-is-on-disk": (CHECKPOINTS, "_sync(path, out.fileno())", "pass"),
     "checkpoint-never-verified": (CHECKPOINTS, 'if found != entry["sha256"]', "if False"),
     "ranks-take-the-first-heads": (CONTEXT_PARALLEL, "x.narrow(dim, self.start,", "x.narrow(dim, 0,"),
+    "guidance-answers-swapped": (GUIDANCE, "negative, positive = output", "positive, negative = output"),
+    "guidance-answers-any-question": (GUIDANCE, "if _equal(foreseen, inputs):", "if True:"),
+    "guidance-answers-the-last-run": (GUIDANCE, "        self._prepared = None\n", ""),
     "plan-heads-not-put-back": (PLAN, "key=order.__getitem__", "key=lambda head: head"),
     "work-of-the-last-r-step": (WORK, "6 * b * grid.tokens", "4 * b * grid.tokens"),
     "diagnosis-kl-the-other-way": (DIAGNOSIS, "(lse.double() - weight.double())", "(weight.double() - lse.double())"),
@@ -236,6 +240,7 @@ FILE_KEYWORDS = {
     **dict.fromkeys((LINEAR_KERNELS, LINEAR_OP), "the_kernels and taylor-"),
     WINDOW_KERNELS: "the_kernels",
     VARIANTS: "holds_the_terms or top_k_attention",
+    GUIDANCE: "callback or breaks_off",
 }
 # The test files to run, those that look straight at the planted file first.
 TESTS = {
@@ -259,6 +264,7 @@ TESTS = {
     ADAPTERS: ["tests/processors/test_adapters.py"],
     VARIANTS: ["tests/eval/test_variants.py"],
     CONTEXT_PARALLEL: ["tests/processors/test_context_parallel.py"],
+    GUIDANCE: ["tests/pipelines/test_guidance.py"],
     **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},
     **{file: ["tests/kernels/test_monarch_triton.py"] for file in (ONLINE, TILES, PLACES, R_STEP, L_STEP, FUSED)},
 }
@@ -304,12 +310,12 @@ def test_the_untouched_copy_passes(run_tests, tmp_path):
     copy_package(tmp_path)
     # Of the kernels' and processors' tests, which are slow, some that catch bugs above.
     files = (R_STEP, BIAS_FORWARD, LINEAR_KERNELS, WINDOW_KERNELS, NORM_KERNELS, BASED, ADAPTERS)
-    files += (LOADER, CHECKPOINTS, TRAINER, PLAN, VARIANTS, CONTEXT_PARALLEL)
+    files += (LOADER, CHECKPOINTS, TRAINER, PLAN, VARIANTS, CONTEXT_PARALLEL, GUIDANCE)
     slow = {test for file in files for test in TESTS[file]}
     others = {test for tests in TESTS.values() for test in tests} - slow
     some = "paper or strong-clamp or own-frame or ragged or taylor-causal or 7-40-5 or average or copies or missing"
     some += " or many-tokens or a_dropped_caption or flipped or every_head or flops or holds_the_terms"
-    some += " or top_k_attention or (a_resumed_run_is_the_same_run and t2v-0)"
+    some += " or top_k_attention or (a_resumed_run_is_the_same_run and t2v-0) or breaks_off"
     # The copy has no embedded model.
     for tests, keyword in ((others, ""), (slow, f"({some}) and not its_variant")):
         code, output = run_tests(tmp_path, sorted(tests), keyword)

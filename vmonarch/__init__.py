@@ -32,6 +32,7 @@ _EXPORTS = {
     "BasedProcessor": "vmonarch.based",
     "apply": "vmonarch.installation",
     "restore": "vmonarch.installation",
+    "batched_guidance": "vmonarch.guidance",
     "save_adapter": "vmonarch.adapters",
     "load_adapter": "vmonarch.adapters",
 }
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from vmonarch.based import BasedProcessor as BasedProcessor
     from vmonarch.exact import ExactBlocks as ExactBlocks
     from vmonarch.grid import LatentGrid as LatentGrid
+    from vmonarch.guidance import batched_guidance as batched_guidance
     from vmonarch.installation import apply as apply
     from vmonarch.installation import restore as restore
     from vmonarch.kernels.flash_bias.api import flash_bias_attention as flash_bias_attention

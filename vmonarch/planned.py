@@ -45,7 +45,11 @@ def _layer(number: torch.Tensor) -> PlannedLayer:
     return layer
 
 
-@torch.library.custom_op("vmonarch::planned_attention", mutates_args=())
+# A recorded CUDA graph would repeat the layer that it was recorded for: inductor leaves such operators out of graphs.
+_UNRECORDED = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("vmonarch::planned_attention", mutates_args=(), tags=_UNRECORDED)
 def planned_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: torch.Tensor, grid: list[int]
 ) -> torch.Tensor:
@@ -60,7 +64,7 @@ def _(
     return query.new_empty(*query.shape[:3], value.shape[3])
 
 
-@torch.library.custom_op("vmonarch::planned_attention_backward", mutates_args=())
+@torch.library.custom_op("vmonarch::planned_attention_backward", mutates_args=(), tags=_UNRECORDED)
 def planned_attention_backward(
     gradient: torch.Tensor,
     query: torch.Tensor,

@@ -115,11 +115,11 @@ def test_every_method_is_warmed_up_with_itself(loaded: generation.LoadedModel, t
     calls: list[tuple[int | None, object]] = []
     denoise = generation.denoise
 
-    def watched(model, settings, prompts, seeds, *, steps=None, progress=None):
+    def watched(model, settings, prompts, seeds, *, steps=None, **options):
         processor = model.pipe.transformer.blocks[0].attn1.processor
         sparse = isinstance(processor, VMonarchProcessor)
         calls.append((steps, (processor.num_iterations, processor.dense_steps) if sparse else "full"))
-        return denoise(model, settings, prompts, seeds, steps=steps, progress=progress)
+        return denoise(model, settings, prompts, seeds, steps=steps, **options)
 
     monkeypatch.setattr(compare_module, "denoise", watched)
     monkeypatch.setattr(generation, "denoise", watched)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from diffusers import MagCacheConfig
 
 import vmonarch
 from vmonarch import AttentionPlan, BasedProcessor, ExactBlocks, FlashBiasProcessor, VMonarchProcessor
@@ -195,6 +196,22 @@ def pipeline(kind, processor):
     return case
 
 
+def guided(kind, cache=None):
+    """Both predictions of guidance in one batch, of which some are reused."""
+
+    def case(tiny, ranks):
+        pipe = tiny.pipeline(kind)
+        vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+        # The other way round, the first block's cache would be given all tokens.
+        if cache is not None:
+            pipe.transformer.enable_cache(cache)
+        ranks.enable(pipe.transformer)
+        with vmonarch.batched_guidance(pipe):
+            return {"out": tiny.generate(pipe, steps=4, guidance=3.0)}
+
+    return case
+
+
 def checkpointed(tiny, ranks, **options):
     """Blocks computed again in backward, when the transformer has seen another grid of as many tokens."""
     model = tiny.transformer()
@@ -257,6 +274,8 @@ SAME = {
     "image-frames": pipeline("i2v-2.1", by_frames),
     "chronoedit": pipeline("chronoedit", VMonarchProcessor),
     "timestep-per-token": pipeline("t2v-5b", VMonarchProcessor),
+    "batched-guidance": guided("t2v-5b"),
+    "cache": guided("t2v", MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4, max_skip_steps=1)),
     "checkpointed": checkpointed,
     "checkpointed-frames": functools.partial(checkpointed, parallel_by="frames"),
     "autocast": autocast,

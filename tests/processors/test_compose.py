@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import accelerate
@@ -80,6 +81,100 @@ def test_lora_loaded_fused_and_unloaded(tiny, way, when, tmp_path):
         switch(pipe.transformer, way)
     pipe.unload_lora_weights()
     torch.testing.assert_close(tiny.generate(pipe), without, **close)
+
+
+def add_lora(model, name, seed):
+    from peft import LoraConfig
+
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=2, lora_alpha=3, target_modules=targets, init_lora_weights=False)
+        model.add_adapter(config, adapter_name=name)
+
+
+def merged(tiny, model, weights, **shape):
+    """A plain model with the LoRA layers of `model`, times `weights`, in its weights."""
+    twin = tiny.transformer(**shape)
+    layers = dict(model.named_modules())
+    for path, linear in twin.named_modules():
+        for name, weight in weights.items() if hasattr(layers[path], "lora_A") else ():
+            down, up = (getattr(layers[path], part)[name].weight for part in ("lora_A", "lora_B"))
+            linear.weight.data += weight * 3 / 2 * up @ down
+    return twin
+
+
+@WAYS
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_two_weighted_lora_adapters_equal_merged_weights(tiny, way, when):
+    model, plain = tiny.transformer(), tiny.transformer()
+    switch(plain, way)
+    without = tiny.run(plain)
+    if when == "after":
+        switch(model, way)
+    add_lora(model, "a", 1)
+    add_lora(model, "b", 2)
+    if when == "before":
+        switch(model, way)
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    for weights in ({"a": 0.5, "b": 2.0}, {"b": 1.0}):
+        model.set_adapters(list(weights), list(weights.values()))
+        twin = merged(tiny, model, weights)
+        switch(twin, way)
+        torch.testing.assert_close(tiny.run(model), tiny.run(twin), **close)
+        assert (tiny.run(twin) - without).abs().max() > 1e-2
+    half = merged(tiny, model, {"b": 0.25})
+    switch(half, way)
+    with torch.no_grad():
+        scaled = model(**tiny.inputs(), attention_kwargs={"scale": 0.25})[0]
+    torch.testing.assert_close(scaled, tiny.run(half), **close)
+    model.disable_lora()
+    assert torch.equal(tiny.run(model), without)
+    model.enable_lora()
+    torch.testing.assert_close(tiny.run(model), tiny.run(twin), **close)
+
+
+def test_lora_fused_below_fused_projections(tiny):
+    model = tiny.transformer()
+    vmonarch.apply(model, VMonarchProcessor())
+    add_lora(model, "a", 1)
+    expected = merged(tiny, model, {"a": 1.0})
+    vmonarch.apply(expected, VMonarchProcessor())
+    model.fuse_lora()
+    model.unload_lora()
+    model.fuse_qkv_projections()
+    torch.testing.assert_close(tiny.run(model), tiny.run(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_with_lora(tiny, dynamo):
+    model = tiny.transformer(num_layers=3)
+    vmonarch.apply(model, VMonarchProcessor())
+    add_lora(model, "a", 1)
+    expected = merged(tiny, model, {"a": 1.0}, num_layers=3)
+    vmonarch.apply(expected, VMonarchProcessor())
+    model.compile_repeated_blocks(backend="eager", fullgraph=True)
+    torch.testing.assert_close(tiny.run(model), tiny.run(expected), rtol=1e-4, atol=1e-5)
+    assert dynamo["stats"]["unique_graphs"] == 1 and not dynamo["graph_break"]
+
+
+def test_lora_of_either_transformer(tiny, tmp_path):
+    from peft import get_peft_model_state_dict
+
+    donor = tiny.pipeline("t2v")
+    add_lora(donor.transformer, "default", 1)
+    layers = {name: 3 * weight for name, weight in get_peft_model_state_dict(donor.transformer).items()}
+    donor.save_lora_weights(tmp_path, transformer_lora_layers=layers)
+    pipe = tiny.pipeline("t2v-2.2")
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    outputs = [tiny.generate(pipe)]
+    for second in (False, True):
+        pipe.load_lora_weights(tmp_path, adapter_name=f"style-{second}", load_into_transformer_2=second)
+        outputs.append(tiny.generate(pipe))
+        assert (outputs[-1] - outputs[-2]).abs().max() > 1e-3
+    pipe.unload_lora_weights()
+    torch.testing.assert_close(tiny.generate(pipe), outputs[0], rtol=1e-4, atol=1e-4)
+    vmonarch.restore(pipe)
+    assert torch.equal(tiny.generate(pipe), tiny.generate(tiny.pipeline("t2v-2.2")))
 
 
 def gradients(model, batches, checkpointing):
@@ -347,6 +442,40 @@ def test_compiled_by_inductor(tiny, dynamo):
     model.compile_repeated_blocks(fullgraph=True, options={"compile_threads": 1})
     torch.testing.assert_close(tiny.run(model), expected, rtol=1e-4, atol=1e-4)
     assert dynamo["inductor"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("guidance", ["two-calls", "batched"])
+@pytest.mark.parametrize("attention", ["vmonarch", "dense-steps", "plan"])
+def test_cuda_graphs_of_repeated_blocks(tiny, dynamo, guidance, attention):
+    from torch._inductor.cudagraph_trees import get_manager
+
+    layers = 6 if attention == "plan" else 2
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer = tiny.transformer(num_layers=layers)
+    pipe.to("cuda")
+    options = {
+        "vmonarch": {},
+        "dense-steps": {"dense_steps": 2},
+        # Layers that all differ: one operator for them, which is not recorded.
+        "plan": {
+            "plan": vmonarch.AttentionPlan(
+                {str(n): {"num_iterations": n} for n in (1, 2, 3)},
+                {"transformer": [[a, b] for a in "123" for b in "12"]},
+            )
+        },
+    }
+    vmonarch.apply(pipe, VMonarchProcessor(**options[attention]))
+    expected = tiny.generate(pipe, steps=5)
+    pipe.transformer.compile_repeated_blocks(fullgraph=True, mode="reduce-overhead")
+    # The output of one block is the input of the next: all of a forward call belong to one round of graphs.
+    pipe.transformer.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+    for _ in range(3):
+        with vmonarch.batched_guidance(pipe) if guidance == "batched" else contextlib.nullcontext():
+            torch.testing.assert_close(tiny.generate(pipe, steps=5), expected, rtol=1e-3, atol=1e-3)
+    manager = get_manager(0, create_if_none_exists=False)
+    assert manager is not None and any(manager.roots.values()), "nothing was recorded"
+    assert not dynamo["graph_break"]
 
 
 def test_compiled_training_step_with_checkpointing(tiny, dynamo):

@@ -204,6 +204,18 @@ def test_compiled_blocks_share_graphs_however_many_layers_differ(tiny, dynamo):
     assert dynamo["stats"]["unique_graphs"] == 2 and not dynamo["graph_break"]
 
 
+def test_cuda_graphs_leave_out_the_operator_that_looks_its_layer_up():
+    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+
+    import vmonarch.kernels.monarch.op  # noqa: F401
+
+    graph = torch.fx.Graph()
+    for name in ("planned_attention", "planned_attention_backward"):
+        node = graph.call_function(getattr(torch.ops.vmonarch, name).default)
+        assert is_cudagraph_unsafe_fx_node(node)
+    assert not is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.vmonarch.monarch_forward.default))
+
+
 def test_plans_that_ship_are_known_by_name_and_fit_the_embedded_model():
     found = plan_names()
     assert {"embedded-1.00", "embedded-1.35", "embedded-1.35-kl"} <= set(found)

@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD",
         help=f"one of {', '.join(preset_names('attention'))} (default vmonarch), or METHOD:key=value,…",
     )
+    parser.add_argument(
+        "--batch-guidance",
+        action="store_true",
+        default=None,
+        help="both predictions of guidance in one forward call: faster for small videos, more memory",
+    )
     parser.add_argument("--from-json", metavar="FILE", help="make the video of this record again, bit for bit")
     parser.add_argument("--no-contact-sheet", dest="contact_sheet", action="store_false", default=None, help="no PNG")
     parser.epilog = _EPILOG
@@ -55,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
         load_record,
     )
 
-    layers = sampling_layers(arguments, group="generate", own=("attention", "contact_sheet"))
+    layers = sampling_layers(arguments, group="generate", own=("attention", "batch_guidance", "contact_sheet"))
     recorded = None
     if arguments.from_json is not None:
         recorded = load_record(arguments.from_json)

@@ -1,0 +1,301 @@
+"""Together with the caches of diffusers (`enable_cache`), against the same reuse written out in plain torch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from diffusers import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    SeaCacheConfig,
+    TaylorSeerCacheConfig,
+)
+
+import vmonarch
+from vmonarch import VMonarchProcessor, batched_guidance
+
+STEPS = 6
+DENSE_STEPS = (0, 3)
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def taylor(**options):
+    # diffusers' default patterns match no module of Wan.
+    where = {} if options.get("use_lite_mode") else {"cache_identifiers": [r"blocks\.\d+\.attn1"]}
+    return TaylorSeerCacheConfig(disable_cache_before_step=2, taylor_factors_dtype=torch.float32, **where | options)
+
+
+def pyramid(pipe, every):
+    return PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=every,
+        spatial_attention_timestep_skip_range=(-1, 1001),
+        current_timestep_callback=lambda: float(pipe.current_timestep),
+    )
+
+
+def again(past, step, given):
+    return past[-1][1]
+
+
+def residual(past, step, given):
+    return given + past[-1][1] - past[-1][2]
+
+
+def residual_along_a_line(past, step, given):
+    residuals = [(when, output - given) for when, output, given in past[-2:]]
+    return given + along_a_line(residuals, step, given)
+
+
+def along_a_line(past, step, given):
+    if len(past) == 1:
+        return past[-1][1]
+    (before, earlier), (last, latest) = (entry[:2] for entry in past[-2:])
+    return latest + (latest - earlier) * (step - last) / (last - before)
+
+
+# name: (never reuses, does), what is computed anew or not, how reuse makes its output.
+CACHES = {
+    "first-block": (
+        lambda pipe: FirstBlockCacheConfig(threshold=0.0),
+        lambda pipe: FirstBlockCacheConfig(threshold=0.095),
+        "tail",
+        residual,
+    ),
+    "mag": (
+        lambda pipe: MagCacheConfig(num_inference_steps=STEPS, mag_ratios=[0.0] * STEPS, threshold=0.0),
+        lambda pipe: MagCacheConfig(num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS, max_skip_steps=1),
+        "stack",
+        residual,
+    ),
+    "sea": (
+        lambda pipe: SeaCacheConfig(threshold=0.0),
+        lambda pipe: SeaCacheConfig(threshold=100.0, max_consecutive_cached=1),
+        "stack",
+        residual_along_a_line,
+    ),
+    "taylor": (
+        lambda pipe: taylor(cache_interval=1),
+        lambda pipe: taylor(cache_interval=2),
+        "attention",
+        along_a_line,
+    ),
+    "taylor-lite": (
+        lambda pipe: taylor(cache_interval=1, use_lite_mode=True),
+        lambda pipe: taylor(cache_interval=2, use_lite_mode=True),
+        "output",
+        along_a_line,
+    ),
+    "pyramid": (lambda pipe: pyramid(pipe, 1), lambda pipe: pyramid(pipe, 2), "attention", again),
+}
+
+
+class Reuse(torch.nn.Module):
+    """A module that is computed in some of its calls, and answers the others by what it gave before.
+
+    Args:
+        computed: whether each call is.
+        predict: (step, output, input) of the calls that were, the step, the input -> output.
+        calls: of one step; they know nothing of each other.
+    """
+
+    def __init__(self, module, computed, predict, calls):
+        super().__init__()
+        self.module, self.computed, self.predict, self.calls = module, list(computed), predict, calls
+        self.past = [[] for _ in range(calls)]
+        self.count = 0
+
+    def forward(self, given, *others):
+        (step, call), self.count = divmod(self.count, self.calls), self.count + 1
+        if not self.computed.pop(0):
+            return self.predict(self.past[call], step, given)
+        output = self.module(given, *others)
+        self.past[call].append((step, output, given))
+        return output
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, hidden_states, *others):
+        for block in self.blocks:
+            hidden_states = block(hidden_states, *others)
+        return hidden_states
+
+
+def reuse(model, where, *rule):
+    if where == "stack":
+        model.blocks = torch.nn.ModuleList([Reuse(Stack(model.blocks), *rule)])
+    elif where == "tail":
+        model.blocks = torch.nn.ModuleList([model.blocks[0], Reuse(Stack(model.blocks[1:]), *rule)])
+    elif where == "attention":
+        for block in model.blocks:
+            block.attn1 = Reuse(block.attn1, *rule)
+    else:
+        model.proj_out = Reuse(model.proj_out, *rule)
+
+
+def watch(model):
+    """(whether the last block's attention is computed in each call, (call, whether exact) where it is)."""
+    computed, exact = [], []
+    model.register_forward_pre_hook(lambda *_: computed.append(False))
+
+    def note(*_):
+        computed[-1] = True
+        record = getattr(model, "_vmonarch_record", None)
+        exact.append((len(computed) - 1, record is not None and record.context.call.exact))
+
+    model.blocks[-1].attn1.to_q.register_forward_hook(note)
+    return computed, exact
+
+
+def generate(tiny, pipe, guidance):
+    options = {"steps": STEPS, "guidance": 1.0 if guidance == "none" else 5.0}
+    if guidance != "batched":
+        return tiny.generate(pipe, **options)
+    with batched_guidance(pipe):
+        return tiny.generate(pipe, **options)
+
+
+def three_layers(tiny):
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer = tiny.transformer(num_layers=3)
+    return pipe
+
+
+def with_each_guidance(names):
+    # diffusers' pyramid counts calls, not steps: the second of guidance would be given what the first computed.
+    return [(name, "none" if name == "pyramid" else "two-calls") for name in names] + [
+        (name, "batched") for name in names
+    ]
+
+
+@pytest.mark.parametrize("name, guidance", with_each_guidance(CACHES))
+@pytest.mark.parametrize("applied", ["before", "after"])
+def test_a_cache_reuses_what_vmonarch_computed(tiny, name, guidance, applied):
+    never, often, where, predict = CACHES[name]
+    pipe = three_layers(tiny)
+    stock = generate(tiny, pipe, guidance)
+    attention = VMonarchProcessor(dense_steps=DENSE_STEPS)
+    plain = three_layers(tiny)
+    vmonarch.apply(plain, attention)
+    uncached = generate(tiny, plain, guidance)
+
+    if applied == "before":
+        vmonarch.apply(pipe, attention)
+    pipe.transformer.enable_cache(never(pipe))
+    if applied == "after":
+        vmonarch.apply(pipe, attention)
+    assert torch.equal(generate(tiny, pipe, guidance), uncached), "a cache that is never used changes nothing"
+    pipe.transformer.disable_cache()
+
+    if applied == "after":
+        vmonarch.restore(pipe)
+    pipe.transformer.enable_cache(often(pipe))
+    vmonarch.apply(pipe, attention)
+    computed, exact = watch(pipe.transformer)
+    cached = generate(tiny, pipe, guidance)
+    calls = 1 if guidance == "none" else 2
+    assert len(computed) == calls * STEPS and set(computed[::calls]) == {False, True}
+    assert all(dense == (call // calls in DENSE_STEPS) for call, dense in exact)
+    assert any(dense for _, dense in exact)
+    assert torch.equal(generate(tiny, pipe, guidance), cached), "every run begins with an empty cache"
+
+    # The batch's answers go to both calls.
+    computed = computed[: calls * STEPS]
+    rule = [computed[call - call % 2] if guidance == "batched" else computed[call] for call in range(calls * STEPS)]
+    reuse(plain.transformer, where, rule, predict, calls)
+    expected = generate(tiny, plain, "none" if guidance == "none" else "two-calls")
+    torch.testing.assert_close(cached, expected, **CLOSE)
+    assert (cached - uncached).abs().max() > 100 * CLOSE["atol"], "the cache changes the video"
+
+    off = [pipe.transformer.disable_cache, lambda: vmonarch.restore(pipe)]
+    for step in off if applied == "before" else reversed(off):
+        step()
+    assert torch.equal(generate(tiny, pipe, guidance), stock)
+
+
+def test_a_pyramid_with_two_calls_a_step_never_computes_the_second(tiny):
+    # Why docs/compose.md asks for batched guidance there.
+    pipe = three_layers(tiny)
+    pipe.transformer.enable_cache(pyramid(pipe, 2))
+    computed, _ = watch(pipe.transformer)
+    generate(tiny, pipe, "two-calls")
+    assert computed == [True, False] * STEPS
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["never", "skips"])
+def test_faster_cache_needs_batched_guidance(tiny, skips):
+    pipe = three_layers(tiny)
+    vmonarch.apply(pipe, VMonarchProcessor())
+    uncached = generate(tiny, pipe, "two-calls")
+    samples = []
+    pipe.transformer.blocks[0].register_forward_hook(lambda module, inputs, output: samples.append(len(output)))
+    attended = []
+    pipe.transformer.blocks[0].attn1.to_q.register_forward_hook(lambda *_: attended.append(len(samples)))
+    options = {
+        "current_timestep_callback": lambda: float(pipe.current_timestep),
+        "spatial_attention_timestep_skip_range": (-1, 1001),
+        "unconditional_batch_timestep_skip_range": (-1, 1001) if skips else (-2, -1),
+        "unconditional_batch_skip_range": 3,
+        "attention_weight_callback": lambda module: 0.5,
+    }
+    pipe.transformer.enable_cache(FasterCacheConfig(**options))
+    cached = generate(tiny, pipe, "batched")
+    assert samples == ([2, 1, 1, 2, 1, 1] if skips else [2] * STEPS)
+    assert attended == ([0, 2, 3, 4] if skips else list(range(STEPS)))
+    assert cached.isfinite().all()
+    if skips:
+        assert 1e-3 < (cached - uncached).abs().max() < 0.5
+    else:
+        torch.testing.assert_close(cached, uncached, **CLOSE)
+    with pytest.raises(IndexError):
+        generate(tiny, pipe, "two-calls")
+
+
+@pytest.mark.parametrize("name", ["mag", "taylor"])
+def test_a_cache_of_two_transformers(tiny, name):
+    pipe = tiny.pipeline("t2v-2.2")
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[2]))
+    uncached = generate(tiny, pipe, "two-calls")
+    never, often = CACHES[name][:2]
+    for config in (never, often):
+        for model in (pipe.transformer, pipe.transformer_2):
+            model.enable_cache(config(pipe))
+        seen = [watch(model) for model in (pipe.transformer, pipe.transformer_2)]
+        cached = generate(tiny, pipe, "two-calls")
+        assert all(True in computed for computed, _ in seen), "both have run"
+        assert (False in sum((computed for computed, _ in seen), [])) == (config is often)
+        # The first transformer has two of the steps.
+        assert {call // 2 + 2 * index for index, (_, exact) in enumerate(seen) for call, dense in exact if dense} == {2}
+        assert torch.equal(cached, uncached) == (config is never)
+        for model in (pipe.transformer, pipe.transformer_2):
+            model.disable_cache()
+
+
+@pytest.mark.parametrize("name", ["first-block", "mag", "sea"])
+def test_blocks_under_a_cache_are_compiled_in_parts(tiny, dynamo, name):
+    pipe = three_layers(tiny)
+    vmonarch.apply(pipe, VMonarchProcessor())
+    pipe.transformer.enable_cache(CACHES[name][1](pipe))
+    expected = generate(tiny, pipe, "two-calls")
+    for block in pipe.transformer.blocks:
+        for part in (block.attn1, block.attn2, block.ffn):
+            part.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(generate(tiny, pipe, "two-calls"), expected)
+    assert dynamo["stats"]["unique_graphs"] == 3 and not dynamo["graph_break"]
+
+
+def test_a_copy_with_a_cache_of_its_own(tiny):
+    pipe = three_layers(tiny)
+    vmonarch.apply(pipe, VMonarchProcessor())
+    expected = generate(tiny, pipe, "two-calls")
+    twin = copy.deepcopy(pipe)
+    twin.transformer.enable_cache(CACHES["mag"][1](twin))
+    assert not torch.equal(generate(tiny, twin, "two-calls"), expected)
+    assert torch.equal(generate(tiny, pipe, "two-calls"), expected)
