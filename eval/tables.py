@@ -224,6 +224,13 @@ def parallel_table(results: dict[str, Any]) -> str:
     return parallel_bench.parallel_table(results)
 
 
+def float8_table(results: dict[str, Any]) -> str:
+    """What float8 in the R-steps would cost in accuracy."""
+    from vmonarch.eval import float8
+
+    return float8.float8_table(results)
+
+
 def parallel_bytes_table(results: dict[str, Any]) -> str:
     """What ranks send for attention by heads and by frames."""
     from vmonarch.eval import parallel_bytes
@@ -265,6 +272,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "train-h200": train_table,
     "e2e-h200": e2e_table,
     "norm-h200": norm_table,
+    "float8": float8_table,
     "quality": quality_table,
     "guidance-h200": guidance_table,
     "finetune-embedded": finetune_table,
