@@ -7,7 +7,7 @@ extrapolated from measured steps.
 
 Runs in pieces are put together by
 
-    python -m vmonarch.eval.e2e_bench PART.json … --output docs/benchmarks/e2e-h200.json
+    python -m vmonarch.eval.e2e_bench PART.json … --output docs/benchmarks/e2e.json
 
 Legend: S tokens, C channels, T latent frames, h and w latent pixels.
 """

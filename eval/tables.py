@@ -270,11 +270,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "based-embedded": embedded_model_table,
     "mqar": mqar_table,
     "train-h200": train_table,
-    "e2e-h200": e2e_table,
-    "norm-h200": norm_table,
+    "e2e": e2e_table,
+    "norm": norm_table,
     "float8": float8_table,
     "quality": quality_table,
-    "guidance-h200": guidance_table,
+    "guidance": guidance_table,
     "finetune-embedded": finetune_table,
     "finetune-embedded-1500": finetune_table,
     "finetune-embedded-distilled": finetune_table,
@@ -294,10 +294,10 @@ SOURCES = {
 AWAITED = {
     "flash-bias-h200": "python -m vmonarch.eval.bias_bench",
     "based-h200": "python -m vmonarch.eval.based_bench",
-    "e2e-h200": "vmonarch bench e2e",
-    "norm-h200": "python -m vmonarch.eval.norm_bench",
+    "e2e": "vmonarch bench e2e",
+    "norm": "python -m vmonarch.eval.norm_bench",
     "parallel": "python -m vmonarch.eval.parallel_bench",
-    "guidance-h200": "python -m vmonarch.eval.guidance_bench",
+    "guidance": "python -m vmonarch.eval.guidance_bench",
 }
 
 
