@@ -126,6 +126,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
 def guidance_table(results: dict[str, Any]) -> str:
     """Milliseconds per step of every way, and what a call allocates."""
     from vmonarch.eval.kernel_plots import digits, good_rows
+    from vmonarch.eval.op_tables import about
     from vmonarch.eval.tables import markdown
 
     rows = []
@@ -144,17 +145,11 @@ def guidance_table(results: dict[str, Any]) -> str:
         rows.append(cells)
     names = [f"{code}, {calls} call{'s' if calls == 'two' else ''}" for code in CODES for calls in ("two", "one")]
     heading = ["video", *names, "GB, two", "GB, one"]
-    versions, settings = results["versions"], results["settings"]
-    lines = [
+    what = (
         "Milliseconds per step (how many times as fast as two calls), and what is allocated during it (compiled)."
-        f" {MODEL}, {settings['attention']}, {settings['dtype']}; {results['hardware']}, {results['date'][:10]}, torch"
-        f" {versions['torch']}, Triton {versions['triton']}; {settings['timing']}. Made by `{results['command']}`.",
-        "",
-        *(f"- {name}: {text}" for name, text in results["formulae"].items()),
-    ]
-    if results["left_out"]:
-        lines += ["", f"Left out when the time was over: {'; '.join(results['left_out'])}."]
-    return markdown(heading, rows) + "\n" + "\n".join(lines) + "\n"
+        f" {MODEL}, {results['settings']['attention']}."
+    )
+    return f"{markdown(heading, rows)}\n{about(results, what)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -171,6 +171,7 @@ def judge(rows: Sequence[dict[str, Any]]) -> None:
 def norm_table(results: dict[str, Any]) -> str:
     """Milliseconds and GB/s of every way, and the largest errors."""
     from vmonarch.eval.kernel_plots import digits, good_rows
+    from vmonarch.eval.op_tables import about
     from vmonarch.eval.tables import markdown
 
     rows = []
@@ -192,17 +193,7 @@ def norm_table(results: dict[str, Any]) -> str:
             cells.append(f"{max(error['relative'] for error in errors.values()):.1e}" if errors else "–")
         rows.append(cells)
     heading = ["setting", "pass", "one kernel", "diffusers", "diffusers compiled", "our error", "diffusers' error"]
-    versions, settings = results["versions"], results["settings"]
-    lines = [
-        f"Milliseconds (GB/s; how many times as long as ours). {results['hardware']}, {results['date'][:10]}, torch"
-        f" {versions['torch']}, Triton {versions['triton']}, {settings['dtype']}; {settings['timing']}. Made by"
-        f" `{results['command']}`.",
-        "",
-        *(f"- {name}: {text}" for name, text in results["formulae"].items()),
-    ]
-    if results["left_out"]:
-        lines += ["", f"Left out when the time was over: {'; '.join(results['left_out'])}."]
-    return markdown(heading, rows) + "\n" + "\n".join(lines) + "\n"
+    return f"{markdown(heading, rows)}\n{about(results, 'Milliseconds (GB/s; how many times as long as ours).')}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,20 +35,34 @@ def _heads(case: Case) -> str:
     return f"{batch}{case['tokens']:,}, {case['heads']} heads, d = {case['head_dim']}"
 
 
-def _about(results: dict[str, Any]) -> str:
-    """Where and how it was measured."""
-    versions, rates, settings = results["versions"], results["rates"], results["settings"]
-    lines = [
+def about(results: dict[str, Any], what: str = "", rates: str = "") -> str:
+    """What a table shows, where and how it was measured, and what was left out.
+
+    Args:
+        what: the first sentences. rates: of the device, likewise.
+    """
+    versions, settings = results["versions"], results["settings"]
+    sentences = [
+        what,
         f"{results['hardware']}, {results['date'][:10]}, torch {versions['torch_build']}, Triton {versions['triton']},"
-        f" {settings['dtype']}; medians of up to {settings['rounds']} measurements, {settings['timing']}."
-        f" Measured there: matmul {rates['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s, copy"
-        f" {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s. Made by `{results['command']}`.",
+        f" {settings['dtype']}; medians of up to {settings['rounds']} measurements, {settings['timing']}.",
+        rates,
+        f"Made by `{results['command']}`.",
+    ]
+    lines = [
+        " ".join(filter(None, sentences)),
         "",
         *(f"- {name}: {text}" for name, text in results["formulae"].items()),
     ]
     if results["left_out"]:
         lines += ["", f"Left out when the time was over: {'; '.join(results['left_out'])}."]
     return "\n".join(lines) + "\n"
+
+
+def _about(results: dict[str, Any]) -> str:
+    rates = results["rates"]
+    matmul, copy = rates["matmul_flops_per_second"] / 1e12, rates["copy_bytes_per_second"] / 1e12
+    return about(results, rates=f"Measured there: matmul {matmul:.0f} TFLOP/s, copy {copy:.2f} TB/s.")
 
 
 def _all_bytes(case: Case, method: str) -> int | None:

@@ -25,8 +25,9 @@ CASES = (
 @pytest.fixture(scope="module")
 def results(tiny_yaml, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
-    setting = Setting("tiny", tiny_yaml, 5, 32, 64)
-    job = Job(folder, "cpu", CASES, (setting,), rounds=2, seconds=100.0)
+    # The last one ends all processes.
+    settings = Setting("tiny", tiny_yaml, 5, 32, 64), Setting("nothing", "missing.yaml", 5, 32, 64)
+    job = Job(folder, "cpu", CASES, settings, rounds=2, seconds=100.0)
     said = []
     with pytest.MonkeyPatch.context() as patch:
         # Processes of their own import it by its name.
@@ -44,7 +45,6 @@ def row(results, case, way, ranks):
 
 
 def test_every_way_is_right_and_timed(results):
-    assert results["failed"] == []
     labels = [*(case.label for case in CASES), "tiny"]
     assert len(results["rows"]) == 2 * 3 * len(labels)
     for label in labels:
@@ -104,13 +104,12 @@ def test_efficiency_needs_the_same_way_alone():
     assert [r.get("efficiency") for r in rows] == [1.0, 0.8, None, None]
 
 
-def test_processes_that_fail_are_told_and_the_others_stand(tmp_path):
-    setting = Setting("nothing", str(tmp_path / "missing.yaml"), 5, 32, 64)
-    job = Job(tmp_path, "cpu", CASES[:1], (setting,), rounds=1, seconds=100.0)
-    found = run_bench(job, (1,), tmp_path / "parallel.json", "the command", lambda text: None)
-    assert [entry["ranks"] for entry in found["failed"]] == [1] and "missing.yaml" in found["failed"][0]["problem"]
-    assert [r["status"] for r in found["rows"]] == ["ok"] * 3
-    assert "- 1 processes failed: " in parallel_table(found | {"rows": []})
+def test_processes_that_fail_are_told_and_what_was_measured_stands(results):
+    assert [entry["ranks"] for entry in results["failed"]] == [1, 2]
+    for entry in results["failed"]:
+        assert entry["status"] == "failed" and "missing.yaml" in entry["problem"]
+    table = parallel_table(results | {"rows": []})
+    assert "- 1 processes failed: " in table and "- 2 processes failed: " in table
 
 
 @pytest.mark.parametrize(
