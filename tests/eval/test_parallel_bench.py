@@ -27,11 +27,12 @@ def results(tiny_yaml, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
     # The last one ends all processes.
     settings = Setting("tiny", tiny_yaml, 5, 32, 64), Setting("nothing", "missing.yaml", 5, 32, 64)
-    job = Job(folder, "cpu", CASES, settings, rounds=2, seconds=100.0)
+    job = Job(folder, "cpu", CASES, settings, rounds=1, seconds=100.0)
     said = []
     with pytest.MonkeyPatch.context() as patch:
         # Processes of their own import it by its name.
         patch.syspath_prepend(Path(__file__).parent)
+        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(parallel_bench, "run_rank", importlib.import_module("parallel_bench_rank").rank)
         found = run_bench(job, (1, 2), folder / "parallel.json", "the command", said.append)
     assert [text.split(" processes")[0] for text in said] == ["1", "2"]

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 
 from vmonarch.finetune.embedded import parallel
+from vmonarch.pipelines.embedded import embedded_model_path
 
 WORKER = """
     import hashlib, json, sys
@@ -74,7 +75,9 @@ def test_two_processes_see_different_clips_and_keep_the_same_weights(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_writes_one_model_from_two_processes(tmp_path):
+    # With its VAE, whose training takes longest and is tested by itself.
     arguments = ["--output", "model", "--work-dir", "work", "--quick", "--device", "cpu"]
+    arguments += ["--continue-from", str(embedded_model_path())]
     result = launch(["-m", "vmonarch.finetune.embedded", *arguments], tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     for line in ('saved {"step": 2', "captions {", "latents {"):

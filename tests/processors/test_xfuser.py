@@ -59,10 +59,12 @@ def test_ranks_compute_what_one_process_computes(tiny, results, device, name):
     expected = worker.SAME[name](tiny, worker.Alone(device))
     size = expected.norm()
     assert 0 < size < torch.inf
+    # In bfloat16, products of other shapes round differently.
+    tolerance = TOLERANCE["cuda" if name == "autocast" else device]
     for rank in results(device):
         assert not isinstance(rank[name], str), rank[name]
         assert rank[name].shape == expected.shape
-        assert (rank[name] - expected).norm() <= TOLERANCE[device] * size
+        assert (rank[name] - expected).norm() <= tolerance * size
 
 
 REFUSALS = {
