@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -47,6 +46,7 @@ from vmonarch.pipelines.generation import (
     short_hash,
 )
 from vmonarch.pipelines.model_folder import ModelFolder, find_model
+from vmonarch.pipelines.processes import Shard
 
 if TYPE_CHECKING:
     import numpy as np
@@ -165,28 +165,6 @@ class EvalConfig(MethodsConfig):
         if self.baseline is not None:
             return self.baseline
         return "vmonarch" if "vmonarch" in self.labels else self.labels[min(1, len(self.labels) - 1)]
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This process among those that share the items out."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-
-    @classmethod
-    def of_environment(cls) -> Shard:
-        """From RANK, WORLD_SIZE and LOCAL_RANK, which launchers set; the only process without them.
-
-        Raises:
-            InputError: they are no numbers, or contradict each other.
-        """
-        values = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))]
-        values.append(os.environ.get("LOCAL_RANK", values[0]))
-        if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[1]):
-            raise InputError("RANK", f"must be a number below WORLD_SIZE, got RANK={values[0]}, WORLD_SIZE={values[1]}")
-        return cls(*map(int, values))
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vmonarch.configs import InputError, build, check_keys, file_sha256, read_yaml
 from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
 from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, PROXY_RECORD, ModelFolder, find_model, read_json
+from vmonarch.pipelines.processes import Shard, check_sharing, shared_videos
 
 if TYPE_CHECKING:
     import torch
@@ -497,16 +498,23 @@ def read_pipeline(cls: Any, folder: ModelFolder, dtype: torch.dtype, **parts: An
         raise ModelError(f"{folder.path} cannot be loaded: {type(error).__name__}: {reason}") from error
 
 
-def load_model(config: SamplingConfig, folder: ModelFolder) -> LoadedModel:
+def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None = None) -> LoadedModel:
     """Load the pipeline for a completed `config` onto its device; prompts are checked before the weights are read.
+
+    Args:
+        shard: this process among several, of which each takes the GPU of its number.
 
     Raises:
         InputError: a prompt is too long, or device, dtype, offload or flow_shift do not fit.
         ModelError: a component cannot be loaded.
     """
     import diffusers
+    import torch
 
     device = choose_device(config.device)
+    if shard is not None and shard.size > 1 and device.type == "cuda":
+        device = choose_device(f"cuda:{shard.local_rank}")
+        torch.cuda.set_device(device)
     dtype = choose_dtype(config.dtype, device)
     if config.offload != "none" and device.type == "cpu":
         raise InputError("offload", f"{config.offload} needs a CUDA device; supported on the CPU: none")
@@ -865,6 +873,8 @@ def check_same_model(recorded: Recorded, model: ModelFolder) -> None:
 def environment_differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between a recorded environment and this one, in words: why bits may differ."""
     pairs = {key: (recorded.get(key), value) for key, value in now.items() if key not in ("packages", "git_commit")}
+    # Records from before videos could be shared do not say it.
+    pairs["processes"] = recorded.get("processes", 1), now.get("processes", 1)
     packages = recorded.get("packages") or {}
     pairs |= {name: (packages.get(name), version) for name, version in now["packages"].items()}
     return [f"{name} was {before}, is {after}" for name, (before, after) in pairs.items() if before != after]
@@ -896,6 +906,7 @@ def generate(
     recorded: Recorded | None = None,
     progress: bool = False,
     model: LoadedModel | None = None,
+    shard: Shard | None = None,
 ) -> list[GeneratedVideo]:
     """Generate every prompt with every seed and write mp4, contact sheet and record of each.
 
@@ -903,9 +914,11 @@ def generate(
         recorded: a record to reproduce, from which `config` was made; its model must be unchanged.
         progress: show progress bars.
         model: a pipeline loaded before with the same model settings (`load_model`), to save loading it again.
+        shard: this process among several that make the same call and compute every video together, each on a GPU of its
+            own; the first one writes. A pipeline given as `model` serves no more afterwards. None: this process alone.
 
     Returns:
-        The videos in order: prompts outermost, then seeds.
+        The videos in order: prompts outermost, then seeds; none in processes that do not write.
 
     Raises:
         InputError: an argument that cannot be used, found before anything is loaded where possible.
@@ -913,26 +926,46 @@ def generate(
         GenerationError: a video came out constant or with NaN, or could not be written. The others are on disk all
             the same, and of the broken one the raw tensors, at the path in the message.
     """
+    shard = shard or Shard()
+    check_sharing(config, shard)
     folder = model.folder if model else find_model(config.model, config.revision)
     config = complete(config, folder)
     if recorded is not None and recorded.values.get("model") == config.model:
         check_same_model(recorded, folder)
     output = prepare_output_dir(config.output_dir)
     if model is None:
-        model = load_model(config, folder)
+        model = load_model(config, folder, shard)
     else:
         check_loaded(config, model)
-    config.attention.install(model.pipe)
+    with shared_videos(model, config, shard):
+        config.attention.install(model.pipe)
+        return _generate(config, recorded, progress, model, shard, output)
+
+
+def _generate(
+    config: GenerateConfig,
+    recorded: Recorded | None,
+    progress: bool,
+    model: LoadedModel,
+    shard: Shard,
+    output: Path,
+) -> list[GeneratedVideo]:
+    """`generate` with everything in place."""
     batches = _jobs(config, recorded)
     total = sum(job.write for batch in batches for job in batch)
     about = facts(config, model)
+    about["environment"]["processes"] = shard.size
     videos: list[GeneratedVideo] = []
     failures: list[GenerationError] = []
     for jobs in batches:
         _reset_peak_memory(model.device)
         title = f"video {len(videos) + len(failures) + 1} of {total}" if progress else None
         prompts, seeds = [job.prompt for job in jobs], [job.seed for job in jobs]
-        result = sample(model, config, prompts, seeds, batch_guidance=config.batch_guidance, progress=title)
+        options: dict[str, Any] = dict(batch_guidance=config.batch_guidance, progress=title)
+        if shard.rank > 0:
+            denoise(model, config, prompts, seeds, **options)
+            continue
+        result = sample(model, config, prompts, seeds, **options)
         for index, job in enumerate(jobs):
             if not job.write:
                 continue

@@ -19,6 +19,7 @@ examples:
   vmonarch generate "…" attention.num_iterations=3 attention.exact.band=1
   vmonarch generate "…" --config wan2.1-t2v-1.3b --offload model
   vmonarch generate --from-json outputs/generate/0001-1f3b9c8e.json
+  torchrun --nproc-per-node 4 -m vmonarch generate "…"   # every video on four GPUs
 
 Each video gets a number and a short hash for a name, with a contact sheet (.png) and a record (.json) beside it.
 """
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
         generate,
         load_record,
     )
+    from vmonarch.pipelines.processes import Shard
 
     layers = sampling_layers(arguments, group="generate", own=("attention", "batch_guidance", "contact_sheet"))
     recorded = None
@@ -70,8 +72,9 @@ def run(arguments: argparse.Namespace) -> None:
     if not config.prompts:
         raise InputError("prompts", "is missing: give one or more prompts, --prompt-file or --from-json")
     hide_loading_bars()
+    shard = Shard.of_environment()
     try:
-        videos = generate(config, recorded=recorded, progress=not arguments.quiet)
+        videos = generate(config, recorded=recorded, progress=not arguments.quiet and shard.rank == 0, shard=shard)
     except GenerationError as error:
         _report(error.videos, config, quiet=arguments.quiet)
         raise

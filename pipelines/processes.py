@@ -1,0 +1,108 @@
+"""The processes that a launcher such as `torchrun` started, and one video spread over all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vmonarch.configs import InputError
+
+if TYPE_CHECKING:
+    from vmonarch.pipelines.generation import LoadedModel, SamplingConfig
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This process among those that share the work."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def of_environment(cls) -> Shard:
+        """From RANK, WORLD_SIZE and LOCAL_RANK, which launchers set; the only process without them.
+
+        Raises:
+            InputError: they are no numbers, or contradict each other.
+        """
+        values = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))]
+        values.append(os.environ.get("LOCAL_RANK", values[0]))
+        if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[1]):
+            raise InputError("RANK", f"must be a number below WORLD_SIZE, got RANK={values[0]}, WORLD_SIZE={values[1]}")
+        return cls(*map(int, values))
+
+
+def check_sharing(config: SamplingConfig, shard: Shard) -> None:
+    """Check that several processes can compute the videos of a config together, before anything is loaded.
+
+    Raises:
+        InputError: `device` or `offload` does not fit.
+    """
+    import torch
+
+    if shard.size == 1:
+        return
+    if torch.accelerator.device_count() == 0:
+        raise InputError("device", f"cannot be the CPU for {shard.size} processes that share a video: each needs a GPU")
+    if config.device != "auto":
+        raise InputError(
+            "device", f"must be auto for {shard.size} processes, each of which has its own, got {config.device}"
+        )
+    if config.offload != "none":
+        raise InputError("offload", f"must be none for {shard.size} processes that share a video, got {config.offload}")
+
+
+@contextlib.contextmanager
+def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> Iterator[None]:
+    """Spread the tokens of every video over all processes while the block runs (diffusers' context parallelism).
+
+    All processes must sample the same videos; afterwards the pipeline serves no more.
+
+    Args:
+        config: completed and checked (`check_sharing`).
+
+    Raises:
+        InputError: a transformer cannot be spread.
+    """
+    if shard.size == 1:
+        yield
+        return
+    import torch.distributed as dist
+    from diffusers import ContextParallelConfig
+
+    on_gpu = model.device.type == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=model.device if on_gpu else None)
+    try:
+        for name in ("transformer", "transformer_2"):
+            transformer = getattr(model.pipe, name, None)
+            if transformer is None:
+                continue
+            heads = transformer.config.num_attention_heads
+            uneven = bool(_tokens(model, config) % shard.size or heads % shard.size)
+            try:
+                transformer.enable_parallelism(
+                    config=ContextParallelConfig(ulysses_degree=shard.size, ulysses_anything=uneven)
+                )
+            except (ValueError, NotImplementedError) as error:
+                raise InputError("model", f"cannot be spread over {shard.size} processes: {error}") from error
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _tokens(model: LoadedModel, config: SamplingConfig) -> int:
+    """Of one video."""
+    pipe = model.pipe
+    assert config.num_frames is not None and config.height is not None and config.width is not None
+    latents = (
+        (config.num_frames - 1) // pipe.vae_scale_factor_temporal + 1,
+        config.height // pipe.vae_scale_factor_spatial,
+        config.width // pipe.vae_scale_factor_spatial,
+    )
+    patches = (pipe.transformer or pipe.transformer_2).config.patch_size
+    return math.prod(size // patch for size, patch in zip(latents, patches, strict=True))

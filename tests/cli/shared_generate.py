@@ -1,0 +1,34 @@
+"""`vmonarch generate` in a process on a CPU, which diffusers takes for an accelerator with one device.
+
+At the end it prints how many tokens the transformers' blocks were given.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
+from vmonarch.cli import main
+
+worker = Path(__file__).parents[1] / "processors" / "context_parallel_worker.py"
+spec = importlib.util.spec_from_file_location("context_parallel_worker", worker)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+dist.all_gather = module.all_gather_of_any_sizes
+torch.accelerator.device_count = lambda: 1
+tokens = set()
+forward = WanTransformerBlock.forward
+
+
+def noted(self, hidden_states, *args, **kwargs):
+    tokens.add(hidden_states.shape[1])
+    return forward(self, hidden_states, *args, **kwargs)
+
+
+WanTransformerBlock.forward = noted
+code = main(sys.argv[1:])
+sys.stderr.write(f"tokens of a block: {sorted(tokens)}\n")
+sys.exit(code)

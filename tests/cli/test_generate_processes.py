@@ -1,0 +1,90 @@
+"""`torchrun … -m vmonarch generate`: processes make every video together, and one of them writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import vmonarch
+from vmonarch.cli import main
+from vmonarch.eval.video_io import read_video
+from vmonarch.pipelines.generation import GenerateConfig, environment_differences, generate
+from vmonarch.pipelines.processes import Shard
+
+SCRIPT = Path(__file__).with_name("shared_generate.py")
+# 9 tokens a frame, 27 in all, which two processes cannot divide evenly; two steps, the first with full attention.
+SETTINGS = ["--height", "48", "--width", "48", "--num-frames", "9", "--steps", "2", "--seed", "0", "1"]
+METHOD = ["--attention", "vmonarch:dense_steps=1"]
+
+
+def command(model: Path, folder: Path) -> list[str]:
+    words = ["generate", "a red circle", "--model", str(model), "--output-dir", str(folder), "--no-contact-sheet"]
+    return [*words, *SETTINGS, *METHOD]
+
+
+def launch(words: list[str]) -> subprocess.CompletedProcess[str]:
+    package = str(Path(vmonarch.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), *words],
+        env={**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+def test_two_processes_make_the_videos_of_one(tiny_two_stage_model, tmp_path, capsys):
+    ended = launch(command(tiny_two_stage_model, tmp_path / "two"))
+    assert ended.returncode == 0, ended.stderr[:3000]
+    assert all(f"tokens of a block: [{tokens}]" in ended.stderr for tokens in (13, 14))
+    assert main(command(tiny_two_stage_model, tmp_path / "one")) == 0
+    one, two = (sorted((tmp_path / name).glob("*.mp4")) for name in ("one", "two"))
+    assert [path.name for path in one] == [path.name for path in two] and len(one) == 2
+    assert not list((tmp_path / "two").glob(".*")) and ended.stdout.count(".mp4") == 2
+    for ours, shared in zip(one, two, strict=True):
+        alone, together = (json.loads(path.with_suffix(".json").read_text()) for path in (ours, shared))
+        assert (alone["environment"]["processes"], together["environment"]["processes"]) == (1, 2)
+        assert alone["config"] | {"output_dir": ""} == together["config"] | {"output_dir": ""}
+        frames = [read_video(path)[0].astype(np.int16) for path in (ours, shared)]
+        # Sums in another order, then eight bits and an encoder.
+        assert frames[0].std() > 10 and np.abs(frames[0] - frames[1]).max() <= 8
+        assert "processes was 2, is 1" in environment_differences(together["environment"], alone["environment"])
+    assert alone["seed"] == 1 and np.abs(read_video(one[0])[0].astype(int) - read_video(one[1])[0]).mean() > 5
+
+
+@pytest.fixture
+def with_gpus(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cpu"}, "device must be auto for 2 processes, each of which has its own, got cpu"),
+        ({"offload": "model"}, "offload must be none for 2 processes that share a video, got model"),
+    ],
+)
+def test_what_processes_cannot_share(tiny_model, tmp_path, with_gpus, options, message):
+    config = GenerateConfig(prompts=("x",), model=str(tiny_model), output_dir=str(tmp_path / "out"), **options)
+    with pytest.raises(ValueError, match=message):
+        generate(config, shard=Shard(1, 2, 1))
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_processes_need_gpus(tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    assert main(command(tiny_model, tmp_path / "out")) == 2
+    assert "--device cannot be the CPU for 2 processes that share a video: each needs a GPU" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "2")
+    assert main(command(tiny_model, tmp_path / "out")) == 2
+    assert "RANK must be a number below WORLD_SIZE" in capsys.readouterr().err
