@@ -28,10 +28,8 @@ from frame_parallel_ranks import CASES, RANKS, REGROUPED, RESULTS, sequences, te
 by_case = pytest.mark.parametrize("name", CASES)
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """What every rank has saved."""
-    folder = tmp_path_factory.mktemp("ranks")
+def run_ranks(folder):
+    """Let every rank run its cases and save what it finds."""
     script = Path(__file__).with_name("frame_parallel_ranks.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ranks = []
@@ -46,6 +44,12 @@ def reports(tmp_path_factory):
             process.kill()
     texts = [(folder / f"{rank}.txt").read_text() for rank in range(RANKS)]
     assert codes == [0] * RANKS, "\n".join(text[-3000:] for text in texts)
+
+
+@pytest.fixture(scope="module")
+def reports(made_once):
+    """What every rank has saved."""
+    folder = made_once("frame-parallel", run_ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

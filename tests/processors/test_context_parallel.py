@@ -29,25 +29,29 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(vmonarch.__file__).parents[1
 
 
 @pytest.fixture(scope="module")
-def adapter(tiny, tmp_path_factory):
-    path = tmp_path_factory.mktemp("adapter") / "based.safetensors"
-    model = tiny.transformer(num_attention_heads=3)
-    vmonarch.apply(model, BasedProcessor(feature_dim=4))
-    worker.jitter(model)
-    vmonarch.save_adapter(model, path)
-    return path
+def adapter(tiny, made_once):
+    def save(folder):
+        model = tiny.transformer(num_attention_heads=3)
+        vmonarch.apply(model, BasedProcessor(feature_dim=4))
+        worker.jitter(model)
+        vmonarch.save_adapter(model, folder / "based.safetensors")
+
+    return made_once("context-parallel-adapter", save) / "based.safetensors"
 
 
 @pytest.fixture(scope="module")
-def results(request, adapter, tmp_path_factory):
+def results(request, adapter, made_once):
     """What every rank found, by the name of the case: of those that are to be tested."""
     tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = [item.callspec.params["name"] for item in tests if "name" in item.callspec.params]
-    folder = tmp_path_factory.mktemp("ranks")
     environment = {**ENVIRONMENT, "ADAPTER": str(adapter)}
-    command = [sys.executable, str(WORKER), str(folder), *names]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+
+    def launch(folder):
+        command = [sys.executable, str(WORKER), str(folder), *names]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+
+    folder = made_once("context-parallel", launch)
     return [torch.load(folder / f"{rank}.pt") for rank in range(worker.RANKS)]
 
 

@@ -32,7 +32,7 @@ TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
 
 
 @pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
+def results(request, made_once):
     """What every rank found on a device, by the name of the case: of those that are to be tested."""
     found = {}
 
@@ -40,12 +40,17 @@ def results(request, tmp_path_factory):
         if device not in found:
             items = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
             names = [words["name"] for words in items if words.get("device") == device and "name" in words]
-            folder = tmp_path_factory.mktemp(device)
             package = str(Path(vmonarch.__file__).parents[1])
             environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, str(WORKER), device, str(folder), *dict.fromkeys(names)]
-            ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-            assert ended.returncode == 0, ended.stderr[-3000:]
+
+            def launch(folder):
+                command = [sys.executable, str(WORKER), device, str(folder), *dict.fromkeys(names)]
+                ended = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, check=False, timeout=300
+                )
+                assert ended.returncode == 0, ended.stderr[-3000:]
+
+            folder = made_once(f"xfuser-{device}", launch)
             found[device] = [torch.load(folder / f"{rank}.pt") for rank in range(worker.RANKS)]
         return found[device]
 
