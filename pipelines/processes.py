@@ -37,6 +37,21 @@ class Shard:
         return cls(*map(int, values))
 
 
+def check_alone() -> None:
+    """Check that this is the only process, for commands that would do everything once in each.
+
+    Raises:
+        InputError: it is not.
+    """
+    shard = Shard.of_environment()
+    if shard.size > 1:
+        raise InputError(
+            "WORLD_SIZE",
+            f"is {shard.size}, but this command is for one process; with several, `vmonarch generate` shares every"
+            " video and `vmonarch eval` its items",
+        )
+
+
 def check_sharing(config: SamplingConfig, shard: Shard) -> None:
     """Check that several processes can compute the videos of a config together, before anything is loaded.
 

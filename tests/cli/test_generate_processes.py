@@ -79,6 +79,15 @@ def test_what_processes_cannot_share(tiny_model, tmp_path, with_gpus, options, m
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["compare", "calibrate"])
+def test_commands_for_one_process_say_so(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main([name, "a red circle", "--output-dir", str(tmp_path / "out")]) == 2
+    assert "WORLD_SIZE is 4, but this command is for one process" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_several_processes_need_gpus(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -56,7 +56,9 @@ def run(arguments: argparse.Namespace) -> None:
     from vmonarch.configs import InputError
     from vmonarch.eval.calibrate import Budget, CalibrateConfig, calibrate, read_diagnosis
     from vmonarch.pipelines.generation import build_config
+    from vmonarch.pipelines.processes import check_alone
 
+    check_alone()
     if arguments.diagnosis is not None:
         if arguments.prompts:
             raise InputError("prompts", "must not be given with --diagnosis, which samples nothing")

@@ -41,7 +41,9 @@ def run(arguments: argparse.Namespace) -> None:
     from vmonarch.configs import InputError
     from vmonarch.eval.compare import CompareConfig, compare
     from vmonarch.pipelines.generation import build_config
+    from vmonarch.pipelines.processes import check_alone
 
+    check_alone()
     move_overrides(arguments, "methods")
     own = ("methods", "reference", "save_videos", "strip_frames")
     config = build_config(CompareConfig, *sampling_layers(arguments, group="compare", own=own))
