@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import copy
 import functools
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +42,7 @@ from vmonarch.eval.kernel_bench import (
     measure,
     measured_dtype,
     relative_errors,
+    release_memory,
     summary,
     versions,
     write_json,
@@ -399,12 +399,6 @@ def with_rest(ms: dict[str, float], total: float) -> dict[str, float]:
     return {name: ms.get(name, total - sum(ms.values())) for name in PARTS}
 
 
-def _release(device: torch.device) -> None:
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
 def _lost(error: Exception) -> bool:
     """Whether the device is lost to this process, and with it every later measurement."""
     return "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError)
@@ -414,7 +408,7 @@ def measure_component(build: Callable[[], torch.nn.Module], call: Callable[[Any]
     """Seconds of the second call of a model that is built for it, and its peak memory; or why there are none."""
     device = clock.device
     try:
-        _release(device)
+        release_memory(device)
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         model = build()
         with torch.no_grad():
@@ -640,7 +634,7 @@ def run_setting(
         "vae": _skipped("--transformer-only") if bench.transformer_only else measure_vae(model, latents, clock),
     }
     say(f"{setting.name} VAE: {case['vae']['status']}")
-    _release(device)
+    release_memory(device)
     base = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     rows = [Row(method, mode, bench, base) for method in bench.methods for mode in bench.modes]
     case["rows"] = [row.record for row in rows]
@@ -687,7 +681,7 @@ def run_setting(
                     raise
                 row.record.update(failure(error))
             say(f"{setting.name} {row.method.label} {row.mode}: first call {row.record.get('first_call_s', '–')} s")
-            _release(device)
+            release_memory(device)
         expected.clear()
         measure_rows(rows, case, bench, clock, deadline)
     for row in rows:
@@ -802,7 +796,7 @@ def run_bench(bench: E2EConfig) -> dict[str, Any]:
             say(f"{setting.name} text encoder: {texts[setting.model]['status']}")
         case = run_setting(setting, model, bench, clock, deadline, texts[setting.model], say)
         run["cases"].append(case)
-        _release(device)
+        release_memory(device)
         for row in case["rows"]:
             if row["status"] == "left out":
                 name = f"{setting.name} {row['method']} {row['mode']}"

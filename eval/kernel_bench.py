@@ -534,6 +534,13 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
+def release_memory(device: torch.device) -> None:
+    """Give what nothing refers to back to a GPU."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """By linear interpolation between the sorted values."""
     ordered = sorted(values)
@@ -833,8 +840,7 @@ def _compile_task(task: tuple[Case, str, str, str]) -> bool:
     inputs = Inputs.random(case, device, measured_dtype(device))
     call_stages(lambda: call(method, inputs, case), stages)
     torch.cuda.synchronize(device)
-    gc.collect()
-    torch.cuda.empty_cache()
+    release_memory(device)
     return True
 
 
@@ -889,8 +895,7 @@ def _prepare(
         if not check["ok"]:
             return {**row, "status": "wrong", "problem": check["problem"]}, None, 0
         if device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+            release_memory(device)
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
             run()
@@ -967,9 +972,7 @@ def run_case(
         rows.append(row)
         if run is not None:
             runs[method.name], rounds[method.name] = run, turns
-        if device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        release_memory(device)
     times, host = measure(runs, rounds, clock, deadline) if runs else ({}, {})
     works = {method.name: method_work(method, case, dtype.itemsize) for method in methods}
     for row in rows:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import importlib
 import itertools
 import json
@@ -42,6 +41,7 @@ from vmonarch.eval.kernel_bench import (
     compiling_heads,
     map_in_processes,
     measure,
+    release_memory,
 )
 from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.kernels.common import launch
@@ -649,9 +649,7 @@ def run_tune(config: TuneConfig) -> dict[str, Any]:
             found.append(tuned)
             write_table(path, chip, [tuned], itemsize)
             say(f"{kernel} d={head_dim}: {tuned.before_ms:.3f} -> {tuned.after_ms:.3f} ms")
-            if real:
-                gc.collect()
-                torch.cuda.empty_cache()
+            release_memory(device)
     return {"chip": chip, "table": path, "tuned": found, "left_out": left_out}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import os
 import re
 import statistics
@@ -34,6 +33,7 @@ from vmonarch.eval.kernel_bench import (
     measure_rates,
     measured_dtype,
     relative_errors,
+    release_memory,
     summary,
     versions,
     write_json,
@@ -180,8 +180,7 @@ def compile_task(task: Task) -> bool:
     ways(case, device, measured_dtype(device))[method]().run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_memory(device)
     return True
 
 
@@ -194,12 +193,6 @@ def compile_tasks(bench: Bench, cases: Sequence[Any], methods: Sequence[str], de
             if code is not None:
                 tasks.setdefault(code, (bench.ways, case, method, device))
     return list(tasks.values())
-
-
-def _give_memory_back(clock: Clock) -> None:
-    if clock.device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def _prepare(make: Callable[[], Way], clock: Clock, dtype: torch.dtype, row: dict[str, Any]) -> Way | None:
@@ -221,7 +214,7 @@ def _prepare(make: Callable[[], Way], clock: Clock, dtype: torch.dtype, row: dic
     if problems:
         row.update(status="wrong", problem="; ".join(problems))
         return None
-    _give_memory_back(clock)
+    release_memory(clock.device)
     if clock.device.type == "cuda":
         before = torch.cuda.memory_allocated(clock.device)
         torch.cuda.reset_peak_memory_stats(clock.device)
@@ -268,7 +261,7 @@ def measure_ways(
                 # The device is lost to this process, and with it every later measurement.
                 raise
             row.update(failure(error))
-        _give_memory_back(clock)
+        release_memory(clock.device)
     counts = {name: min(rounds, rows[name]["rounds"]) for name in good}
     times, host = measure({name: way.run for name, way in good.items()}, counts, clock, deadline, FLUSHES)
     for name, way in good.items():
@@ -354,7 +347,7 @@ def main(bench: Bench, arguments: Sequence[str] | None) -> int:
         results["cases"].append({"case": case.label, **dataclasses.asdict(case), "rows": rows})
         # Inputs of several gigabytes hang on these.
         del ways
-        _give_memory_back(clock)
+        release_memory(clock.device)
         write_json(options.output, results)
         for row in rows:
             ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 import sys
 import tempfile
@@ -31,16 +30,16 @@ from vmonarch import VMonarchProcessor
 from vmonarch.configs import InputError
 from vmonarch.context_parallel import TokenSplit
 from vmonarch.eval.e2e_bench import BOUNDS as MODEL_BOUNDS
-from vmonarch.eval.e2e_bench import Denoiser, Setting, choose_settings, share_weights
+from vmonarch.eval.e2e_bench import TEXT_TOKENS, Denoiser, Setting, choose_settings, share_weights
 from vmonarch.eval.kernel_bench import (
     BOUNDS,
     Clock,
     check_device,
     check_output,
-    failure,
     measure,
     measured_dtype,
     relative_errors,
+    release_memory,
     sdpa,
     summary,
     versions,
@@ -138,19 +137,13 @@ def _everywhere(value: Any) -> list[Any]:
     return found
 
 
-def _release(device: torch.device) -> None:
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
 def measure_rows(
     runs: dict[str, Callable[[], Any]], rows: dict[str, dict[str, Any]], clock: SharedClock, rounds: int
 ) -> None:
     """Time the runs of the rows that are ok, and add their milliseconds and memory."""
     good = {name: run for name, run in runs.items() if rows[name]["status"] == "ok"}
     for name, run in good.items():
-        _release(clock.device)
+        release_memory(clock.device)
         if clock.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(clock.device)
         run()
@@ -249,7 +242,7 @@ def run_setting(setting: Setting, model: WanModel, job: Job, clock: SharedClock)
     stock = model.build_transformer("transformer", device, dtype)
     generator = torch.Generator(device).manual_seed(setting.frames)
     noise = torch.randn(1, model.transformer["in_channels"], *latents, generator=generator, device=device)
-    text = torch.randn(1, 512, model.transformer["text_dim"], generator=generator, device=device).to(dtype)
+    text = torch.randn(1, TEXT_TOKENS, model.transformer["text_dim"], generator=generator, device=device).to(dtype)
     rows: dict[str, dict[str, Any]] = {}
     runs: dict[str, Callable[[], Any]] = {}
     for name in WAYS:
@@ -279,7 +272,7 @@ def run_setting(setting: Setting, model: WanModel, job: Job, clock: SharedClock)
         error = relative_errors(out.movedim(1, -1), expected.movedim(1, -1))["relative"]
         judge(row, {"out": error}, {"out": MODEL_BOUNDS[dtype]})
         del out, expected
-        _release(device)
+        release_memory(device)
     measure_rows(runs, rows, clock, job.rounds)
     return list(rows.values())
 
@@ -310,7 +303,7 @@ def run_rank(rank: int, ranks: int, job: Job) -> None:
             rows += run_case(case, clock, job.rounds)
         else:
             rows += run_setting(case, read_model(case.model), job, clock)
-        _release(device)
+        release_memory(device)
         if rank == 0:
             write_json(job.folder / f"rows-{ranks}.json", {"rows": rows})
     dist.destroy_process_group()
@@ -369,8 +362,8 @@ def run_bench(
             torch.multiprocessing.ProcessRaisedException,
             torch.multiprocessing.ProcessExitedException,
         ) as error:
-            results["failed"].append({"ranks": ranks, **failure(error)})
-            results["failed"][-1]["problem"] = str(error).strip().splitlines()[-1]
+            problem = str(error).strip().splitlines()[-1]
+            results["failed"].append({"ranks": ranks, "status": "failed", "problem": problem})
         path = job.folder / f"rows-{ranks}.json"
         if path.exists():
             results["rows"] += json.loads(path.read_text(encoding="utf-8"))["rows"]

@@ -952,6 +952,12 @@ def _generate(
 ) -> list[GeneratedVideo]:
     """`generate` with everything in place."""
     batches = _jobs(config, recorded)
+    if shard.rank > 0:
+        # The first process decodes and writes.
+        for jobs in batches:
+            prompts, seeds = [job.prompt for job in jobs], [job.seed for job in jobs]
+            denoise(model, config, prompts, seeds, batch_guidance=config.batch_guidance)
+        return []
     total = sum(job.write for batch in batches for job in batch)
     about = facts(config, model)
     about["environment"]["processes"] = shard.size
@@ -961,11 +967,7 @@ def _generate(
         _reset_peak_memory(model.device)
         title = f"video {len(videos) + len(failures) + 1} of {total}" if progress else None
         prompts, seeds = [job.prompt for job in jobs], [job.seed for job in jobs]
-        options: dict[str, Any] = dict(batch_guidance=config.batch_guidance, progress=title)
-        if shard.rank > 0:
-            denoise(model, config, prompts, seeds, **options)
-            continue
-        result = sample(model, config, prompts, seeds, **options)
+        result = sample(model, config, prompts, seeds, batch_guidance=config.batch_guidance, progress=title)
         for index, job in enumerate(jobs):
             if not job.write:
                 continue
