@@ -82,24 +82,17 @@ def batched_guidance(pipe: Any) -> Iterator[None]:
         return embeddings, negative
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_attribute(pipe, "encode_prompt", encode))
-        for name, forward in forwards.items():
-            # A transformer inside torch.compile's wrapper is compiled as it is: the wrapper gets the new forward.
-            stack.enter_context(_attribute(getattr(pipe, name), "forward", forward))
+        stack.callback(_put_back, pipe, "encode_prompt", encode, vars(pipe).get("encode_prompt"))
+        pipe.encode_prompt = encode
+        for forward in forwards.values():
+            stack.enter_context(forward.installed())
         yield
 
 
-@contextlib.contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give one object an attribute of its own; if someone else has set it since, theirs stays."""
-    own = name in vars(owner)
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if vars(owner).get(name) is value:
-            setattr(owner, name, before) if own else delattr(owner, name)
+def _put_back(owner: Any, name: str, ours: Any, before: Any) -> None:
+    """Undo that an object got an attribute of its own, unless someone else has set it since; theirs stays."""
+    if vars(owner).get(name) is ours:
+        delattr(owner, name) if before is None else setattr(owner, name, before)
 
 
 class _GuidedForward:
@@ -113,16 +106,37 @@ class _GuidedForward:
 
     def __init__(self, pipe: Any, name: str, transformer: Any) -> None:
         self._pipe, self._name, self._transformer = pipe, name, transformer
-        self._forward: Forward = getattr(pipe, name).forward
+        # A transformer inside torch.compile's wrapper is compiled as it is: the wrapper gets the new forward.
+        self._owner = getattr(pipe, name)
+        self._forward: Forward = self._owner.forward
+        # What of it is an attribute of the one object: that of the hooks around it, if any.
+        self._before: Forward | None = vars(self._owner).get("forward")
         # What the second call has instead of the first one's arguments; None before a prompt is encoded.
         self._other: dict[str, Any] | None = None
         # (the first call's arguments, those foreseen for the second, the answer to these).
         self._prepared: tuple[Mapping[str, Any], Mapping[str, Any], Any] | None = None
 
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        self._owner.forward = self
+        try:
+            yield
+        finally:
+            _put_back(self._owner, "forward", self, self._before)
+
+    def _compute(self, *args: Any, **inputs: Any) -> Any:
+        output = self._forward(*args, **inputs)
+        now = vars(self._owner).get("forward")
+        if now is not self:
+            # A hook has taken itself off in the call, as that of group offloading with a stream does after the first.
+            self._forward, self._before = self._owner.forward, now
+            self._owner.forward = self
+        return output
+
     def begin(self, negative: torch.Tensor | None) -> None:
         """A pipeline's run begins: the second call of a step will have these text embeddings."""
         # Model offloading takes its hooks off at the end of a run and puts them on anew, in place of this one.
-        if vars(getattr(self._pipe, self._name)).get("forward") is not self:
+        if vars(self._owner).get("forward") is not self:
             raise RuntimeError(
                 f"the forward of {self._name} has been replaced (by offloading, or a cache enabled since), so that its"
                 " guidance is no longer batched: put each call of the pipeline into a block of its own, with"
@@ -134,10 +148,10 @@ class _GuidedForward:
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         # Pipelines give every argument by name and want a tuple; who calls otherwise wants this one answer.
         if self._other is None or args or inputs.get("return_dict", True):
-            return self._forward(*args, **inputs)
+            return self._compute(*args, **inputs)
         prepared, self._prepared = self._prepared, None
         if prepared is None:
-            return self._both(inputs) if self._pipe.do_classifier_free_guidance else self._forward(**inputs)
+            return self._both(inputs) if self._pipe.do_classifier_free_guidance else self._compute(**inputs)
         first, foreseen, answer = prepared
         if _equal(foreseen, inputs):
             # From now on these very tensors, which tell by identity that nothing has changed.
@@ -154,7 +168,7 @@ class _GuidedForward:
                 " than foreseen, and its cache has recorded the answer to that; call disable_cache, or do without"
                 " vmonarch.batched_guidance"
             )
-        return self._forward(**inputs)
+        return self._compute(**inputs)
 
     def _both(self, inputs: dict[str, Any]) -> Any:
         """The answer to `inputs`; the one to the call that will follow is prepared."""
@@ -166,7 +180,7 @@ class _GuidedForward:
         }
         # Negative first: the order of diffusers, on which FasterCache relies.
         both = inputs | {name: torch.cat([foreseen[name], inputs[name]]) for name in self._batched(inputs, foreseen)}
-        (output,) = self._forward(**both)
+        (output,) = self._compute(**both)
         negative, positive = output.chunk(2)
         self._prepared = inputs, foreseen, (negative,)
         return (positive,)

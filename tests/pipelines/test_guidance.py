@@ -7,6 +7,7 @@ import diffusers
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
+from diffusers.hooks import HookRegistry, ModelHook
 
 import vmonarch
 from vmonarch import VMonarchProcessor, batched_guidance
@@ -239,6 +240,32 @@ def test_on_the_gpu(tiny, batches, kind, offload):
                     tiny.generate(pipe)
     assert sizes == [2] * 6
     torch.testing.assert_close(tiny.generate(pipe), expected, rtol=1e-3, atol=1e-3)
+
+
+class Once(ModelHook):
+    """Takes itself off after the first call, like the hook of group offloading with a stream."""
+
+    def post_forward(self, module, output):
+        module._diffusers_hook.remove_hook("once", recurse=False)
+        return output
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["alone", "with-another"])
+def test_a_hook_may_take_itself_off(tiny, batches, another):
+    pipe = tiny.pipeline("t2v")
+    expected = tiny.generate(pipe)
+    hooks = HookRegistry.check_if_exists_or_initialize(pipe.transformer)
+    if another:
+        hooks.register_hook(ModelHook(), "stays")
+    for _ in range(2):
+        hooks.register_hook(Once(), "once")
+        sizes = batches(pipe)
+        with batched_guidance(pipe):
+            for _ in range(2):
+                torch.testing.assert_close(tiny.generate(pipe), expected, **CLOSE)
+        assert sizes == [2] * 6
+        assert torch.equal(tiny.generate(pipe), expected)
+        assert sizes == [2] * 6 + [1] * 6
 
 
 def test_hooks_that_a_run_replaces_are_not_undone_and_a_second_run_is_refused(tiny):
