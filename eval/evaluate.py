@@ -237,10 +237,11 @@ def evaluate(
     _check_settings(output, _settings(config, folder))
     jobs = [Item(number, *job) for number, job in enumerate((job for b in config.batches() for job in b), start=1)]
     batches = [jobs[i : i + config.batch_size] for i in range(0, len(jobs), config.batch_size)]
-    own = [batch for batch in batches[shard.rank :: shard.size] if any(not is_done(output, item) for item in batch)]
-    if own:
+    left = [[b for b in batches[r :: shard.size] if any(not is_done(output, i) for i in b)] for r in range(shard.size)]
+    if own := left[shard.rank]:
         config, model = load_for(config, model)
-        _Run(config, model, output, progress).run(own, len(jobs))
+        # What is counted is the same for all processes, so the first that has anything to do counts.
+        _Run(config, model, output, progress, counts=not any(left[: shard.rank])).run(own, len(jobs))
     missing = sum(not is_done(output, item) for item in jobs)
     if missing:
         return Evaluation(output, None, missing)
@@ -304,11 +305,16 @@ def _short(value: Any) -> str:
 
 
 class _Run:
-    """The sampling of items by one process."""
+    """The sampling of items by one process.
 
-    def __init__(self, config: EvalConfig, model: LoadedModel, output: Path, progress: bool) -> None:
+    Args:
+        counts: whether this process counts the methods' FLOPs, which it does before its first item.
+    """
+
+    def __init__(self, config: EvalConfig, model: LoadedModel, output: Path, progress: bool, counts: bool) -> None:
         from vmonarch.pipelines.environment import environment
 
+        self.counts = counts
         self.config, self.model, self.output, self.progress = config, model, output, progress
         self.score = prompt_scorer(model)
         self.environment = environment(model.device)
@@ -330,7 +336,7 @@ class _Run:
                     raise GenerationError(f"{self.output} cannot be written to: {error}") from error
 
     def _warm_up(self, batch: Sequence[Item]) -> None:
-        """Warm up, and count the methods' FLOPs on what the transformer was called with."""
+        """Warm up and, if that is for this process to do, count FLOPs on what the transformer was called with."""
         from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
         from vmonarch.eval.video_io import AtomicFiles
 
@@ -338,7 +344,7 @@ class _Run:
             pairs = [(item.prompt, item.seed) for item in batch]
             warm_up(self.model, self.config, pairs, progress=self.progress)
         path = self.output / "flops.json"
-        if not path.exists():
+        if self.counts and not path.exists():
             assert self.config.steps is not None
             steps = transformers_by_step(self.model.pipe, self.config.steps)
             shares = relative_flops(call, self.config.methods, steps)

@@ -155,6 +155,7 @@ def test_processes_share_the_items_out(
         monkeypatch.setenv("WORLD_SIZE", "2")
         evaluation = evaluate(settings, model=loaded)
         assert evaluation.missing == missing and (evaluation.record is None) == bool(missing)
+        assert (tmp_path / "eval" / "flops.json").exists() == (rank == 0), "one process counts for all"
     assert without_times(evaluation.record) == without_times(whole.record)
 
 
