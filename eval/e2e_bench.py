@@ -20,6 +20,7 @@ import copy
 import functools
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -63,6 +64,8 @@ GUIDANCE = 5.0
 # Relative errors (Frobenius norm) that one forward call may have where both compute the same: exact attention against
 # stock eager, and a method compiled against the same one eager. Of a whole transformer, so above those of one kernel.
 BOUNDS = {torch.bfloat16: 5e-2, torch.float32: 1e-3}
+# Of the rest, so many kernels are named.
+REST_KERNELS = 12
 PARTS = ("attention", "projections", "norms and rotary", "cross-attention", "FFN", "rest")
 FORMULAE = {
     "step": "two forward calls (prompt and negative prompt, batch 1), guidance, one step of UniPC",
@@ -358,10 +361,10 @@ def part_of(name: str, shapes: Sequence[Sequence[int]], tokens: int, width: int,
 
 def profiled_parts(
     run: Callable[[], Any], device: torch.device, tokens: int, config: dict[str, Any]
-) -> tuple[dict[str, float], list[str]]:
-    """(milliseconds of the kernels of a call by part, of what `part_of` can tell; names of attention's operators).
+) -> tuple[dict[str, float], list[str], dict[str, float]]:
+    """(milliseconds of all kernels of a call by PARTS, names of attention's operators, the rest by kernel).
 
-    Two of every six square products are cross-attention's.
+    Two of every six square products are cross-attention's. On a CPU, operators take the place of kernels.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -374,6 +377,7 @@ def profiled_parts(
     width = config["num_attention_heads"] * config["attention_head_dim"]
     ms = dict.fromkeys((*PARTS[:-1], "square"), 0.0)
     names = set()
+    rest: Counter[str] = Counter()
     waiting = [
         event
         for event in profiled.events()
@@ -384,6 +388,9 @@ def profiled_parts(
         part = part_of(event.name, event.input_shapes or [], tokens, width, config["ffn_dim"])
         if part is None:
             waiting.extend(event.cpu_children)
+            own = [(kernel.name, kernel.duration) for kernel in event.kernels]
+            for name, microseconds in own if cuda else [(event.name, event.self_cpu_time_total)]:
+                rest[name] += microseconds / 1e3
         else:
             ms[part] += (event.device_time_total if cuda else event.cpu_time_total) / 1e3
             if part == "attention":
@@ -391,7 +398,7 @@ def profiled_parts(
     square = ms.pop("square")
     ms["projections"] += square * 4 / 6
     ms["cross-attention"] += square * 2 / 6
-    return ms, sorted(names)
+    return ms | {"rest": rest.total()}, sorted(names), dict(rest.most_common(REST_KERNELS))
 
 
 def with_rest(ms: dict[str, float], total: float) -> dict[str, float]:
@@ -468,7 +475,6 @@ class Row:
     def __init__(self, method: AttentionMethod, mode: str, bench: E2EConfig, base: int) -> None:
         self.method, self.mode, self.bench, self.base = method, mode, bench, base
         self.denoiser: Denoiser | None = None
-        self.parts: dict[str, float] | None = None
         self.out: torch.Tensor | None = None
         self.record: dict[str, Any] = {
             "method": method.label,
@@ -526,8 +532,9 @@ class Row:
         else:
             try:
                 config = denoiser.model.transformer
-                self.parts, names = profiled_parts(denoiser.forward, device, denoiser.tokens, config)
-                self.record["attention_operators"] = names
+                parts, names, rest = profiled_parts(denoiser.forward, device, denoiser.tokens, config)
+                self.record.update(parts=parts, parts_of_ms=sum(parts.values()), attention_operators=names)
+                self.record["rest_ms"] = rest
             except RuntimeError as error:
                 if _lost(error) or isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -585,9 +592,6 @@ class Row:
         step = summary([ms / 1e3 for ms in step_ms])
         self.record.update(forward_s=forward, step_s=step, rounds=len(step_ms))
         self.record.update(video_seconds(step["median"], self.bench.steps, vae, text))
-        if self.parts is not None:
-            self.record["parts"] = with_rest(self.parts, forward["median"] * 1e3)
-            self.record["parts_of_ms"] = forward["median"] * 1e3
 
 
 def _compiled_graphs() -> int:
@@ -776,7 +780,8 @@ def run_bench(bench: E2EConfig) -> dict[str, Any]:
             "memory": "peak_bytes: the most that is allocated during a forward call, weights of all transformers"
             " counted, VAE and text encoder not",
             "parts": "eager: device events around modules, gaps between kernels counted; compiled: kernels by the"
-            " shapes of their products, of six square ones two for cross-attention; what is fused is rest",
+            " shapes of their products, of six square ones two for cross-attention; what is fused is rest, its longest"
+            " kernels are rest_ms; of one profiled call, gaps not counted",
             "bound": BOUNDS[measured_dtype(device)],
         },
         "formulae": FORMULAE,

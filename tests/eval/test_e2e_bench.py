@@ -16,6 +16,7 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.eval import e2e_bench
 from vmonarch.eval.e2e_bench import (
     PARTS,
+    REST_KERNELS,
     SETTINGS,
     Denoiser,
     E2EConfig,
@@ -82,6 +83,9 @@ def test_all_rows_are_measured_and_seconds_follow_from_steps(document, tiny_yaml
         extra = case["vae"]["seconds"] + 2 * case["text_encoder"]["seconds"]
         assert extra > 0 and row["video_s"] == pytest.approx(row["denoise_s"] + extra)
         assert list(row["parts"]) == list(PARTS) and sum(row["parts"].values()) == pytest.approx(row["parts_of_ms"])
+        if mode == "compiled":
+            assert 0 < max(row["rest_ms"].values()) <= sum(row["rest_ms"].values()) <= 1.0001 * row["parts"]["rest"]
+            assert len(row["rest_ms"]) <= REST_KERNELS
         if mode == "eager":
             assert all(ms > 0 for ms in row["parts"].values())
         if method == "full" and mode == "compiled":
