@@ -294,7 +294,8 @@ def run_rank(rank: int, ranks: int, job: Job) -> None:
     )
     rows: list[dict[str, Any]] = []
     clock = SharedClock(device)
-    work: tuple[Case | Setting, ...] = (*job.cases, *job.settings)
+    # Whole transformers first: they tell more, should the time be over.
+    work: tuple[Case | Setting, ...] = (*job.settings, *job.cases)
     for case in work:
         if max(_everywhere(time.monotonic() - started)) > job.seconds:
             left_out = {"ranks": ranks, "status": "left out", "problem": "the time was over"}
@@ -353,11 +354,12 @@ def run_bench(
         "rows": [],
         "failed": [],
     }
-    for ranks in numbers:
-        left = job.seconds - (time.monotonic() - started)
-        say(f"{ranks} processes, {left:.0f} s left")
+    for n, ranks in enumerate(numbers):
+        # Later numbers of processes get their share, too: without them there is nothing to compare.
+        share = (job.seconds - (time.monotonic() - started)) / (len(numbers) - n)
+        say(f"{ranks} processes, {share:.0f} s for them")
         try:
-            torch.multiprocessing.spawn(run_rank, (ranks, dataclasses.replace(job, seconds=left)), nprocs=ranks)
+            torch.multiprocessing.spawn(run_rank, (ranks, dataclasses.replace(job, seconds=share)), nprocs=ranks)
         except (
             torch.multiprocessing.ProcessRaisedException,
             torch.multiprocessing.ProcessExitedException,
@@ -420,7 +422,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[Ca
         help=f"of vmonarch bench e2e (default: {' '.join(MODELS)})",
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no case is begun")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds, shared out among the numbers")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--output", type=Path, default=Path("outputs/bench/parallel.json"))
     options = parser.parse_args(arguments)

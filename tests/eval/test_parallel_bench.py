@@ -24,11 +24,12 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def results(tiny_yaml, made_once):
+    settings = (Setting("tiny", tiny_yaml, 5, 32, 64),)
     # The last one ends all processes.
-    settings = Setting("tiny", tiny_yaml, 5, 32, 64), Setting("nothing", "missing.yaml", 5, 32, 64)
+    cases = (*CASES, Case(LatentGrid(2, 1, 1), 2, head_dim=0))
 
     def measure(folder):
-        job = Job(folder, "cpu", CASES, settings, rounds=1, seconds=100.0)
+        job = Job(folder, "cpu", cases, settings, rounds=1, seconds=100.0)
         said = []
         with pytest.MonkeyPatch.context() as patch:
             # Processes of their own import it by its name.
@@ -110,7 +111,7 @@ def test_efficiency_needs_the_same_way_alone():
 def test_processes_that_fail_are_told_and_what_was_measured_stands(results):
     assert [entry["ranks"] for entry in results["failed"]] == [1, 2]
     for entry in results["failed"]:
-        assert entry["status"] == "failed" and "missing.yaml" in entry["problem"]
+        assert entry["status"] == "failed" and "no empty dimension" in entry["problem"]
     table = parallel_table(results | {"rows": []})
     assert "- 1 processes failed: " in table and "- 2 processes failed: " in table
 
@@ -146,3 +147,16 @@ def test_a_gpu_is_needed(capsys):
     with pytest.raises(SystemExit):
         parallel_bench.main([])
     assert "device" in capsys.readouterr().err and issubclass(InputError, ValueError)
+
+
+def test_every_number_of_processes_gets_its_share_of_the_time(monkeypatch, tmp_path):
+    given = []
+
+    def spawn(_, args, nprocs):
+        given.append((nprocs, args[1].seconds))
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    job = Job(tmp_path, "cpu", CASES, (), rounds=1, seconds=90.0)
+    run_bench(job, (1, 2, 4), tmp_path / "parallel.json", "", lambda text: None)
+    # Who needs less leaves more to the others.
+    assert given == [(1, pytest.approx(30, abs=1)), (2, pytest.approx(45, abs=1)), (4, pytest.approx(90, abs=1))]
