@@ -909,7 +909,47 @@ def e2e_table(results: dict[str, Any]) -> str:
     return f"{table}\nWhere a forward call spends its time:\n\n{shares_table}\n{_about(results)}"
 
 
+def video_table(results: dict[str, Any]) -> str:
+    """Seconds per video alone, of the settings that have them: what a first reader wants to know."""
+    from vmonarch.eval.tables import markdown
+
+    shown = (("full", "eager"), ("full", "compiled"), ("vmonarch", "compiled"))
+    lines: list[list[str]] = []
+    made: list[str] = []
+    for setting, found in newest_rows(results).items():
+        rows = [found[key] for key in shown if key in found and found[key][0].get("video_s")]
+        # Of one run, as all that is compared.
+        if len(rows) < len(shown) or len({id(case) for _, case in rows}) > 1:
+            continue
+        (stock, case), (compiled, _), (ours, _) = rows
+        seconds = ours["video_s"]
+        lines.append(
+            [
+                setting,
+                f"{case['tokens']:,}",
+                f"{stock['video_s']:.1f}",
+                f"{compiled['video_s']:.1f}",
+                f"{seconds:.1f} ({stock['video_s'] / seconds:.2f}×, {compiled['video_s'] / seconds:.2f}×)",
+            ]
+        )
+        (run,) = [run for run in results["runs"] if any(other is case for other in run["cases"])]
+        versions_used = f"torch {run['versions']['torch']}, Triton {run['versions']['triton']}"
+        made.append(
+            f"{run['hardware']}, {run['date'][:10]}, {versions_used}, {run['settings']['steps']} steps."
+            f" Made by `{run['command']}`."
+        )
+    heading = ["setting", "tokens", "stock diffusers, s", "stock, compiled, s", "VMonarch, compiled, s"]
+    return markdown(heading, lines) + "\n" + "\n".join(dict.fromkeys(made)) + "\n"
+
+
 def _about(results: dict[str, Any]) -> str:
+    measured = {
+        name
+        for setting, found in newest_rows(results).items()
+        for (method, mode), (row, _) in found.items()
+        if row["status"] == "ok"
+        for name in (setting, f"{setting} {method} {mode}")
+    }
     lines = []
     for name, text in FORMULAE.items():
         lines.append(f"- {name}: {text}")
@@ -929,7 +969,11 @@ def _about(results: dict[str, Any]) -> str:
             f" {settings['dtype']}, {settings['steps']} steps, up to {settings['rounds']} rounds, {run['date'][:10]}:"
             f" `{run['command']}`"
         )
-        lines += [f"- left out: {entry['case']} ({entry['why']})" for entry in run["left_out"]]
+        lines += [
+            f"- left out: {entry['case']} ({entry['why']})"
+            for entry in run["left_out"]
+            if entry["case"] not in measured
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -160,6 +160,13 @@ def e2e_table(results: dict[str, Any]) -> str:
     return e2e_bench.e2e_table(results)
 
 
+def video_table(results: dict[str, Any]) -> str:
+    """Seconds per video."""
+    from vmonarch.eval import e2e_bench
+
+    return e2e_bench.video_table(results)
+
+
 def quality_table(results: dict[str, Any]) -> str:
     """VMonarch and plans beside full attention: what a first reader wants to know."""
     evaluation = results["evaluations"]["plans"]
@@ -271,6 +278,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "mqar": mqar_table,
     "train-h200": train_table,
     "e2e": e2e_table,
+    "video": video_table,
     "norm": norm_table,
     "float8": float8_table,
     "quality": quality_table,
@@ -287,6 +295,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 # Tables of another name than their JSON.
 SOURCES = {
     "speed": "kernels-h200",
+    "video": "e2e",
     "quality": "eval-embedded",
     **{name: source for name, (source, _) in _ABLATIONS.items()},
 }
@@ -295,6 +304,7 @@ AWAITED = {
     "flash-bias-h200": "python -m vmonarch.eval.bias_bench",
     "based-h200": "python -m vmonarch.eval.based_bench",
     "e2e": "vmonarch bench e2e",
+    "video": "vmonarch bench e2e",
     "norm": "python -m vmonarch.eval.norm_bench",
     "parallel": "python -m vmonarch.eval.parallel_bench",
     "guidance": "python -m vmonarch.eval.guidance_bench",

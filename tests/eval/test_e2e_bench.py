@@ -30,6 +30,7 @@ from vmonarch.eval.e2e_bench import (
     run_bench,
     share_weights,
     timed_parts,
+    video_table,
 )
 from vmonarch.eval.kernel_bench import Clock
 from vmonarch.eval.wan_models import read_model
@@ -340,6 +341,15 @@ def test_the_table_holds_ratios_of_one_run_and_the_aims_beside_them(document, tm
     assert together == merge([first, second]) and len(together["runs"]) == 2
     line = next(line for line in e2e_table(together).splitlines() if "vmonarch, compiled" in line)
     assert "| 0.500 |" in line and "– (aim 2.2×)" in line
+    for row, video in zip(case["rows"], (8.0, 6.0, 5.0, 2.0), strict=True):
+        row["video_s"] = video
+    assert f"| {SETTINGS[0].name} | 16 | 8.0 | 6.0 | 2.0 (4.00×, 3.00×) |" in video_table(first)
+    assert SETTINGS[0].name not in video_table(together), "its rows are of two runs"
+    # What another run has measured is no longer left out.
+    second["runs"][0]["left_out"] = [{"case": f"{SETTINGS[0].name} full eager", "why": "a"}, {"case": "b", "why": "c"}]
+    assert [line for line in e2e_table(merge([first, second])).splitlines() if "left out" in line] == [
+        "- left out: b (c)"
+    ]
     failed = {"status": "failed", "method": "full", "mode": "eager"}
     assert ratio(case["rows"][3], {"rows": [failed, case["rows"][3]]}, "eager") is None
 
