@@ -14,12 +14,13 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vmonarch.configs import InputError
@@ -38,6 +39,8 @@ from vmonarch.pipelines.model_folder import ModelFolder, find_model
 FREE = ("output_dir", "steps", "trackers", "log_every", "validation", "checkpoints", "data.workers", "data.validation",
         "data.path", "model", "revision")  # fmt: skip
 TEXT_LENGTH = 512
+# That a process waits for the others, of which a launcher ends all when one dies.
+WAITING = timedelta(hours=6)
 
 
 class TrainingError(RuntimeError):
@@ -513,7 +516,10 @@ def make_optimizer(
 
 
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
-    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)] if experts > 1 else []
+    # The others wait while the first process samples videos or writes a checkpoint.
+    handlers: list[Any] = [InitProcessGroupKwargs(timeout=WAITING)]
+    if experts > 1:
+        handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
     try:
         accelerator = Accelerator(
             mixed_precision="bf16" if config.precision == "bf16" else "no",

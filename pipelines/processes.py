@@ -106,8 +106,12 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
             except (ValueError, NotImplementedError) as error:
                 raise InputError("model", f"cannot be spread over {shard.size} processes: {error}") from error
         yield
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # NCCL would wait for the other processes, which may be in the middle of an exchange; this one is about to end.
+        if not on_gpu:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _tokens(model: LoadedModel, config: SamplingConfig) -> int:

@@ -233,7 +233,8 @@ def _norm_and_rotate(
     if implementation == "triton" or (implementation == "auto" and x.device.type == "cuda"):
         angles = (1, x.shape[1], 1, x.shape[2] // heads)
         fits = all(part.shape == angles and not part.requires_grad for part in rotary_emb)
-        if fits and _is_plain(norm, x.shape[2]) and why_not_triton(x, norm.weight, *rotary_emb) is None:
+        # Ranks of xfuser may have no token at all.
+        if x.numel() and fits and _is_plain(norm, x.shape[2]) and why_not_triton(x, norm.weight, *rotary_emb) is None:
             eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
             return norm_rotary(x, norm.weight, *rotary_emb, heads=heads, eps=eps, implementation="triton")
     return _rotate(norm(x).unflatten(2, (heads, -1)), *rotary_emb)

@@ -43,8 +43,12 @@ def process_group(device: str) -> Iterator[str]:
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     try:
         yield device
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # NCCL would wait for the other processes, which may be in the middle of an exchange; this one is about to end.
+        if kind != "cuda":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def own_seed(seed: int) -> int:

@@ -298,22 +298,27 @@ class Link:
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, list[Any]]] = weakref.WeakKeyDictionary()
 
 
-def agree(group: dist.ProcessGroup, arguments: Mapping[str, Hashable], own: Hashable) -> list[Any]:
+def agree(
+    group: dist.ProcessGroup, device: torch.device, arguments: Mapping[str, Hashable], name: str, own: Hashable
+) -> list[Any]:
     """Check that all ranks call with the same arguments; the first call with them, a collective, asks the others.
 
     Args:
-        own: what may differ from rank to rank.
+        device: of this rank's tensors.
+        name, own: what may differ from rank to rank, but not from call to call with the same arguments: the other
+            ranks would not hear of it.
 
     Returns:
         `own` of every rank.
 
     Raises:
-        ValueError: a rank has other arguments, or has refused its own; the message names the rank and what differs.
+        ValueError: a rank has other arguments, or has refused its own, and the message names the rank and what differs;
+            or `own` is not that of the call before.
     """
     known = _agreed.setdefault(group, {})
-    call = (*arguments.items(), own)
+    call = tuple(arguments.items())
     if call not in known:
-        answers = _ask(group, (dict(arguments), own))
+        answers = _ask(group, device, (dict(arguments), own))
         for rank, (theirs, _) in enumerate(answers):
             if theirs != answers[0][0]:
                 different = [name for name in arguments if theirs.get(name) != answers[0][0].get(name)]
@@ -322,20 +327,28 @@ def agree(group: dist.ProcessGroup, arguments: Mapping[str, Hashable], own: Hash
                 )
                 raise ValueError(f"rank {rank} of the group calls with other arguments than rank 0: {what}")
         known[call] = [theirs for _, theirs in answers]
+    before = known[call][dist.get_rank(group)]
+    if own != before:
+        raise ValueError(
+            f"{name} must be as in the calls before with the same arguments, {before}, got {own}; use another process"
+            " group for another division"
+        )
     return known[call]
 
 
-def refuse(group: dist.ProcessGroup, error: Exception) -> None:
+def refuse(group: dist.ProcessGroup, device: torch.device, error: Exception) -> None:
     """Tell the ranks that wait for this one in their first call that it will not take part."""
     if not _agreed.get(group):
-        _ask(group, error, raise_theirs=False)
+        _ask(group, device, error, raise_theirs=False)
 
 
-def _ask(group: dist.ProcessGroup, answer: Any, raise_theirs: bool = True) -> list[Any]:
+def _ask(group: dist.ProcessGroup, device: torch.device, answer: Any, raise_theirs: bool = True) -> list[Any]:
     answers: list[Any] = [None] * dist.get_world_size(group)
     if isinstance(answer, Exception):
         answer = f"{type(answer).__name__}: {answer}"
-    dist.all_gather_object(answers, answer, group=group)
+    # NCCL sends from the current device, which need not be the one that the tensors are on.
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        dist.all_gather_object(answers, answer, group=group)
     refused = [
         f"rank {rank} of the group refuses its arguments: {a}" for rank, a in enumerate(answers) if type(a) is str
     ]

@@ -500,12 +500,13 @@ def frame_parallel_vmonarch_attention(
         key_frames = None if pattern is None else pattern.key_frames(grid.frames)
         triton = use_triton("frame_parallel_vmonarch_attention", implementation, query, key, value)
     except Exception as error:
-        refuse(group, error)
+        refuse(group, query.device if isinstance(query, torch.Tensor) else torch.device("cpu"), error)
         raise
     requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     B, _, heads, head_dim = query.shape
     frames = agree(
         group,
+        query.device,
         {
             "grid": tuple(grid),
             "the batch size": B,
@@ -523,6 +524,7 @@ def frame_parallel_vmonarch_attention(
             "the implementation": "triton" if triton else "torch",
             "whether gradients are required": requires_grad,
         },
+        "the frames of a rank",
         own_frames,
     )
     if sum(frames) != grid.frames:

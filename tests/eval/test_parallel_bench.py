@@ -37,7 +37,8 @@ def results(tiny_yaml, made_once):
             patch.setenv("OMP_NUM_THREADS", "1")
             patch.setattr(parallel_bench, "run_rank", importlib.import_module("parallel_bench_rank").rank)
             found = run_bench(job, (1, 2), folder / "parallel.json", "the command", said.append)
-        assert [text.split(" processes")[0] for text in said] == ["1", "2"]
+        assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2"]
+        assert ["Traceback" in text for text in said] == [False, True] * 2, "what went wrong is shown whole"
         assert json.loads((folder / "parallel.json").read_text()) == json.loads(json.dumps(found))
 
     return json.loads((made_once("parallel-bench", measure) / "parallel.json").read_text())

@@ -4,6 +4,7 @@ Three gloo processes run all cases in one go (`frame_parallel_ranks.py`), those 
 """
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from vmonarch import ExactBlocks, vmonarch_attention
 from vmonarch.exact import FIRST_FRAME
+from vmonarch.kernels.monarch import exchange
 from vmonarch.kernels.monarch.exchange import places_leaving, places_of, split_evenly
 from vmonarch.kernels.monarch.parallel import (
     exact_routes,
@@ -191,6 +194,75 @@ def test_needs_a_group_and_a_rank_in_it(reports):
     assert reports[2]["outsider"] == ("RuntimeError: this process is not a member of the group that it calls with")
     with pytest.raises(RuntimeError, match="init_process_group first"):
         frame_parallel_vmonarch_attention(*tensors(*[CASES["paper"][n] for n in (1, 2)])[:3], grid=(5, 3, 5))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """alone(backend): a group of this process only."""
+
+    def start(backend):
+        dist.init_process_group(backend, init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+
+    yield start
+    dist.destroy_process_group()
+
+
+# Bounds of relative errors (Frobenius norm). The gradients that the stages hand each other are rounded to 16 bit.
+@pytest.mark.parametrize(
+    ("device", "grid", "head_dim", "dtype", "bound"),
+    [
+        ("cpu", (4, 2, 3), 16, torch.float32, 1e-5),
+        pytest.param("cuda", (9, 16, 20), 128, torch.bfloat16, 2e-2, marks=pytest.mark.gpu),
+        pytest.param("cuda", (24, 11, 13), 64, torch.float16, 5e-3, marks=pytest.mark.gpu),
+        pytest.param("cuda", (7, 8, 8), 128, torch.float32, 1e-4, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_iterations": 3, "coarse": 2, "exact": None, "entropy_grad": True},
+        {"exact": ExactBlocks(rows=(0,), band=1, aware=True)},
+    ],
+    ids=["default", "coarse", "band"],
+)
+def test_the_kernels_stage_by_stage_are_those_of_one_call(alone, device, grid, head_dim, dtype, bound, options):
+    alone("nccl" if device == "cuda" else "gloo")
+    generator = torch.Generator().manual_seed(0)
+    size = (1, math.prod(grid), 3, head_dim)
+    q, k, v, grad = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(4))
+
+    def run(attend):
+        tensors = [x.clone().requires_grad_(True) for x in (q, k, v)]
+        out, lse = attend(*tensors, grid=grid, return_lse=True, implementation="triton", **options)
+        return out, lse, *torch.autograd.grad((out, lse), tensors, (grad, torch.ones_like(lse)))
+
+    found, expected = run(frame_parallel_vmonarch_attention), run(vmonarch_attention)
+    for name, ours, theirs in zip(RESULTS, found, expected, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        assert (ours - theirs).float().norm() <= bound * theirs.float().norm(), name
+
+
+def test_a_rank_keeps_its_frames(monkeypatch):
+    class Group:
+        pass
+
+    asked = []
+
+    def ask(group, device, answer):
+        asked.append(answer)
+        return [answer, (answer[0], 2)]
+
+    monkeypatch.setattr(exchange, "_ask", ask)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    group, device = Group(), torch.device("cpu")
+    for grid, frames in (("a", 3), ("b", 1), ("a", 3)):
+        assert exchange.agree(group, device, {"grid": grid}, "the frames of a rank", frames) == [frames, 2]
+    assert len(asked) == 2, "what is known is not asked again"
+    with pytest.raises(ValueError, match="the frames of a rank must be as in the calls before.*, 3, got 2"):
+        exchange.agree(group, device, {"grid": "a"}, "the frames of a rank", 2)
+    assert len(asked) == 2, "the other ranks would not hear of it"
 
 
 @pytest.mark.parametrize("name", REGROUPED)

@@ -46,7 +46,12 @@ def results(request, made_once):
             def launch(folder):
                 command = [sys.executable, str(WORKER), device, str(folder), *dict.fromkeys(names)]
                 ended = subprocess.run(
-                    command, env=environment, capture_output=True, text=True, check=False, timeout=300
+                    command,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    timeout=worker.SECONDS[device] + 60,
                 )
                 assert ended.returncode == 0, ended.stderr[-3000:]
 

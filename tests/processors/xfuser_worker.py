@@ -27,6 +27,8 @@ import vmonarch
 from vmonarch import BasedProcessor, ExactBlocks, FlashBiasProcessor, VMonarchProcessor
 
 RANKS = 2
+# That all cases of a device may take.
+SECONDS = {"cpu": 240, "cuda": 560}
 # 15 tokens on each rank, none of them at a frame's end; of 45, xfuser pads the second rank's 22 to 23.
 GRIDS = {"even": (5, 2, 3), "padded": (5, 3, 3)}
 
@@ -513,8 +515,8 @@ def import_xfuser(device):
 
 
 def main(tiny, device, folder, rank, names):
-    # Should the other rank end, this one would wait for it half an hour.
-    signal.alarm(240)
+    # Should the other rank end, this one would wait for it half an hour. On a GPU the kernels have to be compiled.
+    signal.alarm(SECONDS[device])
     torch.set_num_threads(1)
     os.chdir(folder)
     ranks, results = Rank(device, rank, folder), {}
