@@ -90,6 +90,15 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def default_attention_backend() -> Iterator[None]:
+    """What a test gives a model by `set_attention_backend` is the default of all others from then on: not here."""
+    yield
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    if dispatch is not None:
+        dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
+
+
+@pytest.fixture(autouse=True)
 def skip_without_gpu(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

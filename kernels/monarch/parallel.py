@@ -444,10 +444,10 @@ def frame_parallel_vmonarch_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`vmonarch_attention` of a video whose latent frames are distributed over the ranks of a process group.
 
-    Rank r has T_r ≥ 1 frames, those after the frames of rank r - 1; ranks may have different numbers. The result is
-    that of `vmonarch_attention` with frames_per_block=1 on the whole video, up to rounding. So are the gradients, for
-    which all ranks must run the backward pass. Plain torch exchanges intermediates of 16-bit tensors in float32; the
-    kernels in the dtype of the tensors.
+    Rank r has T_r ≥ 1 frames, those after the frames of rank r - 1; ranks may have different numbers, which stay the
+    same for calls with the same arguments. The result is that of `vmonarch_attention` with frames_per_block=1 on the
+    whole video, up to rounding. So are the gradients, for which all ranks must run the backward pass. Plain torch
+    exchanges intermediates of 16-bit tensors in float32; the kernels in the dtype of the tensors.
 
     All ranks must make the same calls in the same order, with the same arguments. The first call with new arguments
     compares them on all ranks, which waits for the device; later ones do not, so that a rank that then departs from
@@ -468,7 +468,7 @@ def frame_parallel_vmonarch_attention(
 
     Raises:
         TypeError, ValueError: an argument is not as described; or a rank calls with other arguments than the first, or
-            has refused its own, and the message names the rank.
+            has refused its own, and the message names the rank; or it has other frames than in a call before.
         NotImplementedError: implementation="triton", and the kernels cannot take these tensors; the message says why.
         RuntimeError: torch.distributed is not initialised, or this process is not in the group.
 
