@@ -237,11 +237,13 @@ def evaluate(
     _check_settings(output, _settings(config, folder))
     jobs = [Item(number, *job) for number, job in enumerate((job for b in config.batches() for job in b), start=1)]
     batches = [jobs[i : i + config.batch_size] for i in range(0, len(jobs), config.batch_size)]
-    left = [[b for b in batches[r :: shard.size] if any(not is_done(output, i) for i in b)] for r in range(shard.size)]
-    if own := left[shard.rank]:
+    left = [n for n, batch in enumerate(batches) if not all(is_done(output, item) for item in batch)]
+    own = [batches[n] for n in left if n % shard.size == shard.rank]
+    if own:
         config, model = load_for(config, model)
         # What is counted is the same for all processes, so the first that has anything to do counts.
-        _Run(config, model, output, progress, counts=not any(left[: shard.rank])).run(own, len(jobs))
+        counts = shard.rank == min(n % shard.size for n in left)
+        _Run(config, model, output, progress, counts).run(own, len(jobs))
     missing = sum(not is_done(output, item) for item in jobs)
     if missing:
         return Evaluation(output, None, missing)

@@ -130,6 +130,13 @@ def _label(case: Case | Setting) -> str:
     return case.label if isinstance(case, Case) else case.name
 
 
+def _left_out(case: Case | Setting, ranks: int, problem: str) -> list[dict[str, Any]]:
+    """Rows of all ways without times."""
+    return [
+        {"case": _label(case), "way": way, "ranks": ranks, "status": "left out", "problem": problem} for way in WAYS
+    ]
+
+
 def _everywhere(value: Any) -> list[Any]:
     """What all ranks have, in their order."""
     found: list[Any] = [None] * dist.get_world_size()
@@ -249,8 +256,7 @@ def run_setting(setting: Setting, model: WanModel, job: Job, clock: SharedClock)
     # One process came before the others and kept what it computed.
     kept = {name: job.folder / f"{setting.name}-{name}.pt" for name in ("full", "heads")}
     if ranks > 1 and not all(path.exists() for path in kept.values()):
-        left_out = {"ranks": ranks, "status": "left out", "problem": "one process did not come to it"}
-        return [{"case": setting.name, "way": way, **left_out} for way in WAYS]
+        return _left_out(setting, ranks, "one process did not come to it")
     dtype = measured_dtype(device)
     latents = model.latents(setting.frames, setting.height, setting.width, argument="models")
     grid, heads = model.grid(latents), model.transformer["num_attention_heads"]
@@ -312,8 +318,7 @@ def run_rank(rank: int, ranks: int, job: Job) -> None:
     work: tuple[Case | Setting, ...] = (*job.settings, *job.cases)
     for case in work:
         if max(_everywhere(time.monotonic() - started)) > job.seconds:
-            left_out = {"ranks": ranks, "status": "left out", "problem": "the time was over"}
-            rows += [{"case": _label(case), "way": way, **left_out} for way in WAYS]
+            rows += _left_out(case, ranks, "the time was over")
         elif isinstance(case, Case):
             rows += run_case(case, clock, job.rounds)
         else:

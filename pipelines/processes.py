@@ -73,6 +73,21 @@ def check_sharing(config: SamplingConfig, shard: Shard) -> None:
 
 
 @contextlib.contextmanager
+def leaving_group() -> Iterator[None]:
+    """Leave the default process group at the end of the block; after an error only if that waits for nobody."""
+    import torch.distributed as dist
+
+    try:
+        yield
+    except BaseException:
+        # NCCL would wait for the other processes, which may be in the middle of an exchange; this one is about to end.
+        if dist.get_backend() != "nccl":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
 def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> Iterator[None]:
     """Spread the tokens of every video over all processes while the block runs (diffusers' context parallelism).
 
@@ -92,7 +107,7 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
 
     on_gpu = model.device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=model.device if on_gpu else None)
-    try:
+    with leaving_group():
         for name in ("transformer", "transformer_2"):
             transformer = getattr(model.pipe, name, None)
             if transformer is None:
@@ -106,12 +121,6 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
             except (ValueError, NotImplementedError) as error:
                 raise InputError("model", f"cannot be spread over {shard.size} processes: {error}") from error
         yield
-    except BaseException:
-        # NCCL would wait for the other processes, which may be in the middle of an exchange; this one is about to end.
-        if not on_gpu:
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
 
 
 def _tokens(model: LoadedModel, config: SamplingConfig) -> int:

@@ -383,10 +383,18 @@ class VideoAttentionProcessor:
         split: TokenSplit | None,
         heads: int,
     ) -> torch.Tensor:
-        """`attend` with all tokens, of this rank's part of so many heads, and of all heads where that is the whole."""
+        """What this rank has of the self-attention of so many heads; by heads, of all tokens of its part of them."""
         if split is None:
             return self.attend(query, key, value, grid)
+        if self.parallel_by == "frames":
+            return self._attend_by_frames(split, grid, query, key, value)
         return split.gather_heads(self.attend(query, key, value, grid, split.share(heads)), heads)
+
+    def _attend_by_frames(
+        self, split: TokenSplit, grid: LatentGrid, *tensors: torch.Tensor
+    ) -> torch.Tensor:  # pragma: no cover
+        """Self-attention of this rank's tokens, of processors that can be shared by frames."""
+        raise NotImplementedError
 
     @property
     def config(self) -> dict[str, Any]:
@@ -733,22 +741,9 @@ class VMonarchProcessor(VideoAttentionProcessor):
             implementation=self.implementation,
         )
 
-    def _attend_split(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        split: TokenSplit | None,
-        heads: int,
-    ) -> torch.Tensor:
-        if split is None or self.parallel_by == "heads":
-            return super()._attend_split(query, key, value, grid, split, heads)
-        query, key, value = split.to_frames(grid, query, key, value)
+    def _attend_by_frames(self, split: TokenSplit, grid: LatentGrid, *tensors: torch.Tensor) -> torch.Tensor:
         out = frame_parallel_vmonarch_attention(
-            query,
-            key,
-            value,
+            *split.to_frames(grid, *tensors),
             grid=grid,
             group=split.group,
             num_iterations=self.num_iterations,

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
+from vmonarch.pipelines.processes import leaving_group
+
 
 def rank() -> int:
     """Number of this process, 0 if there is but one."""
@@ -41,14 +43,8 @@ def process_group(device: str) -> Iterator[str]:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    try:
+    with leaving_group():
         yield device
-    except BaseException:
-        # NCCL would wait for the other processes, which may be in the middle of an exchange; this one is about to end.
-        if kind != "cuda":
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
 
 
 def own_seed(seed: int) -> int:

@@ -16,7 +16,7 @@ import vmonarch
 from vmonarch.cli import main
 from vmonarch.eval.video_io import read_video
 from vmonarch.pipelines.generation import GenerateConfig, environment_differences, generate
-from vmonarch.pipelines.processes import Shard
+from vmonarch.pipelines.processes import Shard, leaving_group
 
 SCRIPT = Path(__file__).with_name("shared_generate.py")
 # 9 tokens a frame, 27 in all, which two processes cannot divide evenly; two steps, the first with full attention.
@@ -58,6 +58,19 @@ def test_two_processes_make_the_videos_of_one(tiny_two_stage_model, tmp_path, ca
         assert frames[0].std() > 10 and np.abs(frames[0] - frames[1]).max() <= 8
         assert "processes was 2, is 1" in environment_differences(together["environment"], alone["environment"])
     assert alone["seed"] == 1 and np.abs(read_video(one[0])[0].astype(int) - read_video(one[1])[0]).mean() > 5
+
+
+@pytest.mark.parametrize(("backend", "left"), [("gloo", 1), ("nccl", 0)])
+def test_a_process_that_fails_does_not_wait_for_the_others(monkeypatch, backend, left):
+    ended = []
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: ended.append(backend))
+    with pytest.raises(KeyboardInterrupt), leaving_group():
+        raise KeyboardInterrupt
+    assert len(ended) == left
+    with leaving_group():
+        pass
+    assert len(ended) == left + 1
 
 
 @pytest.fixture
