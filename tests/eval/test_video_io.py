@@ -73,6 +73,20 @@ def test_bytes_repeat(tmp_path: Path) -> None:
     assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
 
 
+def test_bytes_do_not_depend_on_the_number_of_cores(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    frames = to_uint8(moving_square(9, 96, 128))
+    encode_video(tmp_path / "all.mp4", frames, 16)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        encode_video(tmp_path / "one.mp4", frames, 16)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert (tmp_path / "all.mp4").read_bytes() == (tmp_path / "one.mp4").read_bytes()
+
+
 def test_uint8_rounds_to_nearest() -> None:
     frames = torch.tensor([0.0, 0.5 / 255 + 1e-4, 0.4 / 255, 1.0]).view(1, 1, 2, 2).expand(1, 3, 2, 2)
     assert to_uint8(frames)[0, :, :, 0].tolist() == [[0, 1], [0, 255]]
