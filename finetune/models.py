@@ -9,7 +9,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from vmonarch.configs import InputError
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.objective import Conditioning
 from vmonarch.pipelines.model_folder import ModelError, ModelFolder, read_json
+
+if TYPE_CHECKING:
+    from vmonarch.processors import VideoAttentionProcessor
 
 COMPONENTS = ("transformer", "transformer_2")
 
@@ -174,25 +177,40 @@ def share_clips(experts: Experts, size: int, device: torch.device, anneal: int =
     import torch.distributed as dist
     from diffusers import ContextParallelConfig
 
-    from vmonarch.installation import own_processors
+    from vmonarch.installation import self_attention_modules
+    from vmonarch.processors import FullAttentionProcessor, VideoAttentionProcessor
 
     shape = dist.get_world_size() // size, 1, size
     mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))
     model: Any
+    attn: Any
     for name, model in experts.parts.items():
-        # `ulysses_anything`, for numbers of tokens that do not divide, has no backward pass in layers with the stock
-        # attention.
         config = ContextParallelConfig(ulysses_degree=size, mesh=mesh["ring", "ulysses"])
-        ours = own_processors(model)
+        full = FullAttentionProcessor()
         try:
-            for attn, processor, _ in ours:
-                processor.check_context_parallel(config, attn.heads)
-            heads = model.config.num_attention_heads
-            if (anneal or not ours) and heads % size:
-                raise ValueError(f"full attention shares heads evenly, and has {heads}")
+            for _, attn in self_attention_modules(model):
+                ours = isinstance(attn.processor, VideoAttentionProcessor)
+                if ours:
+                    attn.processor.check_context_parallel(config, attn.heads)
+                if anneal or not ours:
+                    full.check_context_parallel(config, attn.heads)
+                if not ours:
+                    attn.set_processor(copy.copy(full)._place(None, attn.processor))
             model.enable_parallelism(config=config)
         except (ValueError, NotImplementedError) as error:
             raise InputError("sequence_parallel_size", f"cannot be {size} for {name}: {error}") from error
+
+
+def _full_attention(ours: VideoAttentionProcessor, original: Any) -> Any:
+    """The processor that computes full attention in place of `ours`: the original one, unless clips are shared."""
+    from vmonarch.context_parallel import context_parallel_config
+    from vmonarch.processors import FullAttentionProcessor
+
+    if context_parallel_config(ours._parallel_config) is None:
+        return original
+    full = FullAttentionProcessor()._place(None, original)
+    full._parallel_config = ours._parallel_config
+    return full
 
 
 class Annealing:
@@ -209,13 +227,12 @@ class Annealing:
         from vmonarch.installation import own_processors
 
         self.steps = steps
-        self._layers = [own_processors(model) for model in experts.parts.values()]
-        if steps and any(processor.LEARNS for layers in self._layers for _, processor, _ in layers):
-            raise InputError("anneal", f"must be 0 with an attention that has parameters, got {steps}")
-        for layers in self._layers:
-            for _, ours, original in layers:
-                # It was not there when the tokens were spread.
-                original._parallel_config = ours._parallel_config
+        self._layers: list[list[tuple[Any, VideoAttentionProcessor, Any]]] = []
+        for model in experts.parts.values():
+            layers = own_processors(model)
+            if steps and any(processor.LEARNS for _, processor, _ in layers):
+                raise InputError("anneal", f"must be 0 with an attention that has parameters, got {steps}")
+            self._layers.append([(attn, ours, _full_attention(ours, original)) for attn, ours, original in layers])
 
     def at(self, step: int) -> int:
         """Set the processors for a step, a function of the step alone; returns the layers that have full attention."""

@@ -129,7 +129,7 @@ def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> t
     return found[0]
 
 
-def _self_attention(transformer: Any) -> list[tuple[int, torch.nn.Module]]:
+def self_attention_modules(transformer: Any) -> list[tuple[int, torch.nn.Module]]:
     """(layer, module) of every self-attention module. A control block of VACE counts as the layer that it feeds."""
     blocks = list(enumerate(transformer.blocks))
     if hasattr(transformer, "vace_blocks"):
@@ -190,7 +190,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         attention = [module for module in transformer.modules() if hasattr(module, "processor")]
         parallel = context_parallel_config(getattr(transformer, "_parallel_config", None))
         if parallel is not None:
-            for _, attn in _self_attention(transformer):
+            for _, attn in self_attention_modules(transformer):
                 processor.check_context_parallel(parallel, attn.heads)  # type: ignore[arg-type]
         originals = record.originals if record else [(attn, _original_processor(attn)) for attn in attention]
         if any(parameters_of(module.processor) for module in attention):
@@ -252,7 +252,7 @@ def bind_all(
     dense_layers, layers = DenseSet("dense_layers", processor.dense_layers), len(transformer.blocks)
     return {
         attn: processor.bind(context, None if originals is None else originals[attn], attn, layer, layers)
-        for layer, attn in _self_attention(transformer)
+        for layer, attn in self_attention_modules(transformer)
         if not dense_layers.contains(layer, layers)
     }
 

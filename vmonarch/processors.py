@@ -594,6 +594,38 @@ class VideoAttentionProcessor:
         return self._inferred[1]
 
 
+class FullAttentionProcessor(VideoAttentionProcessor):
+    """Exact attention, which ranks share as all these processors do: any number of heads, forward and backward.
+
+    diffusers' own shares heads evenly, and its backward pass wants query, key and value of one dtype, which autocast
+    does not leave them: it computes the norms of query and key in float32.
+    """
+
+    _OPTIONS = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _current_call(
+        self,
+        tokens: int,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
+        split: TokenSplit | None,
+    ) -> ForwardCall:
+        # Of the grid only the number of tokens matters.
+        return ForwardCall(LatentGrid(1, 1, tokens), False)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> torch.Tensor:
+        return dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+
+
 class VMonarchProcessor(VideoAttentionProcessor):
     """VMonarch attention for every Wan-family transformer in diffusers (VMonarch paper; `vmonarch_attention`).
 

@@ -165,7 +165,6 @@ def test_the_teacher_is_full_attention_and_stays_as_it_is(place, tmp_path):
 
 
 HEADS = "every rank needs a head of self-attention, which has 2"
-EVEN = "full attention shares heads evenly, and has 2"
 
 
 @pytest.mark.parametrize(
@@ -173,9 +172,10 @@ EVEN = "full attention shares heads evenly, and has 2"
     [
         (4, "vmonarch", 0, HEADS),
         (4, "vmonarch:parallel_by=frames", 0, None),
-        (3, "vmonarch:parallel_by=frames", 2, EVEN),
-        (3, "vmonarch:parallel_by=frames,dense_layers=1", 0, "dense_layers keeps the model's own attention"),
-        (3, "full", 0, EVEN),
+        (3, "vmonarch:parallel_by=frames", 2, HEADS),
+        (3, "vmonarch:parallel_by=frames,dense_layers=1", 0, HEADS),
+        (3, "full", 0, HEADS),
+        (2, "vmonarch:dense_layers=1", 0, None),
         (2, "full", 0, None),
     ],
 )

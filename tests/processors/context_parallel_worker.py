@@ -23,6 +23,7 @@ from diffusers import MagCacheConfig
 import vmonarch
 from vmonarch import AttentionPlan, BasedProcessor, ExactBlocks, FlashBiasProcessor, VMonarchProcessor
 from vmonarch.bias import SpatioTemporalDecay
+from vmonarch.processors import FullAttentionProcessor
 
 RANKS = 2
 METHODS = {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "full": None}
@@ -103,6 +104,7 @@ PROCESSORS = {
     "based": lambda heads: BasedProcessor(feature_dim=4, decay=True),
     "based-mixed": lambda heads: BasedProcessor(layers=["linear", "conv", "window"], feature_dim=4),
     "plan": lambda heads: VMonarchProcessor(plan=plan_of(heads)),
+    "full": lambda heads: FullAttentionProcessor(),
     "frames": lambda heads: VMonarchProcessor(parallel_by="frames"),
     "frames-exact-blocks": lambda heads: VMonarchProcessor(
         parallel_by="frames", exact=ExactBlocks(columns=(0,), band=0), num_iterations=3, coarse=2, min_mass=0.5
@@ -110,9 +112,10 @@ PROCESSORS = {
 }
 
 
-def train(ranks, model, inputs, processor=None):
+def train(ranks, model, inputs, processor=None, autocast=False):
     """The output, and gradients of all parameters and of the bias, summed over ranks."""
-    out = model(**inputs)[0]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(**inputs)[0]
     (out * out.detach().cos()).sum().backward()
     bias = getattr(processor, "bias", None)
     parameters = [*model.named_parameters(), *(bias.named_parameters("bias") if bias is not None else ())]
@@ -232,6 +235,17 @@ def autocast(tiny, ranks, **options):
         return {"out": tiny.run(model, (5, 2, 3))}
 
 
+def autocast_full(tiny, ranks):
+    """Forward and backward where autocast computes the norms of queries and keys in float32, as it does on CUDA."""
+    model = tiny.transformer(num_attention_heads=3)
+    vmonarch.apply(model, FullAttentionProcessor())
+    for block in model.blocks:
+        for norm in (block.attn1.norm_q, block.attn1.norm_k):
+            norm.register_forward_hook(lambda module, inputs, output: output.float())
+    ranks.enable(model)
+    return train(ranks, model, tiny.inputs((5, 2, 3), batch=2), autocast=True)
+
+
 def compile_blocks(tiny, model, **options):
     # diffusers' hooks read signatures in their first call, which cannot be compiled.
     tiny.run(model, (5, 2, 3))
@@ -280,6 +294,7 @@ SAME = {
     "checkpointed-frames": functools.partial(checkpointed, parallel_by="frames"),
     "autocast": autocast,
     "autocast-frames": functools.partial(autocast, parallel_by="frames"),
+    "autocast-full": autocast_full,
     "compiled": compiled,
     "adapter": adapter,
 }

@@ -13,7 +13,7 @@ from diffusers.models.transformers import transformer_wan
 
 import vmonarch
 from vmonarch import ExactBlocks, LatentGrid, VMonarchProcessor
-from vmonarch.processors import VideoAttentionProcessor
+from vmonarch.processors import FullAttentionProcessor, VideoAttentionProcessor
 
 ALL_EXACT = ExactBlocks(band=1000)
 
@@ -106,6 +106,13 @@ def test_one_frame_equals_the_stock_processor(tiny, way):
     expected = tiny.run(model, (1, 3, 5))
     switch(model, VMonarchProcessor(exact=None), way)
     torch.testing.assert_close(tiny.run(model, (1, 3, 5)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_full_attention_equals_the_stock_processor(tiny):
+    model = tiny.transformer()
+    stock = tiny.run(model, (3, 2, 4))
+    vmonarch.apply(model, FullAttentionProcessor())
+    torch.testing.assert_close(tiny.run(model, (3, 2, 4)), stock, atol=1e-6, rtol=1e-5)
 
 
 def test_patch_sizes_other_than_1x2x2(tiny):
