@@ -13,6 +13,8 @@ from itertools import pairwise
 
 import torch
 
+from vmonarch.kernels.common.constants import outside_of_graphs
+
 Range = tuple[int, int]
 
 # Bound of the partial results of a row, and with it of their memory.
@@ -160,6 +162,7 @@ def split_counts(row_blocks: Sequence[int], tiles: Sequence[int], heads: int, pr
 
 
 @functools.lru_cache(maxsize=128)
+@outside_of_graphs
 def row_work(
     segments: tuple[Segment, ...],
     block_rows: int,

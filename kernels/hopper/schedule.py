@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from vmonarch.kernels.common.constants import outside_of_graphs
 from vmonarch.kernels.flash_entropy.segments import (
     MAX_SPLITS,
     Range,
@@ -60,6 +61,7 @@ def _assigned(costs: list[int], processors: int) -> tuple[int, list[list[int]]]:
 
 
 @functools.lru_cache(maxsize=128)
+@outside_of_graphs
 def schedule(
     segments: tuple[Segment, ...],
     block_rows: int,
@@ -147,6 +149,7 @@ def schedule(
 
 
 @functools.lru_cache(maxsize=128)
+@outside_of_graphs
 def even_order(tiles: int, groups: int, half_tiles: bool, processors: int, device: torch.device) -> torch.Tensor:
     """Which of the tiles·groups items, group·tiles + tile, each program takes, so that all end at the same time.
 

@@ -446,13 +446,16 @@ def test_compiled_by_inductor(tiny, dynamo):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("guidance", ["two-calls", "batched"])
-@pytest.mark.parametrize("attention", ["vmonarch", "dense-steps", "plan"])
+@pytest.mark.parametrize("attention", ["vmonarch", "dense-steps", "plan", "plan-of-two-layers"])
 def test_cuda_graphs_of_repeated_blocks(tiny, dynamo, guidance, attention):
     from torch._inductor.cudagraph_trees import get_manager
 
-    layers = 6 if attention == "plan" else 2
+    from vmonarch.kernels.flash_entropy.segments import row_work
+    from vmonarch.kernels.hopper.schedule import even_order, schedule
+    from vmonarch.kernels.monarch.fused import exact_table_of
+
     pipe = tiny.pipeline("t2v")
-    pipe.transformer = tiny.transformer(num_layers=layers)
+    pipe.transformer = tiny.transformer(num_layers=6 if attention == "plan" else 2, num_attention_heads=3)
     pipe.to("cuda")
     options = {
         "vmonarch": {},
@@ -461,12 +464,22 @@ def test_cuda_graphs_of_repeated_blocks(tiny, dynamo, guidance, attention):
         "plan": {
             "plan": vmonarch.AttentionPlan(
                 {str(n): {"num_iterations": n} for n in (1, 2, 3)},
-                {"transformer": [[a, b] for a in "123" for b in "12"]},
+                {"transformer": [[a, b, a] for a in "123" for b in "12"]},
+            )
+        },
+        "plan-of-two-layers": {
+            "plan": vmonarch.AttentionPlan(
+                {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}},
+                {"transformer": [["t1", "own", "t1"], ["own", "t1", "own"]]},
             )
         },
     }
     vmonarch.apply(pipe, VMonarchProcessor(**options[attention]))
     expected = tiny.generate(pipe, steps=5)
+    vmonarch.apply(pipe, VMonarchProcessor(**options[attention]))
+    # As in a new process, where the tables that are kept are made while the first graph is.
+    for kept in (row_work, exact_table_of, schedule, even_order):
+        kept.cache_clear()
     pipe.transformer.compile_repeated_blocks(fullgraph=True, mode="reduce-overhead")
     # The output of one block is the input of the next: all of a forward call belong to one round of graphs.
     pipe.transformer.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
