@@ -1,7 +1,7 @@
 """Attention variants for the ablation tables: the paper's other choices, and controls at equal work.
 
-Plain torch, at least float32 inside, no kernels: these are for tables of quality, not of speed. Their work is what
-`eval.attention_flops` counts.
+For tables of quality, not of speed: sums are at least in float32; kernels where there are any, the rest is plain torch.
+Their work is what `eval.attention_flops` counts.
 
 Shapes: B batch, S = T·P tokens, P = H·W positions of a frame, H heads, D head dim, E value dim, G = B·H groups, m
 blocks, b positions per block. query, key, value and results are [B, S, H, D].
@@ -17,10 +17,10 @@ import torch
 from vmonarch.context_parallel import Share
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, to_groups
+from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
 from vmonarch.kernels.monarch.blocks import BlockLayout, grid_layout
-from vmonarch.kernels.monarch.reference import exact_part, l_step, last_l_step, r_step
+from vmonarch.kernels.monarch.reference import l_step, last_l_step, r_step
 from vmonarch.processors import VideoAttentionProcessor
 from vmonarch.validation import check_flag, check_positive_integer, check_qkv, resolve_scale
 
@@ -28,6 +28,7 @@ from vmonarch.validation import check_flag, check_positive_integer, check_qkv, r
 FIXED = ("none", "first", "all")
 # Axes of the grid, as the paper names them, and the order of tokens in which each comes first.
 AXES = {"T": (0, 1, 2), "H": (1, 2, 0), "W": (2, 1, 0)}
+_GATHERED = 2**26
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: object) -> LatentGrid:
@@ -38,15 +39,9 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: ob
     return parsed
 
 
-def _to_tokens(out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[G, S, E] -> [B, S, H, E] in the dtype of `like`."""
-    return out.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2).to(like.dtype).contiguous()
-
-
 def _exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Softmax attention of any number of queries over any number of keys."""
-    _, out = in_row_chunks(attend, to_groups(query) * scale, to_groups(key), None, to_groups(value))
-    return _to_tokens(out, query)
+    return flash_entropy_attention(query, key, value, scale=scale)[0]
 
 
 def _recompute_first_frame(
@@ -174,7 +169,6 @@ def sink_average_attention(
         exact=None,
         min_mass=min_mass,
         scale=scale,
-        implementation="torch",
     )
     return ((_exact(q, k[:, :P], v[:, :P], scale) + rest) / 2).to(query.dtype)
 
@@ -241,7 +235,6 @@ def factorised_attention(
         num_iterations=num_iterations,
         min_mass=min_mass,
         scale=scale,
-        implementation="torch",
     )
     out = out.index_select(1, torch.argsort(tokens))
     return _recompute_first_frame(out, query, key, value, grid, scale) if recompute else out
@@ -283,9 +276,12 @@ def local_attention(
     """
     grid = _check(query, key, value, grid)
     scale = resolve_scale(scale, query.shape[-1])
-    key_frames = local_key_frames(exact, grid.frames)
-    out, _ = exact_part(to_groups(query) * scale, to_groups(key), to_groups(value), key_frames)
-    return _to_tokens(out, query)
+    frames = lambda x: x.unflatten(1, (grid.frames, -1))
+    parts = []
+    for l, attended in enumerate(local_key_frames(exact, grid.frames)):
+        keys, values = (frames(x)[:, list(attended)].flatten(1, 2) for x in (key, value))
+        parts.append(_exact(frames(query)[:, l], keys, values, scale))
+    return torch.cat(parts, 1)
 
 
 def check_topk_options(*, sparsity: object, cube: object) -> None:
@@ -347,14 +343,16 @@ def block_topk_attention(
     count = valid.sum(1)[:, None]  # [m, 1]
     scores = (q.sum(2) / count) @ (k.sum(2) / count).mT  # [G, m, m]
     chosen = scores.topk(kept_blocks(m, sparsity), -1).indices  # [G, m, n]
-    bias = torch.zeros(m, b, dtype=dtype, device=query.device).masked_fill(~valid, -torch.inf)
-    group = torch.arange(q.shape[0], device=query.device)[:, None]
+    group = torch.arange(q.shape[0], device=query.device)[:, None, None]
     rows = []
-    for l in range(m):
-        picked = chosen[:, l]
-        keys, values = (x[group, picked].flatten(1, 2) for x in (k, v))  # [G, n·b, D]
-        rows.append(in_row_chunks(attend, q[:, l], keys, bias[picked].flatten(1), values)[1])
-    out = torch.stack(rows, 1).unflatten(0, (query.shape[0], query.shape[2]))  # [B, H, m, b, E]
+    # So many query cubes at a time that their keys are at most about _GATHERED numbers.
+    for l in range(0, m, step := max(1, _GATHERED // (chosen.shape[2] * k[:, 0].numel()))):
+        picked = chosen[:, l : l + step]  # [G, l, n]
+        keys, values = (x[group, picked].flatten(2, 3) for x in (k, v))  # [G, l, n·b, D]
+        present = valid[picked].flatten(2).unsqueeze(2)  # [G, l, 1, n·b]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        rows.append(attend(q[:, l : l + step], keys, values, attn_mask=present, scale=1.0))
+    out = torch.cat(rows, 1).unflatten(0, (query.shape[0], query.shape[2]))  # [B, H, m, b, E]
     return layout.to_tokens(out).transpose(1, 2).to(query.dtype).contiguous()
 
 
