@@ -711,7 +711,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
             self._needs_apply = self._needs_apply or "plan"
         self._methods: tuple[str, ...] = ()
         self._groups: HeadGroups | None = None
-        self._places: dict[tuple[Share | None, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._places: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
         self._number: torch.Tensor | None = None
 
     def _check_alone(self) -> None:
@@ -808,12 +808,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         if heads is not None:
             groups = HeadGroups.of(self._methods[heads.start : heads.stop])
         if groups.order is not None:
-            where = heads, query.device
-            if where not in self._places:
-                order, back = (torch.tensor(places, device=query.device) for places in (groups.order, groups.back))
-                self._places[where] = order, back
-            order, back = self._places[where]
-            query, key, value = (x.index_select(2, order) for x in (query, key, value))
+            query, key, value = (self._put(x, groups.order) for x in (query, key, value))
         parts = []
         counts = [count for _, count in groups.sizes]
         inputs = zip(*(x.split(counts, 2) for x in (query, key, value)), strict=True)
@@ -824,7 +819,18 @@ class VMonarchProcessor(VideoAttentionProcessor):
             else:
                 parts.append(vmonarch_attention(q, k, v, grid=grid, implementation=self.implementation, **options))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        return out if groups.order is None else out.index_select(2, back)
+        return out if groups.back is None else self._put(out, groups.back)
+
+    def _put(self, x: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
+        """The heads of [B, S, H, D] in another order."""
+        if torch.compiler.is_compiling():
+            # An index that is kept would belong to the memory of a CUDA graph.
+            heads = x.split(1, 2)
+            return torch.cat([heads[place] for place in places], 2)
+        index = self._places.get((places, x.device))
+        if index is None:
+            index = self._places[places, x.device] = torch.tensor(places, device=x.device)
+        return x.index_select(2, index)
 
 
 class FlashBiasProcessor(VideoAttentionProcessor):

@@ -30,10 +30,10 @@ def command(model: Path, folder: Path) -> list[str]:
 
 
 def launch(words: list[str]) -> subprocess.CompletedProcess[str]:
-    package = str(Path(vmonarch.__file__).parents[1])
+    path = os.pathsep.join([str(Path(vmonarch.__file__).parents[1]), *sys.path])
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), *words],
-        env={**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

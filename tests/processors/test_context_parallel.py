@@ -25,7 +25,8 @@ worker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(worker)
 
 ALONE = worker.Alone()
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(vmonarch.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+PATH = os.pathsep.join([str(Path(vmonarch.__file__).parents[1]), *sys.path])
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")

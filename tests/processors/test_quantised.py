@@ -184,6 +184,8 @@ def test_on_the_gpu(tiny, monkeypatch, kind, compiled):
     # Products in float8 want multiples of 16.
     model = tiny.transformer(attention_head_dim=32, ffn_dim=64).to("cuda", torch.bfloat16)
     inputs = {name: x.to("cuda") if torch.is_tensor(x) else x for name, x in tiny.inputs().items()}
+    # Products in int8, those of more than 16 rows.
+    inputs["encoder_hidden_states"] = torch.randn(1, 24, inputs["encoder_hidden_states"].shape[2], device="cuda")
     inputs |= {name: inputs[name].bfloat16() for name in ("hidden_states", "encoder_hidden_states")}
     run = torch.no_grad()(lambda: model(**inputs)[0].float())
     vmonarch.apply(model, VMonarchProcessor(implementation="torch"))

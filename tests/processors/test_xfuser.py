@@ -40,8 +40,8 @@ def results(request, made_once):
         if device not in found:
             items = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
             names = [words["name"] for words in items if words.get("device") == device and "name" in words]
-            package = str(Path(vmonarch.__file__).parents[1])
-            environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
+            path = os.pathsep.join([str(Path(vmonarch.__file__).parents[1]), *sys.path])
+            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
             def launch(folder):
                 command = [sys.executable, str(WORKER), device, str(folder), *dict.fromkeys(names)]
