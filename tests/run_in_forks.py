@@ -1,11 +1,13 @@
 """Run Python programs, each in a fork of this process, so that what takes long to import is imported once.
 
-    python -P run_in_forks.py MODULE …
+    python -P run_in_forks.py MODULE-OR-SCRIPT …
 
-imports the modules. Every line of standard input is JSON, [folder, output, words]: the module or the script words[0]
-runs in the folder, whose packages come before all others, and writes to the file `output`. Its exit code is printed.
+imports the modules, or scripts, these not as `__main__`. Every line of standard input is JSON, [folder, output, words]:
+the module or the script words[0] runs in the folder, whose packages come before all others, and writes to the file
+`output`. Its exit code is printed.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -38,7 +40,13 @@ def run(folder: str, output: str, words: list[str]) -> int:
 
 
 for name in sys.argv[1:]:
-    importlib.import_module(name)
+    if name.endswith(".py"):
+        runpy.run_path(name)
+    else:
+        importlib.import_module(name)
+# Collecting garbage would touch, and so copy in every fork, all that is imported.
+gc.collect()
+gc.freeze()
 for line in sys.stdin:
     child = os.fork()
     if child == 0:

@@ -25,10 +25,25 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from vmonarch import ExactBlocks, LatentGrid
 from vmonarch.kernels.common import launch
+from vmonarch.kernels.flash_bias import backward as bias_backward
+from vmonarch.kernels.flash_bias import forward as bias_forward
+from vmonarch.kernels.flash_entropy import backward as flash_backward
+from vmonarch.kernels.flash_entropy import forward as flash_forward
+from vmonarch.kernels.hopper import backward as hopper_backward
+from vmonarch.kernels.hopper import l_step as hopper_l_step
+from vmonarch.kernels.hopper import r_step as hopper_r_step
+from vmonarch.kernels.monarch import fused, l_step, places, r_step
+from vmonarch.kernels.norm_rotary import op as norm_op
+from vmonarch.kernels.taylor import op as taylor_op
+from vmonarch.kernels.window import op as window_op
+
+# All of Triton's files are hashed once for a process and its forks.
+triton_key()
 
 
 class AbsentGPU:
@@ -98,26 +113,11 @@ def main():
     def options_of_a_gpu(kernel, device, dtype, head_dim):
         return originals(kernel, torch.device("cuda"), dtype, head_dim)
 
-    from vmonarch.kernels.flash_bias import backward as bias_backward
-    from vmonarch.kernels.flash_bias import forward as bias_forward
-    from vmonarch.kernels.flash_entropy import backward as flash_backward
-    from vmonarch.kernels.flash_entropy import forward as flash_forward
-    from vmonarch.kernels.monarch import fused, l_step, places, r_step
-    from vmonarch.kernels.norm_rotary import op as norm_op
-    from vmonarch.kernels.taylor import op as taylor_op
-    from vmonarch.kernels.window import op as window_op
-
     for module in (bias_forward, flash_backward, flash_forward, l_step, r_step, taylor_op, window_op):
         module.launch_options = options_of_a_gpu
-    for module in (bias_forward, flash_backward, flash_forward):
+    hopper = (hopper_backward, hopper_l_step, hopper_r_step)
+    for module in (bias_forward, flash_backward, flash_forward, *hopper):
         module.processors = lambda device: 132
-    if architecture == 90:
-        from vmonarch.kernels.hopper import backward as hopper_backward
-        from vmonarch.kernels.hopper import l_step as hopper_l_step
-        from vmonarch.kernels.hopper import r_step as hopper_r_step
-
-        for module in (hopper_backward, hopper_l_step, hopper_r_step):
-            module.processors = lambda device: 132
 
     if "rank" in case:
         dtype = getattr(torch, case["dtype"])
@@ -164,4 +164,5 @@ def main():
         fused.backward(tensors[0], lse, *tensors, None, out, lse, tuple(saved), options)
 
 
-main()
+if __name__ == "__main__":
+    main()

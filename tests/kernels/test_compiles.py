@@ -34,7 +34,7 @@ def compiler(start_forks, tmp_path_factory):
     global run_compiler
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    run_compiler = start_forks("vmonarch", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(folder / "compiled"))
+    run_compiler = start_forks(str(SCRIPT), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(folder / "compiled"))
 
 
 def compile_kernels(architecture, case, folder):
