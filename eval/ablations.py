@@ -65,10 +65,11 @@ def ablation_table(results: Mapping[str, Any], name: str) -> str:
     """One of the collected evaluations for a document.
 
     Means; bold where the paired difference to the baseline is for the better and its 95 % interval leaves out zero,
-    in italics where it is for the worse.
+    in italics where it is for the worse. What is lost in the attention itself only where a diagnosis tells.
     """
     record = results["evaluations"][name]
     baseline, attention = record["baseline"], record.get("attention", {})
+    losses = _ATTENTION if attention else {}
     rows = []
     for label in record["methods"]:
         share = record["attention_flops"][label]
@@ -78,12 +79,12 @@ def ablation_table(results: Mapping[str, Any], name: str) -> str:
             difference = record["differences"].get(label, {}).get(key)
             cells.append(_marked(value, difference, MEASURES[key].decimals, MEASURES[key].more_is_better))
         lost = attention.get(label)
-        for key, (_, factor, decimals) in _ATTENTION.items():
+        for key, (_, factor, decimals) in losses.items():
             value = None if lost is None or label == record["reference"] else lost[key]
             cells.append(shown_number(None if value is None else factor * value, decimals))
         rows.append(cells)
     heading = ["", "attention FLOPs", *(MEASURES[key].heading for key in SHOWN)]
-    heading += [title + (", %" if factor == 100 else "") for title, factor, _ in _ATTENTION.values()]
+    heading += [title + (", %" if factor == 100 else "") for title, factor, _ in losses.values()]
     environment = record["environments"][0]["environment"]
     about = f"{sampled(record['config'])}; baseline {baseline}; {environment['device_name']}, {record['created'][:10]}."
     return f"{markdown(heading, rows)}\n{about} Made by `{record['command']}`.\n"
@@ -149,6 +150,10 @@ def draw(collections: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 
 def _panel(axes: Axes, values: Sequence[tuple[dict[str, Any], float, Any]], handles: dict[str, Any]) -> None:
+    if not values:
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#999999")
+        axes.set_axis_off()
+        return
     default = next((p["flops"] for p, _, _ in values if p["label"] == "vmonarch"), None)
     if default is not None:
         axes.axvline(100 * default, color="#cccccc", lw=1, zorder=0)

@@ -151,10 +151,10 @@ def measure(
     for name, options in candidates.items():
         approximate, weight = vmonarch_attention(query, key, value, grid=grid, return_lse=True, **options)
         difference = approximate.double() - exact
-        squares[name] = difference.square().sum((0, 1, 3)).cpu()
-        kl[name] = (lse.double() - weight.double()).sum((0, 2)).cpu()
+        squares[name] = difference.square().sum((0, 1, 3))
+        kl[name] = (lse.double() - weight.double()).sum((0, 2))
         if gradient is not None:
-            output[name] = (gradient * difference).sum((1, 3)).square().sum(0).cpu()
+            output[name] = (gradient * difference).sum((1, 3)).square().sum(0)
     totals = Totals(
         rows=B * S,
         energy=exact.square().sum((0, 1, 3)).cpu(),
@@ -162,11 +162,16 @@ def measure(
         first=mass[:, :, 0].sum(0).cpu(),
         own=distance[:, 0].cpu(),
         distance=distance.cpu(),
-        squares=squares,
-        kl=kl,
-        output=output,
+        squares=_on_the_host(squares),
+        kl=_on_the_host(kl),
+        output=_on_the_host(output),
     )
     return out, totals
+
+
+def _on_the_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of one shape; the host waits for the GPU once."""
+    return dict(zip(tensors, torch.stack(list(tensors.values())).cpu().unbind(), strict=True)) if tensors else {}
 
 
 @dataclass

@@ -260,7 +260,7 @@ _ABLATIONS = {
     f"{model}-{name}": (f"eval-{model}", _ablations(name))
     for model, names in {
         "embedded": ("table2", "table5", "figure12", "exact", "work", "plans"),
-        "proxy": ("exact",),
+        "proxy": ("table2", "exact", "plans"),
     }.items()
     for name in names
 }

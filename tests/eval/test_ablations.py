@@ -47,6 +47,16 @@ def test_a_table_has_the_means_and_marks_what_differs(results):
     assert row[4] == f"{before['first_frame_psnr']['mean']:.2f}"
 
 
+def test_without_a_diagnosis_nothing_is_said_of_the_attention_itself(results, tmp_path):
+    without = copy.deepcopy(results)
+    for record in without["evaluations"].values():
+        del record["attention"]
+    assert cells(ablation_table(without, "one"), "vmonarch") == cells(ablation_table(results, "one"), "vmonarch")[:7]
+    (tmp_path / "eval-one.json").write_text(json.dumps(without))
+    assert main(["--input", str(tmp_path / "eval-one.json"), "--output", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
 def test_every_method_is_one_point_of_its_family(results, tmp_path):
     found = {point["label"]: point for point in points(results)}
     assert found.keys() == {"vmonarch-t1", "vmonarch", "vmonarch-band1"}
