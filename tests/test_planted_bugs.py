@@ -1,5 +1,6 @@
 """The tests of the mathematics and of the kernels can fail: each bug below, planted in a copy, makes them fail."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -314,6 +315,8 @@ def test_a_planted_bug_is_caught(run_tests, name, tmp_path):
     # Exit code 1 is "tests failed"; a syntax or import error would be another one.
     assert code == 1, output[-2000:]
     assert "1 failed" in output and "error" not in output.splitlines()[-1]
+    # Nor may the bug be no more than a name that is not there.
+    assert not re.search(r"^E .*(NameError|ImportError|ModuleNotFoundError)", output, re.M), output
 
 
 def test_the_untouched_copy_passes(run_tests, tmp_path):
