@@ -55,8 +55,9 @@ LEVELS = (0.25, 0.5, 0.75, 0.9)
 LEFT_OUT = "carphone_distorted"
 DECODE_SECONDS = 120.0
 ABOUT = (
-    "One forward call per clip, level and method, with empty text. The embedded model has never seen real footage, only"
-    " procedural video: errors against full attention tell of attention, PSNR against the clip mostly of the model."
+    "One forward call per clip, level and method, with empty text. The embedded model and its proxies have only ever"
+    " seen procedural video: errors against full attention tell of attention, PSNR against the clip mostly of the"
+    " model."
 )
 
 

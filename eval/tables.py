@@ -287,6 +287,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "finetune-embedded-1500": finetune_table,
     "finetune-embedded-distilled": finetune_table,
     "footage": footage_table,
+    "footage-proxy": footage_table,
     "eval-demo": evaluation_table,
     "parallel": parallel_table,
     "parallel-bytes": parallel_bytes_table,

@@ -88,7 +88,7 @@ def test_the_same_command_gives_the_same_numbers(documents):
     first, second = documents
     assert first["results"] == second["results"] and len(first["results"]) == 2 * 2 * 3
     assert first["clips"] == second["clips"] and [clip["name"] for clip in first["clips"]][0] == "bikes"
-    assert "never seen real footage" in first["about"]
+    assert "only ever seen procedural video" in first["about"]
     assert first["command"].startswith("python -m vmonarch.eval.footage --methods full vmonarch")
     assert str(shipped_clips()[0].parent) not in json.dumps(first)
 
