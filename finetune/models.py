@@ -195,7 +195,7 @@ def share_clips(experts: Experts, size: int, device: torch.device, anneal: int =
                 if anneal or not ours:
                     full.check_context_parallel(config, attn.heads)
                 if not ours:
-                    attn.set_processor(copy.copy(full)._place(None, attn.processor))
+                    attn.set_processor(FullAttentionProcessor()._place(None, attn.processor))
             model.enable_parallelism(config=config)
         except (ValueError, NotImplementedError) as error:
             raise InputError("sequence_parallel_size", f"cannot be {size} for {name}: {error}") from error

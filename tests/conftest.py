@@ -126,6 +126,15 @@ class Forks:
         return int(code), text
 
 
+@pytest.fixture(scope="session")
+def child_environment() -> dict[str, str]:
+    """Environment of processes that tests start: they find this package and all that this process finds."""
+    import vmonarch
+
+    path = os.pathsep.join([str(Path(vmonarch.__file__).parents[1]), *sys.path])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
 @pytest.fixture(scope="module")
 def start_forks() -> Iterator[Callable[..., Forks]]:
     """start_forks(*modules, **environment) -> Forks."""

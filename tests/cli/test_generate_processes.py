@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import vmonarch
 from vmonarch.cli import main
 from vmonarch.eval.video_io import read_video
 from vmonarch.pipelines.generation import GenerateConfig, environment_differences, generate
@@ -29,11 +27,10 @@ def command(model: Path, folder: Path) -> list[str]:
     return [*words, *SETTINGS, *METHOD]
 
 
-def launch(words: list[str]) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(Path(vmonarch.__file__).parents[1]), *sys.path])
+def launch(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), *words],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
@@ -41,8 +38,8 @@ def launch(words: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_processes_make_the_videos_of_one(tiny_two_stage_model, tmp_path, capsys):
-    ended = launch(command(tiny_two_stage_model, tmp_path / "two"))
+def test_two_processes_make_the_videos_of_one(child_environment, tiny_two_stage_model, tmp_path, capsys):
+    ended = launch(command(tiny_two_stage_model, tmp_path / "two"), child_environment)
     assert ended.returncode == 0, ended.stderr[:3000]
     assert all(f"tokens of a block: [{tokens}]" in ended.stderr for tokens in (13, 14))
     assert main(command(tiny_two_stage_model, tmp_path / "one")) == 0

@@ -25,8 +25,6 @@ worker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(worker)
 
 ALONE = worker.Alone()
-PATH = os.pathsep.join([str(Path(vmonarch.__file__).parents[1]), *sys.path])
-ENVIRONMENT = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +39,11 @@ def adapter(tiny, made_once):
 
 
 @pytest.fixture(scope="module")
-def results(request, adapter, made_once):
+def results(request, adapter, made_once, child_environment):
     """What every rank found, by the name of the case: of those that are to be tested."""
     tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = [item.callspec.params["name"] for item in tests if "name" in item.callspec.params]
-    environment = {**ENVIRONMENT, "ADAPTER": str(adapter)}
+    environment = {**child_environment, "ADAPTER": str(adapter)}
 
     def launch(folder):
         command = [sys.executable, str(WORKER), str(folder), *names]
@@ -114,10 +112,10 @@ def test_by_heads_a_tensor_travels_while_the_next_is_computed(results, name):
         assert rank[name]["heads"][1] == "to_v exchange to_q exchange to_k exchange exchange to_out".split()
 
 
-def test_a_killed_rank_ends_the_job_which_names_it():
+def test_a_killed_rank_ends_the_job_which_names_it(child_environment):
     script = str(WORKER.with_name("killed_rank.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=120)
+    ended = subprocess.run(command, env=child_environment, capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 1
     found = re.findall(r"rank (\d), process (\d+): step (\d) has ended", ended.stdout)
     steps = {rank: {step for r, _, step in found if r == rank} for rank in "01"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +31,7 @@ TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
 
 
 @pytest.fixture(scope="module")
-def results(request, made_once):
+def results(request, made_once, child_environment):
     """What every rank found on a device, by the name of the case: of those that are to be tested."""
     found = {}
 
@@ -40,14 +39,12 @@ def results(request, made_once):
         if device not in found:
             items = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
             names = [words["name"] for words in items if words.get("device") == device and "name" in words]
-            path = os.pathsep.join([str(Path(vmonarch.__file__).parents[1]), *sys.path])
-            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
             def launch(folder):
                 command = [sys.executable, str(WORKER), device, str(folder), *dict.fromkeys(names)]
                 ended = subprocess.run(
                     command,
-                    env=environment,
+                    env=child_environment,
                     capture_output=True,
                     text=True,
                     check=False,
