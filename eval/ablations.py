@@ -122,6 +122,7 @@ def points(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 def draw(collections: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """PSNR and row-KL over attention FLOPs, a row for each model; the same JSON gives the same bytes."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(11, 4.4 * len(collections)), layout="constrained")
     grid = figure.subplots(len(collections), 2, squeeze=False)
@@ -130,6 +131,9 @@ def draw(collections: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     for axes, (model, results) in zip(grid, collections.items(), strict=True):
         found = points(results)
         axes[1].set_yscale("log")
+        axes[1].yaxis.set_major_locator(LogLocator(subs=(1, 2, 4, 6)))
+        axes[1].yaxis.set_major_formatter("{x:g}")
+        axes[1].yaxis.set_minor_formatter(NullFormatter())
         values = [(p, p["psnr"]["mean"], p["psnr"]) for p in found], [(p, p["kl"], None) for p in found if p["kl"]]
         for panel, entries in zip(axes, values, strict=True):
             _panel(panel, entries, handles)

@@ -258,11 +258,8 @@ def _ablations(name: str) -> Callable[[dict[str, Any]], str]:
 
 _ABLATIONS = {
     f"{model}-{name}": (f"eval-{model}", _ablations(name))
-    for model, names in {
-        "embedded": ("table2", "table5", "figure12", "exact", "work", "plans"),
-        "proxy": ("table2", "exact", "plans"),
-    }.items()
-    for name in names
+    for model in ("embedded", "proxy")
+    for name in ("table2", "table5", "figure12", "exact", "work", "plans")
 }
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "embedded-model": embedded_model_table,
