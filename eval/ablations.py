@@ -26,6 +26,10 @@ _ATTENTION = {
     "attention_error": ("attention error", 100, 1),
     "output_error": ("change of output", 100, 1),
 }
+# Methods that every table has beside its own, from the evaluation that made their videos.
+CONTROLS = ("local", "block-topk")
+# What may differ between evaluations whose videos can be compared.
+_OWN_SETTINGS = {"methods", "baseline", "lpips", "vbench", "vbench_timeout", "report_items", "report_megabytes"}
 # The first come first where two are in each other's way.
 _NAMED = ("vmonarch", "plan 1.00", "plan 1.35", "local", "block-topk", "vmonarch-first-band1", "vmonarch-dense-start")
 # By what a method changes; Okabe and Ito's colours, and a marker each for prints in grey.
@@ -62,32 +66,51 @@ def read_collection(path: Path) -> dict[str, Any]:
 
 
 def ablation_table(results: Mapping[str, Any], name: str) -> str:
-    """One of the collected evaluations for a document.
+    """One of the collected evaluations for a document, with CONTROLS that others have of the same prompts and seeds.
 
     Means; bold where the paired difference to the baseline is for the better and its 95 % interval leaves out zero,
     in italics where it is for the worse. What is lost in the attention itself only where a diagnosis tells.
     """
     record = results["evaluations"][name]
-    baseline, attention = record["baseline"], record.get("attention", {})
-    losses = _ATTENTION if attention else {}
-    rows = []
-    for label in record["methods"]:
-        share = record["attention_flops"][label]
-        cells = [label, "–" if share is None else f"{100 * share:.1f} %"]
-        for key in SHOWN:
-            value = record["statistics"][label][key]
-            difference = record["differences"].get(label, {}).get(key)
-            cells.append(_marked(value, difference, MEASURES[key].decimals, MEASURES[key].more_is_better))
-        lost = attention.get(label)
-        for key, (_, factor, decimals) in losses.items():
-            value = None if lost is None or label == record["reference"] else lost[key]
-            cells.append(shown_number(None if value is None else factor * value, decimals))
-        rows.append(cells)
+    losses = _ATTENTION if "attention" in record else {}
+    rows = [_row(record, label, losses) for label in record["methods"]]
+    controls: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for origin, other in results["evaluations"].items():
+        if _sampling(other) == _sampling(record):
+            missing = [label for label in other["methods"] if label in CONTROLS and label not in record["methods"]]
+            controls |= {label: (origin, other) for label in missing if label not in controls}
+    for label, (_, other) in controls.items():
+        rows.append(_row(other, label, losses, other["baseline"] == record["baseline"]))
     heading = ["", "attention FLOPs", *(MEASURES[key].heading for key in SHOWN)]
     heading += [title + (", %" if factor == 100 else "") for title, factor, _ in losses.values()]
     environment = record["environments"][0]["environment"]
-    about = f"{sampled(record['config'])}; baseline {baseline}; {environment['device_name']}, {record['created'][:10]}."
-    return f"{markdown(heading, rows)}\n{about} Made by `{record['command']}`.\n"
+    about = f"{sampled(record['config'])}; baseline {record['baseline']}; {environment['device_name']},"
+    about += f" {record['created'][:10]}. Made by `{record['command']}`."
+    if controls:
+        about += f" Controls: from {', '.join(sorted({origin for origin, _ in controls.values()}))}."
+    return f"{markdown(heading, rows)}\n{about}\n"
+
+
+def _sampling(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the videos of an evaluation, but for the methods."""
+    return {key: value for key, value in record["config"].items() if key not in _OWN_SETTINGS}
+
+
+def _row(
+    record: Mapping[str, Any], label: str, losses: Mapping[str, tuple[str, int, int]], compared: bool = True
+) -> list[str]:
+    """A method's cells; `compared`: marked by its differences to the baseline."""
+    share = record["attention_flops"][label]
+    cells = [label, "–" if share is None else f"{100 * share:.1f} %"]
+    differences = record["differences"].get(label, {}) if compared else {}
+    for key in SHOWN:
+        value = record["statistics"][label][key]
+        cells.append(_marked(value, differences.get(key), MEASURES[key].decimals, MEASURES[key].more_is_better))
+    lost = record.get("attention", {}).get(label)
+    for key, (_, factor, decimals) in losses.items():
+        value = None if lost is None or label == record["reference"] else lost[key]
+        cells.append(shown_number(None if value is None else factor * value, decimals))
+    return cells
 
 
 def _marked(value: Mapping[str, Any] | None, difference: Mapping[str, Any] | None, decimals: int, up: bool) -> str:

@@ -47,6 +47,25 @@ def test_a_table_has_the_means_and_marks_what_differs(results):
     assert row[4] == f"{before['first_frame_psnr']['mean']:.2f}"
 
 
+def test_controls_of_other_evaluations_are_in_every_table(results):
+    changed = copy.deepcopy(results)
+    other = changed["evaluations"]["two"]
+    for part in ("attention_flops", "statistics", "differences"):
+        other[part]["local"] = copy.deepcopy(other[part]["vmonarch-t1"])
+    other["methods"].append("local")
+    other["statistics"]["local"]["psnr"]["mean"] = 12.34
+    other["differences"]["local"]["psnr"] = {"mean": -9.0, "low": -9.5, "high": -8.5}
+    assert cells(ablation_table(changed, "two"), "local")[2] == "*12.34*"
+    table = ablation_table(changed, "one")
+    assert cells(table, "local")[2] == "*12.34*" and "Controls: from two." in table
+    # Differences to another baseline say nothing here.
+    other["baseline"] = "vmonarch-t1"
+    assert cells(ablation_table(changed, "one"), "local")[2] == "12.34"
+    # Videos of other noise cannot be compared.
+    other["config"]["seeds"] = [7]
+    assert "local" not in ablation_table(changed, "one")
+
+
 def test_without_a_diagnosis_nothing_is_said_of_the_attention_itself(results, tmp_path):
     without = copy.deepcopy(results)
     for record in without["evaluations"].values():
