@@ -280,7 +280,51 @@ def test_only_what_crosses_a_border_moves_and_gradients_go_back(reports, name):
             (sent, places_leaving(before, after, rank)),
             (sent_back, places_leaving(after, before, rank)),
         ):
-            assert 0 <= counted - places * (6 * 8 + 4) <= 2 * 4
+            assert 0 <= counted - places * (6 * 8 + 4) <= 2 * (exchange.ALIGNMENT - 4)
+
+
+def laid_out(kind, dtype):
+    """Numbers in rows of whole words, with gaps between or not, in rows that start beside a word, or end within one."""
+    x = torch.arange(3 * 5 * 6 * 24).view(3, 5, 6, 24).to(dtype)
+    return {
+        "whole": x,
+        "gaps": x[:, :, 1:4],
+        "turned": x.transpose(1, 2),
+        "rows-turned": x.transpose(2, 3),
+        "beside-a-word": x[..., 1:17],
+        "part-of-a-word": x[..., :3],
+        "empty": x[:, :0],
+        "scalar": x[0, 0, 0, 7],
+    }[kind]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "kind", ["whole", "gaps", "turned", "rows-turned", "beside-a-word", "part-of-a-word", "empty", "scalar"]
+)
+def test_copies_by_words_are_copies(kind, dtype):
+    x = laid_out(kind, dtype)
+    in_words = exchange._words(x)
+    assert (in_words is not None) == (kind in ("whole", "gaps", "turned", "empty"))
+    for to in (
+        torch.zeros_like(x, memory_format=torch.contiguous_format),
+        torch.zeros(*x.shape, 2, dtype=dtype)[..., 0],
+    ):
+        exchange._copy(to, x)
+        assert torch.equal(to, x)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_joined_parts_and_their_gradients_are_those_of_cat(dim):
+    whole = torch.randn(4, 5, 6, 8, dtype=torch.float64)
+    weights = torch.randn(4, 5, 6, 8, dtype=torch.float64)
+    parts = [part.clone().requires_grad_() for part in whole.split((2, 0, whole.shape[dim] - 2), dim)]
+    turned = [part.transpose(0, 2).contiguous().transpose(0, 2) for part in parts]
+    joined = exchange._Join.apply(dim, *turned)
+    assert torch.equal(joined, whole)
+    gradients = torch.autograd.grad((joined * weights).sum(), parts)
+    for found, part in zip(gradients, weights.split((2, 0, whole.shape[dim] - 2), dim), strict=True):
+        assert torch.equal(found, part)
 
 
 PATTERNS = {
