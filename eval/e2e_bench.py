@@ -66,6 +66,8 @@ GUIDANCE = 5.0
 BOUNDS = {torch.bfloat16: 5e-2, torch.float32: 1e-3}
 # Of the rest, so many kernels are named.
 REST_KERNELS = 12
+# Profiled kernels that add up to more than so many forward calls are said to: their durations are not all work then.
+PROFILE_BOUND = 1.1
 PARTS = ("attention", "projections", "norms and rotary", "cross-attention", "FFN", "rest")
 FORMULAE = {
     "step": "two forward calls (prompt and negative prompt, batch 1), guidance, one step of UniPC",
@@ -873,7 +875,7 @@ def e2e_table(results: dict[str, Any]) -> str:
     """Seconds of steps and videos with the ratios that are aimed at, and what the time goes into."""
     from vmonarch.eval.tables import markdown
 
-    rows, parts = [], []
+    rows, parts, longer = [], [], ""
     for setting, found in newest_rows(results).items():
         for (method, mode), (row, case) in found.items():
             aims = case["aims"] if (method, mode) == ("vmonarch", "compiled") and case["aims"] else (None, None)
@@ -903,10 +905,16 @@ def e2e_table(results: dict[str, Any]) -> str:
             if "parts" in row:
                 shares = [f"{100 * row['parts'][part] / row['parts_of_ms']:.0f} %" for part in PARTS]
                 parts.append([*name, *shares])
+                times = row["parts_of_ms"] / 1e3 / row["single_forward_s"]
+                if times > PROFILE_BOUND:
+                    longer += (
+                        f"- {', '.join(name)}: the profiled kernels add up to {times:.2f} times a forward call; their"
+                        " shares may be off\n"
+                    )
     heading = ["setting", "method", "forward s", "step s", "denoising s", "video s"]
     table = markdown([*heading, "× stock eager", "× stock compiled", "GB", "error"], rows)
     shares_table = markdown(["setting", "method", *PARTS], parts)
-    return f"{table}\nWhere a forward call spends its time:\n\n{shares_table}\n{_about(results)}"
+    return f"{table}\nWhere a forward call spends its time:\n\n{shares_table}\n{longer}{_about(results)}"
 
 
 def video_table(results: dict[str, Any]) -> str:

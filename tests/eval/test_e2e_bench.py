@@ -317,6 +317,15 @@ def test_operators_of_compiled_blocks_are_told_apart(name, shapes, part):
     assert part_of(name, shapes, tokens=99, width=24, ffn_dim=64) == part
 
 
+def test_profiled_kernels_that_add_up_to_more_than_the_call_are_said_to(document):
+    changed = copy.deepcopy(document)
+    for row in changed["runs"][0]["cases"][0]["rows"]:
+        row["parts_of_ms"] = 1.05e3 * row["single_forward_s"]
+    assert "add up" not in e2e_table(changed)
+    row["parts_of_ms"] *= 1.2
+    assert "vmonarch, compiled: the profiled kernels add up to 1.26 times a forward call" in e2e_table(changed)
+
+
 def test_the_table_holds_ratios_of_one_run_and_the_aims_beside_them(document, tmp_path):
     first = copy.deepcopy(document)
     case = first["runs"][0]["cases"][0]
