@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from diffusers import (
     ChronoEditTransformer3DModel,
+    FirstBlockCacheConfig,
     SkyReelsV2Transformer3DModel,
     WanAnimateTransformer3DModel,
     WanTransformer3DModel,
@@ -85,6 +86,13 @@ class Installation:
 
 def _record_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook. Stateless: what it writes to belongs to the module, so that copies of it stay apart."""
+    parallel = context_parallel_config(getattr(transformer, "_parallel_config", None))
+    if parallel is not None and isinstance(getattr(transformer, "_cache_config", None), FirstBlockCacheConfig):
+        raise NotImplementedError(
+            "First Block Cache is not supported under context parallelism: each rank decides by its own tokens whether"
+            " to skip blocks, and ranks that decide differently wait for each other for ever; disable_cache, and use"
+            " one that does not look at the tokens, such as MagCacheConfig"
+        )
     hidden_states = kwargs.get("hidden_states", args[0] if args else None)
     # Anything but latents [B, C, T, H, W] is for the transformer to refuse.
     if isinstance(hidden_states, torch.Tensor) and hidden_states.ndim == 5:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from diffusers import MagCacheConfig
+from diffusers import FirstBlockCacheConfig, MagCacheConfig
 
 import vmonarch
 from vmonarch import AttentionPlan, BasedProcessor, ExactBlocks, FlashBiasProcessor, VMonarchProcessor
@@ -372,6 +372,14 @@ def with_a_grid(tiny, enable):
     return model
 
 
+def with_first_block_cache(tiny, enable):
+    model = tiny.transformer()
+    vmonarch.apply(model, VMonarchProcessor())
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    enable(model)
+    return model
+
+
 def compiled_whole(tiny, enable):
     model = applied(VMonarchProcessor())(tiny, enable)
     compile_blocks(tiny, model, fullgraph=True)
@@ -392,6 +400,7 @@ REFUSED = {
     "odd-tokens": refused_on(applied(VMonarchProcessor()), grid=(5, 3, 3)),
     "bias-of-other-heads": refused_on(applied(FlashBiasProcessor(table(2, 30)), heads=4)),
     "other-grid": refused_on(with_a_grid),
+    "first-block-cache": refused_on(with_first_block_cache),
     "compiled-whole": refused_on(compiled_whole),
 }
 
