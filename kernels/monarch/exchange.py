@@ -30,7 +30,7 @@ def _aligned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 def _words(x: torch.Tensor) -> torch.Tensor | None:
     """A view of the same bytes as numbers of 16 bytes; None if they do not lie so."""
     n = WORD // x.dtype.itemsize
-    whole = x.dim() > 0 and x.stride(-1) == 1 and x.shape[-1] % n == 0
+    whole = x.dim() > 0 and x.stride(-1) == 1 and x.shape[-1] % n == 0 and x.data_ptr() % WORD == 0
     if whole and not any(step % n for step in (x.storage_offset(), *x.stride()[:-1])):
         return x.view(torch.complex128)
     return None
