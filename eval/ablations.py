@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from vmonarch.configs import InputError, read_document
 from vmonarch.eval.collect import FORMAT
 from vmonarch.eval.evaluate import MEASURES, sampled, shown_number
-from vmonarch.eval.tables import markdown
+from vmonarch.eval.tables import ABLATED_MODELS, markdown
 from vmonarch.eval.video_io import AtomicFiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROOT = Path(__file__).resolve().parents[1]
-MODELS = ("embedded", "proxy")
 SHOWN = ("psnr", "ssim", "first_frame_psnr", "first_frame_ssim", "prompt_score")
 # Heading, factor and decimals of what methods lose in the attention itself.
 _ATTENTION = {
@@ -74,11 +73,13 @@ def ablation_table(results: Mapping[str, Any], name: str) -> str:
     record = results["evaluations"][name]
     losses = _ATTENTION if "attention" in record else {}
     rows = [_row(record, label, losses) for label in record["methods"]]
-    controls: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    for origin, other in results["evaluations"].items():
-        if _sampling(other) == _sampling(record):
-            missing = [label for label in other["methods"] if label in CONTROLS and label not in record["methods"]]
-            controls |= {label: (origin, other) for label in missing if label not in controls}
+    controls = {
+        label: (origin, other)
+        for origin, other in results["evaluations"].items()
+        if _sampling(other) == _sampling(record)
+        for label in CONTROLS
+        if label in other["methods"] and label not in record["methods"]
+    }
     for label, (_, other) in controls.items():
         rows.append(_row(other, label, losses, other["baseline"] == record["baseline"]))
     heading = ["", "attention FLOPs", *(MEASURES[key].heading for key in SHOWN)]
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.ablations", description=__doc__)
     benchmarks = ROOT / "docs" / "benchmarks"
-    inputs = [benchmarks / f"eval-{model}.json" for model in MODELS]
+    inputs = [benchmarks / f"eval-{model}.json" for model in ABLATED_MODELS]
     parser.add_argument("--input", type=Path, nargs="+", default=inputs, help="JSON of vmonarch.eval.collect")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images" / "ablations.png")
     options = parser.parse_args(arguments)

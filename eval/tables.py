@@ -256,9 +256,10 @@ def _ablations(name: str) -> Callable[[dict[str, Any]], str]:
     return table
 
 
+ABLATED_MODELS = ("embedded", "proxy")
 _ABLATIONS = {
     f"{model}-{name}": (f"eval-{model}", _ablations(name))
-    for model in ("embedded", "proxy")
+    for model in ABLATED_MODELS
     for name in ("table2", "table5", "figure12", "exact", "work", "plans")
 }
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {

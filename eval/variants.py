@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from vmonarch.context_parallel import Share
 from vmonarch.exact import ExactBlocks
@@ -28,6 +29,7 @@ from vmonarch.validation import check_flag, check_positive_integer, check_qkv, r
 FIXED = ("none", "first", "all")
 # Axes of the grid, as the paper names them, and the order of tokens in which each comes first.
 AXES = {"T": (0, 1, 2), "H": (1, 2, 0), "W": (2, 1, 0)}
+# Numbers of keys that block top-k gathers at a time, about.
 _GATHERED = 2**26
 
 
@@ -345,13 +347,12 @@ def block_topk_attention(
     chosen = scores.topk(kept_blocks(m, sparsity), -1).indices  # [G, m, n]
     group = torch.arange(q.shape[0], device=query.device)[:, None, None]
     rows = []
-    # So many query cubes at a time that their keys are at most about _GATHERED numbers.
-    for l in range(0, m, step := max(1, _GATHERED // (chosen.shape[2] * k[:, 0].numel()))):
+    step = max(1, _GATHERED // (chosen.shape[2] * k[:, 0].numel()))
+    for l in range(0, m, step):
         picked = chosen[:, l : l + step]  # [G, l, n]
         keys, values = (x[group, picked].flatten(2, 3) for x in (k, v))  # [G, l, n·b, D]
         present = valid[picked].flatten(2).unsqueeze(2)  # [G, l, 1, n·b]
-        attend = torch.nn.functional.scaled_dot_product_attention
-        rows.append(attend(q[:, l : l + step], keys, values, attn_mask=present, scale=1.0))
+        rows.append(F.scaled_dot_product_attention(q[:, l : l + step], keys, values, attn_mask=present, scale=1.0))
     out = torch.cat(rows, 1).unflatten(0, (query.shape[0], query.shape[2]))  # [B, H, m, b, E]
     return layout.to_tokens(out).transpose(1, 2).to(query.dtype).contiguous()
 

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 Shape = tuple[int, ...]
 
-# Bytes. Every piece starts at a multiple, whatever the dtype of the piece before.
-ALIGNMENT = WORD = 16
+# Bytes of a word. Every piece starts at a multiple, whatever the dtype of the piece before.
+ALIGNMENT = 16
 
 
 def _aligned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -28,9 +28,9 @@ def _aligned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def _words(x: torch.Tensor) -> torch.Tensor | None:
-    """A view of the same bytes as numbers of 16 bytes; None if they do not lie so."""
-    n = WORD // x.dtype.itemsize
-    whole = x.dim() > 0 and x.stride(-1) == 1 and x.shape[-1] % n == 0 and x.data_ptr() % WORD == 0
+    """A view of the same bytes as numbers of a word each; None if they do not lie so."""
+    n = ALIGNMENT // x.dtype.itemsize
+    whole = x.dim() > 0 and x.stride(-1) == 1 and x.shape[-1] % n == 0 and x.data_ptr() % ALIGNMENT == 0
     if whole and not any(step % n for step in (x.storage_offset(), *x.stride()[:-1])):
         return x.view(torch.complex128)
     return None
@@ -47,7 +47,7 @@ def _copy(to: torch.Tensor, x: torch.Tensor) -> None:
 
 
 class _Join(torch.autograd.Function):
-    """`torch.cat`, which takes more than twice as long where its parts have gaps."""
+    """`torch.cat`, which is slow where its parts have gaps, by words."""
 
     @staticmethod
     def forward(ctx: Any, dim: int, *parts: torch.Tensor) -> torch.Tensor:
