@@ -30,12 +30,21 @@ from vmonarch import VMonarchProcessor
 from vmonarch.configs import InputError
 from vmonarch.context_parallel import TokenSplit
 from vmonarch.eval.e2e_bench import BOUNDS as MODEL_BOUNDS
-from vmonarch.eval.e2e_bench import TEXT_TOKENS, Denoiser, Setting, choose_settings, share_weights
+from vmonarch.eval.e2e_bench import (
+    MODES,
+    RECOMPILE_LIMIT,
+    TEXT_TOKENS,
+    Denoiser,
+    Setting,
+    choose_settings,
+    share_weights,
+)
 from vmonarch.eval.kernel_bench import (
     BOUNDS,
     Clock,
     check_device,
     check_output,
+    failure,
     measure,
     measured_dtype,
     relative_errors,
@@ -62,8 +71,9 @@ FORMULAE = {
     "ms": "device time of a call, its slowest process; medians over the rounds",
     "efficiency": "ms of one process / (P · ms of P processes), of the same way; of VMonarch by heads and by frames"
     " alike, one process computes the same",
+    "compiled": "compile_repeated_blocks(dynamic=False); of VMonarch on several processes all but self-attention",
     "bytes": "counted: what the process that sends most sends to others in the attention of a forward pass",
-    "error": "‖x − x₀‖ / ‖x₀‖, x₀ by one process in the same dtype",
+    "error": "‖x − x₀‖ / ‖x₀‖, x₀ by one process in the same dtype, compiled or not alike",
 }
 
 
@@ -82,6 +92,18 @@ class Case:
         return f"attention {shape} {self.heads} heads {'forward+backward' if self.training else 'forward'}"
 
 
+@dataclass(frozen=True)
+class Model:
+    """One forward call of a whole transformer; `mode` is of e2e_bench.MODES."""
+
+    setting: Setting
+    mode: str = "eager"
+
+    @property
+    def label(self) -> str:
+        return self.setting.name if self.mode == "eager" else f"{self.setting.name} {self.mode}"
+
+
 # 118,800 tokens (129 frames of 720×1280) and the paper's largest setting, with the heads of the 1.3B and 14B models.
 CASES = tuple(
     Case(LatentGrid(*grid), heads, training=training)
@@ -98,14 +120,16 @@ class Job:
     Args:
         folder: for results and for what the processes share; of one machine.
         seconds: after which nothing is begun.
+        compile_backend: of torch.compile; "eager" compiles nothing and only tries the benchmark.
     """
 
     folder: Path
     device: str
     cases: tuple[Case, ...]
-    settings: tuple[Setting, ...]
+    models: tuple[Model, ...]
     rounds: int
     seconds: float
+    compile_backend: str = "inductor"
 
 
 class SharedClock(Clock):
@@ -126,15 +150,9 @@ def most_sent(way: str, grid: LatentGrid, tokens: Sequence[int], heads: int, hea
     return max(sent_by_frames(grid, tokens, implementation=implementation, **sizes))
 
 
-def _label(case: Case | Setting) -> str:
-    return case.label if isinstance(case, Case) else case.name
-
-
-def _left_out(case: Case | Setting, ranks: int, problem: str) -> list[dict[str, Any]]:
+def _left_out(case: Case | Model, ranks: int, problem: str) -> list[dict[str, Any]]:
     """Rows of all ways without times."""
-    return [
-        {"case": _label(case), "way": way, "ranks": ranks, "status": "left out", "problem": problem} for way in WAYS
-    ]
+    return [{"case": case.label, "way": way, "ranks": ranks, "status": "left out", "problem": problem} for way in WAYS]
 
 
 def _everywhere(value: Any) -> list[Any]:
@@ -246,17 +264,13 @@ def _with_frames(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def run_setting(setting: Setting, model: WanModel, job: Job, clock: SharedClock) -> list[dict[str, Any]]:
-    """Check and time one forward call of a whole transformer in all ways."""
+def run_model(case: Model, model: WanModel, job: Job, clock: SharedClock) -> list[dict[str, Any]]:
+    """Check and time a whole transformer in all ways."""
     from diffusers import ContextParallelConfig
 
-    ranks, device = dist.get_world_size(), clock.device
+    setting, ranks, device = case.setting, dist.get_world_size(), clock.device
     rows: dict[str, dict[str, Any]] = {}
     runs: dict[str, Callable[[], Any]] = {}
-    # One process came before the others and kept what it computed.
-    kept = {name: job.folder / f"{setting.name}-{name}.pt" for name in ("full", "heads")}
-    if ranks > 1 and not all(path.exists() for path in kept.values()):
-        return _left_out(setting, ranks, "one process did not come to it")
     dtype = measured_dtype(device)
     latents = model.latents(setting.frames, setting.height, setting.width, argument="models")
     grid, heads = model.grid(latents), model.transformer["num_attention_heads"]
@@ -267,9 +281,14 @@ def run_setting(setting: Setting, model: WanModel, job: Job, clock: SharedClock)
     for name in WAYS:
         if name == "frames" and ranks == 1:
             continue
-        row = rows[name] = {"case": setting.name, "way": name, "ranks": ranks, "grid": list(grid), "heads": heads}
+        row = rows[name] = {"case": case.label, "way": name, "ranks": ranks, "grid": list(grid), "heads": heads}
         if name != "frames" and heads < ranks:
             row.update(status="left out", problem=f"{heads} heads cannot be divided by {ranks} ranks")
+            continue
+        # One process came before the others and kept what it computed.
+        file = job.folder / f"{case.label}-{'full' if name == 'full' else 'heads'}.pt"
+        if ranks > 1 and not file.exists():
+            row.update(status="left out", problem="one process did not come to it")
             continue
         transformer: Any = share_weights(stock)
         transformer.set_attention_backend("_native_cudnn" if device.type == "cuda" else "native")
@@ -280,17 +299,27 @@ def run_setting(setting: Setting, model: WanModel, job: Job, clock: SharedClock)
             config = ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven)
             transformer.enable_parallelism(config=config)
         denoiser = Denoiser(transformer, model, noise, (text, text), 50, clock)
+        torch._dynamo.utils.counters.clear()
+        try:
+            if case.mode == "compiled":
+                # diffusers' hooks read signatures in their first call, which cannot be compiled.
+                denoiser.forward()
+                transformer.compile_repeated_blocks(fullgraph=ranks == 1, dynamic=False, backend=job.compile_backend)
+            out = denoiser.forward()
+        except Exception as error:
+            # What cannot be compiled cannot be on any rank.
+            row.update(failure(error))
+            continue
+        row["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         runs[name] = denoiser.forward
         tokens = [part.numel() for part in torch.arange(grid.tokens).tensor_split(ranks)]
         layers, head_dim = model.transformer["num_layers"], model.transformer["attention_head_dim"]
         row["bytes"] = layers * most_sent(name, grid, tokens, heads, head_dim, dtype)
-        out = denoiser.forward()
-        file = kept["full" if name == "full" else "heads"]
         if ranks == 1:
             torch.save(out.cpu(), file)
         expected = torch.load(file).to(device).float()
-        error = relative_errors(out.movedim(1, -1), expected.movedim(1, -1))["relative"]
-        judge(row, {"out": error}, {"out": MODEL_BOUNDS[dtype]})
+        off = relative_errors(out.movedim(1, -1), expected.movedim(1, -1))["relative"]
+        judge(row, {"out": off}, {"out": MODEL_BOUNDS[dtype]})
         del out, expected
         release_memory(device)
     measure_rows(runs, rows, clock, job.rounds)
@@ -315,14 +344,16 @@ def run_rank(rank: int, ranks: int, job: Job) -> None:
     rows: list[dict[str, Any]] = []
     clock = SharedClock(device)
     # Whole transformers first: they tell more, should the time be over.
-    work: tuple[Case | Setting, ...] = (*job.settings, *job.cases)
+    work: tuple[Case | Model, ...] = (*job.models, *job.cases)
     for case in work:
         if max(_everywhere(time.monotonic() - started)) > job.seconds:
             rows += _left_out(case, ranks, "the time was over")
         elif isinstance(case, Case):
             rows += run_case(case, clock, job.rounds)
         else:
-            rows += run_setting(case, read_model(case.model), job, clock)
+            torch.compiler.reset()
+            with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+                rows += run_model(case, read_model(case.setting.model), job, clock)
         release_memory(device)
         if rank == 0:
             write_json(job.folder / f"rows-{ranks}.json", {"rows": rows})
@@ -428,8 +459,8 @@ def parallel_table(results: dict[str, Any]) -> str:
     return markdown(heading, lines) + "\n" + "\n".join(about) + "\n"
 
 
-def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[Case, ...], tuple[Setting, ...]]:
-    """The command line's options, cases and settings."""
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[Case, ...], tuple[Model, ...]]:
+    """The command line's options, cases and models."""
     parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.parallel_bench", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, help="numbers of processes, 1 among them (default: 1, 2, 4 …)")
     known = {case.label: case for case in CASES}
@@ -441,6 +472,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[Ca
         metavar="SETTING",
         help=f"of vmonarch bench e2e (default: {' '.join(MODELS)})",
     )
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, help="of models (default: both)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=540.0, help="seconds, shared out among the numbers")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -466,12 +498,13 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[Ca
         parser.error(f"--ranks must be different numbers, 1 among them, got {options.ranks}")
     if most is not None and max(options.ranks) > most:
         parser.error(f"--ranks must be at most {most}, a GPU for each; got {max(options.ranks)}")
-    return options, tuple(known[label] for label in options.cases), settings
+    models = tuple(Model(setting, mode) for setting in settings for mode in dict.fromkeys(options.modes))
+    return options, tuple(known[label] for label in options.cases), models
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit code 1 if a result is wrong or processes failed."""
-    options, cases, settings = parse(arguments)
+    """Command line; exit code 1 if a result is wrong, or a row or processes failed."""
+    options, cases, models = parse(arguments)
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -479,10 +512,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     command = shown_command(("python", "-m", "vmonarch.eval.parallel_bench"), arguments)
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), options.device, cases, settings, options.rounds, options.budget)
+        job = Job(Path(folder), options.device, cases, models, options.rounds, options.budget)
         results = run_bench(job, sorted(options.ranks), options.output, command, say)
     print(parallel_table(results))
-    wrong = [row for row in results["rows"] if row["status"] == "wrong"]
+    wrong = [row for row in results["rows"] if row["status"] not in ("ok", "left out")]
     for row in wrong:
         print(f"{row['case']} {row['way']}, {row['ranks']} processes: {row['problem']}", file=sys.stderr)
     return 1 if wrong or results["failed"] else 0

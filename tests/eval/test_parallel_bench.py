@@ -6,11 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from vmonarch.configs import InputError
 from vmonarch.eval import parallel_bench
 from vmonarch.eval.e2e_bench import Setting
-from vmonarch.eval.parallel_bench import Case, Job, add_efficiency, parallel_table, run_bench
+from vmonarch.eval.parallel_bench import (
+    WAYS,
+    Case,
+    Job,
+    Model,
+    SharedClock,
+    add_efficiency,
+    parallel_table,
+    run_bench,
+    run_model,
+)
+from vmonarch.eval.wan_models import read_model
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.parallel import frame_parallel_bytes, ulysses_bytes
 
@@ -24,12 +36,12 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def results(tiny_yaml, made_once):
-    settings = (Setting("tiny", tiny_yaml, 5, 32, 64),)
+    models = tuple(Model(Setting("tiny", tiny_yaml, 5, 32, 64), mode) for mode in ("eager", "compiled"))
     # The last one ends all processes.
     cases = (*CASES, Case(LatentGrid(2, 1, 1), 2, head_dim=0))
 
     def measure(folder):
-        job = Job(folder, "cpu", cases, settings, rounds=1, seconds=100.0)
+        job = Job(folder, "cpu", cases, models, rounds=1, seconds=100.0, compile_backend="eager")
         said = []
         with pytest.MonkeyPatch.context() as patch:
             # Processes of their own import it by its name.
@@ -44,16 +56,24 @@ def results(tiny_yaml, made_once):
     return json.loads((made_once("parallel-bench", measure) / "parallel.json").read_text())
 
 
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def row(results, case, way, ranks):
     (found,) = [r for r in results["rows"] if (r["case"], r["way"], r["ranks"]) == (case, way, ranks)]
     return found
 
 
 def test_every_way_is_right_and_timed(results):
-    labels = [*(case.label for case in CASES), "tiny"]
+    labels = [*(case.label for case in CASES), "tiny", "tiny compiled"]
     assert len(results["rows"]) == 2 * 3 * len(labels)
     for label in labels:
-        for way in parallel_bench.WAYS:
+        for way in WAYS:
             for ranks in (1, 2):
                 found = row(results, label, way, ranks)
                 if label == CASES[2].label and ranks == 2 and way != "frames":
@@ -66,14 +86,21 @@ def test_every_way_is_right_and_timed(results):
                 assert found["efficiency"] == pytest.approx(base / (ranks * found["ms"]["median"]))
 
 
+def test_only_what_is_to_be_compiled_is_compiled(results):
+    assert [row(results, "tiny", way, ranks)["graphs"] for way in WAYS for ranks in (1, 2)] == [0] * 6
+    compiled = {way: row(results, "tiny compiled", way, 2)["graphs"] for way in WAYS}
+    # VMonarch's blocks are in two parts, around self-attention, and by frames both are those by heads.
+    assert compiled["heads"] > compiled["full"] > 0 == compiled["frames"]
+
+
 def test_bytes_are_those_of_the_formulae(results):
     grid, sizes = CASES[0].grid, {"batch": 1, "heads": 4, "head_dim": 16, "dtype": torch.float32}
     by_heads = max(ulysses_bytes(tokens=(18, 12), rank=rank, **sizes) for rank in (0, 1))
     options = sizes | {"implementation": "torch"}
     by_frames = max(frame_parallel_bytes(grid, frames=(3, 2), rank=rank, **options) for rank in (0, 1))
-    found = {way: row(results, CASES[0].label, way, 2)["bytes"] for way in parallel_bench.WAYS}
+    found = {way: row(results, CASES[0].label, way, 2)["bytes"] for way in WAYS}
     assert found == {"full": by_heads, "heads": by_heads, "frames": by_frames}
-    assert all(row(results, CASES[0].label, way, 1)["bytes"] == 0 for way in parallel_bench.WAYS)
+    assert all(row(results, CASES[0].label, way, 1)["bytes"] == 0 for way in WAYS)
     # Two layers; eight tokens for each rank.
     sizes |= {"heads": 2}
     assert row(results, "tiny", "heads", 2)["bytes"] == 2 * ulysses_bytes(tokens=(8, 8), rank=0, **sizes)
@@ -82,7 +109,7 @@ def test_bytes_are_those_of_the_formulae(results):
 def test_the_table_tells_all_of_it(results):
     table = parallel_table(results)
     assert "| 1 GPU | 2 GPUs | MB sent, 2 GPUs |" in table and "the command" in table and "no speed" in table
-    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 2 + 3 * (len(CASES) + 1)
+    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 2 + 3 * (len(CASES) + 2)
     assert "| left out |" in table
     measured = [line.split(" | ") for line in table.splitlines() if "VMonarch by frames" in line]
     assert all("%" not in cells[2] and "%" in cells[3] for cells in measured)
@@ -117,12 +144,21 @@ def test_processes_that_fail_are_told_and_what_was_measured_stands(results):
     assert "- 1 processes failed: " in table and "- 2 processes failed: " in table
 
 
+def test_a_transformer_that_cannot_be_compiled_says_so(tiny_yaml, tmp_path, alone):
+    job = Job(tmp_path, "cpu", (), (), rounds=1, seconds=100.0, compile_backend="none-such")
+    case = Model(Setting("tiny", tiny_yaml, 5, 32, 64), "compiled")
+    rows = run_model(case, read_model(tiny_yaml), job, SharedClock(torch.device("cpu")))
+    assert [row["way"] for row in rows] == list(WAYS)
+    assert all(row["status"] == "failed" and "InvalidBackend" in row["problem"] and "ms" not in row for row in rows)
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         (["--cases", "attention"], "--cases must be of attention 33x45x80 12 heads forward;"),
         (["--cases", "--models"], "--cases and --models leave nothing to measure"),
         (["--models", "14b"], "settings must be of"),
+        (["--modes", "fast"], "argument --modes: invalid choice: 'fast'"),
         (["--rounds", "0"], "--rounds must be above 0"),
         (["--ranks", "2", "4"], "--ranks must be different numbers, 1 among them"),
         (["--ranks", "1", "1"], "--ranks must be different numbers"),
