@@ -21,7 +21,7 @@ import torch.distributed as dist
 from diffusers.models._modeling_parallel import gather_size_by_comm
 
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.monarch.exchange import Link, Moved, Redistribution, places_of, split_evenly
+from vmonarch.kernels.monarch.exchange import Link, Moved, places_of, split_evenly
 
 
 class Share(NamedTuple):
@@ -68,10 +68,9 @@ class TokenSplit:
 
     def gather_tokens(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """All tokens of this rank's heads: tensors [B, s, H, …] -> [B, S, h, …]; differentiable."""
-        gathering = Gathering(self)
-        for x in tensors:
-            gathering.send(x)
-        return gathering.finish()
+        link = self._link(*tensors)
+        heads = split_evenly(tensors[0].shape[2], len(self.tokens))
+        return link.close(*link.redistribute([Moved(x, 2, 1) for x in tensors], heads, self.tokens).finish())
 
     def gather_heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """The inverse of `gather_tokens` for one tensor: [B, S, h, …] -> [B, s, heads, …]."""
@@ -104,33 +103,7 @@ class TokenSplit:
         return gathered.squeeze(0)
 
     def _link(self, *tensors: torch.Tensor) -> Link:
-        link = Link(self.group, tensors[0].device)
-        link.track_gradients(any(x.requires_grad for x in tensors))
-        return link
-
-
-class Gathering:
-    """`TokenSplit.gather_tokens` of tensors that are computed one after the other: each travels meanwhile."""
-
-    def __init__(self, split: TokenSplit) -> None:
-        self.split = split
-        self.link: Link | None = None
-        self.under_way: list[Redistribution] = []
-        self.requires_grad = False
-
-    def send(self, x: torch.Tensor) -> None:
-        """Begin to gather a tensor [B, s, H, …], all of one device."""
-        if self.link is None:
-            self.link = Link(self.split.group, x.device)
-        heads = split_evenly(x.shape[2], len(self.split.tokens))
-        self.under_way.append(self.link.redistribute([Moved(x, 2, 1)], heads, self.split.tokens))
-        self.requires_grad = self.requires_grad or x.requires_grad
-
-    def finish(self) -> tuple[torch.Tensor, ...]:
-        """The tensors [B, S, h, …], in the order in which they were sent; differentiable."""
-        assert self.link is not None
-        self.link.track_gradients(self.requires_grad)
-        return self.link.close(*(x for moved in self.under_way for x in moved.finish()))
+        return Link(self.group, tensors[0].device, any(x.requires_grad for x in tensors))
 
 
 def whole_frames(tokens: Sequence[int], grid: LatentGrid) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from diffusers.models.transformers import transformer_wan_animate as animate
 
 from vmonarch.bias.video import BiasOption, GridBias
 from vmonarch.context_parallel import (
-    Gathering,
     Share,
     TokenSplit,
     check_heads,
@@ -245,29 +243,20 @@ def _project(
     hidden_states: torch.Tensor,
     rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
     implementation: str,
-    send: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value [B, S, H, D] of a self-attention module, normalised and rotated.
-
-    Args:
-        send: called with value, query and key, with each as soon as it is computed.
-    """
-    fused = attn.to_qkv(hidden_states).chunk(3, dim=-1) if attn.fused_projections else None
-    value = (attn.to_v(hidden_states) if fused is None else fused[2]).unflatten(2, (attn.heads, -1))
-    if send is not None:
-        send(value)
-    normed = []
-    for n, (projection, norm) in enumerate(((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k))):
-        x = projection(hidden_states) if fused is None else fused[n]
-        if rotary_emb is None:
-            x = norm(x).unflatten(2, (attn.heads, -1))
-        else:
-            x = _norm_and_rotate(norm, x, attn.heads, rotary_emb, implementation)
-        # Autocast computes the norms in float32.
-        normed.append(x.to(value.dtype))
-        if send is not None:
-            send(normed[n])
-    return normed[0], normed[1], value
+    """Query, key and value [B, S, H, D] of a self-attention module, normalised and rotated."""
+    if attn.fused_projections:
+        query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+    else:
+        query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+    value = value.unflatten(2, (attn.heads, -1))
+    if rotary_emb is None:
+        query, key = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key)))
+    else:
+        query = _norm_and_rotate(attn.norm_q, query, attn.heads, rotary_emb, implementation)
+        key = _norm_and_rotate(attn.norm_k, key, attn.heads, rotary_emb, implementation)
+    # Autocast computes the norms in float32.
+    return query.to(value.dtype), key.to(value.dtype), value
 
 
 class VideoAttentionProcessor:
@@ -361,34 +350,26 @@ class VideoAttentionProcessor:
         Args:
             split: where the tokens are; None if all of them are here.
         """
-        gathering = None if split is None or self.parallel_by == "frames" else Gathering(split)
-        send = None if gathering is None else gathering.send
-        query, key, value = _project(attn, hidden_states, rotary_emb, self.implementation, send)
-        if gathering is not None:
-            value, query, key = gathering.finish()
+        query, key, value = _project(attn, hidden_states, rotary_emb, self.implementation)
         device = query.device.type
         # Autocast does not know the meta device.
         if device == "meta" or not torch.is_autocast_enabled(device):
-            return self._attend_split(query, key, value, grid, split, attn.heads).flatten(2, 3)
+            return self._attend_split(query, key, value, grid, split).flatten(2, 3)
         # The ops choose their precision themselves: autocast would round their sums in float32.
         with torch.autocast(device, enabled=False):
-            return self._attend_split(query, key, value, grid, split, attn.heads).flatten(2, 3)
+            return self._attend_split(query, key, value, grid, split).flatten(2, 3)
 
     def _attend_split(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        split: TokenSplit | None,
-        heads: int,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid, split: TokenSplit | None
     ) -> torch.Tensor:
-        """What this rank has of the self-attention of so many heads; by heads, of all tokens of its part of them."""
+        """`attend`, whose tensors may have a part of the tokens."""
         if split is None:
             return self.attend(query, key, value, grid)
         if self.parallel_by == "frames":
             return self._attend_by_frames(split, grid, query, key, value)
-        return split.gather_heads(self.attend(query, key, value, grid, split.share(heads)), heads)
+        heads = split.share(query.shape[2])
+        query, key, value = split.gather_tokens(query, key, value)
+        return split.gather_heads(self.attend(query, key, value, grid, heads), heads.total)
 
     def _attend_by_frames(
         self, split: TokenSplit, grid: LatentGrid, *tensors: torch.Tensor

@@ -251,19 +251,14 @@ class Link:
     Every exchange passes a token on to the next. It has no elements, but it makes every exchange depend on the one
     before, and `close` makes the results depend on the last. So the backward pass, too, runs all exchanges, and in the
     reverse order, on every rank, whatever each of them computes in between.
+
+    Args:
+        requires_grad: whether any tensor that is sent requires gradients; the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, requires_grad: bool) -> None:
         self.peers = Peers(group, device, dist.get_rank(group), dist.get_world_size(group))
-        self.token = torch.zeros(0, device=device)
-
-    def track_gradients(self, required: bool) -> None:
-        """Say, before anything is finished, whether any tensor that is sent requires gradients.
-
-        Args:
-            required: the same on all ranks.
-        """
-        self.token.requires_grad_(required and torch.is_grad_enabled())
+        self.token = torch.zeros(0, device=device, requires_grad=requires_grad and torch.is_grad_enabled())
 
     def start(
         self,

@@ -542,8 +542,7 @@ def frame_parallel_vmonarch_attention(
         min_mass=float(min_mass),
         entropy_grad=entropy_grad,
     )
-    link = Link(group, query.device)
-    link.track_gradients(requires_grad)
+    link = Link(group, query.device, requires_grad)
     if triton:
         from vmonarch.kernels.monarch.stages import TritonStages
 

@@ -162,8 +162,7 @@ def regrouped(rank, counted, before, after):
     """(this rank's tensors after the borders moved, their gradients, bytes sent, bytes sent back)."""
     *tensors, w, v = sequences()
     tensors = [x.split(before, 1)[rank].clone().requires_grad_(True) for x in tensors]
-    link = Link(dist.group.WORLD, torch.device("cpu"))
-    link.track_gradients(True)
+    link = Link(dist.group.WORLD, torch.device("cpu"), True)
     counted.since_last()
     moved = link.close(*link.regroup(tensors, before, after, 1))
     sent = counted.since_last()

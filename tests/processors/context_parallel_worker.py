@@ -301,32 +301,27 @@ SAME = {
 
 
 class Sent:
-    """`all_to_all_single`, which counts the bytes that this rank sends to others, and notes in `order` that it does."""
+    """`all_to_all_single`, which counts the bytes that this rank sends to others."""
 
     def __init__(self):
-        self.bytes, self.order, self.all_to_all_single = 0, [], dist.all_to_all_single
+        self.bytes, self.all_to_all_single = 0, dist.all_to_all_single
 
     def __call__(self, output, tensor, output_splits, input_splits, *, group, **options):
-        self.order.append("exchange")
         self.bytes += tensor.element_size() * (sum(input_splits) - input_splits[dist.get_rank(group)])
         return self.all_to_all_single(output, tensor, output_splits, input_splits, group=group, **options)
 
 
 def sent(tiny, ranks):
-    """(bytes that this rank sends in a forward call of one layer, when it begins to), by what is shared."""
+    """Bytes that this rank sends in a forward call of one layer, by what is shared."""
     found = {}
     for parallel_by in ("heads", "frames"):
         model = tiny.transformer(num_attention_heads=COUNTED["heads"], num_layers=1)
         vmonarch.apply(model, VMonarchProcessor(parallel_by=parallel_by))
         ranks.enable(model, ulysses_anything=True)
         counted = dist.all_to_all_single = Sent()
-        for name in ("to_q", "to_k", "to_v", "to_out"):
-            module = getattr(model.blocks[0].attn1, name)
-            module = module[0] if name == "to_out" else module
-            module.register_forward_hook(lambda *_, name=name, order=counted.order: order.append(name))
         tiny.run(model, COUNTED["grid"])
         dist.all_to_all_single = counted.all_to_all_single
-        found[parallel_by] = counted.bytes, counted.order
+        found[parallel_by] = counted.bytes
     return found
 
 

@@ -104,13 +104,7 @@ def test_ranks_send_the_bytes_that_are_counted(results, name):
     for parallel_by, numbers in counted.items():
         for rank, number in enumerate(numbers):
             # Every one of at most 20 pieces of float32 is aligned.
-            assert 0 <= results[rank][name][parallel_by][0] - number <= 20 * (ALIGNMENT - 4), (parallel_by, rank)
-
-
-@pytest.mark.parametrize("name", ["sent"])
-def test_by_heads_a_tensor_travels_while_the_next_is_computed(results, name):
-    for rank in results:
-        assert rank[name]["heads"][1] == "to_v exchange to_q exchange to_k exchange exchange to_out".split()
+            assert 0 <= results[rank][name][parallel_by] - number <= 20 * (ALIGNMENT - 4), (parallel_by, rank)
 
 
 def test_a_killed_rank_ends_the_job_which_names_it(child_environment):
