@@ -288,6 +288,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "footage-proxy": footage_table,
     "eval-demo": evaluation_table,
     "parallel": parallel_table,
+    "parallel-compiled": parallel_table,
     "parallel-bytes": parallel_bytes_table,
     **{name: table for name, (_, table) in _ABLATIONS.items()},
 }

@@ -42,6 +42,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
             ("results", "vmonarch", "validation_loss", "after"),
         ),
         "parallel": ("rows", 0, "ms", "median"),
+        "parallel-compiled": ("rows", 0, "ms", "median"),
         "float8": ("cases", 0, "rows", 1, "error"),
         "quality": ("evaluations", "plans", "statistics", "vmonarch", "psnr", "mean"),
         **{
