@@ -246,19 +246,13 @@ def autocast_full(tiny, ranks):
     return train(ranks, model, tiny.inputs((5, 2, 3), batch=2), autocast=True)
 
 
-def compile_blocks(tiny, model, **options):
-    # diffusers' hooks read signatures in their first call, which cannot be compiled.
-    tiny.run(model, (5, 2, 3))
-    torch._dynamo.reset()
-    model.compile_repeated_blocks(backend="eager", **options)
-
-
 def compiled(tiny, ranks):
-    model = tiny.transformer(num_layers=1)
+    model = tiny.transformer()
     vmonarch.apply(model, VMonarchProcessor())
     ranks.enable(model)
     if ranks.parallel:
-        compile_blocks(tiny, model)
+        torch._dynamo.reset()
+        model.compile_repeated_blocks(backend="eager")
     return {"out": tiny.run(model, (5, 2, 3))}
 
 
@@ -377,7 +371,10 @@ def with_first_block_cache(tiny, enable):
 
 def compiled_whole(tiny, enable):
     model = applied(VMonarchProcessor())(tiny, enable)
-    compile_blocks(tiny, model, fullgraph=True)
+    # diffusers' hooks read signatures in their first call, which cannot be compiled.
+    tiny.run(model, (5, 2, 3))
+    torch._dynamo.reset()
+    model.compile_repeated_blocks(backend="eager", fullgraph=True)
     return model
 
 
