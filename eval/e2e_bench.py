@@ -515,7 +515,7 @@ class Row:
         out = denoiser.forward()
         clock.wait()
         self.record["first_call_s"] = round(time.monotonic() - started, 2)
-        if self.mode == "compiled" and _compiled_graphs() == 0:
+        if self.mode == "compiled" and compiled_graphs() == 0:
             raise RuntimeError("torch.compile compiled nothing")
         self._check(out, expected)
         if self.record["status"] != "ok":
@@ -596,7 +596,8 @@ class Row:
         self.record.update(video_seconds(step["median"], self.bench.steps, vae, text))
 
 
-def _compiled_graphs() -> int:
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made since its counters were cleared."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
@@ -667,7 +668,7 @@ def run_setting(
     expected: dict[str, torch.Tensor] = {}
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    with torch.no_grad(), _settings_of_torch():
+    with torch.no_grad(), settings_of_torch():
         if (rows[0].method.label, rows[0].mode) != ("full", "eager"):
             # What the others' errors are measured against.
             try:
@@ -697,7 +698,7 @@ def run_setting(
 
 
 @contextlib.contextmanager
-def _settings_of_torch() -> Iterator[None]:
+def settings_of_torch() -> Iterator[None]:
     """Room for every method's version of a block; diffusers' attention backend returns to what it was."""
     from diffusers.models.attention_dispatch import attention_backend
 

@@ -32,11 +32,12 @@ from vmonarch.context_parallel import TokenSplit
 from vmonarch.eval.e2e_bench import BOUNDS as MODEL_BOUNDS
 from vmonarch.eval.e2e_bench import (
     MODES,
-    RECOMPILE_LIMIT,
     TEXT_TOKENS,
     Denoiser,
     Setting,
     choose_settings,
+    compiled_graphs,
+    settings_of_torch,
     share_weights,
 )
 from vmonarch.eval.kernel_bench import (
@@ -274,21 +275,24 @@ def run_model(case: Model, model: WanModel, job: Job, clock: SharedClock) -> lis
     dtype = measured_dtype(device)
     latents = model.latents(setting.frames, setting.height, setting.width, argument="models")
     grid, heads = model.grid(latents), model.transformer["num_attention_heads"]
-    stock = model.build_transformer("transformer", device, dtype)
-    generator = torch.Generator(device).manual_seed(setting.frames)
-    noise = torch.randn(1, model.transformer["in_channels"], *latents, generator=generator, device=device)
-    text = torch.randn(1, TEXT_TOKENS, model.transformer["text_dim"], generator=generator, device=device).to(dtype)
+    # One process came before the others and kept what it computed.
+    kept = {way: job.folder / f"{case.label}-{'full' if way == 'full' else 'heads'}.pt" for way in WAYS}
     for name in WAYS:
         if name == "frames" and ranks == 1:
             continue
         row = rows[name] = {"case": case.label, "way": name, "ranks": ranks, "grid": list(grid), "heads": heads}
         if name != "frames" and heads < ranks:
             row.update(status="left out", problem=f"{heads} heads cannot be divided by {ranks} ranks")
-            continue
-        # One process came before the others and kept what it computed.
-        file = job.folder / f"{case.label}-{'full' if name == 'full' else 'heads'}.pt"
-        if ranks > 1 and not file.exists():
+        elif ranks > 1 and not kept[name].exists():
             row.update(status="left out", problem="one process did not come to it")
+    if all("status" in row for row in rows.values()):
+        return _with_frames(rows)
+    stock = model.build_transformer("transformer", device, dtype)
+    generator = torch.Generator(device).manual_seed(setting.frames)
+    noise = torch.randn(1, model.transformer["in_channels"], *latents, generator=generator, device=device)
+    text = torch.randn(1, TEXT_TOKENS, model.transformer["text_dim"], generator=generator, device=device).to(dtype)
+    for name, row in rows.items():
+        if "status" in row:
             continue
         transformer: Any = share_weights(stock)
         transformer.set_attention_backend("_native_cudnn" if device.type == "cuda" else "native")
@@ -299,7 +303,7 @@ def run_model(case: Model, model: WanModel, job: Job, clock: SharedClock) -> lis
             config = ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven)
             transformer.enable_parallelism(config=config)
         denoiser = Denoiser(transformer, model, noise, (text, text), 50, clock)
-        torch._dynamo.utils.counters.clear()
+        graphs = compiled_graphs()
         try:
             if case.mode == "compiled":
                 # diffusers' hooks read signatures in their first call, which cannot be compiled.
@@ -310,14 +314,14 @@ def run_model(case: Model, model: WanModel, job: Job, clock: SharedClock) -> lis
             # What cannot be compiled cannot be on any rank.
             row.update(failure(error))
             continue
-        row["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        row["graphs"] = compiled_graphs() - graphs
         runs[name] = denoiser.forward
         tokens = [part.numel() for part in torch.arange(grid.tokens).tensor_split(ranks)]
         layers, head_dim = model.transformer["num_layers"], model.transformer["attention_head_dim"]
         row["bytes"] = layers * most_sent(name, grid, tokens, heads, head_dim, dtype)
         if ranks == 1:
-            torch.save(out.cpu(), file)
-        expected = torch.load(file).to(device).float()
+            torch.save(out.cpu(), kept[name])
+        expected = torch.load(kept[name]).to(device).float()
         off = relative_errors(out.movedim(1, -1), expected.movedim(1, -1))["relative"]
         judge(row, {"out": off}, {"out": MODEL_BOUNDS[dtype]})
         del out, expected
@@ -352,7 +356,7 @@ def run_rank(rank: int, ranks: int, job: Job) -> None:
             rows += run_case(case, clock, job.rounds)
         else:
             torch.compiler.reset()
-            with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            with settings_of_torch():
                 rows += run_model(case, read_model(case.setting.model), job, clock)
         release_memory(device)
         if rank == 0:

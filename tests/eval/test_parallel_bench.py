@@ -22,7 +22,7 @@ from vmonarch.eval.parallel_bench import (
     run_bench,
     run_model,
 )
-from vmonarch.eval.wan_models import read_model
+from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.parallel import frame_parallel_bytes, ulysses_bytes
 
@@ -150,6 +150,16 @@ def test_a_transformer_that_cannot_be_compiled_says_so(tiny_yaml, tmp_path, alon
     rows = run_model(case, read_model(tiny_yaml), job, SharedClock(torch.device("cpu")))
     assert [row["way"] for row in rows] == list(WAYS)
     assert all(row["status"] == "failed" and "InvalidBackend" in row["problem"] and "ms" not in row for row in rows)
+
+
+def test_without_what_one_process_computed_nothing_is_built(tiny_yaml, tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(WanModel, "build_transformer", lambda *arguments: pytest.fail("a transformer was built"))
+    job = Job(tmp_path, "cpu", (), (), rounds=1, seconds=100.0)
+    case = Model(Setting("tiny", tiny_yaml, 5, 32, 64))
+    rows = run_model(case, read_model(tiny_yaml), job, SharedClock(torch.device("cpu")))
+    assert [row["way"] for row in rows] == list(WAYS)
+    assert all(row["status"] == "left out" and "did not come to it" in row["problem"] for row in rows)
 
 
 @pytest.mark.parametrize(
