@@ -291,7 +291,7 @@ def vmonarch_work(
 ) -> list[StageWork]:
     """Work of `vmonarch_attention(exact="first_frame")` by stage, forward and with `training` backward (FORMULAE).
 
-    Source: algorithm notes §10 and §13, for ragged tiles and cells too.
+    Source: docs/attention.md, "FLOPs", for ragged tiles and cells too.
     """
     S, d, t, f = grid.tokens, head_dim, num_iterations, 4
     m, b, cells = block_sizes(grid, tiles, coarse)

@@ -5,7 +5,7 @@
     L-steps           4·S·m·d each
     exact blocks      4·d for every pair of tokens in them
 
-S tokens, m blocks of at most b positions, d head dim. Source: algorithm notes §6, §10 and §13.
+S tokens, m blocks of at most b positions, d head dim. Source: docs/attention.md, "FLOPs".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The online-softmax monoid as jit helpers: one definition for every kernel (algorithm notes §5).
+"""The online-softmax monoid as jit helpers: one definition for every kernel (docs/attention.md, "Merging").
 
 An element of the monoid is (row_max, row_sum, row_entropy, acc): the running maximum of the logits, Σ p, Σ p·t and
 Σ p·v with t = logit - row_max and p = 2^t. Logits are counted in units of log 2, so that no kernel needs more than

@@ -2,7 +2,7 @@
 
 Shapes: B batch, Sq queries, Sk keys, H heads, D head dim, Dv value dim; M queries and N keys of one tile.
 Tensors are [B, S, H, D] with any strides but that of D, which is 1. Long key ranges are split among several programs,
-whose partial results the combine kernel merges by the monoid of algorithm notes §5.
+whose partial results the combine kernel merges (docs/attention.md, "Merging").
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def _softmax(
     kept: gl.constexpr = row_max.type.layout
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     if BIASED:
-        # A key stands for n keys: log n is added to its logit (algorithm notes §13).
+        # A key stands for n keys: log n is added to its logit (docs/attention.md, "Pooled keys").
         scores = scores * log2_scale + bias[None, :]
     elif MASKED:
         i = first + gl.arange(0, N, gl.SliceLayout(0, layout))

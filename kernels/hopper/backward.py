@@ -85,7 +85,7 @@ def _fold_kernel(
 ):  # fmt: skip
     """[shift_s, shift_dp, slope] of every row, and of places between groups, where p is 0.
 
-    Every key stands for n keys, log_keys = log n: p has it in, the entropy's gradient has not (algorithm notes §13).
+    Every key stands for n keys, log_keys = log n: p has it in, the entropy's gradient has not.
     SLOPE: "" without a gradient through the entropy, else whether it comes as dcL, with cL, or as dH.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

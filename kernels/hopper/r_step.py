@@ -141,7 +141,7 @@ def _attend(
             inverse = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
             lse = log2_partition(row_max, row_sum) * 0.6931471805599453 + log_keys
             aL = (acc_k * inverse[:, None]).to(dtype)
-            # The entropy is free when the value is the key (algorithm notes §3), here with the rounded aL.
+            # The entropy is free (docs/attention.md, "The entropy"), here with the rounded aL.
             cL = scale * gl.sum(z.load(layout).to(gl.float32) * aL.to(gl.float32), 1) - lse
             j = row + gl.arange(0, _HALF, rows)
             at = group.to(gl.int64) * positions + j

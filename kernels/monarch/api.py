@@ -156,7 +156,7 @@ def vmonarch_attention(
         TypeError, ValueError: an argument is not as described; the message names it.
         NotImplementedError: implementation="triton", and the kernels cannot take these tensors; the message says why.
 
-    Source: VMonarch, Eq. 3-8 and §4.1; algorithm notes §2-§6 and §13.
+    Source: VMonarch, Eq. 3-8 and §4.1; docs/attention.md, "The mathematics".
     """
     check_qkv(query, key, value, same_length=True)
     grid = LatentGrid.parse(grid)
@@ -222,7 +222,7 @@ def vmonarch_attention(
 
 
 def _with_bias(query: torch.Tensor, key: torch.Tensor, bias: object, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query and key whose products have the bias in them (algorithm notes §11)."""
+    """Query and key whose products have the bias in them (docs/attention.md, "A bias")."""
     if not isinstance(bias, (tuple, list)) or len(bias) != 2:
         raise TypeError(f"bias must be None or a pair (query_factor, key_factor), got {type(bias).__name__}")
     query_factor, key_factor = bias

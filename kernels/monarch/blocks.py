@@ -120,7 +120,7 @@ def _axis(starts: list[int], length: int, device: torch.device) -> _Axis:
 def grid_layout(
     grid: LatentGrid, *, frames_per_block: int, tiles: tuple[int, int], coarse: int, device: torch.device
 ) -> BlockLayout:
-    """Blocks of `frames_per_block` frames × one spatial tile (algorithm notes §2 and §13).
+    """Blocks of `frames_per_block` frames × one spatial tile (docs/attention.md, "Blocks").
 
     The last block of frames may be short; the rows and columns of a frame are cut into tiles whose sizes differ by at
     most one. Position j is the same place inside the tile for every block.
@@ -181,7 +181,7 @@ def blocks_of_frames(frames: int, block_frames: int) -> list[tuple[int, ...]]:
 
 
 def exact_key_frames(pattern: ExactBlocks, frames: int, block_frames: int) -> tuple[tuple[int, ...], ...]:
-    """E(l) of every frame l (algorithm notes §6), rounded outward to whole blocks of frames."""
+    """E(l) of every frame l (docs/attention.md, "Exact parts"), rounded outward to whole blocks of frames."""
     blocks = blocks_of_frames(frames, block_frames)
     return tuple(
         tuple(k for block in blocks if not attended.isdisjoint(block) for k in block)

@@ -261,7 +261,7 @@ def backward(
     saved: tuple[torch.Tensor, ...],
     options: MonarchOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value; R and L are recomputed from z, aL and the log-partitions (notes §9)."""
+    """Gradients of query, key and value; R and L are recomputed from z, aL and the log-partitions."""
     blocks, y, stats, row_stats, out_exact, lse_exact = saved
     t = options.num_iterations
     places = options.places

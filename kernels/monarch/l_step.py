@@ -143,7 +143,7 @@ def _l_rows_kernel(
                 acc = acc * alpha[:, None]
             acc = tl.dot(L.to(y.dtype), y, acc, input_precision=PRECISION)
     if EXACT is not None:
-        # The exact part is one more column, with its log-weight as logit (algorithm notes §6).
+        # The exact part is one more column, with its log-weight as logit (docs/attention.md, "Exact parts").
         new_max = tl.maximum(row_max, logit)
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)
         alpha = tl.exp2(row_max - shift)

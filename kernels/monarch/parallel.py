@@ -1,4 +1,4 @@
-"""VMonarch attention over several processes, each of which holds whole latent frames (algorithm notes §8).
+"""VMonarch attention over several processes, each of which holds whole latent frames.
 
 The R-steps need the keys of one frame, so they stay where the frames are. The L-steps need all frames at one position:
 their inputs are redistributed from frames to positions and their results back. On its b_r positions a rank has the
@@ -16,8 +16,8 @@ exact blocks need travel during the first R-step; the other exchanges are waited
 exchange the log-partitions of the parts of each row of L, and merge partial outputs. Every rank then needs room for
 all queries. It is not what is done here.)
 
-Exact blocks are partial attentions merged by the monoid (§6). For each pair of ranks either the query frames travel to
-the keys, and their (out, lse) back, or the key frames to the queries, whichever are fewer.
+Exact blocks are partial attentions, which merge. For each pair of ranks either the query frames travel to the keys, and
+their (out, lse) back, or the key frames to the queries, whichever are fewer.
 
 Shapes: B batch, S tokens of this rank, H heads, D head dim, E value dim, T frames of the video, T_r frames of this
 rank, b positions of a frame, b_r those of this rank. By frames: blocks [B, H, T_r, b, D], tokens [B, T_r, b, H, D]. By
@@ -472,7 +472,7 @@ def frame_parallel_vmonarch_attention(
         NotImplementedError: implementation="triton", and the kernels cannot take these tensors; the message says why.
         RuntimeError: torch.distributed is not initialised, or this process is not in the group.
 
-    Source: algorithm notes §8.
+    Source: docs/attention.md, "Frames on several devices".
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("frame_parallel_vmonarch_attention needs torch.distributed.init_process_group first")

@@ -57,7 +57,7 @@ def _masked_scores(
     if HAS_MASK:
         valid = valid & (tl.load(mask_ptr + rows.to(tl.int64) * stride_ms, mask=valid, other=0) != 0)
     if POOLED:
-        # A pooled key stands for n keys: log n is added to its logit (algorithm notes §13).
+        # A pooled key stands for n keys: log n is added to its logit (docs/attention.md, "Pooled keys").
         scores = scores * log2_scale + tl.load(bias_ptr + i, mask=valid, other=-float("inf"))[None, :]
     elif MASKED:
         scores = tl.where(valid[None, :], scores, -float("inf"))
@@ -161,8 +161,8 @@ def _r_step_kernel(
     inverse = 1.0 / tl.where(row_sum > 0, row_sum, 1.0)
     lse = log2_partition(row_max, row_sum) * 0.6931471805599453
     aL = (acc_k * inverse[:, None]).to(z.dtype)
-    # The entropy is free when the value is the key (algorithm notes §3). Taken with the rounded aL that the L-step
-    # reads, it cancels the rounding for queries near z.
+    # The entropy is free when the value is the key (docs/attention.md, "The entropy"). Taken with the rounded aL that
+    # the L-step reads, it cancels the rounding for queries near z.
     cL = scale * tl.sum(z.to(tl.float32) * aL.to(tl.float32), 1) - lse
     row = group.to(tl.int64) * places.positions + j
     inside = j < places.positions

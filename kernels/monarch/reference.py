@@ -1,6 +1,6 @@
 """Monarch attention in plain torch: the specification of the fused kernels, written stage by stage like the papers.
 
-Symbols (algorithm notes §1, VMonarch Eq. 3-6): L[j,l,k] weight that the query in block l at position j gives to key
+Symbols (VMonarch, Eq. 3-6): L[j,l,k] weight that the query in block l at position j gives to key
 block k; R[k,j,i] distribution over the keys i of block k for position j; aL, cL, cR, z, y as in the papers, with
 z = αR / cR kept as one well-scaled tensor, the centroid query of position j for key block k.
 
@@ -27,7 +27,8 @@ def r_step(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Update R inside every key block: plain attention with query z, key K and values K and V (Eq. 3, 4).
 
-    The entropy comes free because the key is a value: cL = Σ R log R = z·aL - lse (notes §3).
+    The entropy comes free because the key is a value: cL = Σ R log R = z·aL - lse
+    (docs/attention.md, "The entropy").
 
     Args:
         z: [B, H, m, b, D] centroid queries.
@@ -52,7 +53,7 @@ def r_step(
 def l_logits(
     query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, exact: torch.Tensor | None, lse_exact: torch.Tensor | None
 ) -> torch.Tensor:
-    """Z[j,l,k] = q[l,j]·aL[k,j] - cL[k,j], -inf in exact blocks, with the exact part as one more column (notes §6).
+    """Z[j,l,k] = q[l,j]·aL[k,j] - cL[k,j], -inf in exact blocks, with the exact part as one more column.
 
     Args:
         query: [G, b, l, D], position-major. aL: [G, b, m, D]. cL: [G, b, m].
@@ -102,12 +103,12 @@ def last_l_step(
     lse_exact: torch.Tensor | None,
     out_exact: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Update L a last time and apply it: o[l,j] = Σ_k L[j,l,k] y[k,j], merged with the exact part (Eq. 6, notes §6).
+    """Update L a last time and apply it: o[l,j] = Σ_k L[j,l,k] y[k,j], merged with the exact part (Eq. 6).
 
     Arguments as in `l_logits`; y: [G, b, m, E]; out_exact: [G, b, l, E].
 
     Returns:
-        (o [G, b, l, E], lse [G, b, l]: the log-partition of the row, notes §4).
+        (o [G, b, l, E], lse [G, b, l]: the log-partition of the row; docs/attention.md, "The log-partition").
     """
     m = aL.shape[-2]
     p, row_sum, lse = softmax_parts(l_logits(query, aL, cL, exact, lse_exact))
@@ -206,7 +207,7 @@ def output(
 def exact_part(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_frames: tuple[tuple[int, ...], ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention of every query frame l over the keys of E(l), a merge-able partial result (notes §6).
+    """Exact attention of every query frame l over the keys of E(l) (docs/attention.md, "Exact parts").
 
     Args:
         query: [G, S, D], multiplied by the softmax scale; S = T·P tokens by frame. key: [G, N, D] and value:

@@ -1,4 +1,4 @@
-"""Monarch and VMonarch attention against the papers' pseudo-code and against the identities of the algorithm notes.
+"""Monarch and VMonarch attention against the papers' pseudo-code and against the identities in docs/attention.md.
 
 The oracles work on one head in float64, one position at a time, and build the whole N×N Monarch matrix: slow, and as
 close to the page as possible. B batch, S tokens, H heads, D head dim, m blocks, b positions per block.
@@ -329,7 +329,7 @@ def test_rows_of_the_map_are_distributions(grid, exact):
 
 @by_grid
 def test_log_partition_is_the_variational_objective(grid):
-    """logsumexp_k Z = ⟨M_row, s_row⟩ + H(M_row) = lse_true - KL(M_row ‖ softmax_row) (notes §4)."""
+    """logsumexp_k Z = ⟨M_row, s_row⟩ + H(M_row) = lse_true - KL(M_row ‖ softmax_row)."""
     q, k, v = qkv(math.prod(grid), spread=2.0)
     M, lse = explicit_map(q, k, grid, exact=None)
     M = M.transpose(1, 2)  # [B, H, S, S]
@@ -343,7 +343,7 @@ def test_log_partition_is_the_variational_objective(grid):
 
 
 def test_entropy_is_free_when_the_value_is_the_key():
-    """cL = Σ R log R equals z·aL - lse (notes §3)."""
+    """cL = Σ R log R equals z·aL - lse."""
     z, key, _ = (x.permute(0, 2, 1, 3).unflatten(2, (3, 7)) for x in qkv(21, spread=2.0))
     aL, cL, _ = r_step(z, key, None, None, entropy_grad=False)
     R = (z @ key.transpose(-1, -2)).softmax(-1)
