@@ -2,9 +2,9 @@
 
 The model runs with full attention. At every self-attention that is recorded, the candidates see the same queries, keys
 and values, and what they give is compared with the exact output: relative error, and the mean row-KL, which is exact
-because a Monarch row has a log-partition of its own (docs/attention.md, "The log-partition"). Beside it stands what full
-attention does: entropy, and how much of its mass lies on the first frame, on a query's own frame, and at every distance
-in time.
+because a Monarch row has a log-partition of its own (docs/attention.md, "The log-partition"). Beside it stands what
+full attention does: entropy, and how much of its mass lies on the first frame, on a query's own frame, and at every
+distance in time.
 
 What a head loses says little of what the model loses: later layers mend some errors and let others grow. So a recorded
 call is computed again (`watched`), once with gradients. With u drawn from N(0, 1) for every number of the model's
