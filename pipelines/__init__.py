@@ -6,7 +6,9 @@ seconds to load.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vmonarch.lazy import lazy_names
 
 __all__ = [
     "WanAnimatePipeline",
@@ -17,6 +19,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from vmonarch.pipelines import embedded as embedded
+    from vmonarch.pipelines import generation as generation
     from vmonarch.pipelines.wan import WanAnimatePipeline as WanAnimatePipeline
     from vmonarch.pipelines.wan import WanImageToVideoPipeline as WanImageToVideoPipeline
     from vmonarch.pipelines.wan import WanPipeline as WanPipeline
@@ -24,13 +28,6 @@ if TYPE_CHECKING:
     from vmonarch.pipelines.wan import WanVideoToVideoPipeline as WanVideoToVideoPipeline
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'vmonarch.pipelines' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    from vmonarch.pipelines import wan
-
-    return getattr(wan, name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_names(
+    __name__, names=dict.fromkeys(__all__, "vmonarch.pipelines.wan"), modules=("embedded", "generation")
+)

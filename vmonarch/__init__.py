@@ -9,8 +9,9 @@ Importing this package is cheap: nothing but torch is loaded until a name that n
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vmonarch.lazy import lazy_names
 
 __version__ = "0.1.0.dev0"
 
@@ -40,6 +41,11 @@ _EXPORTS = {
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
+    from vmonarch import bias as bias
+    from vmonarch import configs as configs
+    from vmonarch import eval as eval
+    from vmonarch import finetune as finetune
+    from vmonarch import pipelines as pipelines
     from vmonarch.adapters import load_adapter as load_adapter
     from vmonarch.adapters import save_adapter as save_adapter
     from vmonarch.based import BasedProcessor as BasedProcessor
@@ -63,14 +69,6 @@ if TYPE_CHECKING:
     from vmonarch.processors import VMonarchProcessor as VMonarchProcessor
 
 
-def __getattr__(name: str) -> Any:
-    module = _EXPORTS.get(name)
-    if module is None:
-        raise AttributeError(f"module 'vmonarch' has no attribute {name!r}; it offers {', '.join(sorted(_EXPORTS))}")
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_EXPORTS])
+__getattr__, __dir__ = lazy_names(
+    __name__, names=_EXPORTS, modules=("bias", "configs", "eval", "finetune", "pipelines")
+)

@@ -1,0 +1,35 @@
+"""Names of a package that are imported when they are first used, so that importing the package stays cheap."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def lazy_names(
+    package: str, *, names: Mapping[str, str] | None = None, modules: Sequence[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package.
+
+    Args:
+        package: its name.
+        names: what it offers from modules: name -> the module that defines it.
+        modules: which of its own modules it offers.
+    """
+    offered = {**dict.fromkeys(modules, ""), **(names or {})}
+
+    def resolve(name: str) -> Any:
+        if name not in offered:
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}; it offers {', '.join(sorted(offered))}"
+            )
+        if not offered[name]:
+            return importlib.import_module(f"{package}.{name}")
+        value = getattr(importlib.import_module(offered[name]), name)
+        # Found at once from now on.
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return resolve, lambda: sorted({*vars(sys.modules[package]), *offered})
