@@ -42,6 +42,8 @@ from vmonarch.finetune.export import export
 from vmonarch.finetune.trainer import Trainer
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.environment import environment, shown_command
+from vmonarch.pipelines.generation import read_pipeline
+from vmonarch.pipelines.model_folder import find_model
 
 # The paper's Table 3 (iterations, frames per block, recomputation), and exact patterns beside it.
 METHODS = (
@@ -130,7 +132,7 @@ def load(path: Path, device: str) -> Any:
     """The stock pipeline in a folder."""
     from diffusers import WanPipeline
 
-    pipe = WanPipeline.from_pretrained(str(path)).to(device)
+    pipe = read_pipeline(WanPipeline, find_model(str(path)), torch.float32).to(device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -30,7 +30,12 @@ from vmonarch.eval.similarity import psnr
 from vmonarch.finetune.data.decode import BadVideo, ClipShape, decode_clips
 from vmonarch.finetune.embedded.vae import decode_parallel, encode_parallel, latent_statistics
 from vmonarch.pipelines.environment import environment, shown_command
-from vmonarch.pipelines.generation import choose_device, deterministic_convolutions, recommended_settings
+from vmonarch.pipelines.generation import (
+    choose_device,
+    deterministic_convolutions,
+    read_pipeline,
+    recommended_settings,
+)
 from vmonarch.pipelines.model_folder import TEXT_TO_VIDEO, find_model
 
 METHODS = (
@@ -211,7 +216,7 @@ def run(
 
     from diffusers import WanPipeline
 
-    pipe = WanPipeline.from_pretrained(str(folder.path)).to(place)
+    pipe = read_pipeline(WanPipeline, folder, torch.float32).to(place)
     recommended = recommended_settings(folder)
     shape = ClipShape(recommended["height"], recommended["width"], recommended["num_frames"], start="middle")
     text = pipe.encode_prompt("", do_classifier_free_guidance=False, max_sequence_length=512, device=place)[0]

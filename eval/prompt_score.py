@@ -46,6 +46,8 @@ from vmonarch.finetune.embedded.data import (
     shape_distance,
 )
 from vmonarch.pipelines.environment import environment
+from vmonarch.pipelines.generation import read_pipeline
+from vmonarch.pipelines.model_folder import ModelError, find_model
 
 MIN_CHROMA = 0.34
 """Pixels whose largest and smallest channel differ by less are background."""
@@ -389,7 +391,6 @@ def contact_sheet(videos: torch.Tensor, path: Path, frames: int = 6, columns: in
 def main(arguments: Sequence[str] | None = None) -> int:
     """Generate the held-out prompts with each method, score them, and write the JSON."""
     from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS as settings
-    from vmonarch.pipelines.embedded import embedded_model_path
 
     parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.prompt_score", description=main.__doc__)
     parser.add_argument("--model", type=Path, help="folder of a Wan pipeline (default: the embedded model)")
@@ -416,7 +417,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--methods must start with full: PSNR and SSIM are measured against it")
     try:
         methods = [resolve_method(name, argument="--methods") for name in options.methods]
-    except InputError as error:
+        folder = find_model(str(options.model or "embedded"))
+    except (InputError, ModelError) as error:
         parser.error(str(error))
     if not 1 <= options.prompts <= 64 or options.batch < 1:
         parser.error("--prompts must be 1 to 64 and --batch at least 1")
@@ -425,7 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from vmonarch.eval.compare import file_name
 
-    pipe = WanPipeline.from_pretrained(str(options.model or embedded_model_path())).to(options.device)
+    pipe = read_pipeline(WanPipeline, folder, torch.float32).to(options.device)
     pipe.set_progress_bar_config(disable=True)
     if options.flow_shift is not None:
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=options.flow_shift)

@@ -17,7 +17,7 @@ import torch
 
 from vmonarch.configs import InputError, preset_names, read_yaml, suggest
 from vmonarch.grid import LatentGrid
-from vmonarch.pipelines.model_folder import TEXT_TO_VIDEO, ModelError, ModelFolder, find_model, read_json
+from vmonarch.pipelines.model_folder import TEXT_TO_VIDEO, ModelFolder, find_model, read_json
 
 # The encoder of google/umt5-xxl, which all Wan models share.
 UMT5_XXL: dict[str, Any] = {
@@ -101,7 +101,7 @@ class WanModel:
         from diffusers import WanTransformer3DModel
 
         if self.folder is not None:
-            return self._loaded(WanTransformer3DModel, name, device, torch_dtype=dtype)
+            return self._loaded(name, device, dtype)
         torch.manual_seed(self.transformers.index(name))
         with device:
             model = WanTransformer3DModel(**self.transformer)
@@ -116,7 +116,7 @@ class WanModel:
         from diffusers import AutoencoderKLWan
 
         if self.folder is not None:
-            return self._loaded(AutoencoderKLWan, "vae", device, torch_dtype=torch.float32)
+            return self._loaded("vae", device, torch.float32)
         with device:
             return AutoencoderKLWan(**self.vae).eval().requires_grad_(False)
 
@@ -125,17 +125,13 @@ class WanModel:
         from transformers import UMT5Config, UMT5EncoderModel
 
         if self.folder is not None:
-            return self._loaded(UMT5EncoderModel, "text_encoder", device, dtype=dtype)
+            return self._loaded("text_encoder", device, dtype)
         with device:
             return UMT5EncoderModel(UMT5Config(**self.text_encoder)).to(dtype).eval().requires_grad_(False)
 
-    def _loaded(self, cls: Any, name: str, device: torch.device, **options: Any) -> torch.nn.Module:
+    def _loaded(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
         assert self.folder is not None
-        try:
-            model = cls.from_pretrained(self.folder.path / name, local_files_only=True, **options)
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise ModelError(f"{self.folder.path / name} cannot be loaded: {type(error).__name__}: {reason}") from error
+        model: torch.nn.Module = self.folder.read_component(name, dtype)
         return model.to(device).eval().requires_grad_(False)
 
 

@@ -124,27 +124,18 @@ def load_experts(folder: ModelFolder, facts: ModelFacts, config: FinetuneConfig)
         InputError: an attention that does not fit, or LoRA layers on top of those that an attention adapter brings.
         ModelError: the weights cannot be loaded.
     """
-    from diffusers import WanTransformer3DModel
     from peft import LoraConfig
 
-    parts: dict[str, Any] = {}
-    for name in facts.names:
-        try:
-            parts[name] = WanTransformer3DModel.from_pretrained(
-                folder.path / name, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True
-            )
-        except Exception as error:
-            # diffusers raises all kinds here, from OSError to KeyError.
-            raise ModelError(f"{folder.path / name} cannot be loaded: {type(error).__name__}: {error}") from error
+    parts: dict[str, Any] = {name: folder.read_component(name, torch.float32) for name in facts.names}
     teacher = None
     if config.objective.distillation:
         teacher = Experts(copy.deepcopy(parts)).eval().requires_grad_(False)
-    for model in parts.values():
+    for component, model in parts.items():
         # Full attention at the first steps of sampling has no counterpart here, where every noise level is as likely.
         try:
             config.attention.parameters.without_dense().install(model)
         except (TypeError, ValueError) as error:
-            raise InputError("attention", f"{config.attention.label} does not fit {name}: {error}") from error
+            raise InputError("attention", f"{config.attention.label} does not fit {component}: {error}") from error
         if config.lora.rank:
             if getattr(model, "peft_config", None):
                 raise InputError("lora.rank", f"must be 0 with {config.attention.label}, which brings LoRA layers")

@@ -10,7 +10,7 @@ from typing import Any
 from vmonarch.eval.video_io import AtomicFiles, contact_sheet, encode_video, to_uint8
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.models import Experts
-from vmonarch.pipelines.generation import LoadedModel, SamplingConfig, complete, sample
+from vmonarch.pipelines.generation import LoadedModel, SamplingConfig, complete, read_pipeline, sample
 from vmonarch.pipelines.model_folder import ModelFolder
 
 
@@ -46,9 +46,7 @@ def _pipeline(folder: ModelFolder, experts: Experts, settings: SamplingConfig) -
 
     parts: dict[str, Any] = dict(experts.parts.items())
     device = next(experts.parameters()).device
-    pipe = getattr(diffusers, folder.pipeline).from_pretrained(
-        folder.path, **parts, use_safetensors=True, local_files_only=True
-    )
+    pipe = read_pipeline(getattr(diffusers, folder.pipeline), folder, torch.float32, **parts)
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module) and name not in parts:
             component.to(device)

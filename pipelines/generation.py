@@ -32,7 +32,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, build, check_keys, file_sha256, read_yaml
 from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
-from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, PROXY_RECORD, ModelFolder, find_model, read_json
+from vmonarch.pipelines.model_folder import (
+    IMAGE_TO_VIDEO,
+    MODELS,
+    PROXY_RECORD,
+    ModelError,
+    ModelFolder,
+    find_model,
+    read_json,
+)
 from vmonarch.pipelines.processes import Shard, check_sharing, shared_videos
 
 if TYPE_CHECKING:
@@ -415,14 +423,7 @@ def prepare_output_dir(output_dir: str) -> Path:
 
 
 def _load_tokenizer(model: ModelFolder) -> Any:
-    import transformers
-
-    from vmonarch.pipelines.model_folder import ModelError
-
-    library, name = json.loads((model.path / "model_index.json").read_text(encoding="utf-8"))["tokenizer"]
-    cls = getattr(transformers, name, None)
-    if library != "transformers" or cls is None:
-        raise ModelError(f"{model.path} names a tokenizer {library}.{name}, which transformers does not have")
+    cls = model.component_class("tokenizer")
     try:
         return cls.from_pretrained(model.path / "tokenizer")
     except Exception as error:
@@ -482,18 +483,14 @@ def read_pipeline(cls: Any, folder: ModelFolder, dtype: torch.dtype, **parts: An
     """
     import torch
 
-    from vmonarch.pipelines.model_folder import ModelError
-
+    models = {
+        name: folder.read_component(name, torch.float32 if name == "vae" else dtype)
+        for name in MODELS
+        if name in folder.components and name not in parts
+    }
     try:
-        return cls.from_pretrained(
-            folder.path,
-            dtype={"default": dtype, "vae": torch.float32},
-            use_safetensors=True,
-            local_files_only=True,
-            **parts,
-        )
+        return cls.from_pretrained(folder.path, local_files_only=True, **models, **parts)
     except Exception as error:
-        # diffusers and transformers raise all kinds here, from OSError to KeyError; each means the same to the user.
         reason = " ".join(str(error).split())
         raise ModelError(f"{folder.path} cannot be loaded: {type(error).__name__}: {reason}") from error
 

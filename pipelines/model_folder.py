@@ -1,17 +1,22 @@
-"""Finding the folder of a Wan pipeline and checking it before anything heavy is imported or loaded."""
+"""Finding the folder of a Wan pipeline, checking it before anything heavy is imported, and reading its components."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 SUPPORTED_PIPELINES = (TEXT_TO_VIDEO, IMAGE_TO_VIDEO)
@@ -19,7 +24,9 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # In a proxy's folder: how it was trained, and what it is best run with (`vmonarch.eval.proxy`).
 PROXY_RECORD = "proxy.json"
 # Components that are models and so must come with weights; the others are tokenizers, schedulers and processors.
-_MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
+MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
+# Of tensors that are missing or too many, so many are named.
+_NAMED_TENSORS = 3
 # Up to here every weight is hashed for the record; above, their sizes must do: 60 GB would take minutes.
 _HASHED_BYTES = 256 * 2**20
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
@@ -38,6 +45,7 @@ class ModelFolder:
         path: the local folder.
         revision: commit of a hub model.
         pipeline: class name in `model_index.json`.
+        components: library and class of each of the pipeline's parts, likewise.
         spatial, temporal: how many pixels (frames) of the video one latent pixel (frame) stands for.
         patch: latent pixels per token along frames, height and width.
         image_conditioned: the transformer takes an image and cannot do without.
@@ -49,6 +57,7 @@ class ModelFolder:
     path: Path
     revision: str | None
     pipeline: str
+    components: Mapping[str, tuple[str, str]]
     spatial: int
     temporal: int
     patch: tuple[int, int, int]
@@ -65,6 +74,53 @@ class ModelFolder:
     def width_multiple(self) -> int:
         """What a video's width must be a multiple of."""
         return math.lcm(16, self.spatial * self.patch[2])
+
+    def component_class(self, name: str) -> Any:
+        """The class of a component.
+
+        Raises:
+            ModelError: neither diffusers nor transformers has it, or not the one that is named.
+        """
+        library, cls = self.components[name]
+        found = None
+        if library in ("diffusers", "transformers"):
+            found = getattr(importlib.import_module(library), cls, None)
+        if found is None:
+            raise ModelError(
+                f"{self.path} cannot be loaded: its {name} is a {library}.{cls}, which is not there; supported: classes"
+                " of diffusers and transformers"
+            )
+        return found
+
+    def read_component(self, name: str, dtype: torch.dtype) -> Any:
+        """A component of `MODELS` on the CPU, all of whose tensors come from its weights.
+
+        Raises:
+            ModelError: it cannot be loaded, or its weights lack tensors or hold others.
+        """
+        cls, folder = self.component_class(name), self.path / name
+        try:
+            model, found = cls.from_pretrained(
+                folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+            )
+        except Exception as error:
+            # diffusers and transformers raise all kinds here, from OSError to KeyError: the same to the user.
+            reason = " ".join(str(error).split())
+            raise ModelError(f"{folder} cannot be loaded: {type(error).__name__}: {reason}") from error
+        # The libraries only warn of these, and what is missing would be random. Tied weights are not among them.
+        for kind, problem in (
+            ("missing_keys", "lacks {} of the tensors that {} has by its config.json"),
+            ("unexpected_keys", "holds {} tensors that {} has no place for by its config.json"),
+        ):
+            names = sorted(found[kind])
+            if names:
+                listed = ", ".join(names[:_NAMED_TENSORS])
+                more = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
+                file = _weight_files(folder)[0]
+                raise ModelError(
+                    f"{name} cannot be used: {file} {problem.format(len(names), cls.__name__)}: {listed}{more}"
+                )
+        return model
 
     def fingerprint(self) -> dict[str, Any]:
         """Hash of all index and config files, and of the weights: their contents if small, else names and sizes."""
@@ -113,7 +169,11 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
     pipeline = index.get("_class_name")
     if pipeline not in SUPPORTED_PIPELINES:
         raise ModelError(f"{path} holds a {pipeline}; supported: {', '.join(SUPPORTED_PIPELINES)}")
-    components = {key: entry for key, entry in index.items() if isinstance(entry, list) and entry and entry[0]}
+    components = {
+        key: (str(entry[0]), str(entry[1]))
+        for key, entry in index.items()
+        if isinstance(entry, list) and len(entry) == 2 and entry[0]
+    }
     for required in ("vae", "text_encoder", "tokenizer", "scheduler"):
         if required not in components:
             raise ModelError(f"{path / 'model_index.json'} names no {required}")
@@ -123,7 +183,7 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
     for component in components:
         if not (path / component).is_dir():
             raise ModelError(f"{path} has no folder {component}/, which its model_index.json names")
-        if component in _MODELS:
+        if component in MODELS:
             _check_weights(path / component)
     transformer = read_json(path / transformers[0] / "config.json")
     vae = read_json(path / "vae" / "config.json")
@@ -136,6 +196,7 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         path=path,
         revision=revision,
         pipeline=pipeline,
+        components=components,
         spatial=vae.get("scale_factor_spatial") or 8,
         temporal=vae.get("scale_factor_temporal") or 4,
         patch=(patch[0], patch[1], patch[2]),
@@ -202,18 +263,21 @@ def read_json(path: Path) -> dict[str, Any]:
 def _check_weights(folder: Path) -> None:
     """Check that a model component has all its safetensors, each as long as its header says."""
     read_json(folder / "config.json")
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    if indices:
-        shards = read_json(indices[0]).get("weight_map")
-        if not isinstance(shards, dict):
-            raise ModelError(f"{indices[0]} has no weight_map")
-        names = sorted(set(shards.values()))
-    else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
+    files = _weight_files(folder)
+    if not files:
         raise ModelError(f"{folder} has no weights; safetensors files are supported, pickled ones are not")
-    for name in names:
-        _check_safetensors(folder / name)
+    if files[0].suffix == ".json":
+        shards = read_json(files[0]).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ModelError(f"{files[0]} has no weight_map")
+        files = [folder / name for name in sorted(set(shards.values()))]
+    for file in files:
+        _check_safetensors(file)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The index of a component's shards where there is one, else its safetensors."""
+    return sorted(folder.glob("*.safetensors.index.json"))[:1] or sorted(folder.glob("*.safetensors"))
 
 
 def _check_safetensors(path: Path) -> None:

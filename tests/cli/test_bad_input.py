@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from vmonarch.configs import InputError
 from vmonarch.pipelines.generation import GenerateConfig
@@ -181,6 +182,14 @@ def weights(model: Path, component: str) -> Path:
     return next((model / component).glob("*.safetensors"))
 
 
+def edit_weights(model: Path, component: str, *, without: str = "", extra: str | None = None) -> None:
+    """Take a tensor of a component's weights out, or put one in."""
+    path = weights(model, component)
+    tensors = load_file(path)
+    tensors.pop(without, None)
+    save_file(tensors if extra is None else tensors | {extra: torch.zeros(1)}, path, {"format": "pt"})
+
+
 # Damage to a model folder, and what the message must hold; each is an error of the run (exit code 1).
 DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no index": (lambda m: (m / "model_index.json").unlink(), ["model_index.json", "diffusers pipeline"]),
@@ -210,6 +219,26 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "missing tokenizer": (lambda m: (m / "tokenizer/tokenizer.json").unlink(), ["tokenizer", "cannot be loaded"]),
     "weights of another shape": (lambda m: edit_json(m / "transformer/config.json", ffn_dim=48), ["cannot be loaded"]),
+    "text encoder without a tensor": (
+        lambda m: edit_weights(m, "text_encoder", without="encoder.block.0.layer.0.SelfAttention.q.weight"),
+        ["text_encoder/model.safetensors", "lacks 1 of the tensors", "encoder.block.0.layer.0.SelfAttention.q.weight"],
+    ),
+    "vae without a tensor": (
+        lambda m: edit_weights(m, "vae", without="decoder.conv_in.bias"),
+        ["vae/diffusion_pytorch_model.safetensors", "lacks 1 of the tensors", "decoder.conv_in.bias"],
+    ),
+    "vae with another tensor": (
+        lambda m: edit_weights(m, "vae", extra="decoder.conv_in.gain"),
+        ["vae/diffusion_pytorch_model.safetensors", "holds 1 tensors", "AutoencoderKLWan", "decoder.conv_in.gain"],
+    ),
+    "config of fewer layers": (
+        lambda m: edit_json(m / "transformer/config.json", num_layers=1),
+        ["transformer/diffusion_pytorch_model.safetensors", "holds", "blocks.1.attn1.norm_k.weight", "more"],
+    ),
+    "config of more layers": (
+        lambda m: edit_json(m / "transformer/config.json", num_layers=3),
+        ["transformer/diffusion_pytorch_model.safetensors", "lacks", "blocks.2.attn1.norm_k.weight", "more"],
+    ),
     "unknown scheduler": (
         lambda m: edit_json(m / "model_index.json", scheduler=["diffusers", "NoSuchScheduler"]),
         ["cannot be loaded", "NoSuchScheduler"],
