@@ -176,7 +176,7 @@ def _cell(value: Any, decimals: int) -> str:
 
 
 def prompt_scorer(model: LoadedModel) -> Callable[[torch.Tensor, str], float | None]:
-    """A function of frames [F, 3, H, W] and prompt to the share of its attributes that the pixels show.
+    """A function of frames [F, 3, H, W] and prompt to the prompt score (`vmonarch.eval.prompt_score.PromptMatch`).
 
     It answers None for models other than the embedded one and its proxies (`vmonarch.eval.proxy`), and for prompts in
     other words than those models'.
@@ -188,8 +188,7 @@ def prompt_scorer(model: LoadedModel) -> Callable[[torch.Tensor, str], float | N
     def score(frames: torch.Tensor, prompt: str) -> float | None:
         if len(frames) < 2 or not parse_prompt(prompt):
             return None
-        matches = score_video(frames.permute(0, 2, 3, 1), prompt)
-        return (matches.colour + matches.shape + matches.direction) / 3
+        return score_video(frames.permute(0, 2, 3, 1), prompt).score
 
     return score
 

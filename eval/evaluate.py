@@ -96,7 +96,7 @@ MEASURES = {
         "prompt score",
         3,
         True,
-        "share of colour, shape and direction that the pixels show; of the embedded model's prompts",
+        "share of colour, shape and direction that a video's pixels show as the prompt asks; of the embedded model",
     ),
     "seconds": Measure("s/video", 2, False, "text, denoising and decoding; a batch's time is shared out evenly"),
     "transformer_seconds_per_step": Measure(

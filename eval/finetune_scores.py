@@ -203,7 +203,7 @@ def finetune_table(results: dict[str, Any]) -> str:
         "loss before",
         "after",
         "more than full",
-        "prompt score before",
+        "all three before",
         "after",
         "direction before",
         "after",

@@ -85,7 +85,7 @@ class ExpectedObject:
 
 
 @dataclass(frozen=True)
-class PromptScore:
+class PromptMatch:
     """Whether colours, shapes and directions all match the prompt (every object's)."""
 
     colour: bool
@@ -94,7 +94,13 @@ class PromptScore:
 
     @property
     def all(self) -> bool:
+        """In tables "all three"."""
         return self.colour and self.shape and self.direction
+
+    @property
+    def score(self) -> float:
+        """The prompt score: the share of the three that match."""
+        return (self.colour + self.shape + self.direction) / 3
 
 
 def _hue(rgb: torch.Tensor) -> torch.Tensor:
@@ -208,7 +214,7 @@ def expected_objects(scene: SceneAttributes) -> tuple[ExpectedObject, ...]:
     return tuple(ExpectedObject(item.colour, item.shape, item.direction) for item in scene.objects)
 
 
-def score_readings(readings: Sequence[ObjectReading], expected: Sequence[ExpectedObject]) -> PromptScore:
+def score_readings(readings: Sequence[ObjectReading], expected: Sequence[ExpectedObject]) -> PromptMatch:
     """Compare what was read with what was asked for.
 
     Colours match when exactly the colours asked for are there, no more and no fewer objects. Shape and direction are
@@ -236,10 +242,10 @@ def score_readings(readings: Sequence[ObjectReading], expected: Sequence[Expecte
         getattr(want, name) is None or (found is not None and getattr(found, name) == getattr(want, name))
         for want, found in pairs
     )
-    return PromptScore(colour=colour, shape=matches("shape"), direction=matches("direction"))
+    return PromptMatch(colour=colour, shape=matches("shape"), direction=matches("direction"))
 
 
-def score_video(video: torch.Tensor | np.ndarray, prompt: str | SceneAttributes) -> PromptScore:
+def score_video(video: torch.Tensor | np.ndarray, prompt: str | SceneAttributes) -> PromptMatch:
     """Score one clip [F, Y, X, 3] against a prompt in English or against known attributes.
 
     Raises:
@@ -320,7 +326,7 @@ def reader_accuracy(clips: int, seed: int, vae: Any = None, device: str = "cpu")
     return {"clips": clips, **_shares(scores), **({"psnr_db": round(sum(psnrs) / len(psnrs), 2)} if psnrs else {})}
 
 
-def _shares(scores: Sequence[PromptScore]) -> dict[str, float]:
+def _shares(scores: Sequence[PromptMatch]) -> dict[str, float]:
     names = ("colour", "shape", "direction", "all")
     return {name: round(sum(getattr(score, name) for score in scores) / len(scores), 4) for name in names}
 

@@ -42,7 +42,7 @@ def _percent(share: float) -> str:
 
 
 def embedded_model_table(results: dict[str, Any]) -> str:
-    """Prompt score of every method, and its similarity to full attention."""
+    """Shares of videos that show what the prompts ask for, and their similarity to full attention."""
     names = {
         "full": "full attention",
         "vmonarch": "VMonarch, training-free",

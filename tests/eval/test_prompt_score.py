@@ -73,7 +73,8 @@ def test_swapped_shapes_of_two_objects_are_wrong():
         (data.ObjectAttributes("star", "red", "left"), data.ObjectAttributes("circle", "blue", "left"))
     )
     score = ps.score_video(video, swapped)
-    assert score == ps.PromptScore(colour=True, shape=False, direction=True)
+    assert score == ps.PromptMatch(colour=True, shape=False, direction=True)
+    assert score.score == pytest.approx(2 / 3) and not score.all
 
 
 def test_a_still_video_has_no_direction():

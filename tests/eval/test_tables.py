@@ -23,6 +23,19 @@ def test_every_table_stands_in_some_document():
     assert found == set(tables.TABLES)
 
 
+def test_a_prompt_score_is_what_eval_calls_so_in_every_table():
+    """Shares of videos that show all three attributes have another name and another key."""
+    named = set()
+    for document in tables.DOCUMENTS:
+        for match in tables._BLOCK.finditer((ROOT / document).read_text()):
+            keys = tables.source(match["name"], BENCHMARKS).read_text()
+            for heading, key in (("prompt score", '"prompt_score": '), ("all three", '"all": ')):
+                if re.search(rf"^\|.*{heading}.*\|\n\| -", match[0], re.M):
+                    assert key in keys, (match["name"], heading)
+                    named.add(heading)
+    assert named == {"prompt score", "all three"}
+
+
 def test_a_changed_number_changes_the_table(tmp_path):
     paths = {
         **dict.fromkeys(("embedded-model", "based-embedded"), ("summary", "full", "shape")),
