@@ -140,7 +140,7 @@ BUGS = {
     "linear-lse-without-gradient": (LINEAR_KERNELS, "of_weight += tl.load(dw", "of_weight += 0.0 * tl.load(dw"),
     "window-one-short": (NEIGHBOURS, "(window - 1, 0) if causal", "(window - 2, 0) if causal"),
     "window-off-centre": (NEIGHBOURS, "((window - 1) // 2, window // 2)", "(window // 2, (window - 1) // 2)"),
-    "window-rows-wrap-around": (NEIGHBOURS, "inside = (at >= 0) & (at < size)", "inside = (at >= 0) & (at < size + 1)"),
+    "window-rows-wrap-around": (NEIGHBOURS, ".clamp(0, size - keys)", ".clamp(0, size - keys + 1)"),
     "window-causal-along-rows": (NEIGHBOURS, "axis == causal_axis", "axis == 2 and causal_axis is not None"),
     "window-kernel-misses-the-last-brick": (WINDOW_KERNELS, "high - low + 1, 0)", "high - low, 1)"),
     "window-kernel-reaches-the-wrong-way": (

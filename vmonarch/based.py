@@ -225,6 +225,8 @@ class BasedLayer(torch.nn.Module, BasedProcessor):
         ValueError: `feature_dim` is above the head dimension, or the module's weights are on the meta device.
     """
 
+    # Whoever applies it in inference mode may train it later.
+    @torch.inference_mode(False)
     def __init__(self, kind: str, attn: Any, layer: int, **options: Any) -> None:
         torch.nn.Module.__init__(self)
         BasedProcessor.__init__(self, **options)

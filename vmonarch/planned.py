@@ -37,7 +37,9 @@ def number_of(layer: PlannedLayer) -> torch.Tensor:
     """A new number for a layer, int64 [1] on the CPU; the layer is found by it as long as it lives."""
     number = next(_numbers)
     _layers[number] = layer
-    return torch.tensor([number])
+    # torch.compile saves it for backward.
+    with torch.inference_mode(False):
+        return torch.tensor([number])
 
 
 def _layer(number: torch.Tensor) -> PlannedLayer:

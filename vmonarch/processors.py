@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import threading
 import weakref
@@ -31,6 +32,7 @@ from vmonarch.context_parallel import (
 from vmonarch.dense import Dense, DenseSet
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.constants import outside_of_graphs
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
 from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
@@ -692,7 +694,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
             self._needs_apply = self._needs_apply or "plan"
         self._methods: tuple[str, ...] = ()
         self._groups: HeadGroups | None = None
-        self._places: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
         self._number: torch.Tensor | None = None
 
     def _check_alone(self) -> None:
@@ -711,7 +712,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         if all(self.plan.methods[name] is None for name in names):
             return original
         bound = super().bind(context, original, attn, layer, layers)
-        bound._methods, bound._groups, bound._places = names, HeadGroups.of(names), {}
+        bound._methods, bound._groups = names, HeadGroups.of(names)
         if len(set(self.plan.layers[component])) > _LAYERS_INLINE:
             bound._number = number_of(bound)
         return bound
@@ -789,7 +790,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         if heads is not None:
             groups = HeadGroups.of(self._methods[heads.start : heads.stop])
         if groups.order is not None:
-            query, key, value = (self._put(x, groups.order) for x in (query, key, value))
+            query, key, value = (_in_order(x, groups.order) for x in (query, key, value))
         parts = []
         counts = [count for _, count in groups.sizes]
         inputs = zip(*(x.split(counts, 2) for x in (query, key, value)), strict=True)
@@ -800,18 +801,22 @@ class VMonarchProcessor(VideoAttentionProcessor):
             else:
                 parts.append(vmonarch_attention(q, k, v, grid=grid, implementation=self.implementation, **options))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        return out if groups.back is None else self._put(out, groups.back)
+        return out if groups.back is None else _in_order(out, groups.back)
 
-    def _put(self, x: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
-        """The heads of [B, S, H, D] in another order."""
-        if torch.compiler.is_compiling():
-            # An index that is kept would belong to the memory of a CUDA graph.
-            heads = x.split(1, 2)
-            return torch.cat([heads[place] for place in places], 2)
-        index = self._places.get((places, x.device))
-        if index is None:
-            index = self._places[places, x.device] = torch.tensor(places, device=x.device)
-        return x.index_select(2, index)
+
+def _in_order(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+    """[B, S, H, D] with its heads in another order."""
+    if torch.compiler.is_compiling():
+        # An index would be copied from the CPU, which no CUDA graph can record.
+        parts = x.split(1, 2)
+        return torch.cat([parts[head] for head in heads], 2)
+    return x.index_select(2, _index(heads, x.device))
+
+
+@functools.lru_cache(maxsize=64)
+@outside_of_graphs
+def _index(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(places, device=device)
 
 
 class FlashBiasProcessor(VideoAttentionProcessor):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vmonarch.kernels.common.constants import outside_of_graphs
+
 
 @dataclass(frozen=True)
 class FeatureMap:
@@ -47,6 +49,7 @@ def _performer(x: torch.Tensor, scale: float, *_: object) -> torch.Tensor:
 
 
 @functools.cache
+@outside_of_graphs
 def performer_directions(dims: int) -> torch.Tensor:
     """ω [d', d']: orthogonal rows, each as long as a Gaussian vector; the same in every process."""
     generator = torch.Generator().manual_seed(dims)

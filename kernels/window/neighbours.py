@@ -12,6 +12,7 @@ import functools
 import torch
 
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.constants import outside_of_graphs
 
 Window = tuple[int, int, int]
 
@@ -22,6 +23,7 @@ def extents(window: int, causal: bool) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=16)
+@outside_of_graphs
 def neighbours(
     grid: LatentGrid, queries: int, window: Window, causal_axis: int | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,16 +35,18 @@ def neighbours(
         causal_axis: along which a window ends at the query; None for none.
 
     Returns:
-        (index [queries, W] of the keys, 0 where there is none, present [queries, W]); W = ∏ window.
+        (index [queries, W] of keys, present [queries, W], whether they are in the window); W = ∏ min(window, grid).
     """
     token = torch.arange(grid.tokens - queries, grid.tokens, device=device)
     place = (token // grid.tokens_per_frame, token // grid.width % grid.height, token % grid.width)
     index = torch.zeros(queries, 1, dtype=torch.int64, device=device)
     present = torch.ones(queries, 1, dtype=torch.bool, device=device)
     for axis, size in enumerate(grid):
-        back, ahead = extents(window[axis], axis == causal_axis)
-        at = place[axis][:, None] + torch.arange(-back, ahead + 1, device=device)
-        inside = (at >= 0) & (at < size)
+        back, ahead = (min(reach, size) for reach in extents(window[axis], axis == causal_axis))
+        keys, query = min(window[axis], size), place[axis][:, None]
+        # At the borders as many keys as elsewhere, some of which are too far away.
+        at = (query - back).clamp(0, size - keys) + torch.arange(keys, device=device)
+        near = (at >= query - back) & (at <= query + ahead)
         index = (index[:, :, None] * size + at[:, None]).flatten(1)
-        present = (present[:, :, None] & inside[:, None]).flatten(1)
-    return index.masked_fill(~present, 0), present
+        present = (present[:, :, None] & near[:, None]).flatten(1)
+    return index, present

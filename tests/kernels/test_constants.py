@@ -36,3 +36,13 @@ def test_on_a_gpu_another_thread_makes_it_once_and_has_finished(monkeypatch):
 
 def test_on_a_cpu_there_is_nothing_to_stay_out_of():
     assert made_by(torch.device("cpu")) == threading.get_ident()
+
+
+def test_in_inference_mode_it_makes_tensors_for_training_too():
+    kept = functools.lru_cache(outside_of_graphs(lambda device: torch.ones(3, device=device)))
+    with torch.inference_mode():
+        made = kept(torch.device("cpu"))
+        assert torch.is_inference_mode_enabled()
+    x = torch.ones(3, requires_grad=True)
+    (made * x).sum().backward()
+    assert torch.equal(x.grad, made)

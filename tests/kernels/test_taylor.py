@@ -54,6 +54,17 @@ def written_out(name, q, k, v, *, causal=False, scale=None, max_tokens=None):
     return torch.einsum("bhst,bthe->bshe", w / w.sum(-1, keepdim=True), v)
 
 
+@by_map
+def test_training_may_follow_inference(name):
+    inputs = qkv(9, 9, dims=5)
+    with torch.inference_mode():
+        expected = taylor_attention(*inputs, feature_map=name)
+    query, key, value = (x.requires_grad_() for x in inputs)
+    out = taylor_attention(query, key, value, feature_map=name)
+    assert torch.equal(out, expected)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), inputs))
+
+
 @pytest.fixture(params=[7, 256], ids=["many-chunks", "one-chunk"])
 def chunk(request, monkeypatch):
     monkeypatch.setattr(reference, "CHUNK", request.param)

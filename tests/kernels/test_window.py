@@ -3,12 +3,15 @@
 Here the kernels run through Triton's interpreter on bricks of 16 tokens.
 """
 
+import math
+
 import pytest
 import torch
 
 from vmonarch import LatentGrid, merge_partials, window_attention
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.window import reference
+from vmonarch.kernels.window.neighbours import neighbours
 
 in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
 # The interpreter computes masked elements too, and NumPy complains about theirs.
@@ -70,6 +73,24 @@ def test_a_sequence_is_seen_through_a_window(Sq, Sk, window, causal, monkeypatch
 def test_a_video_is_seen_through_a_neighbourhood(grid, window, causal):
     grid = LatentGrid(*grid)
     check(qkv(grid.tokens, grid.tokens), grid_mask(grid, window, causal), window=window, causal=causal, grid=grid)
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 9), (3, 2, 4)], ids=str)
+@pytest.mark.parametrize("causal_axis", [None, 0, 2])
+def test_a_window_lists_no_more_keys_than_there_are(grid, causal_axis):
+    index, present = neighbours(LatentGrid(*grid), 5, (10**6,) * 3, causal_axis, torch.device("cpu"))
+    assert index.shape == present.shape == (5, math.prod(grid))
+    assert all(row.unique().numel() == row.numel() for row in index)
+
+
+def test_training_may_follow_inference():
+    inputs = qkv(13, 13)
+    with torch.inference_mode():
+        expected = window_attention(*inputs, window=4)
+    query, key, value = (x.requires_grad_() for x in inputs)
+    out = window_attention(query, key, value, window=4)
+    assert torch.equal(out, expected)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), inputs))
 
 
 def test_a_step_of_decoding_needs_only_the_keys_of_its_window():

@@ -232,6 +232,15 @@ def test_projections_are_orthonormal_shared_by_query_and_key_and_independent_oth
     assert all((a - b).abs().max() > 0.1 for n, a in enumerate(weights) for b in weights[:n])
 
 
+@pytest.mark.parametrize("layers", ["both", "conv"])
+def test_what_was_applied_in_inference_mode_learns(tiny, layers):
+    model = tiny.transformer()
+    with torch.inference_mode():
+        vmonarch.apply(model, based(layers=layers))
+    model(**tiny.inputs())[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in learnt(model).values())
+
+
 def test_it_starts_the_same_every_time_and_draws_no_random_number(tiny):
     torch.manual_seed(5)
     first = applied(tiny)

@@ -104,6 +104,20 @@ def test_gradients_reach_every_head(tiny):
             assert part.weight.grad.unflatten(0, (4, 12)).abs().amax((1, 2)).min() > 0
 
 
+def test_a_plan_trains_after_it_was_applied_and_run_in_inference_mode(tiny):
+    model, arguments = inputs(tiny)
+    orders = [[*names[::-1], "t1"] for names in (*ORDERS.values(), ["t1"] * 4)]
+    model = tiny.transformer(num_attention_heads=5, num_layers=5)
+    with torch.inference_mode():
+        vmonarch.apply(model, VMonarchProcessor(plan=plan_of(*orders)))
+        expected = model(**arguments, return_dict=False)[0]
+    out = model(**arguments, return_dict=False)[0]
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    number = model.blocks[0].attn1.processor._number
+    assert number is not None and not number.is_inference(), "torch.compile saves it for backward"
+
+
 @pytest.mark.slow
 def test_a_plan_compiles_without_a_graph_break(tiny):
     model, arguments = inputs(tiny)
