@@ -39,7 +39,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vmonarch.configs import InputError, file_sha256
+from vmonarch.configs import InputError, build, check_keys, file_sha256
 from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.finetune.data.captions import Captioned, read_captions
 from vmonarch.finetune.data.decode import BadVideo, Cancelled, Clip, ClipShape, decode_clips
@@ -145,6 +145,21 @@ class PreprocessConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain values."""
         return dataclasses.asdict(self)
+
+
+def preprocess_config(*layers: Mapping[str, Any]) -> PreprocessConfig:
+    """A config from layers of plain values (YAML, options, overrides), later ones over earlier ones.
+
+    Raises:
+        InputError: no output, an unknown key, or a value of another type or out of range; the error names the key.
+    """
+    values: dict[str, Any] = {}
+    for layer in layers:
+        check_keys(PreprocessConfig, layer)
+        values |= layer
+    if values.get("output") is None:
+        raise InputError("output", "is missing: name a folder")
+    return build(PreprocessConfig, values)
 
 
 def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:

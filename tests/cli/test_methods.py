@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vmonarch.configs import FOLDER, InputError, build, preset_names, read_yaml
 from vmonarch.configs.methods import VMonarchAttention, method_names, resolve_method
+from vmonarch.eval.calibrate import CalibrateConfig
 from vmonarch.eval.compare import CompareConfig
+from vmonarch.eval.evaluate import EvalConfig
+from vmonarch.eval.wan_models import read_model_config
+from vmonarch.finetune.config import finetune_config
+from vmonarch.finetune.data.preprocess import preprocess_config
 from vmonarch.pipelines.generation import GenerateConfig, build_config, complete, find_model, load_model
 
 GENERAL = {"full", "vmonarch", "vmonarch-t1", "vmonarch-t3", "vmonarch-band1"}
@@ -82,12 +90,30 @@ def test_the_warm_up_runs_the_method_itself() -> None:
     assert method.without_dense() == VMonarchAttention(num_iterations=3)
 
 
-@pytest.mark.parametrize("group", ["generate", "compare"])
-def test_every_preset_builds(group: str) -> None:
-    schema = {"generate": GenerateConfig, "compare": CompareConfig}[group]
-    assert preset_names(group)
+# What the commands make of the presets in each folder of `configs/`. (Those in `plans/` are JSON: see test_plan.py.)
+PROMPT = {"prompts": ["a red circle"]}
+READERS: dict[str, Callable[[str], Any]] = {
+    "attention": resolve_method,
+    "calibrate": lambda name: build_config(CalibrateConfig, read_yaml(name, group="calibrate"), PROMPT),
+    "compare": lambda name: build_config(CompareConfig, read_yaml(name, group="compare"), PROMPT),
+    "eval": lambda name: build_config(EvalConfig, read_yaml(name, group="eval")),
+    "finetune": lambda name: finetune_config(read_yaml(name, group="finetune")),
+    "generate": lambda name: build_config(GenerateConfig, read_yaml(name, group="generate"), PROMPT),
+    "models": read_model_config,
+    "preprocess": lambda name: preprocess_config(read_yaml(name, group="preprocess"), VIDEOS),
+}
+VIDEOS = {"videos": "clips", "captions": "captions.jsonl", "output": "data"}
+
+
+def test_every_folder_of_presets_has_a_reader() -> None:
+    assert set(READERS) == {path.parent.name for path in FOLDER.rglob("*.yaml")}
+
+
+@pytest.mark.parametrize("group", READERS)
+def test_every_preset_is_read_and_names_a_model_that_there_is(group: str) -> None:
     for name in preset_names(group):
-        assert isinstance(build_config(schema, read_yaml(name, group=group)), schema)
+        model = getattr(READERS[group](name), "model", "embedded")
+        assert model == "embedded" or re.fullmatch(r"[\w.-]+/[\w.-]+", model), f"{group}/{name}: {model!r}"
 
 
 def test_every_shipped_yaml_says_what_it_is_for() -> None:

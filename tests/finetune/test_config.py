@@ -1,10 +1,16 @@
 """Settings of a finetune run: presets, overrides, and errors that name the key."""
 
+import argparse
 import math
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
-from vmonarch.configs import InputError, preset_names, read_yaml
+from vmonarch.cli import preprocess as preprocess_command
+from vmonarch.configs import FOLDER, InputError, preset_names, read_yaml
+from vmonarch.finetune.__main__ import read_settings
 from vmonarch.finetune.config import finetune_config
 
 DATA = {"data": {"path": "clips"}}
@@ -15,6 +21,53 @@ def test_presets_are_read_and_written_back(name):
     config = finetune_config(read_yaml(name, group="finetune"))
     assert config.data.path and config.attention.name == "vmonarch"
     assert finetune_config(config.to_dict()) == config
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def commands(file, name):
+    """The words after every command of this name that a file shows."""
+    text = file.read_text().replace("\\\n", " ")
+    return [shlex.split(words) for words in re.findall(rf"^[#\s].*{name} +([^`…\n]+)$", text, re.M)]
+
+
+def prepared(words):
+    parser = argparse.ArgumentParser()
+    preprocess_command.add_arguments(parser)
+    return preprocess_command.read_settings(parser.parse_intermixed_args(words))
+
+
+def size(data):
+    return f"{data.num_frames}×{data.height}×{data.width}"
+
+
+def size_of_preset(group, name):
+    """What the comment at the top says."""
+    [found] = re.findall(r"lips of (\d+×\d+×\d+)", (FOLDER / group / f"{name}.yaml").read_text().partition("\n")[0])
+    return found
+
+
+@pytest.mark.parametrize("file", ["docs/finetuning.md", "Makefile", "configs/finetune/embedded.yaml"])
+def test_the_commands_that_are_shown_make_the_clips_that_are_trained_on(file):
+    made = [prepared(words) for words in commands(ROOT / file, "vmonarch preprocess")]
+    [words] = commands(ROOT / file, "-m vmonarch.finetune") or [["--config", Path(file).stem]]
+    assert words[0] == "--config"
+    run = read_settings(words[1], words[2:])
+    assert {data.output for data in made} == {run.data.path, run.data.validation} - {None}
+    assert {data.model for data in made} == {run.model}
+    if run.model != "embedded":
+        assert {size(data) for data in made} == {size_of_preset("finetune", words[1])}
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names("finetune") if name.startswith("wan")])
+def test_presets_of_one_name_make_and_take_the_same_clips(name):
+    clips = prepared(["videos", "--captions", "captions.jsonl", "--output", "data", "--config", name])
+    run = read_settings(name, [])
+    assert clips.model == run.model and run.batch_size == 8
+    assert size(clips) == size_of_preset("finetune", name) == size_of_preset("preprocess", name)
+    row = f"| `{name}` | `{run.model}` | {size(clips)} | {clips.fps:g} | {run.steps} |"
+    assert row in (ROOT / "docs" / "finetuning.md").read_text()
 
 
 def test_overrides_lie_over_the_file_key_by_key():

@@ -728,7 +728,7 @@ BAD_WORDS = {
     "procedural fps": (["--procedural", "2", "fps=5"], "fps is for videos"),
     "device": (["--procedural", "2", "device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     "model": (["--procedural", "2", "--model", "nowhere"], "--model must be 'embedded', a folder"),
-    "config": (["--procedural", "2", "--config", "nothing"], "--config must be a YAML file or one of wan-480p"),
+    "config": (["--procedural", "2", "--config", "nothing"], "--config must be a YAML file or one of wan-480p, wan"),
 }  # fmt: skip
 
 

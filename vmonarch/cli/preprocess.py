@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vmonarch.finetune.data.preprocess import PreprocessConfig
 
 _EPILOG = """\
 examples:
   vmonarch preprocess clips --captions clips/captions.jsonl --output data/clips
-  vmonarch preprocess clips --captions clips.csv --output data/wan --config wan-480p start=middle rows_per_shard=16
+  vmonarch preprocess clips --captions clips.csv --output data/wan --config wan2.1-1.3b rows_per_shard=16
   vmonarch preprocess --procedural 256 --output data/shapes seed=1
 
 Captions are JSON lines ({"file_name": "a.mp4", "caption": "…"}) or CSV with these columns. The same command goes on
@@ -41,15 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Prepare the clips and print where they are.
+def read_settings(arguments: argparse.Namespace) -> PreprocessConfig:
+    """The settings that a command line asks for.
 
     Raises:
-        InputError, ModelError, PreprocessError: see `vmonarch.finetune.data.preprocess.preprocess`.
+        InputError: one of its arguments cannot be used.
     """
-    from vmonarch.cli.sampling import hide_loading_bars, seconds
-    from vmonarch.configs import InputError, build, check_keys, is_override, parse_overrides, read_yaml
-    from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess
+    from vmonarch.configs import InputError, is_override, parse_overrides, read_yaml
+    from vmonarch.finetune.data.preprocess import preprocess_config
 
     layers = [] if arguments.config is None else [read_yaml(arguments.config, group="preprocess")]
     options = ("captions", "procedural", "model", "revision", "output")
@@ -60,13 +62,19 @@ def run(arguments: argparse.Namespace) -> None:
     if folders:
         layers[-1]["videos"] = folders[0]
     layers += [parse_overrides([word]) for word in arguments.videos if is_override(word)]
-    values: dict[str, Any] = {}
-    for layer in layers:
-        check_keys(PreprocessConfig, layer)
-        values |= layer
-    if values.get("output") is None:
-        raise InputError("output", "is missing: name a folder")
-    config = build(PreprocessConfig, values)
+    return preprocess_config(*layers)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prepare the clips and print where they are.
+
+    Raises:
+        InputError, ModelError, PreprocessError: see `vmonarch.finetune.data.preprocess.preprocess`.
+    """
+    from vmonarch.cli.sampling import hide_loading_bars, seconds
+    from vmonarch.finetune.data.preprocess import preprocess
+
+    config = read_settings(arguments)
     hide_loading_bars()
     prepared = preprocess(config, progress=not arguments.quiet)
     manifest: Path = prepared.folder / "manifest.json"
