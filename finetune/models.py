@@ -6,7 +6,8 @@ Only the transformers' weights are read. Text encoder and VAE have done their wo
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,7 @@ def load_experts(folder: ModelFolder, facts: ModelFacts, config: FinetuneConfig)
         if config.lora.rank:
             if getattr(model, "peft_config", None):
                 raise InputError("lora.rank", f"must be 0 with {config.attention.label}, which brings LoRA layers")
+            _check_targets(model, config.lora.targets)
             torch.manual_seed(config.seed)
             model.add_adapter(
                 LoraConfig(
@@ -152,6 +154,17 @@ def load_experts(folder: ModelFolder, facts: ModelFacts, config: FinetuneConfig)
         if config.gradient_checkpointing:
             model.enable_gradient_checkpointing()
     return Experts(parts).train(), teacher
+
+
+def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
+    """Each must be the end of a layer's name: peft passes over those that are not, if one is."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv3d)]
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            known = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name) for name in layers)
+            raise InputError(
+                "lora.targets", f"names {target!r}, with which no layer's name ends; the layers are: {', '.join(known)}"
+            )
 
 
 def share_clips(experts: Experts, size: int, device: torch.device, anneal: int = 0) -> None:

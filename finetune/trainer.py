@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,18 +20,21 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, LoggerType, gather_object
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from vmonarch.cli.sampling import seconds
 from vmonarch.configs import InputError
 from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints, random_state, set_random_state
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
-from vmonarch.finetune.data.loader import Batch, LatentLoader
+from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
 from vmonarch.finetune.data.parquet import ParquetFolder
 from vmonarch.finetune.models import Annealing, Experts, load_experts, model_facts, share_clips
 from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
 from vmonarch.pipelines.environment import environment
+from vmonarch.pipelines.generation import prepare_output_dir
 from vmonarch.pipelines.model_folder import ModelFolder, find_model
 
 # What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
@@ -79,10 +82,18 @@ class Trainer:
     Raises:
         InputError, ModelError, DataError, CheckpointError: the settings, the model, the data or the checkpoint that is
             to be resumed cannot be used.
+
+    Attributes:
+        held_out: the clips of `data.validation`, or None.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
         self.config = config
+        # Before the model, which may have to be downloaded.
+        _check_trackers(config.trackers)
+        clips = _open_clips("data.path", config.data.path)
+        held_out = config.data.validation
+        self.held_out = None if held_out is None else _open_clips("data.validation", held_out)
         self.output = Path(config.output_dir)
         self.folder: ModelFolder = find_model(config.model, config.revision)
         self.facts = model_facts(self.folder, config)
@@ -114,8 +125,8 @@ class Trainer:
             self.facts.conditioning,
             config.objective.distillation,
         )
-        self.loader = self._loader(ParquetFolder(config.data.path), config.seed, config.micro_batch, training=True)
-        self.output.mkdir(parents=True, exist_ok=True)
+        self.loader = self._loader(clips, config.seed, config.micro_batch, training=True)
+        prepare_output_dir(config.output_dir)
         self.checkpoints = Checkpoints(
             self.output / "checkpoints",
             keep=config.checkpoints.keep,
@@ -385,11 +396,10 @@ class Trainer:
     def validate(self) -> float | None:
         """Mean loss of the held-out clips at fixed noise levels with fixed noise; None without held-out clips."""
         config = self.config
-        if config.data.validation is None:
+        if self.held_out is None:
             return None
-        held_out = ParquetFolder(config.data.validation)
-        clips = min(config.validation.clips, len(held_out))
-        loader = self._loader(held_out, 0, 1, training=False)
+        clips = min(config.validation.clips, len(self.held_out))
+        loader = self._loader(self.held_out, 0, 1, training=False)
         levels, J = self.objective.levels, config.validation.levels
         sigmas = levels.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J)
         total = torch.zeros(2, dtype=torch.float64)
@@ -495,10 +505,28 @@ class Trainer:
             line = {"step": self.step, **known}
             with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            print("  ".join(f"{name} {_shown(value)}" for name, value in line.items()), flush=True)
+            print("  ".join(_shown(name, value) for name, value in line.items()), flush=True)
         if known and self.config.trackers:
             self.accelerator.log(known, step=self.step)
         return known
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    known, installed = LoggerType.list(), [str(name) for name in get_available_trackers()]
+    for name in names:
+        if name not in known:
+            raise InputError("trackers", f"must be of {', '.join(known)}, got {name!r}")
+        if name not in (*installed, "all"):
+            raise InputError("trackers", f"names {name}, which is not installed; installed: {', '.join(installed)}")
+
+
+def _open_clips(name: str, path: str) -> ParquetFolder:
+    try:
+        return ParquetFolder(path)
+    except (DataError, OSError) as error:
+        raise InputError(
+            name, f"must be a folder of parquet files, as `vmonarch preprocess` makes them: {error}"
+        ) from error
 
 
 def make_optimizer(
@@ -520,15 +548,12 @@ def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
     handlers: list[Any] = [InitProcessGroupKwargs(timeout=WAITING)]
     if experts > 1:
         handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
-    try:
-        accelerator = Accelerator(
-            mixed_precision="bf16" if config.precision == "bf16" else "no",
-            log_with=list(config.trackers) or None,
-            project_dir=config.output_dir,
-            kwargs_handlers=handlers,
-        )
-    except ValueError as error:
-        raise InputError("trackers", f"cannot be used: {error}") from error
+    accelerator = Accelerator(
+        mixed_precision="bf16" if config.precision == "bf16" else "no",
+        log_with=list(config.trackers) or None,
+        project_dir=config.output_dir,
+        kwargs_handlers=handlers,
+    )
     if accelerator.is_fsdp2 and config.precision == "bf16":
         # accelerate would have gradients added in bfloat16. Inputs stay as they are: the rotary embedding is float32,
         # and a block that checkpointing computes again gets it without this cast.
@@ -573,7 +598,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _shown(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.3g}" if math.isfinite(value) else str(value)
+def _shown(name: str, value: Any) -> str:
+    if name == "seconds_left":
+        return f"left {seconds(value)}"
+    return f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"

@@ -172,9 +172,8 @@ class ParquetFolder:
         path: a folder, searched for `*.parquet` in its folders too (links to folders are not followed), or one file.
 
     Raises:
-        FileNotFoundError: there is nothing at `path`.
-        DataError: no parquet file or no row in it; a file that is not parquet or has lost its end; missing columns;
-            files with other extra tensors than the first; an EMPTY_CAPTION that is damaged.
+        DataError: nothing at `path`; no parquet file or no row in it; a file that is not parquet or has lost its end;
+            missing columns; files with other extra tensors than the first; an EMPTY_CAPTION that is damaged.
 
     Attributes:
         empty_caption: [L, D] float32, the encoding of ""; None where the folder has none.
@@ -183,7 +182,7 @@ class ParquetFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.exists():
-            raise FileNotFoundError(errno.ENOENT, "no training data there", str(self.path))
+            raise DataError(f"there is no {self.path}")
         if self.path.is_file():
             self.root, names = self.path.parent, [self.path.name]
         else:

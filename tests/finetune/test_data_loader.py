@@ -188,7 +188,7 @@ def test_an_extra_tensor_that_fastvideo_left_empty_is_none(tmp_path):
 
 
 def test_data_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
+    with pytest.raises(DataError, match="there is no .*nowhere"):
         ParquetFolder(tmp_path / "nowhere")
     with pytest.raises(DataError, match=f"no .*parquet file in {tmp_path}"):
         ParquetFolder(tmp_path)

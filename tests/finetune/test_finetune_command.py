@@ -1,6 +1,7 @@
 """`python -m vmonarch.finetune` as a user runs it, on two processes of the CPU."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -9,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from vmonarch.cli.sampling import seconds
+from vmonarch.finetune import trainer as trainer_module
 from vmonarch.finetune.__main__ import main
 from vmonarch.finetune.checkpoints import Checkpoints
 from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.data.schema import Sample
+from vmonarch.finetune.trainer import Trainer
 
 # What `accelerate launch` starts; it has no way to ask for several processes on a CPU.
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -85,6 +89,18 @@ def test_what_is_not_finite_on_one_process_ends_both(place, tmp_path):
         (["batch_size=3", "micro_batch=2"], "batch_size must be a multiple of micro_batch"),
         (["--config", "nothing"], "config must be a YAML file or one of"),
         (["checkpoints.resume=must"], "checkpoints.resume is must"),
+        (
+            ["data.path=nope"],
+            "data.path must be a folder of parquet files, as `vmonarch preprocess` makes them: there is",
+        ),
+        (["data.validation=nope"], "data.validation must be a folder of parquet files, as `vmonarch preprocess` makes"),
+        (["output_dir=/dev/null"], "output_dir must be a folder; '/dev/null' is a file"),
+        (["trackers=[tensorboard,wandb]"], "trackers names wandb, which is not installed; installed: tensorboard"),
+        (["trackers=[nope]"], "trackers must be of all, aim, tensorboard, "),
+        (
+            ["lora.rank=2", "lora.targets=[to_q,nope]"],
+            "lora.targets names 'nope', with which no layer's name ends; the layers are: ",
+        ),
         (["sequence_parallel_size=0"], "sequence_parallel_size must be"),
         (["sequence_parallel_size=2"], "sequence_parallel_size must divide the number of processes, 1, got 2"),
         (
@@ -93,9 +109,44 @@ def test_what_is_not_finite_on_one_process_ends_both(place, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsys, words, message):
+def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsys, monkeypatch, words, message):
+    monkeypatch.setattr("vmonarch.finetune.trainer.get_available_trackers", lambda: ["tensorboard"])
     assert main([*words_for(place, tmp_path), *words]) == 2
-    assert message in capsys.readouterr().err
+    assert f"python -m vmonarch.finetune: error: {message}" in capsys.readouterr().err
+
+
+def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypatch):
+    words = [*words_for(place, tmp_path), "steps=2"]
+    update = Trainer._update
+
+    def interrupted(trainer, batches):
+        if trainer.step == 1:
+            raise KeyboardInterrupt
+        return update(trainer, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_update", interrupted)
+        assert main([*words, "checkpoints.every=1"]) == 130
+    assert "interrupted; the same command goes on from the newest checkpoint" in capsys.readouterr().err
+    for lines in (1, 0):
+        assert main(words) == 0
+        *steps, last = capsys.readouterr().out.splitlines()
+        assert len(steps) == lines and all(line.endswith("  left 0 s") for line in steps)
+        assert last.startswith(f"{tmp_path / 'checkpoints' / 'step-00000002'} is complete; to export it: python -m ")
+
+
+def test_what_is_left_is_in_words():
+    times = {
+        0: "0 s",
+        0.01234: "0.0123 s",
+        45.67: "45.7 s",
+        179.7: "3 min 0 s",
+        4020.0: "1 h 7 min",
+        2e5: "55 h 33 min",
+    }
+    assert {value: seconds(value) for value in times} == times
+    assert trainer_module._shown("seconds_left", 4020.0) == "left 1 h 7 min"
+    assert trainer_module._shown("loss", math.nan) == "loss nan"
 
 
 def weights(output, processes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
 from vmonarch.configs import InputError, is_override, parse_overrides, preset_names, read_yaml
@@ -153,7 +152,10 @@ def hide_loading_bars() -> None:
 
 
 def seconds(value: float) -> str:
-    """A duration for people: 0.123 s, 12.3 s, 3 min 20 s."""
-    if value >= 120:
-        return f"{int(value // 60)} min {value % 60:.0f} s"
-    return f"{value:.{max(0, 2 - int(math.log10(max(value, 1e-3))))}f} s"
+    """A duration for people: 0.123 s, 12.3 s, 3 min 20 s, 1 h 7 min."""
+    whole = round(value)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole // 60 % 60} min"
+    if whole >= 120:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{value:.3g} s"
