@@ -1,0 +1,1 @@
+"""Studies: one script each, run by hand; nothing imports them but their tests."""
