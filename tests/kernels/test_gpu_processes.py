@@ -6,12 +6,17 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-SPECIALISED = {f"_hopper_{name}_kernel" for name in ("r_step", "flash", "rows", "keys")}
+import vmonarch.kernels
+from vmonarch.eval.studies import every_kernel
+from vmonarch.kernels.common.launch import on_hopper
+
+SPECIALISED = {f"_hopper_{name}_kernel" for name in ("r_step", "l_centroids", "l_output", "flash", "rows", "keys")}
 # Bytes of instructions.
 DISPATCHED_BEFORE = 0x400
 # Seconds that the first call on a known chip may take, with an empty cache and in the next process.
@@ -26,22 +31,6 @@ vmonarch_attention(query, key, value, grid=(16, 28, 52), implementation="triton"
 torch.cuda.synchronize()
 print(time.monotonic() - start)
 """
-# Two tiles of rows and of keys, both ragged; with the kernels of the chip and with the portable ones.
-SMALL = """
-import torch
-from vmonarch import ExactBlocks, vmonarch_attention
-from vmonarch.kernels.common.launch import launch_overrides
-for enabled in (1, 0):
-    for options in ({}, {"coarse": 2}, {"tiles": (2, 2)}, {"exact": ExactBlocks(band=0)}):
-        inputs = torch.randn(3, 1, 3 * 9 * 17, 2, 128, device="cuda", dtype=torch.bfloat16).unbind(0)
-        with launch_overrides({"hopper": {"enabled": enabled}}):
-            vmonarch_attention(*inputs, grid=(3, 9, 17), implementation="triton", **options)
-inputs = [torch.randn(1, 3 * 9 * 17, 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-vmonarch_attention(*inputs, grid=(3, 9, 17), implementation="triton").float().sum().backward()
-torch.cuda.synchronize()
-print("done")
-"""
-
 # Relative errors of out, dq, dk and dv, with the kernels of the chip and with the portable ones.
 ERRORS = """
 import json, torch
@@ -110,20 +99,42 @@ def test_either_assembler_makes_right_code(assembler, tmp_path):
     assert len(errors) == 16 and max(errors) < 0.01, errors
 
 
-def sanitized(tool, *options):
+CALLS = [(family.__name__, form) for family, forms in every_kernel.FAMILIES.items() for form in forms]
+each_call = pytest.mark.parametrize(("family", "form"), CALLS, ids=lambda name: name)
+
+
+def sanitized(family, form, tool, *options):
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer")
     # Without torch's cache of memory, a row beyond a tensor is nobody's.
-    result = run(SMALL, sanitizer, "--tool", tool, *options, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    script = f"from vmonarch.eval.studies import every_kernel; every_kernel.main(['{family}', '{form}'])"
+    result = run(script, sanitizer, "--tool", tool, *options, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     assert "done" in result.stdout, result.stdout[-3000:] + result.stderr[-2000:]
     return result
 
 
 @pytest.mark.gpu
-def test_no_access_outside_of_memory():
-    result = sanitized("memcheck", "--error-exitcode", "9")
+@each_call
+def test_no_access_outside_of_memory(family, form):
+    result = sanitized(family, form, "memcheck", "--error-exitcode", "9")
     assert result.returncode == 0, result.stdout[-3000:]
+
+
+@pytest.mark.gpu
+def test_the_sanitizer_sees_every_kernel():
+    def launched(call):
+        result = run(f"from vmonarch.eval.studies import every_kernel; every_kernel.main({list(call)})")
+        assert result.returncode == 0, (call, result.stderr[-3000:])
+        return set(result.stdout.split(": ")[1].split())
+
+    with ThreadPoolExecutor(8) as threads:
+        names = set().union(*threads.map(launched, CALLS))
+    kernels = Path(vmonarch.kernels.__path__[0])
+    defined = {
+        name for file in kernels.rglob("*.py") for name in re.findall(r"^def (\w*_kernel)\(", file.read_text(), re.M)
+    }
+    assert defined - names == (set() if on_hopper(torch.device("cuda", 0)) else {n for n in defined if "hopper" in n})
 
 
 RACE = re.compile(r"Race reported between (\w+) access at (\w+)\+(0x[0-9a-f]+)")
@@ -143,8 +154,9 @@ def races(report):
 
 
 @pytest.mark.gpu
-def test_no_race():
-    result = sanitized("racecheck", "--print-limit", "10000")
+@each_call
+def test_no_race(family, form):
+    result = sanitized(family, form, "racecheck", "--print-limit", "10000")
     assert not races(result.stdout), races(result.stdout)
 
 
