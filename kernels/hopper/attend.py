@@ -24,7 +24,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -32,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vmonarch.kernels.common import softmax
 from vmonarch.kernels.common.launch import block_dim
+from vmonarch.kernels.hopper.gluon import async_load, reinterpret
 
 # Query rows of one warpgroup, and of the two of a program.
 HALF = 64
@@ -112,7 +112,7 @@ def _tile_layout(columns: int) -> gl.NVMMASharedLayout:
 def copy_rows(desc, i, j, row, barrier, buffer):
     """Start the copy of a tile of rows into `buffer` [rows, columns]."""
     tile: gl.constexpr = desc.block_type.shape
-    tma.async_copy_global_to_shared(desc, [i, j, row, 0], barrier, buffer._reinterpret(desc.dtype, tile, desc.layout))
+    async_load(desc, [i, j, row, 0], barrier, reinterpret(buffer, desc.dtype, tile, desc.layout))
 
 
 @gluon.jit

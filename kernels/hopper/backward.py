@@ -34,7 +34,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -59,6 +58,7 @@ from vmonarch.kernels.hopper.attend import (
     shared_layout,
     stages_that_fit,
 )
+from vmonarch.kernels.hopper.gluon import async_load
 from vmonarch.kernels.hopper.schedule import even_order
 from vmonarch.kernels.monarch.places import Places
 
@@ -330,7 +330,7 @@ def _load_for_keys(
                 copy_rows(fq_desc, z_i * fq_batch, z_j * fq_head, z_row + first, barrier, fq_bufs.index(stage))
             for i in gl.static_range(2 + ENTROPY_GRAD):
                 buffer = folded_bufs.index(stage * (2 + ENTROPY_GRAD) + i)
-                tma.async_copy_global_to_shared(folded_desc, [i, first_row + first], barrier, buffer)
+                async_load(folded_desc, [i, first_row + first], barrier, buffer)
             n += 1
         item = next_item
         t += 1

@@ -42,6 +42,7 @@ from vmonarch.kernels.hopper.attend import (
     shared_layout,
     stages_that_fit,
 )
+from vmonarch.kernels.hopper.gluon import async_load, async_load_numbers, async_store, reinterpret
 from vmonarch.kernels.monarch.places import Places
 
 # More stages gain nothing.
@@ -106,8 +107,8 @@ def _allocate(
 def _copy(desc, batch, head, j, barrier, buffer):
     """Start the copy of the rows of an item into `buffer` [rows, D]; zeros where there is nothing."""
     tile: gl.constexpr = desc.block_type.shape
-    buffer = buffer._reinterpret(desc.dtype, tile, desc.layout)
-    tma.async_copy_global_to_shared(desc, [batch, 0, j, head, 0], barrier, buffer)
+    buffer = reinterpret(buffer, desc.dtype, tile, desc.layout)
+    async_load(desc, [batch, 0, j, head, 0], barrier, buffer)
 
 
 @gluon.jit
@@ -132,10 +133,10 @@ def _load(
             _copy(y_desc, batch, head, j, barrier, y_bufs.index(stage))
         # Neighbouring numbers are a whole block apart, which the engine cannot copy.
         pointers = _statistics(cL_ptr, row, batch, head, j, heads, positions, blocks, PACK)
-        async_copy.async_copy_global_to_shared(cL_bufs.index(stage), pointers, present)
+        async_load_numbers(cL_bufs.index(stage), pointers, present)
         if EXACT:
             pointers = _statistics(lse_exact_ptr, row, batch, head, j, heads, positions, blocks, PACK)
-            async_copy.async_copy_global_to_shared(lse_exact_bufs.index(stage), pointers, present)
+            async_load_numbers(lse_exact_bufs.index(stage), pointers, present)
         async_copy.mbarrier_arrive(barrier, increment_count=False)
         n += 1
 
@@ -211,8 +212,8 @@ def _centroids(
         # A place without a query counts for nothing.
         L = L * gl.where(_present(l, j, positions, blocks, PACK), inverse, 0.0)[:, None]
         cR = gl.sum(L, 0)
-        # Once there are scores, nobody reads aL.
-        L_buf = aL._reinterpret(dtype, [_HALF, _HALF], shared_layout(_HALF))
+        # Once there are scores, nobody reads aL, which is as wide as L or wider.
+        L_buf = reinterpret(aL, dtype, [D // _HALF, _HALF, _HALF], shared_layout(_HALF)).index(0)
         L_buf.store(L.to(dtype))
         fence_async_shared()
         aR = gl.zeros([_HALF, D], gl.float32, sums)
@@ -221,7 +222,7 @@ def _centroids(
         cR = gl.convert_layout(cR, gl.SliceLayout(1, sums))
         q.store((aR * (1.0 / gl.maximum(cR, min_mass))[:, None]).to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(z_desc, [batch, 0, j, head, 0], q._reinterpret(dtype, tile, z_desc.layout))
+        async_store(z_desc, [batch, 0, j, head, 0], reinterpret(q, dtype, tile, z_desc.layout))
         if STORE_STATISTICS:
             pointers = _statistics(cR_ptr, k_stored, batch, head, j, heads, positions, blocks, PACK)
             gl.store(pointers, cR, mask=_present(k_stored, j, positions, blocks, PACK))

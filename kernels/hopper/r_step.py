@@ -29,6 +29,7 @@ from vmonarch.kernels.hopper.attend import (
     skip_keys,
     tail_of,
 )
+from vmonarch.kernels.hopper.gluon import async_store, reinterpret
 from vmonarch.kernels.hopper.schedule import even_order
 from vmonarch.kernels.monarch.places import Places
 
@@ -151,15 +152,15 @@ def _attend(
             _give_back(z_empty, t, Q_STAGES)
             # The rows of z have been read: their place takes the results on the way out.
             out: gl.constexpr = aL_desc.block_type.shape
-            staged = z._reinterpret(dtype, out, aL_desc.layout)
+            staged = reinterpret(z, dtype, out, aL_desc.layout)
             z.store(aL)
             fence_async_shared()
-            tma.async_copy_shared_to_global(aL_desc, [0, group, row, 0], staged)
+            async_store(aL_desc, [0, group, row, 0], staged)
             if LAST:
                 tma.store_wait(0)
                 z.store((acc_v * inverse[:, None]).to(dtype))
                 fence_async_shared()
-                tma.async_copy_shared_to_global(y_desc, [0, group, row, 0], staged)
+                async_store(y_desc, [0, group, row, 0], staged)
         else:
             n = skip_keys(full, empty, full, empty, n, start, stop, False, STAGES, BLOCK_N)
             _give_back(z_empty, t, Q_STAGES)

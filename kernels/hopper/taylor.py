@@ -19,13 +19,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 from vmonarch.kernels.hopper.attend import HALF, accumulator_layout, rows_descriptor, shared_layout
+from vmonarch.kernels.hopper.gluon import async_load, reinterpret
 
 # What the kernels take, and the place of the 1 in x₁.
 MAX_DIM = 16
@@ -171,8 +171,8 @@ def _copy_values(desc, b, h, row, column, barrier, buffer):
     """Start the copy of a tile of values [64, 64]."""
     mbarrier.expect(barrier, desc.block_type.nbytes)
     tile: gl.constexpr = desc.block_type.shape
-    place = buffer._reinterpret(desc.dtype, tile, desc.layout)
-    tma.async_copy_global_to_shared(desc, [b, h, row, column], barrier, place)
+    place = reinterpret(buffer, desc.dtype, tile, desc.layout)
+    async_load(desc, [b, h, row, column], barrier, place)
 
 
 @gluon.jit(do_not_specialize=["H", "S", "chunks", "chunk"])
@@ -389,8 +389,8 @@ def _hopper_gradient_kernel(
         mbarrier.expect(full, e_tiles * g_desc.block_type.nbytes)
         block: gl.constexpr = g_desc.block_type.shape
         for i in gl.static_range(e_tiles):
-            place = g_bufs.index(i)._reinterpret(dtype, block, g_desc.layout)
-            tma.async_copy_global_to_shared(g_desc, [b, head, first, i * _TILE], full, place)
+            place = reinterpret(g_bufs.index(i), dtype, block, g_desc.layout)
+            async_load(g_desc, [b, head, first, i * _TILE], full, place)
         x = _load_tokens(x_ptr, stride_xs, first, stop, D, 0, _ONE, one_layout)
         x_buf.store(_with_one(x, first, stop, root_scale).to(dtype))
         fence_async_shared()

@@ -7,21 +7,23 @@
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "channels": 1536, "dim": 128, …}'   norm, rotary
 
 A kernel launch is replaced by a compilation with the same arguments: the tensors lie on the CPU and are never read.
+With "compile": false only the arguments are made, descriptors too. With "row": 32 the rows of query, key and value are
+32 numbers apart, more than "dim".
 """
 
+import contextlib
+import io
 import json
 import math
 import os
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
+# Triton prints what its assembler says.
+os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
@@ -42,6 +44,7 @@ from vmonarch.kernels.norm_rotary import op as norm_op
 from vmonarch.kernels.taylor import op as taylor_op
 from vmonarch.kernels.window import op as window_op
 
+make_cubin = CUDABackend.make_cubin
 # All of Triton's files are hashed once for a process and its forks.
 triton_key()
 
@@ -70,17 +73,12 @@ def assemble(backend, ptx, metadata, options, architecture):
 
     what it spills to local memory, in bytes, and whether it makes asynchronous products wait.
     """
-    name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    suffix = "a" if architecture >= 90 else ""
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(ptx)
-        command = [assembler, "-v", f"-arch=sm_{architecture}{suffix}", source, "-o", binary]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        metadata["spilled"] = max(int(number) for number in re.findall(r"(\d+) bytes spill stores", report))
-        metadata["serialized"] = "are serialized" in report
-        return binary.read_bytes()
+    with contextlib.redirect_stdout(io.StringIO()) as report:
+        binary = make_cubin(backend, ptx, metadata, options, architecture)
+    spilled = re.findall(r"(\d+) bytes spill stores", report.getvalue())
+    metadata["spilled"] = max(int(number) for number in spilled)
+    metadata["serialized"] = "are serialized" in report.getvalue()
+    return binary
 
 
 def main():
@@ -89,6 +87,9 @@ def main():
 
     def compile_instead(kernel, grid):
         def run(*arguments, **options):
+            if not case.get("compile", True):
+                print(json.dumps({"kernel": kernel.__name__}), flush=True)
+                return
             compiled = kernel.warmup(*arguments, grid=grid, **options)
             facts = {
                 "kernel": kernel.__name__,
@@ -119,9 +120,13 @@ def main():
     for module in (bias_forward, flash_backward, flash_forward, *hopper):
         module.processors = lambda device: 132
 
+    def qkv(tokens, heads):
+        rows = torch.zeros(3, 1, tokens, heads, case.get("row", case["dim"]), dtype=getattr(torch, case["dtype"]))
+        return list(rows[..., : case["dim"]])
+
     if "rank" in case:
         dtype = getattr(torch, case["dtype"])
-        tensors = [torch.zeros(1, case["tokens"], 2, case["dim"], dtype=dtype) for _ in range(3)]
+        tensors = qkv(case["tokens"], 2)
         factors = [torch.zeros(1, case["tokens"], 2, case["rank"], dtype=dtype) for _ in range(2)]
         mask = torch.ones(1, case["tokens"], dtype=torch.bool) if case.get("masked") else None
         call = bias_forward.Launch(*tensors, *factors, mask, case.get("scale", 0.1), case.get("causal", False))
@@ -130,7 +135,7 @@ def main():
             bias_backward.flash_bias_backward(call, out, lse, out, lse)
         return
     if "window" in case:
-        tensors = [torch.zeros(1, math.prod(case["grid"]), 2, case["dim"], dtype=getattr(torch, case["dtype"]))] * 3
+        tensors = qkv(math.prod(case["grid"]), 2)
         numbers = [*case["grid"], 0, *case["window"], *case["window"]]
         out, lse = window_op.window_forward(*tensors, numbers, 0.1)
         window_op.window_backward(out, lse, *tensors, out, lse, numbers, 0.1)
@@ -153,7 +158,7 @@ def main():
             taylor_op.taylor_backward(out, None, q, k, v, None, out, weight, *numbers)
         return
     grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
-    tensors = [torch.zeros(1, grid.tokens, 1, case["dim"], dtype=getattr(torch, case["dtype"])) for _ in range(3)]
+    tensors = qkv(grid.tokens, 1)
     options = fused.MonarchOptions(
         places.grid_places(grid, frames_per_block=1, tiles=tiles, coarse=coarse),
         tiles != (1, 1), coarse, case.get("num_iterations", 2), 0.1, 0.1, case.get("entropy_grad", False),
