@@ -462,7 +462,7 @@ class LStep:
             return None
         return "rows" if self.whole_rows else "blocks"
 
-    def _served_on_hopper(self, out: torch.Tensor, lse_exact: torch.Tensor | None, last: bool) -> bool:
+    def _served_on_hopper(self, *blocks: torch.Tensor, lse_exact: torch.Tensor | None, last: bool) -> bool:
         """Whole consecutive tokens, rows of L exact throughout or not at all, and where those kernels are faster."""
         m, b, wide = self.places.blocks, self.places.positions, self.query.shape[3] > 64
         if last:
@@ -470,7 +470,7 @@ class LStep:
         else:
             faster = 16 < m <= 64 and wide
         whole = not self.tiled and m * b == self.query.shape[1] and self._exact_mode(lse_exact) != "blocks"
-        return faster and whole and hopper_fits(self.query, out)
+        return faster and whole and hopper_fits(self.query, *blocks)
 
     def _launch(
         self, kernel, name: str, tensors: tuple, strides: tuple, numbers: tuple, written: tuple = (), **constants
@@ -515,7 +515,7 @@ class LStep:
         min_mass: float,
     ) -> None:
         """Write z [B·H·m, b, D] and, where cR is given (training), cR and the log-partitions lse [B, H, S]."""
-        if self._served_on_hopper(z, lse_exact, last=False):
+        if self._served_on_hopper(aL, z, lse_exact=lse_exact, last=False):
             from vmonarch.kernels.hopper.l_step import centroids
 
             centroids(
@@ -548,7 +548,7 @@ class LStep:
         out_exact: torch.Tensor | None,
     ) -> None:
         """Write out [B, S, H, E] and lse [B, H, S]; `out_exact` [B, S, H, E] may be `out`, and is with `whole_rows`."""
-        if self._served_on_hopper(out, lse_exact, last=True):
+        if self._served_on_hopper(aL, y, lse_exact=lse_exact, last=True):
             from vmonarch.kernels.hopper.l_step import output
 
             output(self.query, aL, cL, y, out=out, lse=lse, lse_exact=lse_exact, places=self.places, scale=self.scale)

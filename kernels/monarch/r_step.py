@@ -591,10 +591,13 @@ class RStep:
         places = self.places
         return places.blocks * places.cells * self.coarse**2 == places.tokens
 
-    def _served_on_hopper(self, z: torch.Tensor) -> bool:
-        """Whether the kernel for Hopper serves `forward`: for that, tokens must be packed unless consecutive."""
+    def _served_on_hopper(self, z: torch.Tensor, aL: torch.Tensor) -> bool:
+        """Whether the kernel for Hopper serves `forward`: for that, tokens must be packed unless consecutive.
+
+        Packed and pooled keys and y have rows like those of aL: contiguous.
+        """
         in_order = not self.tiled or (self.packed is not None and z.ndim == 3)
-        return self.key_mask is None and in_order and hopper_fits(z, self.key, self.value)
+        return self.key_mask is None and in_order and hopper_fits(z, self.key, self.value, aL)
 
     def forward(
         self,
@@ -610,7 +613,7 @@ class RStep:
 
         `z` is the query [B, S, H, D] in the first iteration, else [B·H·m, b, D]; `y` may be the memory of such a z.
         """
-        if self._served_on_hopper(z):
+        if self._served_on_hopper(z, aL):
             from vmonarch.kernels.hopper.r_step import r_step
 
             key, value, counts = self.key, self.value, None

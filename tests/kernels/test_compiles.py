@@ -210,6 +210,16 @@ def test_hopper_kernels_compile(name, tmp_path):
     assert len(backward) == 2 * (plain + exact)
 
 
+@pytest.mark.parametrize("row", [20, 32])
+@pytest.mark.parametrize("tiling", [{}, {"coarse": 2}, {"tiles": [1, 3]}], ids=["plain", "coarse", "tiles"])
+def test_rows_that_are_no_multiple_of_16_bytes_are_launched(row, tiling, tmp_path):
+    """Those of the inputs may be, 32 numbers apart where 20 count; those between the stages never are."""
+    case = {**CASES["paper"], "dim": 20, "row": row, "num_iterations": 3, "compile": False, **tiling}
+    kernels = [kernel["kernel"] for kernel in compile_kernels(90, {**case, "grid": [24, 7, 9]}, tmp_path)]
+    assert kernels.count("_r_step_kernel") == 3 and "_pack_kernel" not in kernels
+    assert ("_hopper_flash_kernel" in kernels) is (row == 32)
+
+
 @pytest.mark.parametrize("frames,kernels", [(24, ["centroids", "output"]), (81, ["output"])])
 def test_hopper_l_steps_compile(frames, kernels, tmp_path):
     """Without spills: two positions to a tile, and half of one."""
