@@ -43,6 +43,7 @@ DIAGNOSIS = "eval/diagnosis.py"
 PLANNING = "eval/planning.py"
 BASED = "based.py"
 ADAPTERS = "adapters.py"
+TRAINED = "finetune/models.py"
 VARIANTS = "eval/variants.py"
 CONTEXT_PARALLEL = "context_parallel.py"
 GUIDANCE = "guidance.py"
@@ -172,6 +173,13 @@ BUGS = {
     "ranks-see-the-same-clips": (LOADER, "(batch * self.world_size + self.rank)", "(batch * self.world_size)"),
     "dropped-captions-stay": (LOADER, "replace(clip, text=text, caption", "replace(clip, caption"),
     "position-of-the-loader-forgotten": (TRAINER, 'if "loader" in parts', "if False"),
+    "captions-dropped-alike-in-all-epochs": (LOADER, "self.slots, self.seed, epoch, 2", "self.slots, self.seed, 0, 2"),
+    "gradient-not-clipped": (TRAINER, "config.optimizer.clip)", "1e9)"),
+    "average-without-warm-up": (TRAINER, "min(config.ema, (1 + self.step) / (10 + self.step))", "config.ema"),
+    "first-layers-move-first": (TRAINED, "original if number < first", "original if number >= len(layers) - first"),
+    "validation-asks-one-expert": (TRAINER, "in plain.experts if e.low <= sigma", "in plain.experts if e"),
+    "validation-of-the-last-weights": (TRAINER, "self.trained[name].copy_(tensor)", "pass"),
+    "validation-noise-of-the-step": (TRAINER, '"validation", number', '"validation", self.step, number'),
     "average-forgotten": (TRAINER, "self.average[name].copy_(tensor)", "pass"),
     "checkpoint-named-before-it-is-on-disk": (CHECKPOINTS, "_sync(path, out.fileno())", "pass"),
     "checkpoint-never-verified": (CHECKPOINTS, 'if found != entry["sha256"]', "if False"),
@@ -236,6 +244,13 @@ KEYWORDS = {
     "checkpoint-never-verified": "flipped",
     "position-of-the-loader-forgotten": "a_resumed_run_is_the_same_run and t2v-0",
     "average-forgotten": "a_resumed_run_is_the_same_run and t2v-0",
+    "captions-dropped-alike-in-all-epochs": "caption_dropout_has",
+    "gradient-not-clipped": "an_update",
+    "average-without-warm-up": "follows_faster",
+    "first-layers-move-first": "layers_move",
+    "validation-asks-one-expert": "validation_is_of",
+    "validation-of-the-last-weights": "validation_is_of",
+    "validation-noise-of-the-step": "validation_is_always",
     "ranks-take-the-first-heads": "ranks_compute and flash-bias-even",
     "plan-heads-not-put-back": "every_head",
     "work-of-the-last-r-step": "flops",
@@ -266,7 +281,7 @@ TESTS = {
     SIMILARITY: ["tests/eval/test_similarity.py"],
     LOADER: ["tests/finetune/test_data_loader.py"],
     CHECKPOINTS: ["tests/finetune/test_checkpoints.py"],
-    TRAINER: ["tests/finetune/test_trainer.py"],
+    **{file: ["tests/finetune/test_trainer.py"] for file in (TRAINER, TRAINED)},
     **{file: ["tests/processors/test_plan.py"] for file in (PLAN, WORK)},
     **{file: ["tests/eval/test_diagnosis.py"] for file in (DIAGNOSIS, PLANNING)},
     BASED: ["tests/processors/test_based.py"],

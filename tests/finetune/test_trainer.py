@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import islice
 
 import diffusers
 import pytest
@@ -121,16 +122,42 @@ def test_a_resumed_run_is_the_same_run(place, tmp_path, kind, workers):
     assert equal(weights(resumed), weights(whole)) and equal(resumed.average, whole.average)
 
 
-def test_micro_batches_take_the_steps_of_the_whole_batch(place, tmp_path):
-    def run(name, **options):
-        trainer = Trainer(settings(place, tmp_path / name, steps=1, batch_size=4, **options))
-        return trainer, trainer.run()
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_an_update_is_adamws_with_the_clipped_gradient_of_the_mean_loss(place, tmp_path, micro_batch):
+    options = {"beta1": 0.8, "beta2": 0.95, "eps": 1e-4, "weight_decay": 0.3}
+    given = {**options, "learning_rate": 1e-2, "warmup": 2, "clip": 0.05}
+    trainer = Trainer(settings(place, tmp_path, batch_size=4, micro_batch=micro_batch, optimizer=given))
+    wanted = {name: tensor.requires_grad_() for name, tensor in weights(trainer).items()}
+    optimizer = torch.optim.AdamW(wanted.values(), betas=(0.8, 0.95), eps=1e-4, weight_decay=0.3)
+    clips = iter(trainer.loader)
+    for step in range(2):
+        batches = list(islice(clips, 4 // micro_batch))
+        drawn = [(trainer.objective.draw(b.latents, step=step, micro=m), b, b.latents) for m, b in enumerate(batches)]
+        loss = torch.cat([trainer._losses(trainer.objective, *draw) for draw in drawn]).mean()
+        gradients = torch.autograd.grad(loss, list(trainer.trained.values()))
+        norm = torch.nn.utils.get_total_norm(gradients)
+        assert norm > 0.05
+        for parameter, gradient in zip(wanted.values(), gradients, strict=True):
+            parameter.grad = gradient * (0.05 / norm)
+        optimizer.param_groups[0]["lr"] = 1e-2 * (step + 1) / 2
+        optimizer.step()
+        values = trainer._update(iter(batches))
+        trainer.step += 1
+        assert values["loss"] == pytest.approx(loss.item()) and values["gradient_norm"] == pytest.approx(norm.item())
+        for name, tensor in trainer.trained.items():
+            torch.testing.assert_close(tensor, wanted[name])
 
-    whole, _ = run("whole", micro_batch=4)
-    parts, _ = run("parts", micro_batch=1)
-    # The same clips, with other noise: the learning rate alone makes Adam's first step.
-    assert whole.accumulation == 1 and parts.accumulation == 4
-    assert parts.loader.state_dict()["batch"] == 4 and whole.loader.state_dict()["batch"] == 1
+
+def test_the_average_follows_faster_at_the_start(place, tmp_path):
+    trainer = Trainer(settings(place, tmp_path, ema=0.15))
+    clips = iter(trainer.loader)
+    for step, decay in enumerate((0.1, 0.15, 0.15)):
+        before = {name: tensor.clone() for name, tensor in trainer.average.items()}
+        trainer._update(clips)
+        trainer.step = step + 1
+        for name, tensor in trainer.average.items():
+            wanted = decay * before[name] + (1 - decay) * trainer.trained[name]
+            torch.testing.assert_close(tensor, wanted.detach(), atol=1e-7, rtol=1e-5)
 
 
 def test_layers_move_from_full_attention_one_after_the_other(place, tmp_path):
@@ -138,11 +165,14 @@ def test_layers_move_from_full_attention_one_after_the_other(place, tmp_path):
     trainer.run()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["dense_layers"] for line in lines if "loss" in line] == [2, 2, 1, 1, 0]
+    trainer.annealing.at(2)
+    processors = [block.attn1.processor for block in trainer.experts.parts["transformer"].blocks]
+    assert [isinstance(processor, vmonarch.VMonarchProcessor) for processor in processors] == [False, True]
     with pytest.raises(InputError, match="anneal must be 0 with an attention that has parameters"):
         Trainer(settings(place, tmp_path / "based", anneal=4, attention="based:adapter=null,feature_dim=4"))
 
 
-@pytest.mark.parametrize("steps,tolerance", [(4, 1e-5), pytest.param(200, 2e-3, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("steps,tolerance", [(3, 1e-5), pytest.param(200, 2e-3, marks=pytest.mark.gpu)])
 def test_kernels_and_torch_learn_the_same(place, tmp_path, steps, tolerance):
     """Losses of the same run through the kernels and through plain torch, step by step."""
     curves = []
@@ -220,15 +250,43 @@ def test_validation_is_always_the_same(place, tmp_path):
     trainer = Trainer(settings(place, tmp_path, steps=4, **options))
     first = trainer.validate()
     torch.manual_seed(5)
+    trainer.step = 3
     assert trainer.validate() == first
+    trainer.step = 0
     last = trainer.run()
     assert last["validation_loss"] != first and trainer.validate() == last["validation_loss"]
-    again = Trainer(settings(place, tmp_path / "again", steps=4, batch_size=4, **options))
+    # Neither the batches of training nor what is dropped from them bears on it.
+    others = options | {"data": {**options["data"], "caption_dropout": 1.0}, "objective": {"distillation": 1.0}}
+    again = Trainer(settings(place, tmp_path / "again", steps=4, batch_size=4, **others))
     assert again.validate() == first
     # There are five: no clip counts twice.
     five, more = (options | {"validation": {"every": 2, "clips": n, "levels": 3}} for n in (5, 12))
     numbers = [Trainer(settings(place, tmp_path / f"{n}", **o)).validate() for n, o in ((5, five), (12, more))]
     assert numbers[0] == numbers[1] != first
+
+
+def test_validation_is_of_the_average_and_asks_each_transformer_for_its_levels(place, tmp_path):
+    options = {"data": {"validation": str(place / "held-out")}, "validation": {"clips": 2, "levels": 12}, "ema": 0.9}
+    trainer = Trainer(settings(place, tmp_path, "t2v-2.2", **options))
+    asked = {name: [] for name in trainer.facts.names}
+    for name, part in trainer.experts.parts.items():
+        part.register_forward_pre_hook(
+            lambda module, _, given, name=name: asked[name].append(given["timestep"].item()), with_kwargs=True
+        )
+    for tensor in trainer.average.values():
+        tensor.mul_(0.9)
+    raw = weights(trainer)
+    found = trainer.validate()
+    assert equal(weights(trainer), raw)
+    boundary = 1000 * trainer.facts.boundary
+    assert min(asked["transformer"]) >= boundary > max(asked["transformer_2"])
+    assert sum(map(len, asked.values())) == 2 * 12
+    average, trainer.average = trainer.average, {}
+    assert trainer.validate() != found
+    with torch.no_grad():
+        for name, tensor in average.items():
+            trainer.trained[name].copy_(tensor)
+    assert trainer.validate() == found
 
 
 # ------------------------------------------------------------------------------------------------------------- resume
