@@ -1,18 +1,34 @@
-"""What the documents say exists: the sections that code cites, and what documents name."""
+"""What documents name exists: options, commands with their flags, files, modules, and the sections that code cites."""
 
+import argparse
 import ast
+import contextlib
+import importlib
 import inspect
+import io
+import os
+import pkgutil
 import re
+import shlex
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 from vmonarch import BasedProcessor, FlashBiasProcessor, VMonarchProcessor, vmonarch_attention
+from vmonarch.configs import preset_names
+from vmonarch.configs.methods import resolve_method
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), ROOT / "finetune" / "embedded" / "README.md"]
 FOLDERS = ("configs", "eval", "finetune", "kernels", "pipelines", "tests", "vmonarch")
 SOURCES = sorted({path.resolve() for name in FOLDERS for path in (ROOT / name).rglob("*.py")})
+FILES = [
+    os.path.relpath(Path(folder, file), ROOT)
+    for top in (*FOLDERS, "docs")
+    for folder, _, files in os.walk(ROOT / top)
+    for file in files
+] + os.listdir(ROOT)
 PAPERS = ("VMonarch", "FlashBias", "Based", "VSA", "DeepSpeed Ulysses", "Train Short, Test Long")
 
 
@@ -24,6 +40,100 @@ def rows(document: str) -> list[list[str]]:
     """The cells of all tables."""
     lines = re.findall(r"^\|(.*)\|$", (ROOT / document).read_text(), re.M)
     return [[cell.strip() for cell in line.split("|")] for line in lines]
+
+
+class Parsed(BaseException):
+    """Raised where a command has parsed its arguments."""
+
+
+@pytest.fixture
+def commands_only_parse(monkeypatch):
+    def stopping(parse):
+        def parse_and_stop(self, args=None, namespace=None):
+            raise Parsed(parse(self, args, namespace))
+
+        return parse_and_stop
+
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, name, stopping(getattr(argparse.ArgumentParser, name)))
+
+
+def prose(path: Path) -> str:
+    """A document without its generated tables, which tell what was run at their time."""
+    return re.sub(r"^<!-- table.*?^<!-- end -->", "", path.read_text(), flags=re.M | re.S)
+
+
+def command_lines(text: str) -> list[tuple[str, str, list[str]]]:
+    """(line, module, words) of every `vmonarch …` and `python -m vmonarch.… …`, whatever starts it."""
+    text = re.sub(r"^```python.*?^```", "", text, flags=re.M | re.S).replace("\\\n", "")
+    blocks, spans = re.findall(r"^ {4}(\S.*)$", text, re.M), re.findall(r"`([^`\n]+)`", text)
+    found = []
+    for line in [*blocks, *spans]:
+        match = re.match(r"(?:\S+/)?(?:(?:python|accelerate|torchrun) .*?-m )?(vmonarch(?:\.\w+)*)(?= |$)(.*)", line)
+        if match is None:
+            continue
+        words = [word for word in shlex.split(match[2], comments=True) if word != "…"]
+        # What stands in a sentence may be a command's name alone.
+        if line in blocks or any(word.startswith("--") for word in words):
+            found.append((line, match[1], words))
+    return found
+
+
+def test_command_lines_are_found():
+    text = "    accelerate launch --cpu -m vmonarch.finetune --config a …  # b\n`.venv/bin/vmonarch info --x`"
+    assert [found[1:] for found in command_lines(text)] == [
+        ("vmonarch.finetune", ["--config", "a"]),
+        ("vmonarch", ["info", "--x"]),
+    ]
+    assert sum(len(command_lines(prose(path))) for path in DOCUMENTS) > 40
+
+
+def parsed(module: str, words: list[str]) -> argparse.Namespace:
+    if module == "vmonarch":
+        main = importlib.import_module("vmonarch.cli").main
+    else:
+        started = importlib.import_module(module)
+        main = (importlib.import_module(f"{module}.__main__") if hasattr(started, "__path__") else started).main
+    with pytest.raises(Parsed) as stop:
+        main(words)
+    return stop.value.args[0]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_and_their_flags_exist(path, commands_only_parse):
+    for line, module, words in command_lines(prose(path)):
+        # What xfuser's runner is told is xfuser's.
+        if module == "vmonarch.xfuser" or words[-1:] == ["--help"]:
+            continue
+        errors = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(errors):
+                options = vars(parsed(module, words))
+        except SystemExit:
+            pytest.fail(f"{line}\n{errors.getvalue()}")
+        group = "finetune" if module == "vmonarch.finetune" else words[0] if words else ""
+        if options.get("config"):
+            assert options["config"].removeprefix("finetune/") in preset_names(group), line
+        if module == "vmonarch" and group != "bench":
+            for method in [*(options.get("methods") or []), *filter(None, [options.get("attention")])]:
+                # Files of the reader's are not here.
+                if not re.search(r"plan=\S+\.json|adapter=\S+\.safetensors", method):
+                    resolve_method(method)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"(?:^ {4}|`)make ([\w-]+)", prose(path), re.M)) <= set(targets)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_and_modules_exist(path):
+    text = prose(path)
+    named = re.findall(rf"(?<![\w/.-])(?:docs|{'|'.join(FOLDERS)})/[\w./*-]*[\w*/]", text)
+    named += re.findall(r"(?<![\w/.{-])[\w./*-]*\w\.(?:py|yaml|toml|log|md)\b", text)
+    for name in {name.rstrip("/").removeprefix("vmonarch/") for name in named}:
+        name = re.sub(r"^(\.\./)+", "", name)
+        patterns = (name, f"*/{name}", f"{name}/*", f"*/{name}/*", f"configs/{name}.yaml")
+        assert any(fnmatch(file, pattern) for file in FILES for pattern in patterns), name
+    for name in set(re.findall(r"vmonarch(?:\.[A-Za-z_]\w*)+", text)):
+        assert pkgutil.resolve_name(name) is not None
 
 
 def test_sections_that_code_cites_exist():
