@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 import threading
 import weakref
@@ -32,7 +31,7 @@ from vmonarch.context_parallel import (
 from vmonarch.dense import Dense, DenseSet
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.common.constants import outside_of_graphs
+from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
 from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
@@ -813,8 +812,7 @@ def _in_order(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
     return x.index_select(2, _index(heads, x.device))
 
 
-@functools.lru_cache(maxsize=64)
-@outside_of_graphs
+@kept
 def _index(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(places, device=device)
 

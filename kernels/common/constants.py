@@ -1,4 +1,4 @@
-"""Tensors that are made once and kept for later calls, such as the tables that kernels read."""
+"""Tensors that are made once and kept for all later calls, such as the tables that kernels read."""
 
 from __future__ import annotations
 
@@ -13,28 +13,39 @@ Arguments = ParamSpec("Arguments")
 Constant = TypeVar("Constant")
 
 
-def outside_of_graphs(make: Callable[Arguments, Constant]) -> Callable[Arguments, Constant]:
-    """Let a function whose result is kept make its tensors outside of any CUDA graph and of inference mode.
+def kept(make: Callable[Arguments, Constant]) -> Callable[Arguments, Constant]:
+    """Let a function make its tensors once for the same arguments, outside of any CUDA graph and of inference mode.
+
+    They are kept until the process ends: recorded graphs and kernels on other streams go on reading what nobody else
+    refers to. So they must be small, at most a megabyte; a video shape has some of them.
 
     What a thread allocates while torch.compile warms up or records a CUDA graph belongs to that graph's memory, where
     nothing but outputs may stay. On a GPU the function is therefore called in a thread of its own, whose work there is
-    done when it returns. What is made in inference mode, autograd refuses in training later. To be used below
-    `functools.lru_cache`, by every function that keeps tensors.
+    done when it returns, so that every stream may read it. What is made in inference mode, autograd refuses in training
+    later.
 
     Args:
         make: one of its arguments is the `torch.device`; without one, its tensors are on the CPU.
+
+    Raises:
+        RuntimeError: the tensors are not there yet and a CUDA graph is being captured.
     """
 
     @functools.wraps(make)
     def apart(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Constant:
         if torch.compiler.is_compiling():
-            # Nothing is kept: torch.compile looks through `functools.lru_cache`.
+            # Nothing is kept: torch.compile looks through `functools.cache`.
             return make(*args, **kwargs)
         devices = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.device))
         device = next(devices, torch.device("cpu"))
         if device.type != "cuda":
             with torch.inference_mode(False):
                 return make(*args, **kwargs)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{make.__module__}.{make.__name__}: the first call of its sizes and options makes tables on the GPU,"
+                " which cannot be done while a CUDA graph is captured; make one such call before the capture"
+            )
         index = torch.cuda.current_device() if device.index is None else device.index
 
         # A new thread is not in inference mode.
@@ -47,4 +58,4 @@ def outside_of_graphs(make: Callable[Arguments, Constant]) -> Callable[Arguments
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(work).result()
 
-    return apart
+    return functools.cache(apart)  # type: ignore[return-value]

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from vmonarch.kernels.common.constants import outside_of_graphs
+from vmonarch.kernels.common.constants import kept
 
 Range = tuple[int, int]
 
@@ -161,8 +161,7 @@ def split_counts(row_blocks: Sequence[int], tiles: Sequence[int], heads: int, pr
     return counts(min(candidates, key=lambda longest: (time(longest), -longest)))
 
 
-@functools.lru_cache(maxsize=128)
-@outside_of_graphs
+@kept
 def row_work(
     segments: tuple[Segment, ...],
     block_rows: int,
@@ -209,7 +208,7 @@ def row_work(
     )
 
 
-@functools.lru_cache(maxsize=128)
+@kept
 def column_work(segments: tuple[Segment, ...], block_rows: int, block_columns: int, device: torch.device) -> Work:
     """One item per block of keys with the ranges of queries that attend to it, never split."""
     return row_work(transposed(segments), block_columns, block_rows, 1, 1, 1, device)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 from dataclasses import dataclass
 
 import torch
 import triton
 
-from vmonarch.kernels.common.constants import outside_of_graphs
+from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.flash_entropy.segments import (
     MAX_SPLITS,
     Range,
@@ -60,8 +59,7 @@ def _assigned(costs: list[int], processors: int) -> tuple[int, list[list[int]]]:
     return max(time for time, _ in free), lists
 
 
-@functools.lru_cache(maxsize=128)
-@outside_of_graphs
+@kept
 def schedule(
     segments: tuple[Segment, ...],
     block_rows: int,
@@ -148,8 +146,7 @@ def schedule(
     )
 
 
-@functools.lru_cache(maxsize=128)
-@outside_of_graphs
+@kept
 def even_order(tiles: int, groups: int, half_tiles: bool, processors: int, device: torch.device) -> torch.Tensor:
     """Which of the tiles·groups items, group·tiles + tile, each program takes, so that all end at the same time.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from vmonarch.exact import ExactBlocks
-from vmonarch.kernels.common.constants import outside_of_graphs
+from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.common.launch import hopper_fits
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
@@ -81,8 +81,7 @@ def exact_part_of(pattern: ExactBlocks | None, places: Places) -> _ExactPart | N
     )
 
 
-@functools.lru_cache(maxsize=64)
-@outside_of_graphs
+@kept
 def exact_table_of(pattern: ExactBlocks, places: Places, device: torch.device) -> torch.Tensor | None:
     """int32 [T, ⌈m/32⌉] on the device, a bit per block, 1 in exact ones; kept, so that repeated calls copy nothing."""
     exact = exact_part_of(pattern, places)

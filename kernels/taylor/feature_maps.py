@@ -5,14 +5,13 @@ Shapes: x is a query or key […, S, d'], a feature vector […, S, F].
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from vmonarch.kernels.common.constants import outside_of_graphs
+from vmonarch.kernels.common.constants import kept
 
 
 @dataclass(frozen=True)
@@ -44,18 +43,17 @@ def taylor(x: torch.Tensor, scale: float, *_: object) -> torch.Tensor:
 def _performer(x: torch.Tensor, scale: float, *_: object) -> torch.Tensor:
     """exp(ω·x̂ - ‖x̂‖²/2)/√F for F orthogonal Gaussian ω, whose products estimate exp(scale·q·k) (FAVOR+)."""
     x = x * math.sqrt(scale)
-    directions = performer_directions(x.shape[-1]).to(x)
+    directions = performer_directions(x.shape[-1], x.device).to(x.dtype)
     return torch.exp(x @ directions.T - x.square().sum(-1, keepdim=True) / 2) * x.shape[-1] ** -0.5
 
 
-@functools.cache
-@outside_of_graphs
-def performer_directions(dims: int) -> torch.Tensor:
+@kept
+def performer_directions(dims: int, device: torch.device) -> torch.Tensor:
     """ω [d', d']: orthogonal rows, each as long as a Gaussian vector; the same in every process."""
     generator = torch.Generator().manual_seed(dims)
     orthogonal, _ = torch.linalg.qr(torch.randn(dims, dims, generator=generator, dtype=torch.float64))
     lengths = torch.randn(dims, dims, generator=generator, dtype=torch.float64).norm(dim=1)
-    return orthogonal.T * lengths[:, None]
+    return (orthogonal.T * lengths[:, None]).to(device)
 
 
 def _cosformer(x: torch.Tensor, scale: float, positions: torch.Tensor, max_tokens: int) -> torch.Tensor:

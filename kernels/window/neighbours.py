@@ -7,12 +7,9 @@ Windows end where the sequence or the video does.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.common.constants import outside_of_graphs
 
 Window = tuple[int, int, int]
 
@@ -22,8 +19,6 @@ def extents(window: int, causal: bool) -> tuple[int, int]:
     return (window - 1, 0) if causal else ((window - 1) // 2, window // 2)
 
 
-@functools.lru_cache(maxsize=16)
-@outside_of_graphs
 def neighbours(
     grid: LatentGrid, queries: int, window: Window, causal_axis: int | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,48 +1,181 @@
-"""What is kept for later calls is made in another thread, where no CUDA graph is recorded (GPU: test_compose.py)."""
+"""What is made once for later calls: where, for how long, and what CUDA graphs and streams may rely on."""
 
 import contextlib
-import functools
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vmonarch.kernels.common.constants import outside_of_graphs
+from vmonarch import ExactBlocks, taylor_attention, vmonarch_attention
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.constants import kept
+from vmonarch.kernels.flash_entropy.segments import Segment, column_work, row_work
+from vmonarch.kernels.hopper.schedule import even_order, schedule
+from vmonarch.kernels.monarch.fused import exact_table_of
+from vmonarch.kernels.monarch.places import grid_places
+from vmonarch.kernels.taylor.feature_maps import performer_directions
+from vmonarch.processors import _index
+
+CPU = torch.device("cpu")
+BAND = ExactBlocks(band=1)
 
 
-@functools.lru_cache
-@outside_of_graphs
+@kept
 def made_by(device, problem=None):
     if problem is not None:
         raise problem
     return threading.get_ident()
 
 
-def test_on_a_gpu_another_thread_makes_it_once_and_has_finished(monkeypatch):
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if there was a GPU: the devices that work was done on, and the threads that waited for it."""
     seen = []
     stream = SimpleNamespace(synchronize=lambda: seen.append(threading.get_ident()))
     monkeypatch.setattr(torch.cuda, "device", lambda index: seen.append(index) or contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    yield seen
+    made_by.cache_clear()
+
+
+def test_on_a_gpu_another_thread_makes_it_once_and_has_finished(gpu):
     thread = made_by(torch.device("cuda:1"))
-    assert thread != threading.get_ident() and seen == [1, thread]
-    assert made_by(torch.device("cuda:1")) == thread and len(seen) == 2
+    assert thread != threading.get_ident() and gpu == [1, thread]
+    assert made_by(torch.device("cuda:1")) == thread and len(gpu) == 2
     with pytest.raises(ValueError, match="of its own"):
         made_by(torch.device("cuda:1"), ValueError("of its own"))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     made_by(torch.device("cuda"))
-    assert seen[3] == 3
+    assert gpu[3] == 3
+
+
+def test_a_capture_finds_what_is_there_and_is_told_to_warm_up_for_the_rest(gpu, monkeypatch):
+    thread = made_by(torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert made_by(torch.device("cuda:1")) == thread
+    with pytest.raises(RuntimeError, match="made_by: the first call .* make one such call before the capture"):
+        made_by(torch.device("cuda:0"))
+    assert len(gpu) == 2
+    # Nothing of the failure is kept.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert made_by(torch.device("cuda:0")) != threading.get_ident()
 
 
 def test_on_a_cpu_there_is_nothing_to_stay_out_of():
-    assert made_by(torch.device("cpu")) == threading.get_ident()
+    assert made_by(CPU) == threading.get_ident()
 
 
 def test_in_inference_mode_it_makes_tensors_for_training_too():
-    kept = functools.lru_cache(outside_of_graphs(lambda device: torch.ones(3, device=device)))
+    made_for_all = kept(lambda device: torch.ones(3, device=device))
     with torch.inference_mode():
-        made = kept(torch.device("cpu"))
+        made = made_for_all(CPU)
         assert torch.is_inference_mode_enabled()
     x = torch.ones(3, requires_grad=True)
     (made * x).sum().backward()
     assert torch.equal(x.grad, made)
+
+
+TABLES = {
+    "row_work": lambda n: row_work((Segment(0, n, ((0, n),)),), 16, 16, 1, 1, None, CPU).items,
+    "column_work": lambda n: column_work((Segment(0, n, ((0, n),)),), 16, 16, CPU).items,
+    "schedule": lambda n: schedule((Segment(0, n, ((0, n),)),), 16, 16, 1, 4, CPU).items,
+    "even_order": lambda n: even_order(n, 1, False, 4, CPU),
+    "exact_table": lambda n: exact_table_of(
+        ExactBlocks(band=0), grid_places(LatentGrid(2, n, 1), frames_per_block=1, tiles=(1, 1), coarse=1), CPU
+    ),
+    "places": lambda n: _index((0, n), CPU),
+    "directions": lambda n: performer_directions(n, CPU),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_stay_where_recorded_graphs_read_them(name):
+    first = TABLES[name](1)
+    for n in range(2, 150):
+        TABLES[name](n)
+    assert TABLES[name](1) is first
+
+
+# --- On a GPU. ---
+
+
+def attend(grid, tensors, exact=BAND):
+    with torch.no_grad():
+        return vmonarch_attention(*tensors, grid=grid, exact=exact, implementation="triton", return_lse=True)
+
+
+def qkv(grid, dim=64):
+    tokens = grid[0] * grid[1] * grid[2]
+    return torch.randn(3, 1, tokens, 2, dim, device="cuda", dtype=torch.bfloat16).unbind(0)
+
+
+def captured(call):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph, results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", ["first_frame", BAND], ids=["first-frame", "band"])
+def test_a_graph_is_replayed_after_200_other_shapes(exact):
+    grid = (5, 9, 17)
+    tensors = qkv(grid)
+    attend(grid, tensors, exact)
+    graph, results = captured(lambda: attend(grid, tensors, exact))
+    for n in range(200):
+        other = (3 + n % 4, 2 + n // 4, 3)
+        attend(other, qkv(other), exact)
+        # Whatever was freed is somebody else's now.
+        torch.full((1 << 14,), -1, dtype=torch.int32, device="cuda")
+    for tensor in tensors:
+        tensor.copy_(torch.randn_like(tensor))
+    graph.replay()
+    for result, expected in zip(results, attend(grid, tensors, exact), strict=True):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.gpu
+def test_a_table_made_on_one_stream_is_ready_on_others():
+    grid = (5, 11, 13)
+    tensors = qkv(grid)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    # The default stream is busy while the side stream makes the tables, and the other way round.
+    torch.cuda._sleep(1 << 28)
+    with torch.cuda.stream(side):
+        first = attend(grid, tensors)
+        torch.cuda._sleep(1 << 28)
+        again = attend(grid, tensors)
+    default = attend(grid, tensors)
+    torch.cuda.synchronize()
+    for a, b, c in zip(first, again, default, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+@pytest.mark.gpu
+def test_a_first_call_in_a_capture_says_to_warm_up():
+    grid = (4, 7, 19)
+    tensors = qkv(grid)
+    # The kernels are there, but not the tables of these sizes.
+    attend((4, 7, 18), qkv((4, 7, 18)))
+    with pytest.raises(RuntimeError, match="make one such call before the capture"):
+        captured(lambda: attend(grid, tensors))
+    torch.cuda.synchronize()
+    expected = attend(grid, tensors)
+    graph, results = captured(lambda: attend(grid, tensors))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_random_features_can_be_captured():
+    query, key, value = torch.randn(3, 1, 200, 2, 16, device="cuda").unbind(0)
+    call = lambda: taylor_attention(query, key, value, feature_map="performer", implementation="triton")
+    with torch.no_grad():
+        expected = call()
+        graph, result = captured(call)
+    graph.replay()
+    assert torch.equal(result, expected)

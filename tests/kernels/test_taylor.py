@@ -33,7 +33,7 @@ def weights_of(name, q, k, scale, max_tokens):
     if name == "taylor":
         return 1 + s + s.square() / 2
     if name == "performer":
-        omega = performer_directions(q.shape[-1])
+        omega = performer_directions(q.shape[-1], q.device)
         q, k = (torch.exp(x @ omega.T - x.square().sum(-1, keepdim=True) / 2) for x in (q, k))
         return q @ k.transpose(-1, -2) / q.shape[-1]
     if name == "cosformer":
