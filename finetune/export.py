@@ -1,7 +1,8 @@
 """From a run's checkpoint to what others load: `python -m vmonarch.finetune.export RUN --output FOLDER`.
 
-Full weights become a pipeline folder that stock diffusers loads, LoRA layers a file for `pipe.load_lora_weights`, and
-the parameters of an attention processor (with LoRA layers, if there are any) a file for `vmonarch.load_adapter`.
+Full weights become a pipeline folder that stock diffusers loads, LoRA layers a file for `pipe.load_lora_weights` (of two
+transformers a folder with a file for each), and the parameters of an attention processor (with LoRA layers, if there are
+any) a file for `vmonarch.load_adapter`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def export(
 
     Args:
         run: the run's output folder.
-        output: of a run on full weights: the pipeline folder to write; else the .safetensors file. Must not exist.
+        output: the .safetensors file to write; of a run on full weights, or on LoRA layers of two transformers, the
+            folder. Must not exist.
         step: of the checkpoint; None for the newest.
         weights: "ema" for the averaged ones, "last" for those of the step, "auto" for the averaged if there are any.
         dtype: to store in; None for that of the model's own weights.
@@ -61,13 +63,26 @@ def export(
         raise InputError("weights", f"must be one of {', '.join(WEIGHTS)}, got {weights!r}")
     config, folder, facts, experts = _trained(Path(run), step, weights, model)
     dtypes = {name: dtype or facts.dtypes[name] for name in experts.parts}
-    output.parent.mkdir(parents=True, exist_ok=True)
     learns = any(".processor." in name for name, _ in experts.named_parameters())
-    if config.lora.rank or learns:
-        if output.suffix != ".safetensors":
-            raise InputError("output", f"must end with .safetensors for LoRA layers, got {str(output)!r}")
-        return _write_layers(experts, output, dtypes[next(iter(experts.parts))], learns)
-    return _write_pipeline(folder, experts, output, dtypes)
+    one_file = learns or (config.lora.rank > 0 and len(experts.parts) == 1)
+    if one_file != (output.suffix == ".safetensors"):
+        form = "end with .safetensors" if one_file else "be a folder"
+        raise InputError("output", f"must {form} for what this run trained, got {str(output)!r}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.stem}.{os.getpid()}.partial{output.suffix}")
+    try:
+        if learns:
+            _write_adapter(experts, temporary, next(iter(dtypes.values())))
+        elif config.lora.rank:
+            _write_layers(experts, temporary, dtypes)
+        else:
+            _write_pipeline(folder, experts, temporary, dtypes)
+        # It appears whole or not at all.
+        temporary.rename(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.unlink(missing_ok=True)
+    return output
 
 
 def _trained(
@@ -105,48 +120,39 @@ def _trained(
     return config, folder, facts, experts.eval()
 
 
-def _write_layers(experts: Experts, output: Path, dtype: torch.dtype, learns: bool) -> Path:
-    """LoRA layers as diffusers' own file, or with a processor's parameters as an adapter of ours."""
+def _write_adapter(experts: Experts, path: Path, dtype: torch.dtype) -> None:
+    """A processor's parameters, with LoRA layers if there are any, as an adapter of ours."""
+    from vmonarch import save_adapter
+
+    save_adapter(types.SimpleNamespace(**{**dict.fromkeys(COMPONENTS), **experts.parts}), path, dtype=dtype)
+
+
+def _write_layers(experts: Experts, path: Path, dtypes: dict[str, torch.dtype]) -> None:
+    """LoRA layers as diffusers' own file: of two transformers a file each, which is how it loads them."""
     from diffusers import WanPipeline
     from diffusers.training_utils import _collate_lora_metadata
     from peft.utils import get_peft_model_state_dict
 
-    parts = dict(experts.parts)
-    if learns:
-        from vmonarch import save_adapter
-
-        save_adapter(types.SimpleNamespace(**{**dict.fromkeys(COMPONENTS), **parts}), output, dtype=dtype)
-        return output
-    layers = {}
-    for name, part in parts.items():
-        state = get_peft_model_state_dict(part)
-        layers[f"{name}_lora_layers"] = {key: tensor.to(dtype).contiguous() for key, tensor in state.items()}
-    temporary = output.with_name(f".{output.stem}.{os.getpid()}.partial.safetensors")
-    # Without the settings of the layers, alpha would be lost.
-    settings = _collate_lora_metadata(parts)
-    WanPipeline.save_lora_weights(output.parent, **layers, weight_name=temporary.name, **settings)
-    os.replace(temporary, output)
-    return output
+    for name, part in experts.parts.items():
+        file = path if len(experts.parts) == 1 else path / f"{name}.safetensors"
+        layers = {key: x.to(dtypes[name]).contiguous() for key, x in get_peft_model_state_dict(part).items()}
+        # Without the settings of the layers, alpha would be lost.
+        settings = _collate_lora_metadata({"transformer": part})
+        WanPipeline.save_lora_weights(file.parent, layers, weight_name=file.name, **settings)
 
 
-def _write_pipeline(folder: ModelFolder, experts: Experts, output: Path, dtypes: dict[str, torch.dtype]) -> Path:
-    """A copy of the model's folder with other weights; it appears whole or not at all."""
+def _write_pipeline(folder: ModelFolder, experts: Experts, path: Path, dtypes: dict[str, torch.dtype]) -> None:
+    """A copy of the model's folder with other weights."""
     from vmonarch import restore
     from vmonarch.installation import is_applied
 
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    try:
-        shutil.copytree(folder.path, temporary, ignore=shutil.ignore_patterns(*experts.parts, "*.py", "__pycache__"))
-        for name in experts.parts:
-            part: Any = experts.parts[name]
-            if is_applied(part):
-                restore(part)
-            _narrow(part, dtypes[name])
-            part.save_pretrained(temporary / name, safe_serialization=True)
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return output
+    shutil.copytree(folder.path, path, ignore=shutil.ignore_patterns(*experts.parts, "*.py", "__pycache__"))
+    for name in experts.parts:
+        part: Any = experts.parts[name]
+        if is_applied(part):
+            restore(part)
+        _narrow(part, dtypes[name])
+        part.save_pretrained(path / name, safe_serialization=True)
 
 
 def _narrow(part: Any, dtype: torch.dtype) -> None:

@@ -348,20 +348,27 @@ def test_full_weights_become_a_folder_that_stock_diffusers_loads(tiny, place, tm
     })  # fmt: skip
 
 
-def test_lora_layers_become_a_file_that_stock_diffusers_loads(tiny, place, tmp_path):
-    options = {"lora": {"rank": 2, "alpha": 6.0}, "optimizer": {"learning_rate": 0.05}, "steps": 8}
-    trainer = Trainer(settings(place, tmp_path / "run", **options))
+@pytest.mark.parametrize("kind,train", [("t2v", "all"), ("t2v-2.2", "all"), ("t2v-2.2", "transformer_2")])
+def test_lora_layers_become_files_that_stock_diffusers_loads(tiny, place, tmp_path, kind, train):
+    options = {"lora": {"rank": 2, "alpha": 6.0}, "optimizer": {"learning_rate": 0.05}, "steps": 4, "train": train}
+    trainer = Trainer(settings(place, tmp_path / "run", kind, **options))
     assert all(".lora_" in name for name in trainer.trained)
     trainer.run()
-    file = export(tmp_path / "run", tmp_path / "layers.safetensors")
-    assert sorted({key.split(".")[-2] for key in load_file(file)}) == ["lora_A", "lora_B"]
-    pipe = diffusers.WanPipeline.from_pretrained(place / "t2v")
-    pipe.load_lora_weights(file)
+    names = trainer.facts.names
+    output = export(tmp_path / "run", tmp_path / ("layers.safetensors" if len(names) == 1 else "layers"))
+    files = {name: output / f"{name}.safetensors" if len(names) == 2 else output for name in names}
+    pipe = diffusers.WanPipeline.from_pretrained(place / kind)
+    for name, file in files.items():
+        assert sorted({key.split(".")[-2] for key in load_file(file)}) == ["lora_A", "lora_B"]
+        pipe.load_lora_weights(file, load_into_transformer_2=name == "transformer_2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["run", output.name])
     vmonarch.apply(pipe, vmonarch.VMonarchProcessor())
-    ours = trainer.experts.parts["transformer"].eval()
-    torch.testing.assert_close(tiny.run(pipe.transformer), tiny.run(ours), atol=1e-5, rtol=1e-5)
-    with pytest.raises(InputError, match="output must end with .safetensors"):
-        export(tmp_path / "run", tmp_path / "folder")
+    for name in names:
+        ours = tiny.run(trainer.experts.parts[name].eval())
+        torch.testing.assert_close(tiny.run(getattr(pipe, name)), ours, atol=1e-5, rtol=1e-5)
+    other, form = ("folder", "end with .safetensors") if len(names) == 1 else ("a.safetensors", "be a folder")
+    with pytest.raises(InputError, match=f"output must {form}"):
+        export(tmp_path / "run", tmp_path / other)
 
 
 def test_a_processor_that_learns_becomes_an_adapter(tiny, place, tmp_path):
