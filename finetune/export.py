@@ -1,8 +1,8 @@
 """From a run's checkpoint to what others load: `python -m vmonarch.finetune.export RUN --output FOLDER`.
 
-Full weights become a pipeline folder that stock diffusers loads, LoRA layers a file for `pipe.load_lora_weights` (of two
-transformers a folder with a file for each), and the parameters of an attention processor (with LoRA layers, if there are
-any) a file for `vmonarch.load_adapter`.
+Full weights become a pipeline folder that stock diffusers loads, LoRA layers a file for `pipe.load_lora_weights` (a
+folder of them for Wan2.2's two transformers), and the parameters of an attention processor (with LoRA layers, if there
+are any) a file for `vmonarch.load_adapter`.
 """
 
 from __future__ import annotations

@@ -1,24 +1,28 @@
 """Training runs of tiny models: they resume exactly, stop before a bad update, and leave files that others load."""
 
+import dataclasses
 import json
 import math
+from contextlib import nullcontext
 from itertools import islice
 
 import diffusers
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 import vmonarch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.finetune.checkpoints import CheckpointError
-from vmonarch.finetune.config import finetune_config
+from vmonarch.finetune.config import OptimizerConfig, finetune_config
 from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.data.schema import Sample
 from vmonarch.finetune.export import export
 from vmonarch.finetune.models import Experts, share_clips
-from vmonarch.finetune.trainer import Trainer, TrainingError
+from vmonarch.finetune.objective import NoiseLevels
+from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
 from vmonarch.pipelines.generation import recommended_settings
 from vmonarch.pipelines.model_folder import find_model
 
@@ -148,6 +152,29 @@ def test_an_update_is_adamws_with_the_clipped_gradient_of_the_mean_loss(place, t
             torch.testing.assert_close(tensor, wanted[name])
 
 
+def test_settings_reach_what_they_are_for(place, tmp_path, monkeypatch):
+    # accelerate keeps the precision for the whole process.
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    levels = {"sigma": "uniform", "mean": 0.5, "std": 2.0, "flow_shift": 7.0}
+    options = {"objective": {**levels, "image_share": 0.3}, "attention": "vmonarch:dense_steps=2", "lora": {"rank": 2},
+               "gradient_checkpointing": True, "precision": "bf16", "checkpoints": {"keep": 5}}  # fmt: skip
+    trainer, again, other = (
+        Trainer(settings(place, tmp_path / name, "t2v-5b", seed=seed, **options))
+        for name, seed in (("first", 0), ("again", 0), ("other", 1))
+    )
+    assert trainer.objective.levels == NoiseLevels("uniform", mean=0.5, std=2.0, shift=7.0)
+    assert trainer.objective.conditioning.share == 0.3 and trainer.checkpoints.keep == 5
+    assert equal(weights(trainer), weights(again)) and not equal(weights(trainer), weights(other))
+    model = trainer.experts.parts["transformer"]
+    assert model.is_gradient_checkpointing and model.blocks[0].attn1.processor.dense_steps == 0
+    batch = next(iter(trainer.loader))
+    assert batch.text.shape[1] == 512
+    products = set()
+    model.blocks[0].ffn.register_forward_hook(lambda module, given, made: products.add(made.dtype))
+    trainer._update(iter([batch] * trainer.accumulation))
+    assert products == {torch.bfloat16} and {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 def test_the_average_follows_faster_at_the_start(place, tmp_path):
     trainer = Trainer(settings(place, tmp_path, ema=0.15))
     clips = iter(trainer.loader)
@@ -243,6 +270,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(place, tmp_pat
     with pytest.raises(TrainingError, match=r"step \d+: .* not finite .* no weight was changed.*rank 0: clip-3"):
         trainer.run()
     assert equal(weights(trainer), before)
+    [batch] = islice(trainer.loader, 1)
+    for loss, norm in ((math.inf, 1.0), (1.0, math.nan)):
+        with pytest.raises(TrainingError, match="not finite"):
+            trainer._stop_unless_finite([torch.tensor([loss])], [batch], torch.tensor(norm))
+    trainer._stop_unless_finite([torch.ones(1)], [batch], torch.tensor(1.0))
 
 
 def test_validation_is_always_the_same(place, tmp_path):
@@ -255,6 +287,8 @@ def test_validation_is_always_the_same(place, tmp_path):
     trainer.step = 0
     last = trainer.run()
     assert last["validation_loss"] != first and trainer.validate() == last["validation_loss"]
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 2, 4]
     # Neither the batches of training nor what is dropped from them bears on it.
     others = options | {"data": {**options["data"], "caption_dropout": 1.0}, "objective": {"distillation": 1.0}}
     again = Trainer(settings(place, tmp_path / "again", steps=4, batch_size=4, **others))
@@ -293,7 +327,19 @@ def test_validation_is_of_the_average_and_asks_each_transformer_for_its_levels(p
 
 
 def test_another_run_is_not_resumed(place, tmp_path):
-    Trainer(settings(place, tmp_path, steps=2)).run()
+    trainer = Trainer(settings(place, tmp_path, steps=2))
+    trainer.run()
+    free = {"output_dir", "model", "revision", "steps", "trackers", "log_every", "data.path", "data.validation",
+            "data.workers", *("validation." + key for key in vars(trainer.config.validation)),
+            *("checkpoints." + key for key in vars(trainer.config.checkpoints))}  # fmt: skip
+    run = {"model": trainer.about["model"], "config": _flat(trainer.about["config"])}
+    for schedule, allowed in (("constant", free), ("cosine", free - {"steps"})):
+        trainer.config = dataclasses.replace(trainer.config, optimizer=OptimizerConfig(schedule=schedule))
+        for key in run["config"]:
+            with (
+                nullcontext() if key in allowed else pytest.raises(CheckpointError, match=rf"other settings: {key} \(")
+            ):
+                trainer._check_same_run(tmp_path, run | {"config": run["config"] | {key: "another"}})
     for changes, message in (
         ({"optimizer": {"learning_rate": 2e-3}}, r"optimizer.learning_rate \(0.001, now 0.002\)"),
         ({"attention": "vmonarch-t3"}, "attention.num_iterations"),
@@ -327,8 +373,9 @@ def test_bad_models_and_parts_are_named(place, tmp_path):
 
 @pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
 def test_full_weights_become_a_folder_that_stock_diffusers_loads(tiny, place, tmp_path, kind):
-    trainer = Trainer(settings(place, tmp_path / "run", kind, ema=0.5, steps=12))
+    trainer = Trainer(settings(place, tmp_path / "run", kind, ema=0.5, steps=12, checkpoints={"every": 6}))
     trainer.run()
+    assert trainer.checkpoints.steps() == [6, 12]
     pipe = diffusers.WanPipeline.from_pretrained(export(tmp_path / "run", tmp_path / "model"))
     for name in trainer.facts.names:
         found = dict(getattr(pipe, name).named_parameters())
@@ -340,12 +387,16 @@ def test_full_weights_become_a_folder_that_stock_diffusers_loads(tiny, place, tm
     assert tiny.generate(pipe).isfinite().all()
     with pytest.raises(InputError, match="output must not exist"):
         export(tmp_path / "run", tmp_path / "model")
-    last = diffusers.WanTransformer3DModel.from_pretrained(
-        export(tmp_path / "run", tmp_path / "last", weights="last") / "transformer"
+    options = {"step": 6, "weights": "last", "dtype": torch.bfloat16}
+    stored = load_file(
+        export(tmp_path / "run", tmp_path / "sixth", **options) / "transformer" / "diffusion_pytorch_model.safetensors"
     )
-    assert equal(dict(last.named_parameters()), {
-        key.removeprefix("parts.transformer."): v for key, v in weights(trainer).items() if ".transformer." in key
-    })  # fmt: skip
+    sixth = trainer.checkpoints.load(trainer.checkpoints.path(6), wanted=["model"])["model"]
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.float32}
+    for name, tensor in stored.items():
+        assert torch.equal(tensor, sixth[f"parts.transformer.{name}"].to(tensor.dtype))
+    with pytest.raises(CheckpointError, match="was trained from another model"):
+        export(tmp_path / "run", tmp_path / "other", model=str(place / "t2v-5b"))
 
 
 @pytest.mark.parametrize("kind,train", [("t2v", "all"), ("t2v-2.2", "all"), ("t2v-2.2", "transformer_2")])
