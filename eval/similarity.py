@@ -161,9 +161,7 @@ def alexnet_weights() -> Path:
         InputError: torchvision is missing, or the file is; the message says where it belongs.
     """
     if importlib.util.find_spec("torchvision") is None:
-        raise InputError(
-            "lpips", "needs torchvision: pip install 'vmonarch[eval]'. PSNR and SSIM are measured without it"
-        )
+        raise InputError("lpips", "needs torchvision: pip install torchvision. PSNR and SSIM are measured without it")
     file = Path(torch.hub.get_dir()) / "checkpoints" / ALEXNET_WEIGHTS
     if not file.is_file():
         raise InputError(

@@ -26,8 +26,7 @@ PACKAGES = (
 )
 EXTRAS = {
     "parallel": ("xfuser",),
-    "eval": ("lpips", "torchvision"),
-    "ui": ("gradio",),
+    "eval": ("torchvision",),
     "dev": ("pytest", "ruff", "mypy"),
 }
 

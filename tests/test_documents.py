@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import json
 import os
 import pkgutil
 import re
@@ -13,11 +14,15 @@ import shlex
 from fnmatch import fnmatch
 from pathlib import Path
 
+import diffusers
 import pytest
+import torch
 
+import vmonarch
 from vmonarch import BasedProcessor, FlashBiasProcessor, VMonarchProcessor, vmonarch_attention
 from vmonarch.configs import preset_names
 from vmonarch.configs.methods import resolve_method
+from vmonarch.eval.evaluate import EvalConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), ROOT / "finetune" / "embedded" / "README.md"]
@@ -134,6 +139,61 @@ def test_files_and_modules_exist(path):
         assert any(fnmatch(file, pattern) for file in FILES for pattern in patterns), name
     for name in set(re.findall(r"vmonarch(?:\.[A-Za-z_]\w*)+", text)):
         assert pkgutil.resolve_name(name) is not None
+
+
+# Of documents whose snippets need what a test has not: several processes, VBench's environment.
+NOT_RUN = {"docs/parallel.md", "docs/vbench.md"}
+
+
+def snippets(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)
+
+
+@pytest.fixture
+def no_hub(tiny, monkeypatch, tmp_path):
+    """`from_pretrained`; models of the hub are tiny ones, videos small, and the GPU is the CPU."""
+
+    def from_pretrained(cls, *_, **__):
+        pipe = tiny.pipeline("t2v", vmonarch.pipelines if cls.__module__.startswith("vmonarch") else diffusers)
+        pipe.transformer = tiny.transformer(attention_head_dim=16)
+        return pipe
+
+    def evaluation_config(**options):
+        return EvalConfig(output_dir="evaluation", **small, steps=2, **options)
+
+    small = {"height": tiny.HEIGHT, "width": tiny.WIDTH, "num_frames": tiny.FRAMES}
+    call = diffusers.WanPipeline.__call__
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(from_pretrained))
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "to", lambda self, device: self)
+    monkeypatch.setattr(
+        diffusers.WanPipeline,
+        "__call__",
+        lambda self, *prompt, **options: call(self, *prompt, **{"num_inference_steps": 2} | options | small),
+    )
+    monkeypatch.setattr(vmonarch.eval.evaluate, "EvalConfig", evaluation_config)
+    monkeypatch.chdir(tmp_path)
+    methods, layers = {"own": {"exact": {"band": 0}}}, {"transformer": [["own"] * 2] * 2}
+    Path("plan.json").write_text(json.dumps({"format": "vmonarch-plan-1", "methods": methods, "layers": layers}))
+    return diffusers.WanPipeline.from_pretrained
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if snippets(path)], ids=lambda path: path.name)
+def test_snippets_run(path, tiny, no_hub):
+    T, H, W = tiny.GRID
+    q, k, v = torch.randn(3, 1, T * H * W, 12 if path.stem == "bias" else H, 8)
+    q16, k16 = torch.randn(2, 1, T * H * W, H, 16)
+    given = {"T": T, "H": H, "W": W, "grid": tiny.GRID, "q": q, "k": k, "v": v, "q16": q16, "k16": k16}
+    given |= {"q1": q16[:, :1], "k1": k16[:, :1], "v1": v[:, :1], "decay": torch.rand(H, T, T)}
+    given |= {"pipe": no_hub(), "diffusers": diffusers, "torch": torch, "vmonarch": vmonarch}
+    if path.stem == "bias":
+        given |= {name: torch.randn(1, 2048, 12, 2) for name in "qkv"}
+    for snippet in snippets(path):
+        code = compile(snippet, path.name, "exec")
+        for node in ast.walk(ast.parse(snippet)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vmonarch"):
+                assert all(hasattr(importlib.import_module(node.module), name.name) for name in node.names)
+        if path.relative_to(ROOT).as_posix() not in NOT_RUN and "torchao" not in snippet:
+            exec(code, given)
 
 
 def test_sections_that_code_cites_exist():

@@ -55,7 +55,7 @@ def _import(name: str, *attributes: str) -> Any:
         raise ImportError(f"xfuser cannot be imported without a GPU and a build of torch for it: {error}") from error
     except ImportError as error:
         if error.name == "xfuser":
-            raise ImportError("xfuser is not installed; install it with pip install 'vmonarch[parallel]'") from error
+            raise ImportError("xfuser is not installed; install it with pip install 'xfuser>=0.7,<0.8'") from error
         raise ImportError(f"{_installed()} cannot be imported: {error}; {_SUPPORTED}") from error
     for attribute in attributes:
         if not hasattr(module, attribute):

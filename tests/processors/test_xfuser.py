@@ -20,7 +20,7 @@ worker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(worker)
 
 needs_xfuser = pytest.mark.skipif(
-    importlib.util.find_spec("xfuser") is None, reason="needs xfuser: pip install 'vmonarch[parallel]'"
+    importlib.util.find_spec("xfuser") is None, reason="needs xfuser: pip install 'xfuser>=0.7,<0.8'"
 )
 two_gpus = [
     pytest.mark.gpu,
@@ -127,7 +127,7 @@ def test_xfuser_that_is_not_installed_is_named(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "xfuser"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [NoXfuser, *sys.meta_path])
-    with pytest.raises(ImportError, match=r"xfuser is not installed; .* pip install 'vmonarch\[parallel\]'"):
+    with pytest.raises(ImportError, match=r"xfuser is not installed; .* pip install 'xfuser>=0.7,<0.8'"):
         vmonarch.xfuser.register(VMonarchProcessor())
 
 

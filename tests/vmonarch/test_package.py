@@ -1,8 +1,10 @@
 """The package as a user meets it: cheap to import, honest about its names, safe beside Hugging Face's `kernels`."""
 
+import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 import vmonarch
 from vmonarch import ExactBlocks, LatentGrid
+from vmonarch.pipelines.environment import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,6 +87,14 @@ def test_importing_the_package_is_enough_to_name_its_parts():
         cwd=ROOT,
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_info_looks_for_the_packages_of_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(EXTRAS) == set(extras)
+    for extra, requirements in extras.items():
+        packages = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+        assert set(EXTRAS[extra]) <= packages and (extra == "dev" or packages <= set(EXTRAS[extra]))
 
 
 def test_a_latent_grid_counts_its_tokens():
