@@ -1,6 +1,8 @@
 # `make demo` and `make test` need Python >= 3.11 and nothing else: they make their own environment in $(VENV).
 PYTHON ?= python3
-VENV ?= .venv
+# Versions of all packages: constraints.txt or, in an environment of its own, constraints-newest.txt.
+CONSTRAINTS ?= constraints.txt
+VENV ?= .venv$(patsubst constraints%.txt,%,$(CONSTRAINTS))
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 # Tests use two processes; raise it on a bigger machine.
@@ -12,19 +14,19 @@ PROMPT ?= a red circle moving to the right over a dark grey background
 help:
 	@echo "make demo    generate and compare videos on the embedded model (CPU, minutes)"
 	@echo "make finetune-demo  finetune the embedded model to VMonarch and export it (CPU, minutes)"
-	@echo "make test    run all tests that need no GPU"
+	@echo "make test    run all tests that need no GPU; CONSTRAINTS=constraints-newest.txt: with the newest torch and Triton"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
 	@echo "make check   lint, types and test"
 	@echo "make clean   remove the environment and outputs of the tools"
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "vmonarch needs Python >= 3.11, but $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	# torch first and by its exact version, so that the build which fits the machine is the one that stays
-	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(READY)
 
 demo: $(READY)

@@ -32,6 +32,7 @@ from vmonarch.dense import Dense, DenseSet
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.constants import kept
+from vmonarch.kernels.common.launch import auto_takes_kernels
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
 from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
@@ -229,13 +230,13 @@ def _norm_and_rotate(
     norm: Any, x: torch.Tensor, heads: int, rotary_emb: tuple[torch.Tensor, torch.Tensor], implementation: str
 ) -> torch.Tensor:
     """Queries or keys [B, S, H, D] of their projection [B, S, C]: in one pass where the kernel can do all of it."""
-    if implementation == "triton" or (implementation == "auto" and x.device.type == "cuda"):
+    if implementation == "triton" or (implementation == "auto" and auto_takes_kernels(x.device)):
         angles = (1, x.shape[1], 1, x.shape[2] // heads)
         fits = all(part.shape == angles and not part.requires_grad for part in rotary_emb)
         # Ranks of xfuser may have no token at all.
         if x.numel() and fits and _is_plain(norm, x.shape[2]) and why_not_triton(x, norm.weight, *rotary_emb) is None:
             eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-            return norm_rotary(x, norm.weight, *rotary_emb, heads=heads, eps=eps, implementation="triton")
+            return norm_rotary(x, norm.weight, *rotary_emb, heads=heads, eps=eps, implementation=implementation)
     return _rotate(norm(x).unflatten(2, (heads, -1)), *rotary_emb)
 
 

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import resources
@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 
+from vmonarch.kernels.common import trust
+
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 # Of the kernels for Hopper.
 HOPPER_HEAD_DIM = 128
+HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 # A constant, because torch.compile would have to trace the search.
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -81,23 +84,50 @@ def why_not_triton(*tensors: torch.Tensor) -> str | None:
     return None
 
 
-def use_triton(op: str, implementation: str, *tensors: torch.Tensor, unless: str | None = None) -> bool:
+def use_triton(
+    op: str,
+    implementation: str,
+    *tensors: torch.Tensor,
+    family: str,
+    unless: str | None = None,
+    why_not: Callable[..., str | None] = why_not_triton,
+) -> bool:
     """Decide between Triton and torch.
 
-    "auto" is the kernels for all CUDA tensors that they can take, see `why_not_triton`, else plain torch.
+    "auto" is the kernels for all CUDA tensors that they can take, see `why_not_triton`, else plain torch. With a Triton
+    that is not tested, it is only those kernels that pass a check, see `trust`.
 
     Args:
+        family: of the kernels, one of `tiny_cases.FAMILIES`.
         unless: another reason why the kernels cannot take this call, or None.
+        why_not: says which tensors they cannot take.
 
     Raises:
-        NotImplementedError: implementation="triton", and the kernels cannot take the tensors; the message says why.
+        NotImplementedError: implementation="triton", and the kernels cannot take the tensors or fail the check; the
+            message says why.
     """
-    if implementation == "torch" or (implementation == "auto" and tensors[0].device.type != "cuda"):
+    first = tensors[0]
+    if implementation == "torch" or (implementation == "auto" and not auto_takes_kernels(first.device)):
         return False
-    reason = why_not_triton(*tensors) or unless
+    reason = why_not(*tensors) or unless or _why_distrusted(family, first.device, first.dtype, implementation)
     if reason and implementation == "triton":
         raise NotImplementedError(f'{op} with implementation="triton": {reason}')
     return reason is None
+
+
+def auto_takes_kernels(device: torch.device) -> bool:
+    """Whether implementation="auto" is the kernels there: they are for GPUs, and the interpreter is for tests."""
+    return device.type == "cuda"
+
+
+def _why_distrusted(family: str, device: torch.device, dtype: torch.dtype, implementation: str) -> str | None:
+    """`trust.why_distrusted`; torch.compile calls it while it traces, and has what it says for a constant."""
+    hopper = dtype in HOPPER_DTYPES and _hopper_wanted(device)
+    return trust.why_distrusted(family, device, dtype, hopper=hopper, strict=implementation == "triton")
+
+
+# What torch.compiler.assume_constant_result does, which takes seconds to import.
+_why_distrusted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def block_dim(head_dim: int) -> int:
@@ -110,12 +140,11 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def hopper_fits(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels for Hopper take these tensors: 16 bit, one head dimension up to 128, aligned rows."""
+def hopper_fits(family: str, *tensors: torch.Tensor) -> bool:
+    """Whether a family's kernels for Hopper take these tensors: 16 bit, one head dimension up to 128, aligned rows."""
     first = tensors[0]
     return (
-        hopper_enabled(first.device)
-        and first.dtype in (torch.float16, torch.bfloat16)
+        hopper_enabled(family, first.device, first.dtype)
         and first.shape[-1] <= HOPPER_HEAD_DIM
         and all(tensor.shape[-1] == first.shape[-1] for tensor in tensors)
         and tma_fits(*tensors)
@@ -135,8 +164,12 @@ def tma_fits(*tensors: torch.Tensor) -> bool:
     )
 
 
-def hopper_enabled(device: torch.device) -> bool:
-    """Whether the kernels for Hopper are to be used there; the override {"hopper": {"enabled": 0}} says no."""
+def hopper_enabled(family: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a family's kernels for Hopper, of 16 bit, are used; the override {"hopper": {"enabled": 0}} says no."""
+    return dtype in HOPPER_DTYPES and _hopper_wanted(device) and trust.hopper_is_trusted(family, device, dtype)
+
+
+def _hopper_wanted(device: torch.device) -> bool:
     return on_hopper(device) and (_overrides.get() or {}).get("hopper", {"enabled": 1})["enabled"] == 1
 
 

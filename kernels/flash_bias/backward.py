@@ -261,7 +261,7 @@ def flash_bias_backward(
     constants, numbers = launch.constants(), (launch.scale, *launch.numbers())
     with torch.cuda.device_of(query):
         factors = launch.hopper_factors(backward=True)
-        if factors and hopper_fits(query, grad_out):
+        if factors and hopper_fits("flash_bias", query, grad_out):
             _backward_on_hopper(launch, factors, grad_out, grad_lse, out, lse, gradients)
             return gradients
         delta = torch.empty_like(lse)

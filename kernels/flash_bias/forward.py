@@ -199,7 +199,7 @@ class Launch:
             and self.query_factor.shape[3] <= HOPPER_RANK
             # The diagonal has to be in the last tile of keys of a tile of rows.
             and not (self.causal and (backward or skipped % HOPPER_KEYS))
-            and hopper_fits(self.query, self.key, self.value)
+            and hopper_fits("flash_bias", self.query, self.key, self.value)
         )
 
     def hopper_factors(self, backward: bool) -> tuple[torch.Tensor, torch.Tensor] | None:

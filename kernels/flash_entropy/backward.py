@@ -510,7 +510,7 @@ def flash_backward(
     # Gradients of sums and of slices come expanded or strided.
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
     # The copy engine loads the statistics of queries, 4 bytes each, from multiples of 16 bytes only.
-    on_hopper = hopper_fits(query, key, value, grad_out) and one_range(segments, multiple=4)
+    on_hopper = hopper_fits("flash_entropy", query, key, value, grad_out) and one_range(segments, multiple=4)
     if on_hopper:
         from vmonarch.kernels.hopper import backward as hopper_kernels
 

@@ -326,7 +326,7 @@ def flash_forward(
     B, Sq, H, D = query.shape
     Dv = value.shape[3]
     device = query.device
-    on_hopper = splits is None and hopper_fits(query, key, value)
+    on_hopper = splits is None and hopper_fits("flash_entropy", query, key, value)
     options = launch_options("hopper_flash" if on_hopper else "flash_forward", device, query.dtype, max(D, Dv))
     if on_hopper:
         from vmonarch.kernels.hopper import flash as hopper_kernels

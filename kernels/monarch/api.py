@@ -186,7 +186,7 @@ def vmonarch_attention(
     scale = resolve_scale(scale, query.shape[-1])
     if bias is not None:
         query, key = _with_bias(query, key, bias, scale)
-    if use_triton("vmonarch_attention", implementation, query, key, value):
+    if use_triton("vmonarch_attention", implementation, query, key, value, family="monarch"):
         from vmonarch.kernels.monarch.fused import MonarchOptions
         from vmonarch.kernels.monarch.op import monarch_attention_triton
         from vmonarch.kernels.monarch.places import grid_places
@@ -288,7 +288,7 @@ def monarch_attention(
     check_key_mask(key_mask, key)
     block_size = min(block_size, S)
     scale = resolve_scale(scale, query.shape[-1])
-    if use_triton("monarch_attention", implementation, query, key, value):
+    if use_triton("monarch_attention", implementation, query, key, value, family="monarch"):
         from vmonarch.kernels.monarch.fused import MonarchOptions
         from vmonarch.kernels.monarch.op import monarch_attention_triton
         from vmonarch.kernels.monarch.places import sequence_places

@@ -200,7 +200,7 @@ def forward(
     r, l = _steps(query, key, value, key_mask, options)
     pooled = r.pool() if options.coarse > 1 else None
     z = query
-    if options.tiled and key_mask is None and hopper_fits(query, key, value, blocks):
+    if options.tiled and key_mask is None and hopper_fits("monarch", query, key, value, blocks):
         # Copies in the order of the blocks cost less than they save; the first z is free until the first L-step.
         r = r.with_packed()
         z = buffers.z[0] if t > 1 else query.new_empty(groups, b, D)

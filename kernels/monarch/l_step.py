@@ -470,7 +470,7 @@ class LStep:
         else:
             faster = 16 < m <= 64 and wide
         whole = not self.tiled and m * b == self.query.shape[1] and self._exact_mode(lse_exact) != "blocks"
-        return faster and whole and hopper_fits(self.query, *blocks)
+        return faster and whole and hopper_fits("monarch", self.query, *blocks)
 
     def _launch(
         self, kernel, name: str, tensors: tuple, strides: tuple, numbers: tuple, written: tuple = (), **constants

@@ -498,7 +498,8 @@ def frame_parallel_vmonarch_attention(
         scale = resolve_scale(scale, query.shape[-1])
         pattern = resolve_exact(exact)
         key_frames = None if pattern is None else pattern.key_frames(grid.frames)
-        triton = use_triton("frame_parallel_vmonarch_attention", implementation, query, key, value)
+        op = "frame_parallel_vmonarch_attention"
+        triton = use_triton(op, implementation, query, key, value, family="monarch")
     except Exception as error:
         refuse(group, query.device if isinstance(query, torch.Tensor) else torch.device("cpu"), error)
         raise

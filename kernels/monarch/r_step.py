@@ -597,7 +597,7 @@ class RStep:
         Packed and pooled keys and y have rows like those of aL: contiguous.
         """
         in_order = not self.tiled or (self.packed is not None and z.ndim == 3)
-        return self.key_mask is None and in_order and hopper_fits(z, self.key, self.value, aL)
+        return self.key_mask is None and in_order and hopper_fits("monarch", z, self.key, self.value, aL)
 
     def forward(
         self,
@@ -670,7 +670,7 @@ class RStep:
         d_key = dk if pooled is None else torch.empty_like(key)
         loaded = (key, z, daL) if dy is None else (key, z, daL, self.value, dy)
         even = pooled is None or self._cells_are_full()
-        if even and self.key_mask is None and not self.tiled and hopper_fits(*loaded):
+        if even and self.key_mask is None and not self.tiled and hopper_fits("monarch", *loaded):
             from vmonarch.kernels.hopper.backward import r_backward
 
             r_backward(

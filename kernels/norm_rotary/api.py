@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vmonarch.kernels.common.launch import KERNEL_DTYPES, TRITON_INSTALLED, interpreted
+from vmonarch.kernels.common.launch import KERNEL_DTYPES, TRITON_INSTALLED, interpreted, use_triton
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
 from vmonarch.validation import check_implementation, check_positive_integer
 
@@ -54,17 +54,13 @@ def norm_rotary(
             raise ValueError(f"{name} must be [1, S, 1, D] = {list(angles)}, got {tuple(tensor.shape)}")
         if tensor.requires_grad:
             raise ValueError(f"{name} must not require a gradient: it gets none")
-    if implementation == "torch" or (implementation == "auto" and x.device.type != "cuda"):
-        return norm_rotary_reference(x, weight, cosines, sines, heads=heads, eps=eps)
-    reason = why_not_triton(x, weight, cosines, sines)
-    if reason is not None:
-        if implementation == "triton":
-            raise NotImplementedError(f'norm_rotary with implementation="triton": {reason}')
-        return norm_rotary_reference(x, weight, cosines, sines, heads=heads, eps=eps)
-    # Triton is imported when it is needed, not with the package.
-    from vmonarch.kernels.norm_rotary.op import norm_rotary_forward
+    tensors = (x, weight, cosines, sines)
+    if use_triton("norm_rotary", implementation, *tensors, family="norm_rotary", why_not=why_not_triton):
+        # Triton is imported when it is needed, not with the package.
+        from vmonarch.kernels.norm_rotary.op import norm_rotary_forward
 
-    return norm_rotary_forward(x, weight, cosines, sines, heads, eps)
+        return norm_rotary_forward(x, weight, cosines, sines, heads, eps)
+    return norm_rotary_reference(x, weight, cosines, sines, heads=heads, eps=eps)
 
 
 def why_not_triton(x: torch.Tensor, *others: torch.Tensor) -> str | None:

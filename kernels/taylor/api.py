@@ -163,7 +163,7 @@ def taylor_attention(
     if chosen.placed and tokens > max_tokens:
         raise ValueError(f"max_tokens={max_tokens}, but there are {tokens} tokens with those of the state")
     reason = _why_not(query, key, value, chosen, state, return_state)
-    if use_triton("taylor_attention", implementation, query, key, value, unless=reason):
+    if use_triton("taylor_attention", implementation, query, key, value, family="taylor", unless=reason):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.taylor.op import taylor_attention_triton
 

@@ -60,8 +60,7 @@ class _Launch:
             self.taylor
             and self.like.shape[3] <= HOPPER_DIM
             and self.width <= HOPPER_HEAD_DIM
-            and self.like.dtype in (torch.float16, torch.bfloat16)
-            and hopper_enabled(self.like.device)
+            and hopper_enabled("taylor", self.like.device, self.like.dtype)
             and tma_fits(*tensors)
         )
 

@@ -77,10 +77,10 @@ def _implementation(device: Any) -> str:
     """What `implementation="auto"` means on a device, for the half-precision tensors of a pipeline."""
     import torch
 
-    from vmonarch.kernels.common.launch import use_triton
+    from vmonarch.kernels.common.launch import auto_takes_kernels, why_not_triton
 
     probe = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
-    return "triton" if use_triton("vmonarch info", "auto", probe) else "torch"
+    return "triton" if auto_takes_kernels(device) and why_not_triton(probe) is None else "torch"
 
 
 def _embedded_model() -> dict[str, Any]:

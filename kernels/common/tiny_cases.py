@@ -1,0 +1,114 @@
+"""A tiny case of every family of kernels, by which `trust` checks them. Tensors are [B, S, H, D]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from vmonarch.kernels.flash_bias.api import flash_bias_attention
+from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
+from vmonarch.kernels.monarch.api import vmonarch_attention
+from vmonarch.kernels.norm_rotary.api import norm_rotary
+from vmonarch.kernels.taylor.api import taylor_attention
+from vmonarch.kernels.window.api import window_attention
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Case(NamedTuple):
+    """`call(implementation, *inputs)` gives the outputs; all inputs get gradients."""
+
+    inputs: Shapes
+    outputs: Shapes
+    call: Callable[..., tuple[torch.Tensor, ...]]
+
+
+def tiny_case(family: str, device: torch.device) -> Case:
+    """The case of a family: on a GPU as large as kernels for Hopper want it, in the interpreter as small as can be."""
+    return _CASES[family](device.type == "cuda")
+
+
+def _qkv(queries: int, keys: int, head_dim: int) -> Shapes:
+    return {"query": (1, queries, 2, head_dim), "key": (1, keys, 2, head_dim), "value": (1, keys, 2, head_dim)}
+
+
+def _results(queries: int, head_dim: int, *statistics: str) -> Shapes:
+    return {"the output": (1, queries, 2, head_dim), **{name: (1, 2, queries) for name in statistics}}
+
+
+def _monarch(gpu: bool) -> Case:
+    # The L-steps for Hopper take at least 17 frames, and heads of more than 64.
+    grid, head_dim = ((17, 2, 72), 128) if gpu else ((2, 1, 3), 16)
+
+    def call(implementation: str, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return vmonarch_attention(*qkv, grid=grid, return_lse=True, implementation=implementation)
+
+    tokens = grid[0] * grid[1] * grid[2]
+    return Case(_qkv(tokens, tokens, head_dim), _results(tokens, head_dim, "the log-partition"), call)
+
+
+def _flash_entropy(gpu: bool) -> Case:
+    def call(implementation: str, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return flash_entropy_attention(*qkv, entropy_grad=True, implementation=implementation)
+
+    queries, keys, head_dim = (200, 300, 128) if gpu else (4, 20, 16)
+    outputs = _results(queries, head_dim, "the log-partition", "the entropy")
+    return Case(_qkv(queries, keys, head_dim), outputs, call)
+
+
+def _flash_bias(gpu: bool) -> Case:
+    def call(implementation: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return flash_bias_attention(*tensors, return_lse=True, implementation=implementation)
+
+    queries, keys, head_dim = (200, 300, 128) if gpu else (4, 20, 16)
+    factors = {"query_factor": (1, queries, 2, 8), "key_factor": (1, keys, 2, 8)}
+    outputs = _results(queries, head_dim, "the log-partition")
+    return Case({**_qkv(queries, keys, head_dim), **factors}, outputs, call)
+
+
+def _taylor(gpu: bool) -> Case:
+    def call(implementation: str, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = taylor_attention(*qkv, return_lse=True, implementation=implementation)
+        return (*results, *taylor_attention(*qkv, causal=True, return_lse=True, implementation=implementation))
+
+    tokens, dims, width = (300, 16, 128) if gpu else (6, 2, 8)
+    inputs = {**_qkv(tokens, tokens, dims), "value": (1, tokens, 2, width)}
+    outputs = _results(tokens, width, "the log-partition")
+    return Case(inputs, {**outputs, **{f"{name} (causal)": shape for name, shape in outputs.items()}}, call)
+
+
+def _window(gpu: bool) -> Case:
+    grid, head_dim = ((3, 9, 12), 128) if gpu else ((2, 1, 4), 16)
+
+    def call(implementation: str, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return window_attention(*qkv, grid=grid, window=(2, 3, 3), return_lse=True, implementation=implementation)
+
+    tokens = grid[0] * grid[1] * grid[2]
+    return Case(_qkv(tokens, tokens, head_dim), _results(tokens, head_dim, "the log-partition"), call)
+
+
+def _norm_rotary(gpu: bool) -> Case:
+    tokens, heads, head_dim = (300, 12, 128) if gpu else (3, 2, 8)
+
+    def call(implementation: str, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        angles = torch.arange(tokens)[:, None] / torch.arange(1, 1 + head_dim // 2)
+        angles = angles.repeat_interleave(2, 1)[None, :, None]
+        cosines, sines = angles.cos().to(x), angles.sin().to(x)
+        return (norm_rotary(x, weight, cosines, sines, heads=heads, eps=1e-6, implementation=implementation),)
+
+    channels = heads * head_dim
+    outputs = {"the output": (1, tokens, heads, head_dim)}
+    return Case({"x": (1, tokens, channels), "weight": (channels,)}, outputs, call)
+
+
+_CASES: dict[str, Callable[[bool], Case]] = {
+    "monarch": _monarch,
+    "flash_entropy": _flash_entropy,
+    "flash_bias": _flash_bias,
+    "taylor": _taylor,
+    "window": _window,
+    "norm_rotary": _norm_rotary,
+}
+FAMILIES = tuple(_CASES)

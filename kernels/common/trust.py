@@ -1,0 +1,223 @@
+"""Whether kernels may be used with a version of Triton that they were not tested with.
+
+Versions of Triton have miscompiled kernels before. With one of `TESTED_TRITON`, nothing here does anything. With any
+other, the first call of a family of kernels on a GPU runs a tiny case forward and backward and compares it with plain
+torch in float64: what fails to compile or to agree is not used. Verdicts are kept for all processes in
+`$XDG_CACHE_HOME/vmonarch/kernel-checks`, by default `~/.cache/vmonarch/kernel-checks`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import torch
+
+# With each of these all kernels were compiled for all architectures and run on an H200. The bounds of the extra
+# `tested` in pyproject.toml follow from them.
+TESTED_TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+# Largest error of a tensor by the largest entry of it.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
+# Families that run the kernels of another one, too: VMonarch's exact part is flash attention.
+PARTS = {"monarch": ("flash_entropy", "monarch")}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a verdict is about: the kernels of a family, portable or for Hopper, for a dtype on a device."""
+
+    family: str
+    hopper: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        kind, dtype = "Hopper" if self.hopper else "portable", str(self.dtype).removeprefix("torch.")
+        return f"the {kind} kernels of {self.family} for {dtype}"
+
+
+_verdicts: dict[Kernels, str | None] = {}
+_warned: set[tuple[str, bool]] = set()
+_lock = threading.Lock()
+# What this thread is checking.
+_checking: ContextVar[Kernels | None] = ContextVar("checking", default=None)
+
+
+def triton_is_tested() -> bool:
+    """Whether the installed version of Triton is one of `TESTED_TRITON`."""
+    return _triton_version() in TESTED_TRITON
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+def why_distrusted(family: str, device: torch.device, dtype: torch.dtype, *, hopper: bool, strict: bool) -> str | None:
+    """Why the kernels of a family are not used, or None if they are. Those that no verdict is known of are checked.
+
+    Args:
+        hopper: whether kernels for Hopper are used where they fit; if they fail, portable ones take their place.
+        strict: nothing takes the place of anything: kernels for Hopper that fail are a reason, too. Otherwise there is
+            a warning, one per process and family, of what is not used.
+
+    Raises:
+        RuntimeError: kernels have to be checked, and a CUDA graph is being captured.
+    """
+    if triton_is_tested() or _checking.get() is not None:
+        return None
+    for for_hopper in (False, True) if hopper else (False,):
+        for part in PARTS.get(family, (family,)):
+            kernels = Kernels(part, for_hopper, dtype, device)
+            failure = _failure(kernels)
+            if failure is None:
+                continue
+            why = f"{kernels} failed a check with Triton {_triton_version()}, which is not tested: {failure}"
+            if not strict:
+                _warn_once(kernels, why)
+            if strict or not for_hopper:
+                return why
+    return None
+
+
+def hopper_is_trusted(family: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels of a family for Hopper may be used. They are checked if no verdict is known.
+
+    Raises:
+        RuntimeError: kernels have to be checked, and a CUDA graph is being captured.
+    """
+    if triton_is_tested():
+        return True
+    kernels, checking = Kernels(family, True, dtype, device), _checking.get()
+    if checking is None:
+        return _failure(kernels) is None
+    # A check is of the portable kernels alone, or of these for Hopper together with others that were found right.
+    return checking.hopper and (kernels == checking or _verdicts.get(kernels, "unknown") is None)
+
+
+def _failure(kernels: Kernels) -> str | None:
+    """What is wrong with kernels, or None: as found before by this process or another, else by `check`."""
+    if kernels not in _verdicts:
+        with _lock:
+            if kernels not in _verdicts:
+                _verdicts[kernels] = _kept_or_checked(kernels)
+    return _verdicts[kernels]
+
+
+def _kept_or_checked(kernels: Kernels) -> str | None:
+    facts = _facts(kernels)
+    path = _folder() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"
+    try:
+        kept = json.loads(path.read_text())
+        if kept["facts"] == facts and isinstance(kept["failure"], str | None):
+            return kept["failure"]
+    except (OSError, ValueError, TypeError, KeyError):
+        # There is none, or it is damaged.
+        pass
+    if kernels.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{kernels} are not tested with Triton {_triton_version()} and have to be checked, which cannot be done"
+            " while a CUDA graph is captured: call the function once before"
+        )
+
+    def check_here() -> str | None:
+        _checking.set(kernels)
+        # The backward pass in this thread, too: autograd's own would not see what it is checking.
+        with torch.autograd.set_multithreading_enabled(False):
+            return check(kernels)
+
+    # A thread of its own has none of the caller's autocast, inference mode, fake tensors and launch overrides.
+    with ThreadPoolExecutor(1) as thread:
+        failure = thread.submit(check_here).result()
+    # If the folder cannot be written, the next process checks again.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump({"facts": facts, "failure": failure}, file, indent=1)
+        os.replace(file.name, path)
+    return failure
+
+
+def check(kernels: Kernels) -> str | None:
+    """What is wrong with kernels by the tiny case of their family, or None if they agree with plain torch."""
+    # The cases call the functions that ask here.
+    from vmonarch.kernels.common.tiny_cases import tiny_case
+
+    case = tiny_case(kernels.family, kernels.device)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(kernels.dtype)
+
+    def results(implementation: str, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(device, dtype).requires_grad_() for x in inputs.values()]
+        outputs = case.call(implementation, *leaves)
+        gradients = torch.autograd.grad(
+            outputs, leaves, [g.to(out) for g, out in zip(cotangents, outputs, strict=True)]
+        )
+        return [x.detach().to("cpu", torch.float64) for x in (*outputs, *gradients)]
+
+    inputs = {name: random(shape) for name, shape in case.inputs.items()}
+    cotangents = [random(shape) for shape in case.outputs.values()]
+    expected = results("torch", torch.device("cpu"), torch.float64)
+    try:
+        actual = results("triton", kernels.device, kernels.dtype)
+    except torch.OutOfMemoryError:
+        # This says nothing of the kernels.
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip()[:500]}"
+    names = [*case.outputs, *(f"the gradient of {name}" for name in inputs)]
+    for name, got, want in zip(names, actual, expected, strict=True):
+        off, largest = (got - want).abs().max().item(), want.abs().max().item()
+        # Not `off > …`, which is false for NaN.
+        if not off <= TOLERANCES[kernels.dtype] * largest:
+            return f"{name} is off by {off:.2g} from plain torch, whose largest entry is {largest:.2g}"
+    return None
+
+
+def _warn_once(kernels: Kernels, why: str) -> None:
+    if (kernels.family, kernels.hopper) in _warned:
+        return
+    _warned.add((kernels.family, kernels.hopper))
+    instead = "The portable kernels are" if kernels.hopper else "Plain torch is"
+    warnings.warn(
+        f"{why}. {instead} used instead, which is slower. Tested versions of Triton: {', '.join(TESTED_TRITON)}."
+        " Please report this message together with what `vmonarch info` prints.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _facts(kernels: Kernels) -> dict[str, str]:
+    """All that a verdict depends on."""
+    device = kernels.device
+    return {
+        "kernels": str(kernels),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
+        "triton": _triton_version(),
+        "torch": torch.__version__,
+        "sources": _hash_of_sources(),
+    }
+
+
+@functools.cache
+def _hash_of_sources() -> str:
+    files = sorted(path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".json"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def _folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache, "vmonarch", "kernel-checks")

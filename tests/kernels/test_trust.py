@@ -1,0 +1,413 @@
+"""Kernels under a version of Triton that they were not tested with; norm and rotary embedding are the cheapest."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import tomllib
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from vmonarch.kernels.common import launch, tiny_cases, trust
+from vmonarch.kernels.common.launch import interpreted, launch_overrides
+from vmonarch.kernels.common.tiny_cases import FAMILIES, Case
+from vmonarch.kernels.common.trust import TESTED_TRITON, Kernels
+from vmonarch.kernels.flash_bias.api import flash_bias_attention
+from vmonarch.kernels.norm_rotary.api import norm_rotary
+
+in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def as_in_a_new_process(monkeypatch):
+    monkeypatch.setattr(trust, "_verdicts", {})
+    monkeypatch.setattr(trust, "_warned", set())
+
+
+@pytest.fixture
+def untested(monkeypatch, tmp_path):
+    """No version of Triton is tested, and "auto" takes the kernels in the interpreter; gives the folder of verdicts."""
+    monkeypatch.setattr(trust, "TESTED_TRITON", ("0.1", "0.2"))
+    monkeypatch.setattr(launch, "auto_takes_kernels", lambda device: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    as_in_a_new_process(monkeypatch)
+    return tmp_path / "vmonarch" / "kernel-checks"
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """The kernels that were checked, in order; all of them pass, unless the fixture's `failure` says how they fail."""
+
+    class Checks(list):
+        failure: str | None = None
+
+        def __call__(self, kernels: Kernels) -> str | None:
+            self.append(kernels)
+            return self.failure
+
+    found = Checks()
+    monkeypatch.setattr(trust, "check", found)
+    return found
+
+
+class Planted:
+    """A kernel in place of another: it runs that one and then `bug(arguments)`."""
+
+    def __init__(self, kernel, bug):
+        self.kernel, self.bug, self.launches = kernel, bug, 0
+
+    def __getitem__(self, grid):
+        def run(*arguments, **constants):
+            self.launches += 1
+            self.kernel[grid](*arguments, **constants)
+            self.bug(arguments)
+
+        return run
+
+
+def plant(monkeypatch, name, bug):
+    from vmonarch.kernels.norm_rotary import op
+
+    planted = Planted(getattr(op, name), bug)
+    monkeypatch.setattr(op, name, planted)
+    return planted
+
+
+def inputs(dtype):
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((1, 5, 16), (16,), (1, 5, 1, 8), (1, 5, 1, 8))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+INPUTS = {dtype: inputs(dtype) for dtype in (torch.float16, torch.float32, torch.float64)}
+
+
+def call(implementation="auto", dtype=torch.float32):
+    return norm_rotary(*INPUTS[dtype], heads=2, eps=1e-6, implementation=implementation)
+
+
+def does_not_compile(arguments):
+    from triton.compiler.errors import CompilationError
+
+    raise CompilationError("def kernel(): ...", None, "planted")
+
+
+BUGS = {
+    "value": ("norm_rotary_kernel", lambda a: a[4].mul_(1.1), "the output is off by"),
+    "one row": ("norm_rotary_kernel", lambda a: a[4][:, -1].zero_(), "the output is off by"),
+    "not finite": ("norm_rotary_kernel", lambda a: a[4].view(-1)[3].fill_(torch.nan), "the output is off by nan"),
+    "gradient": ("norm_rotary_backward_kernel", lambda a: a[5].mul_(-1), "the gradient of x is off by"),
+    "sum": ("norm_rotary_backward_kernel", lambda a: a[6].mul_(0.9), "the gradient of weight is off by"),
+    "compilation": ("norm_rotary_kernel", does_not_compile, "CompilationError: .*planted"),
+}
+
+
+@in_interpreter
+@pytest.mark.parametrize(("kernel", "bug", "reason"), BUGS.values(), ids=BUGS)
+def test_kernels_that_fail_are_replaced_by_plain_torch_with_one_warning(monkeypatch, untested, kernel, bug, reason):
+    planted = plant(monkeypatch, kernel, bug)
+    with pytest.warns(RuntimeWarning, match=f"(?s)portable kernels of norm_rotary .* {reason}.*Plain torch") as caught:
+        out = call()
+    assert torch.equal(out, call("torch"))
+    assert len(caught) == 1
+    assert "Tested versions of Triton: 0.1, 0.2." in str(caught[0].message)
+    assert "Please report" in str(caught[0].message)
+    launches = planted.launches
+    assert launches == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(call(), out)
+        call(dtype=torch.float64)
+        with pytest.raises(NotImplementedError, match=f'(?s)norm_rotary with implementation="triton": .*{reason}'):
+            call("triton")
+    assert planted.launches == launches
+
+
+@in_interpreter
+def test_kernels_that_agree_are_used(monkeypatch, untested):
+    kernel = plant(monkeypatch, "norm_rotary_kernel", lambda arguments: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number, implementation in enumerate(("auto", "auto", "triton"), start=2):
+            call(implementation)
+            # One of the check.
+            assert kernel.launches == number
+
+
+@in_interpreter
+def test_the_check_knows_nothing_of_how_it_is_called(monkeypatch, untested):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    modes = {
+        "inference": torch.inference_mode(),
+        "no_grad": torch.no_grad(),
+        "autocast": torch.autocast("cpu", dtype=torch.bfloat16),
+        "fake": FakeTensorMode(allow_non_fake_inputs=True),
+        "overrides": launch_overrides({"hopper": {"enabled": 0}}),
+    }
+    for name, mode in modes.items():
+        as_in_a_new_process(monkeypatch)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(untested / name))
+        with mode, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call()
+        assert list(trust._verdicts.values()) == [None], name
+
+
+@in_interpreter
+@pytest.mark.parametrize("bug", [False, True], ids=["right", "wrong"])
+def test_torch_compile_takes_the_verdict_for_a_constant(monkeypatch, untested, bug):
+    kernel = plant(monkeypatch, "norm_rotary_kernel", lambda arguments: arguments[4].mul_(1.1) if bug else None)
+    torch.compiler.reset()
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        out = compiled()
+        assert torch.allclose(compiled(), call("torch"), rtol=1e-5, atol=1e-5)
+    ours = [warning for warning in caught if "norm_rotary" in str(warning.message)]
+    assert torch.allclose(out, call("torch"), rtol=1e-5, atol=1e-5)
+    assert (len(ours), kernel.launches) == ((1, 1) if bug else (0, 3))
+
+
+def test_a_tested_version_costs_nothing(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a verdict was looked for")
+
+    for name in ("_failure", "_kept_or_checked", "_facts", "check"):
+        monkeypatch.setattr(trust, name, refuse)
+    monkeypatch.setattr(trust, "TESTED_TRITON", (trust._triton_version(),))
+    monkeypatch.setattr(launch, "on_hopper", lambda device: True)
+    half = torch.zeros(1, 4, 1, 16, dtype=torch.float16)
+    for family in FAMILIES:
+        assert launch._why_distrusted(family, CPU, torch.float16, "auto") is None
+        assert launch.hopper_fits(family, half)
+
+
+def test_verdicts_are_kept_for_other_processes(monkeypatch, untested, checks):
+    checks.failure = "planted"
+    for _ in range(3):
+        as_in_a_new_process(monkeypatch)
+        with pytest.warns(RuntimeWarning, match="planted"):
+            call()
+    assert [str(kernels) for kernels in checks] == ["the portable kernels of norm_rotary for float32"]
+    # One whole file, and nothing half-written beside it.
+    (path,) = untested.iterdir()
+    assert json.loads(path.read_text())["failure"] == "planted"
+
+
+DAMAGED = {
+    "empty": b"",
+    "cut": b'{"facts": {',
+    "no text": b"\xff\xfe\x00",
+    "a list": b"[]",
+    "no verdict": b'{"facts": {}}',
+    "another's": b'{"facts": {}, "failure": "another"}',
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_verdict_is_made_again(monkeypatch, untested, checks, content):
+    call()
+    (path,) = untested.iterdir()
+    whole = path.read_text()
+    path.write_bytes(content)
+    as_in_a_new_process(monkeypatch)
+    call()
+    assert len(checks) == 2
+    assert path.read_text() == whole
+
+
+def test_a_verdict_of_the_wrong_type_is_made_again(monkeypatch, untested, checks):
+    call()
+    (path,) = untested.iterdir()
+    path.write_text(path.read_text().replace("null", "0"))
+    as_in_a_new_process(monkeypatch)
+    call()
+    assert len(checks) == 2
+
+
+CHANGES = {
+    "Triton": lambda patch: patch.setattr(trust, "_triton_version", lambda: "9.9"),
+    "torch": lambda patch: patch.setattr(torch, "__version__", "9.9"),
+    "kernels": lambda patch: patch.setattr(trust, "_hash_of_sources", lambda: "another"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_verdict_holds_for_its_versions_and_sources_only(monkeypatch, untested, checks, change):
+    call()
+    change(monkeypatch)
+    for number in (2, 2):
+        as_in_a_new_process(monkeypatch)
+        call()
+        assert len(checks) == number
+
+
+def test_the_hash_of_the_sources_is_of_all_kernels(monkeypatch, tmp_path):
+    (tmp_path / "common").mkdir()
+    monkeypatch.setattr(trust, "__file__", str(tmp_path / "common" / "trust.py"))
+    hashes = []
+    for name in ("common/tables.json", "kernel.py", "notes.txt"):
+        (tmp_path / name).write_text(name)
+        hashes.append(trust._hash_of_sources.__wrapped__())
+    assert hashes[0] != hashes[1] == hashes[2]
+
+
+def test_every_dtype_has_a_verdict_of_its_own(untested, checks):
+    for dtype in (torch.float32, torch.float16, torch.float32):
+        call(dtype=dtype)
+    assert [kernels.dtype for kernels in checks] == [torch.float32, torch.float16]
+
+
+def test_without_a_folder_the_verdict_lasts_for_the_process(monkeypatch, untested, checks):
+    untested.parent.write_text("no folder")
+    call()
+    call()
+    assert len(checks) == 1
+    assert untested.parent.read_text() == "no folder"
+
+
+def test_threads_wait_for_one_check(monkeypatch, untested, checks):
+    def slow(kernels, check=trust.check):
+        time.sleep(0.05)
+        return check(kernels)
+
+    monkeypatch.setattr(trust, "check", slow)
+    ask = partial(trust.why_distrusted, "window", CPU, torch.float32, hopper=False, strict=False)
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(checks) == 1
+
+
+def test_want_of_memory_is_no_verdict(monkeypatch, untested):
+    def no_memory(implementation, x):
+        if implementation == "triton":
+            raise torch.OutOfMemoryError("planted")
+        return (x * 2,)
+
+    monkeypatch.setattr(tiny_cases, "tiny_case", lambda *_: Case({"x": (2,)}, {"the output": (2,)}, no_memory))
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        call()
+    assert not trust._verdicts and not untested.exists()
+
+
+def test_a_check_during_a_capture_is_refused_and_a_kept_verdict_taken(monkeypatch, untested, checks):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="portable kernels of window for float16 .* call the function once before"):
+        trust.why_distrusted("window", gpu, torch.float16, hopper=False, strict=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    trust.why_distrusted("window", gpu, torch.float16, hopper=False, strict=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    as_in_a_new_process(monkeypatch)
+    assert trust.why_distrusted("window", gpu, torch.float16, hopper=False, strict=False) is None
+    assert len(checks) == 1
+
+
+@in_interpreter
+def test_portable_kernels_take_the_place_of_those_for_hopper(monkeypatch, untested):
+    # Gluon has no interpreter: what is for Hopper fails there.
+    monkeypatch.setattr(launch, "on_hopper", lambda device: True)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 4, 1, 16, generator=generator).half() for _ in range(3)]
+    factors = [torch.randn(1, 4, 1, 8, generator=generator).half() for _ in range(2)]
+    with pytest.warns(RuntimeWarning, match="(?s)the Hopper kernels of flash_bias .*portable kernels are") as caught:
+        out = flash_bias_attention(*tensors, *factors)
+    assert len(caught) == 1
+    assert torch.allclose(out, flash_bias_attention(*tensors, *factors, implementation="torch"), atol=2e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(flash_bias_attention(*tensors, *factors), out)
+        with pytest.raises(NotImplementedError, match="the Hopper kernels of flash_bias for float16 failed a check"):
+            flash_bias_attention(*tensors, *factors, implementation="triton")
+        with launch_overrides({"hopper": {"enabled": 0}}):
+            assert torch.equal(flash_bias_attention(*tensors, *factors, implementation="triton"), out)
+
+
+def test_what_vmonarch_runs_of_flash_attention_is_checked_with_it_and_apart(monkeypatch, untested, checks):
+    monkeypatch.setattr(launch, "on_hopper", lambda device: True)
+    assert launch._why_distrusted("monarch", CPU, torch.float16, "auto") is None
+    assert [(kernels.family, kernels.hopper) for kernels in checks] == [
+        ("flash_entropy", False),
+        ("monarch", False),
+        ("flash_entropy", True),
+        ("monarch", True),
+    ]
+    assert launch.hopper_enabled("monarch", CPU, torch.float16)
+    assert not launch.hopper_enabled("monarch", CPU, torch.float32)
+    # In the check of Monarch's kernels for Hopper, those of flash attention are used if they passed their own.
+    trust._verdicts[Kernels("flash_entropy", True, torch.float16, CPU)] = "planted"
+    for checking, family, used in (
+        (("monarch", False), "monarch", False),
+        (("monarch", False), "taylor", False),
+        (("monarch", True), "monarch", True),
+        (("monarch", True), "flash_entropy", False),
+        (("monarch", True), "taylor", False),
+    ):
+        token = trust._checking.set(Kernels(*checking, torch.float16, CPU))
+        try:
+            assert launch.hopper_enabled(family, CPU, torch.float16) == used
+        finally:
+            trust._checking.reset(token)
+    assert len(checks) == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_case_of_a_gpu_is_one_that_plain_torch_passes(monkeypatch, family):
+    case = tiny_cases.tiny_case(family, torch.device("cuda"))
+    monkeypatch.setattr(tiny_cases, "tiny_case", lambda *_: case._replace(call=lambda _, *x: case.call("torch", *x)))
+    assert trust.check(Kernels(family, False, torch.bfloat16, CPU)) is None
+
+
+@in_interpreter
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_of_every_family_agree_with_their_case(family):
+    assert trust.check(Kernels(family, False, torch.float32, CPU)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_agree_on_this_gpu(monkeypatch, untested, family):
+    from vmonarch.kernels.hopper import backward, flash, l_step, r_step, taylor
+
+    called = []
+    entries = {
+        "monarch": [(r_step, "r_step"), (l_step, "centroids"), (l_step, "output"), (backward, "r_backward")],
+        "flash_entropy": [(flash, "flash"), (backward, "launch_rows"), (backward, "launch_keys")],
+        "flash_bias": [(flash, "flash"), (backward, "launch_rows"), (backward, "launch_keys")],
+        "taylor": [(taylor, "read"), (taylor, "gradient")],
+    }.get(family, [])
+    for module, name in entries:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _o=original, _n=name, **k: (called.append(_n), _o(*a, **k))[1])
+    device = torch.device("cuda", torch.cuda.current_device())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            assert launch._why_distrusted(family, device, dtype, "triton") is None
+    if launch.on_hopper(device):
+        assert {name for _, name in entries} <= set(called)
+
+
+def test_bounds_of_the_package_and_constraints_say_what_was_tested():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    minors = sorted({tuple(map(int, version.split(".")[:2])) for version in TESTED_TRITON})
+    (major, first), (_, last) = minors[0], minors[-1]
+    assert f"triton>={major}.{first},<{major}.{last + 1}; platform_system == 'Linux'" in extras["tested"]
+    pinned = {}
+    for name in ("constraints.txt", "constraints-newest.txt"):
+        pins = dict(line.split("==") for line in (ROOT / name).read_text().splitlines() if "==" in line)
+        pinned[name] = pins["triton"]
+        assert pins["triton"] in TESTED_TRITON
+    assert pinned["constraints-newest.txt"] == TESTED_TRITON[-1]
+    assert ", ".join(TESTED_TRITON[:-1]) + f" and {TESTED_TRITON[-1]}" in (ROOT / "docs" / "kernels.md").read_text()
