@@ -416,6 +416,8 @@ def main(tiny, folder, rank, names):
     torch.set_num_threads(1)
     # diffusers takes it for granted that there is an accelerator.
     torch.accelerator.device_count = lambda: 1
+    # A torch that was built for CUDA names it where there is none, too.
+    torch.accelerator.current_accelerator = lambda check_available=False: None
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",

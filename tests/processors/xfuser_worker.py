@@ -503,6 +503,8 @@ def import_xfuser(device):
         import xfuser  # noqa: F401
 
         return
+    # It takes a torch that was built for CUDA for one that has a GPU.
+    torch.version.cuda = None
     with mock.patch.object(torch.backends.mps, "is_available", lambda: True):
         from xfuser.model_executor.layers import usp
     from yunchang.globals import PROCESS_GROUP
