@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from vmonarch.precision import own_precision
 
+
+@own_precision
 def merge_partials(
     *partials: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.flash_bias.factors import why_too_wide
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
+from vmonarch.precision import own_precision
 from vmonarch.validation import (
     check_factors,
     check_flag,
@@ -47,6 +48,7 @@ def flash_bias_attention(
     return_lse: Literal[True],
     implementation: str = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@own_precision
 def flash_bias_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -6,9 +6,11 @@ import torch
 
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.flash_entropy.reference import flash_entropy_attention_reference
+from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_implementation, check_qkv, resolve_scale
 
 
+@own_precision
 def flash_entropy_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -14,6 +14,7 @@ from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.flash_bias.factors import extended
 from vmonarch.kernels.monarch.blocks import blocks_of_frames, exact_key_frames, grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import monarch_attention_reference
+from vmonarch.precision import own_precision
 from vmonarch.validation import (
     check_factors,
     check_flag,
@@ -103,6 +104,7 @@ def vmonarch_attention(
     return_lse: Literal[True],
     implementation: str = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@own_precision
 def vmonarch_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -232,6 +234,7 @@ def _with_bias(query: torch.Tensor, key: torch.Tensor, bias: object, scale: floa
     return extended(query, key, query_factor, key_factor, scale)
 
 
+@own_precision
 def monarch_attention(
     query: torch.Tensor,
     key: torch.Tensor,

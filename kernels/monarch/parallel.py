@@ -44,6 +44,7 @@ from vmonarch.kernels.monarch.api import check_vmonarch_options
 from vmonarch.kernels.monarch.blocks import grid_layout
 from vmonarch.kernels.monarch.exchange import Link, Moved, Transfer, agree, places_of, refuse, split_evenly
 from vmonarch.monoid import merge_partials
+from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_positive_integer, check_qkv, resolve_scale
 
 Frames = tuple[int, ...]
@@ -426,6 +427,7 @@ def _with_exact(
 
 
 @torch.compiler.disable
+@own_precision
 def frame_parallel_vmonarch_attention(
     query: torch.Tensor,
     key: torch.Tensor,

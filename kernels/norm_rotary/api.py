@@ -6,12 +6,14 @@ import torch
 
 from vmonarch.kernels.common.launch import KERNEL_DTYPES, TRITON_INSTALLED, interpreted, use_triton
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
+from vmonarch.precision import own_precision
 from vmonarch.validation import check_implementation, check_positive_integer
 
 # Channels that one program holds in its registers.
 MAX_CHANNELS = 16384
 
 
+@own_precision
 def norm_rotary(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -9,6 +9,7 @@ import torch
 from vmonarch.kernels.common.launch import MAX_HEAD_DIM, use_triton
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS, FeatureMap
 from vmonarch.kernels.taylor.reference import LinearState, taylor_attention_reference
+from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, check_qkv, resolve_scale
 
 # Dims whose pairs the kernels hold; see `op.py`.
@@ -79,6 +80,7 @@ def taylor_attention(
     scale: float | None = ...,
     implementation: str = ...,
 ) -> tuple[torch.Tensor, torch.Tensor, LinearState]: ...
+@own_precision
 def taylor_attention(
     query: torch.Tensor,
     key: torch.Tensor,

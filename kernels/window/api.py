@@ -11,6 +11,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.window.neighbours import Window
 from vmonarch.kernels.window.reference import window_attention_reference
+from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, check_qkv, resolve_scale
 
 
@@ -40,6 +41,7 @@ def window_attention(
     return_lse: Literal[True],
     implementation: str = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@own_precision
 def window_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -1,0 +1,115 @@
+"""Autocast changes no result and no gradient of any op, wherever the backward pass is run."""
+
+import itertools
+
+import pytest
+import torch
+
+from vmonarch import flash_bias_attention, vmonarch_attention
+from vmonarch.eval.studies import fuzz
+from vmonarch.precision import own_precision
+
+OPS = [op for op in fuzz.OPS if op != "processor"]
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def case_of(op):
+    """The first random case of an op in float32 with gradients of all results."""
+    cases = (fuzz.make_case(number, ops=[op]) for number in itertools.count())
+    return next(
+        case
+        for case in cases
+        if case.dtype == torch.float32 and not case.forward_only and case.cotangents.keys() - {"lse", "entropy"}
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_op_is_rounded(op):
+    case = case_of(op)
+    expected = fuzz.results_of(case, case.tensors, "torch")
+    with autocast():
+        # The backward pass too.
+        actual = fuzz.results_of(case, case.tensors, "torch")
+        assert torch.is_autocast_enabled("cpu")
+    assert actual.keys() == expected.keys() and any(name.startswith("d") for name in actual)
+    for name, x in actual.items():
+        assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
+
+
+def with_factors(size=30.0):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator).requires_grad_()
+    tensors = [draw(1, 24, 2, 8) for _ in range(3)]
+    factors = [(draw(1, 24, 1, 5).detach() * size).requires_grad_() for _ in range(2)]
+    return [*tensors, *factors]
+
+
+def test_large_factors_and_a_backward_pass_outside():
+    tensors = with_factors()
+    expected = flash_bias_attention(*tensors)
+    with autocast():
+        actual = flash_bias_attention(*tensors)
+    assert torch.equal(actual, expected)
+    for a, b in zip(*(torch.autograd.grad(x.sin().sum(), tensors) for x in (actual, expected)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_may_be_taken_twice_but_not_differentiated():
+    query, key, value = with_factors()[:3]
+    with autocast():
+        out, lse = vmonarch_attention(query, key, value, grid=(2, 3, 4), return_lse=True)
+        first = torch.autograd.grad(lse.sum(), (query, key), retain_graph=True)
+        again = torch.autograd.grad(lse.sum(), (query, key), retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        with pytest.raises(RuntimeError, match="does not require grad|differentiate twice"):
+            torch.autograd.grad(torch.autograd.grad(out.sum(), query, create_graph=True)[0].sum(), query)
+
+
+def test_the_memory_of_the_op_is_freed_by_the_backward_pass():
+    freed = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            freed.append(ctx)
+            return gradient * 2
+
+    x = torch.ones(3, requires_grad=True)
+    with autocast():
+        out = own_precision(lambda x: Product.apply(x * 1))(x)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="after they have already been freed"):
+        _ = freed[0].saved_tensors
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_checkpointed_it_is_the_same():
+    from torch.utils.checkpoint import checkpoint
+
+    tensors = with_factors()
+    gradients = []
+    for inside in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            out = checkpoint(flash_bias_attention, *tensors, use_reentrant=False)
+            gradients.append(torch.autograd.grad(out.sin().sum(), tensors))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_compiled_there_is_no_graph_break(dynamo):
+    tensors = with_factors(3.0)
+    expected = flash_bias_attention(*tensors)
+    compiled = torch.compile(flash_bias_attention, backend="aot_eager", fullgraph=True)
+    # By default torch.compile runs a backward pass under the autocast of the forward pass.
+    with autocast(), torch._functorch.config.patch(backward_pass_autocast="off"):
+        actual = compiled(*tensors)
+    torch.testing.assert_close(actual, expected)
+    for a, b in zip(*(torch.autograd.grad(x.sin().sum(), tensors) for x in (actual, expected)), strict=True):
+        torch.testing.assert_close(a, b)
