@@ -6,10 +6,10 @@ the truth is plain torch on the CPU, on float64 copies of the inputs. A result x
     max |x - truth| <= 2 · max |noisy - truth| + 4 · u · max |truth| + least
 
 where `noisy` is that float64 computation with every intermediate of every operation rounded at random to the precision
-of the dtype, that is, multiplied by 1 + u·U(-1, 1): what plain torch in the same precision errs. u is half the machine
-epsilon of the dtype (8 times that for float32, in which sums are taken), `least` is its smallest number. NaN and -inf
-must be where the truth has them. What an op does not write is NaN, because torch fills new memory with it for the time
-of the call.
+of the dtype, that is, multiplied by 1 + u·U(-1, 1): what plain torch in the same precision errs, at most in two runs, or
+in twenty where two do not suffice. u is half the machine epsilon of the dtype (8 times that for float32, in which sums
+are taken), `least` is its smallest number. NaN and -inf must be where the truth has them. What an op does not write is
+NaN, because torch fills new memory with it for the time of the call.
 
 Kernels are compiled for every head dimension, dtype and set of options, so these are drawn from `--configurations`
 ones, which all cases share. Cases run in several processes; one that crashes or hangs costs its case and no other.
@@ -58,7 +58,9 @@ from vmonarch.pipelines.environment import environment
 Tensors = dict[str, torch.Tensor]
 
 # The formula of the budget, see above.
-ERROR_FACTOR, FLOOR, NOISY_RUNS = 2.0, 4.0, 2
+ERROR_FACTOR, FLOOR = 2.0, 4.0
+# Noisy runs, the largest error of which counts: so many, and where that is not enough, so many.
+NOISY_RUNS = (2, 20)
 # Crashes after which nothing more is tried.
 MOST_CRASHES = 50
 # Operations whose results are rounded in a noisy run; others move numbers, compare or make them.
@@ -605,7 +607,12 @@ def _planted_nan(case: Case, draw: Draw) -> bool:
     """Plant a NaN in one query now and then, where it is clear what it must reach."""
     query = case.tensors.get("query")
     plain = case.options.get("frames_per_block", 1) == 1 and case.options.get("tiles", (1, 1)) == (1, 1)
-    alone = "block_size" not in case.options and case.options.get("exact") is None and plain
+    alone = (
+        "block_size" not in case.options
+        and "key_mask" not in case.tensors
+        and case.options.get("exact") is None
+        and plain
+    )
     if draw.of_case.random() > 0.08 or query is None or not alone or (query.shape[0] > 1 and query.stride(0) == 0):
         return False
     query[-1, draw.of_case.randrange(query.shape[1]), 0] = torch.nan
@@ -673,13 +680,19 @@ def check(case: Case, implementation: str) -> dict[str, float]:
         assert truth["out"].isnan().any(), "plain torch in float64 hides a NaN in the query"
         return {name: _misplaced_nan(ours[name], x) for name, x in truth.items()}
     unit = torch.finfo(case.dtype).eps * (4 if case.dtype == torch.float32 else 0.5)
-    noisy = []
-    for seed in range(NOISY_RUNS):
-        with Noise(unit, seed):
-            noisy.append(results_of(case, wide, "torch"))
-    return {
-        name: _over_budget(ours[name], x, [run[name] for run in noisy], unit, case.dtype) for name, x in truth.items()
-    }
+    noisy: list[Tensors] = []
+    ratios: dict[str, float] = {}
+    for runs in NOISY_RUNS:
+        for seed in range(len(noisy), runs):
+            with Noise(unit, seed):
+                noisy.append(results_of(case, wide, "torch"))
+        ratios = {
+            name: _over_budget(ours[name], x, [run[name] for run in noisy], unit, case.dtype)
+            for name, x in truth.items()
+        }
+        if all(ratio <= 1 or ratio == math.inf for ratio in ratios.values()):
+            break
+    return ratios
 
 
 def _over_budget(
