@@ -6,10 +6,10 @@ the truth is plain torch on the CPU, on float64 copies of the inputs. A result x
     max |x - truth| <= 2 · max |noisy - truth| + 4 · u · max |truth| + least
 
 where `noisy` is that float64 computation with every intermediate of every operation rounded at random to the precision
-of the dtype, that is, multiplied by 1 + u·U(-1, 1): what plain torch in the same precision errs, at most in two runs, or
-in twenty where two do not suffice. u is half the machine epsilon of the dtype (8 times that for float32, in which sums
-are taken), `least` is its smallest number. NaN and -inf must be where the truth has them. What an op does not write is
-NaN, because torch fills new memory with it for the time of the call.
+of the dtype, that is, multiplied by 1 + u·U(-1, 1): what plain torch in the same precision errs. The maximum is over
+two such runs, or twenty where two do not suffice. u is half the machine epsilon of the dtype (8 times that for float32,
+in which sums are taken), `least` is its smallest number. NaN and -inf must be where the truth has them. What an op does
+not write is NaN, because torch fills new memory with it for the time of the call.
 
 Kernels are compiled for every head dimension, dtype and set of options, so these are drawn from `--configurations`
 ones, which all cases share. Cases run in several processes; one that crashes or hangs costs its case and no other.
@@ -57,7 +57,7 @@ from vmonarch.pipelines.environment import environment
 
 Tensors = dict[str, torch.Tensor]
 
-# The formula of the budget, see above.
+BUDGET = "max |x - truth| <= 2 · max |noisy - truth| + 4 · u · max |truth| + least"
 ERROR_FACTOR, FLOOR = 2.0, 4.0
 # Noisy runs, the largest error of which counts: so many, and where that is not enough, so many.
 NOISY_RUNS = (2, 20)
@@ -887,7 +887,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "date": datetime.now(UTC).date().isoformat(),
             "command": " ".join(["python -m vmonarch.eval.studies.fuzz", *(arguments or sys.argv[1:])]),
             "environment": environment(options.device),
-            "budget": " ".join(__doc__.splitlines()[6].split()),
+            "budget": BUDGET,
             "seconds": round(time.monotonic() - start, 1),
             "cases": len(outcomes),
             "not_reached": left,
