@@ -5,6 +5,7 @@ or with sums into outputs. Of the 16×16 pairs, those of the first half with all
 itself [64, 8·8] are enough; those of the first with the second half count twice. Orders 0 and 1 are the products of
 x₁ = [x̂ | 1 | 0 …] [64, 32]: of a state,
     Σ x₁ v is s₁ (and s₀ in row 16),    Σ c·x₁ x₁ᵀ is Z: z₂, z₁ in row 16 and z₀ in its corner.
+Units are those of the portable form.
 Several programs share a processor, so that one builds features while another multiplies.
 
 Legend: B batch, S tokens, H heads, d' dims, E value dim, F = 1 + d' + d'² rows of a state; N = 64 tokens of a tile.
@@ -26,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from vmonarch.kernels.hopper.attend import HALF, accumulator_layout, rows_descriptor, shared_layout
 from vmonarch.kernels.hopper.gluon import async_load, reinterpret
+from vmonarch.kernels.taylor import kernels as portable
 
 # What the kernels take, and the place of the 1 in x₁.
 MAX_DIM = 16
@@ -40,6 +42,9 @@ _ONE = gl.constexpr(2 * MAX_DIM)
 # Tiles of values in shared memory.
 _STAGES = gl.constexpr(3)
 _TILE = gl.constexpr(TILE)
+
+_inverse = gluon.jit(portable._inverse.fn)
+_unit_for = gluon.jit(portable._unit_for.fn)
 
 
 @gluon.constexpr_function
@@ -64,6 +69,50 @@ def _load_tokens(
     i = FIRST_DIM + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     inside = (n < stop)[:, None] & (i < D)[None, :]
     return gl.load(ptr + n.to(gl.int64)[:, None] * stride + i[None, :], mask=inside, other=0.0)
+
+
+@gluon.jit
+def _largest(x):
+    return gl.max(gl.max(gl.abs(x), 1), 0)
+
+
+@gluon.jit
+def _unit_of(largest, dtype: gl.constexpr):
+    """The unit of numbers up to `largest`, as in the portable form."""
+    if dtype == gl.float16:
+        return _unit_for(largest) * (1.0 / 4096)
+    else:
+        return 1.0
+
+
+@gluon.jit
+def _units_of_queries(weight_ptr, c_ptr, start, stop, least_weight, dtype: gl.constexpr):
+    """Units of 1 / weight and of c of the tokens from `start` to `stop`, as in the portable form."""
+    if dtype == gl.float16:
+        layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        block: gl.constexpr = 512
+        of_inverse = gl.zeros([block], gl.float32, layout)
+        of_c = gl.zeros([block], gl.float32, layout)
+        for first in range(start, stop, block):
+            n = first + gl.arange(0, block, layout)
+            of_inverse = gl.maximum(of_inverse, gl.abs(_load_inverse(weight_ptr, n, stop, least_weight)))
+            of_c = gl.maximum(of_c, gl.abs(gl.load(c_ptr + n, mask=n < stop, other=0.0)))
+        return _unit_for(gl.max(of_inverse, 0)), _unit_for(gl.max(of_c, 0))
+    else:
+        return 1.0, 1.0
+
+
+@gluon.jit
+def _load_inverse(weight_ptr, n, stop, least_weight):
+    """1 / weight of tokens n, 0 where there is none."""
+    return _inverse(gl.load(weight_ptr + n, mask=n < stop, other=0.0), least_weight)
+
+
+@gluon.jit
+def _load_shares(weight_ptr, first, stop, factor, least_weight, layout: gl.constexpr):
+    """factor / weight of the tokens of a tile, as a column [64, 1] for a layout of rows."""
+    n = first + gl.arange(0, _TILE, gl.SliceLayout(1, layout))
+    return (_load_inverse(weight_ptr, n, stop, least_weight) * factor)[:, None]
 
 
 @gluon.jit
@@ -177,12 +226,15 @@ def _copy_values(desc, b, h, row, column, barrier, buffer):
 
 @gluon.jit(do_not_specialize=["H", "S", "chunks", "chunk"])
 def _hopper_state_kernel(
-    x_ptr, v_desc, c_ptr, s_ptr, z_ptr, stride_xb, stride_xs, stride_xh, H, S, chunks, chunk, root_scale,
+    x_ptr, v_desc, c_ptr, weight_ptr, s_ptr, z_ptr, stride_xb, stride_xs, stride_xh,
+    H, S, chunks, chunk, root_scale, least_weight,
     D: gl.constexpr, E: gl.constexpr,
 ):  # fmt: skip
-    """The sums of one chunk for 64 columns of the values, transposed: [E, rows]."""
+    """The sums of one chunk for 64 columns of the values, transposed: [E, rows]; as the portable kernel."""
     dtype: gl.constexpr = v_desc.dtype
     one_layout: gl.constexpr = _rows_layout(_ONE)
+    low_layout: gl.constexpr = gl.SliceLayout(2, _pairs_layout(_DIM))
+    high_layout: gl.constexpr = gl.SliceLayout(2, _pairs_layout(_HALF_DIM))
     column_tiles: gl.constexpr = (E + _TILE - 1) // _TILE
     pid = gl.program_id(0)
     first_e = pid % column_tiles * _TILE
@@ -195,7 +247,7 @@ def _hopper_state_kernel(
     x_ptr += (bh // H) * stride_xb + (bh % H) * stride_xh
     low_buf = gl.allocate_shared_memory(dtype, [_TILE, _LOW], shared_layout(_LOW))
     high_buf = gl.allocate_shared_memory(dtype, [_TILE, _HIGH], shared_layout(_HIGH))
-    # x₁ twice: weighted by c as the left side of a product, which has to have 64 rows, and as the right side.
+    # x₁ twice: times c as the left side of a product, which has to have 64 rows, and over the weight as the right side.
     c_buf = gl.allocate_shared_memory(dtype, [_TILE, _TILE], shared_layout(_TILE))
     c_buf.store(gl.zeros([_TILE, _TILE], dtype, _rows_layout(_TILE)))
     x_buf = gl.allocate_shared_memory(dtype, [_TILE, _ONE], shared_layout(_ONE))
@@ -208,6 +260,13 @@ def _hopper_state_kernel(
     s2_high = warpgroup_mma_init(gl.zeros([_TILE, _HIGH], gl.float32, accumulator_layout(_HIGH)))
     s1 = warpgroup_mma_init(gl.zeros([_TILE, _ONE], gl.float32, accumulator_layout(_ONE)))
     z = warpgroup_mma_init(gl.zeros([_TILE, _ONE], gl.float32, accumulator_layout(_ONE)))
+    unit, c_unit = 1.0, 1.0
+    if c_ptr is not None:
+        c_ptr += bh * S
+        weight_ptr += bh * S
+        unit, c_unit = _units_of_queries(weight_ptr, c_ptr, start, stop, least_weight, dtype)
+    factor = 1.0 / unit
+    c_factor = 1.0 / c_unit
     tiles = (stop - start + _TILE - 1) // _TILE
     for i in gl.static_range(_STAGES - 1):
         if i < tiles:
@@ -216,18 +275,25 @@ def _hopper_state_kernel(
     x = _load_tokens(x_ptr, stride_xs, start, stop, D, 0, _ONE, one_layout)
     for tile in range(tiles):
         first = start + tile * _TILE
-        low, high = _pairs(factors, root_scale, dtype)
         x1 = _with_one(x, first, stop, root_scale)
-        weighted = x1
+        shared = x1
         if c_ptr is not None:
             n = first + gl.arange(0, _TILE, gl.SliceLayout(1, one_layout))
-            weighted *= gl.load(c_ptr + bh * S + n, mask=n < stop, other=0.0)[:, None]
+            shared *= _load_shares(weight_ptr, first, stop, factor, least_weight, one_layout)
+            x1 *= (gl.load(c_ptr + n, mask=n < stop, other=0.0) * c_factor)[:, None]
+            factors = (
+                factors[0] * _load_shares(weight_ptr, first, stop, factor, least_weight, low_layout),
+                factors[1],
+                factors[2] * _load_shares(weight_ptr, first, stop, factor, least_weight, high_layout),
+                factors[3],
+            )
+        low, high = _pairs(factors, root_scale, dtype)
         # The products of the tile before read the places that are written now.
         s2_low, s2_high, s1, z = warpgroup_mma_wait(0, [s2_low, s2_high, s1, z])
         low_buf.store(low)
         high_buf.store(high)
-        x_buf.store(x1.to(dtype))
-        c_buf.slice(0, _ONE, 1).store(weighted.to(dtype))
+        x_buf.store(shared.to(dtype))
+        c_buf.slice(0, _ONE, 1).store(x1.to(dtype))
         fence_async_shared()
         ahead = tile + _STAGES - 1
         if ahead < tiles:
@@ -246,15 +312,15 @@ def _hopper_state_kernel(
     F: gl.constexpr = 1 + D + D * D
     s_ptr += part * F * E
     z_ptr += part * F
-    _store_pair_sums(s_ptr, s2_low, first_e, D, E, 0, _DIM)
-    _store_pair_sums(s_ptr, s2_high, first_e, D, E, _HALF_DIM, _HALF_DIM)
+    _store_pair_sums(s_ptr, s2_low * unit, first_e, D, E, 0, _DIM)
+    _store_pair_sums(s_ptr, s2_high * unit, first_e, D, E, _HALF_DIM, _HALF_DIM)
     one: gl.constexpr = accumulator_layout(_ONE)
     i = gl.arange(0, _TILE, gl.SliceLayout(1, one))[:, None]
     j = gl.arange(0, _ONE, gl.SliceLayout(0, one))[None, :]
     inside = (first_e + i < E) & ((j < D) | (j == _DIM))
-    gl.store(s_ptr + first_e + i + gl.where(j == _DIM, 0, 1 + j) * E, s1, mask=inside)
+    gl.store(s_ptr + first_e + i + gl.where(j == _DIM, 0, 1 + j) * E, s1 * unit, mask=inside)
     at, inside = _place_in_z(i, j, D)
-    gl.store(z_ptr + at, z, mask=inside & (first_e == 0))
+    gl.store(z_ptr + at, z * (unit * c_unit), mask=inside & (first_e == 0))
 
 
 @gluon.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
@@ -293,14 +359,19 @@ def _hopper_read_kernel(
     s2_high_buf = gl.allocate_shared_memory(dtype, [_HIGH, _TILE], shared_layout(_TILE))
     s1_bufs = gl.allocate_shared_memory(dtype, [2, _ONE, _TILE], shared_layout(_TILE))
     z_bufs = gl.allocate_shared_memory(dtype, [2, _ONE, _ONE], shared_layout(_ONE))
-    s2 = _load_pair_sums(s_ptr, first_e, D, E, 0, _HALF_DIM, _DIM, out_layout)
+    s2_low = _load_pair_sums(s_ptr, first_e, D, E, 0, _HALF_DIM, _DIM, out_layout)
+    s2_high = _load_pair_sums(s_ptr, first_e, D, E, _HALF_DIM, _HALF_DIM, _HALF_DIM, out_layout)
+    s1 = _load_low_orders(s_ptr, first_e, D, E, out_layout)
+    unit = _unit_of(gl.maximum(gl.maximum(_largest(s2_low), _largest(s2_high)), _largest(s1)), dtype)
+    inverse = 1.0 / unit
     twice = gl.arange(0, _LOW, gl.SliceLayout(1, out_layout)) % _DIM >= _HALF_DIM
-    s2_low_buf.store((s2 * gl.where(twice, 1.0, 0.5)[:, None]).to(dtype))
-    s2 = _load_pair_sums(s_ptr, first_e, D, E, _HALF_DIM, _HALF_DIM, _HALF_DIM, out_layout)
-    s2_high_buf.store((0.5 * s2).to(dtype))
-    _store_parts(s1_bufs, _load_low_orders(s_ptr, first_e, D, E, out_layout))
+    s2_low_buf.store((s2_low * (gl.where(twice, 1.0, 0.5) * inverse)[:, None]).to(dtype))
+    s2_high_buf.store((s2_high * (0.5 * inverse)).to(dtype))
+    _store_parts(s1_bufs, s1 * inverse)
     if NORMALISE:
-        _store_parts(z_bufs, _load_z(z_ptr, D, one_layout, 0.5))
+        z = _load_z(z_ptr, D, one_layout, 0.5)
+        z_unit = _unit_of(_largest(z), dtype)
+        _store_parts(z_bufs, z / z_unit)
     first = start + first_tile * _TILE
     factors = _load_factors(x_ptr, stride_xs, first, stop, D)
     x1 = _with_one(_load_tokens(x_ptr, stride_xs, first, stop, D, 0, _ONE, one_layout), first, stop, root_scale)
@@ -329,14 +400,13 @@ def _hopper_read_kernel(
         x = _load_tokens(x_ptr, stride_xs, first + 2 * _TILE, stop, D, 0, _ONE, one_layout)
         if NORMALISE:
             acc, y = warpgroup_mma_wait(0, [acc, y])
-            weight = gl.sum(y * x_buf.load(low).to(gl.float32), 1)
+            weight = gl.sum(y * x_buf.load(low).to(gl.float32), 1) * z_unit
             n = first + gl.arange(0, _TILE, gl.SliceLayout(1, low))
             gl.store(weight_ptr + bh * S + n, weight, mask=(n < stop) & (first_e == 0))
-            some = gl.abs(weight) > least_weight
-            inverse = gl.where(some, 1.0 / gl.where(some, weight, 1.0), 0.0)
-            acc *= gl.convert_layout(inverse, gl.SliceLayout(1, sums))[:, None]
+            share = _inverse(weight, least_weight) * unit
+            acc *= gl.convert_layout(share, gl.SliceLayout(1, sums))[:, None]
         else:
-            acc = warpgroup_mma_wait(0, [acc])
+            acc = warpgroup_mma_wait(0, [acc]) * unit
         out = gl.convert_layout(acc.to(dtype), out_layout)
         n = first + gl.arange(0, _TILE, gl.SliceLayout(1, out_layout))
         e = first_e + gl.arange(0, _TILE, gl.SliceLayout(0, out_layout))
@@ -346,11 +416,11 @@ def _hopper_read_kernel(
 
 @gluon.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
 def _hopper_gradient_kernel(
-    x_ptr, g_desc, h_ptr, s_ptr, z_ptr, dx_ptr, stride_xb, stride_xs, stride_xh,
-    H, S, chunks, chunk, programs, root_scale,
+    x_ptr, g_desc, h_ptr, weight_ptr, s_ptr, z_ptr, dx_ptr, stride_xb, stride_xs, stride_xh,
+    H, S, chunks, chunk, programs, root_scale, least_weight,
     D: gl.constexpr, E: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
-    """dx for some tiles of a chunk; as the portable kernel."""
+    """dx for some tiles of a chunk; as the portable kernel, divided by the weight where there is one."""
     dtype: gl.constexpr = g_desc.dtype
     one_layout: gl.constexpr = _rows_layout(_ONE)
     out_layout: gl.constexpr = _rows_layout(_TILE)
@@ -379,10 +449,21 @@ def _hopper_gradient_kernel(
     z_bufs = gl.allocate_shared_memory(dtype, [2, _ONE, _ONE], shared_layout(_ONE))
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
+    largest = 0.0
+    if dtype == gl.float16:
+        for i in gl.static_range(e_tiles):
+            largest = gl.maximum(largest, _largest(_load_pair_sums(s_ptr, i * _TILE, D, E, 0, _DIM, _DIM, out_layout)))
+            largest = gl.maximum(largest, _largest(_load_low_orders(s_ptr, i * _TILE, D, E, out_layout)))
+    unit = _unit_of(largest, dtype)
+    inverse = 1.0 / unit
     for i in gl.static_range(e_tiles):
-        s2_bufs.index(i).store(_load_pair_sums(s_ptr, i * _TILE, D, E, 0, _DIM, _DIM, out_layout).to(dtype))
-        s1_bufs.index(i).store(_load_low_orders(s_ptr, i * _TILE, D, E, out_layout).to(dtype))
-    _store_parts(z_bufs, _load_z(z_ptr, D, one_layout, 1.0))
+        s2 = _load_pair_sums(s_ptr, i * _TILE, D, E, 0, _DIM, _DIM, out_layout)
+        s2_bufs.index(i).store((s2 * inverse).to(dtype))
+        s1_bufs.index(i).store((_load_low_orders(s_ptr, i * _TILE, D, E, out_layout) * inverse).to(dtype))
+    z = _load_z(z_ptr, D, one_layout, 1.0)
+    z_unit = _unit_of(_largest(z), dtype)
+    _store_parts(z_bufs, z / z_unit)
+    inverse *= z_unit
     fence_async_shared()
     for tile in range(first_tile, last_tile):
         first = start + tile * _TILE
@@ -405,6 +486,7 @@ def _hopper_gradient_kernel(
             )
         y = warpgroup_mma_wait(e_tiles, [y])
         n = first + gl.arange(0, _TILE, gl.SliceLayout(1, low))
+        y *= inverse
         if h_ptr is not None:
             y *= gl.load(h_ptr + bh * S + n, mask=n < stop, other=0.0)[:, None]
         for i in gl.static_range(e_tiles):
@@ -422,22 +504,28 @@ def _hopper_gradient_kernel(
         halves = y.reshape([_TILE, 2, _DIM])
         is_first = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, halves.type.layout))) == 0
         y = gl.sum(gl.where(is_first[None, :, None], halves, 0.0), 1)
-        dx = gl.convert_layout(dx, out) + gl.convert_layout(y, out)
+        dx = (gl.convert_layout(dx, out) + gl.convert_layout(y, out)) * unit
+        if weight_ptr is not None:
+            dx *= _load_inverse(weight_ptr + bh * S, n, stop, least_weight)[:, None]
         at = (((bh // H) * S + n) * H + bh % H)[:, None] * D + column[None, :]
         gl.store(dx_ptr + at, (dx * root_scale).to(dtype), mask=inside)
 
 
 def states(
-    x: torch.Tensor, v: torch.Tensor, c: torch.Tensor | None, chunk: int, root_scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of every chunk: [B·H, chunks, F, E] and [B·H, chunks, F]; x [B, S, H, d'], v [B, S, H, E]."""
+    x: torch.Tensor, v: torch.Tensor, c: torch.Tensor | None, weight: torch.Tensor | None, chunk: int,
+    root_scale: float, least_weight: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Sums of every chunk: [B·H, chunks, F, E] and [B·H, chunks, F]; x [B, S, H, d'], v [B, S, H, E].
+
+    c and the weight, which divides what a token adds, are [B, H, S], or both None for 1.
+    """
     B, S, H, D = x.shape
     E, F, chunks = v.shape[3], 1 + D + D**2, triton.cdiv(S, chunk)
     s = x.new_empty(B * H, chunks, F, E, dtype=torch.float32)
     z = x.new_empty(B * H, chunks, F, dtype=torch.float32)
     _hopper_state_kernel[(triton.cdiv(E, TILE) * chunks * B * H,)](
-        x, rows_descriptor(v, TILE, TILE), c, s, z, *x.stride()[:3], H, S, chunks, chunk, root_scale,
-        D=D, E=E, num_warps=4,
+        x, rows_descriptor(v, TILE, TILE), c, weight, s, z, *x.stride()[:3], H, S, chunks, chunk, root_scale,
+        least_weight, D=D, E=E, num_warps=4,
     )  # fmt: skip
     return s, z
 
@@ -460,12 +548,14 @@ def read(
 
 
 def gradient(
-    x: torch.Tensor, g: torch.Tensor, h: torch.Tensor | None, s: torch.Tensor, z: torch.Tensor, dx: torch.Tensor,
-    numbers: tuple[int, int, int], root_scale: float, own: bool,
+    x: torch.Tensor, g: torch.Tensor, h: torch.Tensor | None, weight: torch.Tensor | None, s: torch.Tensor,
+    z: torch.Tensor, dx: torch.Tensor, numbers: tuple[int, int, int], root_scale: float, least_weight: float, own: bool,
 ) -> None:  # fmt: skip
-    """dx [B, S, H, d'] of Σ (g·v + h·c)·w over the tokens of the state; arguments as in `read`."""
+    """dx [B, S, H, d'] of Σ (g·v + h·c)·w over the tokens of the state, divided by the weight [B, H, S] if there is
+    one; arguments as in `read`.
+    """
     B, S, H, D = x.shape
     _hopper_gradient_kernel[(numbers[2] * numbers[0] * B * H,)](
-        x, rows_descriptor(g, TILE, TILE), h, s, z, dx, *x.stride()[:3], H, S, *numbers, root_scale,
-        D=D, E=g.shape[3], OWN=own, num_warps=4,
+        x, rows_descriptor(g, TILE, TILE), h, weight, s, z, dx, *x.stride()[:3], H, S, *numbers, root_scale,
+        least_weight, D=D, E=g.shape[3], OWN=own, num_warps=4,
     )  # fmt: skip

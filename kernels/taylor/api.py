@@ -126,8 +126,8 @@ def taylor_attention(
             far and the longer of Sq and Sk.
         scale: of q·k; 1/√d' if None.
         implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; d' up to 32 with the
-            Taylor map, up to 256 features with others; no gradients through states); or "auto", see
-            `kernels.common.launch.use_triton`.
+            Taylor map, up to 256 features with others; no gradients through states; in float16, products of two dims
+            of √scale·q or of √scale·k up to 65,504, and NaN beyond); or "auto", see `kernels.common.launch.use_triton`.
 
     Returns:
         out [B, Sq, H, E] in the dtype of `query`; with `return_lse` then lse [B, H, Sq] in nats; with `return_state`

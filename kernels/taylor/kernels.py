@@ -4,10 +4,14 @@ With q̂ = √scale·q, k̂ = √scale·k and s = q̂·k̂, a pair weighs w = 1 
 beforehand. A state holds the sums of one side:
     order 0: Σ v, Σ c      order 1: Σ k̂ v, Σ k̂ c      order 2: Σ (k̂⊗k̂) v, Σ (k̂⊗k̂) c      with c = 1
 The products k̂⊗k̂ of a tile of tokens never leave the chip. From a state of the keys come the outputs and the queries'
-gradients; from the dual state of the queries, with (g, h) in place of (v, c), the gradients of values and keys:
-    out = num / den,  g = dO / den,  h = -(dO·out) / den,  dw = g·v + h,  ds = (1 + s)·dw
+gradients; from the dual state of the queries, with (dO, h) / den in place of (v, c), the gradients of values and keys:
+    out = num / den,  h = den·dden - dO·out,  dw = (dO·v + h) / den,  ds = (1 + s)·dw
 CAUSAL: the state of a tile is that of the chunks before (or, seen from the keys, after) its own; the pairs inside a
 chunk are taken one by one. OWN: every chunk reads a state of its own, else all read the same one.
+
+float16 has a short range. What grows with the tokens or is as small as gradients may be enters a product divided by a
+unit, and the result is multiplied by it: all sums of a state (`_unit_of`), each row of the pairs of a chunk
+(`_product_in_range`), 1 / den and h of a chunk (`_units_of_queries`). In other dtypes these units are 1.
 
 A program keeps its state and takes many tiles of tokens. Where d' is so large that the state is not held at once,
 order 2 is taken BLOCK_A of its first dimension at a time.
@@ -72,8 +76,8 @@ def _load_state(
 
 
 @triton.jit
-def _load_sums(z_ptr, D: tl.constexpr, TAYLOR: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Sums of c: of order 1 [d'], and of order 2 [d', d']."""
+def _load_sums(z_ptr, unit, D: tl.constexpr, TAYLOR: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Sums of c, divided by a unit: of order 1 [d'], and of order 2 [d', d']."""
     i = tl.arange(0, BLOCK_D)
     z1 = tl.load(z_ptr + (1 if TAYLOR else 0) + i, mask=i < D, other=0.0)
     if TAYLOR:
@@ -81,7 +85,61 @@ def _load_sums(z_ptr, D: tl.constexpr, TAYLOR: tl.constexpr, BLOCK_D: tl.constex
         z2 = tl.load(z_ptr + 1 + D + i[:, None] * D + i[None, :], mask=inside, other=0.0)
     else:
         z2 = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
-    return z1, z2
+    return z1 / unit, z2 / unit
+
+
+@triton.jit
+def _inverse(weight, least_weight):
+    """1 / weight, 0 where that is about 0; NaN stays NaN."""
+    none = tl.abs(weight) <= least_weight
+    return tl.where(none, 0.0, 1.0 / tl.where(none, 1.0, weight))
+
+
+@triton.jit
+def _unit_for(largest):
+    """`largest`, or 1 where that is about 0 or NaN."""
+    return tl.where(largest > 1e-20, largest, 1.0)
+
+
+@triton.jit
+def _unit_of(ptr, COUNT: tl.constexpr, dtype: tl.constexpr):
+    """A unit of COUNT adjacent numbers in float32, in which the largest is 4096: small ones have room, too."""
+    if dtype == tl.float16:
+        BLOCK: tl.constexpr = 2048
+        largest = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, COUNT, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            largest = tl.maximum(largest, tl.abs(tl.load(ptr + at, mask=at < COUNT, other=0.0)))
+        return _unit_for(tl.max(largest, 0)) * (1.0 / 4096)
+    else:
+        return 1.0
+
+
+@triton.jit
+def _units_of_queries(weight_ptr, c_ptr, start, stop, least_weight, dtype: tl.constexpr):
+    """Units of 1 / weight and of c of the tokens from `start` to `stop`, in which the largest are 1."""
+    if dtype == tl.float16:
+        BLOCK: tl.constexpr = 1024
+        of_inverse = tl.zeros([BLOCK], tl.float32)
+        of_c = tl.zeros([BLOCK], tl.float32)
+        for first in range(start, stop, BLOCK):
+            n = first + tl.arange(0, BLOCK)
+            weight = tl.load(weight_ptr + n, mask=n < stop, other=0.0)
+            of_inverse = tl.maximum(of_inverse, tl.abs(_inverse(weight, least_weight)))
+            of_c = tl.maximum(of_c, tl.abs(tl.load(c_ptr + n, mask=n < stop, other=0.0)))
+        return _unit_for(tl.max(of_inverse, 0)), _unit_for(tl.max(of_c, 0))
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
+def _product_in_range(x, y, acc, PRECISION: tl.constexpr):
+    """acc + x·y for x [M, N] in float32, each row of it divided by a unit where that needs one."""
+    if y.dtype == tl.float16:
+        unit = _unit_for(tl.max(tl.abs(x), 1))[:, None] * (1.0 / 4096)
+        return acc + tl.dot((x / unit).to(y.dtype), y, input_precision=PRECISION) * unit
+    else:
+        return tl.dot(x.to(y.dtype), y, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -97,15 +155,15 @@ def _times(x, z, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "S", "chunks", "chunk"])
 def state_kernel(
-    x_ptr, v_ptr, c_ptr, s_ptr, z_ptr, stride_xb, stride_xs, stride_xh, stride_vb, stride_vs, stride_vh,
-    H, S, chunks, chunk, root_scale,
+    x_ptr, v_ptr, c_ptr, weight_ptr, s_ptr, z_ptr, stride_xb, stride_xs, stride_xh, stride_vb, stride_vs, stride_vh,
+    H, S, chunks, chunk, root_scale, least_weight,
     D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """The sums of one chunk, for BLOCK_E columns of the values and BLOCK_A first dims of order 2.
 
-    c is 1 where `c_ptr` is None, else [B, H, S]. Sums are kept transposed, [E, rows]: products take the features of a
-    tile from the right.
+    c and the weight, which divides what a token adds, are [B, H, S], or 1 where `c_ptr` is None. Sums are kept
+    transposed, [E, rows]: products take the features of a tile from the right.
     """
     column_tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     a_tiles: tl.constexpr = BLOCK_D // BLOCK_A if TAYLOR else 1
@@ -125,28 +183,44 @@ def state_kernel(
     if TAYLOR:
         s2 = tl.zeros([BLOCK_E, BLOCK_A * BLOCK_D], tl.float32)
         z2 = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
+        s0 = tl.zeros([BLOCK_E], tl.float32)
         # Of every row of a tile; the rows are added at the end.
-        s0 = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
         z0 = tl.zeros([BLOCK_N], tl.float32)
+    unit, c_unit = 1.0, 1.0
+    if c_ptr is not None:
+        c_ptr += bh * S
+        weight_ptr += bh * S
+        unit, c_unit = _units_of_queries(weight_ptr, c_ptr, start, stop, least_weight, v_ptr.dtype.element_ty)
+    factor = 1.0 / unit
+    c_factor = 1.0 / c_unit
     for first in range(start, stop, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         inside = n < stop
         x = _load_scaled(x_ptr, stride_xs, n, inside, 0, root_scale, D, BLOCK_D)
         v = _load_columns(v_ptr, stride_vs, n, inside, first_e, E, BLOCK_E)
         c = inside.to(tl.float32)
+        share = c
+        shared = x
         if c_ptr is not None:
-            c = tl.load(c_ptr + bh * S + n, mask=inside, other=0.0)
-        narrow = x.to(v.dtype)
+            c = tl.load(c_ptr + n, mask=inside, other=0.0) * c_factor
+            share = _inverse(tl.load(weight_ptr + n, mask=inside, other=0.0), least_weight) * factor
+            shared = x * share[:, None]
+        narrow = shared.to(v.dtype)
         s1 = tl.dot(tl.trans(v), narrow, s1, input_precision=PRECISION)
-        z1 += x * c[:, None]
+        z1 += shared * c[:, None]
         if TAYLOR:
-            xa = x
             if a_tiles > 1:
-                xa = _load_scaled(x_ptr, stride_xs, n, inside, first_a, root_scale, D, BLOCK_A)
-            s2 = tl.dot(tl.trans(v), _pairs(xa, x).to(v.dtype), s2, input_precision=PRECISION)
+                shared = _load_scaled(x_ptr, stride_xs, n, inside, first_a, root_scale, D, BLOCK_A)
+                if c_ptr is not None:
+                    shared *= share[:, None]
+            s2 = tl.dot(tl.trans(v), _pairs(shared, x).to(v.dtype), s2, input_precision=PRECISION)
             z2 = tl.dot(tl.trans((x * c[:, None]).to(v.dtype)), narrow, z2, input_precision=PRECISION)
-            s0 += v.to(tl.float32)
-            z0 += c
+            of_v = v.to(tl.float32)
+            if c_ptr is not None:
+                of_v *= share[:, None]
+            s0 += tl.sum(of_v, 0)
+            z0 += share * c
+    c_unit *= unit
     F: tl.constexpr = 1 + D + D * D if TAYLOR else D
     s_ptr += part * F * E
     z_ptr += part * F
@@ -156,16 +230,16 @@ def state_kernel(
     once = (first_e == 0) & (first_a == 0)
     rows, inside = _rows_of_order(1, 0, D, BLOCK_A, BLOCK_D, TAYLOR)
     mask = is_column[:, None] & inside[None, :] & (first_a == 0)
-    tl.store(s_ptr + columns[:, None] + rows[None, :] * E, s1, mask=mask)
-    tl.store(z_ptr + rows, tl.sum(z1, 0), mask=inside & once)
+    tl.store(s_ptr + columns[:, None] + rows[None, :] * E, s1 * unit, mask=mask)
+    tl.store(z_ptr + rows, tl.sum(z1, 0) * c_unit, mask=inside & once)
     if TAYLOR:
         i = tl.arange(0, BLOCK_D)
         mask = (i < D)[:, None] & (i < D)[None, :] & once
-        tl.store(z_ptr + 1 + D + i[:, None] * D + i[None, :], z2, mask=mask)
-        tl.store(z_ptr, tl.sum(z0, 0), mask=once)
-        tl.store(s_ptr + columns, tl.sum(s0, 0), mask=is_column & (first_a == 0))
+        tl.store(z_ptr + 1 + D + i[:, None] * D + i[None, :], z2 * c_unit, mask=mask)
+        tl.store(z_ptr, tl.sum(z0, 0) * c_unit, mask=once)
+        tl.store(s_ptr + columns, s0 * unit, mask=is_column & (first_a == 0))
         rows, inside = _rows_of_order(2, first_a, D, BLOCK_A, BLOCK_D, TAYLOR)
-        tl.store(s_ptr + columns[:, None] + rows[None, :] * E, s2, mask=is_column[:, None] & inside[None, :])
+        tl.store(s_ptr + columns[:, None] + rows[None, :] * E, s2 * unit, mask=is_column[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -194,12 +268,13 @@ def read_kernel(
     stride_xb, stride_xs, stride_xh, stride_yb, stride_ys, stride_yh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, H, S, chunks, chunk, programs, root_scale, least_weight,
     D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
-    BACK: tl.constexpr, NORMALISE: tl.constexpr, PRECISION: tl.constexpr,
+    BACK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """φ(x)·state for some tiles of a chunk and BLOCK_E columns; with CAUSAL also the pairs with y, v of that chunk.
 
-    NORMALISE: divide by the weight, and write that [B, H, S]. BACK: tokens see those after them, not those before.
+    The sum of the weights [B, H, S] divides and is written. Or BACK: keys read what queries sum up, those of their own
+    chunk divided by their weight, which is given, and tokens see those after them, not those before.
     """
     column_tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     a_tiles: tl.constexpr = BLOCK_D // BLOCK_A if TAYLOR else 0
@@ -218,12 +293,17 @@ def read_kernel(
     s_ptr += read * F * E
     z_ptr += read * F
     columns = first_e + tl.arange(0, BLOCK_E)
-    s1 = _load_state(s_ptr, 1, 0, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E).to(dtype)
+    weight_ptr += bh * S
+    unit = _unit_of(s_ptr, F * E, dtype)
+    inverse = 1.0 / unit
+    s1 = (inverse * _load_state(s_ptr, 1, 0, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)).to(dtype)
     if TAYLOR:
-        s0 = tl.load(s_ptr + columns, mask=columns < E, other=0.0)
-        s2 = (0.5 * _load_state(s_ptr, 2, 0, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)).to(dtype)
-    if NORMALISE:
-        z1, z2 = _load_sums(z_ptr, D, TAYLOR, BLOCK_D)
+        s0 = inverse * tl.load(s_ptr + columns, mask=columns < E, other=0.0)
+        half = 0.5 * inverse
+        s2 = (half * _load_state(s_ptr, 2, 0, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)).to(dtype)
+    if not BACK:
+        z_unit = _unit_of(z_ptr, F, dtype)
+        z1, z2 = _load_sums(z_ptr, z_unit, D, TAYLOR, BLOCK_D)
         z0 = tl.load(z_ptr) if TAYLOR else 0.0
     for tile in range(first_tile, last_tile):
         own_first = start + tile * BLOCK_M
@@ -241,13 +321,14 @@ def read_kernel(
             for a_tile in tl.static_range(1, a_tiles):
                 first_a = a_tile * BLOCK_A
                 xa = _load_scaled(x_ptr, stride_xs, i, inside, first_a, root_scale, D, BLOCK_A)
-                more = 0.5 * _load_state(s_ptr, 2, first_a, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)
+                more = half * _load_state(s_ptr, 2, first_a, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)
                 acc = tl.dot(_pairs(xa, x).to(dtype), more.to(dtype), acc, input_precision=PRECISION)
-        if NORMALISE:
+        acc *= unit
+        if not BACK:
             terms = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + z1[None, :]
             if TAYLOR:
                 terms += 0.5 * _times(x, z2, dtype, PRECISION)
-            weight = z0 + tl.sum(x * terms, 1)
+            weight = z0 + tl.sum(x * terms, 1) * z_unit
         if CAUSAL:
             raw = load_rows(x_ptr, stride_xs, i, inside, D, BLOCK_D, True)
             for first in range(own_first if BACK else start, stop if BACK else own_first + BLOCK_M, BLOCK_M):
@@ -257,57 +338,57 @@ def read_kernel(
                 s = tl.dot(raw, tl.trans(y), input_precision=PRECISION) * (root_scale * root_scale)
                 seen = (j[None, :] >= i[:, None]) if BACK else (j[None, :] <= i[:, None])
                 w = tl.where(seen & present[None, :], _weights(s, TAYLOR), 0.0)
-                v = _load_columns(v_ptr, stride_vs, j, present, first_e, E, BLOCK_E)
-                acc = tl.dot(w.to(dtype), v, acc, input_precision=PRECISION)
-                if NORMALISE:
+                if BACK:
+                    w *= _inverse(tl.load(weight_ptr + j, mask=present, other=0.0), least_weight)[None, :]
+                else:
                     weight += tl.sum(w, 1)
-        if NORMALISE:
+                v = _load_columns(v_ptr, stride_vs, j, present, first_e, E, BLOCK_E)
+                acc = _product_in_range(w, v, acc, PRECISION)
+        if not BACK:
             # Weights of given features may be 0, or below.
-            some = tl.abs(weight) > least_weight
-            acc = tl.where(some[:, None], acc / tl.where(some, weight, 1.0)[:, None], 0.0)
-            tl.store(weight_ptr + bh * S + i, weight, mask=inside & (first_e == 0))
+            none = tl.abs(weight) <= least_weight
+            acc = tl.where(none[:, None], 0.0, acc / tl.where(none, 1.0, weight)[:, None])
+            tl.store(weight_ptr + i, weight, mask=inside & (first_e == 0))
         pointers = out_ptr + i.to(tl.int64)[:, None] * stride_os + columns[None, :]
         tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < E)[None, :])
 
 
 @triton.jit(do_not_specialize=["H", "S", "tiles"])
 def prepare_kernel(
-    do_ptr, out_ptr, weight_ptr, dweight_ptr, g_ptr, h_ptr,
-    stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, S, tiles, least_weight,
+    do_ptr, out_ptr, weight_ptr, dweight_ptr, h_ptr,
+    stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, S, tiles,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """g = dO / den [B, S, H, E], contiguous, and h = dden - (dO·out) / den [B, H, S] of one tile of tokens."""
+    """h = den·dden - dO·out [B, H, S] of one tile of tokens."""
     pid = tl.program_id(0)
     bh = (pid // tiles).to(tl.int64)
     b = bh // H
-    h = bh % H
+    head = bh % H
     i = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = i < S
-    do = load_rows(do_ptr + b * stride_gb + h * stride_gh, stride_gs, i, inside, E, BLOCK_E, True).to(tl.float32)
-    out = load_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, i, inside, E, BLOCK_E, True).to(tl.float32)
-    weight = tl.load(weight_ptr + bh * S + i, mask=inside, other=0.0)
-    some = tl.abs(weight) > least_weight
-    inverse = tl.where(some, 1.0 / tl.where(some, weight, 1.0), 0.0)
-    of_weight = -tl.sum(do * out, 1) * inverse
+    do = load_rows(do_ptr + b * stride_gb + head * stride_gh, stride_gs, i, inside, E, BLOCK_E, True).to(tl.float32)
+    out = load_rows(out_ptr + b * stride_ob + head * stride_oh, stride_os, i, inside, E, BLOCK_E, True).to(tl.float32)
+    h = -tl.sum(do * out, 1)
     if dweight_ptr is not None:
-        of_weight += tl.load(dweight_ptr + bh * S + i, mask=inside, other=0.0)
-    tl.store(h_ptr + bh * S + i, of_weight, mask=inside)
-    store_rows(g_ptr, E, (b * S + i) * H + h, inside, do * inverse[:, None], E, BLOCK_E)
+        weight = tl.load(weight_ptr + bh * S + i, mask=inside, other=0.0)
+        h += weight * tl.load(dweight_ptr + bh * S + i, mask=inside, other=0.0)
+    tl.store(h_ptr + bh * S + i, h, mask=inside)
 
 
 @triton.jit(do_not_specialize=["H", "S", "chunks", "chunk", "programs"])
 def gradient_kernel(
-    x_ptr, g_ptr, h_ptr, y_ptr, v_ptr, c_ptr, s_ptr, z_ptr, dx_ptr,
+    x_ptr, g_ptr, h_ptr, y_ptr, v_ptr, c_ptr, weight_ptr, s_ptr, z_ptr, dx_ptr,
     stride_xb, stride_xs, stride_xh, stride_gb, stride_gs, stride_gh,
     stride_yb, stride_ys, stride_yh, stride_vb, stride_vs, stride_vh,
-    H, S, chunks, chunk, programs, root_scale,
+    H, S, chunks, chunk, programs, root_scale, least_weight,
     D: tl.constexpr, E: tl.constexpr, TAYLOR: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
     BACK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dx [B, S, H, d'], contiguous, of Σ (g·v + h·c)·w over the state's tokens (v, c), for some tiles of a chunk.
+    """dx [B, S, H, d'], contiguous, of Σ (g·v + h·c)·w / weight over the state's tokens (v, c), for tiles of a chunk.
 
-    g [B, S, H, E] and h [B, H, S] or 1 (None) are this side's, v and c the other's.
+    g [B, S, H, E] and h [B, H, S] or 1 (None) are this side's, v and c the other's. The weight [B, H, S] is that of the
+    queries: of this side, or BACK, of the other, where a state has been divided by it already.
     """
     e_tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     a_tiles: tl.constexpr = BLOCK_D // BLOCK_A if TAYLOR else 0
@@ -325,7 +406,11 @@ def gradient_kernel(
     read = part if OWN else bh
     s_ptr += read * F * E
     z_ptr += read * F
-    z1, z2 = _load_sums(z_ptr, D, TAYLOR, BLOCK_D)
+    weight_ptr += bh * S
+    unit = _unit_of(s_ptr, F * E, dtype)
+    inverse = 1.0 / unit
+    z_unit = _unit_of(z_ptr, F, dtype)
+    z1, z2 = _load_sums(z_ptr, z_unit, D, TAYLOR, BLOCK_D)
     for tile in range(first_tile, last_tile):
         own_first = start + tile * BLOCK_M
         i = own_first + tl.arange(0, BLOCK_M)
@@ -337,21 +422,22 @@ def gradient_kernel(
         dx = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + z1[None, :]  # [M, d']
         if TAYLOR:
             dx += _times(x, z2, dtype, PRECISION)
-        dx *= h[:, None]
+        dx *= (h * z_unit * inverse)[:, None]
         for e_tile in tl.static_range(e_tiles):
             first_e = e_tile * BLOCK_E
             g = _load_columns(g_ptr, stride_gs, i, inside, first_e, E, BLOCK_E)
-            s1 = _load_state(s_ptr, 1, 0, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)
+            s1 = inverse * _load_state(s_ptr, 1, 0, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)
             dx = tl.dot(g, tl.trans(s1.to(dtype)), dx, input_precision=PRECISION)
             for a_tile in tl.static_range(a_tiles):
                 first_a = a_tile * BLOCK_A
-                s2 = _load_state(s_ptr, 2, first_a, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)
+                s2 = inverse * _load_state(s_ptr, 2, first_a, first_e, D, E, TAYLOR, BLOCK_A, BLOCK_D, BLOCK_E)
                 # d/dx_b of ½ Σ_ab x_a x_b T_ab, T symmetric, is Σ_a x_a T_ab.
                 pairs = tl.dot(g, tl.trans(s2.to(dtype)), input_precision=PRECISION)
                 xa = x
                 if a_tiles > 1:
                     xa = _load_scaled(x_ptr, stride_xs, i, inside, first_a, root_scale, D, BLOCK_A)
                 dx += tl.sum(tl.reshape(pairs, [BLOCK_M, BLOCK_A, BLOCK_D]) * xa[:, :, None], 1)
+        dx *= unit
         if CAUSAL:
             raw = load_rows(x_ptr, stride_xs, i, inside, D, BLOCK_D, True)
             for first in range(own_first if BACK else start, stop if BACK else own_first + BLOCK_M, BLOCK_M):
@@ -370,9 +456,13 @@ def gradient_kernel(
                 if TAYLOR:
                     s = tl.dot(raw, tl.trans(y), input_precision=PRECISION) * (root_scale * root_scale)
                     dw *= 1.0 + s
+                if BACK:
+                    dw *= _inverse(tl.load(weight_ptr + j, mask=present, other=0.0), least_weight)[None, :]
                 seen = (j[None, :] >= i[:, None]) if BACK else (j[None, :] <= i[:, None])
                 ds = tl.where(seen & present[None, :], dw, 0.0) * root_scale
-                dx = tl.dot(ds.to(dtype), y, dx, input_precision=PRECISION)
+                dx = _product_in_range(ds, y, dx, PRECISION)
+        if not BACK:
+            dx *= _inverse(tl.load(weight_ptr + i, mask=inside, other=0.0), least_weight)[:, None]
         store_rows(dx_ptr, D, (b * S + i) * H + head, inside, dx * root_scale, D, BLOCK_D)
 
 
@@ -436,6 +526,5 @@ def step_kernel(
         tl.store(new_z_ptr + rows, z, mask=inside & (first_e == 0))
         acc += tl.sum(of_q[:, None] * s, 0)
         weight += tl.sum(of_q * z, 0)
-    some = tl.abs(weight) > least_weight
-    out = tl.where(some, acc / tl.where(some, weight, 1.0), 0.0)
+    out = acc * _inverse(weight, least_weight)
     tl.store(out_ptr + bh * E + e, out.to(out_ptr.dtype.element_ty), mask=e < E)

@@ -89,67 +89,83 @@ class _Launch:
         block = self.options()["BLOCK_N"]
         return block * max(1, triton.cdiv(tokens * B * H, PROGRAMS * block))
 
-    def states(self, x: torch.Tensor, v: torch.Tensor, c: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums of every chunk: [B·H, chunks, F, E] and [B·H, chunks, F]; x [B, S, H, d'], v [B, S, H, E]."""
+    def states(
+        self, x: torch.Tensor, v: torch.Tensor, c: torch.Tensor | None = None, weight: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums of every chunk: [B·H, chunks, F, E] and [B·H, chunks, F].
+
+        Args:
+            x: [B, S, H, d']. v: [B, S, H, E].
+            c, weight: [B, H, S], the second divides what a token adds; or both None, for 1.
+        """
         B, S, H, _ = x.shape
         chunk = self.chunk(S)
         if self.on_hopper(v):
             from vmonarch.kernels.hopper.taylor import states
 
-            return states(x, v, c, chunk, math.sqrt(self.scale))
+            return states(x, v, c, weight, chunk, math.sqrt(self.scale), LEAST_WEIGHT)
         chunks = triton.cdiv(S, chunk)
         s = x.new_empty(B * H, chunks, self.rows, self.width, dtype=torch.float32)
         z = x.new_empty(B * H, chunks, self.rows, dtype=torch.float32)
         blocks = self.blocks()
         a_tiles = blocks["BLOCK_D"] // blocks["BLOCK_A"] if self.taylor else 1
         state_kernel[(triton.cdiv(self.width, blocks["BLOCK_E"]) * a_tiles * chunks * B * H,)](
-            x, v, c, s, z, *x.stride()[:3], *v.stride()[:3], H, S, chunks, chunk, math.sqrt(self.scale),
-            BLOCK_N=self.options()["BLOCK_N"], **blocks,
+            x, v, c, weight, s, z, *x.stride()[:3], *v.stride()[:3], H, S, chunks, chunk, math.sqrt(self.scale),
+            LEAST_WEIGHT, BLOCK_N=self.options()["BLOCK_N"], **blocks,
         )  # fmt: skip
         return s, z
 
     def read(
-        self, x: torch.Tensor, y: torch.Tensor, v: torch.Tensor, s: torch.Tensor, z: torch.Tensor, *, back: bool,
-        weight: torch.Tensor | None = None,
+        self, x: torch.Tensor, y: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, s: torch.Tensor,
+        z: torch.Tensor, *, back: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """φ(x)·state [B, S, H, E], of x's dtype; divided by the weight, which is written, if `weight` [B, H, S]."""
+        """φ(x)·state [B, S, H, E], of x's dtype, divided by the weight [B, H, S], which is written; or see `back`.
+
+        Args:
+            back: x is a key, which reads what queries y sum up, divided by their weight, which is given.
+        """
         B, S, H, _ = x.shape
         out = x.new_empty(B, S, H, self.width)
         numbers = chunks, chunk, programs = self._programs(S)
         if not self.causal and self.on_hopper():
             from vmonarch.kernels.hopper.taylor import read
 
-            read(x, s, z, out, weight, numbers, math.sqrt(self.scale), LEAST_WEIGHT, self.frames > 0)
+            read(x, s, z, out, None if back else weight, numbers, math.sqrt(self.scale), LEAST_WEIGHT, self.frames > 0)
             return out
         blocks = self.blocks()
         columns = triton.cdiv(self.width, blocks["BLOCK_E"])
         read_kernel[(columns * programs * chunks * B * H,)](
             x, y, v, s, z, out, weight, *x.stride()[:3], *y.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             H, S, chunks, chunk, programs, math.sqrt(self.scale), LEAST_WEIGHT,
-            CAUSAL=self.causal, OWN=self.causal or self.frames > 0, BACK=back, NORMALISE=weight is not None,
+            CAUSAL=self.causal, OWN=self.causal or self.frames > 0, BACK=back,
             BLOCK_M=self.options()["BLOCK_M"], **blocks,
         )  # fmt: skip
         return out
 
     def gradient(
         self, x: torch.Tensor, g: torch.Tensor, h: torch.Tensor | None, y: torch.Tensor, v: torch.Tensor,
-        c: torch.Tensor | None, s: torch.Tensor, z: torch.Tensor, *, back: bool,
+        c: torch.Tensor | None, weight: torch.Tensor, s: torch.Tensor, z: torch.Tensor, *, back: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """dx [B, S, H, d'] of Σ (g·v + h·c)·w; x, g and h are of one side, y, v, c and the state of the other."""
+        """dx [B, S, H, d'] of Σ (g·v + h·c)·w / weight.
+
+        Args:
+            x, g, h: of one side. y, v, c, s, z: of the other. weight: of the queries, which are x, or y if `back`.
+        """
         B, S, H, _ = x.shape
         dx = x.new_empty(x.shape)
         numbers = chunks, chunk, programs = self._programs(S)
         if not self.causal and self.on_hopper(g):
             from vmonarch.kernels.hopper.taylor import gradient
 
-            gradient(x, g, h, s, z, dx, numbers, math.sqrt(self.scale), self.frames > 0)
+            of_rows = None if back else weight
+            gradient(x, g, h, of_rows, s, z, dx, numbers, math.sqrt(self.scale), LEAST_WEIGHT, self.frames > 0)
             return dx
         blocks = self.blocks()
         # Pairs are results there, and need twice the registers; the sums of all of them lie in shared memory.
         blocks |= {"BLOCK_A": max(1, blocks["BLOCK_A"] // 2), "num_stages": 1}
         gradient_kernel[(programs * chunks * B * H,)](
-            x, g, h, y, v, c, s, z, dx, *x.stride()[:3], *g.stride()[:3], *y.stride()[:3], *v.stride()[:3],
-            H, S, chunks, chunk, programs, math.sqrt(self.scale),
+            x, g, h, y, v, c, weight, s, z, dx, *x.stride()[:3], *g.stride()[:3], *y.stride()[:3], *v.stride()[:3],
+            H, S, chunks, chunk, programs, math.sqrt(self.scale), LEAST_WEIGHT,
             CAUSAL=self.causal, OWN=self.causal or self.frames > 0, BACK=back, BLOCK_M=self.options()["BLOCK_M"],
             **blocks,
         )  # fmt: skip
@@ -167,22 +183,22 @@ class _Launch:
         return chunks, chunk, min(tiles, triton.cdiv(PROGRAMS, chunks * B * H))
 
 
-def _prepared(
+def _weight_gradient(
     grad_out: torch.Tensor, grad_weight: torch.Tensor | None, out: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """g [B, S, H, E] and h [B, H, S] of the gradients of out and of the weight."""
+) -> torch.Tensor:
+    """h = weight·grad_weight - grad_out·out [B, H, S]: the weight times all that comes to it."""
     B, S, H, E = out.shape
-    # Gradients of sums and of slices come expanded or strided.
-    grad_out, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, out))
+    if out.stride(-1) != 1:
+        out = out.contiguous()
     grad_weight = None if grad_weight is None else grad_weight.contiguous()
-    g, h = out.new_empty(out.shape), torch.empty_like(weight)
+    h = torch.empty_like(weight)
     BLOCK_M, BLOCK_E = 32, block_dim(E)
     tiles = triton.cdiv(S, BLOCK_M)
     prepare_kernel[(tiles * B * H,)](
-        grad_out, out, weight, grad_weight, g, h, *grad_out.stride()[:3], *out.stride()[:3], H, S, tiles, LEAST_WEIGHT,
+        grad_out, out, weight, grad_weight, h, *grad_out.stride()[:3], *out.stride()[:3], H, S, tiles,
         E=E, BLOCK_M=BLOCK_M, BLOCK_E=BLOCK_E, num_warps=4,
     )  # fmt: skip
-    return g, h
+    return h
 
 
 def _before(sums: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
@@ -236,7 +252,7 @@ def taylor_forward(
     B, Sq, H, _ = query.shape
     launch = _launch(query, value, frame_weights, *numbers)
     with torch.cuda.device_of(query):
-        sums, weights = launch.states(key, value, None)
+        sums, weights = launch.states(key, value)
         if launch.causal:
             s_read, z_read = _before(sums, s), _before(weights, z)
             s_after, z_after = s_read[:, -1] + sums[:, -1], z_read[:, -1] + weights[:, -1]
@@ -248,7 +264,7 @@ def taylor_forward(
             if frame_weights is not None:
                 s_read, z_read = _mixed(sums, frame_weights), _mixed(weights, frame_weights)
         weight = query.new_empty(B, H, Sq, dtype=torch.float32)
-        out = launch.read(query, key, value, s_read, z_read, back=False, weight=weight)
+        out = launch.read(query, key, value, weight, s_read, z_read, back=False)
     return out, weight, s_after, z_after
 
 
@@ -289,10 +305,13 @@ def taylor_backward(
     launch = _launch(query, value, frame_weights, *numbers)
     d_frames = query.new_empty(0)
     with torch.cuda.device_of(query):
-        g, h = _prepared(grad_out, grad_weight, out, weight)
+        # Gradients of sums and of slices come expanded or strided, which neither kernels nor descriptors take.
+        if grad_out.stride(-1) != 1 or not tma_fits(grad_out):
+            grad_out = grad_out.contiguous()
+        h = _weight_gradient(grad_out, grad_weight, out, weight)
         # Sums of the keys, which queries read, and of the queries, which keys read.
-        s_keys, z_keys = launch.states(key, value, None)
-        s_queries, z_queries = launch.states(query, g, h)
+        s_keys, z_keys = launch.states(key, value)
+        s_queries, z_queries = launch.states(query, grad_out, h, weight)
         if frame_weights is not None:
             of_row = s_keys.new_ones(launch.rows, 1)
             if launch.taylor:
@@ -307,9 +326,9 @@ def taylor_backward(
             s_queries, z_queries = _after(s_queries), _after(z_queries)
         else:
             s_keys, z_keys, s_queries, z_queries = (x.sum(1) for x in (s_keys, z_keys, s_queries, z_queries))
-        dq = launch.gradient(query, g, h, key, value, None, s_keys, z_keys, back=False)
-        dk = launch.gradient(key, value, None, query, g, h, s_queries, z_queries, back=True)
-        dv = launch.read(key, query, g, s_queries, z_queries, back=True)
+        dq = launch.gradient(query, grad_out, h, key, value, None, weight, s_keys, z_keys, back=False)
+        dk = launch.gradient(key, value, None, query, grad_out, h, weight, s_queries, z_queries, back=True)
+        dv = launch.read(key, query, grad_out, weight, s_queries, z_queries, back=True)
     return dq, dk, dv, d_frames
 
 

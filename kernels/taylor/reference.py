@@ -35,13 +35,13 @@ class LinearState(NamedTuple):
 
 def normalised(numerator: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """numerator / weight […, 1], 0 where that is about 0."""
-    some = weight.abs() > LEAST_WEIGHT
+    # Written so that NaN counts as some and stays visible, here and below.
+    some = ~(weight.abs() <= LEAST_WEIGHT)
     return torch.where(some, numerator / torch.where(some, weight, 1.0), 0.0)
 
 
 def log_partition(weight: torch.Tensor) -> torch.Tensor:
     """log(weight), -inf where that is about 0; the gradient there is 0, not NaN."""
-    # Written so that NaN counts as some and stays visible.
     some = ~(weight <= LEAST_WEIGHT)
     return torch.where(some, torch.log(torch.where(some, weight, 1.0)), -torch.inf)
 

@@ -239,12 +239,17 @@ def test_states__are_summed_in_float32(dtype):
     torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=0)
 
 
-def with_gradients(inputs, frame_weights=None, return_lse=False, **options):
-    """out, lse if asked for, dq, dk, dv and, if there are any, the gradient of frame_weights."""
+def with_gradients(inputs, frame_weights=None, return_lse=False, dout=None, **options):
+    """out, lse if asked for, dq, dk, dv and, if there are any, the gradient of frame_weights.
+
+    The gradient of the output is `dout`, or that of an objective.
+    """
     leaves = [x.detach().requires_grad_() for x in (*inputs, *([] if frame_weights is None else [frame_weights]))]
     more = {} if frame_weights is None else {"frame_weights": leaves[3]}
     results = taylor_attention(*leaves[:3], return_lse=return_lse, **more, **options)
     out, *lse = results if return_lse else (results,)
+    if dout is not None:
+        return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
     objective = out.sin().sum() + sum(x.cos().sum() for x in lse)
     return out.detach(), *(x.detach() for x in lse), *torch.autograd.grad(objective, leaves)
 
@@ -267,11 +272,19 @@ def check_kernels(case, name, dtype=torch.float32, device="cpu"):
     case = dict(case)
     T, lse = case.pop("T", 0), case.pop("return_lse", False) and name != "identity"
     options = {"causal": case.pop("causal", False), "feature_map": name, "return_lse": lse}
-    inputs = [x.to(device) for x in qkv(**case, dtype=dtype)]
+    sizes, mean, size = case.pop("sizes", (1, 1, 1)), case.pop("mean", 0), case.pop("dout", None)
+    q, k, v = (size * x for size, x in zip(sizes, qkv(**case), strict=True))
+    if size is not None:
+        options["dout"] = (size * torch.linspace(1, 2, v.numel()).view(v.shape).to(dtype)).to(device)
+    if mean:
+        # What a large mean leaves of gradients depends on how the output was rounded: that channel has none.
+        v[..., 0] += mean
+        options["dout"][..., 0] = 0
+    inputs = [x.to(device, dtype) for x in (q, k, v)]
     if name == "identity":
         # Weights of either sign cancel at times, and then nothing of the precision is left.
         inputs = [x.abs() for x in inputs]
-    frames = frame_weights_of(T).to(device, torch.float32) if T else None
+    frames = frame_weights_of(T, q.shape[2]).to(device, torch.float32) if T else None
     exact = with_gradients([x.double() for x in inputs], frames.double() if T else None, **options)
     results = (with_gradients(inputs, frames, implementation=i, **options) for i in ("triton", "torch"))
     labels = ("out", *(("lse",) * lse), "dq", "dk", "dv", *(("dframes",) * bool(T)))
@@ -294,7 +307,23 @@ def test_the_kernels_are_as_precise_as_plain_torch(name, case):
 @pytest.mark.parametrize("case", ["not-causal", "causal", "frames"])
 @pytest.mark.parametrize("name", ["taylor", "elu"])
 def test_the_kernels_work_in_float16(name, case):
-    check_kernels({**CASES[case], "B": 1}, name, torch.float16)
+    check_kernels({**CASES[case], "B": 1, "H": 1}, name, torch.float16)
+
+
+# Sums over tokens, weights of pairs and what gradients are divided by, all beyond the range of float16.
+RANGES = {
+    "keys": dict(Sq=40, Sk=40, dims=4, sizes=(1, 50, 1), dout=1.0),
+    "values": dict(Sq=40, Sk=40, dims=4, mean=20000, dout=1.0),
+    "gradients": dict(Sq=60, Sk=60, dims=4, sizes=(5, 5, 1), dout=1e-4),
+    "causal": dict(Sq=60, Sk=60, dims=4, sizes=(30, 30, 1), causal=True, dout=1e-4),
+    "frames": dict(Sq=40, Sk=40, dims=4, sizes=(1, 50, 1), T=2, dout=1e-4),
+}
+
+
+@in_interpreter
+@pytest.mark.parametrize("case", RANGES.values(), ids=RANGES)
+def test_in_float16_nothing_overflows_or_vanishes(case):
+    check_kernels({**case, "B": 1, "H": 1}, "taylor", torch.float16)
 
 
 @in_interpreter
@@ -318,6 +347,27 @@ def test_gpu_results_and_gradients_match_float64(name, dims, E, causal, dtype):
 @pytest.mark.parametrize(("T", "P"), [(5, 300), (81, 21), (16, 64)], ids=str)
 def test_gpu_frames_match_float64(T, P, dtype):
     check_kernels(dict(Sq=T * P, Sk=T * P, dims=16, E=64, T=T, return_lse=True), "taylor", dtype, "cuda")
+
+
+GPU_RANGES = {
+    "keys": dict(Sq=40_000, Sk=40_000, dims=4, sizes=(1, 2, 1), dout=1.0),
+    "values": dict(Sq=20_000, Sk=20_000, dims=16, mean=12, dout=1.0),
+    "gradients": dict(Sq=4096, Sk=4096, dims=16, dout=1e-4),
+    "large-gradients": dict(Sq=4096, Sk=4096, dims=16, sizes=(4, 4, 1), dout=1000.0),
+    "frames": dict(Sq=21 * 1024, Sk=21 * 1024, dims=16, sizes=(1, 4, 1), T=21, dout=1e-4),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hopper", [0, 1], ids=["portable", "hopper"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", GPU_RANGES.values(), ids=GPU_RANGES)
+def test_gpu_float16_has_the_range_of_bfloat16(case, causal, hopper, dtype):
+    if causal and "T" in case:
+        pytest.skip("frames have weights of their own")
+    with launch_overrides({"hopper": {"enabled": hopper}}):
+        check_kernels({**case, "E": 64, "B": 1, "H": 2, "causal": causal}, "taylor", dtype, "cuda")
 
 
 @in_interpreter
@@ -381,18 +431,54 @@ def test_strided_views_give_the_same_bits():
         assert torch.equal(x, y)
 
 
+def check_nan(implementation, dtype, device="cpu"):
+    """One NaN in query, key or value shows in all that it reaches, and leaves the other head as it is."""
+    at, channel, Sq = 17, 2, 36
+    for causal in (False, True):
+        options = {"causal": causal, "return_lse": True, "implementation": implementation}
+        tensors = [x.to(device) for x in qkv(Sq, Sq, dims=4, E=8, B=1, H=2, dtype=dtype)]
+        clean = with_gradients(tensors, **options)
+        later, earlier = (slice(at, None), slice(None, at + 1)) if causal else (slice(None), slice(None))
+        for poisoned in range(3):
+            x = [x.clone() for x in tensors]
+            x[poisoned][0, at, 0, channel] = torch.nan
+            out, lse, dq, dk, dv = results = with_gradients(x, **options)
+            reached = {
+                0: (out[:, at, 0], lse[:, 0, at], dq[:, at, 0], dk[:, earlier, 0], dv[:, earlier, 0]),
+                1: (out[:, later, 0], lse[:, 0, later], dq[:, later, 0], dk[:, :, 0], dv[:, :, 0]),
+                2: (out[:, later, 0, channel], dq[:, later, 0], dk[:, :, 0], dv[:, :, 0, channel]),
+            }[poisoned]
+            assert all(x.isnan().all() for x in reached), (causal, poisoned)
+            for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), results, clean, strict=True):
+                head = (slice(None), 1) if name == "lse" else (slice(None), slice(None), 1)
+                assert torch.equal(x[head], y[head]), (name, causal, poisoned)
+        # A step of decoding.
+        _, state = taylor_attention(*tensors, causal=True, return_state=True)
+        for poisoned in range(3):
+            x = [x[:, :1].clone() for x in tensors]
+            x[poisoned][0, 0, 0, channel] = torch.nan
+            out, after = taylor_attention(
+                *x, causal=True, state=state, return_state=True, implementation=implementation
+            )
+            assert out[0, 0, 0, channel].isnan() and not out[0, 0, 1].isnan().any()
+            assert poisoned == 0 or after.kv[0, 0].isnan().any()
+
+
+def test_plain_torch_shows_nan():
+    check_nan("torch", torch.float64)
+
+
 @in_interpreter
-def test_a_head_full_of_nan_leaves_the_others_as_they_are():
-    tensors = qkv(40, 40, dtype=torch.float32)
-    clean = with_gradients(tensors, causal=True, implementation="triton")
-    poisoned = [x.clone() for x in tensors]
-    for x in poisoned:
-        x[1, 3, 1] = torch.nan
-    others = torch.ones(2, 3, dtype=torch.bool)
-    others[1, 1] = False
-    for x, y in zip(with_gradients(poisoned, causal=True, implementation="triton"), clean, strict=True):
-        assert torch.equal(x.transpose(1, 2)[others], y.transpose(1, 2)[others])
-        assert x[1, :, 1].isnan().any()
+def test_the_kernels_show_nan():
+    check_nan("triton", torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("hopper", [0, 1], ids=["portable", "hopper"])
+def test_gpu_kernels_show_nan(hopper, dtype):
+    with launch_overrides({"hopper": {"enabled": hopper}}):
+        check_nan("triton", dtype, "cuda")
 
 
 @in_interpreter
