@@ -81,6 +81,26 @@ def language_is_patched_once_for_a_kernel() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def conditions_of_scalars_are_conditions() -> Iterator[None]:
+    """Triton's interpreter takes one that masks a vector for a number, which Triton 3.9 refuses as a mask."""
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.language import int1
+    from triton.runtime import interpreter
+
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def splat_condition(self: Any, shape: Any, scalar: Any) -> Any:
+        is_condition = scalar.data.dtype == bool
+        return splat(self, shape, interpreter.TensorHandle(scalar.data, int1) if is_condition else scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_splat", splat_condition)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     # Tiny tensors: more threads only wait for each other, and sums in another order would not be bit-identical.
     threads = torch.get_num_threads()
