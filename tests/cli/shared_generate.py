@@ -7,8 +7,6 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from vmonarch.cli import main
@@ -17,8 +15,7 @@ worker = Path(__file__).parents[1] / "processors" / "context_parallel_worker.py"
 spec = importlib.util.spec_from_file_location("context_parallel_worker", worker)
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-dist.all_gather = module.all_gather_of_any_sizes
-torch.accelerator.device_count = lambda: 1
+module.stand_for_accelerators()
 tokens = set()
 forward = WanTransformerBlock.forward
 

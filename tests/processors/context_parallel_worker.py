@@ -404,6 +404,14 @@ def load_tiny():
     return module
 
 
+def stand_for_accelerators():
+    """Let diffusers take processes on the CPU for ranks that have an accelerator each."""
+    torch.accelerator.device_count = lambda: 1
+    # A torch that was built for CUDA names it where there is none, too.
+    torch.accelerator.current_accelerator = lambda check_available=False: None
+    dist.all_gather = all_gather_of_any_sizes
+
+
 def all_gather_of_any_sizes(outputs, x, group=None):
     """diffusers gathers parts of different sizes by `all_gather`, which NCCL can and gloo cannot."""
     for rank, out in enumerate(outputs):
@@ -414,10 +422,7 @@ def all_gather_of_any_sizes(outputs, x, group=None):
 
 def main(tiny, folder, rank, names):
     torch.set_num_threads(1)
-    # diffusers takes it for granted that there is an accelerator.
-    torch.accelerator.device_count = lambda: 1
-    # A torch that was built for CUDA names it where there is none, too.
-    torch.accelerator.current_accelerator = lambda check_available=False: None
+    stand_for_accelerators()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -425,7 +430,6 @@ def main(tiny, folder, rank, names):
         world_size=RANKS,
         timeout=datetime.timedelta(seconds=60),
     )
-    dist.all_gather = all_gather_of_any_sizes
     ranks, results = Rank(), {}
     for name in names:
         try:
