@@ -17,6 +17,8 @@ SCHEDULES = ("constant", "cosine", "linear")
 PRECISIONS = ("bf16", "fp32")
 TRAIN = ("all", "transformer", "transformer_2")
 RESUME = ("auto", "never", "must")
+# Parts of a checkpoint that a run can start anew.
+WAIVABLE = ("optimizer", "ema", "loader", "random")
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 
 
@@ -115,7 +117,7 @@ class CheckpointConfig:
     Args:
         every: steps. keep: how many.
         resume: auto (the newest, if there is one), never (an error if there is one), must (an error if there is none).
-        waive: parts that may be missing ("ema", "optimizer", …), with which the run starts anew.
+        waive: parts of WAIVABLE that may be missing, with which the run starts anew.
     """
 
     every: int = 250
@@ -183,7 +185,9 @@ class FinetuneConfig:
         for name in ("steps", "batch_size", "micro_batch", "sequence_parallel_size", "log_every", "validation.clips",
                      "validation.levels", "checkpoints.every", "checkpoints.keep"):  # fmt: skip
             self._check(name, 1, math.inf)
-        for name in ("seed", "anneal", "data.workers", "optimizer.warmup", "lora.rank", "validation.every",
+        self._check("seed", 0, 2**63 - 1)
+        self._check("objective.mean", -math.inf, math.inf)
+        for name in ("anneal", "data.workers", "optimizer.warmup", "lora.rank", "validation.every",
                      "validation.videos_every", "objective.distillation", "optimizer.weight_decay"):  # fmt: skip
             self._check(name, 0, math.inf)
         for name in ("data.caption_dropout", "data.bad_fraction", "objective.image_share", "optimizer.final"):
@@ -198,6 +202,9 @@ class FinetuneConfig:
         self._check("validation.steps", 1, math.inf)
         if not self.data.path:
             raise InputError("data.path", "is missing: a folder of parquet files, as `vmonarch preprocess` makes them")
+        for part in self.checkpoints.waive:
+            if part not in WAIVABLE:
+                raise InputError("checkpoints.waive", f"must be of {', '.join(WAIVABLE)}, got {part!r}")
         if self.lora.rank and not self.lora.targets:
             raise InputError("lora.targets", "must name at least one layer")
         if self.validation.videos_every and not self.validation.prompts:
@@ -213,13 +220,9 @@ class FinetuneConfig:
         value = self._get(name)
         if value is None:
             return
-        if (
-            not math.isfinite(value)
-            or value < low
-            or value > high
-            or (above and value == low)
-            or (below and value == high)
-        ):
+        if not math.isfinite(value):
+            raise InputError(name, f"must be finite, got {value}")
+        if value < low or value > high or (above and value == low) or (below and value == high):
             ends = [f"{'above' if above else 'at least'} {low}"]
             if math.isfinite(high):
                 ends.append(f"{'below' if below else 'at most'} {high}")

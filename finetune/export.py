@@ -23,7 +23,7 @@ from vmonarch.configs import InputError
 from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints
 from vmonarch.finetune.config import FinetuneConfig, finetune_config
 from vmonarch.finetune.models import COMPONENTS, Experts, ModelFacts, load_experts, model_facts
-from vmonarch.pipelines.model_folder import ModelFolder, find_model
+from vmonarch.pipelines.model_folder import ModelError, ModelFolder, find_model
 
 WEIGHTS = ("auto", "last", "ema")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,6 +55,7 @@ def export(
     Raises:
         InputError: an argument that cannot be used.
         CheckpointError: no such checkpoint, or it does not fit the model.
+        ModelError: the model cannot be loaded.
     """
     output = Path(output)
     if output.exists():
@@ -68,7 +69,10 @@ def export(
     if one_file != (output.suffix == ".safetensors"):
         form = "end with .safetensors" if one_file else "be a folder"
         raise InputError("output", f"must {form} for what this run trained, got {str(output)!r}")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError("output", f"{str(output)!r} cannot be written: {error.strerror or error}") from error
     temporary = output.with_name(f".{output.stem}.{os.getpid()}.partial{output.suffix}")
     try:
         if learns:
@@ -90,6 +94,8 @@ def _trained(
 ) -> tuple[FinetuneConfig, ModelFolder, ModelFacts, Experts]:
     """(settings of the run, its model and what that says, the transformers with the weights of a checkpoint)."""
     checkpoints = Checkpoints(run / "checkpoints")
+    if not checkpoints.folder.is_dir():
+        raise InputError("run", f"must be the output folder of a run; there is no folder {str(checkpoints.folder)!r}")
     if step is not None and step not in checkpoints.steps():
         listed = ", ".join(map(str, checkpoints.steps())) or "none"
         raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {listed}")
@@ -107,6 +113,8 @@ def _trained(
     if folder.fingerprint() != parts["run"]["model"]:
         raise CheckpointError(f"{path} was trained from another model than {folder.path}")
     tensors = parts["model"]
+    if weights == "ema" and not config.ema:
+        raise InputError("weights", "cannot be ema: the run has no average")
     if weights == "ema" or (weights == "auto" and config.ema):
         tensors = checkpoints.load(path, wanted=["ema"])["ema"]
     facts = model_facts(folder, config)
@@ -164,7 +172,7 @@ def _narrow(part: Any, dtype: torch.dtype) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Command line; exit codes: 0 done, 1 the export failed, 2 an argument cannot be used, 130 interrupted (Ctrl-C)."""
     parser = argparse.ArgumentParser(prog="python -m vmonarch.finetune.export", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="output folder of the run")
     parser.add_argument("--output", type=Path, required=True, help="folder, or .safetensors file for LoRA layers")
@@ -178,10 +186,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         written = export(
             options.run, options.output, step=options.step, weights=options.weights, dtype=dtype, model=options.model
         )
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog}: interrupted; nothing half-written is left", file=sys.stderr)
+        return 130
     except InputError as error:
-        parser.error(str(error))
-    except CheckpointError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        name = f"--{error.argument}" if error.argument in ("output", "weights", "model") else error.argument
+        print(f"{parser.prog}: error: {name} {error.problem}", file=sys.stderr)
+        return 2
+    except (CheckpointError, ModelError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
     print(written)
     return 0

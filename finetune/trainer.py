@@ -232,9 +232,6 @@ class Trainer:
             return
         wanted = ["model", "optimizer", "run", "loader", "random"] + (["ema"] if self.average else [])
         parts = self.checkpoints.load(newest, wanted=wanted, waive=how.waive)
-        for name in ("model", "run"):
-            if name not in parts:
-                raise CheckpointError(f"{newest} has no {name}, which cannot be waived")
         self._check_same_run(newest, parts["run"])
         self._restore(newest, parts)
         self.step = parts["run"]["step"]
@@ -244,6 +241,8 @@ class Trainer:
             raise CheckpointError(f"{path} was trained from another model than {self.folder.name}")
         before, now = _flat(run["config"]), _flat(self.about["config"])
         free = [name for name in FREE if name != "steps" or self.config.optimizer.schedule == "constant"]
+        # An average that may be missing may begin now.
+        free += [name for name in self.config.checkpoints.waive if name == "ema"]
         different = sorted(
             key
             for key in before.keys() | now.keys()
@@ -277,8 +276,9 @@ class Trainer:
                     parameter.copy_(weights[name])
             if "optimizer" in parts:
                 self.optimizer.optimizer.load_state_dict(parts["optimizer"])
-        for name, tensor in parts.get("ema", {}).items():
-            self.average[name].copy_(tensor)
+        with torch.no_grad():
+            for name, tensor in self.average.items():
+                tensor.copy_(parts.get("ema", self.trained)[name])
         if "loader" in parts:
             self.loader.load_state_dict(parts["loader"])
         if "random" in parts:

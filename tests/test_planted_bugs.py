@@ -182,7 +182,7 @@ BUGS = {
     "validation-asks-one-expert": (TRAINER, "in plain.experts if e.low <= sigma", "in plain.experts if e"),
     "validation-of-the-last-weights": (TRAINER, "self.trained[name].copy_(tensor)", "pass"),
     "validation-noise-of-the-step": (TRAINER, '"validation", number', '"validation", self.step, number'),
-    "average-forgotten": (TRAINER, "self.average[name].copy_(tensor)", "pass"),
+    "average-forgotten": (TRAINER, 'tensor.copy_(parts.get("ema"', 'print(parts.get("ema"'),
     "checkpoint-named-before-it-is-on-disk": (CHECKPOINTS, "_sync(path, out.fileno())", "pass"),
     "checkpoint-never-verified": (CHECKPOINTS, 'if found != entry["sha256"]', "if False"),
     "ranks-take-the-first-heads": (CONTEXT_PARALLEL, "x.narrow(dim, self.start,", "x.narrow(dim, 0,"),

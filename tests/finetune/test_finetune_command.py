@@ -16,6 +16,7 @@ from vmonarch.finetune.__main__ import main
 from vmonarch.finetune.checkpoints import Checkpoints
 from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.data.schema import Sample
+from vmonarch.finetune.export import main as export
 from vmonarch.finetune.trainer import Trainer
 
 # What `accelerate launch` starts; it has no way to ask for several processes on a CPU.
@@ -133,6 +134,24 @@ def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypat
         *steps, last = capsys.readouterr().out.splitlines()
         assert len(steps) == lines and all(line.endswith("  left 0 s") for line in steps)
         assert last.startswith(f"{tmp_path / 'checkpoints' / 'step-00000002'} is complete; to export it: python -m ")
+    bad = {
+        ("nowhere", "--output", "m"): (
+            2,
+            "run must be the output folder of a run; there is no folder 'nowhere/checkpoints'",
+        ),
+        (str(tmp_path), "--output", str(tmp_path)): (2, "--output must not exist, "),
+        (str(tmp_path), "--output", "m.safetensors"): (2, "--output must be a folder for what this run trained, got"),
+        (str(tmp_path), "--output", "/dev/null/m"): (2, "--output '/dev/null/m' cannot be written: File"),
+        (str(tmp_path), "--output", "m", "--weights", "ema"): (2, "--weights cannot be ema: the run has no average"),
+        (str(tmp_path), "--output", "m", "--step", "7"): (1, f"{tmp_path} has no checkpoint of step 7; it has: 1, 2"),
+        (str(tmp_path), "--output", "m", "--model", str(tmp_path)): (1, f"{tmp_path} has no model_index.json"),
+        (str(tmp_path), "--output", "m", "--model", "nowhere"): (2, "--model must be 'embedded', a folder of a Wan"),
+    }
+    monkeypatch.chdir(tmp_path)
+    for given, (code, message) in bad.items():
+        assert export(given) == code
+        assert f"python -m vmonarch.finetune.export: error: {message}" in capsys.readouterr().err
+        assert not list(tmp_path.glob("*m*.partial*"))
 
 
 def test_what_is_left_is_in_words():

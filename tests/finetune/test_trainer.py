@@ -119,8 +119,10 @@ def test_a_resumed_run_is_the_same_run(place, tmp_path, kind, workers):
     whole.run()
     parts = tmp_path / "parts"
     Trainer(settings(place, parts, kind, **options | {"steps": 17})).run()
+    state = torch.get_rng_state()
+    torch.rand(1)
     resumed = Trainer(settings(place, parts, kind, **options))
-    assert resumed.step == 17
+    assert resumed.step == 17 and torch.equal(torch.get_rng_state(), state)
     resumed.run()
     assert losses(parts) == losses(tmp_path / "whole")
     assert equal(weights(resumed), weights(whole)) and equal(resumed.average, whole.average)
@@ -157,7 +159,8 @@ def test_settings_reach_what_they_are_for(place, tmp_path, monkeypatch):
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     levels = {"sigma": "uniform", "mean": 0.5, "std": 2.0, "flow_shift": 7.0}
     options = {"objective": {**levels, "image_share": 0.3}, "attention": "vmonarch:dense_steps=2", "lora": {"rank": 2},
-               "gradient_checkpointing": True, "precision": "bf16", "checkpoints": {"keep": 5}}  # fmt: skip
+               "gradient_checkpointing": True, "precision": "bf16", "checkpoints": {"keep": 5},
+               "data": {"validation": str(place / "held-out")}, "validation": {"clips": 1, "levels": 2}}  # fmt: skip
     trainer, again, other = (
         Trainer(settings(place, tmp_path / name, "t2v-5b", seed=seed, **options))
         for name, seed in (("first", 0), ("again", 0), ("other", 1))
@@ -173,6 +176,11 @@ def test_settings_reach_what_they_are_for(place, tmp_path, monkeypatch):
     model.blocks[0].ffn.register_forward_hook(lambda module, given, made: products.add(made.dtype))
     trainer._update(iter([batch] * trainer.accumulation))
     assert products == {torch.bfloat16} and {p.dtype for p in model.parameters()} == {torch.float32}
+    # Held-out clips are not told their first frame, whose tokens would have timestep 0.
+    times = []
+    model.register_forward_pre_hook(lambda module, _, given: times.append(given["timestep"]), with_kwargs=True)
+    trainer.validate()
+    assert len(times) == 2 and torch.cat(times).min() > 0
 
 
 def test_the_average_follows_faster_at_the_start(place, tmp_path):
@@ -355,8 +363,11 @@ def test_another_run_is_not_resumed(place, tmp_path):
 
 def test_a_missing_average_is_an_error_unless_waived(place, tmp_path):
     Trainer(settings(place, tmp_path, steps=2)).run()
-    with pytest.raises(CheckpointError, match="ema"):
+    with pytest.raises(CheckpointError, match="lacks ema; waive"):
         Trainer(settings(place, tmp_path, ema=0.9))
+    trainer = Trainer(settings(place, tmp_path, ema=0.9, checkpoints={"waive": ["ema"]}))
+    assert trainer.step == 2 and equal(trainer.average, weights(trainer))
+    assert not any(tensor.requires_grad for tensor in trainer.average.values())
 
 
 def test_bad_models_and_parts_are_named(place, tmp_path):
