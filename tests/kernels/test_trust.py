@@ -334,6 +334,13 @@ def test_portable_kernels_take_the_place_of_those_for_hopper(monkeypatch, untest
             assert torch.equal(flash_bias_attention(*tensors, *factors, implementation="triton"), out)
 
 
+@pytest.mark.parametrize("family", ["window", "norm_rotary"])
+def test_a_family_without_kernels_for_hopper_has_no_verdict_of_them(monkeypatch, untested, checks, family):
+    monkeypatch.setattr(launch, "on_hopper", lambda device: True)
+    assert launch._why_distrusted(family, CPU, torch.float16, "triton") is None
+    assert [kernels.hopper for kernels in checks] == [False]
+
+
 def test_what_vmonarch_runs_of_flash_attention_is_checked_with_it_and_apart(monkeypatch, untested, checks):
     monkeypatch.setattr(launch, "on_hopper", lambda device: True)
     assert launch._why_distrusted("monarch", CPU, torch.float16, "auto") is None

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import vmonarch
-from vmonarch import ExactBlocks, VMonarchProcessor
+from vmonarch import ExactBlocks, VMonarchProcessor, processors
+from vmonarch.kernels.common import launch, trust
 
 GRID = (2, 3, 3)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
@@ -45,6 +46,26 @@ def test_a_model_that_the_kernels_cannot_serve_says_so(tiny, monkeypatch):
     monkeypatch.setattr("vmonarch.kernels.common.launch.interpreted", lambda: False)
     with pytest.raises(NotImplementedError, match='vmonarch_attention with implementation="triton": .*on the CPU'):
         outputs_and_gradients(tiny, "triton")
+
+
+@interpreted
+def test_a_model_runs_without_kernels_that_fail_a_check(tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in {
+        "TESTED_TRITON": (),
+        "check": lambda kernels: "planted",
+        "_verdicts": {},
+        "_warned": set(),
+    }.items():
+        monkeypatch.setattr(trust, name, value)
+    for module in (launch, processors):
+        monkeypatch.setattr(module, "auto_takes_kernels", lambda device: True)
+    with pytest.warns(RuntimeWarning) as caught:
+        actual = outputs_and_gradients(tiny, "auto")
+    families = [str(warning.message).split(" for ")[0] for warning in caught if "planted" in str(warning.message)]
+    assert families == ["the portable kernels of norm_rotary", "the portable kernels of flash_entropy"]
+    for a, b in zip(actual, outputs_and_gradients(tiny, "torch"), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.gpu
