@@ -13,7 +13,8 @@ from diffusers.models.transformers import transformer_wan
 
 import vmonarch
 from vmonarch import ExactBlocks, LatentGrid, VMonarchProcessor
-from vmonarch.processors import FullAttentionProcessor, VideoAttentionProcessor
+from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
+from vmonarch.processors import FullAttentionProcessor, VideoAttentionProcessor, _project
 
 ALL_EXACT = ExactBlocks(band=1000)
 
@@ -157,6 +158,51 @@ def test_cross_attention_is_left_to_the_stock_processor(tiny):
         expected = attn(states, context)
         attn.set_processor(VMonarchProcessor())
         assert torch.equal(attn(states, context), expected)
+
+
+HOOKS = {
+    "forward-hook": lambda norm, note: norm.register_forward_hook(note),
+    "forward-pre-hook": lambda norm, note: norm.register_forward_pre_hook(note),
+    "backward-hook": lambda norm, note: norm.register_full_backward_hook(note),
+    "backward-pre-hook": lambda norm, note: norm.register_full_backward_pre_hook(note),
+    # As offloading and casting do it.
+    "own-forward": lambda norm, note: setattr(norm, "forward", lambda x: note() or type(norm).forward(norm, x)),
+}
+
+
+@pytest.mark.parametrize("way", HOOKS)
+def test_a_norm_with_hooks_is_called_and_not_fused(tiny, monkeypatch, way):
+    model = tiny.transformer(num_layers=1)
+    attn, video = model.blocks[0].attn1, tiny.inputs()["hidden_states"]
+    states, rotary = torch.randn(1, 18, 24), model.rope(video)
+    fused, called = [], []
+
+    def norm_rotary(x, weight, *angles, heads, eps, implementation):
+        fused.append(weight)
+        return norm_rotary_reference(x, weight, *angles, heads=heads, eps=eps)
+
+    monkeypatch.setattr("vmonarch.processors.why_not_triton", lambda *_: None)
+    monkeypatch.setattr("vmonarch.processors.norm_rotary", norm_rotary)
+    expected = _project(attn, states, rotary, "triton")
+    assert [id(weight) for weight in fused] == [id(attn.norm_q.weight), id(attn.norm_k.weight)]
+    HOOKS[way](attn.norm_q, lambda *_: called.append(1))
+    found = _project(attn, states, rotary, "triton")
+    sum(x.sum() for x in found).backward()
+    assert called == [1] and len(fused) == 3
+    for x, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, wanted)
+
+
+@pytest.mark.parametrize("rotary", [True, False], ids=["rotated", "plain"])
+def test_query_and_key_have_the_dtype_of_value_whatever_their_norms_return(tiny, rotary):
+    model = tiny.transformer(num_layers=1)
+    attn, angles = model.blocks[0].attn1.bfloat16(), model.rope(tiny.inputs()["hidden_states"])
+    for norm in (attn.norm_q, attn.norm_k):
+        # As under autocast on a GPU.
+        norm.register_forward_hook(lambda module, inputs, output: output.float())
+    states = torch.randn(1, 18, 24, dtype=torch.bfloat16)
+    found = _project(attn, states, angles if rotary else None, "torch")
+    assert [x.dtype for x in found] == [torch.bfloat16] * 3
 
 
 def test_attention_mask_in_self_attention_is_refused(tiny):
