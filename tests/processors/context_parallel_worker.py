@@ -180,6 +180,14 @@ def orders(tiny, ranks):
     return found
 
 
+def set_later(tiny, ranks):
+    """A processor that is set after parallelism was enabled, which diffusers does not tell it."""
+    model = tiny.transformer()
+    ranks.enable(model)
+    model.set_attn_processor(VMonarchProcessor())
+    return {"out": tiny.run(model, (4, 2, 3))}
+
+
 def dense_layers(tiny, ranks):
     model = tiny.transformer()
     vmonarch.apply(model, VMonarchProcessor(dense_layers=1))
@@ -274,6 +282,7 @@ SAME = {
         for split in (FRAME_SPLITS if "frames" in processor else SPLITS)
     },
     "orders": orders,
+    "set-later": set_later,
     "dense-layers": dense_layers,
     "dense-steps": pipeline("t2v", lambda: VMonarchProcessor(dense_steps=(0, 2))),
     "bias-of-tensors": pipeline("t2v", lambda: FlashBiasProcessor(table(2, 18))),
@@ -361,12 +370,20 @@ def with_a_grid(tiny, enable):
     return model
 
 
-def with_first_block_cache(tiny, enable):
-    model = tiny.transformer()
-    vmonarch.apply(model, VMonarchProcessor())
-    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    enable(model)
-    return model
+def with_first_block_cache(*steps):
+    def build(tiny, enable):
+        model = tiny.transformer()
+        take = {
+            "apply": lambda: vmonarch.apply(model, VMonarchProcessor()),
+            "set": lambda: model.set_attn_processor(VMonarchProcessor()),
+            "cache": lambda: model.enable_cache(FirstBlockCacheConfig(threshold=0.1)),
+            "parallel": lambda: enable(model),
+        }
+        for step in steps:
+            take[step]()
+        return model
+
+    return build
 
 
 def compiled_whole(tiny, enable):
@@ -392,7 +409,10 @@ REFUSED = {
     "odd-tokens": refused_on(applied(VMonarchProcessor()), grid=(5, 3, 3)),
     "bias-of-other-heads": refused_on(applied(FlashBiasProcessor(table(2, 30)), heads=4)),
     "other-grid": refused_on(with_a_grid),
-    "first-block-cache": refused_on(with_first_block_cache),
+    **{
+        f"first-block-cache-{'-'.join(steps)}": refused_on(with_first_block_cache(*steps))
+        for steps in (("apply", "cache", "parallel"), ("set", "cache", "parallel"), ("parallel", "cache", "set"))
+    },
     "compiled-whole": refused_on(compiled_whole),
 }
 

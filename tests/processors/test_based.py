@@ -8,6 +8,7 @@ import math
 import pickle
 
 import accelerate
+import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -385,6 +386,40 @@ def test_without_apply_it_says_what_to_do(tiny):
     with pytest.raises(RuntimeError, match="BasedProcessor needs vmonarch.apply"):
         tiny.run(model)
     assert not learnt(model)
+
+
+def set_one_by_one(model, processor):
+    for module in reversed(list(model.modules())):
+        if hasattr(module, "set_processor"):
+            module.set_processor(processor)
+
+
+REPLACED = {
+    "for-all": lambda model: model.set_attn_processor(VMonarchProcessor()),
+    "by-name": lambda model: model.set_attn_processor({name: VMonarchProcessor() for name in model.attn_processors}),
+    "stock": lambda model: model.set_attn_processor(diffusers.models.transformers.transformer_wan.WanAttnProcessor()),
+    "based": lambda model: model.set_attn_processor(based()),
+    "one-by-one": lambda model: set_one_by_one(model, VMonarchProcessor()),
+}
+
+
+@pytest.mark.parametrize("twin", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("way", REPLACED)
+def test_what_was_learnt_is_not_replaced_unasked(tiny, way, twin):
+    # Of layers that learn nothing, too: they belong to those that do.
+    first = applied(tiny, layers=["full", "both"])
+    model = randomise(twin(first))
+    expected, before = tiny.run(model), dict(model.attn_processors)
+    with pytest.raises(ValueError, match=r"set_attn_processor\(\w+\) would lose .*save_adapter.*vmonarch.restore"):
+        REPLACED[way](model)
+    assert model.attn_processors == before and torch.equal(tiny.run(model), expected)
+    model.set_attn_processor(before)
+    vmonarch.restore(model)
+    if model is not first:
+        with pytest.raises(ValueError, match="would lose"):
+            REPLACED[way](first)
+    REPLACED[way](model)
+    assert not learnt(model) and len(learnt(first)) == (0 if model is first else 3)
 
 
 @pytest.mark.parametrize("second", [based(), VMonarchProcessor()], ids=["based", "vmonarch"])

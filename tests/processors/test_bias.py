@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -62,24 +63,58 @@ def test_a_decay_learns_through_the_whole_model(tiny, make):
     assert decay.decay.grad is not None and (decay.decay.grad != 0).all()
 
 
-def test_factors_are_made_once_per_grid_and_again_when_they_change(tiny):
-    calls = []
+class Counted(SpatioTemporalDecay):
+    def __init__(self):
+        super().__init__(1)
+        self.made = []
 
-    class Counted(SpatioTemporalDecay):
-        def forward(self, grid):
-            calls.append(grid)
-            return super().forward(grid)
+    def forward(self, grid):
+        factors = super().forward(grid)
+        self.made.append(weakref.ref(factors[0]))
+        return factors
 
-    decay = Counted(1)
-    model = tiny.transformer()
-    vmonarch.apply(model, FlashBiasProcessor(decay))
+
+def test_the_layers_of_a_forward_call_share_factors_that_end_with_it(tiny):
+    bias, model = Counted(), tiny.transformer()
+    vmonarch.apply(model, FlashBiasProcessor(bias))
     first = tiny.run(model)
-    assert calls == [LatentGrid(*tiny.GRID)]
+    assert len(bias.made) == 1
     tiny.run(model, grid=(2, 2, 2))
-    assert torch.equal(tiny.run(model), first) and len(calls) == 2
+    assert torch.equal(tiny.run(model), first) and len(bias.made) == 3
+    with pytest.raises(RuntimeError):
+        model(**tiny.inputs() | {"encoder_hidden_states": torch.zeros(1)})
     with torch.no_grad():
-        decay.decay.mul_(100.0)
-    assert not torch.equal(tiny.run(model), first) and len(calls) == 3
+        # Passes by the hooks.
+        model.forward(**tiny.inputs())
+    assert len(bias.made) == 5
+    assert all(factor() is None for factor in bias.made)
+    vmonarch.restore(model)
+    model.set_attn_processor(FlashBiasProcessor(bias))
+    assert torch.equal(tiny.run(model), first) and len(bias.made) == 7, "nothing tells the calls apart"
+
+
+CHANGES = {
+    "in-place": lambda decay: decay.decay.mul_(100.0),
+    # As diffusers' EMAModel does it, which no version counts.
+    "data": lambda decay: decay.decay.data.copy_(100.0 * decay.decay),
+    "replaced": lambda decay: setattr(decay, "decay", torch.nn.Parameter(100.0 * decay.decay)),
+}
+
+
+@pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+@pytest.mark.parametrize("module", [True, False], ids=["module", "function"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_bias_that_has_changed_is_used_as_it_is_now(tiny, change, module, way):
+    decay, model = SpatioTemporalDecay(1), tiny.transformer()
+    processor = FlashBiasProcessor(decay if module else lambda grid: decay(grid))
+    vmonarch.apply(model, processor) if way == "apply" else model.set_attn_processor(processor)
+    before = tiny.run(model)
+    with torch.no_grad():
+        CHANGES[change](decay)
+    after = tiny.run(model)
+    assert (after - before).abs().max() > 1e-3
+    with vmonarch.apply(tiny.transformer(), FlashBiasProcessor(copy.deepcopy(decay))) as fresh:
+        assert torch.equal(tiny.run(fresh.transformers["transformer"]), after)
 
 
 @by_processor

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
 import diffusers
@@ -332,15 +334,13 @@ def test_the_hook_and_the_steps_never_wait_for_the_gpu(tiny):
     pipe = tiny.pipeline("t2v").to("cuda")
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1]))
     tiny.generate(pipe)
-    context = pipe.transformer._vmonarch_record.context
-    pipe.scheduler.set_timesteps(4, device="cuda")
-    pipe._num_timesteps, pipe._current_timestep = 4, pipe.scheduler.timesteps[0]
-    torch.cuda.set_sync_debug_mode("error")
+    waiting = torch.cuda.set_sync_debug_mode
+    pipe.transformer.register_forward_pre_hook(lambda *_: waiting("error"), prepend=True)
+    pipe.transformer.register_forward_pre_hook(lambda *_: waiting("default"))
     try:
-        context.begin(torch.Size((3, 4, 6)))
+        tiny.generate(pipe)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert context.call == ((3, 2, 3), False)
+        waiting("default")
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_compiled_pipeline_with_dense_steps_switched_off_again(tiny, dynamo, sco
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=2))
     expected = tiny.generate(pipe, steps=6)
     if scope == "whole":
-        pipe.transformer.compile(backend="eager", fullgraph=True)
+        pipe.transformer.compile(backend="eager")
     else:
         pipe.transformer.compile_repeated_blocks(backend="eager", fullgraph=True)
     torch.testing.assert_close(tiny.generate(pipe, steps=6), expected)
@@ -409,6 +409,32 @@ def test_compiled_pipeline_with_dense_steps_switched_off_again(tiny, dynamo, sco
     assert dynamo["stats"]["unique_graphs"] == graphs
     vmonarch.restore(pipe)
     torch.testing.assert_close(tiny.generate(pipe, steps=6), stock)
+
+
+def test_whole_in_one_graph_no_step_is_known(tiny, dynamo):
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=2))
+    pipe.transformer.compile(backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="(?s)dense_steps.*compile_repeated_blocks"):
+        tiny.generate(pipe)
+
+
+def test_compiled_blocks_of_two_threads_are_told_apart(tiny, dynamo):
+    model = tiny.transformer(num_layers=1)
+    vmonarch.apply(model, VMonarchProcessor())
+    # As many tokens in both: nothing but the grid tells them apart.
+    grids = [(3, 2, 4), (4, 3, 2)]
+    expected = [tiny.run(model, grid) for grid in grids]
+    model.compile_repeated_blocks(backend="eager", fullgraph=True)
+    for grid in grids:
+        tiny.run(model, grid)
+    begun, together = [], threading.Barrier(2, timeout=60)
+    model.condition_embedder.register_forward_hook(lambda *_: begun.append(together.wait()))
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda grid: tiny.run(model, grid), grids))
+    assert len(begun) == 2, "both calls had begun before either reached its block"
+    for output, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(output, wanted)
 
 
 def test_applied_to_an_already_compiled_and_used_transformer(tiny, dynamo):

@@ -81,7 +81,11 @@ REFUSALS = {
     "odd-tokens": "AssertionError: Tensor size along dimension to be sharded must be divisible by mesh size",
     "bias-of-other-heads": "ValueError: bias has 2 heads, but attention has 4",
     "other-grid": "ValueError: grid (5, 1, 3) has 15 tokens, but self-attention was given 30",
-    "first-block-cache": "NotImplementedError: First Block Cache is not supported under context parallelism",
+    **{
+        name: "NotImplementedError: First Block Cache is not supported under context parallelism"
+        for name in worker.REFUSED
+        if name.startswith("first-block-cache")
+    },
     "compiled-whole": "attention under context parallelism exchanges tokens between processes",
 }
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import diffusers
 import pytest
@@ -184,43 +187,173 @@ def test_more_dense_steps_than_steps_are_refused(tiny):
         tiny.generate(pipe, steps=3)
 
 
-def test_dense_steps_of_another_pipelines_run_are_refused(tiny):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
-    tiny.generate(pipe)
-    other = diffusers.WanPipeline.from_pipe(pipe)
+def watched(model):
+    """(thread, whether exact) of each call of a transformer from now on."""
+    seen = []
+    model.condition_embedder.register_forward_hook(
+        lambda *_: seen.append((threading.get_ident(), model._vmonarch_record.context.current(0).exact))
+    )
+    return seen
+
+
+def taken(seen):
+    """Whether the calls since the last time were exact."""
+    exact = [exact for _, exact in seen]
+    seen.clear()
+    return exact
+
+
+def quickly(tiny, pipe, steps, **options):
+    """One call of the transformer a step."""
+    return tiny.generate(pipe, steps=steps, guidance=1.0, **options)
+
+
+def another(pipe, *, own_scheduler=False):
+    """Video to video with the parts of `pipe`."""
+    names = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
+    parts = {name: getattr(pipe, name) for name in names}
+    if own_scheduler:
+        parts["scheduler"] = copy.deepcopy(pipe.scheduler)
+    other = diffusers.WanVideoToVideoPipeline(**parts)
     other.set_progress_bar_config(disable=True)
-    with pytest.raises(RuntimeError, match="dense_steps.*not.running.*vmonarch.apply"):
-        tiny.generate(other)
-    with pytest.raises(RuntimeError, match="dense_steps.*vmonarch.apply"):
-        tiny.run(pipe.transformer)
-    vmonarch.apply(other, VMonarchProcessor(dense_steps=1))
-    tiny.generate(other)
+    return other
 
 
-def test_dense_steps_of_a_transformer_copied_out_of_its_pipeline_are_refused(tiny):
+@pytest.mark.parametrize("given", ["pipeline", "transformer"])
+@pytest.mark.parametrize("own_scheduler", [False, True], ids=["one-scheduler", "two-schedulers"])
+def test_pipelines_that_share_a_transformer_take_turns(tiny, own_scheduler, given):
+    pipe = tiny.pipeline("t2v")
+    other = another(pipe, own_scheduler=own_scheduler)
+    vmonarch.apply(pipe if given == "pipeline" else pipe.transformer, VMonarchProcessor(dense_steps=2))
+    seen = watched(pipe.transformer)
+    for _ in range(2):
+        quickly(tiny, other, 5)
+        assert taken(seen) == [True, True, False], "three of five steps run"
+        quickly(tiny, pipe, 4)
+        assert taken(seen) == [True, True, False, False]
+
+
+@pytest.mark.parametrize("own_scheduler", [False, True], ids=["one-scheduler", "two-schedulers"])
+def test_an_interrupted_run_leaves_no_trace(tiny, own_scheduler):
+    pipe = tiny.pipeline("t2v")
+    other = another(pipe, own_scheduler=own_scheduler)
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=2))
+    seen = watched(pipe.transformer)
+
+    def fail(pipe, step, timestep, tensors):
+        if step == 2:
+            raise KeyboardInterrupt
+        return {}
+
+    def stop(pipe, step, timestep, tensors):
+        pipe._interrupt = step == 1
+        return {}
+
+    with pytest.raises(KeyboardInterrupt):
+        quickly(tiny, pipe, 6, callback_on_step_end=fail)
+    assert taken(seen) == [True, True, False]
+    quickly(tiny, other, 5)
+    assert taken(seen) == [True, True, False]
+    quickly(tiny, pipe, 4, callback_on_step_end=stop)
+    assert taken(seen) == [True, True]
+    quickly(tiny, pipe, 3)
+    assert taken(seen) == [True, True, False]
+
+
+def test_a_pipeline_runs_in_the_callback_of_another(tiny):
+    pipe = tiny.pipeline("t2v")
+    other = another(pipe, own_scheduler=True)
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1]))
+    seen = watched(pipe.transformer)
+    within = []
+
+    def callback(outer, step, timestep, tensors):
+        before = len(seen)
+        if step == 1:
+            tiny.run(outer.transformer)
+            quickly(tiny, other, 5)
+        within.append([exact for _, exact in seen[before:]])
+        del seen[before:]
+        return {}
+
+    quickly(tiny, pipe, 3, callback_on_step_end=callback)
+    assert within == [[], [True, False, True, False], []], "in step 1; then three steps of video to video"
+    assert taken(seen) == [False, True, False]
+
+
+def test_a_schedule_that_another_pipeline_has_replaced_is_refused(tiny):
+    pipe = tiny.pipeline("t2v")
+    other = another(pipe)
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    with pytest.raises(RuntimeError, match="dense_steps.*WanPipeline.*same scheduler.*deepcopy"):
+        quickly(tiny, pipe, 5, callback_on_step_end=lambda *_: quickly(tiny, other, 5) is None or {})
+
+
+def test_pipelines_of_two_threads_are_told_apart(tiny):
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1, 2]))
+    seen = watched(pipe.transformer)
+    together = threading.Barrier(2, timeout=60)
+    pipes = [pipe, another(pipe, own_scheduler=True)]
+
+    def work(index):
+        # Both take three steps, each of them together with one of the other's; those of video to video are others.
+        callback = lambda *_: together.wait() < 0 or {}
+        quickly(tiny, pipes[index], (3, 6)[index], callback_on_step_end=callback, generator=torch.Generator())
+        return threading.get_ident()
+
+    with ThreadPoolExecutor(2) as threads:
+        idents = list(threads.map(work, (0, 1)))
+    first, second = ([exact for ident, exact in seen if ident == own] for own in idents)
+    assert first == [False, True, True]
+    assert second == [False, True, True]
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"])
+def test_copies_of_a_pipeline_count_their_own_steps(tiny, twin):
     pipe = tiny.pipeline("t2v")
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
-    twin = copy.deepcopy(pipe.transformer)
-    with pytest.raises(RuntimeError, match="dense_steps.*pipeline is gone"):
-        tiny.run(twin)
+    quickly(tiny, pipe, 2)
+    copied = twin(pipe)
+    del pipe
+    seen = watched(copied.transformer)
+    quickly(tiny, copied, 3)
+    assert taken(seen) == [True, False, False]
+    with pytest.raises(RuntimeError, match="dense_steps.*no pipeline"):
+        tiny.run(copy.deepcopy(copied.transformer))
 
 
-def test_schedulers_that_do_not_tell_their_step_are_refused(tiny):
+def test_a_transformer_called_without_a_pipeline_has_no_step(tiny):
     pipe = tiny.pipeline("t2v")
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
-
-    class Silent:
-        timesteps = torch.arange(3)
-
-    pipe.scheduler, pipe._current_timestep, pipe._num_timesteps = Silent(), 1, 3
-    with pytest.raises(RuntimeError, match="dense_steps needs a scheduler with a step_index.*Silent"):
-        tiny.run(pipe.transformer)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no pipeline calls this transformer.*dense_steps=0"):
+            tiny.run(pipe.transformer)
+        quickly(tiny, pipe, 1)
 
 
-def test_dense_steps_need_a_pipeline(tiny):
-    with pytest.raises(ValueError, match="dense_steps needs a pipeline"):
-        vmonarch.apply(tiny.transformer(), VMonarchProcessor(dense_steps=1))
+class Early(diffusers.WanPipeline):
+    def encode_prompt(self, *args, **kwargs):
+        self.transformer(**self.inputs)
+
+
+class Unknown(diffusers.WanPipeline):
+    """As diffusion forcing, which gives every frame a timestep of its own."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value.clone() if name == "_current_timestep" and value is not None else value)
+
+
+@pytest.mark.parametrize(
+    "kind, message", [(Early, "Early calls this transformer outside of its"), (Unknown, "of Unknown is none of its")]
+)
+def test_a_step_that_a_pipeline_does_not_tell_is_refused(tiny, kind, message):
+    pipe = kind(**tiny.pipeline("t2v").components)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.inputs = tiny.inputs()
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    with pytest.raises(RuntimeError, match=f"dense_steps needs the denoising step.*{message}"):
+        quickly(tiny, pipe, 2)
 
 
 @pytest.mark.parametrize("option", [{"dense_steps": 1}, {"dense_layers": 1}, {"dense_layers": [0]}], ids=str)

@@ -17,7 +17,7 @@ GridBias = Factors | Callable[[LatentGrid], Factors]
 
 
 class BiasOption:
-    """A processor's bias, with its factors kept per grid for as long as they cannot change.
+    """A processor's bias.
 
     Args:
         bias: a pair of tensors (φq, φk), each [1, S, H or 1, R], for the one grid that they fit; or a callable that
@@ -41,37 +41,38 @@ class BiasOption:
                 "bias must be a pair of tensors (query_factor, key_factor), or a callable that makes one for a latent"
                 f" grid, such as vmonarch.bias.SpatioTemporalDecay(heads); got {type(bias).__name__}"
             )
-        self._kept: dict[tuple[LatentGrid, torch.device], tuple[tuple[int, ...], Factors]] = {}
 
-    def factors(self, grid: LatentGrid, device: torch.device, heads: Share | None = None) -> Factors:
+    def factors(
+        self,
+        grid: LatentGrid,
+        device: torch.device,
+        heads: Share | None = None,
+        shared: dict[Any, Any] | None = None,
+    ) -> Factors:
         """(φq, φk) for the tokens of a grid, on the device of the query; for some of the heads, or all (None).
+
+        Args:
+            shared: what the layers of a forward call have made so far, to which this adds; None to make them anew. What
+                a bias depends on may change from one call to the next in ways that do not show: values and parameters
+                are replaced, and a callable may be anything.
 
         Raises:
             ValueError: some heads are asked for, and the factors are of another number of heads than there are.
         """
-        query_factor, key_factor = self._of_all_heads(grid, device)
+        # A gradient is of the factors that a layer has used, and torch.compile has no use for what is kept.
+        if shared is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            query_factor, key_factor = self._made(grid, device)
+        else:
+            key = self, grid, device
+            if key not in shared:
+                shared[key] = self._made(grid, device)
+            query_factor, key_factor = shared[key]
         if heads is None:
             return query_factor, key_factor
         return _of_heads(query_factor, heads), _of_heads(key_factor, heads)
 
-    def _of_all_heads(self, grid: LatentGrid, device: torch.device) -> Factors:
-        if isinstance(self.bias, tuple):
-            query_factor, key_factor = self.bias
-            return query_factor.to(device), key_factor.to(device)
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return self._made(grid, device)
-        # Parameters count their changes.
-        parameters = self.bias.parameters() if isinstance(self.bias, torch.nn.Module) else ()
-        versions = tuple(parameter._version for parameter in parameters)
-        kept = self._kept.get((grid, device))
-        if kept is None or kept[0] != versions:
-            kept = versions, self._made(grid, device)
-            self._kept[grid, device] = kept
-        return kept[1]
-
     def _made(self, grid: LatentGrid, device: torch.device) -> Factors:
-        assert callable(self.bias)
-        query_factor, key_factor = self.bias(grid)
+        query_factor, key_factor = self.bias if isinstance(self.bias, tuple) else self.bias(grid)
         return query_factor.to(device), key_factor.to(device)
 
     def config(self) -> Any:
@@ -84,9 +85,6 @@ class BiasOption:
         if config is None:
             raise TypeError(f"a {type(self.bias).__name__} cannot be written as a config: it has no attribute config")
         return config
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": {}}
 
 
 def _of_heads(factor: torch.Tensor, heads: Share) -> torch.Tensor:

@@ -1,0 +1,84 @@
+"""Which denoising step a transformer is called in.
+
+A transformer may be in several pipelines, each with a schedule of its own. They may take turns, run in each other's
+callbacks or in several threads, and end by an exception. Nothing is therefore remembered of them: the pipeline that is
+at work is the one whose method has called the transformer, and its scheduler tells the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vmonarch.callers import callers
+
+
+def running_pipeline(transformer: torch.nn.Module | None) -> Any:
+    """The diffusers pipeline with this transformer whose method the running thread is in, the innermost; None if none.
+
+    The transformer may be inside a wrapper (torch.compile, accelerate) there.
+    """
+    # Only imported where a pipeline cannot run without it.
+    from diffusers import DiffusionPipeline
+
+    pipelines = (caller for caller in callers() if isinstance(caller, DiffusionPipeline))
+    return next((pipe for pipe in pipelines if _has(pipe, transformer)), None)
+
+
+def _has(pipe: Any, transformer: torch.nn.Module | None) -> bool:
+    parts = (part for part in vars(pipe).values() if isinstance(part, torch.nn.Module))
+    return any(module is transformer for part in parts for module in part.modules())
+
+
+@torch.compiler.disable(reason="dense_steps look for the pipeline at work; compile_repeated_blocks leaves that out")
+def denoising_step(
+    transformer: torch.nn.Module | None, needed_by: str = "dense_steps", instead: str = "use dense_steps=0"
+) -> tuple[int, int]:
+    """(the step that the pipeline which calls this transformer is in, how many steps it runs); never waits for a GPU.
+
+    Of a video-to-video pipeline that starts inside the schedule these are the steps that run; an evaluation of a
+    scheduler of order 2 is half a step.
+
+    Args:
+        needed_by, instead: for the errors: what needs the step, and what else can be done.
+
+    Raises:
+        RuntimeError: no pipeline has called the transformer, or its scheduler does not tell the step.
+    """
+    pipe = running_pipeline(transformer)
+    if pipe is None:
+        raise RuntimeError(
+            f"{needed_by} needs the denoising step, but no pipeline calls this transformer here: run it by a diffusers"
+            f" pipeline that has it, in the same thread, or {instead}"
+        )
+    timestep, scheduler = getattr(pipe, "_current_timestep", None), pipe.scheduler
+    if timestep is None:
+        raise RuntimeError(
+            f"{needed_by} needs the denoising step, but {type(pipe).__name__} calls this transformer outside of its"
+            f" denoising loop; {instead}"
+        )
+    # Pipelines go through the timesteps of their scheduler, of which each is a view. Values would not tell: they may
+    # occur twice, and to read them is to wait for the GPU.
+    timesteps, order = getattr(scheduler, "timesteps", None), getattr(scheduler, "order", 1)
+    run = getattr(pipe, "_num_timesteps", 0)
+    place = _place(timestep, timesteps)
+    if place is not None and timesteps is not None:
+        # Video-to-video starts inside the schedule.
+        evaluation = place - (len(timesteps) - run)
+        if 0 <= evaluation < run:
+            return evaluation // order, -(-run // order)
+    raise RuntimeError(
+        f"{needed_by} needs the denoising step, but the timestep of {type(pipe).__name__} is none of its scheduler's"
+        f" ({type(scheduler).__name__}): another pipeline with the same scheduler may have begun since, then give each"
+        f" its own, copy.deepcopy(pipe.scheduler); or {instead}"
+    )
+
+
+def _place(timestep: Any, timesteps: Any) -> int | None:
+    """Which entry of `timesteps` [N] the tensor `timestep` is a view of; None if of none."""
+    if not isinstance(timestep, torch.Tensor) or not isinstance(timesteps, torch.Tensor):
+        return None
+    if timestep.ndim or timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
+        return None
+    return (timestep.storage_offset() - timesteps.storage_offset()) // timesteps.stride(0)
