@@ -182,7 +182,7 @@ def _candidates_table(diagnosis: Mapping[str, Any]) -> str:
     names = ["candidate", "work of full attention", "mean error", "mean row-KL"]
     names += ["change of the model's output"] if "output_error" in measures_of(diagnosis) else []
     heading = "".join(f"<th>{name}</th>" for name in names)
-    return f"<table><tr>{heading}</tr>{''.join(rows)}</table>"
+    return f'<div class="scroll"><table><tr>{heading}</tr>{"".join(rows)}</table></div>'
 
 
 def _plan_section(diagnosis: Mapping[str, Any], plan: AttentionPlan) -> str:

@@ -32,6 +32,13 @@ h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 36px 0 8p
 h3 { font-size: 15px; margin: 0 0 8px; overflow-wrap: anywhere; }
 p { margin: 6px 0; max-width: 90ch; } .faint { color: var(--faint); }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
+/* Always there where a table is wider than the page: many systems hide scroll bars until something moves. */
+.scroll::-webkit-scrollbar { height: 12px; background: var(--fill); }
+.scroll::-webkit-scrollbar-thumb { background: #a1a1aa; border: 3px solid var(--fill); border-radius: 6px; }
+@supports not selector(::-webkit-scrollbar) { .scroll { scrollbar-color: #a1a1aa var(--fill); } }
+/* And a shadow on the right while there is more, for those that show no bar at all. */
+.scroll { background: linear-gradient(270deg, #fff 24px, #fff0 48px) local,
+  linear-gradient(270deg, #0003, #0000 16px); }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 6px 10px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 td.text, th.text { text-align: left; } td.text { white-space: normal; min-width: 17em; }
@@ -40,10 +47,14 @@ th button { all: unset; cursor: pointer; font-weight: 600; }
 th button:focus-visible { outline: 2px solid var(--accent); }
 th[aria-sort=ascending] button::after { content: " \\2191"; }
 th[aria-sort=descending] button::after { content: " \\2193"; }
+.scroll th:first-child, .scroll td:first-child { position: sticky; left: 0; z-index: 1; background: #fff;
+  box-shadow: inset -1px 0 var(--line); }
+.scroll thead th:first-child { background: var(--fill); }
 tbody tr:last-child td { border-bottom: 0; } .range { color: var(--faint); font-size: 12px; }
 .key { display: inline-block; min-width: 1.6em; margin-right: 6px; border-radius: 9px; color: #fff; text-align: center;
   font-size: 12px; }
-.plots { display: flex; flex-wrap: wrap; gap: 12px; } .plots svg { border: 1px solid var(--line); border-radius: 6px; }
+.plots { display: flex; flex-wrap: wrap; gap: 12px; }
+.plots svg { border: 1px solid var(--line); border-radius: 6px; max-width: 100%; height: auto; }
 .item { border: 1px solid var(--line); border-radius: 6px; padding: 14px; margin: 12px 0; }
 .videos { display: grid; grid-template-columns: repeat(auto-fill, minmax(230px, 1fr)); gap: 12px; }
 figure { margin: 0; } video { width: 100%; display: block; background: #000; border-radius: 4px; }
@@ -53,6 +64,12 @@ figcaption { font-size: 13px; overflow-wrap: anywhere; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; font-size: 13px; }
 dt { color: var(--faint); }
 dd { margin: 0; overflow-wrap: anywhere; } code { overflow-wrap: anywhere; }
+@media (max-width: 640px) {
+  body { padding: 14px; } th, td { padding: 6px 8px; }
+  td.text { min-width: 9em; overflow-wrap: anywhere; }
+  .scroll td:first-child { max-width: 42vw; } .item { padding: 10px; }
+  .videos { grid-template-columns: 1fr 1fr; gap: 8px; } dl { grid-template-columns: 1fr; }
+}
 """
 
 _SCRIPT = """

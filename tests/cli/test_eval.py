@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -550,6 +551,16 @@ def test_the_numbers_of_the_tables_are_those_of_the_record(whole: Evaluation) ->
         assert all(str(row["psnr"]) in cells for i in whole.record["items"] for row in i["results"][1:])
 
 
+def test_wide_tables_show_that_they_scroll_and_keep_their_methods(whole: Evaluation) -> None:
+    page = report(whole.record, whole.folder)
+    assert page.count("<table") == page.count('<div class="scroll"><table') == 3
+    first = re.search(r"\.scroll td:first-child \{([^}]*)\}", page)
+    assert first is not None and "position: sticky; left: 0" in first[1] and "background" in first[1]
+    assert ".scroll::-webkit-scrollbar {" in page
+    # What is asked of a method comes before the measures of decoded frames.
+    assert list(MEASURES).index("prompt_score") < list(MEASURES).index("mp4_psnr")
+
+
 def test_the_report_of_many_items_lists_them_and_holds_some_videos(whole: Evaluation) -> None:
     record = copy.deepcopy(whole.record)
     record["items"] = [{**record["items"][n % 4], "number": n + 1} for n in range(100)]
@@ -595,7 +606,12 @@ addEventListener("load", async () => {
   item.querySelector("button").click();
   const playing = videos.map(video => !video.paused);
   item.querySelector("button").click();
-  document.title = JSON.stringify({order, sought, playing, paused: videos.map(video => video.paused)});
+  document.body.style.width = "390px";
+  const box = document.querySelector(".scroll"), method = box.querySelector("td");
+  box.scrollLeft = 1e4;
+  const shift = method.getBoundingClientRect().left - box.getBoundingClientRect().left;
+  const table = [box.scrollLeft > 100, Math.abs(shift) < 4];
+  document.title = JSON.stringify({order, sought, playing, paused: videos.map(video => video.paused), table});
 });
 </script>"""
 
@@ -622,3 +638,5 @@ def test_the_report_works_in_a_browser(whole: Evaluation, chromium: str, tmp_pat
     worst = min(METHODS[1:], key=lambda label: statistics_[label]["psnr"]["mean"])
     assert "full" in found["order"][0] and best in found["order"][1] and worst in found["order"][2]
     assert found["sought"] == found["playing"] == found["paused"] == [True] * 3
+    # The summary scrolls, and its methods stay.
+    assert found["table"] == [True, True]
