@@ -108,6 +108,7 @@ class Case:
         fixed: names of inputs without a gradient.
         forward_only: whether no gradient is taken.
         nan: a NaN was planted, so that only its places are compared.
+        autocast: the op is called, and its backward pass run, under autocast.
     """
 
     number: int
@@ -119,6 +120,7 @@ class Case:
     fixed: tuple[str, ...] = ()
     forward_only: bool = False
     nan: bool = False
+    autocast: bool = False
     cotangents: dict[str, tuple[int, str, float]] = field(default_factory=dict)
 
     def describe(self) -> str:
@@ -126,7 +128,8 @@ class Case:
             name: f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} strides {x.stride()}"
             for name, x in self.tensors.items()
         }
-        return f"{self.op}({', '.join(f'{k}={v}' for k, v in {**self.options, **shapes}.items())})"
+        under = {"autocast": True} if self.autocast else {}
+        return f"{self.op}({', '.join(f'{k}={v}' for k, v in {**under, **self.options, **shapes}.items())})"
 
 
 class Draw:
@@ -307,6 +310,13 @@ def _vmonarch(draw: Draw) -> tuple[Tensors, dict[str, Any], Callable[..., Tensor
     return tensors, options, run
 
 
+def _with_lse(op: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Tensors]:
+    def run(**tensors: Any) -> Tensors:
+        return dict(zip(("out", "lse"), op(**tensors, return_lse=True, **options), strict=True))
+
+    return run
+
+
 def _monarch(draw: Draw) -> tuple[Tensors, dict[str, Any], Callable[..., Tensors]]:
     S = draw.size(400)
     B, H = draw.batch_and_heads()
@@ -322,11 +332,7 @@ def _monarch(draw: Draw) -> tuple[Tensors, dict[str, Any], Callable[..., Tensors
         "entropy_grad": draw.of_kernel.random() < 0.3,
     }
 
-    def run(implementation, **tensors):
-        out, lse = monarch_attention(**tensors, return_lse=True, implementation=implementation, **options)
-        return {"out": out, "lse": lse}
-
-    return tensors, options, run
+    return tensors, options, _with_lse(monarch_attention, options)
 
 
 def _flash_entropy(draw: Draw) -> tuple[Tensors, dict[str, Any], Callable[..., Tensors]]:
@@ -355,11 +361,7 @@ def _flash_bias(draw: Draw) -> tuple[Tensors, dict[str, Any], Callable[..., Tens
         tensors["key_mask"] = draw.key_mask(B, Sk)
     options: dict[str, Any] = {"causal": causal, "scale": draw.scale()}
 
-    def run(implementation, **tensors):
-        out, lse = flash_bias_attention(**tensors, return_lse=True, implementation=implementation, **options)
-        return {"out": out, "lse": lse}
-
-    return tensors, options, run
+    return tensors, options, _with_lse(flash_bias_attention, options)
 
 
 def _taylor(draw: Draw) -> tuple[Tensors, dict[str, Any], Callable[..., Tensors]]:
@@ -431,11 +433,7 @@ def _window(draw: Draw) -> tuple[Tensors, dict[str, Any], Callable[..., Tensors]
         options |= {"grid": grid, "window": tuple(draw.of_case.choice([1, 2, 3, 4, size + 1]) for size in grid)}
     tensors = draw.qkv(Sq, Sk, B, H, *draw.dims())
 
-    def run(implementation, **tensors):
-        out, lse = window_attention(**tensors, return_lse=True, implementation=implementation, **options)
-        return {"out": out, "lse": lse}
-
-    return tensors, options, run
+    return tensors, options, _with_lse(window_attention, options)
 
 
 def _norm_rotary(draw: Draw) -> tuple[Tensors, dict[str, Any], Callable[..., Tensors]]:
@@ -600,6 +598,8 @@ def make_case(
             case.cotangents[name] = (number + i, layout, magnitude)
     if op in ("norm_rotary", "processor"):
         case.cotangents = {"out": (number, "contiguous", magnitude)}
+    # The linear layers around an op are another matter.
+    case.autocast = op != "processor" and draw.of_case.random() < 0.1
     return case
 
 
@@ -672,7 +672,10 @@ def check(case: Case, implementation: str) -> dict[str, float]:
     """Error over budget by result; infinite where NaN, infinity, shape or dtype is not as it should be."""
     wide = {name: x.detach().cpu().double() if x.is_floating_point() else x.cpu() for name, x in case.tensors.items()}
     wide = {name: x.clone(memory_format=torch.contiguous_format) for name, x in wide.items()}
-    with poisoned_memory():
+    with (
+        poisoned_memory(),
+        torch.autocast(next(iter(case.tensors.values())).device.type, torch.bfloat16, enabled=case.autocast),
+    ):
         ours = results_of(case, case.tensors, implementation)
         ours = {name: x.cpu() for name, x in ours.items()}
     truth = results_of(case, wide, "torch")
