@@ -141,6 +141,14 @@ def test_files_and_modules_exist(path):
         assert pkgutil.resolve_name(name) is not None
 
 
+def test_readme_names_what_is_public_and_activates_the_environment_before_its_commands():
+    text = (ROOT / "README.md").read_text()
+    api = text.partition("\n## API\n")[2].partition("\n## ")[0]
+    public = set(vmonarch.__all__) - {"__version__"}
+    assert public <= set(re.findall(r"(\w+)[`(]", api))
+    assert "pip install ." in text and text.index(".venv/bin/activate") < text.index("\n    vmonarch ")
+
+
 # Of documents whose snippets need what a test has not: several processes, VBench's environment.
 NOT_RUN = {"docs/parallel.md", "docs/vbench.md"}
 
