@@ -36,9 +36,10 @@ from vmonarch.eval.kernel_bench import (
 )
 from vmonarch.eval.wan_models import WanModel, read_model_config
 from vmonarch.finetune.config import OptimizerConfig
+from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.models import Experts
 from vmonarch.finetune.objective import NoiseLevels, Objective, experts_of
-from vmonarch.finetune.trainer import TEXT_LENGTH, make_optimizer
+from vmonarch.finetune.trainer import make_optimizer
 from vmonarch.pipelines.environment import device_name, shown_command
 
 METHODS = ("full", "vmonarch")

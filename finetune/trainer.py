@@ -31,6 +31,7 @@ from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints, random_s
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
 from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
 from vmonarch.finetune.data.parquet import ParquetFolder
+from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.models import Annealing, Experts, load_experts, model_facts, share_clips
 from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
 from vmonarch.pipelines.environment import environment
@@ -41,7 +42,6 @@ from vmonarch.pipelines.model_folder import ModelFolder, find_model
 # moved: what they are is compared instead. The number of steps may change where the learning rate does not follow it.
 FREE = ("output_dir", "steps", "trackers", "log_every", "validation", "checkpoints", "data.workers", "data.validation",
         "data.path", "model", "revision")  # fmt: skip
-TEXT_LENGTH = 512
 # That a process waits for the others, of which a launcher ends all when one dies.
 WAITING = timedelta(hours=6)
 

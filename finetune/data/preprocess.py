@@ -42,12 +42,13 @@ import torch
 from vmonarch.configs import InputError, build, check_keys, file_sha256
 from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.finetune.data.captions import Captioned, read_captions
-from vmonarch.finetune.data.decode import BadVideo, Cancelled, Clip, ClipShape, decode_clips
+from vmonarch.finetune.data.decode import MAX_PIXELS, BadVideo, Cancelled, Clip, ClipShape, decode_clips
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, write_empty_caption, write_shard
-from vmonarch.finetune.data.schema import Sample
+from vmonarch.finetune.data.schema import TEXT_LENGTH, Sample
 from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, ModelFolder, find_model
 
 FORMAT = "vmonarch-preprocess-1"
+MAX_CLIPS = 10_000
 STARTS, RESIZES, STORE_DTYPES = ("begin", "middle"), ("crop",), ("float32", "float16")
 # Settings that say where and how patiently, not what the rows are.
 _FREE = ("captions", "output", "model", "revision", "workers", "timeout", "max_failures")
@@ -75,7 +76,7 @@ class PreprocessConfig:
         start: where clips begin: `begin` or `middle`.
         clips_per_video: at most, one after the other.
         resize: `crop` scales to cover height × width and cuts out the centre.
-        max_sequence_length: text tokens that the transformer sees.
+        max_sequence_length: text tokens that the transformer sees, at most TEXT_LENGTH.
         image_to_video: also store the first frame's latents, and its image features if the model has an image encoder;
             None stores them for models that need them.
         dtype: auto, float32, bfloat16 or float16, of the text and image encoders; the VAE runs in float32.
@@ -125,6 +126,11 @@ class PreprocessConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(name, f"must be at least 1, got {value}")
+        for name, most in (("max_sequence_length", TEXT_LENGTH), ("clips_per_video", MAX_CLIPS)):
+            if (getattr(self, name) or 1) > most:
+                raise InputError(name, f"must be at most {most}, got {getattr(self, name)}")
+        if (self.height or 1) * (self.width or 1) > MAX_PIXELS:
+            raise InputError("height", f"times width must be at most {MAX_PIXELS}, got {self.height} × {self.width}")
         for name in ("fps", "timeout"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

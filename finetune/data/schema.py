@@ -29,6 +29,8 @@ DTYPES = {
     "float64": torch.float64,
     "uint8": torch.uint8,
 }
+# Tokens of text that a transformer is trained with: shorter text is padded with zeros.
+TEXT_LENGTH = 512
 STRINGS = ("id", "file_name", "caption", "media_type")
 INTEGERS = ("width", "height", "num_frames")
 FLOATS = ("duration_sec", "fps")
