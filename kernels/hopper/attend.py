@@ -239,11 +239,16 @@ def _scores(q, keys, factors, stage, FACTORS: gl.constexpr, CHAINED: gl.constexp
 
 
 @gluon.jit
-def _load_bias(bias_ptr, first, stop, N: gl.constexpr, BIASED: gl.constexpr):
-    """log2 of the keys that each of N keys stands for, -inf for those outside; nothing unless BIASED."""
+def _load_bias(key_bias, first, stop, N: gl.constexpr, BIASED: gl.constexpr):
+    """log2 of the keys that each of N keys stands for, -inf for those outside; nothing unless BIASED.
+
+    key_bias: (pointer, place of the first key of the block). Added to the pointer, the latter would leave places that
+    are the same for all blocks, which Triton 3.9 keeps in registers that are not there.
+    """
     if BIASED:
+        bias_ptr, place = key_bias
         i = first + gl.arange(0, N, gl.SliceLayout(0, accumulator_layout(N)))
-        return gl.load(bias_ptr + i, mask=i < stop, other=-float("inf"))
+        return gl.load(bias_ptr + (place + i), mask=i < stop, other=-float("inf"))
     else:
         return first
 
@@ -318,7 +323,7 @@ def _scaled(acc_k, acc_v, alpha, SUM_K: gl.constexpr, SUM_V: gl.constexpr):
 @gluon.jit
 def attend_keys(
     acc_k, acc_v, row_max, row_sum, row_entropy, q, k_bufs, v_bufs, k_full, k_empty, full, empty, lead, leads,
-    n, start, stop, bias_ptr, factors, diagonal, log2_scale, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
+    n, start, stop, key_bias, factors, diagonal, log2_scale, SUM_K: gl.constexpr, SUM_V: gl.constexpr,
     BIASED: gl.constexpr, FACTORS: gl.constexpr, CHAINED: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
     ENTROPY: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
@@ -337,7 +342,7 @@ def attend_keys(
     mbarrier.wait((k_full if SPLIT else full).index(stage), n // STAGES & 1)
     scores = _scores(q, k_bufs.index(stage), factors, stage, FACTORS, CHAINED)
     first = start if BLOCK_TAIL else start + (tiles - 1) * BLOCK_N
-    bias = _load_bias(bias_ptr, first, stop, BLOCK_N, BIASED)
+    bias = _load_bias(key_bias, first, stop, BLOCK_N, BIASED)
     scores = warpgroup_mma_wait(0, [scores])
     if SPLIT:
         mbarrier.arrive(k_empty.index(stage))
@@ -358,7 +363,7 @@ def attend_keys(
             mbarrier.wait(full.index(previous), (n - 1) // STAGES & 1)
         acc_k, acc_v = _begin_sums(acc_k, acc_v, p, k_bufs.index(previous), v_bufs.index(previous), SUM_K, SUM_V)
         first = start + (tile + 1 if BLOCK_TAIL else tile) * BLOCK_N
-        bias = _load_bias(bias_ptr, first, stop, BLOCK_N, BIASED)
+        bias = _load_bias(key_bias, first, stop, BLOCK_N, BIASED)
         scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
         if SPLIT:
             mbarrier.arrive(k_empty.index(stage))
@@ -379,7 +384,7 @@ def attend_keys(
         scores_tail = _scores(q, k_tail, None, tail, False, False)
         acc_k, acc_v = _begin_sums(acc_k, acc_v, p, k_bufs.index(stage), v_bufs.index(stage), SUM_K, SUM_V)
         first = start + tiles * BLOCK_N
-        bias_tail = _load_bias(bias_ptr, first, stop, BLOCK_TAIL, BIASED)
+        bias_tail = _load_bias(key_bias, first, stop, BLOCK_TAIL, BIASED)
         scores_tail = warpgroup_mma_wait(SUM_K + SUM_V, [scores_tail])
         p_tail, alpha, row_max, row_sum, row_entropy = _softmax(
             scores_tail, bias_tail, row_max, row_sum, row_entropy, first, stop, diagonal, log2_scale, BIASED, True,

@@ -129,7 +129,7 @@ def _attend(
             for r in range(first_range, last_range):
                 _, acc, row_max, row_sum, row_entropy, n = attend_keys(
                     acc, acc, row_max, row_sum, row_entropy, q, k_bufs, v_bufs, k_full, k_empty, full, empty,
-                    lead.index(turn), (half == 0) & (r == first_range), n, start, stop, lse_ptr, factors,
+                    lead.index(turn), (half == 0) & (r == first_range), n, start, stop, None, factors,
                     row + skipped, log2_scale, False, True, False, FACTORS, CHAINED, SPLIT, CAUSAL, ENTROPY,
                     STAGES, BLOCK_N, 0,
                 )  # fmt: skip

@@ -134,7 +134,7 @@ def _attend(
             row_sum = gl.zeros([_HALF], gl.float32, stats)
             acc_k, acc_v, row_max, row_sum, _, n = attend_keys(
                 acc_k, acc_v, row_max, row_sum, row_sum, z, k_bufs, v_bufs, full, empty, full, empty,
-                lead.index(turn), half == 0, n, start, stop, bias_ptr + block * keys, None, 0, log2_scale,
+                lead.index(turn), half == 0, n, start, stop, (bias_ptr, block * keys), None, 0, log2_scale,
                 True, LAST, BIASED, False, False, False, False, False, STAGES, BLOCK_N, BLOCK_TAIL,
             )  # fmt: skip
             row_max = gl.convert_layout(row_max, rows)
