@@ -5,6 +5,8 @@ CONSTRAINTS ?= constraints.txt
 VENV ?= .venv$(patsubst constraints%.txt,%,$(CONSTRAINTS))
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
+# The oldest and the newest tested Triton: tests compile the kernels with these, too, each in a folder of its own.
+TRITONS = $(shell sed -n 's|^TESTED_TRITON = ("\([^"]*\)".*"\([^"]*\)")$$|$(VENV)/triton-\1 $(VENV)/triton-\2|p' kernels/common/trust.py)
 # Tests use two processes; raise it on a bigger machine.
 JOBS ?= 2
 PROMPT ?= a red circle moving to the right over a dark grey background
@@ -29,6 +31,11 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(READY)
 
+$(VENV)/triton-%: | $(READY)
+	rm -rf $@.partial
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@.partial triton==$*
+	mv $@.partial $@
+
 demo: $(READY)
 	$(BIN)/vmonarch compare "$(PROMPT)" --methods full vmonarch vmonarch-dense-start --output-dir outputs/demo
 
@@ -41,7 +48,7 @@ finetune-demo: $(READY)
 	$(BIN)/vmonarch compare "$(PROMPT)" --model outputs/finetune-demo/model --methods full vmonarch \
 		--output-dir outputs/finetune-demo/compare
 
-test: $(READY)
+test: $(READY) $(TRITONS)
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations 20 -m "not gpu"
 
 lint: $(READY)

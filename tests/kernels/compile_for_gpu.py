@@ -7,8 +7,9 @@
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "channels": 1536, "dim": 128, …}'   norm, rotary
 
 A kernel launch is replaced by a compilation with the same arguments: the tensors lie on the CPU and are never read.
-With "compile": false only the arguments are made, descriptors too. With "row": 32 the rows of query, key and value are
-32 numbers apart, more than "dim".
+With "compile": false only the arguments are made, descriptors too, and the hash of what would be compiled. With "row":
+32 the rows of query, key and value are 32 numbers apart, more than "dim". With "only": "_hopper_" kernels of other
+names are left out. With "triton": "3.6.0" any other version of Triton is refused.
 """
 
 import contextlib
@@ -22,8 +23,10 @@ import sys
 os.environ["TRITON_INTERPRET"] = "0"
 # Triton prints what its assembler says.
 os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
@@ -81,16 +84,25 @@ def assemble(backend, ptx, metadata, options, architecture):
     return binary
 
 
+def hash_only(kernel, key, signature, device, constexprs, options, attrs, warmup):
+    """In place of a compilation: what tells it from all others."""
+    return kernel.ASTSource(kernel, signature, constexprs, attrs).hash() + options.hash()
+
+
 def main():
     architecture, case = int(sys.argv[1]), json.loads(sys.argv[2])
+    if case.get("triton", triton.__version__) != triton.__version__:
+        sys.exit(f"this is Triton {triton.__version__}, not {case['triton']}")
     driver.set_active(AbsentGPU(architecture))
 
     def compile_instead(kernel, grid):
         def run(*arguments, **options):
-            if not case.get("compile", True):
-                print(json.dumps({"kernel": kernel.__name__}), flush=True)
+            if not kernel.__name__.startswith(case.get("only", "")):
                 return
             compiled = kernel.warmup(*arguments, grid=grid, **options)
+            if not case.get("compile", True):
+                print(json.dumps({"kernel": kernel.__name__, "hash": compiled}), flush=True)
+                return
             facts = {
                 "kernel": kernel.__name__,
                 "hash": compiled.hash,
@@ -106,6 +118,8 @@ def main():
 
     JITFunction.__getitem__ = compile_instead
     CUDABackend.make_cubin = assemble
+    if not case.get("compile", True):
+        JITFunction._do_compile = hash_only
     # Tensors on the CPU stand for those of an unknown chip, which gets the default options.
     launch._chip_name = lambda index: "unknown"
     launch.on_hopper = lambda device: architecture == 90
