@@ -204,7 +204,10 @@ def _read_folder(path: Path, names: list[str]) -> _Adapter:
     entries = []
     for name in names:
         folder = path / name if of_pipeline else path
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        file = folder / "config.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{path} is no adapter file and no folder of a model: there is no {file}")
+        config = json.loads(file.read_text(encoding="utf-8"))
         if CONFIG_ENTRY not in config:
             raise ValueError(f"{folder} was saved without a processor that learns: its config has no {CONFIG_ENTRY}")
         entries.append(config[CONFIG_ENTRY])

@@ -80,6 +80,7 @@ def check_factors(query_factor: object, key_factor: object, query: torch.Tensor,
         ValueError: shapes, dtypes or devices do not fit together.
     """
     B, _, H, _ = query.shape
+    batch, heads = (f"{size} or 1" if size > 1 else "1" for size in (B, H))
     for name, factor, tokens in (
         ("query_factor", query_factor, query.shape[1]),
         ("key_factor", key_factor, key.shape[1]),
@@ -88,7 +89,7 @@ def check_factors(query_factor: object, key_factor: object, query: torch.Tensor,
             raise TypeError(f"{name} must be a torch.Tensor [B or 1, S, H or 1, R], got {type(factor).__name__}")
         fits = factor.ndim == 4 and factor.shape[0] in (1, B) and factor.shape[1] == tokens
         if not fits or factor.shape[2] not in (1, H) or factor.shape[3] == 0:
-            raise ValueError(f"{name} must be [{B} or 1, {tokens}, {H} or 1, R], got shape {tuple(factor.shape)}")
+            raise ValueError(f"{name} must be [{batch}, {tokens}, {heads}, R], got shape {tuple(factor.shape)}")
         if factor.dtype not in (query.dtype, torch.float32):
             raise ValueError(f"{name} must have the dtype of query ({query.dtype}) or be float32, got {factor.dtype}")
         if factor.device != query.device:

@@ -360,6 +360,9 @@ BAD = {
     "factor-not-a-tensor": (lambda: flash_bias_attention(Q, Q, Q, [1.0], F), TypeError, "query_factor must be a torch"),
     "factor-of-three-dimensions": (
         lambda: flash_bias_attention(Q, Q, Q, F[0], F), ValueError, r"query_factor must be \[2 or 1, 6, 3 or 1, R\]"),
+    "factor-for-one-head": (
+        lambda: flash_bias_attention(Q[:1, :, :1], Q[:1, :, :1], Q[:1, :, :1], F[:, :5], F), ValueError,
+        r"query_factor must be \[1, 6, 1, R\]"),
     "factor-of-other-length": (
         lambda: flash_bias_attention(Q, Q, Q, F, F[:, :5]), ValueError, r"key_factor must be \[2 or 1, 6, 3 or 1, R\]"),
     "factor-of-other-heads": (

@@ -249,6 +249,8 @@ def test_files_that_are_no_adapters_are_refused(tiny, tmp_path):
     save_file({"weight": torch.zeros(2)}, tmp_path / "lora.safetensors")
     with pytest.raises(ValueError, match="no adapter that vmonarch.save_adapter wrote"):
         load_adapter(model, tmp_path / "lora.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"no folder of a model: there is no .*config\.json"):
+        load_adapter(model, tmp_path)
     (tmp_path / "text.safetensors").write_text("nothing")
     with pytest.raises(ValueError, match="text.safetensors is no complete safetensors file"):
         load_adapter(model, tmp_path / "text.safetensors")
