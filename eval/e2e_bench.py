@@ -50,7 +50,7 @@ from vmonarch.eval.kernel_bench import (
 )
 from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.grid import LatentGrid
-from vmonarch.pipelines.environment import device_name
+from vmonarch.pipelines.environment import device_name, memory_bytes
 
 FORMAT = "vmonarch-e2e-1"
 MODES = ("eager", "compiled")
@@ -734,6 +734,21 @@ def measure_rows(rows: Sequence[Row], case: dict[str, Any], bench: E2EConfig, cl
             row.finish(times[name], case["vae"], case["text_encoder"])
 
 
+def _check_memory(setting: Setting, model: WanModel, transformer_only: bool) -> None:
+    """Check that weights in float32 take no more than half of the main memory; the rest is for what is computed.
+
+    Raises:
+        InputError: they take more.
+    """
+    needed, have = 4 * model.parameters(transformer_only=transformer_only), memory_bytes()
+    if 2 * needed > have:
+        raise InputError(
+            "device",
+            f"cpu has not the memory for {setting.name}: the weights of its model take {needed / 2**30:.0f} GiB in"
+            f" float32, more than half of {have / 2**30:.0f} GiB; give a smaller --model",
+        )
+
+
 def run_bench(bench: E2EConfig) -> dict[str, Any]:
     """Measure all settings and write the JSON after each.
 
@@ -754,6 +769,9 @@ def run_bench(bench: E2EConfig) -> dict[str, Any]:
     device = check_device(bench.device)
     check_output(bench.output)
     real = device.type == "cuda"
+    if not real:
+        for setting, model in models:
+            _check_memory(setting, model, bench.transformer_only)
 
     def say(text: str) -> None:
         if bench.progress:

@@ -96,6 +96,18 @@ class WanModel:
             if ours != theirs:
                 raise InputError(argument, f"{self.name!r} has {name} {ours} but {of} {theirs}: they must be equal")
 
+    def parameters(self, *, transformer_only: bool) -> int:
+        """Of what is in memory at a time: all transformers, or the text encoder."""
+        from diffusers import WanTransformer3DModel
+        from transformers import UMT5Config, UMT5EncoderModel
+
+        with torch.device("meta"):
+            parts = [WanTransformer3DModel.from_config(self.transformer)]
+            if not transformer_only:
+                parts.append(UMT5EncoderModel(UMT5Config(**self.text_encoder)))
+        counts = [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
+        return max([len(self.transformers) * counts[0], *counts[1:]])
+
     def build_transformer(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
         """One of `transformers`, for inference; what diffusers keeps in float32 is in float32."""
         from diffusers import WanTransformer3DModel

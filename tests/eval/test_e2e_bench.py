@@ -405,6 +405,14 @@ def test_bad_arguments_are_named(words, fragments, tmp_path, monkeypatch, capsys
     assert not list(tmp_path.rglob("*.json"))
 
 
+def test_a_model_that_main_memory_cannot_hold_is_refused(tiny_yaml, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(e2e_bench, "memory_bytes", lambda: 2**16)
+    assert main([*E2E, "--model", tiny_yaml, "--settings", "5x32x64"]) == 2
+    err = capsys.readouterr().err
+    assert "--device cpu has not the memory for" in err and "smaller --model" in err and not list(tmp_path.iterdir())
+
+
 def test_the_settings_are_those_of_the_paper():
     grids = {}
     for setting in choose_settings(None, None):
