@@ -30,12 +30,29 @@ from vmonarch.configs import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from vmonarch.exact import ExactBlocks
+    from vmonarch.grid import LatentGrid
     from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
 
 
 @dataclass(frozen=True)
-class FullAttention:
+class _Kind:
+    """What all kinds of attention have."""
+
+    kind: ClassVar[str]
+
+    def without_dense(self) -> Self:
+        """The method with no dense steps: what a one-step warm-up has to run."""
+        return dataclasses.replace(self, dense_steps=0)  # type: ignore[call-arg]
+
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise ValueError if an option does not fit videos of this latent grid."""
+
+
+@dataclass(frozen=True)
+class FullAttention(_Kind):
     """Exact attention, through the pipeline's stock processors."""
 
     kind: ClassVar[str] = "full"
@@ -50,7 +67,7 @@ class FullAttention:
 
 
 @dataclass(frozen=True)
-class VMonarchAttention:
+class VMonarchAttention(_Kind):
     """VMonarch attention; the parameters are those of `vmonarch.VMonarchProcessor`.
 
     Args:
@@ -130,13 +147,21 @@ class VMonarchAttention:
         with _naming_the_option():
             _replace(pipe, processor)
 
-    def without_dense(self) -> VMonarchAttention:
-        """The method with no dense steps: what a one-step warm-up has to run."""
-        return dataclasses.replace(self, dense_steps=0)
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise ValueError if the tiles or exact frames, its own or those of its plan, do not fit the latent grid."""
+        from vmonarch.kernels.monarch.api import check_tiles
+        from vmonarch.plan import AttentionPlan
+
+        methods: list[Any] = [{"tiles": self.tiles, "exact": _exact(self.exact)}]
+        if self.plan is not None:
+            methods = [options or {} for options in AttentionPlan.parse(self.plan).methods.values()]
+        for options in methods:
+            check_tiles(options.get("tiles", (1, 1)), grid)
+            _check_exact(options.get("exact"), grid)
 
 
 @dataclass(frozen=True)
-class FlashBiasAttention:
+class FlashBiasAttention(_Kind):
     """Exact attention with a bias that falls off over space and time; see `vmonarch.FlashBiasProcessor`.
 
     Args:
@@ -170,13 +195,9 @@ class FlashBiasAttention:
         """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
         _replace(pipe, self.processor())
 
-    def without_dense(self) -> FlashBiasAttention:
-        """The method with no dense steps: what a one-step warm-up has to run."""
-        return dataclasses.replace(self, dense_steps=0)
-
 
 @dataclass(frozen=True)
-class BasedAttention:
+class BasedAttention(_Kind):
     """Based with what it has learnt; see `vmonarch.BasedProcessor` and `vmonarch.load_adapter`.
 
     Args:
@@ -269,20 +290,14 @@ class BasedAttention:
         except (TypeError, ValueError, ImportError) as error:
             raise self._unusable(error) from error
 
-    def without_dense(self) -> BasedAttention:
-        """The method with no dense steps: what a one-step warm-up has to run."""
-        return dataclasses.replace(self, dense_steps=0)
-
 
 @dataclass(frozen=True)
-class _Variant:
+class _Variant(_Kind):
     """A function of `vmonarch.eval.variants`; a subclass says which, and its fields are that function's options.
 
     Args:
         dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
     """
-
-    kind: ClassVar[str]
 
     dense_steps: Any = 0
     dense_layers: Any = 0
@@ -301,10 +316,6 @@ class _Variant:
 
         dense = {"dense_steps": self.dense_steps, "dense_layers": self.dense_layers}
         _replace(pipe, VariantProcessor(self.kind, self._options(), **dense))
-
-    def without_dense(self) -> Self:
-        """The method with no dense steps: what a one-step warm-up has to run."""
-        return dataclasses.replace(self, dense_steps=0)
 
 
 @dataclass(frozen=True)
@@ -374,6 +385,12 @@ class FactorisedMonarch(_Variant):
             check_factorised_options(**self._options())
             _check_dense(self)
 
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise ValueError if there are more blocks than the axis is long."""
+        from vmonarch.eval.variants import check_factorised_grid
+
+        check_factorised_grid(grid, self.axis, self.blocks)
+
 
 @dataclass(frozen=True)
 class LocalAttention(_Variant):
@@ -404,6 +421,12 @@ class LocalAttention(_Variant):
 
     def _options(self) -> dict[str, Any]:
         return {"exact": self.pattern}
+
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise ValueError if the pattern names a frame that is not there, or leaves one without keys."""
+        from vmonarch.eval.variants import local_key_frames
+
+        local_key_frames(self.pattern, grid.frames)
 
 
 @dataclass(frozen=True)
@@ -439,6 +462,18 @@ def _exact(exact: Any) -> ExactBlocks | str | None:
         return ExactBlocks(**exact)
     except (TypeError, ValueError) as error:
         raise InputError("exact", f'must be null, "first_frame" or a mapping that fits: {error}') from error
+
+
+def _check_exact(exact: ExactBlocks | str | None, grid: LatentGrid) -> None:
+    """Raise ValueError if a pattern names a frame that is not there."""
+    from vmonarch.exact import resolve_exact
+
+    pattern = resolve_exact(exact)
+    if pattern is not None:
+        try:
+            pattern.key_frames(grid.frames)
+        except ValueError as error:
+            raise ValueError(f"exact does not fit: {error}") from error
 
 
 def _clear(pipe: Any) -> None:
@@ -511,6 +546,34 @@ class AttentionMethod:
     def install(self, pipe: Any) -> None:
         """Leave exactly this method on the Wan pipeline `pipe`."""
         self.parameters.install(pipe)
+
+    def check_video(
+        self, argument: str, grid: LatentGrid, steps: int, layers: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Check the options that depend on the video, the model and the device, before any of them is there.
+
+        Args:
+            argument: of the user, for the error.
+            grid: of the video's latent tokens.
+            layers: of a transformer.
+
+        Raises:
+            InputError: an option does not fit.
+        """
+        import torch
+
+        from vmonarch.dense import DenseSet
+        from vmonarch.kernels.common.launch import why_not_triton
+
+        try:
+            for name, total in (("dense_steps", steps), ("dense_layers", layers)):
+                DenseSet(name, getattr(self.parameters, name, None) or 0).contains(0, total)
+            self.parameters.check_grid(grid)
+            if getattr(self.parameters, "implementation", "auto") == "triton" and device.type == "cpu":
+                if reason := why_not_triton(torch.empty(1, 1, 1, 1, dtype=dtype)):
+                    raise ValueError(f"implementation=triton is not possible: {reason}; auto and torch are")
+        except ValueError as error:
+            raise InputError(argument, f"{self.label!r} cannot compute this video: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Name, kind and every parameter, as plain values that `resolve_method` reads back."""

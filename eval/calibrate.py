@@ -9,21 +9,26 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError, read_document
+from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod, VMonarchAttention, resolve_method
 from vmonarch.pipelines.generation import (
+    GenerationError,
     LoadedModel,
     SamplingConfig,
     complete_and_load,
     denoise,
     facts,
+    keep_elsewhere,
     prepare_output_dir,
     reserve_number,
     short_hash,
 )
 from vmonarch.plan import METHOD_OPTIONS, AttentionPlan
+
+if TYPE_CHECKING:
+    from vmonarch.grid import LatentGrid
 
 CANDIDATES = (
     "vmonarch-plain:num_iterations=1",
@@ -61,10 +66,23 @@ class Budget:
     def __post_init__(self) -> None:
         if self.error is not None and self.flops is not None:
             raise InputError("budget", "and flops exclude each other: give one")
-        if self.limit is not None:
-            if self.error is not None:
-                raise InputError("limit", "is for flops; with budget, every head keeps to that")
-            self._limit()
+        from vmonarch.eval.planning import MEASURES
+
+        for name, value in (("budget", self.error), ("flops", self.flops)):
+            if value is not None and (not math.isfinite(value) or value < 0):
+                raise InputError(name, f"must be finite and at least 0, got {value}")
+        if self.limit is not None and self.error is not None:
+            raise InputError("limit", "is for flops; with budget, every head keeps to that")
+        for name, measure in self.measures.items():
+            if measure not in MEASURES:
+                raise InputError(name, f"must be of {', '.join(MEASURES)}, got {measure!r}{suggest(measure, MEASURES)}")
+
+    @property
+    def measures(self) -> dict[str, str]:
+        """The measures that are named, by the argument that names them."""
+        limit = self._limit()
+        named = {"measure": self.measure, "limit": limit and limit[0]}
+        return {name: measure for name, measure in named.items() if measure is not None}
 
     def _limit(self) -> tuple[str, float] | None:
         if self.limit is None:
@@ -123,10 +141,38 @@ class CalibrateConfig(SamplingConfig):
             raise InputError("candidates", f"must differ; repeated: {', '.join(repeated)}")
         if self.every is not None and (isinstance(self.every, bool) or self.every < 1):
             raise InputError("every", f"must be at least 1, got {self.every!r}")
-        Budget(self.budget, self.flops, self.measure, self.limit)
         object.__setattr__(self, "candidates", tuple(methods))
+        for name, measure in self.allowed.measures.items():
+            if measure == "output_error" and not self.sensitivity:
+                raise InputError(name, "cannot be output_error without sensitivity, which measures it")
+        if self.limit is not None and all(options_of(method) for method in methods):
+            raise InputError("limit", "is relative to VMonarch with its defaults, which is not among the candidates")
         object.__setattr__(self, "maps", tuple(self.maps))
         parse_maps(self.maps)
+
+    @property
+    def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
+        """As in `SamplingConfig`."""
+        return {"candidates": self.candidates}
+
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Check that heads of videos of this grid can do with so much work.
+
+        Raises:
+            InputError: they cannot.
+        """
+        from vmonarch.eval.planning import check_work
+        from vmonarch.plan import method_flops, parse_method
+
+        if self.flops is not None:
+            options = [parse_method(method.label, options_of(method)) for method in self.candidates]
+            cheapest = min(method_flops(found, grid, 1) for found in options)
+            check_work(self.flops, cheapest / method_flops(None, grid, 1), grid)
+
+    @property
+    def allowed(self) -> Budget:
+        """What the plan may cost."""
+        return Budget(self.budget, self.flops, self.measure, self.limit)
 
 
 def _candidate(spec: Any) -> AttentionMethod:
@@ -188,6 +234,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     """
     from vmonarch import apply, restore
     from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder, document, parse_candidates, watched
+    from vmonarch.eval.diagnosis_report import report
 
     config, model = complete_and_load(config, model)
     output = prepare_output_dir(config.output_dir)
@@ -214,11 +261,26 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         **facts(config, model),
     }
     diagnosis = {**document(recorder), "about": about}
-    plan = Budget(config.budget, config.flops, config.measure, config.limit).plan(diagnosis)
     with reserve_number(output, 1 if config.overwrite else None) as number_text:
         target = output / f"{number_text}-{short_hash(config.to_dict())}"
-        target.mkdir(exist_ok=config.overwrite)
-        _write(target, diagnosis, plan, recorder, overwrite=config.overwrite)
+        text = json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            target.mkdir(exist_ok=config.overwrite)
+            _write(target, {"diagnosis.json": text}, overwrite=config.overwrite)
+        except OSError as error:
+            kept = keep_elsewhere("diagnosis.json", lambda path: path.write_text(text, encoding="utf-8"))
+            raise GenerationError(f"{target} cannot be written to: {error}; {kept}") from error
+        # What was sampled is on disk by now: a plan that cannot be made costs no more than another --diagnosis.
+        try:
+            plan = config.allowed.plan(diagnosis)
+        except InputError as error:
+            kept = f"the diagnosis is {target / 'diagnosis.json'}, from which --diagnosis makes other plans"
+            raise InputError(error.argument, f"{error.problem}; {kept}") from error
+        texts = {
+            "plan.json": json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n",
+            "report.html": report(diagnosis, plan, recorder.pictures),
+        }
+        _write(target, texts, overwrite=config.overwrite)
     return Calibration(target, diagnosis, plan)
 
 
@@ -230,15 +292,9 @@ def _size(model: LoadedModel) -> tuple[int, int]:
     return len(found.blocks), found.config.num_attention_heads
 
 
-def _write(target: Path, diagnosis: dict[str, Any], plan: AttentionPlan, recorder: Any, *, overwrite: bool) -> None:
-    from vmonarch.eval.diagnosis_report import report
+def _write(target: Path, texts: Mapping[str, str], *, overwrite: bool) -> None:
     from vmonarch.eval.video_io import AtomicFiles
 
-    texts = {
-        "diagnosis.json": json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n",
-        "plan.json": json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n",
-        "report.html": report(diagnosis, plan, recorder.pictures),
-    }
     with AtomicFiles(overwrite=overwrite) as files:
         for name, text in texts.items():
             files.stage(target / name).write_text(text, encoding="utf-8")

@@ -11,12 +11,12 @@ step of the same shape, so that none is charged for compilation or for what the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,6 +35,7 @@ from vmonarch.pipelines.generation import (
     denoise,
     facts,
     frames_sha256,
+    keep_elsewhere,
     prepare_output_dir,
     reserve_number,
     sample,
@@ -89,6 +90,11 @@ class MethodsConfig(SamplingConfig):
         others = [method for method in methods if method.label != reference.label]
         object.__setattr__(self, "reference", reference)
         object.__setattr__(self, "methods", (reference, *others))
+
+    @property
+    def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
+        """As in `SamplingConfig`."""
+        return {"reference": self.methods[:1], "methods": self.methods[1:]}
 
     @property
     def labels(self) -> list[str]:
@@ -158,15 +164,14 @@ class Comparison:
 
 def format_table(methods: Sequence[str], means: dict[str, dict[str, Any]], reference: str) -> str:
     """Markdown table with one row for each of `methods`; columns that hold nothing are left out."""
+    from vmonarch.eval.tables import aligned
+
     columns = [column for column in _COLUMNS if any(means[method][column[0]] is not None for method in methods)]
     rows = [["method", *(heading for _, heading, _ in columns)]]
     for method in methods:
         cells = [_cell(means[method][key], decimals) for key, _, decimals in columns]
         rows.append([method + (" (reference)" if method == reference else ""), *cells])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    align = lambda row: [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [align(rows[0]), rule, *map(align, rows[1:])])
+    return aligned(rows[0], rows[1:])
 
 
 def _cell(value: Any, decimals: int) -> str:
@@ -267,6 +272,8 @@ def measure(
     Raises:
         GenerationError: a video is constant or holds NaN; its raw frames are kept, at the path in the message.
     """
+    from safetensors.torch import save_file
+
     from vmonarch.eval.similarity import similarity
     from vmonarch.eval.video_io import VideoError, check_frames
 
@@ -278,7 +285,9 @@ def measure(
         try:
             check_frames(video)
         except VideoError as error:
-            kept = _keep_raw(video)
+            kept = keep_elsewhere(
+                "frames.raw.safetensors", lambda path: save_file({"frames": video.contiguous()}, path)
+            )
             raise GenerationError(f"method {label}, prompt {prompt[:40]!r}, seed {seed}: {error}; {kept}") from error
         close = similarity(video.to(device), reference) if label != config.reference.label else None
         result = samples[label]
@@ -342,7 +351,8 @@ class _Run:
             samples = sample_methods(self.model, self.config, batch, title=title)
             for index, (prompt, seed) in enumerate(batch):
                 self._finish_video(prompt, seed, index, len(batch), samples)
-        record = self._write_record(complete=True)
+        with self._keeping_numbers():
+            record = self._write_record(complete=True)
         return Comparison(self.target, record)
 
     def _finish_video(self, prompt: str, seed: int, index: int, batch: int, samples: dict[str, Batch]) -> None:
@@ -350,21 +360,28 @@ class _Run:
         frames = {label: result.frames[index] for label, result in samples.items()}
         results = measure(self.config, prompt, seed, frames, samples, self.score, self.model.device)
         number = f"{len(self.videos) + 1:04d}"
-        try:
-            files = self._write_pictures(number, prompt, seed, frames, results)
-            self.videos.append(
-                {
-                    "prompt": prompt,
-                    "seed": seed,
-                    "files": files,
-                    "results": [json_values(dataclasses.asdict(result)) for result in results],
-                    "stage_seconds_of_batch": {label: result.seconds for label, result in samples.items()},
-                    "batch_size": batch,
-                }
-            )
+        entry: dict[str, Any] = {
+            "prompt": prompt,
+            "seed": seed,
+            "files": {},
+            "results": [json_values(dataclasses.asdict(result)) for result in results],
+            "stage_seconds_of_batch": {label: result.seconds for label, result in samples.items()},
+            "batch_size": batch,
+        }
+        self.videos.append(entry)
+        with self._keeping_numbers():
+            entry["files"] = self._write_pictures(number, prompt, seed, frames, results)
             self._write_record(complete=False)
+
+    @contextlib.contextmanager
+    def _keeping_numbers(self) -> Iterator[None]:
+        """Keep what was measured elsewhere if the block cannot write."""
+        try:
+            yield
         except OSError as error:
-            raise GenerationError(f"{self.target} cannot be written to: {error}") from error
+            text = _json(self._record(complete=False))
+            kept = keep_elsewhere("comparison.json", lambda path: path.write_text(text, encoding="utf-8"))
+            raise GenerationError(f"{self.target} cannot be written to: {error}; {kept}") from error
 
     def _write_pictures(
         self, number: str, prompt: str, seed: int, frames: dict[str, torch.Tensor], results: Sequence[MethodResult]
@@ -393,13 +410,12 @@ class _Run:
             raise GenerationError(str(error)) from error
         return files
 
-    def _write_record(self, *, complete: bool) -> dict[str, Any]:
-        from vmonarch.eval.video_io import AtomicFiles
+    def _record(self, *, complete: bool) -> dict[str, Any]:
         from vmonarch.pipelines.environment import peak_memory_bytes
 
         model = self.model
         labels = self.config.labels
-        record = {
+        return {
             "format": COMPARISON_FORMAT,
             "complete": complete,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -414,12 +430,16 @@ class _Run:
             "seconds_to_load": model.seconds,
             "peak_memory_bytes": peak_memory_bytes(model.device),
         }
-        table = format_table(labels, record["means"], record["reference"]) if complete else None
+
+    def _write_record(self, *, complete: bool) -> dict[str, Any]:
+        from vmonarch.eval.video_io import AtomicFiles
+
+        record = self._record(complete=complete)
         # The record is this run's own: it replaces what it wrote itself a video ago.
         with AtomicFiles(overwrite=True) as files:
-            text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-            files.stage(self.target / "comparison.json").write_text(text, encoding="utf-8")
-            if table is not None:
+            files.stage(self.target / "comparison.json").write_text(_json(record), encoding="utf-8")
+            if complete:
+                table = format_table(record["methods"], record["means"], record["reference"])
                 files.stage(self.target / "table.md").write_text(table + "\n", encoding="utf-8")
         return record
 
@@ -447,6 +467,10 @@ def means(videos: Sequence[dict[str, Any]], labels: Sequence[str]) -> dict[str, 
     return table
 
 
+def _json(record: dict[str, Any]) -> str:
+    return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def json_values(values: dict[str, Any]) -> dict[str, Any]:
     """`values` with infinity, which JSON lacks, as the text "inf": the PSNR of identical videos."""
     return {key: "inf" if value == float("inf") else value for key, value in values.items()}
@@ -463,16 +487,3 @@ def file_name(label: str) -> str:
     """A method's label as part of a file name; labels with parameters get a hash, so that no two share a name."""
     plain = re.sub(r"[^\w.-]+", "-", label)[:40]
     return plain if plain == label else f"{plain}-{short_hash(label)}"
-
-
-def _keep_raw(frames: torch.Tensor) -> str:
-    """Save frames that are no video in a folder of their own among the system's temporary ones, and say where."""
-    from safetensors.torch import save_file
-
-    try:
-        path = Path(tempfile.mkdtemp(prefix="vmonarch-")) / "frames.raw.safetensors"
-        save_file({"frames": frames.contiguous()}, path)
-    except Exception:
-        # safetensors reports a full disk by an exception of its own; the error about the video matters more.
-        return "there was no room to keep the raw frames"
-    return f"raw frames are kept in {path}"

@@ -6,15 +6,18 @@
     print(evaluation.table(), evaluation.folder / "report.html")
 
 An item is one prompt with one seed. Its folder has the video of every method and `item.json` with their numbers, and
-appears complete or not at all: a call that was stopped goes on with the items that are missing, and several processes
-(RANK and WORLD_SIZE, as `accelerate launch` sets them) share the items out. Whichever call finds all of them there
-writes `evaluation.json` and `report.html`. Everything but times and dates is the same however often it was stopped and
-whatever the number of processes: batches are cut before they are shared out.
+appears complete or not at all: a call that was stopped goes on with the items that are missing, several processes
+(RANK and WORLD_SIZE, as `accelerate launch` sets them) share the items out, and calls that run at the same time leave
+each other's alone. Whichever call finds all of them there writes `evaluation.json` and `report.html`. Everything but
+times and dates is the same however often it was stopped and whatever the number of processes: batches are cut before
+they are shared out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,6 +160,10 @@ class EvalConfig(MethodsConfig):
         repeated = sorted({prompt for prompt in prompts if prompts.count(prompt) > 1})
         if repeated:
             raise InputError("prompts", f"must differ, or an item is there twice; repeated: {repeated}")
+        if prompts and self.num_prompts is not None and self.num_prompts > len(prompts):
+            raise InputError(
+                "num_prompts", f"must be at most {len(prompts)}: there are no more; got {self.num_prompts}"
+            )
         object.__setattr__(self, "prompts", prompts[: self.num_prompts])
 
     @property
@@ -195,10 +202,10 @@ class Evaluation:
 
     def table(self) -> str:
         """Markdown table of the means with their intervals, one row a method."""
-        from vmonarch.eval.tables import markdown
+        from vmonarch.eval.tables import aligned
 
         assert self.record is not None
-        return markdown(*summary_rows(self.record))
+        return aligned(*summary_rows(self.record))
 
 
 def evaluate(
@@ -255,6 +262,28 @@ def is_done(output: Path, item: Item) -> bool:
     return (output / "items" / item.name / "item.json").is_file()
 
 
+@contextlib.contextmanager
+def _claimed(output: Path, item: Item) -> Iterator[bool]:
+    """Whether the batch that begins with `item` is this process's while the block runs; else another call makes it."""
+    folder = output / "items" / item.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".claim").open("a")
+    except OSError as error:
+        raise GenerationError(f"{output} cannot be written to: {error}") from error
+    with file:
+        try:
+            # Given back by the system, however the process ends.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            (folder / ".claim").unlink(missing_ok=True)
+
+
 def _settings(config: EvalConfig, folder: ModelFolder) -> dict[str, Any]:
     """All that an item's numbers depend on, but versions and machine."""
     values = {key: value for key, value in config.to_dict().items() if key not in _FREE}
@@ -274,19 +303,32 @@ def _check_settings(output: Path, settings: dict[str, Any]) -> None:
     # As they are read back: JSON has no tuples.
     settings = json.loads(json.dumps(settings))
     if not path.exists():
-        if any(not entry.name.startswith(".") for entry in output.iterdir()):
+        others = [entry.name for entry in output.iterdir() if not entry.name.startswith(".")]
+        # Another call may have begun meanwhile, and these be its files.
+        if others and not path.exists():
             raise InputError("output_dir", f"must be empty or hold an evaluation; {str(output)!r} holds something else")
         try:
             with AtomicFiles() as files:
                 text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
                 files.stage(path).write_text(text, encoding="utf-8")
         except FileExistsError:
-            # Another process of the same launch was first.
+            # Another process was first.
             pass
-    before = json.loads(path.read_text(encoding="utf-8"))
-    changed = list(_changes(before, settings))
+    changed = list(_changes(_read(path), settings))
     if changed:
         raise InputError("output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(changed)}")
+
+
+def _read(path: Path) -> Any:
+    """What a JSON file in the evaluation's folder holds.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("output_dir", f"holds {path}, which cannot be read: {error}; give another folder") from error
 
 
 def _changes(before: Any, now: Any, place: str = "") -> Iterator[str]:
@@ -324,18 +366,24 @@ class _Run:
     def run(self, batches: Sequence[Sequence[Item]], total: int) -> None:
         self._warm_up(batches[0])
         for batch in batches:
-            title = f"item {batch[0].number} of {total}" if self.progress else None
-            pairs = [(item.prompt, item.seed) for item in batch]
-            samples = sample_methods(self.model, self.config, pairs, title=title)
-            for index, item in enumerate(batch):
-                if is_done(self.output, item):
-                    continue
-                frames = {label: result.frames[index] for label, result in samples.items()}
-                results = measure(self.config, item.prompt, item.seed, frames, samples, self.score, self.model.device)
-                try:
-                    self._write(item, frames, results)
-                except OSError as error:
-                    raise GenerationError(f"{self.output} cannot be written to: {error}") from error
+            with _claimed(self.output, batch[0]) as ours:
+                if ours and not all(is_done(self.output, item) for item in batch):
+                    self._make(batch, total)
+
+    def _make(self, batch: Sequence[Item], total: int) -> None:
+        """Sample, measure and write what is missing of a batch."""
+        title = f"item {batch[0].number} of {total}" if self.progress else None
+        pairs = [(item.prompt, item.seed) for item in batch]
+        samples = sample_methods(self.model, self.config, pairs, title=title)
+        for index, item in enumerate(batch):
+            if is_done(self.output, item):
+                continue
+            frames = {label: result.frames[index] for label, result in samples.items()}
+            results = measure(self.config, item.prompt, item.seed, frames, samples, self.score, self.model.device)
+            try:
+                self._write(item, frames, results)
+            except OSError as error:
+                raise GenerationError(f"{self.output} cannot be written to: {error}") from error
 
     def _warm_up(self, batch: Sequence[Item]) -> None:
         """Warm up and, if that is for this process to do, count FLOPs on what the transformer was called with."""
@@ -463,14 +511,14 @@ def _finish(config: EvalConfig, output: Path, items: Sequence[Item], command: st
         "methods": labels,
         "measures": {key: dataclasses.asdict(measure_) for key, measure_ in MEASURES.items()},
         "intervals": f"95 % percentile bootstrap over items, {RESAMPLES} resamples, seed {BOOTSTRAP_SEED}",
-        "attention_flops": json.loads((output / "flops.json").read_text(encoding="utf-8")),
+        "attention_flops": _read(output / "flops.json"),
         "statistics": statistics_,
         "differences": differences(records, labels, baseline),
         "vbench": vbench,
         "paper_score": {label: _paper_score(statistics_[label], vbench.get(label, {})) for label in labels},
         "items": records,
         "config": {key: value for key, value in config.to_dict().items() if key not in _LOCAL},
-        "model_files": json.loads((output / "settings.json").read_text(encoding="utf-8"))["model_files"],
+        "model_files": _read(output / "settings.json")["model_files"],
         "environments": environments,
     }
     text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -576,11 +624,14 @@ def _vbench() -> Any:
 def _check_vbench(dimensions: Sequence[str]) -> None:
     """Raise InputError for a dimension that VBench does not have, or without VBench: before anything is sampled."""
     vbench = _vbench()
-    vbench.load_environment()
     known = vbench.DIMENSIONS
     for name in dimensions:
         if name not in known:
             raise InputError("vbench", f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
+    try:
+        vbench.load_environment()
+    except InputError as error:
+        raise InputError("vbench", f"cannot be scored: its {error}") from error
 
 
 def _vbench_scores(

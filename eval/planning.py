@@ -112,10 +112,7 @@ def plan_within_work(
     choices = _choices(diagnosis, measure)
     grid = LatentGrid(*diagnosis["grid"])
     work = flops * vmonarch_flops(grid, 1) / full_flops(grid, 1)
-    least = choices.flops.min().item()
-    if not math.isfinite(flops) or work < least:
-        unit = least / (vmonarch_flops(grid, 1) / full_flops(grid, 1))
-        raise InputError("flops", f"must be at least {unit:.3g}, which the cheapest candidate needs, got {flops}")
+    check_work(flops, choices.flops.min().item(), grid)
     values = _summable(choices, measure)
     if limit is None:
         return _plan(diagnosis, choices, _least(choices, values, work), measure, {"flops": flops})
@@ -135,6 +132,21 @@ def plan_within_work(
         middle = (low + high) / 2
         low, high = (low, middle) if kept(pick(middle)) else (middle, high)
     return _plan(diagnosis, choices, pick(high), measure, {"flops": flops, "limit": {name: share}})
+
+
+def check_work(flops: float, cheapest: float, grid: LatentGrid) -> None:
+    """Check that heads can do with so much work.
+
+    Args:
+        flops: see `plan_within_work`.
+        cheapest: work of the cheapest candidate, relative to full attention.
+
+    Raises:
+        InputError: they cannot.
+    """
+    least = cheapest * full_flops(grid, 1) / vmonarch_flops(grid, 1)
+    if not math.isfinite(flops) or flops < least:
+        raise InputError("flops", f"must be at least {least:.3g}, which the cheapest candidate needs, got {flops}")
 
 
 def _summable(choices: _Choices, measure: str) -> torch.Tensor:

@@ -37,6 +37,14 @@ def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def aligned(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """`markdown` with columns of one width, for terminals; no line break at the end."""
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    pad = lambda row: [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [pad(heading), rule, *map(pad, rows)])
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 

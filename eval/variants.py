@@ -188,6 +188,13 @@ def check_factorised_options(*, axis: object, blocks: object, recompute: object,
     check_flag("recompute", recompute)
 
 
+def check_factorised_grid(grid: LatentGrid, axis: str, blocks: int) -> None:
+    """Raise ValueError unless the axis is as long as it is to have blocks."""
+    length = grid[AXES[axis][0]]
+    if blocks > length:
+        raise ValueError(f"blocks must not exceed the axis {axis}, which is {length} long, got {blocks}")
+
+
 def factorised_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -222,10 +229,9 @@ def factorised_attention(
         axis=axis, blocks=blocks, recompute=recompute, num_iterations=num_iterations, min_mass=min_mass
     )
     grid = _check(query, key, value, grid)
+    check_factorised_grid(grid, axis, blocks)
     order = AXES[axis]
     length = grid[order[0]]
-    if blocks > length:
-        raise ValueError(f"blocks must not exceed the axis {axis}, which is {length} long, got {blocks}")
     scale = resolve_scale(scale, query.shape[-1])
     # One frame of `length` rows, cut into tiles: the layout of tiles masks what does not divide.
     tokens = torch.arange(grid.tokens, device=query.device).view(grid).permute(order).flatten()

@@ -24,7 +24,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,10 +46,18 @@ from vmonarch.pipelines.processes import Shard, check_sharing, shared_videos
 if TYPE_CHECKING:
     import torch
 
+    from vmonarch.grid import LatentGrid
+
 RECORD_FORMAT = "vmonarch-generate-1"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OFFLOADS = ("none", "model", "group")
 _MAX_SEED = 2**63 - 1
+# Noise levels that Wan is trained on; more steps would repeat them.
+_MAX_STEPS = 1000
+# Text tokens that Wan is trained on.
+_MAX_TEXT_TOKENS = 512
+# What players and x264 take, with room to spare.
+_FPS = (0.1, 1000.0)
 
 Config = TypeVar("Config", bound="SamplingConfig")
 
@@ -75,12 +83,12 @@ class SamplingConfig:
         negative_prompt: what guidance leads away from.
         height, width: pixels, multiples of 16 (of 32 for some models).
         num_frames: 4·k + 1.
-        steps: denoising steps.
+        steps: denoising steps, up to 1000.
         guidance: classifier-free guidance scale; 1 or less turns guidance off.
         guidance_2: the same for the low-noise transformer of two-stage models.
         flow_shift: shift of the scheduler's noise levels towards noise.
-        fps: frames per second of the mp4.
-        max_sequence_length: text tokens that the transformer sees.
+        fps: frames per second of the mp4, from 0.1 to 1000.
+        max_sequence_length: text tokens that the transformer sees, up to 512.
         dtype: auto, float32, bfloat16 or float16, of everything but the VAE.
         device: auto, cpu, cuda or cuda:N.
         offload: `model` keeps one component at a time on the GPU, `group` a few layers at a time, `none` everything.
@@ -130,6 +138,10 @@ class SamplingConfig:
                 raise InputError(name, f"must be an integer, got {value!r}")
             if value < 1:
                 raise InputError(name, f"must be at least 1, got {value}")
+        for name, most in (("steps", _MAX_STEPS), ("max_sequence_length", _MAX_TEXT_TOKENS)):
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise InputError(name, f"must be at most {most}, got {value}")
         for name in ("height", "width"):
             value = getattr(self, name)
             if value is not None and value % 16:
@@ -142,6 +154,8 @@ class SamplingConfig:
             self._check_number(name, positive=False)
         for name in ("flow_shift", "fps"):
             self._check_number(name, positive=True)
+        if self.fps is not None and not _FPS[0] <= self.fps <= _FPS[1]:
+            raise InputError("fps", f"must lie between {_FPS[0]:g} and {_FPS[1]:g}, got {self.fps:g}")
         for name, choices in (("dtype", DTYPES), ("offload", OFFLOADS)):
             if getattr(self, name) not in choices:
                 raise InputError(name, f"must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -149,6 +163,14 @@ class SamplingConfig:
             raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if not self.output_dir or "\0" in self.output_dir:
             raise InputError("output_dir", f"must be a folder, got {self.output_dir!r}")
+
+    @property
+    def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
+        """The methods that compute self-attention, by the field that names them."""
+        return {}
+
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise InputError for a setting that does not fit videos of this latent grid."""
 
     def batches(self) -> list[list[tuple[str, int]]]:
         """Prompt and seed of every video, prompts outermost, cut into the batches that are sampled together."""
@@ -217,6 +239,11 @@ class GenerateConfig(SamplingConfig):
         super().__post_init__()
         if not isinstance(self.attention, AttentionMethod):
             object.__setattr__(self, "attention", resolve_method(self.attention))
+
+    @property
+    def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
+        """As in `SamplingConfig`."""
+        return {"attention": (self.attention,)}
 
 
 def _check_unicode(name: str, text: str) -> None:
@@ -300,7 +327,7 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
             "max_sequence_length": 512,
             "negative_prompt": "",
         }
-    return read_yaml("wan", group="generate")
+    return read_yaml("wan", group="defaults")
 
 
 def _has_embedded_vae(model: ModelFolder) -> bool:
@@ -314,7 +341,8 @@ def complete(config: Config, model: ModelFolder) -> Config:
     """`config` with the model's recommendation in place of every None, checked against what the model can do.
 
     Raises:
-        InputError: sizes that the VAE cannot decode, or an image where none can be used or one is needed.
+        InputError: sizes that the VAE cannot decode or that the transformer has no places for, a method that cannot
+            compute such a video or run on the device, or an image where none can be used or one is needed.
     """
     recommended = recommended_settings(model)
     missing: dict[str, Any] = {key: value for key, value in recommended.items() if getattr(config, key) is None}
@@ -341,6 +369,7 @@ def complete(config: Config, model: ModelFolder) -> Config:
             f"must be {model.temporal}·k + 1 for this model, got {config.num_frames};"
             f" {_nearest_frames(config.num_frames, model.temporal)}",
         )
+    _check_video(config, model)
     if config.guidance_2 is not None and not model.two_stage:
         raise InputError("guidance_2", "is for models with two transformers; this one has one")
     if config.image is None and (model.image_conditioned or model.pipeline == IMAGE_TO_VIDEO):
@@ -350,6 +379,29 @@ def complete(config: Config, model: ModelFolder) -> Config:
             raise InputError("image", "cannot be used: this is a text-to-video model")
         _open_image(config.image)
     return config
+
+
+def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
+    """Check a completed config's sizes and methods against the model."""
+    assert config.num_frames is not None and config.height is not None and config.width is not None
+    grid = model.grid(config.num_frames, config.height, config.width)
+    most = [model.axis_tokens * patch for patch in model.patch]
+    for name, tokens, limit in (
+        ("num_frames", grid.frames, (most[0] - 1) * model.temporal + 1),
+        ("height", grid.height, most[1] * model.spatial),
+        ("width", grid.width, most[2] * model.spatial),
+    ):
+        if tokens > model.axis_tokens:
+            raise InputError(name, f"must be at most {limit} for this model, got {getattr(config, name)}")
+    config.check_grid(grid)
+    if not config.attention_methods:
+        return
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    assert config.steps is not None
+    for argument, methods in config.attention_methods.items():
+        for method in methods:
+            method.check_video(argument, grid, config.steps, model.layers, device, dtype)
 
 
 def _open_image(path: str) -> Any:
@@ -1121,6 +1173,17 @@ def _write(
             what = f"prompt {_shorten(record['prompt'])!r}, seed {record['seed']}"
             raise GenerationError(f"{what}: {error}; {_keep_raw(output, stem, frames, latents)}") from error
     return GeneratedVideo(paths["mp4"], paths["png"] if config.contact_sheet else None, paths["json"], record)
+
+
+def keep_elsewhere(name: str, write: Callable[[Path], object]) -> str:
+    """Write what its folder has no room for into a folder of its own among the system's temporary ones; says where."""
+    try:
+        path = Path(tempfile.mkdtemp(prefix="vmonarch-")) / name
+        write(path)
+    except Exception:
+        # safetensors reports a full disk by an exception of its own; whatever it is, the first error matters more.
+        return f"there was no room to keep {name}"
+    return f"{name} is kept at {path}"
 
 
 def _keep_raw(output: Path, stem: str, frames: torch.Tensor, latents: torch.Tensor) -> str:

@@ -18,6 +18,8 @@ from vmonarch.configs import InputError
 if TYPE_CHECKING:
     import torch
 
+    from vmonarch.grid import LatentGrid
+
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 SUPPORTED_PIPELINES = (TEXT_TO_VIDEO, IMAGE_TO_VIDEO)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -48,6 +50,8 @@ class ModelFolder:
         components: library and class of each of the pipeline's parts, likewise.
         spatial, temporal: how many pixels (frames) of the video one latent pixel (frame) stands for.
         patch: latent pixels per token along frames, height and width.
+        layers: of a transformer.
+        axis_tokens: the most tokens that a video may have along an axis: the length of the transformer's rotary tables.
         image_conditioned: the transformer takes an image and cannot do without.
         image_capable: it can take one.
         two_stage: it has a second transformer for the low-noise steps.
@@ -61,6 +65,8 @@ class ModelFolder:
     spatial: int
     temporal: int
     patch: tuple[int, int, int]
+    layers: int
+    axis_tokens: int
     image_conditioned: bool
     image_capable: bool
     two_stage: bool
@@ -74,6 +80,13 @@ class ModelFolder:
     def width_multiple(self) -> int:
         """What a video's width must be a multiple of."""
         return math.lcm(16, self.spatial * self.patch[2])
+
+    def grid(self, num_frames: int, height: int, width: int) -> LatentGrid:
+        """The transformer's tokens for a video of so many frames and pixels."""
+        from vmonarch.grid import LatentGrid
+
+        latents = ((num_frames - 1) // self.temporal + 1, height // self.spatial, width // self.spatial)
+        return LatentGrid(*(size // patch for size, patch in zip(latents, self.patch, strict=True)))
 
     def component_class(self, name: str) -> Any:
         """The class of a component.
@@ -161,7 +174,7 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         revision: branch, tag or commit of a hub model.
 
     Raises:
-        InputError: `name` is none of these.
+        InputError: `name` is none of these, or `revision` is given for one that is not the hub's.
         ModelError: the folder holds no complete, supported Wan pipeline.
     """
     path, revision = _locate(name, revision)
@@ -200,6 +213,8 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
         spatial=vae.get("scale_factor_spatial") or 8,
         temporal=vae.get("scale_factor_temporal") or 4,
         patch=(patch[0], patch[1], patch[2]),
+        layers=transformer.get("num_layers", 40),
+        axis_tokens=transformer.get("rope_max_seq_len", 1024),
         image_conditioned=image_conditioned,
         # The 5B model blends the image into the first latent frame instead of taking more channels.
         image_capable=image_conditioned or bool(index.get("expand_timesteps")),
@@ -213,6 +228,7 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
     if name == "embedded":
         from vmonarch.pipelines.embedded import embedded_model_path
 
+        _check_no_revision(name, revision)
         try:
             return embedded_model_path(), None
         except FileNotFoundError as error:
@@ -221,12 +237,18 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
         raise InputError("model", f"{supported}, got {name!r}")
     path = Path(name).expanduser()
     if path.is_dir():
+        _check_no_revision(name, revision)
         return path.resolve(), None
     if path.exists():
         raise InputError("model", f"{supported}; {name!r} is a file")
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise InputError("model", f"{supported}; there is no folder {name!r}")
     return _download(name, revision)
+
+
+def _check_no_revision(name: str, revision: str | None) -> None:
+    if revision is not None:
+        raise InputError("revision", f"is for models of the hub, which {name!r} is not; got {revision!r}")
 
 
 def _download(name: str, revision: str | None) -> tuple[Path, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,6 +104,8 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
     import torch.distributed as dist
     from diffusers import ContextParallelConfig
 
+    assert config.num_frames is not None and config.height is not None and config.width is not None
+    tokens = model.folder.grid(config.num_frames, config.height, config.width).tokens
     on_gpu = model.device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=model.device if on_gpu else None)
     with leaving_group():
@@ -113,7 +114,7 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
             if transformer is None:
                 continue
             heads = transformer.config.num_attention_heads
-            uneven = bool(_tokens(model, config) % shard.size or heads % shard.size)
+            uneven = bool(tokens % shard.size or heads % shard.size)
             try:
                 transformer.enable_parallelism(
                     config=ContextParallelConfig(ulysses_degree=shard.size, ulysses_anything=uneven)
@@ -121,16 +122,3 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
             except (ValueError, NotImplementedError) as error:
                 raise InputError("model", f"cannot be spread over {shard.size} processes: {error}") from error
         yield
-
-
-def _tokens(model: LoadedModel, config: SamplingConfig) -> int:
-    """Of one video."""
-    pipe = model.pipe
-    assert config.num_frames is not None and config.height is not None and config.width is not None
-    latents = (
-        (config.num_frames - 1) // pipe.vae_scale_factor_temporal + 1,
-        config.height // pipe.vae_scale_factor_spatial,
-        config.width // pipe.vae_scale_factor_spatial,
-    )
-    patches = (pipe.transformer or pipe.transformer_2).config.patch_size
-    return math.prod(size // patch for size, patch in zip(latents, patches, strict=True))

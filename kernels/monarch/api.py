@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -64,6 +65,12 @@ def check_vmonarch_options(
     _check_min_mass(min_mass)
     check_flag("entropy_grad", entropy_grad)
     check_implementation(implementation)
+
+
+def check_tiles(tiles: Sequence[int], grid: LatentGrid) -> None:
+    """Raise ValueError unless every one of the `tiles` of a frame has tokens."""
+    if tiles[0] > grid.height or tiles[1] > grid.width:
+        raise ValueError(f"tiles {tuple(tiles)} must not exceed the rows and columns of a frame, {tuple(grid[1:])}")
 
 
 @overload
@@ -178,8 +185,7 @@ def vmonarch_attention(
             f"grid {tuple(grid)} has {grid.tokens} tokens, but query has {query.shape[1]};"
             " frames × height × width must equal the sequence length"
         )
-    if tiles[0] > grid.height or tiles[1] > grid.width:
-        raise ValueError(f"tiles {tuple(tiles)} must not exceed the rows and columns of a frame, {tuple(grid[1:])}")
+    check_tiles(tiles, grid)
 
     T = grid.frames
     frames_per_block = min(frames_per_block, T)

@@ -57,7 +57,7 @@ def build_pipeline(folder: Path, *, image_to_video: bool = False, **options: Any
             freq_dim=16,
             ffn_dim=32,
             num_layers=2,
-            rope_max_seq_len=32,
+            rope_max_seq_len=64,
         )
         for name in (["transformer", "transformer_2"] if "boundary_ratio" in options else ["transformer"])
     }

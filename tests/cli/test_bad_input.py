@@ -13,12 +13,21 @@ from safetensors.torch import load_file, save_file
 
 from vmonarch.configs import InputError
 from vmonarch.pipelines.generation import GenerateConfig
+from vmonarch.pipelines.model_folder import ModelFolder
 
 PROMPT = "a red circle moving right"
 
 # Arguments after a good command line, and what the message must hold; each is a usage error (exit code 2).
 USAGE = {
     "height not of 16": (["--height", "40"], ["--height", "multiple of 16", "32 or 48"]),
+    "height far too large": (["--height", str(16 * 10**22)], ["--height", "at most 1024 for this model"]),
+    "height by the power": (["height=1e23"], ["--height", "an integer"]),
+    "width too large": (["--width", "1040"], ["--width", "at most 1024 for this model"]),
+    "too many frames": (["--num-frames", "257"], ["--num-frames", "at most 253 for this model"]),
+    "too many steps": (["--steps", "1001"], ["--steps", "at most 1000"]),
+    "too many text tokens": (["--max-sequence-length", "100000"], ["--max-sequence-length", "at most 512"]),
+    "too many frames a second": (["--fps", "1e9"], ["--fps", "between 0.1 and 1000"]),
+    "too few frames a second": (["fps=1e-9"], ["--fps", "between 0.1 and 1000"]),
     "width not of 16": (["--width", "50"], ["--width", "multiple of 16", "48 or 64"]),
     "height zero": (["--height", "0"], ["--height", "at least 1"]),
     "width negative": (["--width", "-16"], ["--width", "at least 1"]),
@@ -49,6 +58,26 @@ USAGE = {
     "seed a fraction": (["--seed", "1.5"], ["--seed", "integers", "1.5"]),
     "seed a word": (["--seed", "one"], ["--seed", "integers", "one"]),
     "no seed": (["seeds=[]"], ["--seed", "at least one"]),
+    "revision of a folder": (["--revision", "main"], ["--revision", "models of the hub"]),
+    "revision of the embedded model": (["--model", "embedded", "--revision", "main"], ["--revision", "'embedded'"]),
+    "frame that is not there": (
+        ["--attention", "vmonarch:exact={rows: [99]}"],
+        ["--attention", "exact does not fit", "frame 99", "3 latent frames"],
+    ),
+    "more tiles than rows": (
+        ["attention.tiles=[100,100]"],
+        ["--attention", "tiles (100, 100)", "rows and columns of a frame, (2, 3)"],
+    ),
+    "more dense steps than steps": (["attention.dense_steps=50"], ["--attention", "dense_steps=50", "only 2 steps"]),
+    "dense layer that is not there": (["attention.dense_layers=[2]"], ["--attention", "dense_layers", "2 layers"]),
+    "more blocks than frames": (
+        ["attention=monarch-t4"],
+        ["--attention", "'monarch-t4'", "blocks", "axis T", "3 long"],
+    ),
+    "frames without keys": (
+        ["--attention", "local:exact={columns: [7]}"],
+        ["--attention", "frame 7", "3 latent frames"],
+    ),
     "missing model folder": (["--model", "./nowhere"], ["--model", "no folder", "embedded", "hub id"]),
     "empty model name": (["--model", ""], ["--model"]),
     "model is a file": (["--model", "FILE"], ["--model", "is a file"]),
@@ -85,6 +114,8 @@ USAGE = {
     "output path under a file": (["--output-dir", "FILE/deeper"], ["--output-dir", "cannot be written"]),
     "unwritable output": (["--output-dir", "/proc/outputs"], ["--output-dir", "cannot be written"]),
     "empty output": (["--output-dir", ""], ["--output-dir", "a folder"]),
+    "wan's defaults are no config": (["--config", "wan"], ["--config", "YAML file or one of", "wan2.1-t2v-1.3b"]),
+    "override with hyphens": (["num-frames=5"], ["prompt", "'num-frames=5'", "write num_frames=5"]),
     "missing config": (["--config", "none.yaml"], ["--config", "YAML file or one of", "wan2.1-t2v-1.3b"]),
     "config is no mapping": (["--config", "LIST"], ["--config", "mapping"]),
     "config is no yaml": (["--config", "BROKEN"], ["--config", "YAML"]),
@@ -98,7 +129,8 @@ USAGE = {
     "malformed record": (["--from-json", "BROKEN"], ["--from-json", "JSON"]),
     "record of something else": (["--from-json", "OTHER"], ["--from-json", "no record of a generated video"]),
     "incomplete record": (["--from-json", "PARTIAL"], ["--from-json", "incomplete", "batch"]),
-    "unknown option": (["--stepz", "3"], ["--stepz"]),
+    "unknown option": (["--stepz", "3"], ["--stepz", "did you mean --steps?"]),
+    "option with an underscore": (["--num_frames=9"], ["--num_frames=9", "did you mean --num-frames?"]),
     "option without its value": (["--height"], ["--height", "expected one argument"]),
 }
 
@@ -132,7 +164,10 @@ def assert_refused(result: tuple[int, str, str], code: int, fragments: list[str]
 
 
 @pytest.mark.parametrize(("words", "fragments"), USAGE.values(), ids=USAGE)
-def test_usage_errors(cli, files: dict[str, str], words: list[str], fragments: list[str]) -> None:
+def test_usage_errors(
+    cli, files: dict[str, str], words: list[str], fragments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelFolder, "read_component", lambda *_: pytest.fail("a model was loaded"))
     line = [word.replace(word.split("/")[0], files.get(word.split("/")[0], word.split("/")[0])) for word in words]
     assert_refused(cli("generate", PROMPT, *line), 2, fragments)
     assert cli.outputs() == [] and sorted(files) == sorted(path.name for path in cli.folder.iterdir() if path.is_file())
@@ -142,6 +177,25 @@ def test_the_environment_is_out_of_reach(cli, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HIDDEN_STEPS", "3")
     for override in ("steps=${oc.env:HIDDEN_STEPS}", "attention.coarse=${oc.env:HIDDEN_STEPS}"):
         assert_refused(cli("generate", PROMPT, override), 2, ["an integer", "HIDDEN_STEPS"])
+
+
+WORDS = ["a", "red", "circle", "moving", "right"]
+
+
+def test_a_prompt_without_quotes(cli) -> None:
+    for command in ("generate", "compare", "eval", "calibrate"):
+        assert_refused(cli(command, *WORDS), 2, ["prompt", "must stand in quotes", "'a red circle moving right'"])
+    # Scripts without blanks between words: two prompts.
+    assert_refused(cli("generate", "一只猫", "一只狗", "--steps", 0), 2, ["--steps"])
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", "eval", "calibrate"])
+def test_kernels_on_the_cpu(cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(ModelFolder, "read_component", lambda *_: pytest.fail("a model was loaded"))
+    option = {"generate": "--attention", "calibrate": "--candidates"}.get(command, "--methods")
+    line = [command, PROMPT, option, "vmonarch:implementation=triton", "--device", "cpu"]
+    assert_refused(cli(*line), 2, [option, "implementation=triton", "on the CPU", "auto and torch are"])
 
 
 def test_no_prompt(cli) -> None:
@@ -282,6 +336,15 @@ COMPARE = {
     "unknown reference": (["--reference", "exact"], ["--reference", "full"]),
     "no strip": (["--strip-frames", "0"], ["--strip-frames", "at least 1"]),
     "attention is generate's": (["attention=full"], ["attention", "no known key", "methods"]),
+    "frame that is not there": (
+        ["--methods", "full", "vmonarch:exact={rows: [99]}"],
+        ["--methods", "'vmonarch:exact={rows: [99]}'", "frame 99"],
+    ),
+    "reference with a frame that is not there": (["--reference", "vmonarch:exact={rows: [99]}"], ["--reference", "99"]),
+    "more dense steps than steps": (
+        ["--methods", "flashbias:dense_steps=[2]"],
+        ["--methods", "dense_steps", "2 steps"],
+    ),
     "sizes are checked too": (["--height", "40"], ["--height", "multiple of 16"]),
     "unknown preset": (["--config", "none"], ["--config", "iterations"]),
 }

@@ -88,6 +88,20 @@ BAD = {
     "no step": (["p", "--every", 0], "every must be at least 1, got 0"),
     "no map": (["p", "--maps", "1-2"], "maps must be layer:head, such as 3:0, got '1-2'"),
     "map outside": (["p", "--maps", "9:0"], "maps must lie in 2 layers of 2 heads, got 9:0"),
+    "negative budget": (["p", "--budget", -1], "--budget must be finite and at least 0, got -1.0"),
+    "no work": (["p", "--flops", "nan"], "--flops must be finite and at least 0, got nan"),
+    "less work than the cheapest": (["p", "--flops", 0.01], "--flops must be at least 0."),
+    "unknown measure": (["p", "--measure", "klo"], "got 'klo' (did you mean kl?)"),
+    "limit of an unknown measure": (["p", "--limit", "lk=0.5"], "--limit must be of error, layer_error,"),
+    "limit without the default": (
+        ["p", "--candidates", "vmonarch-t1", "--limit", "kl=1"],
+        "limit is relative to VMonarch",
+    ),
+    "measure that is left out": (
+        ["p", "--measure", "output_error", "--no-sensitivity"],
+        "--measure cannot be output_error without sensitivity",
+    ),
+    "frame that is not there": (["p", "--candidates", "vmonarch:exact={rows: [99]}"], "names frame 99"),
     "no share": (["p", "--limit", "kl"], "limit must be measure=share with a positive share, such as kl=0.5"),
     "limit of what": (["p", "--budget", 1, "--limit", "kl=0.5"], "limit is for flops"),
     "plan alone": (["p", "--plan", "x.json"], "plan is for --diagnosis"),
@@ -95,11 +109,37 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_used_is_named_and_nothing_is_left(cli, name):
+def test_what_cannot_be_used_is_named_and_nothing_is_left(cli, name, monkeypatch):
+    monkeypatch.setattr("vmonarch.eval.calibrate.denoise", lambda *_, **__: pytest.fail("something was sampled"))
     words, message = BAD[name]
     code, _, err = cli("calibrate", *words)
     assert code == 2 and message in err, err
     assert cli.outputs("outputs/calibrate") == []
+
+
+def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch):
+    line = ["a red circle", "--steps", 1, "--candidates", "vmonarch-t1", "vmonarch", "--no-sensitivity"]
+
+    def no_plan(*_):
+        raise InputError("limit", "cannot be kept")
+
+    monkeypatch.setattr("vmonarch.eval.planning.plan_within_work", no_plan)
+    code, _, err = cli("calibrate", *line, "--limit", "kl=1e-9")
+    monkeypatch.undo()
+    monkeypatch.chdir(cli.folder)
+    (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
+    assert code == 2 and "--limit cannot be kept" in err and "--diagnosis makes other plans" in err
+    assert str(folder.relative_to(cli.folder) / "diagnosis.json") in err
+    assert cli("calibrate", "--diagnosis", folder / "diagnosis.json", tiny=False)[0] == 0
+
+    def no_room(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vmonarch.eval.calibrate._write", no_room)
+    monkeypatch.setattr("tempfile.tempdir", str(cli.folder))
+    code, _, err = cli("calibrate", *line)
+    (kept,) = cli.folder.glob("vmonarch-*/diagnosis.json")
+    assert code == 1 and "No space left" in err and str(kept) in err and kept.read_text().startswith('{"format"')
 
 
 def test_candidates_are_what_their_methods_change():

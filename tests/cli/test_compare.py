@@ -169,6 +169,21 @@ def test_a_broken_method_is_an_error_that_names_it(cli, monkeypatch: pytest.Monk
     assert "table.md" not in cli.outputs(f"outputs/compare/{name}")
 
 
+def test_what_was_measured_outlives_a_full_disk(loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compare_module._Run, "_write_pictures", no_room)
+    monkeypatch.setattr(generation.tempfile, "tempdir", str(tmp_path))
+    settings = config(loaded.folder.path, methods=("vmonarch-plain",), steps=1, output_dir=str(tmp_path / "out"))
+    with pytest.raises(GenerationError, match=r"No space left.*comparison.json is kept at") as error:
+        compare(settings, model=loaded)
+    (kept,) = tmp_path.glob("vmonarch-*/comparison.json")
+    record = json.loads(kept.read_text())
+    assert str(kept) in str(error.value) and not record["complete"]
+    assert record["means"]["vmonarch-plain"]["psnr"] == record["videos"][0]["results"][1]["psnr"] > 0
+
+
 def test_ctrl_c_keeps_complete_videos_only(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = generation.sample
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import math
 import re
@@ -437,6 +438,21 @@ def test_lpips_is_measured_on_float_and_on_decoded_frames(loaded, tmp_path: Path
     )
 
 
+def test_calls_in_one_folder_leave_each_others_items_alone(loaded, copied: Path, monkeypatch) -> None:
+    settings = config(loaded.folder.path, copied, batch_size=2)
+    monkeypatch.setattr(module._Run, "_warm_up", lambda *_: None)
+    folders = sorted((copied / "items").iterdir())
+    for folder in folders[:2]:
+        (folder / "item.json").unlink()
+    half_written = folders[0] / ".full.1.partial.mp4"
+    half_written.write_bytes(b"")
+    with (folders[0] / ".claim").open("a") as claim:
+        fcntl.flock(claim, fcntl.LOCK_EX)
+        assert evaluate(settings, model=loaded).missing == 2 and half_written.exists()
+    assert evaluate(settings, model=loaded).missing == 0
+    assert not [path.name for path in (copied / "items").rglob(".*")]
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # The command
 
@@ -445,7 +461,8 @@ def test_the_command_writes_the_report_and_prints_the_table(cli) -> None:
     line = ["--methods", "vmonarch-plain", "--seed", 1, "--report-items", 1, "output_dir=a folder"]
     code, out, err = cli("eval", "a red circle moving right", "a blue square", *line)
     assert code == 0, err
-    assert "| vmonarch-plain |" in out and "| full (reference) | 100.0 % |" in out
+    assert "| vmonarch-plain  " in out and "| full (reference) |         100.0 % |" in out
+    assert len({len(line) for line in out.splitlines() if line.startswith("|")}) == 1
     assert out.rstrip().endswith("a folder/report.html")
     (record,) = [record for record in cli.records("a folder") if "statistics" in record]
     page = (cli.folder / "a folder" / "report.html").read_text(encoding="utf-8")
@@ -460,7 +477,14 @@ BAD = {
     "baseline": (["a red", "--baseline", "vmonarch-t9"], "--baseline must be one of full, vmonarch"),
     "prompt set": (["--prompt-set", "movies"], "--prompt-set must be one of embedded"),
     "no prompts of a set": (["--prompt-set", "embedded", "--num-prompts", 0], "--num-prompts must be an integer"),
-    "overwrite": (["a red", "--overwrite"], "--overwrite cannot be used"),
+    "more prompts than there are": (
+        ["--prompt-set", "embedded", "--num-prompts", 1000],
+        "--num-prompts must be at most 64",
+    ),
+    "overwrite": (["a red", "--overwrite"], "unrecognized arguments: --overwrite"),
+    "overwrite as a key": (["a red", "overwrite=true"], "overwrite cannot be used"),
+    "vbench": (["a red", "--vbench", "imaging"], "did you mean imaging_quality?"),
+    "frame that is not there": (["a red", "--methods", "vmonarch:exact={rows: [99]}"], "names frame 99"),
     "report": (["a red", "--report-items", -1], "--report-items must be an integer of at least 0"),
     "timeout": (["a red", "vbench_timeout=0"], "vbench_timeout must be above 0"),
     "unknown method": (["a red", "--methods", "vmonarch-t"], "--methods must be one of"),
@@ -472,6 +496,13 @@ BAD = {
 def test_bad_input_is_named(cli, words: list[Any], message: str) -> None:
     code, _, err = cli("eval", *words)
     assert code == 2 and message in err and not (cli.folder / "outputs").exists()
+
+
+def test_settings_that_cannot_be_read_are_named(cli) -> None:
+    (cli.folder / "out").mkdir()
+    (cli.folder / "out" / "settings.json").write_text('{"prompts": [')
+    code, _, err = cli("eval", "a red", "--output-dir", "out")
+    assert code == 2 and "--output-dir holds out/settings.json, which cannot be read" in err
 
 
 def test_lpips_without_its_parts_is_refused_at_once(cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,10 +47,20 @@ def test_help_names_every_command_and_option(capsys: pytest.CaptureFixture[str])
         assert option in out
 
 
-@pytest.mark.parametrize("words", [[], ["paint"], ["--paint"]], ids=str)
-def test_unknown_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "COMMAND"),
+        (["paint"], "there is no command 'paint'; the commands are generate"),
+        (["genrate"], "did you mean generate?"),
+        (["--paint"], "COMMAND"),
+    ],
+    ids=str,
+)
+def test_unknown_commands(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
-    assert "usage: vmonarch" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "usage: vmonarch" in err and message in err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

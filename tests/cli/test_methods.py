@@ -17,7 +17,14 @@ from vmonarch.eval.evaluate import EvalConfig
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.finetune.config import finetune_config
 from vmonarch.finetune.data.preprocess import preprocess_config
-from vmonarch.pipelines.generation import GenerateConfig, build_config, complete, find_model, load_model
+from vmonarch.pipelines.generation import (
+    GenerateConfig,
+    SamplingConfig,
+    build_config,
+    complete,
+    find_model,
+    load_model,
+)
 
 GENERAL = {"full", "vmonarch", "vmonarch-t1", "vmonarch-t3", "vmonarch-band1"}
 REACH = (4.0, 8.0, 8.0)
@@ -96,6 +103,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "attention": resolve_method,
     "calibrate": lambda name: build_config(CalibrateConfig, read_yaml(name, group="calibrate"), PROMPT),
     "compare": lambda name: build_config(CompareConfig, read_yaml(name, group="compare"), PROMPT),
+    "defaults": lambda name: build_config(SamplingConfig, read_yaml(name, group="defaults"), PROMPT),
     "eval": lambda name: build_config(EvalConfig, read_yaml(name, group="eval")),
     "finetune": lambda name: finetune_config(read_yaml(name, group="finetune")),
     "generate": lambda name: build_config(GenerateConfig, read_yaml(name, group="generate"), PROMPT),

@@ -13,7 +13,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import Protocol
+from typing import NoReturn, Protocol
+
+from vmonarch.configs import InputError, suggest
 
 # Command -> module with `add_arguments(parser)` and `run(arguments)`, and its line in the help. A command's module is
 # imported when it is called, and imports torch only after its arguments are parsed.
@@ -48,7 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words and words[0] in COMMANDS:
             return _run_command(words[0], words[1:])
-        _top_parser().parse_args(words)
+        parser = _top_parser()
+        if words and not words[0].startswith("-"):
+            hint = suggest(words[0], COMMANDS)
+            parser.error(f"there is no command {words[0]!r}{hint}; the commands are {', '.join(COMMANDS)}")
+        parser.parse_args(words)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 2
@@ -77,18 +83,23 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells what a misspelt option may have meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        hints = (suggest(word.partition("=")[0], self._option_string_actions) for word in unknown if word[:1] == "-")
+        super().error(message + "".join(hints))
+
+
 def _run_command(name: str, words: Sequence[str]) -> int:
     module, line = COMMANDS[name]
     command: Command = importlib.import_module(module)
-    parser = argparse.ArgumentParser(
-        prog=f"vmonarch {name}", description=line, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Parser(prog=f"vmonarch {name}", description=line, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     # Intermixed: prompts may follow options that take several values.
     arguments = parser.parse_intermixed_args(words)
-    from vmonarch.configs import InputError
-
     # Read when these libraries are first imported: their notices on missing extras are not about what was asked for.
     for library in ("DIFFUSERS", "TRANSFORMERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")

@@ -27,7 +27,7 @@ where it was stopped; several processes share the prompts and seeds out.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch eval`."""
-    add_sampling_arguments(parser, group="eval")
+    add_sampling_arguments(parser, group="eval", overwrite=False)
     add_method_arguments(parser)
     parser.add_argument(
         "--baseline", metavar="METHOD", help="what paired differences are taken to (default vmonarch, if it is there)"

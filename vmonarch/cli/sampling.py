@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from vmonarch.configs import InputError, is_override, parse_overrides, preset_names, read_yaml
 
+# `num-frames=5`: one word, and but for the hyphens a key and its value.
+_LIKE_OVERRIDE = re.compile(r"([a-z][a-z0-9_]*(?:-[a-z0-9_]+)+)=(\S*)", re.ASCII)
+# One word of a script that puts blanks between words: Latin, Greek, Cyrillic.
+_BARE_WORD = re.compile(r"[!-\u052f]+")
 # dest, option, type, metavar, help: each is the field of `SamplingConfig` of that name.
 _OPTIONS: tuple[tuple[str, str, Any, str, str], ...] = (
     ("height", "--height", int, "PIXELS", "a multiple of 16"),
@@ -22,8 +27,13 @@ _OPTIONS: tuple[tuple[str, str, Any, str, str], ...] = (
 )
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str) -> None:
-    """Declare prompts, seeds, sizes, devices and outputs; `group` is the folder of YAML files that --config knows."""
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overwrite: bool = True) -> None:
+    """Declare prompts, seeds, sizes, devices and outputs.
+
+    Args:
+        group: the folder of YAML files that --config knows.
+        overwrite: whether the command can replace what it wrote before.
+    """
     parser.add_argument(
         "prompts", nargs="*", metavar="prompt", help="what the video shows; key=value overrides may stand here too"
     )
@@ -62,9 +72,10 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str) -> No
     known = ", ".join(preset_names(group))
     output.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {known}")
     output.add_argument("--output-dir", metavar="FOLDER", help=f"default: outputs/{group}")
-    output.add_argument(
-        "--overwrite", action="store_true", default=None, help="number from 0001 and replace files of the same name"
-    )
+    if overwrite:
+        output.add_argument(
+            "--overwrite", action="store_true", default=None, help="number from 0001 and replace files of the same name"
+        )
     output.add_argument("--quiet", action="store_true", help="no progress bars; print paths only")
 
 
@@ -121,8 +132,9 @@ def sampling_layers(arguments: argparse.Namespace, *, group: str, own: tuple[str
         # `--seed 1 2 steps=3`: overrides may stand anywhere.
         words += [word for word in arguments.seeds if is_override(word)]
         arguments.seeds = [_seed(word) for word in arguments.seeds if not is_override(word)]
-    given = {name: getattr(arguments, name) for name in fields if getattr(arguments, name) is not None}
+    given = {name: value for name in fields if (value := getattr(arguments, name, None)) is not None}
     prompts = [word for word in words if not is_override(word)]
+    _check_prompt_words(prompts)
     if arguments.prompt_file is not None:
         from vmonarch.pipelines.generation import read_prompts
 
@@ -133,6 +145,28 @@ def sampling_layers(arguments: argparse.Namespace, *, group: str, own: tuple[str
     # A layer each: `attention=full attention.coarse=2` has to be read in that order.
     layers += [parse_overrides([word]) for word in words if is_override(word)]
     return layers
+
+
+def _check_prompt_words(prompts: list[str]) -> None:
+    """Check that what stands for prompts on the command line is no misspelt override, and no prompt without its quotes.
+
+    Raises:
+        InputError: it is.
+    """
+    for word in prompts:
+        if found := _LIKE_OVERRIDE.fullmatch(word):
+            key = found.group(1).replace("-", "_")
+            raise InputError(
+                "prompts",
+                f"must not look like an override, got {word!r}; write {key}={found.group(2)}, or --prompt-file",
+            )
+    if len(prompts) > 1 and all(_BARE_WORD.fullmatch(word) for word in prompts):
+        line = " ".join(prompts)
+        raise InputError(
+            "prompts",
+            f"must stand in quotes, or each word is a prompt of its own: {line!r}; for prompts of one word use"
+            " --prompt-file",
+        )
 
 
 def _seed(word: str) -> int:
