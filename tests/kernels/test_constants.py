@@ -67,12 +67,13 @@ def test_on_a_cpu_there_is_nothing_to_stay_out_of():
     assert made_by(CPU) == threading.get_ident()
 
 
-def test_in_inference_mode_it_makes_tensors_for_training_too():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_in_inference_mode_it_makes_tensors_for_training_too(device):
     made_for_all = kept(lambda device: torch.ones(3, device=device))
     with torch.inference_mode():
-        made = made_for_all(CPU)
+        made = made_for_all(torch.device(device))
         assert torch.is_inference_mode_enabled()
-    x = torch.ones(3, requires_grad=True)
+    x = torch.ones(3, device=device, requires_grad=True)
     (made * x).sum().backward()
     assert torch.equal(x.grad, made)
 

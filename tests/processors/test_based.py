@@ -412,6 +412,8 @@ def test_what_was_learnt_is_not_replaced_unasked(tiny, way, twin):
     expected, before = tiny.run(model), dict(model.attn_processors)
     with pytest.raises(ValueError, match=r"set_attn_processor\(\w+\) would lose .*save_adapter.*vmonarch.restore"):
         REPLACED[way](model)
+    with pytest.raises(TypeError, match="torch.nn.Module or None expected"):
+        model.blocks[1].attn1.processor = VMonarchProcessor()
     assert model.attn_processors == before and torch.equal(tiny.run(model), expected)
     model.set_attn_processor(before)
     vmonarch.restore(model)
