@@ -128,7 +128,7 @@ BUGS = {
     "linear-frames-transposed": (LINEAR, "mix @ kv.flatten(2)", "mix.mT @ kv.flatten(2)"),
     "linear-lse-of-nothing-is-0": (LINEAR, "weight, 1.0)), -torch.inf)", "weight, 1.0)), 0.0)"),
     "linear-kernel-half-forgotten": (LINEAR_KERNELS, "half = 0.5 * inverse", "half = inverse"),
-    "linear-kernel-order-0-forgotten": (LINEAR_KERNELS, "s0 += v.to(tl.float32)", "s0 += 0.0 * v.to(tl.float32)"),
+    "linear-kernel-order-0-forgotten": (LINEAR_KERNELS, "s0 += tl.sum(of_v, 0)", "s0 += 0.0 * tl.sum(of_v, 0)"),
     "linear-kernel-sees-the-next-token": (LINEAR_KERNELS, "(j[None, :] <= i[:", "(j[None, :] <= 1 + i[:"),
     "linear-kernel-weights-of-columns": (LINEAR_KERNELS, "dw *= 1.0 + s", "dw *= 1.0"),
     "linear-kernel-gradient-of-half": (LINEAR_KERNELS, "* xa[:, :, None], 1)", "* xa[:, :, None] * 0.5, 1)"),

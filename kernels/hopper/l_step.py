@@ -175,7 +175,7 @@ def _weights(q, aL, cL, lse_exact, present, log2_scale, EXACT: gl.constexpr, PAC
     if EXACT:
         # The exact part is one more column (docs/attention.md, "Exact parts").
         row_sum += gl.exp2(logit - shift)
-    return weights, 1.0 / gl.where(row_sum > 0, row_sum, 1.0), log2_partition(shift, row_sum) * 0.6931471805599453
+    return weights, 1.0 / gl.where(row_sum == 0, 1.0, row_sum), log2_partition(shift, row_sum) * 0.6931471805599453
 
 
 @gluon.jit

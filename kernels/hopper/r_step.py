@@ -139,7 +139,7 @@ def _attend(
             )  # fmt: skip
             row_max = gl.convert_layout(row_max, rows)
             row_sum = gl.convert_layout(row_sum, rows)
-            inverse = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
+            inverse = 1.0 / gl.where(row_sum == 0, 1.0, row_sum)
             lse = log2_partition(row_max, row_sum) * 0.6931471805599453 + log_keys
             aL = (acc_k * inverse[:, None]).to(dtype)
             # The entropy is free (docs/attention.md, "The entropy"), here with the rounded aL.

@@ -160,7 +160,7 @@ def _l_rows_kernel(
         if EXACT == "rows":
             valid = valid & (logit == -float("inf"))
         out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
-        out = acc * (1.0 / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
+        out = acc * (1.0 / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
         store_rows(out_ptr, stride_os, token, valid, out, E, BLOCK_E)
 
 
@@ -208,7 +208,7 @@ def _l_centroids_kernel(
             if STORE_STATISTICS:
                 tl.store(lse_ptr + token, log2_partition(shift, row_sum) * 0.6931471805599453, mask=valid)
             # A place without a query counts for nothing.
-            L = L * tl.where(valid, 1.0 / tl.where(row_sum > 0, row_sum, 1.0), 0.0)[:, None]
+            L = L * tl.where(valid, 1.0 / tl.where(row_sum == 0, 1.0, row_sum), 0.0)[:, None]
         else:
             lse = tl.load(lse_ptr + token, mask=valid, other=float("inf")) * 1.4426950408889634
             L = tl.exp2(Z - tl.where(lse == -float("inf"), float("inf"), lse)[:, None])
@@ -335,7 +335,7 @@ def _l_backward_rows_kernel(
                     mass += weight
                 if LAST and EXACT == "blocks":
                     mean += weight * d_weight
-                delta += mean / tl.where(mass > 0, mass, 1.0)
+                delta += mean / tl.where(mass == 0, 1.0, mass)
             elif sweep == 0:
                 delta += tl.sum(L * dL, 1)
             if sweep == 1:

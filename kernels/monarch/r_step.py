@@ -158,7 +158,7 @@ def _r_step_kernel(
         D, E, LAST, POOLED, TILED, HAS_MASK, True, PRECISION, BLOCK_TAIL, BLOCK_D, BLOCK_E,
     )  # fmt: skip
 
-    inverse = 1.0 / tl.where(row_sum > 0, row_sum, 1.0)
+    inverse = 1.0 / tl.where(row_sum == 0, 1.0, row_sum)
     lse = log2_partition(row_max, row_sum) * 0.6931471805599453
     aL = (acc_k * inverse[:, None]).to(z.dtype)
     # The entropy is free when the value is the key (docs/attention.md, "The entropy"). Taken with the rounded aL that
@@ -258,7 +258,7 @@ def _d_scores(
         # cL is minus the entropy of Algorithm 2: dS += dcL·P·(S - lse - cL). Pooled keys' log n is no part of S.
         ds += dcL * (scores * scale - lse - cL)
         # Without any key lse is not finite.
-        return tl.where(p > 0, p * ds, 0.0)
+        return tl.where(p == 0, 0.0, p * ds)
     else:
         return p * ds
 
