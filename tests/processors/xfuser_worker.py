@@ -503,8 +503,9 @@ def import_xfuser(device):
         import xfuser  # noqa: F401
 
         return
-    # It takes a torch that was built for CUDA for one that has a GPU.
+    # It takes a torch that was built for CUDA for one that has a GPU, and cuDNN for what can be called.
     torch.version.cuda = None
+    torch.backends.cudnn.is_available = lambda: False
     with mock.patch.object(torch.backends.mps, "is_available", lambda: True):
         from xfuser.model_executor.layers import usp
     from yunchang.globals import PROCESS_GROUP
