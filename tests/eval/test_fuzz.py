@@ -16,25 +16,24 @@ OPS = [op for op in fuzz.OPS if op != "processor"]
 PLAIN = {"device": "cpu", "configurations": None}
 
 
-def failures(numbers, ops, implementation="torch"):
-    outcomes = [fuzz.outcome_of(n, implementation, ops=ops, **PLAIN) for n in numbers]
-    return [(outcome.number, outcome.failure) for outcome in outcomes if outcome.failure]
+def first_failure(numbers, ops, implementation="torch"):
+    outcomes = (fuzz.outcome_of(n, implementation, ops=ops, **PLAIN) for n in numbers)
+    return next((outcome for outcome in outcomes if outcome.failure), None)
 
 
-@pytest.mark.parametrize("first", [0, 1000])
-def test_plain_torch_is_as_precise_as_its_dtype(first):
-    assert not failures(range(first, first + 25), OPS)
+def test_plain_torch_is_as_precise_as_its_dtype():
+    assert first_failure(range(37), OPS) is None
 
 
 def test_processors_too():
-    assert not failures(range(3), ["processor"])
+    assert first_failure(range(2), ["processor"]) is None
 
 
 @pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("op", ["window_attention", "flash_entropy_attention", "norm_rotary"])
 def test_kernels_too(op):
-    assert not failures(range(1), [op], "triton")
+    assert first_failure(range(1), [op], "triton") is None
 
 
 def test_a_case_is_a_function_of_its_number():
@@ -111,7 +110,7 @@ def round_products(monkeypatch):
 def test_it_finds_a_planted_bug(monkeypatch, plant):
     op = plant(monkeypatch)
     # NaN is planted in one case of twelve.
-    assert failures(range(20), [op])
+    assert first_failure(range(20), [op]) is not None
 
 
 def test_a_crash_and_a_hang_cost_one_case_each(monkeypatch):
