@@ -114,7 +114,7 @@ def test_the_loss_falls(place, tmp_path):
 @pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
 def test_a_resumed_run_is_the_same_run(place, tmp_path, kind, workers):
     """Bit for bit, from the middle of an epoch, with the optimizer, the average, dropped captions and two experts."""
-    options = {"steps": 50, "ema": 0.9, "attention": "vmonarch", "data": {"workers": workers, "caption_dropout": 0.3}}
+    options = {"steps": 30, "ema": 0.9, "attention": "vmonarch", "data": {"workers": workers, "caption_dropout": 0.3}}
     whole = Trainer(settings(place, tmp_path / "whole", kind, **options))
     whole.run()
     parts = tmp_path / "parts"
