@@ -94,7 +94,7 @@ class Trainer:
         clips = _open_clips("data.path", config.data.path)
         held_out = config.data.validation
         self.held_out = None if held_out is None else _open_clips("data.validation", held_out)
-        self.output = Path(config.output_dir)
+        self.output = Path(config.output_dir).expanduser()
         self.folder: ModelFolder = find_model(config.model, config.revision)
         self.facts = model_facts(self.folder, config)
         self.accelerator = _accelerator(config, len(self.facts.names))
@@ -551,7 +551,7 @@ def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" else "no",
         log_with=list(config.trackers) or None,
-        project_dir=config.output_dir,
+        project_dir=Path(config.output_dir).expanduser(),
         kwargs_handlers=handlers,
     )
     if accelerator.is_fsdp2 and config.precision == "bf16":
