@@ -195,8 +195,8 @@ def _warn_once(kernels: Kernels, why: str) -> None:
     instead = "The portable kernels are" if kernels.hopper else "Plain torch is"
     warnings.warn(
         f"{why}. {instead} used instead, which is slower. Tested versions of Triton: {', '.join(TESTED_TRITON)}."
-        " Please report this message together with what `vmonarch info` prints. The verdict is kept for other processes:"
-        f" to have the kernels checked again, delete {_folder()}.",
+        " Please report this message together with what `vmonarch info` prints. The verdict is kept for other"
+        f" processes: to have the kernels checked again, delete {_folder()}.",
         RuntimeWarning,
         stacklevel=2,
     )
