@@ -30,8 +30,6 @@ from vmonarch.configs import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from vmonarch.exact import ExactBlocks
     from vmonarch.grid import LatentGrid
     from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
@@ -547,31 +545,26 @@ class AttentionMethod:
         """Leave exactly this method on the Wan pipeline `pipe`."""
         self.parameters.install(pipe)
 
-    def check_video(
-        self, argument: str, grid: LatentGrid, steps: int, layers: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def check_video(self, argument: str, grid: LatentGrid, steps: int, layers: int, why_not_triton: str | None) -> None:
         """Check the options that depend on the video, the model and the device, before any of them is there.
 
         Args:
             argument: of the user, for the error.
             grid: of the video's latent tokens.
             layers: of a transformer.
+            why_not_triton: why kernels cannot run there; None if they can.
 
         Raises:
             InputError: an option does not fit.
         """
-        import torch
-
         from vmonarch.dense import DenseSet
-        from vmonarch.kernels.common.launch import why_not_triton
 
         try:
             for name, total in (("dense_steps", steps), ("dense_layers", layers)):
                 DenseSet(name, getattr(self.parameters, name, None) or 0).contains(0, total)
             self.parameters.check_grid(grid)
-            if getattr(self.parameters, "implementation", "auto") == "triton" and device.type == "cpu":
-                if reason := why_not_triton(torch.empty(1, 1, 1, 1, dtype=dtype)):
-                    raise ValueError(f"implementation=triton is not possible: {reason}; auto and torch are")
+            if why_not_triton and getattr(self.parameters, "implementation", "auto") == "triton":
+                raise ValueError(f"implementation=triton is not possible: {why_not_triton}; auto and torch are")
         except ValueError as error:
             raise InputError(argument, f"{self.label!r} cannot compute this video: {error}") from error
 

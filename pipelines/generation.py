@@ -396,12 +396,18 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
     config.check_grid(grid)
     if not config.attention_methods:
         return
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
+    import torch
+
+    from vmonarch.kernels.common.launch import why_not_triton
+
+    device, reason = choose_device(config.device), None
+    # GPUs have kernels; to ask for their dtype would begin to use one, before a process knows which is its own.
+    if device.type == "cpu":
+        reason = why_not_triton(torch.empty(1, 1, 1, 1, dtype=choose_dtype(config.dtype, device)))
     assert config.steps is not None
     for argument, methods in config.attention_methods.items():
         for method in methods:
-            method.check_video(argument, grid, config.steps, model.layers, device, dtype)
+            method.check_video(argument, grid, config.steps, model.layers, reason)
 
 
 def _open_image(path: str) -> Any:
