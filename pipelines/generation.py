@@ -56,8 +56,8 @@ _MAX_SEED = 2**63 - 1
 _MAX_STEPS = 1000
 # Text tokens that Wan is trained on.
 _MAX_TEXT_TOKENS = 512
-# What players and x264 take, with room to spare.
-_FPS = (0.1, 1000.0)
+# Frames per second that are encoded and read back as they are.
+FPS = (0.1, 240.0)
 
 Config = TypeVar("Config", bound="SamplingConfig")
 
@@ -87,7 +87,7 @@ class SamplingConfig:
         guidance: classifier-free guidance scale; 1 or less turns guidance off.
         guidance_2: the same for the low-noise transformer of two-stage models.
         flow_shift: shift of the scheduler's noise levels towards noise.
-        fps: frames per second of the mp4, from 0.1 to 1000.
+        fps: frames per second of the mp4, from 0.1 to 240.
         max_sequence_length: text tokens that the transformer sees, up to 512.
         dtype: auto, float32, bfloat16 or float16, of everything but the VAE.
         device: auto, cpu, cuda or cuda:N.
@@ -154,8 +154,8 @@ class SamplingConfig:
             self._check_number(name, positive=False)
         for name in ("flow_shift", "fps"):
             self._check_number(name, positive=True)
-        if self.fps is not None and not _FPS[0] <= self.fps <= _FPS[1]:
-            raise InputError("fps", f"must lie between {_FPS[0]:g} and {_FPS[1]:g}, got {self.fps:g}")
+        if self.fps is not None and not FPS[0] <= self.fps <= FPS[1]:
+            raise InputError("fps", f"must lie between {FPS[0]:g} and {FPS[1]:g}, got {self.fps:g}")
         for name, choices in (("dtype", DTYPES), ("offload", OFFLOADS)):
             if getattr(self, name) not in choices:
                 raise InputError(name, f"must be one of {', '.join(choices)}, got {getattr(self, name)!r}")

@@ -24,6 +24,7 @@ from vmonarch.eval.video_io import (
     to_uint8,
     verify_video,
 )
+from vmonarch.pipelines.generation import FPS
 
 
 def moving_square(frames: int = 9, height: int = 48, width: int = 64) -> torch.Tensor:
@@ -46,6 +47,12 @@ def test_mp4_round_trip(tmp_path: Path, shape: tuple[int, int, int]) -> None:
     error = decoded.astype(float) - frames
     assert np.abs(error).mean() < 6 and np.abs(error.mean(axis=(0, 1, 2))).max() < 2.5
     verify_video(tmp_path / "a.mp4", frames)
+
+
+@pytest.mark.parametrize("fps", FPS)
+def test_the_least_and_the_most_frames_a_second(tmp_path: Path, fps: float) -> None:
+    encode_video(tmp_path / "a.mp4", np.zeros((5, 16, 16, 3), np.uint8), fps)
+    assert read_video(tmp_path / "a.mp4")[1] == fps
 
 
 def test_saturated_colours_survive(tmp_path: Path) -> None:
