@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.kernels.common import trust
+from vmonarch.kernels.common import assembler, trust
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -109,7 +109,7 @@ def use_triton(
     first = tensors[0]
     if implementation == "torch" or (implementation == "auto" and not auto_takes_kernels(first.device)):
         return False
-    reason = why_not(*tensors) or unless or _why_distrusted(family, first.device, first.dtype, implementation)
+    reason = why_not(*tensors) or unless or _why_not_compiled(family, first.device, first.dtype, implementation)
     if reason and implementation == "triton":
         raise NotImplementedError(f'{op} with implementation="triton": {reason}')
     return reason is None
@@ -120,14 +120,18 @@ def auto_takes_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _why_distrusted(family: str, device: torch.device, dtype: torch.dtype, implementation: str) -> str | None:
-    """`trust.why_distrusted`; torch.compile calls it while it traces, and has what it says for a constant."""
+def _why_not_compiled(family: str, device: torch.device, dtype: torch.dtype, implementation: str) -> str | None:
+    """Why what compiles the kernels makes none that are right, or None: its assembler, or an untested Triton.
+
+    torch.compile calls it while it traces, and has what it says for a constant.
+    """
+    unsound = assembler.why_unsound() if on_hopper(device) else None
     hopper = dtype in HOPPER_DTYPES and _hopper_wanted(device)
-    return trust.why_distrusted(family, device, dtype, hopper=hopper, strict=implementation == "triton")
+    return unsound or trust.why_distrusted(family, device, dtype, hopper=hopper, strict=implementation == "triton")
 
 
 # What torch.compiler.assume_constant_result does, which takes seconds to import.
-_why_distrusted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_why_not_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def block_dim(head_dim: int) -> int:

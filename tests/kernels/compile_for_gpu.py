@@ -18,7 +18,9 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
+import tempfile
 
 os.environ["TRITON_INTERPRET"] = "0"
 # Triton prints what its assembler says.
@@ -33,8 +35,11 @@ from triton.runtime import driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from machine_code import reads_of_unwritten
+
 from vmonarch import ExactBlocks, LatentGrid
-from vmonarch.kernels.common import launch
+from vmonarch.kernels.common import assembler, launch
 from vmonarch.kernels.flash_bias import backward as bias_backward
 from vmonarch.kernels.flash_bias import forward as bias_forward
 from vmonarch.kernels.flash_entropy import backward as flash_backward
@@ -72,21 +77,32 @@ class AbsentGPU:
 
 
 def assemble(backend, ptx, metadata, options, architecture):
-    """The last step of a compilation, which also notes what the assembler says, in the facts kept with the kernel:
+    """The last step of a compilation, which also notes facts in those kept with the kernel:
 
-    what it spills to local memory, in bytes, and whether it makes asynchronous products wait.
+    what the assembler spills to local memory, in bytes, whether it makes asynchronous products wait, and which
+    instructions read what nothing has written.
     """
     with contextlib.redirect_stdout(io.StringIO()) as report:
         binary = make_cubin(backend, ptx, metadata, options, architecture)
     spilled = re.findall(r"(\d+) bytes spill stores", report.getvalue())
     metadata["spilled"] = max(int(number) for number in spilled)
     metadata["serialized"] = "are serialized" in report.getvalue()
+    metadata["unwritten"] = reads_of_unwritten(listing_of(binary)) if architecture == 90 else []
     return binary
 
 
 def hash_only(kernel, key, signature, device, constexprs, options, attrs, warmup):
     """In place of a compilation: what tells it from all others."""
     return kernel.ASTSource(kernel, signature, constexprs, attrs).hash() + options.hash()
+
+
+def listing_of(binary):
+    """The instructions of a kernel, as the disassembler that comes with Triton writes them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True)
 
 
 def main():
@@ -111,6 +127,7 @@ def main():
                 "warp_specialized": "ttg.warp_specialize" in compiled.asm["ttgir"],
                 "spilled": compiled.metadata.spilled,
                 "serialized": compiled.metadata.serialized,
+                "unwritten": compiled.metadata.unwritten,
             }
             print(json.dumps(facts), flush=True)
 
@@ -120,6 +137,8 @@ def main():
     CUDABackend.make_cubin = assemble
     if not case.get("compile", True):
         JITFunction._do_compile = hash_only
+    if architecture == 90:
+        assert assembler.why_unsound() is None
     # Tensors on the CPU stand for those of an unknown chip, which gets the default options.
     launch._chip_name = lambda index: "unknown"
     launch.on_hopper = lambda device: architecture == 90
@@ -136,7 +155,8 @@ def main():
 
     def qkv(tokens, heads):
         rows = torch.zeros(3, 1, tokens, heads, case.get("row", case["dim"]), dtype=getattr(torch, case["dtype"]))
-        return list(rows[..., : case["dim"]])
+        query, key, value = rows[..., : case["dim"]]
+        return [query, key, value[..., : case.get("value_dim", case["dim"])]]
 
     if "rank" in case:
         dtype = getattr(torch, case["dtype"])

@@ -37,6 +37,7 @@ CASES = {
     ),
     "wide-head": dict(grid=[16, 28, 52], dim=256, dtype="bfloat16", exact=FIRST_FRAME),
     "float32": dict(grid=[16, 28, 52], dim=128, dtype="float32", exact={"band": 0}),
+    "narrow-values": dict(grid=[8, 6, 11], dim=64, value_dim=32, dtype="bfloat16", exact=FIRST_FRAME),
 }
 
 
@@ -85,6 +86,7 @@ def compile_kernels(compilers, tmp_path):
         code, output = compilers(triton)(tmp_path, SCRIPT, architecture, json.dumps({**case, "triton": triton}))
         assert code == 0, output[-3000:]
         kernels = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        assert not [kernel for kernel in kernels if kernel.get("unwritten")]
         return [{**kernel, "allowed": KNOWN_SPILLS.get((triton, kernel["kernel"]), 0)} for kernel in kernels]
 
     return compiled

@@ -185,7 +185,7 @@ def test_a_tested_version_costs_nothing(monkeypatch):
     monkeypatch.setattr(launch, "on_hopper", lambda device: True)
     half = torch.zeros(1, 4, 1, 16, dtype=torch.float16)
     for family in FAMILIES:
-        assert launch._why_distrusted(family, CPU, torch.float16, "auto") is None
+        assert launch._why_not_compiled(family, CPU, torch.float16, "auto") is None
         assert launch.hopper_fits(family, half)
 
 
@@ -343,7 +343,7 @@ def test_a_family_without_kernels_for_hopper_has_no_verdict_of_them(monkeypatch,
 
 def test_what_vmonarch_runs_of_flash_attention_is_checked_with_it_and_apart(monkeypatch, untested, checks):
     monkeypatch.setattr(launch, "on_hopper", lambda device: True)
-    assert launch._why_distrusted("monarch", CPU, torch.float16, "auto") is None
+    assert launch._why_not_compiled("monarch", CPU, torch.float16, "auto") is None
     assert [(kernels.family, kernels.hopper) for kernels in checks] == [
         ("flash_entropy", False),
         ("monarch", False),
@@ -401,7 +401,7 @@ def test_kernels_agree_on_this_gpu(monkeypatch, untested, family):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            assert launch._why_distrusted(family, device, dtype, "triton") is None
+            assert launch._why_not_compiled(family, device, dtype, "triton") is None
     if launch.on_hopper(device):
         assert {name for _, name in entries} <= set(called)
 
