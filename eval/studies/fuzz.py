@@ -7,12 +7,14 @@ the truth is plain torch on the CPU, on float64 copies of the inputs. A result x
 
 where `noisy` is that float64 computation with every intermediate of every operation rounded at random to the precision
 of the dtype, that is, multiplied by 1 + u·U(-1, 1): what plain torch in the same precision errs. The maximum is over
-two such runs, or twenty where two do not suffice. u is half the machine epsilon of the dtype (8 times that for float32,
-in which sums are taken), `least` is its smallest number. NaN and -inf must be where the truth has them. What an op does
-not write is NaN, because torch fills new memory with it for the time of the call.
+one such run, or twenty where one does not suffice. u is half the machine epsilon of the dtype (8 times that for
+float32, in which sums are taken), `least` is its smallest number. NaN and -inf must be where the truth has them. What
+an op does not write is NaN, because torch fills new memory with it for the time of the call.
 
-Kernels are compiled for every head dimension, dtype and set of options, so these are drawn from `--configurations`
-ones, which all cases share. Cases run in several processes; one that crashes or hangs costs its case and no other.
+Kernels are compiled for every head dimension, dtype, set of options and kind of strides, which takes far longer than
+a case. So these are drawn from `--configurations` ones, which all cases share, with two draws of strides for each.
+Cases run in several processes, each of which keeps to its own configurations as long as they have cases; one that
+crashes or hangs costs its case and no other.
 
 Legend: B batch, S tokens, H heads, D head dim of query and key, E of value, R rank of a bias, T frames.
 """
@@ -60,7 +62,9 @@ Tensors = dict[str, torch.Tensor]
 BUDGET = "max |x - truth| <= 2 · max |noisy - truth| + 4 · u · max |truth| + least"
 ERROR_FACTOR, FLOOR = 2.0, 4.0
 # Noisy runs, the largest error of which counts: so many, and where that is not enough, so many.
-NOISY_RUNS = (2, 20)
+NOISY_RUNS = (1, 20)
+# Draws of strides, and of gradients that are absent, for every configuration.
+MEMORIES = 2
 # Crashes after which nothing more is tried.
 MOST_CRASHES = 50
 # Operations whose results are rounded in a noisy run; others move numbers, compare or make them.
@@ -137,20 +141,24 @@ class Draw:
 
     Args:
         number: of the case.
-        configuration: number of what decides the compiled kernels; None for one of its own.
+        configurations: how many there are of what decides the compiled kernels; None for one of its own.
         device: where the tensors lie.
         implementation: "torch", or "triton", which takes fewer dtypes, strides and head dimensions.
         interpreted: whether kernels run in Triton's interpreter: then everything is tiny, and without bfloat16.
     """
 
     def __init__(
-        self, number: int, configuration: int | None, device: torch.device, implementation: str, interpreted: bool
+        self, number: int, configurations: int | None, device: torch.device, implementation: str, interpreted: bool
     ) -> None:
         self.number, self.device, self.implementation, self.tiny = number, device, implementation, interpreted
-        #: Of shapes, strides and values.
+        configuration = number if configurations is None else number % configurations
+        turn = 0 if configurations is None else number // configurations % MEMORIES
+        #: Of shapes and values.
         self.of_case = random.Random(f"case {number}")
         #: Of what kernels are compiled for.
-        self.of_kernel = random.Random(f"kernel {number if configuration is None else configuration}")
+        self.of_kernel = random.Random(f"kernel {configuration}")
+        #: Of strides, and of gradients that are absent: kernels are compiled for these too.
+        self.of_memory = random.Random(f"memory {configuration} {turn}")
         self.values = torch.Generator().manual_seed(number)
         dtypes = [torch.float32, torch.float16, torch.bfloat16]
         if implementation == "triton":
@@ -190,7 +198,7 @@ class Draw:
         elif not self.aligned:
             # Kernels for Hopper take none of these, and others would be compiled in their place.
             kinds += ["odd", "expanded"]
-        return self.of_case.choice(kinds)
+        return self.of_memory.choice(kinds)
 
     def tensor(
         self, *shape: int, spread: float = 1.0, mean: float = 0.0, layout: str = "contiguous", dtype: Any = None
@@ -204,7 +212,7 @@ class Draw:
     def qkv(self, Sq: int, Sk: int, B: int, H: int, D: int, E: int) -> Tensors:
         spread, mean = self.of_case.choice([0.3, 1.0, 1.0, 2.0]), self.of_case.choice([0.0, 0.0, 5.0])
         # As a model makes them, all three alike, or each in its own way.
-        layouts = [self.layout()] * 3 if self.of_case.random() < 0.7 else [self.layout() for _ in range(3)]
+        layouts = [self.layout()] * 3 if self.of_memory.random() < 0.7 else [self.layout() for _ in range(3)]
         return {
             "query": self.tensor(B, Sq, H, D, spread=spread, layout=layouts[0]),
             "key": self.tensor(B, Sk, H, D, spread=spread, layout=layouts[1]),
@@ -565,10 +573,9 @@ def make_case(
     """The case of that number; the same every time for the same arguments."""
     from vmonarch.kernels.common.launch import interpreted
 
-    configuration = None if configurations is None else number % configurations
     op = op_of(number, configurations, ops)
     draw = Draw(
-        number, configuration, torch.device(device), implementation, implementation == "triton" and interpreted()
+        number, configurations, torch.device(device), implementation, implementation == "triton" and interpreted()
     )
     tensors, options, run = OPS[op][1](draw)
 
@@ -591,10 +598,10 @@ def make_case(
     case.forward_only |= case.nan
     small = op == "taylor_attention" or draw.dtype != torch.float16
     magnitude = draw.of_case.choice([1.0, 1.0, 1e-3] if small else [1.0])
-    taken = draw.of_case.choice(["all", "all", "all", "out", "rest"])
+    taken = draw.of_memory.choice(["all", "all", "all", "out", "rest"])
     for i, name in enumerate(("out", "lse", "entropy")):
         if taken == "all" or (taken == "out") == (name == "out"):
-            layout = draw.of_case.choice(["contiguous", "contiguous", "heads first", "padded", "one number"])
+            layout = draw.of_memory.choice(["contiguous", "contiguous", "heads first", "padded", "one number"])
             case.cotangents[name] = (number + i, layout, magnitude)
     if op in ("norm_rotary", "processor"):
         case.cotangents = {"out": (number, "contiguous", magnitude)}
@@ -780,45 +787,49 @@ def run(
         options: of `outcome_of`.
     """
     context = multiprocessing.get_context("spawn")
-    waiting = list(reversed(numbers))
+    # For every process its own configurations, so that no two compile the same.
+    waiting: list[list[int]] = [[] for _ in range(min(processes, len(numbers)))]
+    for number in reversed(numbers):
+        waiting[number % (options["configurations"] or len(waiting)) % len(waiting)].append(number)
     outcomes: list[Outcome] = []
     deadline = time.monotonic() + seconds
     crashes = 0
-    # By connection: the process, the case that it is at, and when that began.
-    workers: dict[Any, tuple[Any, int, float]] = {}
+    # By connection: the process, its place among them, the case that it is at, and when that began.
+    workers: dict[Any, tuple[Any, int, int, float]] = {}
 
-    def go_on(connection: Any, process: Any) -> None:
-        if waiting and time.monotonic() < deadline and crashes < MOST_CRASHES:
-            connection.send(waiting[-1])
-            workers[connection] = process, waiting.pop(), time.monotonic()
+    def go_on(connection: Any, process: Any, place: int) -> None:
+        cases = waiting[place] or max(waiting, key=len)
+        if cases and time.monotonic() < deadline and crashes < MOST_CRASHES:
+            connection.send(cases[-1])
+            workers[connection] = process, place, cases.pop(), time.monotonic()
         else:
             connection.send(None)
             del workers[connection]
 
-    def start() -> None:
+    def start(place: int) -> None:
         here, there = context.Pipe()
         process = context.Process(target=_work, args=(there, options), daemon=True)
         process.start()
         there.close()
-        workers[here] = process, -1, 0.0
-        go_on(here, process)
+        workers[here] = process, place, -1, 0.0
+        go_on(here, process, place)
 
     def lose(connection: Any, reason: str) -> None:
         nonlocal crashes
-        process, number, _ = workers.pop(connection)
+        process, place, number, _ = workers.pop(connection)
         process.kill()
         process.join()
         crashes += 1
         outcomes.append(Outcome(number, op_of(number, options["configurations"], options["ops"]), math.inf, reason))
-        if waiting:
-            start()
+        if any(waiting):
+            start(place)
 
-    for _ in range(min(processes, len(numbers))):
-        start()
+    for place in range(len(waiting)):
+        start(place)
     while workers:
         ready: Any = wait(list(workers), timeout=0.5)
         for connection in ready:
-            process, *_ = workers[connection]
+            process, place, *_ = workers[connection]
             try:
                 outcome, alive = connection.recv()
             except (EOFError, ConnectionError):
@@ -827,14 +838,14 @@ def run(
                 continue
             outcomes.append(outcome)
             if alive:
-                go_on(connection, process)
+                go_on(connection, process, place)
             else:
                 del workers[connection]
-                start()
-        for connection, (_, _, since) in list(workers.items()):
+                start(place)
+        for connection, (*_, since) in list(workers.items()):
             if time.monotonic() - since > patience:
                 lose(connection, f"no result after {patience:.0f} s")
-    return outcomes, len(waiting)
+    return outcomes, sum(map(len, waiting))
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -1,5 +1,6 @@
 """The fuzz study: it passes today, it finds planted bugs, and it loses no case to a crash."""
 
+import itertools
 import multiprocessing
 import os
 import time
@@ -110,7 +111,20 @@ def round_products(monkeypatch):
 def test_it_finds_a_planted_bug(monkeypatch, plant):
     op = plant(monkeypatch)
     # NaN is planted in one case of twelve.
-    assert first_failure(range(20), [op]) is not None
+    assert first_failure(range(40), [op]) is not None
+
+
+def test_a_process_keeps_to_its_configurations(monkeypatch):
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(fuzz, "outcome_of", lambda number, **options: fuzz.Outcome(number, str(os.getpid()), 0.0))
+    monkeypatch.setattr(fuzz.multiprocessing, "get_context", lambda method: fork)
+    options = {"device": "cpu", "implementation": "torch", "configurations": 3, "ops": list(fuzz.OPS)}
+    outcomes, left = fuzz.run(range(18), processes=2, seconds=60, patience=9.0, **options)
+    assert left == 0 and sorted(outcome.number for outcome in outcomes) == list(range(18))
+    for process in {outcome.op for outcome in outcomes}:
+        own = [outcome.number % 3 == 1 for outcome in outcomes if outcome.op == process]
+        # It goes on with those of the other once it has no more.
+        assert sum(one != two for one, two in itertools.pairwise(own)) <= 1
 
 
 def test_a_crash_and_a_hang_cost_one_case_each(monkeypatch):
