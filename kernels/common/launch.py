@@ -168,6 +168,11 @@ def tma_fits(*tensors: torch.Tensor) -> bool:
     )
 
 
+def tma_strides(strides: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Strides of a descriptor: those of memory that `tma_fits`, but a dimension of one element may have any there."""
+    return [*(stride if size > 1 else 16 for stride, size in zip(strides[:-1], shape, strict=False)), 1]
+
+
 def hopper_enabled(family: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a family's kernels for Hopper, of 16 bit, are used; the override {"hopper": {"enabled": 0}} says no."""
     return dtype in HOPPER_DTYPES and _hopper_wanted(device) and trust.hopper_is_trusted(family, device, dtype)

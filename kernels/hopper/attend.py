@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vmonarch.kernels.common import softmax
-from vmonarch.kernels.common.launch import block_dim
+from vmonarch.kernels.common.launch import block_dim, tma_strides
 from vmonarch.kernels.hopper.gluon import async_load, reinterpret
 
 # Query rows of one warpgroup, and of the two of a program.
@@ -81,9 +81,9 @@ def rows_descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None)
     """
     tensor = tensor.transpose(1, 2) if tensor.ndim == 4 else tensor.unsqueeze(0)
     columns = columns or hopper_dim(tensor.shape[3])
-    # A dimension of one element may have any stride; the copy engine wants a multiple of 16 bytes.
-    strides = [stride if size > 1 else 16 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides[:3], 1], [1, 1, rows, columns], _tile_layout(columns))
+    shape = list(tensor.shape)
+    strides = tma_strides(tensor.stride(), shape)
+    return TensorDescriptor(tensor, shape, strides, [1, 1, rows, columns], _tile_layout(columns))
 
 
 def factor_descriptors(

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from vmonarch.kernels.common.launch import tma_strides
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
 from vmonarch.kernels.hopper.attend import (
@@ -364,10 +365,8 @@ def _by_position(x: torch.Tensor, places: Places, heads: int) -> tuple[list[int]
 def _descriptor(x: torch.Tensor, places: Places, heads: int, block: int, pack: int) -> TensorDescriptor:
     """Descriptor of tokens or blocks as [B, m, b, H, D] for the tiles of items, `block` rows of `pack` positions."""
     shape, strides = _by_position(x, places, heads)
-    # A dimension of one element may have any stride; the copy engine wants a multiple of 16 bytes.
-    strides = [stride if size > 1 else 16 for stride, size in zip(strides, shape, strict=True)]
-    columns = hopper_dim(shape[4])
-    return TensorDescriptor(x, shape, [*strides[:4], 1], [1, block // pack, pack, 1, columns], _tile_layout(columns))
+    columns, tile = hopper_dim(shape[4]), [1, block // pack, pack, 1]
+    return TensorDescriptor(x, shape, tma_strides(strides, shape), [*tile, columns], _tile_layout(columns))
 
 
 def _pack(places: Places) -> int:

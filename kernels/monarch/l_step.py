@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, tma_fits
+from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, tma_fits, tma_strides
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at
@@ -501,7 +501,7 @@ class LStep:
         """Of a block tensor, as [B·H, b, m, ·] in tiles of blocks at one position."""
         m, b, width = self.places.blocks, self.places.positions, x.shape[-1]
         shape, strides = [x.shape[0] // m, b, m, width], [m * b * width, width, b * width, 1]
-        return TensorDescriptor(x, shape, strides, [1, 1, tile, block_dim(width)])
+        return TensorDescriptor(x, shape, tma_strides(strides, shape), [1, 1, tile, block_dim(width)])
 
     def centroids(
         self,

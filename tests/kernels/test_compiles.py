@@ -313,6 +313,13 @@ def test_rows_that_are_no_multiple_of_16_bytes_are_launched(row, tiling, compile
     assert ("_hopper_flash_kernel" in kernels) is (row == 32)
 
 
+def test_blocks_of_one_number_are_launched(compile_kernels):
+    """Descriptors of blocks want strides that are multiples of 16 bytes, of dimensions of one element too."""
+    overrides = dict.fromkeys(["l_centroids", "l_backward_rows"], {"TMA": 1})
+    case = {**CASES["paper"], "grid": [1, 1, 1], "dim": 1, "overrides": overrides, "compile": False}
+    assert "_l_backward_rows_kernel" in {kernel["kernel"] for kernel in compile_kernels(OWN, 90, case)}
+
+
 @pytest.mark.parametrize(
     "triton,frames,kernels",
     [(triton, *case) for triton in (OLDEST, NEWEST) for case in ((24, ["centroids", "output"]), (81, ["output"]))],
