@@ -337,7 +337,7 @@ def test_portable_kernels_take_the_place_of_those_for_hopper(monkeypatch, untest
 @pytest.mark.parametrize("family", ["window", "norm_rotary"])
 def test_a_family_without_kernels_for_hopper_has_no_verdict_of_them(monkeypatch, untested, checks, family):
     monkeypatch.setattr(launch, "on_hopper", lambda device: True)
-    assert launch._why_distrusted(family, CPU, torch.float16, "triton") is None
+    assert launch._why_not_compiled(family, CPU, torch.float16, "triton") is None
     assert [kernels.hopper for kernels in checks] == [False]
 
 

@@ -608,9 +608,8 @@ def test_bad_options_fail_when_the_processor_is_made(name):
     [
         ({"feature_dim": 13}, "feature_dim=13, but heads have only 12 dimensions"),
         ({"layers": ["both"] * 3}, "layers has 3 entries, but there are 2 transformer blocks"),
-        ({"dense_steps": 1}, "dense_steps needs a pipeline"),
     ],
-    ids=["feature_dim", "layers", "dense_steps"],
+    ids=["feature_dim", "layers"],
 )
 def test_options_that_do_not_fit_the_transformer_change_nothing(tiny, options, message):
     model = tiny.transformer()
