@@ -766,15 +766,14 @@ def _sum_for_rows(
                 # z = αR / max(cR, min_mass)
                 at = (z_j * positions + z_row).to(gl.int64) + i
                 cR = gl.load(cR_ptr + at, mask=i < rows, other=1.0)
-                mass = gl.maximum(cR, min_mass)
                 if KEEP:
                     product = gl.sum(dz * gl.convert_layout(z, sums).to(gl.float32), 1)
                 else:
                     product = gl.sum(dz * z.load(sums).to(gl.float32), 1)
                     mbarrier.arrive(kept_empty)
-                gl.store(dcR_ptr + at, gl.where(cR >= min_mass, -product / mass, 0.0), mask=i < rows)
+                gl.store(dcR_ptr + at, gl.where(cR >= min_mass, -product, 0.0), mask=i < rows)
                 inside = (i < rows)[:, None] & (columns < HEAD_DIM)[None, :]
-                daR = (dz / mass[:, None]).to(daR_ptr.dtype.element_ty)
+                daR = dz.to(daR_ptr.dtype.element_ty)
                 gl.store(daR_ptr + at[:, None] * HEAD_DIM + columns[None, :], daR, mask=inside)
         else:
             for _ in range(tiles):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -278,7 +279,7 @@ def backward(
     # A row tile of dy is read last by the program that writes the same rows of daR.
     daR = dy if dy.shape == daL.shape else torch.empty_like(daL)
     dcL, delta_r, dcR = (torch.empty_like(stats[0]) for _ in range(3))
-    exact_arguments: dict[str, torch.Tensor | None] = {}
+    exact_arguments: dict[str, Any] = {}
     if exact is not None:
         out_exact = out if exact.whole_rows else out_exact
         exact_arguments = dict(lse_exact=lse_exact, dlse_exact=torch.empty_like(lse))
@@ -300,7 +301,7 @@ def backward(
         dlse=grad_lse,
         dy=dy,
         **exact_arguments,
-        **(dict(out_exact=out_exact, do_exact=do_exact) if exact is not None else {}),
+        **(dict[str, Any](out_exact=out_exact, do_exact=do_exact) if exact is not None else {}),
     )
     for i in reversed(range(t)):
         last = i == t - 1
@@ -332,6 +333,8 @@ def backward(
                 delta_r=delta_r,
                 daR=daR,
                 dcR=dcR,
+                cR=buffers.cR[i - 1],
+                min_mass=_min_mass(options),
                 **(exact_arguments if exact is not None and exact.aware else {}),
             )
     # The exact part needs room of its own, where its keys are split.

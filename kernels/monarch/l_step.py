@@ -26,6 +26,9 @@ from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, onlin
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at
 
+# Divided by such a mass, what float16 rounds to 0 counts for less than its precision.
+_LEAST_MASS_IN_FLOAT16 = 2**-8
+
 
 @triton.jit
 def _program(places, tiles, heads, BLOCK: tl.constexpr):
@@ -169,12 +172,13 @@ def _l_centroids_kernel(
     z_ptr, q_ptr, aL_ptr, cL_ptr, exact_ptr, lse_exact_ptr, lse_ptr, cR_ptr,
     stride_qb, stride_qs, stride_qh, heads, places, column_tiles, log2_scale, min_mass,
     D: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr,
-    STORE_STATISTICS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    STORE_STATISTICS: tl.constexpr, RELATIVE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Centroid queries: αR[k] = Σ_l L[l,k] q[l], cR[k] = Σ_l L[l,k], z = αR / max(cR, min_mass).
 
-    ONE_TILE: the softmax is done here; else `lse_ptr` has the log-partitions.
+    ONE_TILE: the softmax is done here; else `lse_ptr` has the log-partitions. RELATIVE: products are of L over the
+    largest of its column, so that no column vanishes in float16, however small its sum.
     """
     places = plain_places(places)
     first_k, j, head, batch = _program(places, column_tiles, heads, BLOCK_N)
@@ -188,6 +192,7 @@ def _l_centroids_kernel(
     cL = tl.load(cL_ptr + first_row + k * places.positions, mask=inside, other=float("inf"))
     aR = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)  # transposed
     cR = tl.zeros([BLOCK_N], tl.float32)
+    unit = tl.full([BLOCK_N], 1.1754943508222875e-38 if RELATIVE else 1.0, tl.float32)
     for first in range(0, BLOCK_M if ONE_TILE else places.blocks, BLOCK_M):
         l = first + tl.arange(0, BLOCK_M)
         token, valid = _tokens(places, l, j, TILED, FULL)
@@ -213,8 +218,13 @@ def _l_centroids_kernel(
             lse = tl.load(lse_ptr + token, mask=valid, other=float("inf")) * 1.4426950408889634
             L = tl.exp2(Z - tl.where(lse == -float("inf"), float("inf"), lse)[:, None])
         cR += tl.sum(L, 0)
+        if RELATIVE:
+            new_unit = tl.maximum(unit, tl.max(L, 0))
+            L = L / new_unit[None, :]
+            aR = aR * (unit / new_unit)[None, :]
+            unit = new_unit
         aR = tl.dot(tl.trans(q), L.to(q.dtype), aR, input_precision=PRECISION)
-    z = aR * (1.0 / tl.maximum(cR, min_mass))[None, :]
+    z = aR * (unit / tl.maximum(cR, min_mass))[None, :]
     bh = batch * heads + head
     _store_block(z_ptr, first_row, k * places.positions, inside, bh, j, first_k, z, D, BLOCK_N, BLOCK_D, TMA)
     if STORE_STATISTICS:
@@ -223,17 +233,20 @@ def _l_centroids_kernel(
 
 @triton.jit
 def _row_probabilities(
-    q, do, lse, aL, cL, v, dcR, logit, exact_ptr, places, l, valid, first, j, log2_scale,
+    q, do, lse, aL, cL, v, dcR, mass, logit, exact_ptr, places, l, valid, first, j, log2_scale,
     LAST: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """L and its gradient dL [l, k]: of the last iteration do·yᵀ, of others q·daRᵀ + dcR; v is y or daR."""
+    """L, L / mass and L·dL [l, k]; dL is do·yᵀ in the last iteration, else (q·daRᵀ + dcR) / mass; v is y or daR.
+
+    Where mass is small, L / mass is not, while dL may leave the range of the dtype.
+    """
     Z = _logits(q, aL, cL, logit, exact_ptr, places, l, valid, first, j, log2_scale, EXACT, BLOCK_N, PRECISION)
     L = tl.exp2(Z - lse[:, None])
     if LAST:
-        dL = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        return L, L, L * tl.dot(do, tl.trans(v), input_precision=PRECISION)
     else:
-        dL = tl.dot(q, tl.trans(v), input_precision=PRECISION) + dcR[None, :]
-    return L, dL
+        over_mass = L * (1.0 / mass)[None, :]
+        return L, over_mass, over_mass * (tl.dot(q, tl.trans(v), input_precision=PRECISION) + dcR[None, :])
 
 
 @triton.jit
@@ -261,11 +274,11 @@ def _store_columns(
 
 @triton.jit(do_not_specialize=["heads", "row_tiles"])
 def _l_backward_rows_kernel(
-    daL_ptr, dy_ptr, q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, out_ptr, dcR_ptr, dlse_ptr,
+    daL_ptr, dy_ptr, q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, out_ptr, dcR_ptr, cR_ptr, dlse_ptr,
     exact_ptr, lse_exact_ptr, out_exact_ptr, dq_ptr, delta_ptr, dlse_exact_ptr, do_exact_ptr, dcL_ptr, delta_r_ptr,
     stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
     stride_eb, stride_es, stride_eh, stride_dqb, stride_dqs, stride_dqh,
-    heads, places, row_tiles, scale, log2_scale,
+    heads, places, row_tiles, scale, log2_scale, min_mass,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, HAS_DLSE: tl.constexpr,
     TILED: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -321,29 +334,30 @@ def _l_backward_rows_kernel(
             aL = load_rows(aL_ptr, D, row, inside, D, BLOCK_D, True)  # [N, D]
             v = load_rows(v_ptr, E, row, inside, E, BLOCK_E, True)
             cL = tl.load(cL_ptr + row, mask=inside, other=float("inf"))
-            dcR = cL
+            dcR, mass = cL, cL
             if not LAST:
                 dcR = tl.load(dcR_ptr + first_row + row, mask=inside, other=0.0)
-            L, dL = _row_probabilities(
-                q, do, lse, aL, cL, v, dcR, logit, exact_ptr, places, l, valid, first, j, log2_scale,
+                mass = tl.maximum(tl.load(cR_ptr + first_row + row, mask=inside, other=1.0), min_mass)
+            L, over_mass, LdL = _row_probabilities(
+                q, do, lse, aL, cL, v, dcR, mass, logit, exact_ptr, places, l, valid, first, j, log2_scale,
                 LAST, EXACT, BLOCK_N, PRECISION,
             )  # fmt: skip
             if ONE_TILE:
                 # Recomputed from a log-partition, L does not quite sum to 1; with large logits that is no small error.
-                mass, mean = tl.sum(L, 1), tl.sum(L * dL, 1)
+                total, mean = tl.sum(L, 1), tl.sum(LdL, 1)
                 if EXACT is not None:
-                    mass += weight
+                    total += weight
                 if LAST and EXACT == "blocks":
                     mean += weight * d_weight
-                delta += mean / tl.where(mass == 0, 1.0, mass)
+                delta += mean / tl.where(total == 0, 1.0, total)
             elif sweep == 0:
-                delta += tl.sum(L * dL, 1)
+                delta += tl.sum(LdL, 1)
             if sweep == 1:
-                dZ = L * (dL - delta[:, None])
+                dZ = LdL - L * delta[:, None]
                 scaled = (dZ * scale).to(aL.dtype)
                 dq = tl.dot(scaled, aL, dq, input_precision=PRECISION)
                 if not LAST:
-                    dq = tl.dot(L.to(v.dtype), v, dq, input_precision=PRECISION)
+                    dq = tl.dot(over_mass.to(v.dtype), v, dq, input_precision=PRECISION)
             if ONE_TILE:
                 if LAST:
                     store_rows(dq_ptr, stride_dqs, token, valid, dq, D, BLOCK_D)
@@ -373,10 +387,10 @@ def _l_backward_rows_kernel(
 
 @triton.jit(do_not_specialize=["heads", "column_tiles"])
 def _l_backward_columns_kernel(
-    daL_ptr, dy_ptr, q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, dcR_ptr, exact_ptr, lse_exact_ptr, delta_ptr,
-    dcL_ptr, delta_r_ptr,
+    daL_ptr, dy_ptr, q_ptr, aL_ptr, cL_ptr, lse_ptr, v_ptr, do_ptr, dcR_ptr, cR_ptr, exact_ptr, lse_exact_ptr,
+    delta_ptr, dcL_ptr, delta_r_ptr,
     stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh,
-    heads, places, column_tiles, scale, log2_scale,
+    heads, places, column_tiles, scale, log2_scale, min_mass,
     D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr, TILED: tl.constexpr, FULL: tl.constexpr,
     ONE_TILE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -395,9 +409,10 @@ def _l_backward_columns_kernel(
     aL = load_rows(aL_ptr + first_row * D, D, row, inside, D, BLOCK_D, True)  # [N, D]
     v = load_rows(v_ptr + first_row * E, E, row, inside, E, BLOCK_E, True)
     cL = tl.load(cL_ptr + first_row + row, mask=inside, other=float("inf"))
-    dcR = cL
+    dcR, mass = cL, cL
     if not LAST:
         dcR = tl.load(dcR_ptr + first_row + row, mask=inside, other=0.0)
+        mass = tl.maximum(tl.load(cR_ptr + first_row + row, mask=inside, other=1.0), min_mass)
     daL = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)  # transposed, as dy
     dy = tl.zeros([BLOCK_E, BLOCK_N], tl.float32)
     dcL = tl.zeros([BLOCK_N], tl.float32)
@@ -414,11 +429,11 @@ def _l_backward_columns_kernel(
         logit = 0.0
         if EXACT is not None:
             logit = tl.load(lse_exact_ptr + first_token + token, mask=valid, other=-float("inf"))
-        L, dL = _row_probabilities(
-            q, do, lse, aL, cL, v, dcR, logit, exact_ptr, places, l, valid, first_k, j, log2_scale,
+        L, _, LdL = _row_probabilities(
+            q, do, lse, aL, cL, v, dcR, mass, logit, exact_ptr, places, l, valid, first_k, j, log2_scale,
             LAST, EXACT, BLOCK_N, PRECISION,
         )  # fmt: skip
-        dZ = L * (dL - delta[:, None])
+        dZ = LdL - L * delta[:, None]
         dcL -= tl.sum(dZ, 0)
         daL = tl.dot(tl.trans(q), (dZ * scale).to(q.dtype), daL, input_precision=PRECISION)
         if LAST:
@@ -515,7 +530,8 @@ class LStep:
         min_mass: float,
     ) -> None:
         """Write z [B·H·m, b, D] and, where cR is given (training), cR and the log-partitions lse [B, H, S]."""
-        if self._served_on_hopper(aL, z, lse_exact=lse_exact, last=False):
+        relative = self.query.dtype == torch.float16 and min_mass < _LEAST_MASS_IN_FLOAT16
+        if not relative and self._served_on_hopper(aL, z, lse_exact=lse_exact, last=False):
             from vmonarch.kernels.hopper.l_step import centroids
 
             centroids(
@@ -534,6 +550,7 @@ class LStep:
             (z,),
             EXACT=self._exact_mode(lse_exact),
             STORE_STATISTICS=cR is not None,
+            RELATIVE=relative,
         )
 
     def output(
@@ -591,13 +608,16 @@ class LStep:
         dy: torch.Tensor | None = None,
         daR: torch.Tensor | None = None,
         dcR: torch.Tensor | None = None,
+        cR: torch.Tensor | None = None,
+        min_mass: float = 0.0,
         lse_exact: torch.Tensor | None = None,
         out_exact: torch.Tensor | None = None,
         dlse_exact: torch.Tensor | None = None,
         do_exact: torch.Tensor | None = None,
     ) -> None:
-        """Backward of `output` (which has y, out, do and dy) or of `centroids` (which has daR and dcR).
+        """Backward of `output` (which has y, out, do and dy) or of `centroids` (which has daR, dcR, cR and min_mass).
 
+        daR and dcR are the gradients of αR and cR times max(cR, min_mass), by which αR was divided.
         Writes daL, dcL, delta_r and dy. Of the output, dq, dlse_exact and do_exact are written; of centroids added to.
         With `whole_rows`, `out_exact` is `out` and do_exact is not written.
         """
@@ -614,7 +634,7 @@ class LStep:
             _l_backward_rows_kernel,
             "l_backward_rows",
             (
-                self.query, aL, cL, lse, v, do, out, dcR, dlse, self.exact, lse_exact, out_exact,
+                self.query, aL, cL, lse, v, do, out, dcR, cR, dlse, self.exact, lse_exact, out_exact,
                 dq, delta, dlse_exact, do_exact, dcL, delta_r,
             ),
             (
@@ -624,7 +644,7 @@ class LStep:
                 *(none if out_exact is None else out_exact.stride()[:3]),
                 *dq.stride()[:3],
             ),
-            (self.scale, log2_scale_of(self.scale)),
+            (self.scale, log2_scale_of(self.scale), min_mass),
             (daL, dy),
             HAS_DLSE=dlse is not None,
             **constants,
@@ -633,9 +653,9 @@ class LStep:
             self._launch(
                 _l_backward_columns_kernel,
                 "l_backward_columns",
-                (self.query, aL, cL, lse, v, do, dcR, self.exact, lse_exact, delta, dcL, delta_r),
+                (self.query, aL, cL, lse, v, do, dcR, cR, self.exact, lse_exact, delta, dcL, delta_r),
                 (*query_strides, *do_strides),
-                (self.scale, log2_scale_of(self.scale)),
+                (self.scale, log2_scale_of(self.scale), min_mass),
                 (daL, dy),
                 **constants,
             )

@@ -300,7 +300,10 @@ def _r_backward_z_kernel(
     TILED: tl.constexpr, HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of z. For z = q it is added to dq; else αR and cR, of which z was made, get theirs."""
+    """Gradient of one tile of z. For z = q it is added to dq; else αR and cR, of which z was made, get theirs.
+
+    Those are times max(cR, min_mass): divided by it, they might leave the range of float16.
+    """
     places = plain_places(places)
     pid = tl.program_id(0)
     group = pid // row_tiles
@@ -353,11 +356,10 @@ def _r_backward_z_kernel(
     else:
         # z = αR / max(cR, min_mass)
         cR = tl.load(cR_ptr + row, mask=inside, other=1.0)
-        mass = tl.maximum(cR, min_mass)
-        dcR = tl.where(cR >= min_mass, -tl.sum(dz * z.to(tl.float32), 1) / mass, 0.0)
+        dcR = tl.where(cR >= min_mass, -tl.sum(dz * z.to(tl.float32), 1), 0.0)
         # daR may take the memory of dy: all warps must have read their rows of dy before any writes daR.
         tl.debug_barrier()
-        store_rows(daR_ptr, D, row, inside, dz / mass[:, None], D, BLOCK_D)
+        store_rows(daR_ptr, D, row, inside, dz, D, BLOCK_D)
         tl.store(dcR_ptr + row, dcR, mask=inside)
 
 

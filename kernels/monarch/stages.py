@@ -80,7 +80,7 @@ class _RStep(torch.autograd.Function):
             dz = _zeros(rows)
             arguments = dict(dq=dz)
         else:
-            # The kernel takes z for αR / max(cR, min_mass): where cR = 1, daR is dz. It does not touch this dq.
+            # The kernel takes z for αR / max(cR, min_mass), and its daR is dz. It does not touch this dq.
             dz, ones = torch.empty_like(rows), torch.ones_like(_rows(cL))
             arguments = dict(dq=dk, cR=ones, daR=dz, dcR=torch.empty_like(ones))
         step.backward(
@@ -139,9 +139,7 @@ class _Centroids(torch.autograd.Function):
     def backward(ctx: Any, dz: torch.Tensor):
         query, aL, cL, lse_exact, z, cR, lse = ctx.saved_tensors
         # z = αR / max(cR, min_mass)
-        mass = cR.clamp(min=ctx.options.min_mass)
-        daR = (dz / mass.unsqueeze(-1)).to(aL.dtype)
-        dcR = torch.where(cR >= ctx.options.min_mass, -_dots(dz, z) / mass, 0.0)
+        dcR = torch.where(cR >= ctx.options.min_mass, -_dots(dz, z), 0.0)
         dq, daL, dcL = _zeros(query), torch.empty_like(aL), torch.empty_like(cL)
         exact = {} if lse_exact is None else dict(lse_exact=lse_exact, dlse_exact=torch.zeros_like(lse))
         ctx.options.step(query).backward(
@@ -152,8 +150,10 @@ class _Centroids(torch.autograd.Function):
             daL=_rows(daL),
             dcL=_rows(dcL),
             delta_r=_rows(torch.empty_like(cL)),
-            daR=_rows(daR),
+            daR=_rows(dz.to(aL.dtype)),
             dcR=_rows(dcR),
+            cR=_rows(cR),
+            min_mass=ctx.options.min_mass,
             **exact,
         )
         return None, dq, daL, dcL, exact.get("dlse_exact")

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from vmonarch import ExactBlocks, LatentGrid, monarch_attention, vmonarch_attention
 from vmonarch.kernels.common.launch import launch_overrides
+from vmonarch.kernels.monarch import stages
 from vmonarch.kernels.monarch.blocks import grid_layout
 from vmonarch.kernels.monarch.op import monarch_backward, monarch_forward
 from vmonarch.kernels.monarch.places import grid_places, token_at
@@ -244,6 +245,30 @@ def check_half(tensors, dtype, grid, slack, **factors):
 @pytest.mark.parametrize("grid", [(3, 3, 6), (2, 7, 5)], ids=str)
 def test_float16(grid):
     check_half(qkv(math.prod(grid), heads=2), torch.float16, grid, slack=5e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("overrides", [{}, SEVERAL_L_TILES], ids=["one-tile", "several-tiles"])
+def test_centroids_of_blocks_that_hardly_any_query_weighs_in_float16(overrides):
+    """Without a least mass z is a mean of queries even where each of their weights rounds to 0."""
+    places = grid_places(LatentGrid(20, 1, 2), frames_per_block=1, tiles=(1, 1), coarse=1)
+    query, aL, dz = qkv(40)
+    aL, dz = (x.view(1, 20, 2, 1, 16).movedim(3, 1) for x in (aL, dz))
+    # Their mass is e⁻³⁰ or so.
+    cL = torch.zeros(1, 1, 20, 2).double()
+    cL[:, :, ::3] = 30.0
+    truth = [x.clone().requires_grad_() for x in (query, aL, cL)]
+    q = truth[0].view(20, 2, 16)
+    L = torch.softmax(torch.einsum("ljd,kjd->jlk", q, truth[1][0, 0]) * 0.25 - truth[2][0, 0].T.unsqueeze(1), -1)
+    z = torch.einsum("jlk,ljd->kjd", L / L.sum(1, keepdim=True), q).view_as(aL)
+    z.backward(dz)
+    ours = [x.requires_grad_() for x in (query.half(), aL.half(), cL.float())]
+    least = torch.finfo(torch.float32).tiny
+    with launch_overrides(overrides):
+        z_ours = stages._Centroids.apply(stages._LOptions(places, 0.25, least, False, None), *ours, None)
+        z_ours.backward(dz.half())
+    for a, b in [(z_ours, z), *((x.grad, y.grad) for x, y in zip(ours, truth, strict=True))]:
+        assert (a.double() - b).abs().max() <= 3e-3 * b.abs().max()
 
 
 # --- Memory layouts, extreme values, independence. ---
