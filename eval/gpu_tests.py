@@ -63,17 +63,16 @@ def run(tests: Sequence[str], log: Path, processes: int = 1) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "report.xml"
         command = ["pytest", "-m", "gpu", *tests, *(["-n", str(processes)] if processes > 1 else [])]
-        with AtomicFiles(overwrite=True) as files:
-            staged = files.stage(log)
-            with staged.open("w") as output:
-                subprocess.run(
-                    [sys.executable, "-m", *command, f"--junitxml={junit}", "--durations=20"],
-                    cwd=ROOT,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    check=False,
-                )
-            staged.write_text(without_paths(staged.read_text()))
+        # Straight into its place: an interrupted run is long, too, and leaves what it has shown.
+        with log.open("w") as output:
+            subprocess.run(
+                [sys.executable, "-m", *command, f"--junitxml={junit}", "--durations=20"],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        log.write_text(without_paths(log.read_text()))
         if not junit.exists():
             raise RuntimeError(f"pytest wrote no report; its output is in {log}")
         summary = summarise(junit.read_text())
