@@ -9,6 +9,7 @@ are narrower than the keys. ptxas 12.9 and later make right code of the same inp
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ HOPPER = 90
 
 @functools.cache
 def why_unsound() -> str | None:
-    """Let Triton assemble for Hopper with a sound ptxas; None if it does from now on, else why it cannot.
+    """Let Triton assemble for Hopper with a sound ptxas. None if it does from now on, else why not, with a warning.
 
     If Triton's own choice is too old, torch's ptxas takes its place, which fits the driver; else the one that Triton
     brings for later chips. This holds for all of the process, as torch's own compiler does it, too.
@@ -39,10 +40,12 @@ def why_unsound() -> str | None:
             compiler.get_ptxas_version.cache_clear()
             compiler.CUDABackend.hash.cache_clear()
             return None
-    return (
+    reason = (
         f"ptxas {chosen.version} makes wrong code for Hopper, and there is no later one (supported: from"
         f" {'.'.join(map(str, FIRST_SOUND))} on; set TRITON_PTXAS_PATH to one)"
     )
+    warnings.warn(f"{reason}. Plain torch is used in place of kernels, which is slower.", RuntimeWarning, stacklevel=2)
+    return reason
 
 
 def _version(tool: Any) -> tuple[int, ...]:
