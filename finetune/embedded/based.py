@@ -221,7 +221,8 @@ class Trainer:
         """Give exact attention its fast form in both models, and compile their blocks if asked for."""
         for model in (self.teacher, self.student):
             for block in model.blocks:
-                block.attn2.set_processor(TrainingAttention(TEXT_LENGTH - self.tokens.shape[-1]))
+                # Not by `set_processor`, which refuses to replace any processor beside those that learn.
+                block.attn2.processor = TrainingAttention(TEXT_LENGTH - self.tokens.shape[-1])
         for block in self.teacher.blocks:
             block.attn1.set_processor(TrainingAttention(0))
         if self.compile:
@@ -265,12 +266,12 @@ class Trainer:
             if transfer:
                 processor = Transfer(processor)
                 transfers.append(processor)
-            block.attn1.set_processor(processor)
+            block.attn1.processor = processor
         try:
             yield transfers
         finally:
             for attn, layer in placed:
-                attn.set_processor(layer)
+                attn.processor = layer
 
     def run(
         self,
