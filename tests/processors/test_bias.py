@@ -152,7 +152,7 @@ BAD = {
     "config": (lambda tiny: FlashBiasProcessor({"kind": "alibi"}), ValueError, "bias as a config must be .*decay"),
     "implementation": (lambda tiny: FlashBiasProcessor(no_bias, implementation="x"), ValueError, "must be one of auto"),
     "other-grid": (
-        lambda tiny: tiny.run(applied(tiny, factors(tiny)), grid=(1, 2, 2)), ValueError, "query_factor must be .1 or"),
+        lambda tiny: tiny.run(applied(tiny, factors(tiny)), grid=(1, 2, 2)), ValueError, "query_factor must be .1, 4,"),
     "other-heads": (
         lambda tiny: tiny.run(applied(tiny, factors(tiny, heads=5))), ValueError, "query_factor must be"),
 }  # fmt: skip
