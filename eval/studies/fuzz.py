@@ -6,10 +6,11 @@ the truth is plain torch on the CPU, on float64 copies of the inputs. A result x
     max |x - truth| <= 2 · max |noisy - truth| + 4 · u · max |truth| + least
 
 where `noisy` is that float64 computation with every intermediate of every operation rounded at random to the precision
-of the dtype, that is, multiplied by 1 + u·U(-1, 1): what plain torch in the same precision errs. The maximum is over
-one such run, or twenty where one does not suffice. u is half the machine epsilon of the dtype (8 times that for
-float32, in which sums are taken), `least` is its smallest number. NaN and -inf must be where the truth has them. What
-an op does not write is NaN, because torch fills new memory with it for the time of the call.
+of the dtype, that is, multiplied by 1 + u·U(-1, 1), and with every sum off by U(-1, 1) times float32's epsilon times
+the sum of its terms' magnitudes: what plain torch in the same precision errs. The maximum is over one such run, or
+twenty where one does not suffice. u is half the machine epsilon of the dtype (8 times that for float32, in which sums
+are taken), `least` is its smallest number. NaN and -inf must be where the truth has them. What an op does not write is
+NaN, because torch fills new memory with it for the time of the call.
 
 Kernels are compiled for every head dimension, dtype, set of options and kind of strides, which takes far longer than
 a case. So these are drawn from `--configurations` ones, which all cases share, with two draws of strides for each.
@@ -74,10 +75,15 @@ ROUNDED = {
     "mm", "mul", "mv", "pow", "reciprocal", "rsqrt", "rsub", "sigmoid", "silu", "silu_backward", "sin", "sqrt", "sub",
     "sum",
 }  # fmt: skip
+# Of those, the ones that sum: where terms cancel, the error is relative to their magnitudes and not to the result.
+SUMS = {"addmm", "baddbmm", "bmm", "linear", "mean", "mm", "mv", "sum"}
 
 
 class Noise(TorchDispatchMode):
-    """Every floating-point result of an arithmetic operation is multiplied by 1 + unit·U(-1, 1)."""
+    """Every result of an arithmetic operation is multiplied by 1 + unit·U(-1, 1); sums err on their own, too.
+
+    Sums are taken in float32: their errors are up to its epsilon times the sum of the terms' magnitudes.
+    """
 
     def __init__(self, unit: float, seed: int) -> None:
         super().__init__()
@@ -85,8 +91,12 @@ class Noise(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.name.removeprefix("aten::") not in ROUNDED:
+        name = func._schema.name.removeprefix("aten::")
+        if name not in ROUNDED:
             return result
+        if name in SUMS and result.is_floating_point():
+            magnitudes = func(*(x.abs() if isinstance(x, torch.Tensor) else x for x in args), **(kwargs or {}))
+            result = result + torch.finfo(torch.float32).eps * magnitudes * self._uniform(result)
         parts = result if isinstance(result, (tuple, list)) else (result,)
         rounded = tuple(self._rounded(part) for part in parts)
         return rounded if isinstance(result, (tuple, list)) else rounded[0]
@@ -94,8 +104,11 @@ class Noise(TorchDispatchMode):
     def _rounded(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             return x
-        noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
-        return x * (1 + self.unit * (2 * noise - 1))
+        return x * (1 + self.unit * self._uniform(x))
+
+    def _uniform(self, x: torch.Tensor) -> torch.Tensor:
+        """Random numbers from -1 to 1 in the shape of `x`."""
+        return 2 * torch.rand(x.shape, generator=self.generator, dtype=x.dtype) - 1
 
 
 @dataclass

@@ -37,6 +37,13 @@ def test_kernels_too(op):
     assert first_failure(range(1), [op], "triton") is None
 
 
+def test_a_noisy_sum_errs_by_the_size_of_its_terms():
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(48)
+    with fuzz.Noise(0.0, 0):
+        errors = torch.cat([(signs * 3).sum()[None], (3 * signs)[None] @ torch.ones(96, 1).double()[:, 0]]).abs()
+    assert (errors > 0).all() and (errors <= 288 * torch.finfo(torch.float32).eps).all()
+
+
 def test_a_case_is_a_function_of_its_number():
     for number in range(40):
         one, two = (fuzz.make_case(number, ops=OPS) for _ in range(2))
