@@ -41,6 +41,11 @@ class _Kind:
 
     kind: ClassVar[str]
 
+    @property
+    def countable(self) -> bool:
+        """Whether its FLOPs can be counted without data and without what it has learnt."""
+        return True
+
     def without_dense(self) -> Self:
         """The method with no dense steps: what a one-step warm-up has to run."""
         return dataclasses.replace(self, dense_steps=0)  # type: ignore[call-arg]
@@ -235,6 +240,11 @@ class BasedAttention(_Kind):
         if self.adapter_sha256 not in (None, found):
             raise InputError("adapter", f"{self.adapter!r} is not the file that it was: its SHA-256 is {found}")
         object.__setattr__(self, "adapter_sha256", found)
+
+    @property
+    def countable(self) -> bool:
+        """No: its layers cannot be made without their learnt weights."""
+        return False
 
     def _given(self) -> dict[str, Any]:
         """What was given of the options that an adapter decides on."""

@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from vmonarch.configs.methods import AttentionMethod, BasedAttention, FullAttention, Parameters
+from vmonarch.configs.methods import AttentionMethod, FullAttention, Parameters
 from vmonarch.dense import DenseSet
 
 # Of every attention module, whatever its processor.
@@ -130,7 +130,7 @@ def relative_flops(
     full = attention_flops(call, FullAttention())
     shares: dict[str, float | None] = {}
     for method in methods:
-        if isinstance(method.parameters, BasedAttention):
+        if not method.parameters.countable:
             shares[method.label] = None
             continue
         parameters = method.parameters.without_dense()
