@@ -459,6 +459,37 @@ class BlockTopKAttention(_Variant):
             _check_dense(self)
 
 
+@dataclass(frozen=True)
+class TwoResolutionAttention(_Variant):
+    """Exact attention to the best key tiles and to one mean key of each other tile; see
+    `eval.variants.two_resolution_attention`.
+
+    Args:
+        share: of the key tiles that are exact; null where beta is given.
+        beta: a key tile is exact where its score lies this many standard deviations above the mean; null where share is
+            given.
+        tile: (rows, columns) of tokens, at most.
+    """
+
+    kind: ClassVar[str] = "two_resolution"
+
+    share: float | None = 0.1
+    beta: float | None = None
+    tile: tuple[int, int] = (4, 4)
+
+    def __post_init__(self) -> None:
+        from vmonarch.eval.variants import check_two_resolution_options
+
+        with _naming_the_option():
+            check_two_resolution_options(**self._options())
+            _check_dense(self)
+
+    @property
+    def countable(self) -> bool:
+        """Not with beta: how many tiles exceed the threshold depends on the data."""
+        return self.beta is None
+
+
 def _exact(exact: Any) -> ExactBlocks | str | None:
     """What the ops take as `exact`, of an entry in YAML."""
     from vmonarch.exact import ExactBlocks
@@ -533,6 +564,7 @@ Parameters = (
     | FactorisedMonarch
     | LocalAttention
     | BlockTopKAttention
+    | TwoResolutionAttention
 )
 KINDS: dict[str, type[Parameters]] = {method.kind: method for method in typing.get_args(Parameters)}
 

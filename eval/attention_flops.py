@@ -120,7 +120,8 @@ def relative_flops(
 ) -> dict[str, float | None]:
     """Attention FLOPs of a whole video over those of full attention, by the methods' labels.
 
-    None for Based, whose layers cannot be made without their learnt weights.
+    None for Based, whose layers cannot be made without their learnt weights, and for two-resolution attention with
+    `beta`, whose work depends on the data.
 
     Args:
         call: any forward call of the sampling.

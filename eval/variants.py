@@ -29,7 +29,7 @@ from vmonarch.validation import check_flag, check_positive_integer, check_qkv, r
 FIXED = ("none", "first", "all")
 # Axes of the grid, as the paper names them, and the order of tokens in which each comes first.
 AXES = {"T": (0, 1, 2), "H": (1, 2, 0), "W": (2, 1, 0)}
-# Numbers of keys that block top-k gathers at a time, about.
+# Numbers of keys that block-sparse attention gathers at a time, about.
 _GATHERED = 2**26
 
 
@@ -363,6 +363,109 @@ def block_topk_attention(
     return layout.to_tokens(out).transpose(1, 2).to(query.dtype).contiguous()
 
 
+def check_two_resolution_options(*, share: object, beta: object, tile: object) -> None:
+    """Check what does not depend on tensors.
+
+    Raises:
+        TypeError, ValueError: an option is not as `two_resolution_attention` describes; the message names it.
+    """
+    if (share is None) == (beta is None):
+        raise ValueError(f"share must be null where beta is given, and only there, got share={share} and beta={beta}")
+    for name, option in (("share", share), ("beta", beta)):
+        if option is not None and (isinstance(option, bool) or not isinstance(option, (int, float))):
+            raise TypeError(f"{name} must be a number or null, got {option!r}")
+    if isinstance(share, (int, float)) and not 0 < share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, got {share}")
+    if isinstance(beta, (int, float)) and not math.isfinite(beta):
+        raise ValueError(f"beta must be finite, got {beta}")
+    if not isinstance(tile, (tuple, list)) or len(tile) != 2:
+        raise TypeError(f"tile must be a pair (rows, columns) of positive integers, got {tile!r}")
+    check_positive_integer("tile[0]", tile[0])
+    check_positive_integer("tile[1]", tile[1])
+
+
+def two_resolution_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid: LatentGrid | tuple[int, int, int],
+    share: float | None = 0.1,
+    beta: float | None = None,
+    tile: tuple[int, int] = (4, 4),
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Block-sparse attention in which every key tile that is dropped leaves its mean key and value.
+
+    Every tile of queries attends, in one softmax, exactly to the keys of its key tiles of the highest score and to the
+    mean key and value of each other tile, whose logit gains the log of its tokens. Scores are products of mean query
+    and mean key of the tiles, per head.
+
+    With `share` the work is the same for all data: exact products for the chosen tiles, one product per query for each
+    other tile, and the scores. With `beta` it depends on the data, so `eval.attention_flops` does not tell it.
+
+    What differs from Sol-Attn: its blocks are 64 consecutive tokens, and it always keeps a query block's own block and
+    the two beside it exact. Here only the score decides; a query tile whose scores all lie within the threshold has no
+    exact key.
+
+    Args:
+        share: of all key tiles, those that are exact, rounded up; None where `beta` is given.
+        beta: a key tile is exact where its score exceeds μ + beta·σ, mean and standard deviation of the scores of that
+            query tile over all key tiles (Sol-Attn's form); None where `share` is given.
+        tile: at most this many (rows, columns) of a frame's tokens in a tile.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+
+    Source: Li et al., Sol-Attn: Accelerating Video Generation Inference via On-the-Fly Attention Sparsification (2026,
+    arXiv:2607.24027).
+    """
+    check_two_resolution_options(share=share, beta=beta, tile=tile)
+    grid = _check(query, key, value, grid)
+    scale = resolve_scale(scale, query.shape[-1])
+    layout = _cubes(grid, (1, *tile), query.device)
+    m, b = layout.blocks, layout.positions
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (layout.to_blocks(x.to(dtype)).flatten(0, 1) for x in (query, key, value))  # [G, m, b, D]
+    q = q * scale
+    valid = torch.ones(m, b, dtype=torch.bool, device=query.device) if layout.valid is None else layout.valid
+    count = valid.sum(1)[:, None]  # [m, 1]
+    k_mean, v_mean = k.sum(2) / count, v.sum(2) / count  # [G, m, D]
+    scores = (q.sum(2) / count) @ k_mean.mT  # [G, m, m]
+    ranking = scores.argsort(-1, descending=True)
+    # The first `exact` [G, m, 1] tiles of a ranking are exact: at least `fewest` of them, at most `most`.
+    if beta is None:
+        assert share is not None
+        fewest = most = kept_blocks(m, 1 - share)
+        exact = torch.full_like(ranking[..., :1], most)
+    else:
+        std, mean = torch.std_mean(scores, -1, correction=0, keepdim=True)
+        exact = (scores > mean + beta * std).sum(-1, keepdim=True)
+        fewest, most = int(exact.min()), int(exact.max())
+    # Keys in both resolutions, one after the other, and the logs of the tokens that each stands for.
+    keys, values = torch.cat([k.flatten(1, 2), k_mean], 1), torch.cat([v.flatten(1, 2), v_mean], 1)  # [G, m·b + m, D]
+    log_count = torch.cat([valid.flatten(), count.squeeze(1)]).to(dtype).log()  # [m·b + m]
+    group = torch.arange(q.shape[0], device=query.device)[:, None, None]
+    rank = torch.arange(m, device=query.device)
+    place = torch.arange(b, device=query.device)
+    rows = []
+    step = max(1, _GATHERED // (q.shape[0] * (most * b + m - fewest) * q.shape[-1]))
+    for l in range(0, m, step):
+        tiles = ranking[:, l : l + step]  # [G, l, m]
+        fine = (tiles[..., :most, None] * b + place).flatten(2)  # [G, l, most·b]
+        chosen = torch.cat([fine, m * b + tiles[..., fewest:]], -1)  # [G, l, n]
+        is_exact = rank < exact[:, l : l + step]  # [G, l, m]
+        attended = torch.cat([is_exact[..., :most].repeat_interleave(b, -1), ~is_exact[..., fewest:]], -1)
+        bias = log_count[chosen].masked_fill(~attended, -torch.inf).unsqueeze(2)  # [G, l, 1, n]
+        rows.append(
+            F.scaled_dot_product_attention(
+                q[:, l : l + step], keys[group, chosen], values[group, chosen], attn_mask=bias, scale=1.0
+            )
+        )
+    out = torch.cat(rows, 1).unflatten(0, (query.shape[0], query.shape[2]))  # [B, H, m, b, E]
+    return layout.to_tokens(out).transpose(1, 2).to(query.dtype).contiguous()
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # On a model
 
@@ -372,6 +475,7 @@ VARIANTS = {
     "factorised": factorised_attention,
     "local": local_attention,
     "block_topk": block_topk_attention,
+    "two_resolution": two_resolution_attention,
 }
 
 

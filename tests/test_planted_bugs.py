@@ -199,6 +199,9 @@ BUGS = {
     "held-cL-of-the-wrong-sign": (VARIANTS, "_hold(cL, -math.log", "_hold(cL, math.log"),
     "all-frames-held-but-the-first": (VARIANTS, "[held[:, :, :1], term[:, :, 1:]]", "[term[:, :, :1], held[:, :, 1:]]"),
     "top-k-means-of-empty-places": (VARIANTS, "(k.sum(2) / count)", "(k.sum(2) / b)"),
+    "two-resolutions-mean-key-counts-once": (VARIANTS, "count.squeeze(1)]", "torch.ones_like(count[:, 0])]"),
+    "two-resolutions-exact-tiles-twice": (VARIANTS, "~is_exact[..., fewest:]", "is_exact[..., fewest:] | True"),
+    "two-resolutions-deviation-of-a-sample": (VARIANTS, "correction=0", "correction=1"),
     "top-k-empty-places-attended": (VARIANTS, "valid[picked]", "torch.ones_like(valid)[picked]"),
     "window-absent-keys-attended": (WINDOW, "masked_fill(~present, -torch.inf)", "masked_fill(~present, 0.0)"),
 }  # fmt: skip
@@ -267,7 +270,7 @@ FILE_KEYWORDS = {
     **dict.fromkeys((BIAS_FORWARD, BIAS_BACKWARD, BIAS_OP), "triton"),
     **dict.fromkeys((LINEAR_KERNELS, LINEAR_OP), "the_kernels and taylor-"),
     WINDOW_KERNELS: "the_kernels",
-    VARIANTS: "holds_the_terms or top_k_attention",
+    VARIANTS: "holds_the_terms or top_k_attention or two_resolutions",
     GUIDANCE: "callback or breaks_off",
 }
 # The test files to run, those that look straight at the planted file first.
@@ -348,7 +351,7 @@ def test_the_untouched_copy_passes(run_tests, tmp_path):
     some = "paper or strong-clamp or own-frame or ragged-triton or 7-40-5 or average or copies or missing"
     some += " or the_kernels_are and taylor-causal and not lse or many-tokens and float32"
     some += " or strided_inputs or a_dropped_caption or flipped or every_head or flops or holds_the_terms"
-    some += " or top_k_attention or (a_resumed_run_is_the_same_run and t2v-0) or breaks_off"
+    some += " or top_k_attention or two_resolutions or (a_resumed_run_is_the_same_run and t2v-0) or breaks_off"
     # The copy has no embedded model.
     for tests, keyword in ((others, "not graph_break"), (slow, f"({some}) and not its_variant")):
         code, output = run_tests(tmp_path, sorted(tests), keyword)

@@ -20,6 +20,7 @@ from vmonarch.eval.variants import (
     kept_blocks,
     local_attention,
     sink_average_attention,
+    two_resolution_attention,
 )
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.work import full_flops, vmonarch_flops
@@ -223,6 +224,66 @@ def test_top_k_attention_is_softmax_over_the_blocks_of_the_highest_mean_score(gr
     torch.testing.assert_close(out, per_head(attention_map, q, k, v), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("grid", [(4, 4, 4), (5, 7, 3), (3, 2, 5), (2, 5, 11)], ids=lambda g: "x".join(map(str, g)))
+@pytest.mark.parametrize(
+    "options",
+    [{"share": 0.01}, {"share": 0.4}, {"beta": 0.5}, {"beta": 100.0}],
+    ids=lambda o: "-".join(map(str, *o.items())),
+)
+def test_in_two_resolutions_tokens_of_a_tile_that_is_not_chosen_all_have_the_logit_of_their_mean_key(grid, options):
+    q, k, v = qkv(grid)
+    tile = cubes_of(grid, (1, 3, 2))
+    m = int(tile.max()) + 1
+    members = [tile == a for a in range(m)]
+    numbers = set()
+
+    def attention_map(Q, K):
+        logits = torch.empty(len(tile), len(tile), dtype=Q.dtype)
+        for queries in members:
+            scores = torch.stack([Q[queries].mean(0) @ K[keys].mean(0) for keys in members])
+            if "share" in options:
+                chosen = scores.argsort(descending=True)[: math.ceil(options["share"] * m)].tolist()
+            else:
+                deviation = (scores - scores.mean()).square().mean().sqrt()
+                chosen = (scores > scores.mean() + options["beta"] * deviation).nonzero().flatten().tolist()
+            numbers.add(len(chosen))
+            for b, keys in enumerate(members):
+                seen = K[keys] if b in chosen else K[keys].mean(0, keepdim=True).expand(int(keys.sum()), -1)
+                logits[queries.nonzero(), keys.nonzero().T] = Q[queries] @ seen.T
+        return logits.softmax(-1)
+
+    out = two_resolution_attention(q, k, v, grid=grid, tile=(3, 2), **({"share": None} | options))
+    torch.testing.assert_close(out, per_head(attention_map, q, k, v), rtol=0, atol=1e-12)
+    assert len(numbers) > 1 if options == {"beta": 0.5} else len(numbers) == 1
+
+
+@by_grid
+@pytest.mark.parametrize("options", [{"share": 0.1}, {"share": 0.6}, {"share": None, "beta": 1.0}])
+def test_a_mean_key_weighs_what_its_tokens_do(grid, options):
+    q, k, v = qkv(grid)
+    # All logits are zero: every token weighs the same, whichever tiles are chosen and however large they are.
+    out = two_resolution_attention(torch.zeros_like(q), k, v, grid=grid, tile=(3, 2), **options)
+    torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda *x, **o: block_topk_attention(*x, sparsity=0.5, cube=(2, 2, 2), **o),
+        lambda *x, **o: two_resolution_attention(*x, share=0.3, tile=(2, 2), **o),
+        lambda *x, **o: two_resolution_attention(*x, share=None, beta=0.5, tile=(2, 2), **o),
+    ],
+    ids=["top-k", "share", "beta"],
+)
+def test_keys_gathered_in_parts_give_the_same(function, monkeypatch):
+    grid = (3, 4, 5)
+    q, k, v = qkv(grid)
+    whole = function(q, k, v, grid=grid)
+    for gathered in (1, 10_000):
+        monkeypatch.setattr("vmonarch.eval.variants._GATHERED", gathered)
+        torch.testing.assert_close(function(q, k, v, grid=grid), whole, rtol=0, atol=1e-13)
+
+
 @by_grid
 def test_with_all_blocks_kept_the_controls_are_softmax(grid):
     q, k, v = qkv(grid)
@@ -230,6 +291,8 @@ def test_with_all_blocks_kept_the_controls_are_softmax(grid):
     everything = ExactBlocks(band=grid[0])
     for out in (
         block_topk_attention(q, k, v, grid=grid, sparsity=0.0),
+        two_resolution_attention(q, k, v, grid=grid, share=1.0),
+        two_resolution_attention(q, k, v, grid=grid, share=None, beta=-100.0, tile=(2, 2)),
         local_attention(q, k, v, grid=grid, exact=everything),
     ):
         torch.testing.assert_close(out, exact, rtol=0, atol=1e-12)
@@ -248,8 +311,9 @@ def test_a_share_of_the_blocks_is_rounded_up():
         lambda *x, **o: factorised_attention(*x, axis="W", blocks=2, **o),
         lambda *x, **o: local_attention(*x, exact=ExactBlocks(band=1), **o),
         block_topk_attention,
+        lambda *x, **o: two_resolution_attention(*x, share=0.4, tile=(2, 2), **o),
     ],
-    ids=["controlled", "sink average", "factorised", "local", "top-k"],
+    ids=["controlled", "sink average", "factorised", "local", "top-k", "two resolutions"],
 )
 def test_sums_are_in_float32_and_the_result_in_the_dtype_of_the_query(function):
     grid = (5, 4, 3)
@@ -271,6 +335,7 @@ NAMES = {
     "factorised": "monarch-w4:blocks=2",
     "local": "local",
     "block_topk": "block-topk:cube=[2, 2, 2],sparsity=0.5",
+    "two_resolution": "two-resolution:tile=[2, 2],share=null,beta=1.5",
 }
 
 
@@ -315,15 +380,21 @@ def test_work_is_that_of_the_pairs_and_blocks_that_are_kept(transformer):
         "vmonarch-controlled:recompute=true",
         "vmonarch-controlled",
         "monarch-t4:blocks=5",
+        "two-resolution:tile=[3, 2],share=0.25",
+        "two-resolution:share=null,beta=1.0",
     ]
     found = relative_flops(call, [resolve_method(name) for name in names], ["transformer"])
-    near, sink, cubes, average, recomputed, plain, blocks = found.values()
+    near, sink, cubes, average, recomputed, plain, blocks, tiles, unknown = found.values()
     default, without = (vmonarch_flops(grid, 1, exact=exact) / full_flops(grid, 1) for exact in ("first_frame", None))
     assert near == pytest.approx((2 + 3 + 4 + 4 + 3) / 25) and sink == pytest.approx((1 + 4 * 2) / 25)
     # Two of five cubes, and the products of five mean queries and keys.
     assert cubes == pytest.approx(2 / 5 + 2 * 5**2 / (4 * 60**2))
     assert average == pytest.approx(default) and recomputed == pytest.approx(default)
     assert plain == pytest.approx(without) and blocks == pytest.approx(default)
+    # Three of ten tiles of six tokens, one key for each of seven others, and the products of ten means.
+    assert tiles == pytest.approx((3 * 6 + 7) / 60 + 2 * 10**2 / (4 * 60**2))
+    # How many tiles exceed the threshold depends on the data.
+    assert unknown is None
 
 
 def test_dense_layers_keep_full_attention(transformer):
@@ -347,12 +418,34 @@ def test_dense_layers_keep_full_attention(transformer):
         ("block-topk:sparsity=1", ["sparsity", "below 1"]),
         ("block-topk:cube=[4, 4, 0]", ["cube.width"]),
         ("block-topk:dense_steps=-1", ["dense_steps"]),
+        ("two-resolution:share=0", ["share", "above 0"]),
+        ("two-resolution:share=1.5", ["share", "at most 1"]),
+        ("two-resolution:share=all", ["share", "a number or null"]),
+        ("two-resolution:beta=1.0", ["share must be null where beta is given", "share=0.1 and beta=1.0"]),
+        ("two-resolution:share=null", ["share must be null where beta is given", "share=None and beta=None"]),
+        ("two-resolution:share=null,beta=.nan", ["beta", "finite"]),
+        ("two-resolution:tile=[4, 0]", ["tile[1]", "at least 1"]),
+        ("two-resolution:dense_layers=-1", ["dense_layers"]),
     ],
 )
 def test_bad_options_are_errors_that_name_them(spec, words):
     with pytest.raises(InputError) as error:
         resolve_method(spec)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"share": True}, "share must be a number or null, got True"),
+        ({"share": None, "beta": "1"}, "beta must be a number or null, got '1'"),
+        ({"tile": 4}, r"tile must be a pair \(rows, columns\) of positive integers, got 4"),
+        ({"tile": (4, 4, 4)}, "tile must be a pair"),
+    ],
+)
+def test_options_of_two_resolutions_that_are_of_another_type_are_errors(options, message):
+    with pytest.raises(TypeError, match=message):
+        two_resolution_attention(*qkv((3, 2, 2)), grid=(3, 2, 2), **options)
 
 
 def test_more_blocks_than_the_axis_is_long_is_an_error():
