@@ -11,6 +11,7 @@ from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary
+from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.window.api import window_attention
 
@@ -18,11 +19,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Case(NamedTuple):
-    """`call(implementation, *inputs)` gives the outputs; all inputs get gradients."""
+    """`call(implementation, *inputs)` gives the outputs; all inputs get gradients if there are any."""
 
     inputs: Shapes
     outputs: Shapes
     call: Callable[..., tuple[torch.Tensor, ...]]
+    gradients: bool = True
 
 
 def tiny_case(family: str, device: torch.device) -> Case:
@@ -103,6 +105,21 @@ def _norm_rotary(gpu: bool) -> Case:
     return Case({"x": (1, tokens, channels), "weight": (channels,)}, outputs, call)
 
 
+def _residual(gpu: bool) -> Case:
+    # The interpreter cuts numbers to bfloat16, where it should round them.
+    dtypes = DTYPES if gpu else ("int8",)
+
+    def call(implementation: str, exact: torch.Tensor, approximate: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        residuals = (
+            attention_residual(exact, approximate, dtype=dtype, implementation=implementation) for dtype in dtypes
+        )
+        return tuple(add_residual(approximate.clone(), each, implementation=implementation) for each in residuals)
+
+    shape = (1, 300, 2, 128) if gpu else (1, 4, 2, 16)
+    outputs = {f"the sum ({dtype})": shape for dtype in dtypes}
+    return Case({"exact": shape, "approximate": shape}, outputs, call, gradients=False)
+
+
 _CASES: dict[str, Callable[[bool], Case]] = {
     "monarch": _monarch,
     "flash_entropy": _flash_entropy,
@@ -110,5 +127,6 @@ _CASES: dict[str, Callable[[bool], Case]] = {
     "taylor": _taylor,
     "window": _window,
     "norm_rotary": _norm_rotary,
+    "residual": _residual,
 }
 FAMILIES = tuple(_CASES)

@@ -1,9 +1,9 @@
 """Whether kernels may be used with a version of Triton that they were not tested with.
 
 Versions of Triton have miscompiled kernels before. With one of `TESTED_TRITON`, nothing here does anything. With any
-other, the first call of a family of kernels on a GPU runs a tiny case forward and backward and compares it with plain
-torch in float64: what fails to compile or to agree is not used. Verdicts are kept for all processes in
-`$XDG_CACHE_HOME/vmonarch/kernel-checks`, by default `~/.cache/vmonarch/kernel-checks`.
+other, the first call of a family of kernels on a GPU runs a tiny case, forward and, if it has gradients, backward, and
+compares it with plain torch in float64: what fails to compile or to agree is not used. Verdicts are kept for all
+processes in `$XDG_CACHE_HOME/vmonarch/kernel-checks`, by default `~/.cache/vmonarch/kernel-checks`.
 """
 
 from __future__ import annotations
@@ -162,11 +162,13 @@ def check(kernels: Kernels) -> str | None:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(kernels.dtype)
 
     def results(implementation: str, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [x.to(device, dtype).requires_grad_() for x in inputs.values()]
+        leaves = [x.to(device, dtype).requires_grad_(case.gradients) for x in inputs.values()]
         outputs = case.call(implementation, *leaves)
-        gradients = torch.autograd.grad(
-            outputs, leaves, [g.to(out) for g, out in zip(cotangents, outputs, strict=True)]
-        )
+        gradients: tuple[torch.Tensor, ...] = ()
+        if case.gradients:
+            gradients = torch.autograd.grad(
+                outputs, leaves, [g.to(out) for g, out in zip(cotangents, outputs, strict=True)]
+            )
         return [x.detach().to("cpu", torch.float64) for x in (*outputs, *gradients)]
 
     inputs = {name: random(shape) for name, shape in case.inputs.items()}
@@ -179,7 +181,7 @@ def check(kernels: Kernels) -> str | None:
         raise
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip()[:500]}"
-    names = [*case.outputs, *(f"the gradient of {name}" for name in inputs)]
+    names = [*case.outputs, *(f"the gradient of {name}" for name in inputs if case.gradients)]
     for name, got, want in zip(names, actual, expected, strict=True):
         off, largest = (got - want).abs().max().item(), want.abs().max().item()
         # Not `off > …`, which is false for NaN.

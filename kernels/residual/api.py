@@ -1,0 +1,124 @@
+"""Front door of residual sharing."""
+
+from __future__ import annotations
+
+import torch
+
+from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.residual.reference import Residual, add_residual_reference, attention_residual_reference
+from vmonarch.validation import SUPPORTED_DTYPES, check_implementation
+
+DTYPES = ("int8", "bfloat16")
+
+
+def attention_residual(
+    exact: torch.Tensor, approximate: torch.Tensor, *, dtype: str = "int8", implementation: str = "auto"
+) -> Residual:
+    """What an approximation of attention leaves out, compressed, for `add_residual` in later denoising steps.
+
+    The difference exact − approximate is taken in float32 (or float64 for float64 inputs). For inference: there is no
+    gradient.
+
+    Args:
+        exact: [B, S, H, E], output of exact attention; any strides.
+        approximate: output of approximate attention, of the same shape, dtype and device; any strides.
+        dtype: "int8", with a scale for each token and head: a number is off by at most half of it, 1/254 of the largest
+            of that token and head. Or "bfloat16".
+        implementation: "torch"; "triton", the kernel (CUDA; float16, bfloat16 or float32; E up to 256, with stride 1);
+            or "auto", see `kernels.common.launch.use_triton`.
+
+    Returns:
+        The residual. With "int8", NaN or infinity in the difference makes the scale of its token and head NaN.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+        RuntimeError: an input requires a gradient, and gradients are enabled.
+        NotImplementedError: implementation="triton", and the kernel cannot take this call; the message says why.
+
+    Source: DiTFastAttn (Yuan et al., 2024), window attention with residual sharing.
+    """
+    _check_output("exact", exact)
+    _check_output("approximate", approximate)
+    _check_like("approximate", approximate, "exact", exact, exact.dtype)
+    _check_inference(exact=exact, approximate=approximate)
+    check_residual_dtype(dtype)
+    check_implementation(implementation)
+    if use_triton("attention_residual", implementation, exact, approximate, family="residual"):
+        # Triton is imported when it is needed, not with the package.
+        from vmonarch.kernels.residual.kernels import attention_residual_triton
+
+        return attention_residual_triton(exact, approximate, dtype=dtype)
+    return attention_residual_reference(exact, approximate, dtype=dtype)
+
+
+def add_residual(out: torch.Tensor, residual: Residual, *, implementation: str = "auto") -> torch.Tensor:
+    """Add to the output of approximate attention, in place, what it left out in an earlier denoising step.
+
+    The sum is taken in float32 (or float64 for a float64 output) and rounded once. For inference: there is no gradient.
+
+    Args:
+        out: [B, S, H, E]; any strides, but no two numbers in the same place.
+        residual: from `attention_residual`, of the same shape.
+        implementation: as in `attention_residual`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+        RuntimeError: `out` requires a gradient, and gradients are enabled.
+        NotImplementedError: implementation="triton", and the kernel cannot take this call; the message says why.
+    """
+    _check_output("out", out)
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError(f"out must have a place for every number, got strides {out.stride()} for {tuple(out.shape)}")
+    if not isinstance(residual, Residual):
+        raise TypeError(f"residual must be a Residual, got {type(residual).__name__}")
+    values, scale = residual
+    _check_like("residual.values", values, "out", out, torch.bfloat16 if scale is None else torch.int8)
+    if scale is not None:
+        _check_like("residual.scale", scale, "out[..., 0]", out[..., 0], torch.float32)
+    _check_inference(out=out)
+    check_implementation(implementation)
+    if use_triton("add_residual", implementation, out, family="residual"):
+        from vmonarch.kernels.residual.kernels import add_residual_triton
+
+        return add_residual_triton(out, residual)
+    return add_residual_reference(out, residual)
+
+
+def residual_bytes(B: int, S: int, H: int, E: int, dtype: str) -> int:
+    """Memory of a `Residual` of outputs [B, S, H, E]."""
+    check_residual_dtype(dtype)
+    return B * S * H * (E + 4 if dtype == "int8" else 2 * E)
+
+
+def check_residual_dtype(dtype: object) -> None:
+    """Raise ValueError unless `dtype` is one of `DTYPES`."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def _check_output(name: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor [B, S, H, E], got {type(x).__name__}")
+    if x.ndim != 4 or not x.numel():
+        raise ValueError(f"{name} must be [B, S, H, E], none of them 0, got shape {tuple(x.shape)}")
+    if x.dtype not in SUPPORTED_DTYPES:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+        raise TypeError(f"{name} must be one of {supported}, got {str(x.dtype).removeprefix('torch.')}")
+
+
+def _check_like(name: str, x: torch.Tensor, model: str, like: torch.Tensor, dtype: torch.dtype) -> None:
+    if x.shape != like.shape:
+        raise ValueError(f"{name} must have the shape of {model} {tuple(like.shape)}, got {tuple(x.shape)}")
+    if x.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}, got {x.dtype}")
+    if x.device != like.device:
+        raise ValueError(f"{name} must lie on the device of {model} ({like.device}), got {x.device}")
+
+
+def _check_inference(**tensors: torch.Tensor) -> None:
+    for name, x in tensors.items():
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"{name} must not require a gradient: residual sharing is for inference")

@@ -1,0 +1,45 @@
+"""Residual sharing in plain torch: the specification of the kernels.
+
+Shapes: B batch, S tokens, H heads, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Residual(NamedTuple):
+    """The difference between exact and approximate attention, compressed.
+
+    Attributes:
+        values: [B, S, H, E], contiguous, int8 or bfloat16.
+        scale: [B, S, H] in float32 with int8: the difference is values·scale. None with bfloat16.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
+
+
+def attention_residual_reference(exact: torch.Tensor, approximate: torch.Tensor, *, dtype: str) -> Residual:
+    """Arguments and result as in `attention_residual`."""
+    wide = torch.promote_types(exact.dtype, torch.float32)
+    x = (exact.to(wide) - approximate.to(wide)).float().contiguous()
+    if dtype == "bfloat16":
+        return Residual(x.bfloat16(), None)
+    largest = x.abs().amax(-1)
+    scale = torch.where(largest.isfinite(), largest, torch.nan) / 127
+    # One below float32's normal range has no reciprocal; such a difference counts as 0.
+    counts = scale >= torch.finfo(torch.float32).tiny
+    steps = torch.where(counts.unsqueeze(-1), x * scale.reciprocal().unsqueeze(-1), 0.0)
+    return Residual(steps.round().to(torch.int8), scale)
+
+
+def add_residual_reference(out: torch.Tensor, residual: Residual) -> torch.Tensor:
+    """Arguments and result as in `add_residual`."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    x = residual.values.to(wide)
+    if residual.scale is not None:
+        x = x * residual.scale.to(wide).unsqueeze(-1)
+    return out.copy_(out.to(wide) + x)

@@ -1,0 +1,249 @@
+"""Residual sharing: the reference against float64, the kernels against the reference, and what they cannot take."""
+
+import pytest
+import torch
+
+from vmonarch.kernels.common.launch import interpreted
+from vmonarch.kernels.residual.api import DTYPES, Residual, add_residual, attention_residual, residual_bytes
+from vmonarch.kernels.residual.reference import add_residual_reference, attention_residual_reference
+
+IN_INTERPRETER = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+ON_GPU = pytest.mark.gpu
+EVERYWHERE = pytest.mark.parametrize(
+    "implementation, device",
+    [
+        ("torch", "cpu"),
+        pytest.param("triton", "cpu", marks=IN_INTERPRETER),
+        pytest.param("triton", "cuda", marks=ON_GPU),
+    ],
+)
+NAN, INF = float("nan"), float("inf")
+
+
+def outputs(B=2, S=7, H=3, E=20, dtype=torch.float32, device="cpu"):
+    """Exact and approximate outputs, with differences of several magnitudes and of 0."""
+    generator = torch.Generator().manual_seed(0)
+    approximate, difference = torch.randn(2, B, S, H, E, generator=generator)
+    difference *= 10.0 ** torch.randint(-3, 2, (B, S, H, 1), generator=generator)
+    difference[:, S // 2] = 0
+    return [x.to(dtype).to(device) for x in (approximate + difference, approximate)]
+
+
+def strided(x, layout):
+    """The numbers of x [B, S, H, E] in memory of another shape."""
+    if layout == "heads-first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "part":
+        return torch.stack([torch.full_like(x, NAN), x, torch.full_like(x, NAN)], 2)[:, :, 1]
+    return x.clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_sum_is_off_by_half_a_scale_at_most(dtype):
+    exact, approximate = outputs(dtype=dtype)
+    residual = attention_residual(exact, approximate)
+    difference = exact.double() - approximate.double()
+    assert residual.values.dtype == torch.int8 and residual.scale.dtype == torch.float32
+    torch.testing.assert_close(residual.scale.double(), difference.abs().amax(-1) / 127, rtol=1e-6, atol=0)
+    out = add_residual(approximate.clone(), residual)
+    # Of the sum itself: half a unit in its last place.
+    rounding = torch.finfo(dtype).eps / 2 * exact.abs().double()
+    error = (out.double() - exact.double()).abs()
+    assert (error <= residual.scale.double()[..., None] * 0.50001 + 1.01 * rounding + 1e-7).all()
+    # Nearest numbers, and not only near ones.
+    steps = difference / residual.scale.double()[..., None]
+    assert ((steps.nan_to_num(0.0) - residual.values).abs() <= 0.5001).all()
+
+
+def test_a_residual_in_bfloat16_is_the_rounded_difference():
+    exact, approximate = outputs()
+    residual = attention_residual(exact, approximate, dtype="bfloat16")
+    assert residual.scale is None
+    difference = exact.double() - approximate.double()
+    assert torch.equal(residual.values, difference.float().bfloat16())
+    out = add_residual(approximate.clone(), residual)
+    assert ((out.double() - exact.double()).abs() <= difference.abs() / 256 + 1e-6).all()
+
+
+def test_no_difference_is_a_scale_of_0():
+    exact, _ = outputs()
+    values, scale = attention_residual(exact, exact.clone())
+    assert not values.any() and not scale.any()
+
+
+@EVERYWHERE
+def test_ties_go_to_even(implementation, device):
+    exact = torch.tensor([127.0, 0.5, 1.5, -2.5, -126.5], device=device).view(1, 1, 1, 5)
+    values, scale = attention_residual(exact, torch.zeros_like(exact), implementation=implementation)
+    assert scale.item() == 1 and values.flatten().tolist() == [127, 0, 2, -2, -126]
+
+
+def check_bits(exact, approximate, **options):
+    """The kernels give the bits of the reference on the CPU."""
+    for dtype in DTYPES:
+        residual = attention_residual(exact, approximate, dtype=dtype, **options)
+        expected = attention_residual_reference(exact.cpu(), approximate.cpu(), dtype=dtype)
+        assert residual.values.dtype == expected.values.dtype
+        if dtype == "int8":
+            assert torch.equal(residual.values.cpu(), expected.values)
+            assert torch.equal(residual.scale.cpu(), expected.scale)
+        else:
+            # The interpreter cuts numbers to bfloat16, where it should round them.
+            error = 2**-7 if interpreted() else 0
+            torch.testing.assert_close(residual.values.cpu(), expected.values, rtol=error, atol=0)
+        kept = Residual(*(None if x is None else x.cpu() for x in residual))
+        out = add_residual(approximate.clone(), residual, **options)
+        assert torch.equal(out.cpu(), add_residual_reference(approximate.cpu().clone(), kept))
+
+
+CASES = {
+    "odd": dict(),
+    "one-number": dict(B=1, S=1, H=1, E=1),
+    "power-of-two": dict(B=1, S=40, H=2, E=64),
+    "widest": dict(B=1, S=5, H=2, E=256),
+}
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_give_the_bits_of_the_reference(name, dtype):
+    check_bits(*outputs(**CASES[name], dtype=dtype), implementation="triton")
+
+
+GPU_CASES = {
+    "wan-1.3b": dict(B=1, S=23296, H=12, E=128),
+    "wan-14b": dict(B=2, S=999, H=40, E=128),
+    "narrow": dict(B=2, S=130, H=3, E=80),
+    **CASES,
+}
+
+
+@ON_GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_kernels_give_the_bits_of_the_reference_on_the_gpu(name, dtype):
+    check_bits(*outputs(**GPU_CASES[name], dtype=dtype, device="cuda"))
+
+
+@ON_GPU
+def test_more_than_2_to_the_31_elements():
+    last = outputs(B=1, S=2, H=40, E=128, dtype=torch.bfloat16, device="cuda")
+    exact, approximate = (torch.zeros(2, 210_000, 40, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    exact[-1:, -2:], approximate[-1:, -2:] = last
+    residual, expected = attention_residual(exact, approximate), attention_residual(*last)
+    assert torch.equal(residual.values[-1:, -2:], expected.values)
+    assert torch.equal(residual.scale[-1:, -2:], expected.scale)
+    add_residual(approximate, residual)
+    assert torch.equal(approximate[-1:, -2:], add_residual(last[1], expected))
+    assert not approximate[:, :-2].any()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_inputs_give_the_same(implementation, device, dtype):
+    tensors = outputs(device=device)
+    expected = attention_residual(*tensors, dtype=dtype, implementation=implementation)
+    for layouts in (("heads-first", "heads-first"), ("contiguous", "part"), ("part", "heads-first")):
+        views = (strided(x, layout) for x, layout in zip(tensors, layouts, strict=True))
+        found = attention_residual(*views, dtype=dtype, implementation=implementation)
+        for x, y in zip(found, expected, strict=True):
+            assert x is y is None or (x.is_contiguous() and torch.equal(x, y))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("layout", ["contiguous", "heads-first", "part"])
+def test_the_sum_is_written_in_place_and_nothing_beside_it(implementation, device, layout):
+    exact, approximate = outputs(device=device)
+    residual = attention_residual(exact, approximate, implementation=implementation)
+    expected = add_residual_reference(approximate.clone(), residual)
+    out = strided(approximate, layout)
+    memory = out.as_strided((out.untyped_storage().nbytes() // out.itemsize,), (1,), 0)
+    others = memory.isnan()
+    assert add_residual(out, residual, implementation=implementation) is out
+    assert torch.equal(out, expected) and torch.equal(memory.isnan(), others)
+
+
+@EVERYWHERE
+def test_a_part_of_a_residual_is_added(implementation, device):
+    exact, approximate = outputs(device=device)
+    residual = attention_residual(exact, approximate, implementation=implementation)
+    whole = add_residual(approximate.clone(), residual, implementation=implementation)
+    part = Residual(residual.values[:, ::2, 1:], residual.scale[:, ::2, 1:])
+    assert torch.equal(add_residual(approximate[:, ::2, 1:], part, implementation=implementation), whole[:, ::2, 1:])
+
+
+@EVERYWHERE
+def test_nan_and_infinity_show_in_the_sum(implementation, device):
+    exact, approximate = outputs(device=device)
+    exact[0, 1, 2, 3], exact[0, 2, 0, 0], approximate[1, 3, 1, -1] = NAN, INF, NAN
+    spoilt = torch.zeros(exact.shape[:3], dtype=torch.bool, device=device)
+    spoilt[0, 1, 2] = spoilt[0, 2, 0] = spoilt[1, 3, 1] = True
+    residual = attention_residual(exact, approximate, implementation=implementation)
+    assert torch.equal(residual.scale.isnan(), spoilt) and not residual.values[spoilt].any()
+    out = add_residual(torch.zeros_like(exact), residual, implementation=implementation)
+    assert out[spoilt].isnan().all() and out[~spoilt].isfinite().all()
+    # Without a scale, only the number itself is lost.
+    residual = attention_residual(exact, approximate, dtype="bfloat16", implementation=implementation)
+    out = add_residual(torch.zeros_like(exact), residual, implementation=implementation)
+    assert torch.equal(out.isfinite(), (exact - approximate).isfinite())
+
+
+@EVERYWHERE
+def test_a_scale_without_a_reciprocal_counts_as_0(implementation, device):
+    exact = torch.tensor([1e-37, 0.0, -1e-38], device=device).view(1, 1, 1, 3)
+    values, scale = attention_residual(exact, torch.zeros_like(exact), implementation=implementation)
+    assert not values.any() and scale.isfinite()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_memory_is_what_is_said(dtype):
+    residual = attention_residual(*outputs(), dtype=dtype)
+    assert residual_bytes(2, 7, 3, 20, dtype) == sum(x.nbytes for x in residual if x is not None)
+
+
+SMALL = torch.zeros(1, 2, 3, 4)
+INT8 = Residual(SMALL.to(torch.int8), SMALL[..., 0])
+LEARNS = SMALL.clone().requires_grad_()
+BAD = {
+    "exact-type": (attention_residual, (None, SMALL), {}, TypeError, "exact must be a torch.Tensor"),
+    "exact-rank": (attention_residual, (SMALL[0], SMALL), {}, ValueError, r"exact must be \[B, S, H, E\]"),
+    "exact-empty": (attention_residual, (SMALL[:0], SMALL), {}, ValueError, "exact must be .* none of them 0"),
+    "exact-dtype": (attention_residual, (SMALL.int(), SMALL), {}, TypeError, "exact must be one of .*, got int32"),
+    "shape": (attention_residual, (SMALL, SMALL[:, :1]), {}, ValueError, "approximate must have the shape of exact"),
+    "dtypes": (attention_residual, (SMALL, SMALL.half()), {}, ValueError, "approximate must be torch.float32"),
+    "devices": (attention_residual, (SMALL, SMALL.to("meta")), {}, ValueError, "approximate must lie on the device of"),
+    "dtype": (attention_residual, (SMALL, SMALL), {"dtype": "int4"}, ValueError, "dtype must be one of int8, bfloat16"),
+    "bytes-dtype": (residual_bytes, (1, 2, 3, 4, torch.int8), {}, ValueError, "dtype must be one of int8, bfloat16"),
+    "implementation": (
+        attention_residual, (SMALL, SMALL), {"implementation": "cuda"}, ValueError, "implementation must be one of"),
+    "gradient": (
+        attention_residual, (SMALL, LEARNS), {}, RuntimeError, "approximate must not .* is for inference"),
+    "out-gradient": (add_residual, (LEARNS, INT8), {}, RuntimeError, "out must not .* is for inference"),
+    "out-expanded": (add_residual, (SMALL[:, :1].expand(1, 2, 3, 4), INT8), {}, ValueError, "out must have a place"),
+    "residual-type": (add_residual, (SMALL, tuple(INT8)), {}, TypeError, "residual must be a Residual, got tuple"),
+    "residual-shape": (add_residual, (SMALL[:, :1], INT8), {}, ValueError, "residual.values must have the shape"),
+    "residual-dtype": (add_residual, (SMALL, Residual(INT8[0], None)), {}, ValueError, "values must be torch.bfloat16"),
+    "scale-shape": (add_residual, (SMALL, Residual(INT8[0], SMALL)), {}, ValueError, "residual.scale must have"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name):
+    function, arguments, options, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        function(*arguments, **options)
+
+
+def test_gradients_may_be_required_where_they_are_off():
+    with torch.no_grad():
+        add_residual(LEARNS.clone(), attention_residual(LEARNS, LEARNS))
+
+
+@IN_INTERPRETER
+def test_what_the_kernels_cannot_take_is_said():
+    for tensor, message in ((SMALL.double(), "the dtype is float64"), (torch.zeros(1, 1, 1, 257), "dimension is 257")):
+        residual = attention_residual(tensor, tensor)
+        for function, other in ((attention_residual, tensor), (add_residual, residual)):
+            with pytest.raises(NotImplementedError, match=message):
+                function(tensor, other, implementation="triton")
