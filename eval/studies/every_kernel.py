@@ -30,6 +30,7 @@ from vmonarch import (
 )
 from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.norm_rotary.api import norm_rotary
+from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
 
 # Whether kernels for Hopper are used where they can be.
 FORMS = {"hopper": 1, "portable": 0}
@@ -158,6 +159,14 @@ def norms(call: Caller) -> None:
     call(op, call.tensor(2, 130, 240), call.tensor(240))
 
 
+def residual(call: Caller) -> None:
+    for E in (128, 40):
+        exact, approximate = call.tensor(2, 130, 3, E), call.tensor(2, 3, 130, E).transpose(1, 2)
+        for dtype in DTYPES:
+            kept = attention_residual(exact, approximate, dtype=dtype, implementation=call.implementation)
+            add_residual(approximate, kept, implementation=call.implementation)
+
+
 # Which forms each family has.
 FAMILIES: dict[Callable[[Caller], None], Sequence[str]] = {
     vmonarch: ("hopper", "portable"),
@@ -169,6 +178,7 @@ FAMILIES: dict[Callable[[Caller], None], Sequence[str]] = {
     taylor: ("hopper", "portable"),
     window: ("portable",),
     norms: ("portable",),
+    residual: ("portable",),
 }
 
 

@@ -55,6 +55,7 @@ from vmonarch import (
 )
 from vmonarch.eval.video_io import AtomicFiles
 from vmonarch.kernels.norm_rotary.api import norm_rotary
+from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
 from vmonarch.kernels.taylor.reference import LinearState
 from vmonarch.pipelines.environment import environment
 
@@ -477,6 +478,24 @@ def _norm_rotary(draw: Draw) -> tuple[Tensors, dict[str, Any], Callable[..., Ten
     return tensors, options, run
 
 
+def _residual(draw: Draw) -> tuple[Tensors, dict[str, Any], Callable[..., Tensors]]:
+    """Forward only. The scale is held to its dtype's precision, the sum to a few steps of the worst row's scale."""
+    B, H = draw.batch_and_heads()
+    S, E = draw.size(400), draw.head_dim()
+    spread = draw.of_case.choice([1e-3, 0.3, 1.0])
+    approximate = draw.tensor(B, S, H, E, layout=draw.layout())
+    exact = approximate + draw.tensor(B, S, H, E, spread=spread)
+    # The interpreter cuts numbers to bfloat16, where it should round them.
+    options: dict[str, Any] = {"dtype": draw.of_kernel.choice(("int8",) if draw.tiny else DTYPES)}
+
+    def run(exact, approximate, implementation):
+        residual = attention_residual(exact, approximate, implementation=implementation, **options)
+        out = add_residual(approximate.clone(), residual, implementation=implementation)
+        return {"out": out} if residual.scale is None else {"out": out, "scale": residual.scale}
+
+    return {"exact": strided(exact, draw.layout(), B), "approximate": approximate}, options, run
+
+
 def _merge(draw: Draw) -> tuple[Tensors, dict[str, Any], Callable[..., Tensors]]:
     B, H = draw.batch_and_heads()
     S, E = draw.size(300), draw.head_dim()
@@ -559,6 +578,7 @@ OPS: dict[str, tuple[int, Callable[[Draw], Any]]] = {
     "taylor_attention": (7, _taylor),
     "window_attention": (3, _window),
     "norm_rotary": (2, _norm_rotary),
+    "residual": (1, _residual),
     "merge_partials": (1, _merge),
     "processor": (3, _processor),
 }
@@ -604,8 +624,8 @@ def make_case(
         results_and_leaves,
         draw.dtype,
         FIXED,
-        # The kernels have no gradient through states.
-        forward_only=draw.of_kernel.random() < 0.25 or "kv" in tensors,
+        # The kernels have no gradient through states, and residuals have none.
+        forward_only=draw.of_kernel.random() < 0.25 or "kv" in tensors or op == "residual",
     )
     case.nan = _planted_nan(case, draw)
     case.forward_only |= case.nan

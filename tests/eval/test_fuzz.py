@@ -32,7 +32,7 @@ def test_processors_too():
 
 @pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("op", ["window_attention", "flash_entropy_attention", "norm_rotary"])
+@pytest.mark.parametrize("op", ["window_attention", "flash_entropy_attention", "norm_rotary", "residual"])
 def test_kernels_too(op):
     assert first_failure(range(1), [op], "triton") is None
 

@@ -5,6 +5,7 @@
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "dim": 16, "width": 64, …}'   linear attention
     python compile_for_gpu.py ARCHITECTURE '{"grid": [4, 8, 8], "window": [1, 2, 2], "dim": 64, …}'   windows
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "channels": 1536, "dim": 128, …}'   norm, rotary
+    python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "residual": "int8", "dim": 128, …}'   residuals
 
 A kernel launch is replaced by a compilation with the same arguments: the tensors lie on the CPU and are never read.
 With "compile": false only the arguments are made, descriptors too, and the hash of what would be compiled. With "row":
@@ -49,6 +50,7 @@ from vmonarch.kernels.hopper import l_step as hopper_l_step
 from vmonarch.kernels.hopper import r_step as hopper_r_step
 from vmonarch.kernels.monarch import fused, l_step, places, r_step
 from vmonarch.kernels.norm_rotary import op as norm_op
+from vmonarch.kernels.residual import kernels as residual_kernels
 from vmonarch.kernels.taylor import op as taylor_op
 from vmonarch.kernels.window import op as window_op
 
@@ -180,6 +182,11 @@ def main():
         weight = torch.zeros(case["channels"])
         out = norm_op.norm_rotary_forward(x, weight, *angles, case["channels"] // case["dim"], 1e-6)
         norm_op.norm_rotary_backward(out, x, weight, *angles, 1e-6, True)
+        return
+    if "residual" in case:
+        exact, out, _ = qkv(case["tokens"], 2)
+        residual = residual_kernels.attention_residual_triton(exact, out, dtype=case["residual"])
+        residual_kernels.add_residual_triton(out, residual)
         return
     if "width" in case:
         q, k, v = (

@@ -280,6 +280,33 @@ def test_norm_and_rotary_embedding_compile(triton, architecture, channels, dtype
 
 
 @pytest.mark.parametrize(
+    "triton,architecture,dim,dtype,residual",
+    sampled(
+        1,
+        [
+            (80, 128, "bfloat16", "int8"),
+            (89, 64, "float16", "bfloat16"),
+            (90, 128, "bfloat16", "int8"),
+            (90, 256, "float32", "bfloat16"),
+            (100, 128, "bfloat16", "bfloat16"),
+            (120, 80, "float16", "int8"),
+        ],
+    ),
+)
+def test_residuals_compile(triton, architecture, dim, dtype, residual, compile_kernels):
+    case = {"tokens": 4096, "dim": dim, "dtype": dtype, "residual": residual}
+    kernels = compile_kernels(triton, architecture, case)
+    assert [kernel["kernel"] for kernel in kernels] == ["attention_residual_kernel", "add_residual_kernel"]
+    assert not [kernel for kernel in kernels if kernel["spilled"] or kernel["shared"] > SMALLEST_SHARED_MEMORY]
+    if architecture == 80:
+        hashes = [
+            [k["hash"] for k in compile_kernels(triton, architecture, {**case, "compile": False, "tokens": tokens})]
+            for tokens in (4096, 999)
+        ]
+        assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize(
     "triton,name",
     [(NEWEST, "paper"), (OLDEST, "paper-64"), (OLDEST, "tiles"), (NEWEST, "entropy-gradient")],
 )
