@@ -32,6 +32,8 @@ WINDOW = "kernels/window/reference.py"
 WINDOW_KERNELS = "kernels/window/kernels.py"
 NORM_KERNELS = "kernels/norm_rotary/kernels.py"
 NORM_OP = "kernels/norm_rotary/op.py"
+RESIDUAL = "kernels/residual/reference.py"
+RESIDUAL_KERNELS = "kernels/residual/kernels.py"
 OBJECTIVE = "finetune/objective.py"
 SIMILARITY = "eval/similarity.py"
 LOADER = "finetune/data/loader.py"
@@ -163,6 +165,8 @@ BUGS = {
         NORM_KERNELS, "grad_odd * cos - grad_even * sin", "grad_odd * cos + grad_even * sin"),
     "norm-weight-of-another-norm": (NORM_OP, "needs_x, needs_weight = ", "needs_weight, needs_x = "),
     "norm-rows-taken-for-contiguous": (NORM_OP, "x.stride(0), x.stride(1), cos", "S * C, C, cos"),
+    "residual-cut-and-not-rounded": (RESIDUAL, "steps.round()", "steps"),
+    "residual-scale-of-another-head": (RESIDUAL_KERNELS, "tl.load(scale_ptr + row", "tl.load(scale_ptr + token"),
     "ssim-window-along-one-axis": (
         SIMILARITY, "((2, maps.shape[2]), (3, maps.shape[3]))", "((3, maps.shape[3]),)"),
     "ssim-variances-are-second-moments": (SIMILARITY, "xx - mean_x**2 + yy - mean_y**2", "xx + yy"),
@@ -284,6 +288,7 @@ TESTS = {
     **{file: ["tests/kernels/test_taylor.py"] for file in (FEATURES, LINEAR, LINEAR_KERNELS, LINEAR_OP)},
     **{file: ["tests/kernels/test_window.py"] for file in (NEIGHBOURS, WINDOW, WINDOW_KERNELS)},
     **{file: ["tests/kernels/test_norm_rotary.py"] for file in (NORM_KERNELS, NORM_OP)},
+    **{file: ["tests/kernels/test_residual.py"] for file in (RESIDUAL, RESIDUAL_KERNELS)},
     OBJECTIVE: ["tests/finetune/test_objective.py"],
     SIMILARITY: ["tests/eval/test_similarity.py"],
     LOADER: ["tests/finetune/test_data_loader.py"],
