@@ -47,8 +47,10 @@ class _Kind:
         return True
 
     def without_dense(self) -> Self:
-        """The method with no dense steps: what a one-step warm-up has to run."""
-        return dataclasses.replace(self, dense_steps=0)  # type: ignore[call-arg]
+        """The method with no exact steps: what a one-step warm-up has to run."""
+        names = {field.name for field in dataclasses.fields(self)}
+        off = {name: value for name, value in (("dense_steps", 0), ("refresh", None)) if name in names}
+        return dataclasses.replace(self, **off)
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if an option does not fit videos of this latent grid."""
@@ -80,6 +82,8 @@ class VMonarchAttention(_Kind):
             name of one in `configs/plans/`.
         plan_sha256: of that file, filled in; given, it is what the file must have.
         dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
+        refresh: null, or the steps with exact attention that renew the residual, given like `dense_steps`; or a mapping
+            with steps and dtype (see `vmonarch.Refresh`).
         parallel_by: what processes share under context parallelism, "heads" or "frames".
     """
 
@@ -96,6 +100,7 @@ class VMonarchAttention(_Kind):
     plan_sha256: str | None = None
     dense_steps: Any = 0
     dense_layers: Any = 0
+    refresh: Any = None
     parallel_by: str = "heads"
     implementation: str = "auto"
 
@@ -105,7 +110,7 @@ class VMonarchAttention(_Kind):
         from vmonarch.validation import check_parallel_by
 
         parameters = self._parameters()
-        for name in ("bias", "plan", "dense_steps", "dense_layers", "parallel_by"):
+        for name in ("bias", "plan", "dense_steps", "dense_layers", "refresh", "parallel_by"):
             parameters.pop(name)
         with _naming_the_option():
             check_vmonarch_options(**parameters)
@@ -305,25 +310,24 @@ class _Variant(_Kind):
 
     Args:
         dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
+        refresh: as in `VMonarchAttention`.
     """
 
     dense_steps: Any = 0
     dense_layers: Any = 0
+    refresh: Any = None
 
     def _options(self) -> dict[str, Any]:
         """The function's options."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("dense_steps", "dense_layers")
-        }
+        common = {field.name for field in dataclasses.fields(_Variant)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in common}
 
     def install(self, pipe: Any) -> None:
         """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
         from vmonarch.eval.variants import VariantProcessor
 
-        dense = {"dense_steps": self.dense_steps, "dense_layers": self.dense_layers}
-        _replace(pipe, VariantProcessor(self.kind, self._options(), **dense))
+        common = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Variant)}
+        _replace(pipe, VariantProcessor(self.kind, self._options(), **common))
 
 
 @dataclass(frozen=True)
@@ -542,9 +546,11 @@ def _naming_the_option() -> Iterator[None]:
 
 def _check_dense(method: VMonarchAttention | FlashBiasAttention | _Variant) -> None:
     from vmonarch.dense import DenseSet
+    from vmonarch.residuals import Refresh
 
     DenseSet("dense_steps", method.dense_steps)
     DenseSet("dense_layers", method.dense_layers)
+    Refresh.parse(getattr(method, "refresh", None))
 
 
 def _decay(reach: Any) -> Any:
@@ -600,10 +606,14 @@ class AttentionMethod:
             InputError: an option does not fit.
         """
         from vmonarch.dense import DenseSet
+        from vmonarch.residuals import Refresh
 
         try:
             for name, total in (("dense_steps", steps), ("dense_layers", layers)):
                 DenseSet(name, getattr(self.parameters, name, None) or 0).contains(0, total)
+            refresh = Refresh.parse(getattr(self.parameters, "refresh", None))
+            if refresh is not None:
+                refresh.schedule(steps)
             self.parameters.check_grid(grid)
             if why_not_triton and getattr(self.parameters, "implementation", "auto") == "triton":
                 raise ValueError(f"implementation=triton is not possible: {why_not_triton}; auto and torch are")

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vmonarch.configs.methods import AttentionMethod, FullAttention, Parameters
 from vmonarch.dense import DenseSet
+from vmonarch.residuals import Refresh
 
 # Of every attention module, whatever its processor.
 _PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -137,6 +138,18 @@ def relative_flops(
         parameters = method.parameters.without_dense()
         sparse = {name: attention_flops(call, parameters, name) for name in dict.fromkeys(transformers)}
         dense = DenseSet("dense_steps", getattr(method.parameters, "dense_steps", 0))
-        work = [full if dense.contains(step, steps) else sparse[name] for step, name in enumerate(transformers)]
-        shares[method.label] = sum(work) / (steps * full)
+        refresh = Refresh.parse(getattr(method.parameters, "refresh", None))
+        work = 0.0
+        # The step in which a transformer's residuals were made.
+        made: dict[str, int] = {}
+        for step, name in enumerate(transformers):
+            due, kept = (-1, False) if refresh is None else refresh.at(step, steps)
+            if dense.contains(step, steps):
+                work += full
+            elif made.get(name, -1) >= due:
+                work += sparse[name]
+            else:
+                work += full + (sparse[name] if kept else 0)
+                made |= {name: step} if kept else {name: -1}
+        shares[method.label] = work / (steps * full)
     return shares

@@ -181,7 +181,7 @@ def _candidate(spec: Any) -> AttentionMethod:
     if not isinstance(parameters, VMonarchAttention):
         raise InputError("candidates", f"must be of kind vmonarch, got {method.label!r} of kind {parameters.kind}")
     plain = VMonarchAttention()
-    for name in ("reach", "plan", "dense_steps", "dense_layers"):
+    for name in ("reach", "plan", "dense_steps", "dense_layers", "refresh"):
         if getattr(parameters, name) != getattr(plain, name):
             raise InputError("candidates", f"must leave {name} alone, but {method.label!r} sets it")
     return method

@@ -331,7 +331,7 @@ class DiagnosisProcessor(VideoAttentionProcessor):
             if watch.replaced == self._layer:
                 return vmonarch_attention(query, key, value, grid=grid, **recorder.candidates[recorder.reference])
             return flash_entropy_attention(query, key, value)[0]
-        step, steps = context.step("a diagnosis", "call vmonarch.restore")
+        step, steps, *_ = context.step("a diagnosis", "call vmonarch.restore")
         if step % recorder.every:
             return flash_entropy_attention(query, key, value)[0]
         if recorder.grid not in (None, grid):

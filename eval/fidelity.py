@@ -32,7 +32,7 @@ def attention_fidelity(
     parameters = method.parameters
     if isinstance(parameters, FullAttention):
         return {"kl": 0.0, "attention_error": 0.0, "output_error": 0.0}
-    if not isinstance(parameters, VMonarchAttention) or parameters.reach is not None:
+    if not isinstance(parameters, VMonarchAttention) or (parameters.reach, parameters.refresh) != (None, None):
         return None
     known = parse_candidates({name: entry["options"] for name, entry in diagnosis["candidates"].items()})
     sums: dict[str, list[torch.Tensor]] = {}

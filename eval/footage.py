@@ -188,7 +188,7 @@ def check_methods(specs: Sequence[str]) -> list[AttentionMethod]:
         raise InputError("methods", f"must differ from each other, got {', '.join(labels)}")
     for method in methods:
         if method.parameters.without_dense() != method.parameters:
-            raise InputError("methods", f"must have no dense steps, {method.label!r} has; here is one call, not a run")
+            raise InputError("methods", f"must have no exact steps, {method.label!r} has; here is one call, not a run")
     return methods
 
 

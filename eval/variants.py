@@ -485,13 +485,13 @@ class VariantProcessor(VideoAttentionProcessor):
     Args:
         variant: its name.
         options: keyword arguments of that function, without grid and scale.
-        dense_steps, dense_layers, grid: as in `VMonarchProcessor`.
+        dense_steps, dense_layers, refresh, grid: as in `VMonarchProcessor`.
 
     Raises:
         TypeError, ValueError: an option has an unsupported value.
     """
 
-    _OPTIONS = ("variant", "options", "dense_steps", "dense_layers", "grid")
+    _OPTIONS = ("variant", "options", "dense_steps", "dense_layers", "refresh", "grid")
 
     def __init__(
         self,
@@ -500,9 +500,10 @@ class VariantProcessor(VideoAttentionProcessor):
         *,
         dense_steps: object = 0,
         dense_layers: object = 0,
+        refresh: object = None,
         grid: object = None,
     ) -> None:
-        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
+        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, refresh=refresh, grid=grid)
         if variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
         self.variant = variant

@@ -29,6 +29,7 @@ _EXPORTS = {
     "vmonarch_attention": "vmonarch.kernels.monarch.api",
     "frame_parallel_vmonarch_attention": "vmonarch.kernels.monarch.parallel",
     "VMonarchProcessor": "vmonarch.processors",
+    "Refresh": "vmonarch.residuals",
     "FlashBiasProcessor": "vmonarch.processors",
     "BasedProcessor": "vmonarch.based",
     "apply": "vmonarch.installation",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from vmonarch.plan import AttentionPlan as AttentionPlan
     from vmonarch.processors import FlashBiasProcessor as FlashBiasProcessor
     from vmonarch.processors import VMonarchProcessor as VMonarchProcessor
+    from vmonarch.residuals import Refresh as Refresh
 
 
 __getattr__, __dir__ = lazy_names(

@@ -1,4 +1,4 @@
-"""The options `dense_steps` and `dense_layers`: what is left to exact attention."""
+"""The options `dense_steps`, `dense_layers` and `refresh`: what is left to exact attention."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DenseSet:
         Raises:
             ValueError: the option asks for more than there are.
         """
-        noun = self.argument.removeprefix("dense_")
+        noun = "layers" if self.argument == "dense_layers" else "steps"
         if isinstance(self.dense, float):
             return index < math.ceil(self.dense * total - 1e-9)
         if isinstance(self.dense, int):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vmonarch.arguments import same_arguments, same_value
 from vmonarch.installation import find_transformers
 
 # The transformers' arguments whose first dimension is the batch.
@@ -153,16 +154,16 @@ class _GuidedForward:
         if prepared is None:
             return self._both(inputs) if self._pipe.do_classifier_free_guidance else self._compute(**inputs)
         first, foreseen, answer = prepared
-        if _equal(foreseen, inputs):
+        if same_arguments(foreseen, inputs):
             # From now on these very tensors, which tell by identity that nothing has changed.
             self._other = {name: inputs[name] for name in self._other}
             return answer
-        self._other = {name: value for name, value in inputs.items() if not _equal_values(value, first.get(name))}
+        self._other = {name: value for name, value in inputs.items() if not same_value(value, first.get(name))}
         apart = [name for name in self._other if name not in _BATCHED]
         if apart:
             raise NotImplementedError(f"guidance cannot be batched: {apart[0]} differs between the two calls of a step")
         if getattr(self._transformer, "is_cache_enabled", False):
-            differ = ", ".join(name for name in inputs if not _equal_values(inputs[name], foreseen.get(name)))
+            differ = ", ".join(name for name in inputs if not same_value(inputs[name], foreseen.get(name)))
             raise RuntimeError(
                 f"guidance cannot be batched together with a cache here: {self._name} was called with another {differ}"
                 " than foreseen, and its cache has recorded the answer to that; call disable_cache, or do without"
@@ -201,16 +202,3 @@ class _GuidedForward:
                     f" {tuple(foreseen[name].shape)} with the negative prompt"
                 )
         return [name for name in tensors if name in _BATCHED]
-
-
-def _equal(expected: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    return expected.keys() == given.keys() and all(_equal_values(expected[name], given[name]) for name in given)
-
-
-def _equal_values(expected: Any, given: Any) -> bool:
-    if expected is given:
-        return True
-    if isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
-        alike = (expected.shape, expected.dtype, expected.device) == (given.shape, given.dtype, given.device)
-        return alike and torch.equal(expected, given)
-    return not isinstance(expected, torch.Tensor) and not isinstance(given, torch.Tensor) and expected == given

@@ -90,7 +90,7 @@ def _record_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: di
     hidden_states = kwargs.get("hidden_states", args[0] if args else None)
     # Anything but latents [B, C, T, H, W] is for the transformer to refuse.
     if isinstance(hidden_states, torch.Tensor) and hidden_states.ndim == 5:
-        getattr(transformer, _ATTRIBUTE).context.begin(transformer, hidden_states.shape[2:])
+        getattr(transformer, _ATTRIBUTE).context.begin(transformer, hidden_states.shape[2:], args, kwargs)
 
 
 def _end_call(transformer: torch.nn.Module, *_: Any) -> None:
@@ -187,8 +187,9 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         )
     dense_steps = DenseSet("dense_steps", processor.dense_steps)
     # Diffusion forcing gives every latent frame its own noise level and its own copy of the scheduler.
-    if dense_steps.some and "DiffusionForcing" in (kind := type(pipe_or_transformer).__name__):
-        raise ValueError(f"dense_steps is not supported with {kind}: its frames are at different steps")
+    stepwise = "dense_steps" if dense_steps.some else None if processor.refresh is None else "refresh"
+    if stepwise and "DiffusionForcing" in (kind := type(pipe_or_transformer).__name__):
+        raise ValueError(f"{stepwise} is not supported with {kind}: its frames are at different steps")
 
     # Everything that can fail comes before the first change.
     plans = []
@@ -205,7 +206,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         if processor.LEARNS:
             _check_not_offloaded(name, transformer)
         patch_size = tuple(transformer.config.patch_size)  # type: ignore[arg-type,union-attr]
-        context = ForwardContext(patch_size, dense_steps, name)
+        context = ForwardContext(patch_size, dense_steps, name, processor.refresh)
         plans.append((transformer, context, originals, bind_all(transformer, processor, context, dict(originals))))
 
     for transformer, context, originals, bound in plans:
@@ -215,7 +216,9 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
                 # Of the one module, and nothing but its arguments is bound: a copy gets its own.
                 attn.set_processor = functools.partial(_refuse_processor, attn)
         _write_config(transformer, processor)
-        if not hasattr(transformer, _ATTRIBUTE):
+        if hasattr(transformer, _ATTRIBUTE):
+            getattr(transformer, _ATTRIBUTE).context.forget()
+        else:
             transformer.register_forward_pre_hook(_record_call, with_kwargs=True)
             transformer.register_forward_hook(_end_call, always_call=True)
         setattr(transformer, _ATTRIBUTE, _Record(context, originals))
@@ -365,7 +368,7 @@ def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
             originals = record.originals
             _remove_hooks(transformer)
             delattr(transformer, _ATTRIBUTE)
-            record.context.call = None
+            record.context.forget()
             _remove_lora(transformer, record.lora)
         else:
             originals = [

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,9 +40,10 @@ from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
 from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary, why_not_triton
+from vmonarch.layer_operator import layer_attention, number_of
 from vmonarch.plan import METHOD_OPTIONS, AttentionPlan, HeadGroups
-from vmonarch.planned import number_of, planned_attention
-from vmonarch.steps import denoising_step
+from vmonarch.residuals import Branch, Refresh, ResidualSharing
+from vmonarch.steps import DenoisingStep, denoising_step
 from vmonarch.validation import check_implementation, check_parallel_by
 
 # Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
@@ -83,28 +85,44 @@ class ForwardContext:
         patch_size: (t, h, w) size of the transformer's patches.
         dense_steps: the steps computed with exact attention.
         component: name of the transformer in its pipeline.
+        refresh: when residuals are renewed, if they are shared.
     """
 
-    def __init__(self, patch_size: tuple[int, int, int], dense_steps: DenseSet, component: str = "transformer") -> None:
+    def __init__(
+        self,
+        patch_size: tuple[int, int, int],
+        dense_steps: DenseSet,
+        component: str = "transformer",
+        refresh: Refresh | None = None,
+    ) -> None:
         self.patch_size = patch_size
         self.component = component
         self.dense_steps = dense_steps
+        self.sharing = None if refresh is None else ResidualSharing(refresh)
         # Of any thread.
         self.call: ForwardCall | None = None
         self._own = _Own()
         self._grids_by_tokens: dict[int, set[LatentGrid]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ForwardContext, (self.patch_size, self.dense_steps, self.component)
+        refresh = None if self.sharing is None else self.sharing.refresh
+        return ForwardContext, (self.patch_size, self.dense_steps, self.component, refresh)
 
-    def begin(self, transformer: torch.nn.Module, latents: torch.Size) -> None:
+    def begin(
+        self, transformer: torch.nn.Module, latents: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Record a forward call on latents of size [T, H, W] (before patches are cut).
 
         Raises:
-            RuntimeError: `dense_steps` are asked for, and the step is not known.
+            RuntimeError: `dense_steps` or `refresh` are asked for, and the step is not known.
         """
         grid = LatentGrid(*(size // patch for size, patch in zip(latents, self.patch_size, strict=True)))
-        exact = self.dense_steps.some and self.dense_steps.contains(*denoising_step(transformer))
+        exact = False
+        if self.dense_steps.some:
+            step = denoising_step(transformer, "dense_steps", "use dense_steps=0")
+            exact = self.dense_steps.contains(step.step, step.steps)
+        if self.sharing is not None:
+            self._own.latest["branch"] = self.sharing.begin(transformer, args, kwargs)
         compiling = torch.compiler.is_compiling()
         self.call = ForwardCall(grid, exact)
         self._own.latest["call"] = self.call if compiling else self.call._replace(shared={})
@@ -117,6 +135,18 @@ class ForwardContext:
         call = self._own.latest.get("call")
         if not torch.compiler.is_compiling() and call is not None:
             self._own.latest["call"] = call._replace(shared=None)
+        if self.sharing is not None:
+            self.sharing.end(self._own.latest.pop("branch", None))
+
+    def forget(self) -> None:
+        """The processors are taken off: nothing of their calls is kept."""
+        self.call = None
+        if self.sharing is not None:
+            self.sharing.forget()
+
+    def branch(self) -> Branch | None:
+        """Whose residuals the running thread's forward call uses; None outside of one."""
+        return self._own.latest.get("branch")
 
     def current(self, tokens: int) -> ForwardCall | None:
         """The call that the running thread is in; None when only the rotary embedding can tell.
@@ -134,7 +164,7 @@ class ForwardContext:
         call: ForwardCall | None = self._own.latest.get("call", self.call)
         return call
 
-    def step(self, needed_by: str, instead: str) -> tuple[int, int]:
+    def step(self, needed_by: str, instead: str) -> DenoisingStep:
         """See `denoising_step`, of the running thread's forward call."""
         return denoising_step(self._own.latest["transformer"](), needed_by, instead)
 
@@ -260,7 +290,7 @@ class VideoAttentionProcessor:
         pipe.transformer.set_attn_processor(processor)    # reads the grid off the rotary embedding, or takes `grid=`
 
     Args:
-        dense_steps, dense_layers: see `VMonarchProcessor`.
+        dense_steps, dense_layers, refresh: see `VMonarchProcessor`.
         grid: the latent grid, (frames, height, width) in tokens; None to learn it from the transformer.
     """
 
@@ -275,15 +305,20 @@ class VideoAttentionProcessor:
     _attention_backend: Any = None
     _parallel_config: Any = None
 
-    def __init__(self, *, dense_steps: object = 0, dense_layers: object = 0, grid: object = None) -> None:
+    def __init__(
+        self, *, dense_steps: object = 0, dense_layers: object = 0, refresh: object = None, grid: object = None
+    ) -> None:
         self.dense_steps: Dense = DenseSet("dense_steps", dense_steps).dense
         self.dense_layers: Dense = DenseSet("dense_layers", dense_layers).dense
+        self.refresh = Refresh.parse(refresh)
         self.grid = None if grid is None else LatentGrid.parse(grid)
         self._dense = next(
             (name for name in ("dense_steps", "dense_layers") if DenseSet(name, getattr(self, name)).some), None
         )
-        self._needs_apply = self._dense
+        self._needs_apply = self._dense if self.refresh is None else "refresh"
         self._bias: BiasOption | None = None
+        # By which torch.compile finds the layer when it runs; None where it is to look inside.
+        self._number: torch.Tensor | None = None
         self._context: ForwardContext | None = None
         self._original: Any = None
         # Whether the transformer is one of xfuser's, whose ranks may hold parts of the tokens.
@@ -361,13 +396,54 @@ class VideoAttentionProcessor:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid, split: TokenSplit | None
     ) -> torch.Tensor:
         """`attend`, whose tensors may have a part of the tokens."""
+        if self.refresh is not None and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            raise RuntimeError("refresh is for inference: residuals have no gradient; train with refresh=None")
         if split is None:
-            return self.attend(query, key, value, grid)
+            if self._number is not None and torch.compiler.is_compiling():
+                return layer_attention(query, key, value, self._number, list(grid))
+            return self.attend_layer(query, key, value, grid)
         if self.parallel_by == "frames":
-            return self._attend_by_frames(split, grid, query, key, value)
-        heads = split.share(query.shape[2])
-        query, key, value = split.gather_tokens(query, key, value)
-        return split.gather_heads(self.attend(query, key, value, grid, heads), heads.total)
+            return self._attend_with_residual(
+                lambda: self._attend_by_heads(split, grid, self.attend_exactly, query, key, value),
+                lambda: self._attend_by_frames(split, grid, query, key, value),
+            )
+        return self._attend_by_heads(split, grid, self.attend_layer, query, key, value)
+
+    def attend_layer(self, *inputs: Any) -> torch.Tensor:
+        """What `attend` computes of these, with the residual of the layer where residuals are shared."""
+        return self._attend_with_residual(lambda: self.attend_exactly(*inputs), lambda: self.attend(*inputs))
+
+    def attend_exactly(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> torch.Tensor:
+        """What `attend` approximates, with the same arguments: exact attention, with the bias if there is one."""
+        factors = self._factors(grid, query.device, heads)
+        if factors is not None:
+            return flash_bias_attention(query, key, value, *factors, implementation=self.implementation)
+        return dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+
+    def _attend_with_residual(
+        self, exact: Callable[[], torch.Tensor], approximate: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        if self.refresh is None:
+            return approximate()
+        assert self._context is not None and self._context.sharing is not None
+        branch = self._context.branch()
+        if branch is None:
+            raise RuntimeError("refresh needs forward calls of the transformer itself; use refresh=None for its parts")
+        return self._context.sharing.attend(branch, self, exact, approximate, self.implementation)
+
+    def _attend_by_heads(
+        self, split: TokenSplit, grid: LatentGrid, attend: Callable[..., torch.Tensor], *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """Self-attention of this rank's tokens, by one of the functions above for all tokens of its heads."""
+        heads = split.share(tensors[0].shape[2])
+        return split.gather_heads(attend(*split.gather_tokens(*tensors), grid, heads), heads.total)
 
     def _attend_by_frames(
         self, split: TokenSplit, grid: LatentGrid, *tensors: torch.Tensor
@@ -408,6 +484,12 @@ class VideoAttentionProcessor:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_inferred": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._number is not None:
+            # Of copies too: a number is of one processor.
+            self._number = number_of(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> VideoAttentionProcessor:
         twin = copy.copy(self)
         memo[id(self)] = twin
@@ -432,6 +514,8 @@ class VideoAttentionProcessor:
         self._original = copy.copy(original)
         self._attention_backend = getattr(original, "_attention_backend", None)
         self._in_xfuser = type(original).__module__.startswith("xfuser.")
+        if self.refresh is not None:
+            self._number = number_of(self)
         return self
 
     def __call__(
@@ -624,6 +708,9 @@ class VMonarchProcessor(VideoAttentionProcessor):
             (float), or a collection of step indices. Needs `vmonarch.apply(pipe, …)`.
         dense_layers: transformer blocks that keep their own processor, given like `dense_steps`; VACE's control blocks
             follow the block that they feed. Needs `vmonarch.apply`.
+        refresh: None, or when attention is exact and renews the residual, exact minus VMonarch attention, that is added
+            to VMonarch attention in all other steps: the number of such steps (int), a fraction (float), a collection
+            of step indices, or a `vmonarch.Refresh`. For inference. Needs `vmonarch.apply(pipe, …)`.
         grid: (frames, height, width) in tokens; None to learn it from the transformer, call by call.
         parallel_by: what the ranks share under diffusers' context parallelism, without which it changes nothing:
             "heads" (Ulysses), or "frames" (`frame_parallel_vmonarch_attention`), which asks nothing of the number of
@@ -644,6 +731,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         "plan",
         "dense_steps",
         "dense_layers",
+        "refresh",
         "grid",
         "parallel_by",
         "implementation",
@@ -662,11 +750,12 @@ class VMonarchProcessor(VideoAttentionProcessor):
         plan: object = None,
         dense_steps: object = 0,
         dense_layers: object = 0,
+        refresh: object = None,
         grid: object = None,
         parallel_by: str = "heads",
         implementation: str = "auto",
     ) -> None:
-        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
+        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, refresh=refresh, grid=grid)
         self._bias = None if bias is None else BiasOption(bias)
         check_vmonarch_options(
             num_iterations=num_iterations,
@@ -694,7 +783,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
             self._needs_apply = self._needs_apply or "plan"
         self._methods: tuple[str, ...] = ()
         self._groups: HeadGroups | None = None
-        self._number: torch.Tensor | None = None
 
     def _check_alone(self) -> None:
         """Check that a plan is given nothing that it decides."""
@@ -717,12 +805,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
             bound._number = number_of(bound)
         return bound
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._number is not None:
-            # Of copies too: a number is of one processor.
-            self._number = number_of(self)
-
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> VideoAttentionProcessor:
         exact = config.get("exact")
@@ -737,8 +819,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
         heads: Share | None = None,
     ) -> torch.Tensor:
         if self._groups is not None:
-            if self._number is not None and torch.compiler.is_compiling():
-                return planned_attention(query, key, value, self._number, list(grid))
             return self._attend_by_plan(self._groups, query, key, value, grid, heads)
         return vmonarch_attention(
             query,
@@ -768,13 +848,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
         )
         assert isinstance(out, torch.Tensor)
         return split.from_frames(grid, out)
-
-    def attend_planned(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
-    ) -> torch.Tensor:
-        """See `vmonarch.planned.PlannedLayer`."""
-        assert self._groups is not None
-        return self._attend_by_plan(self._groups, query, key, value, grid, None)
 
     def _attend_by_plan(
         self,

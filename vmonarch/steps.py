@@ -7,7 +7,7 @@ at work is the one whose method has called the transformer, and its scheduler te
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,18 +27,37 @@ def running_pipeline(transformer: torch.nn.Module | None) -> Any:
 
 
 def _has(pipe: Any, transformer: torch.nn.Module | None) -> bool:
-    parts = (part for part in vars(pipe).values() if isinstance(part, torch.nn.Module))
-    return any(module is transformer for part in parts for module in part.modules())
+    parts = [part for part in vars(pipe).values() if isinstance(part, torch.nn.Module)]
+    # A whole part in most cases, which is found without a walk through all modules.
+    return any(part is transformer for part in parts) or any(
+        module is transformer for part in parts for module in part.modules()
+    )
 
 
-@torch.compiler.disable(reason="dense_steps look for the pipeline at work; compile_repeated_blocks leaves that out")
-def denoising_step(
-    transformer: torch.nn.Module | None, needed_by: str = "dense_steps", instead: str = "use dense_steps=0"
-) -> tuple[int, int]:
-    """(the step that the pipeline which calls this transformer is in, how many steps it runs); never waits for a GPU.
+class DenoisingStep(NamedTuple):
+    """Where a denoising loop is.
 
     Of a video-to-video pipeline that starts inside the schedule these are the steps that run; an evaluation of a
     scheduler of order 2 is half a step.
+
+    Args:
+        step: which it is, from 0.
+        steps: how many there are.
+        evaluation: of the model, from 0; a scheduler of order 2 has two of them in a step.
+        last: whether there is no evaluation after it.
+        timesteps: what the loop goes through; a pipeline makes another tensor for every loop.
+    """
+
+    step: int
+    steps: int
+    evaluation: int
+    last: bool
+    timesteps: torch.Tensor
+
+
+@torch.compiler.disable(reason="dense_steps and refresh look for the pipeline; compile_repeated_blocks leaves that out")
+def denoising_step(transformer: torch.nn.Module | None, needed_by: str, instead: str) -> DenoisingStep:
+    """The step that the pipeline which calls this transformer is in; never waits for a GPU.
 
     Args:
         needed_by, instead: for the errors: what needs the step, and what else can be done.
@@ -67,7 +86,7 @@ def denoising_step(
         # Video-to-video starts inside the schedule.
         evaluation = place - (len(timesteps) - run)
         if 0 <= evaluation < run:
-            return evaluation // order, -(-run // order)
+            return DenoisingStep(evaluation // order, -(-run // order), evaluation, evaluation == run - 1, timesteps)
     raise RuntimeError(
         f"{needed_by} needs the denoising step, but the timestep of {type(pipe).__name__} is none of its scheduler's"
         f" ({type(scheduler).__name__}): another pipeline with the same scheduler may have begun since, then give each"

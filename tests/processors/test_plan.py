@@ -224,7 +224,7 @@ def test_cuda_graphs_leave_out_the_operator_that_looks_its_layer_up():
     import vmonarch.kernels.monarch.op  # noqa: F401
 
     graph = torch.fx.Graph()
-    for name in ("planned_attention", "planned_attention_backward"):
+    for name in ("layer_attention", "layer_attention_backward"):
         node = graph.call_function(getattr(torch.ops.vmonarch, name).default)
         assert is_cudagraph_unsafe_fx_node(node)
     assert not is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.vmonarch.monarch_forward.default))

@@ -1,8 +1,9 @@
-"""The attention of plans as one operator for all layers, for torch.compile.
+"""The attention of a layer as one operator for all layers, for torch.compile.
 
-Layers whose heads compute different methods differ in their code, and torch.compile would make a graph for each of
-them, of which it allows eight. Here a layer is a number in a tensor, which the operator looks up when it runs: one
-graph serves all. The price is in training: backward computes the attention once more.
+Layers of a plan, whose heads compute different methods, differ in their code, and torch.compile would make a graph for
+each of them, of which it allows eight. Where residuals are shared, the steps differ. Here a layer is a number in a
+tensor, which the operator looks up when it runs: one graph serves all. The price is in training: backward computes the
+attention once more.
 
 Shapes: B batch, S tokens, H heads, D head dim, E value dim.
 """
@@ -18,13 +19,11 @@ import torch
 from vmonarch.grid import LatentGrid
 
 
-class PlannedLayer(Protocol):
+class Layer(Protocol):
     """A processor of one layer."""
 
-    def attend_planned(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
-    ) -> torch.Tensor:
-        """Self-attention of all heads: [B, S, H, D] -> [B, S, H, E]."""
+    def attend_layer(self, *inputs: Any) -> torch.Tensor:
+        """Self-attention of all heads: query, key, value [B, S, H, D] and the grid -> [B, S, H, E]."""
         raise NotImplementedError  # pragma: no cover
 
 
@@ -33,7 +32,7 @@ _numbers = itertools.count()
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def number_of(layer: PlannedLayer) -> torch.Tensor:
+def number_of(layer: Layer) -> torch.Tensor:
     """A new number for a layer, int64 [1] on the CPU; the layer is found by it as long as it lives."""
     number = next(_numbers)
     _layers[number] = layer
@@ -42,8 +41,8 @@ def number_of(layer: PlannedLayer) -> torch.Tensor:
         return torch.tensor([number])
 
 
-def _layer(number: torch.Tensor) -> PlannedLayer:
-    layer: PlannedLayer = _layers[int(number)]
+def _layer(number: torch.Tensor) -> Layer:
+    layer: Layer = _layers[int(number)]
     return layer
 
 
@@ -51,23 +50,23 @@ def _layer(number: torch.Tensor) -> PlannedLayer:
 _UNRECORDED = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("vmonarch::planned_attention", mutates_args=(), tags=_UNRECORDED)
-def planned_attention(
+@torch.library.custom_op("vmonarch::layer_attention", mutates_args=(), tags=_UNRECORDED)
+def layer_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: torch.Tensor, grid: list[int]
 ) -> torch.Tensor:
     """What the layer of this number makes of [B, S, H, D]: [B, S, H, E]."""
-    return _layer(number).attend_planned(query, key, value, LatentGrid(*grid)).contiguous()
+    return _layer(number).attend_layer(query, key, value, LatentGrid(*grid)).contiguous()
 
 
-@planned_attention.register_fake
+@layer_attention.register_fake
 def _(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: torch.Tensor, grid: list[int]
 ) -> torch.Tensor:
     return query.new_empty(*query.shape[:3], value.shape[3])
 
 
-@torch.library.custom_op("vmonarch::planned_attention_backward", mutates_args=(), tags=_UNRECORDED)
-def planned_attention_backward(
+@torch.library.custom_op("vmonarch::layer_attention_backward", mutates_args=(), tags=_UNRECORDED)
+def layer_attention_backward(
     gradient: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -79,12 +78,12 @@ def planned_attention_backward(
     query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
     # Operators run below autograd; its graph is wanted here.
     with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
-        out = _layer(number).attend_planned(query, key, value, LatentGrid(*grid))
+        out = _layer(number).attend_layer(query, key, value, LatentGrid(*grid))
     dq, dk, dv = (found.contiguous() for found in torch.autograd.grad(out, (query, key, value), gradient))
     return dq, dk, dv
 
 
-@planned_attention_backward.register_fake
+@layer_attention_backward.register_fake
 def _(
     gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -97,7 +96,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *planned_attention_backward(gradient, *ctx.saved_tensors, ctx.grid), None, None
+    return *layer_attention_backward(gradient, *ctx.saved_tensors, ctx.grid), None, None
 
 
-planned_attention.register_autograd(_backward, setup_context=_setup_context)
+layer_attention.register_autograd(_backward, setup_context=_setup_context)

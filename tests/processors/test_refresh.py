@@ -1,0 +1,476 @@
+"""Residual sharing (`refresh`): when attention is exact, whose residual is added, and how long it lives."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import diffusers
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
+from diffusers.hooks import first_block_cache
+
+import vmonarch
+from vmonarch import Refresh, VMonarchProcessor, batched_guidance
+from vmonarch.eval.attention_flops import transformers_by_step
+from vmonarch.kernels.residual.api import add_residual, attention_residual
+from vmonarch.residuals import spaced_steps
+
+
+@pytest.mark.parametrize(
+    "count, steps, expected",
+    [
+        (8, 50, (0, 1, 2, 4, 7, 12, 20, 32)),
+        (6, 20, (0, 1, 2, 3, 5, 11)),
+        (2, 8, (0, 1)),
+        (1, 4, (0,)),
+        (4, 4, (0, 1, 2, 3)),
+        (0, 4, ()),
+    ],
+    ids=str,
+)
+def test_refreshes_are_spaced_geometrically(count, steps, expected):
+    assert spaced_steps(count, steps) == expected
+
+
+def test_every_number_of_refreshes_fits_every_number_of_steps():
+    for steps in range(1, 60):
+        for count in range(1, steps + 1):
+            spaced = spaced_steps(count, steps)
+            assert spaced[0] == 0 and spaced[-1] < steps and len(set(spaced)) == count
+
+
+@pytest.mark.parametrize(
+    "refresh, schedule",
+    [
+        (3, (0, 1, 2)),
+        (0.3, (0, 1)),
+        ([4, 1], (1, 4)),
+        ({"steps": 1, "dtype": "bfloat16"}, (0,)),
+        (Refresh(1.0), range(5)),
+    ],
+    ids=str,
+)
+def test_what_the_option_means(refresh, schedule):
+    assert Refresh.parse(refresh).schedule(5) == tuple(schedule)
+    processor = VMonarchProcessor(refresh=refresh)
+    assert VMonarchProcessor.from_config(processor.config).refresh == processor.refresh == Refresh.parse(refresh)
+
+
+@pytest.mark.parametrize(
+    "refresh, error, message",
+    [
+        (0, ValueError, "refresh must name at least one step"),
+        (0.0, ValueError, "refresh must name at least one step"),
+        ([], ValueError, "refresh must name at least one step"),
+        (-1, ValueError, "refresh as a count must be at least 0"),
+        (True, TypeError, "refresh must be a count"),
+        ("8", TypeError, "refresh must be a count"),
+        ({"steps": 2, "type": "int8"}, TypeError, "refresh must have steps, and of steps, dtype"),
+        ({"dtype": "int8"}, TypeError, "refresh must have steps"),
+        ({"steps": 2, "dtype": "int4"}, ValueError, "refresh.dtype must be one of int8, bfloat16, got 'int4'"),
+    ],
+    ids=str,
+)
+def test_an_option_that_is_not_understood_is_refused(refresh, error, message):
+    with pytest.raises(error, match=message):
+        VMonarchProcessor(refresh=refresh)
+
+
+def test_more_refreshes_than_steps_are_refused(tiny):
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=4))
+    with pytest.raises(ValueError, match="refresh=4, but there are only 3 steps"):
+        tiny.generate(pipe, steps=3)
+
+
+class ByHand(VMonarchProcessor):
+    """The oracle: it counts its calls, which a pipeline makes once for each step and guidance branch."""
+
+    schedule, steps, branches, starts, dtype = (0,), 1, 2, {}, "int8"
+
+    def attend(self, query, key, value, grid, heads=None):
+        number = vars(self).setdefault("number", 0)
+        self.number += 1
+        step, branch = divmod(number % (self.branches * self.steps), self.branches)
+        step += self.starts.get(self._context.component, 0)
+        kept = vars(self).setdefault("kept", {})
+        approximate = super().attend(query, key, value, grid, heads)
+        if step not in self.schedule and branch in kept:
+            return add_residual(approximate, kept[branch])
+        exact = self.attend_exactly(query, key, value, grid)
+        kept[branch] = attention_residual(exact, approximate, dtype=self.dtype)
+        return exact
+
+
+def by_hand(tiny, pipe, schedule, *, steps, dtype="int8", processor=None, **options):
+    of_step = transformers_by_step(pipe, steps)
+    attributes = {
+        "schedule": schedule,
+        # Video to video runs three of five steps.
+        "steps": 3 if "VideoToVideo" in type(pipe).__name__ else steps,
+        "branches": 1 if options.get("guidance") == 1.0 else 2,
+        "starts": {name: of_step.index(name) for name in set(of_step)},
+        "dtype": dtype,
+    }
+    vmonarch.apply(pipe, type("ByHand", (ByHand,), attributes)(**processor or {}))
+    output = tiny.generate(pipe, steps=steps, **options)
+    vmonarch.restore(pipe)
+    return output
+
+
+@pytest.mark.parametrize("kind", ["t2v", "t2v-2.2", "t2v-5b", "i2v-2.1", "vace", "v2v", "animate", "chronoedit"])
+def test_the_last_residual_of_the_branch_is_added(tiny, kind):
+    pipe = tiny.pipeline(kind)
+    # The second transformer of 2.2 begins with step 2, where it has no residual.
+    schedule = (0, 3) if kind == "t2v-2.2" else (0, 2)
+    expected = by_hand(tiny, pipe, schedule, steps=5)
+    assert not torch.equal(by_hand(tiny, pipe, (0,), steps=5), expected)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=schedule))
+    for _ in range(2):
+        assert torch.equal(tiny.generate(pipe, steps=5), expected)
+
+
+def options_of(tiny):
+    bias = vmonarch.bias.SpatioTemporalDecay(1, (4.0, 4.0, 4.0))
+    plan = {
+        "format": "vmonarch-plan-1",
+        "methods": {"a": {"coarse": 2}, "b": None, "c": {"exact": {"band": 0}}},
+        "layers": {"transformer": [["a", "b"], ["c", "a"]]},
+    }
+    return {"bias": {"bias": bias}, "plan": {"plan": plan}, "band": {"exact": vmonarch.ExactBlocks(band=1)}}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("name", ["bias", "plan", "band"])
+def test_with_other_options(tiny, name, dtype):
+    pipe, options = tiny.pipeline("t2v"), options_of(tiny)[name]
+    expected = by_hand(tiny, pipe, (0, 2), steps=4, dtype=dtype, processor=options)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype), **options))
+    assert torch.equal(tiny.generate(pipe, steps=4), expected)
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def test_it_comes_nearer_to_full_attention(tiny):
+    pipe = tiny.pipeline("t2v")
+    full = tiny.generate(pipe, steps=6)
+    distances = []
+    for refresh in (None, 1, 3, 1.0):
+        vmonarch.apply(pipe, VMonarchProcessor(refresh=refresh))
+        distances.append(distance(tiny.generate(pipe, steps=6), full))
+    assert distances == sorted(distances, reverse=True) and distances[1] < 0.8 * distances[0]
+    assert distances[-1] < 1e-6
+
+
+def test_dense_steps_come_first_and_keep_nothing(tiny):
+    pipe = tiny.pipeline("t2v")
+    seen = watched(pipe, VMonarchProcessor(dense_steps=2, refresh=[0, 4]))
+    quickly(tiny, pipe, 6)
+    # The two first are the model's own attention.
+    assert taken(seen) == [True, False, True, False]
+
+
+class Watching(VMonarchProcessor):
+    """Tells of each call of the first layer whether it is exact, and in which thread."""
+
+    def attend_exactly(self, *inputs, **options):
+        vars(self)["was_exact"] = True
+        return super().attend_exactly(*inputs, **options)
+
+    def attend_layer(self, *inputs, **options):
+        vars(self)["was_exact"] = False
+        out = super().attend_layer(*inputs, **options)
+        self.seen.append((threading.get_ident(), self.was_exact))
+        return out
+
+    def bind(self, context, original, attn, layer, layers):
+        bound = super().bind(context, original, attn, layer, layers)
+        bound.seen = self.seen if layer == 0 else []
+        return bound
+
+
+def watched(pipe_or_transformer, processor):
+    """(thread, whether exact) of each call of the first layer with a processor of these options."""
+    watching = Watching(**{name: getattr(processor, name) for name in processor._OPTIONS})
+    watching.seen = []
+    vmonarch.apply(pipe_or_transformer, watching)
+    return watching.seen
+
+
+def taken(seen):
+    """Whether the calls since the last time were exact."""
+    exact = [exact for _, exact in seen]
+    seen.clear()
+    return exact
+
+
+def quickly(tiny, pipe, steps, **options):
+    """One call of the transformer a step."""
+    return tiny.generate(pipe, steps=steps, guidance=1.0, **options)
+
+
+def another(pipe):
+    """Video to video with the parts of `pipe` and a scheduler of its own."""
+    names = ("tokenizer", "text_encoder", "transformer", "vae")
+    parts = {name: getattr(pipe, name) for name in names}
+    other = diffusers.WanVideoToVideoPipeline(**parts, scheduler=copy.deepcopy(pipe.scheduler))
+    other.set_progress_bar_config(disable=True)
+    return other
+
+
+def held(transformer):
+    """How many residuals there are."""
+    return sum(len(branch.residuals) for branch in transformer._vmonarch_record.context.sharing._branches)
+
+
+def test_the_last_step_frees_them(tiny):
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    counts = []
+    tiny.generate(pipe, steps=3, callback_on_step_end=lambda *_: counts.append(held(pipe.transformer)) or {})
+    # Two layers, two branches.
+    assert counts == [4, 4, 0]
+
+
+@pytest.mark.parametrize("end", ["restore", "apply", "next run"])
+def test_those_of_an_interrupted_run_are_freed(tiny, end):
+    pipe = tiny.pipeline("t2v")
+    seen = watched(pipe, VMonarchProcessor(refresh=1))
+
+    def stop(pipe, step, timestep, tensors):
+        pipe._interrupt = step == 1
+        return {}
+
+    expected = quickly(tiny, pipe, 3)
+    assert taken(seen) == [True, False, False]
+    quickly(tiny, pipe, 4, callback_on_step_end=stop)
+    assert taken(seen) == [True, False] and held(pipe.transformer) == 2
+    (branch,) = pipe.transformer._vmonarch_record.context.sharing._branches
+    kept = [weakref.ref(residual.values) for _, residual in branch.residuals.values()]
+    del branch
+    if end == "next run":
+        assert torch.equal(quickly(tiny, pipe, 3), expected)
+        assert taken(seen) == [True, False, False], "the residual of the run before is not used"
+    elif end == "restore":
+        vmonarch.restore(pipe)
+    else:
+        vmonarch.apply(pipe, VMonarchProcessor())
+    assert all(reference() is None for reference in kept)
+
+
+def test_an_error_inside_the_transformer_leaves_nothing_to_use(tiny):
+    pipe = tiny.pipeline("t2v")
+    seen = watched(pipe, VMonarchProcessor(refresh=[0, 3]))
+    expected = quickly(tiny, pipe, 4)
+    taken(seen)
+
+    def fail(pipe, step, timestep, tensors):
+        if step == 2:
+            raise KeyboardInterrupt
+        return {}
+
+    with pytest.raises(KeyboardInterrupt):
+        quickly(tiny, pipe, 6, callback_on_step_end=fail)
+    assert taken(seen) == [True, False, False]
+    assert torch.equal(quickly(tiny, pipe, 4), expected)
+    assert taken(seen) == [True, False, False, True]
+
+
+def test_runs_that_interleave_keep_their_own(tiny):
+    pipe = tiny.pipeline("t2v")
+    other = another(pipe)
+    seen = watched(pipe, VMonarchProcessor(refresh=1))
+    expected, expected_of_other = quickly(tiny, pipe, 3), quickly(tiny, other, 5)
+    taken(seen)
+    within = []
+
+    def callback(outer, step, timestep, tensors):
+        before = len(seen)
+        assert torch.equal(quickly(tiny, other, 5), expected_of_other)
+        within.append([exact for _, exact in seen[before:]])
+        del seen[before:]
+        return {}
+
+    assert torch.equal(quickly(tiny, pipe, 3, callback_on_step_end=callback), expected)
+    assert within == [[True, False, False]] * 3 and taken(seen) == [True, False, False]
+
+
+def test_pipelines_of_two_threads_keep_their_own(tiny):
+    pipe = tiny.pipeline("t2v")
+    pipes = [pipe, another(pipe)]
+    seen = watched(pipe, VMonarchProcessor(refresh=1))
+    options = lambda: {"generator": torch.Generator().manual_seed(0)}
+    expected = [quickly(tiny, pipes[i], (3, 6)[i], **options()) for i in (0, 1)]
+    taken(seen)
+    together = threading.Barrier(2, timeout=60)
+
+    def work(index):
+        callback = lambda *_: together.wait() < 0 or {}
+        return quickly(tiny, pipes[index], (3, 6)[index], callback_on_step_end=callback, **options())
+
+    with ThreadPoolExecutor(2) as threads:
+        for actual, alone in zip(threads.map(work, (0, 1)), expected, strict=True):
+            assert torch.equal(actual, alone)
+    assert sorted(taken(seen)) == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"])
+def test_a_copy_holds_nothing(tiny, twin):
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    expected, twins = tiny.generate(pipe, steps=3), []
+
+    def callback(pipe, step, timestep, tensors):
+        if step == 1:
+            twins.append(twin(pipe))
+        return {}
+
+    tiny.generate(pipe, steps=3, callback_on_step_end=callback)
+    (copied,) = twins
+    assert held(copied.transformer) == 0
+    assert torch.equal(tiny.generate(copied, steps=3), expected)
+
+
+def replace(**changes):
+    """A callback that changes the pipeline's tensors after its second step."""
+
+    def callback(pipe, step, timestep, tensors):
+        return {name: change(tensors[name]) for name, change in changes.items()} if step == 1 else {}
+
+    return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": list(changes)}
+
+
+@pytest.mark.parametrize(
+    "changes, exact",
+    [
+        ({"prompt_embeds": lambda x: x + 1}, True),
+        ({"prompt_embeds": lambda x: x.add_(1)}, True),
+        ({"prompt_embeds": lambda x: x.clone()}, False),
+        ({"latents": lambda x: x[..., :-2].contiguous()}, True),
+        ({"latents": lambda x: x.roll(1)}, False),
+    ],
+    ids=["prompt", "prompt in place", "an equal prompt", "size", "values"],
+)
+def test_what_a_callback_changes(tiny, changes, exact):
+    pipe = tiny.pipeline("t2v")
+    # It remembers nothing of the latents' old size.
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    seen = watched(pipe, VMonarchProcessor(refresh=1))
+    quickly(tiny, pipe, 4, **replace(**changes))
+    assert taken(seen) == [True, False, exact, False]
+
+
+def test_prompt_and_negative_prompt_may_be_the_same(tiny):
+    pipe = tiny.pipeline("t2v")
+    expected = by_hand(tiny, pipe, (0,), steps=3, negative_prompt=tiny.PROMPT)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    assert torch.equal(tiny.generate(pipe, steps=3, negative_prompt=tiny.PROMPT), expected)
+
+
+def test_guidance_in_some_steps(tiny):
+    """A branch that sits out steps finds its residual again; after many it has none."""
+    pipe = tiny.pipeline("t2v")
+    seen = watched(pipe, VMonarchProcessor(refresh=[0]))
+
+    def guidance_between(first, stop):
+        def callback(pipe, step, timestep, tensors):
+            pipe._guidance_scale = 1.0 if first <= step + 1 < stop else 5.0
+            return {}
+
+        return callback
+
+    tiny.generate(pipe, steps=5, callback_on_step_end=guidance_between(1, 3))
+    assert taken(seen) == [True, True, False, False, False, False, False, False]
+    tiny.generate(pipe, steps=6, callback_on_step_end=guidance_between(1, 5))
+    assert taken(seen) == [True, True] + [False] * 5 + [True]
+
+
+def test_a_scheduler_that_evaluates_twice(tiny):
+    """Both evaluations of a step refresh if the next one does, the first if residuals are of use."""
+    pipe = tiny.pipeline("t2v")
+    pipe.scheduler = FlowMatchHeunDiscreteScheduler(shift=3.0)
+    seen = watched(pipe, VMonarchProcessor(refresh=[0, 1, 3]))
+    quickly(tiny, pipe, 5)
+    assert taken(seen) == [True, True, True, False, False, False, True, False, False]
+
+
+def test_batched_guidance(tiny):
+    pipe = tiny.pipeline("t2v")
+    seen = watched(pipe, VMonarchProcessor(refresh=1))
+    expected = tiny.generate(pipe, steps=4)
+    taken(seen)
+    with batched_guidance(pipe):
+        torch.testing.assert_close(tiny.generate(pipe, steps=4), expected, rtol=1e-4, atol=2e-5)
+    assert taken(seen) == [True, False, False, False]
+
+
+def test_a_step_that_a_cache_skips_refreshes_in_the_next(tiny, monkeypatch):
+    pipe = tiny.pipeline("t2v")
+    seen = watched(pipe, VMonarchProcessor(refresh=[0, 2]))
+    layer = pipe.transformer.blocks[1].attn1.processor
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    skipped = iter([False, False, True, False, False])
+    decide = lambda self, *_: not next(skipped)
+    monkeypatch.setattr(first_block_cache.FBCHeadBlockHook, "_should_compute_remaining_blocks", decide)
+    quickly(tiny, pipe, 5)
+    assert taken(seen) == [True, False, True, False, False]
+    assert [exact for _, exact in layer.seen] == [True, False, True, False], "of steps 0, 1, 3 and 4"
+
+
+def test_compiled_blocks_are_one_graph(tiny, dynamo):
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 2]))
+    expected = tiny.generate(pipe, steps=4)
+    pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
+    torch.testing.assert_close(tiny.generate(pipe, steps=4), expected)
+    # A warm-up of one step meets no sparse step, and suffices.
+    torch._dynamo.reset()
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    tiny.generate(pipe, steps=1)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        tiny.generate(pipe, steps=4)
+
+
+def test_gradients_are_refused(tiny):
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+
+    def train(pipe, step, timestep, tensors):
+        with torch.enable_grad():
+            pipe.transformer(
+                hidden_states=tensors["latents"],
+                timestep=timestep.expand(1),
+                encoder_hidden_states=tensors["prompt_embeds"],
+            )
+
+    with pytest.raises(RuntimeError, match="refresh is for inference"):
+        tiny.generate(
+            pipe,
+            steps=2,
+            callback_on_step_end=train,
+            callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"],
+        )
+
+
+def test_it_needs_a_pipeline_that_tells_the_step(tiny):
+    model = tiny.transformer()
+    model.set_attn_processor(VMonarchProcessor(refresh=1))
+    with pytest.raises(RuntimeError, match=r"refresh needs vmonarch\.apply"):
+        tiny.run(model)
+    vmonarch.apply(model, VMonarchProcessor(refresh=1))
+    with pytest.raises(RuntimeError, match="refresh needs the denoising step, but no pipeline.*refresh=None"):
+        tiny.run(model)
+
+    class SkyReelsV2DiffusionForcingPipeline(diffusers.WanPipeline):
+        pass
+
+    pipe = SkyReelsV2DiffusionForcingPipeline(**tiny.pipeline("t2v").components)
+    with pytest.raises(ValueError, match="refresh is not supported with SkyReelsV2Diffusion"):
+        vmonarch.apply(pipe, VMonarchProcessor(refresh=1))

@@ -1,0 +1,23 @@
+"""Whether two calls have the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def same_arguments(expected: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Whether two sets of arguments, by name, have the same values; tensors that are not the same object are read."""
+    return expected.keys() == given.keys() and all(same_value(expected[name], given[name]) for name in given)
+
+
+def same_value(expected: Any, given: Any) -> bool:
+    """Whether two arguments are the same object, equal tensors or equal values."""
+    if expected is given:
+        return True
+    if isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
+        alike = (expected.shape, expected.dtype, expected.device) == (given.shape, given.dtype, given.device)
+        return alike and torch.equal(expected, given)
+    return not isinstance(expected, torch.Tensor) and not isinstance(given, torch.Tensor) and expected == given
