@@ -494,6 +494,17 @@ class TwoResolutionAttention(_Variant):
         return self.beta is None
 
 
+@dataclass(frozen=True)
+class NoAttention(_Variant):
+    """Nothing but what is reused of exact attention, with `refresh`; see `eval.variants.no_attention`."""
+
+    kind: ClassVar[str] = "none"
+
+    def __post_init__(self) -> None:
+        with _naming_the_option():
+            _check_dense(self)
+
+
 def _exact(exact: Any) -> ExactBlocks | str | None:
     """What the ops take as `exact`, of an entry in YAML."""
     from vmonarch.exact import ExactBlocks
@@ -571,6 +582,7 @@ Parameters = (
     | LocalAttention
     | BlockTopKAttention
     | TwoResolutionAttention
+    | NoAttention
 )
 KINDS: dict[str, type[Parameters]] = {method.kind: method for method in typing.get_args(Parameters)}
 

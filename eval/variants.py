@@ -466,6 +466,14 @@ def two_resolution_attention(
     return layout.to_tokens(out).transpose(1, 2).to(query.dtype).contiguous()
 
 
+def no_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, grid: LatentGrid | tuple[int, int, int]
+) -> torch.Tensor:
+    """Zeros. With `refresh` the residual is all of exact attention: its output is reused from step to step."""
+    _check(query, key, value, grid)
+    return query.new_zeros(*query.shape[:3], value.shape[3])
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # On a model
 
@@ -476,6 +484,7 @@ VARIANTS = {
     "local": local_attention,
     "block_topk": block_topk_attention,
     "two_resolution": two_resolution_attention,
+    "none": no_attention,
 }
 
 

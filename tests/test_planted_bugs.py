@@ -49,6 +49,7 @@ TRAINED = "finetune/models.py"
 VARIANTS = "eval/variants.py"
 CONTEXT_PARALLEL = "context_parallel.py"
 GUIDANCE = "guidance.py"
+RESIDUALS = "residuals.py"
 
 # name -> (file in the package, text in it, what the bug makes of it)
 BUGS = {
@@ -192,6 +193,16 @@ BUGS = {
     "ranks-take-the-first-heads": (CONTEXT_PARALLEL, "x.narrow(dim, self.start,", "x.narrow(dim, 0,"),
     "guidance-answers-swapped": (GUIDANCE, "negative, positive = output", "positive, negative = output"),
     "guidance-answers-any-question": (GUIDANCE, "if _equal(foreseen, inputs):", "if True:"),
+    "residual-of-any-branch": (RESIDUALS, "unchanged and same_arguments(self.conditioning, conditioning)", "unchanged"),
+    "residual-of-the-run-before": (RESIDUALS, "self.run() is step.timesteps and self.evaluation", "self.evaluation"),
+    "residual-of-the-refresh-before": (RESIDUALS, "made >= branch.due", "made >= 0"),
+    "residual-added-twice": (
+        RESIDUALS,
+        "return add_residual(approximate(), residual, implementation=implementation)",
+        "return add_residual(add_residual(approximate(), residual), residual)",
+    ),
+    "residual-not-kept": (RESIDUALS, "branch.residuals[layer] = branch.step, kept", "pass"),
+    "residual-never-freed": (RESIDUALS, "if branch is not None and branch.last:", "if False:"),
     "guidance-answers-the-last-run": (GUIDANCE, "        self._prepared = None\n", ""),
     "plan-heads-not-put-back": (PLAN, "key=order.__getitem__", "key=lambda head: head"),
     "work-of-the-last-r-step": (WORK, "6 * b * grid.tokens", "4 * b * grid.tokens"),
@@ -276,6 +287,7 @@ FILE_KEYWORDS = {
     WINDOW_KERNELS: "the_kernels",
     VARIANTS: "holds_the_terms or top_k_attention or two_resolutions",
     GUIDANCE: "callback or breaks_off",
+    RESIDUALS: "last_residual and t2v or interleave or frees or callback_changes",
 }
 # The test files to run, those that look straight at the planted file first.
 TESTS = {
@@ -301,6 +313,7 @@ TESTS = {
     VARIANTS: ["tests/eval/test_variants.py"],
     CONTEXT_PARALLEL: ["tests/processors/test_context_parallel.py"],
     GUIDANCE: ["tests/pipelines/test_guidance.py"],
+    RESIDUALS: ["tests/processors/test_refresh.py"],
     **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},
     **{file: ["tests/kernels/test_monarch_triton.py"] for file in (ONLINE, TILES, PLACES, R_STEP, L_STEP, FUSED)},
 }
@@ -350,7 +363,7 @@ def test_the_untouched_copy_passes(run_tests, tmp_path):
     copy_package(tmp_path)
     # Of the kernels' and processors' tests, which are slow, some that catch bugs above.
     files = (R_STEP, BIAS_FORWARD, LINEAR_KERNELS, WINDOW_KERNELS, NORM_KERNELS, BASED, ADAPTERS)
-    files += (LOADER, CHECKPOINTS, TRAINER, PLAN, VARIANTS, CONTEXT_PARALLEL, GUIDANCE)
+    files += (LOADER, CHECKPOINTS, TRAINER, PLAN, VARIANTS, CONTEXT_PARALLEL, GUIDANCE, RESIDUALS)
     slow = {test for file in files for test in TESTS[file]}
     others = {test for tests in TESTS.values() for test in tests} - slow
     some = "paper or strong-clamp or own-frame or ragged-triton or 7-40-5 or average or copies or missing"

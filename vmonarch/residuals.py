@@ -3,8 +3,8 @@
 In a few steps attention is exact, and its difference from approximate attention, the residual, is kept for every layer
 and guidance branch. In the steps between, the last residual is added to approximate attention.
 
-Source: Yuan et al., DiTFastAttn: Attention Compression for Diffusion Transformer Models (2024), §3.2, where the
-approximation is attention in a window.
+Source: Yuan et al., DiTFastAttn: Attention Compression for Diffusion Transformer Models (2024), "window attention with
+residual sharing", where the approximation is attention in a window.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 
 from vmonarch.arguments import same_arguments
 from vmonarch.dense import DenseSet
-from vmonarch.kernels.residual.api import RESIDUAL_DTYPES, Residual, add_residual, attention_residual
+from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
+from vmonarch.kernels.residual.reference import Residual
 from vmonarch.steps import DenoisingStep, denoising_step
 
 # How much denser the refreshes are at the start of a run than at its end.
@@ -63,8 +64,8 @@ class Refresh:
         chosen = DenseSet("refresh", self.steps)
         if not chosen.some:
             raise ValueError(f"refresh must name at least one step, got {self.steps!r}; None leaves residuals out")
-        if self.dtype not in RESIDUAL_DTYPES:
-            raise ValueError(f"refresh.dtype must be one of {', '.join(RESIDUAL_DTYPES)}, got {self.dtype!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"refresh.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if not isinstance(self.offload, bool):
             raise TypeError(f"refresh.offload must be True or False, got {self.offload!r}")
         object.__setattr__(self, "steps", chosen.dense)

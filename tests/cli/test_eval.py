@@ -336,6 +336,17 @@ def test_flops_of_exact_blocks_dense_steps_and_dense_layers(call) -> None:
     assert steps == pytest.approx(0.3 + 0.7 * plain) and layers == pytest.approx((1 + plain) / 2)
 
 
+def test_flops_of_steps_that_renew_residuals(call) -> None:
+    names = ("vmonarch-plain", "vmonarch-plain:refresh=[0,1,4,9]", "vmonarch-plain:refresh=[0,1,4],dense_steps=2")
+    plain, found, after_dense = relative_flops(call, [resolve_method(name) for name in names], TEN).values()
+    # The residuals of steps 0 and 9 are of no use, so they are not made.
+    assert found == pytest.approx(0.4 + 0.8 * plain)
+    # Step 2 is the first that has to make one.
+    assert after_dense == pytest.approx(0.4 + 0.8 * plain)
+    two = relative_flops(call, [resolve_method(names[1])], ["transformer"] * 3 + ["transformer_2"] * 7)
+    assert two == {names[1]: pytest.approx(0.5 + 0.7 * plain)}, "step 3 is the first of the second transformer"
+
+
 def test_flops_of_a_plan_are_those_of_its_heads(call, tmp_path) -> None:
     plan = AttentionPlan({"t1": {"num_iterations": 1}, "full": None}, {"transformer": [["full", "t1"], ["t1", "t1"]]})
     plan.save(tmp_path / "plan.json")
@@ -488,7 +499,7 @@ BAD = {
     "report": (["a red", "--report-items", -1], "--report-items must be an integer of at least 0"),
     "timeout": (["a red", "vbench_timeout=0"], "vbench_timeout must be above 0"),
     "unknown method": (["a red", "--methods", "vmonarch-t"], "--methods must be one of"),
-    "unknown config": (["a red", "--config", "table9"], "figure12, plans-embedded, table2, table4, table5, work"),
+    "unknown config": (["a red", "--config", "table9"], "plans-embedded, schedules, table2, table4, table5, work"),
 }
 
 
