@@ -474,3 +474,21 @@ def test_it_needs_a_pipeline_that_tells_the_step(tiny):
     pipe = SkyReelsV2DiffusionForcingPipeline(**tiny.pipeline("t2v").components)
     with pytest.raises(ValueError, match="refresh is not supported with SkyReelsV2Diffusion"):
         vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "default", "reduce-overhead"])
+def test_gpu_residuals_compiled_or_not(tiny, mode):
+    """In bfloat16 with the kernels: as by hand, bit by bit, compiled nearly so; and the memory is given back."""
+    pipe = tiny.pipeline("t2v").to("cuda", torch.bfloat16)
+    options = lambda: {"steps": 5, "generator": torch.Generator("cuda").manual_seed(0)}
+    expected = by_hand(tiny, pipe, (0, 2), **options())
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 2]))
+    if mode == "eager":
+        before = torch.cuda.memory_allocated()
+        assert torch.equal(tiny.generate(pipe, **options()), expected)
+        assert torch.cuda.memory_allocated() <= before + expected.nbytes
+        return
+    pipe.transformer.compile_repeated_blocks(fullgraph=True, mode=mode)
+    for _ in range(2):
+        assert distance(tiny.generate(pipe, **options()).float(), expected.float()) < 0.02
