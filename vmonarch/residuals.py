@@ -26,7 +26,7 @@ from vmonarch.kernels.residual.reference import Residual
 from vmonarch.steps import DenoisingStep, denoising_step
 
 # How much denser the refreshes are at the start of a run than at its end.
-_DENSITY_RATIO = 30.0
+_DENSITY_RATIO = 8.0
 # Steps that a guidance branch may sit out and still find its residual.
 _IDLE_STEPS = 2
 
@@ -34,8 +34,8 @@ _IDLE_STEPS = 2
 def spaced_steps(count: int, steps: int) -> tuple[int, ...]:
     """`count` of `steps` denoising steps, from the first on at intervals that grow geometrically.
 
-    The i-th is at floor(steps · (r^i - 1) / (r^count - 1)), and at least at i, with r^count = 30: 8 of 50 are 0, 1, 2,
-    4, 7, 12, 20, 32. Attention changes most at the start of a run.
+    The i-th is at floor(steps · (r^i - 1) / (r^count - 1)), and at least at i, with r^count = 8: 8 of 50 are 0, 2, 4,
+    8, 13, 19, 26, 36. Attention changes most at the start of a run.
     """
     growth = _DENSITY_RATIO ** (1 / max(count, 1))
     return tuple(max(i, math.floor(steps * (growth**i - 1) / (_DENSITY_RATIO - 1) + 1e-9)) for i in range(count))
