@@ -195,13 +195,15 @@ BUGS = {
     "guidance-answers-any-question": (GUIDANCE, "if _equal(foreseen, inputs):", "if True:"),
     "residual-of-any-branch": (RESIDUALS, "unchanged and same_arguments(self.conditioning, conditioning)", "unchanged"),
     "residual-of-the-run-before": (RESIDUALS, "self.run() is step.timesteps and self.evaluation", "self.evaluation"),
-    "residual-of-the-refresh-before": (RESIDUALS, "made >= branch.due", "made >= 0"),
+    "residual-of-the-refresh-before": (RESIDUALS, "kept.step >= branch.due", "kept.step >= 0"),
     "residual-added-twice": (
         RESIDUALS,
-        "return add_residual(approximate(), residual, implementation=implementation)",
-        "return add_residual(add_residual(approximate(), residual), residual)",
+        "return add_residual(approximate(), self._take(branch, layer), implementation=implementation)",
+        "return add_residual(add_residual(approximate(), self._take(branch, layer)), self._take(branch, layer))",
     ),
-    "residual-not-kept": (RESIDUALS, "branch.residuals[layer] = branch.step, kept", "pass"),
+    "residual-not-kept": (RESIDUALS, "branch.residuals[layer] = _Kept(branch.step, self._store(residual, kept))", "pass"),
+    "residual-fetched-when-it-is-late": (RESIDUALS, "            self._fetch(branch, following)", "            pass"),
+    "residuals-of-both-transformers": (RESIDUALS, "return self.step == step.step", "return True"),
     "residual-never-freed": (RESIDUALS, "if branch is not None and branch.last:", "if False:"),
     "guidance-answers-the-last-run": (GUIDANCE, "        self._prepared = None\n", ""),
     "plan-heads-not-put-back": (PLAN, "key=order.__getitem__", "key=lambda head: head"),
@@ -287,7 +289,7 @@ FILE_KEYWORDS = {
     WINDOW_KERNELS: "the_kernels",
     VARIANTS: "holds_the_terms or top_k_attention or two_resolutions",
     GUIDANCE: "callback or breaks_off",
-    RESIDUALS: "last_residual and t2v or interleave or frees or callback_changes",
+    RESIDUALS: "last_residual and t2v or interleave or frees or callback_changes or second_transformer or offloaded",
 }
 # The test files to run, those that look straight at the planted file first.
 TESTS = {

@@ -21,6 +21,7 @@ from vmonarch.context_parallel import context_parallel_config
 from vmonarch.dense import DenseSet
 from vmonarch.grid import LatentGrid
 from vmonarch.processors import WAN_ATTENTION, ForwardContext, VideoAttentionProcessor
+from vmonarch.residuals import ResidualSharing
 
 SUPPORTED_TRANSFORMERS = (
     WanTransformer3DModel,
@@ -191,6 +192,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     if stepwise and "DiffusionForcing" in (kind := type(pipe_or_transformer).__name__):
         raise ValueError(f"{stepwise} is not supported with {kind}: its frames are at different steps")
 
+    sharing = None if processor.refresh is None else ResidualSharing(processor.refresh)
+
     # Everything that can fail comes before the first change.
     plans = []
     for name, transformer in transformers.items():
@@ -206,7 +209,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         if processor.LEARNS:
             _check_not_offloaded(name, transformer)
         patch_size = tuple(transformer.config.patch_size)  # type: ignore[arg-type,union-attr]
-        context = ForwardContext(patch_size, dense_steps, name, processor.refresh)
+        context = ForwardContext(patch_size, dense_steps, name, sharing)
         plans.append((transformer, context, originals, bind_all(transformer, processor, context, dict(originals))))
 
     for transformer, context, originals, bound in plans:

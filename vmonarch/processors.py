@@ -85,7 +85,7 @@ class ForwardContext:
         patch_size: (t, h, w) size of the transformer's patches.
         dense_steps: the steps computed with exact attention.
         component: name of the transformer in its pipeline.
-        refresh: when residuals are renewed, if they are shared.
+        sharing: the residuals of the pipeline, if they are shared between steps.
     """
 
     def __init__(
@@ -93,20 +93,19 @@ class ForwardContext:
         patch_size: tuple[int, int, int],
         dense_steps: DenseSet,
         component: str = "transformer",
-        refresh: Refresh | None = None,
+        sharing: ResidualSharing | None = None,
     ) -> None:
         self.patch_size = patch_size
         self.component = component
         self.dense_steps = dense_steps
-        self.sharing = None if refresh is None else ResidualSharing(refresh)
+        self.sharing = sharing
         # Of any thread.
         self.call: ForwardCall | None = None
         self._own = _Own()
         self._grids_by_tokens: dict[int, set[LatentGrid]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        refresh = None if self.sharing is None else self.sharing.refresh
-        return ForwardContext, (self.patch_size, self.dense_steps, self.component, refresh)
+        return ForwardContext, (self.patch_size, self.dense_steps, self.component, self.sharing)
 
     def begin(
         self, transformer: torch.nn.Module, latents: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -15,13 +15,14 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vmonarch.arguments import same_arguments
 from vmonarch.dense import DenseSet
-from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
+from vmonarch.host_memory import Arriving, HostMemory
+from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual, residual_bytes
 from vmonarch.kernels.residual.reference import Residual
 from vmonarch.steps import DenoisingStep, denoising_step
 
@@ -50,7 +51,7 @@ class Refresh:
             step indices. A step in which a layer has no residual is always such a step: the first, the first of the
             second transformer in a pipeline of two, and the first after one that a cache has skipped.
         dtype: of the residuals: "int8", with a scale for every token and head, or "bfloat16", of twice the size.
-        offload: keep them in the host's pinned memory, from where they come back one layer ahead.
+        offload: keep them in the host's pinned memory, from where they come back one layer ahead. On a GPU only.
 
     Raises:
         TypeError, ValueError: an option has an unsupported value.
@@ -107,22 +108,32 @@ class Refresh:
         return due, step + 1 < steps and step + 1 not in schedule
 
 
+class _Kept(NamedTuple):
+    """A residual, and the step in which it was made."""
+
+    step: int
+    residual: Residual
+
+
 @dataclasses.dataclass
 class Branch:
     """The calls of a transformer in one run of a pipeline that differ in nothing but step and latents, one a step.
 
     Args:
         run: the timesteps of the run: they are there as long as the pipeline has not begun another one.
+        transformer: which is called.
         conditioning: what the transformer is called with, without latents and timestep.
         versions: of the tensors in there, which tell of changes in place.
         step, evaluation: of the latest call.
         last: whether no other one follows.
         due: a residual must have been made in this step or later to be used.
         kept: whether the residual of this step is of use in the next.
-        residuals: by the processor of the layer, with the step in which they were made.
+        residuals: by the processor of the layer, in the order of layers.
+        arriving: those that are on their way from the host.
     """
 
     run: weakref.ref[torch.Tensor]
+    transformer: weakref.ref[torch.nn.Module]
     conditioning: Mapping[str, Any]
     versions: list[int]
     step: int = -1
@@ -130,22 +141,28 @@ class Branch:
     last: bool = False
     due: int = 0
     kept: bool = False
-    residuals: dict[Any, tuple[int, Residual]] = dataclasses.field(default_factory=dict)
+    residuals: dict[Any, _Kept] = dataclasses.field(default_factory=dict)
+    arriving: dict[Any, Arriving] = dataclasses.field(default_factory=dict)
 
     def enter(self, step: DenoisingStep, refresh: Refresh) -> None:
         """A forward call begins in this step."""
         self.step, self.evaluation, self.last = step.step, step.evaluation, step.last
         self.due, self.kept = refresh.at(step.step, step.steps)
+        self.arriving.clear()
 
-    def may_go_on(self, step: DenoisingStep) -> bool:
-        """Whether what the branch holds may be of use in that step or after it."""
+    def may_go_on(self, step: DenoisingStep, transformer: torch.nn.Module) -> bool:
+        """Whether what the branch holds may be of use in that step, in which this transformer is called, or later."""
         if self.run() is not step.timesteps:
             return self.run() is not None
+        if self.transformer() is not transformer:
+            # A pipeline with two of them goes on to the second for good.
+            return self.step == step.step
         return step.step - 1 - _IDLE_STEPS <= self.step <= step.step
 
-    def is_of(self, step: DenoisingStep, conditioning: Mapping[str, Any]) -> bool:
+    def is_of(self, step: DenoisingStep, transformer: torch.nn.Module, conditioning: Mapping[str, Any]) -> bool:
         """Whether a call is the next one of the branch."""
         follows = self.run() is step.timesteps and self.evaluation < step.evaluation
+        follows = follows and self.transformer() is transformer
         unchanged = self.versions == _versions(self.conditioning)
         return follows and unchanged and same_arguments(self.conditioning, conditioning)
 
@@ -157,7 +174,7 @@ def _versions(conditioning: Mapping[str, Any]) -> list[int]:
 
 
 class ResidualSharing:
-    """The residuals of one transformer, and what they are used for. A copy holds none.
+    """The residuals of a pipeline's transformers, and what they are used for. A copy holds none.
 
     They belong to a *run*, one denoising loop of one pipeline, and in it to a branch (prompt, negative prompt, both in
     one batch), which is told by what the transformer is called with. Those of a run are freed in its last step; those
@@ -171,6 +188,8 @@ class ResidualSharing:
         self.refresh = refresh
         self._branches: list[Branch] = []
         self._lock = threading.Lock()
+        # Made when it is needed: a copy may be used on another device.
+        self._host: HostMemory | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ResidualSharing, (self.refresh,)
@@ -189,12 +208,14 @@ class ResidualSharing:
         latents = conditioning.pop("hidden_states")
         conditioning["latents"] = (latents.shape, latents.dtype, latents.device)
         with self._lock:
-            self._branches = [branch for branch in self._branches if branch.may_go_on(step)]
-            branch = next((branch for branch in self._branches if branch.is_of(step, conditioning)), None)
+            self._branches = [branch for branch in self._branches if branch.may_go_on(step, transformer)]
+            branch = next((b for b in self._branches if b.is_of(step, transformer, conditioning)), None)
             if branch is None:
-                branch = Branch(weakref.ref(step.timesteps), conditioning, _versions(conditioning))
+                references = weakref.ref(step.timesteps), weakref.ref(transformer)
+                branch = Branch(*references, conditioning, _versions(conditioning))
                 self._branches.append(branch)
             branch.enter(step, self.refresh)
+        self._fetch(branch, next(iter(branch.residuals), None))
         return branch
 
     def end(self, branch: Branch | None) -> None:
@@ -225,14 +246,72 @@ class ResidualSharing:
             layer: its processor.
             exact, approximate: compute [B, S, H, E]; what the second returns may be written to.
         """
-        made, residual = branch.residuals.get(layer, (-1, None))
-        if residual is not None and made >= branch.due:
-            return add_residual(approximate(), residual, implementation=implementation)
-        # The memory of the old one is free for the new one.
-        branch.residuals.pop(layer, None)
-        del residual
+        kept = branch.residuals.get(layer)
+        if kept is not None and kept.step >= branch.due:
+            return add_residual(approximate(), self._take(branch, layer), implementation=implementation)
         out = exact()
         if branch.kept:
-            kept = attention_residual(out, approximate(), dtype=self.refresh.dtype, implementation=implementation)
-            branch.residuals[layer] = branch.step, kept
+            self._check_memory(branch, out)
+            residual = attention_residual(out, approximate(), dtype=self.refresh.dtype, implementation=implementation)
+            branch.residuals[layer] = _Kept(branch.step, self._store(residual, kept))
+        else:
+            branch.residuals.pop(layer, None)
         return out
+
+    def _offloads(self, device: torch.device) -> bool:
+        return self.refresh.offload and device.type == "cuda"
+
+    def _check_memory(self, branch: Branch, out: torch.Tensor) -> None:
+        """Check, with the first residual of a branch, that there is memory for those of all layers.
+
+        Raises:
+            torch.OutOfMemoryError: there is not.
+        """
+        free = None if branch.residuals or self._offloads(out.device) else _free_bytes(out.device)
+        transformer = branch.transformer()
+        if free is None or transformer is None:
+            return
+        B, S, H, E = out.shape
+        layers = sum(getattr(getattr(m, "processor", None), "refresh", None) is not None for m in transformer.modules())
+        needed = {dtype: layers * residual_bytes(B, S, H, E, dtype) for dtype in DTYPES}
+        if needed[self.refresh.dtype] > free:
+            smaller = [f'dtype="{dtype}" ({size / 2**30:.1f} GiB)' for dtype, size in needed.items() if size <= free]
+            raise torch.OutOfMemoryError(
+                f"refresh needs {needed[self.refresh.dtype] / 2**30:.1f} GiB for the residuals of {layers} layers, for"
+                f" each guidance branch, but {free / 2**30:.1f} GiB are free on {out.device}; these fit:"
+                f" vmonarch.Refresh({self.refresh.steps!r}, {' or '.join([*smaller, 'offload=True'])})"
+            )
+
+    def _store(self, residual: Residual, before: _Kept | None) -> Residual:
+        """A residual that has just been made, where it is to be kept: in place of the layer's last one."""
+        device = residual.values.device
+        if not self._offloads(device):
+            return residual
+        with self._lock:
+            if self._host is None or self._host.device != device:
+                self._host = HostMemory(device)
+        return Residual(*self._host.store(residual, None if before is None else before.residual))
+
+    def _fetch(self, branch: Branch, layer: Any) -> None:
+        """Begin to bring back what the layer needs, if that is in the host's memory and not on its way."""
+        kept = branch.residuals.get(layer)
+        if self._host is not None and kept is not None and kept.step >= branch.due and layer not in branch.arriving:
+            branch.arriving[layer] = self._host.fetch(kept.residual)
+
+    def _take(self, branch: Branch, layer: Any) -> Residual:
+        """The residual of a layer, where it is needed; that of the next layer is on its way then."""
+        if self._host is None:
+            return branch.residuals[layer].residual
+        self._fetch(branch, layer)
+        residual = Residual(*branch.arriving.pop(layer).wait())
+        layers = list(branch.residuals)
+        for following in layers[layers.index(layer) + 1 :][:1]:
+            self._fetch(branch, following)
+        return residual
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU that torch can still give out; None of other devices."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -15,9 +17,9 @@ from diffusers import FirstBlockCacheConfig, FlowMatchEulerDiscreteScheduler, Fl
 from diffusers.hooks import first_block_cache
 
 import vmonarch
-from vmonarch import Refresh, VMonarchProcessor, batched_guidance
+from vmonarch import Refresh, VMonarchProcessor, batched_guidance, residuals
 from vmonarch.eval.attention_flops import transformers_by_step
-from vmonarch.kernels.residual.api import add_residual, attention_residual
+from vmonarch.kernels.residual.api import add_residual, attention_residual, residual_bytes
 from vmonarch.residuals import spaced_steps
 
 
@@ -239,6 +241,68 @@ def test_the_last_step_frees_them(tiny):
     assert counts == [4, 4, 0]
 
 
+def test_the_second_transformer_takes_the_place_of_the_first(tiny):
+    pipe = tiny.pipeline("t2v-2.2")
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    holders = []
+
+    def callback(pipe, step, timestep, tensors):
+        branches = pipe.transformer._vmonarch_record.context.sharing._branches
+        names = {id(pipe.transformer): 1, id(pipe.transformer_2): 2}
+        holders.append([names[id(branch.transformer())] for branch in branches if branch.residuals])
+        return {}
+
+    tiny.generate(pipe, steps=5, callback_on_step_end=callback)
+    assert holders == [[1, 1], [1, 1], [2, 2], [2, 2], []]
+
+
+class Host:
+    """Stands for `HostMemory` where there is no GPU."""
+
+    def __init__(self, device):
+        self.device, self.stored, self.log = device, 0, []
+
+    def store(self, parts, places=None):
+        self.stored += places is None
+        return [None if x is None else x.clone() for x in parts]
+
+    def fetch(self, places):
+        self.log.append("fetch")
+        return SimpleNamespace(wait=lambda: self.log.append("wait") or places)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_offloaded_they_come_back_one_layer_ahead(tiny, monkeypatch, dtype):
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer = tiny.transformer(num_layers=3)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype)))
+    expected = quickly(tiny, pipe, 5)
+    monkeypatch.setattr(residuals, "HostMemory", Host)
+    monkeypatch.setattr(residuals.ResidualSharing, "_offloads", lambda *_: True)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype)))
+    assert torch.equal(quickly(tiny, pipe, 5), expected)
+    host = pipe.transformer._vmonarch_record.context.sharing._host
+    # Three layers, whose memory on the host is written to again; three steps that use residuals.
+    assert host.stored == 3
+    assert host.log == ["fetch", "wait", "fetch", "wait", "fetch", "wait"] * 3
+
+
+@pytest.mark.parametrize(
+    "dtype, fits", [("int8", "offload=True"), ("bfloat16", 'dtype="int8" (0.0 GiB) or offload=True')]
+)
+def test_memory_that_will_not_suffice_is_told_at_once(tiny, monkeypatch, dtype, fits):
+    pipe = tiny.pipeline("t2v")
+    # Two layers, 18 tokens, 2 heads of 12.
+    enough = 2 * residual_bytes(1, 18, 2, 12, "int8")
+    monkeypatch.setattr(residuals, "_free_bytes", lambda device: enough - (dtype == "int8"))
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh(1, dtype)))
+    with pytest.raises(torch.OutOfMemoryError, match=re.escape(f"these fit: vmonarch.Refresh(1, {fits})")):
+        quickly(tiny, pipe, 3)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh(1)))
+    if dtype == "bfloat16":
+        quickly(tiny, pipe, 3)
+
+
 @pytest.mark.parametrize("end", ["restore", "apply", "next run"])
 def test_those_of_an_interrupted_run_are_freed(tiny, end):
     pipe = tiny.pipeline("t2v")
@@ -253,7 +317,7 @@ def test_those_of_an_interrupted_run_are_freed(tiny, end):
     quickly(tiny, pipe, 4, callback_on_step_end=stop)
     assert taken(seen) == [True, False] and held(pipe.transformer) == 2
     (branch,) = pipe.transformer._vmonarch_record.context.sharing._branches
-    kept = [weakref.ref(residual.values) for _, residual in branch.residuals.values()]
+    kept = [weakref.ref(kept.residual.values) for kept in branch.residuals.values()]
     del branch
     if end == "next run":
         assert torch.equal(quickly(tiny, pipe, 3), expected)
@@ -474,6 +538,27 @@ def test_it_needs_a_pipeline_that_tells_the_step(tiny):
     pipe = SkyReelsV2DiffusionForcingPipeline(**tiny.pipeline("t2v").components)
     with pytest.raises(ValueError, match="refresh is not supported with SkyReelsV2Diffusion"):
         vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+
+
+@pytest.mark.gpu
+def test_gpu_offloaded_residuals(tiny):
+    """The same bits as without, and on the GPU no more than two layers' residuals at a time."""
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer = tiny.transformer(num_layers=12, num_attention_heads=8, attention_head_dim=64)
+    pipe.to("cuda", torch.bfloat16)
+    size = {"height": 256, "width": 256, "num_frames": 17}
+    options = lambda: {"steps": 5, "generator": torch.Generator("cuda").manual_seed(0), **size}
+    outputs, peaks = [], []
+    for offload in (False, True):
+        vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], offload=offload)))
+        tiny.generate(pipe, **options())
+        torch.cuda.reset_peak_memory_stats()
+        outputs.append(tiny.generate(pipe, **options()))
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert torch.equal(*outputs)
+    # 5 × 16 × 16 tokens, two branches.
+    of_a_layer = residual_bytes(1, 1280, 8, 64, "int8")
+    assert peaks[0] - peaks[1] > 16 * of_a_layer
 
 
 @pytest.mark.gpu
