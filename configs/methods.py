@@ -83,7 +83,7 @@ class VMonarchAttention(_Kind):
         plan_sha256: of that file, filled in; given, it is what the file must have.
         dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
         refresh: null, or the steps with exact attention that renew the residual, given like `dense_steps`; or a mapping
-            with steps and dtype (see `vmonarch.Refresh`).
+            with steps, dtype and offload (see `vmonarch.Refresh`).
         parallel_by: what processes share under context parallelism, "heads" or "frames".
     """
 

@@ -201,7 +201,7 @@ BUGS = {
         "return add_residual(approximate(), self._take(branch, layer), implementation=implementation)",
         "return add_residual(add_residual(approximate(), self._take(branch, layer)), self._take(branch, layer))",
     ),
-    "residual-not-kept": (RESIDUALS, "branch.residuals[layer] = _Kept(branch.step, self._store(residual, kept))", "pass"),
+    "residual-not-kept": (RESIDUALS, "_Kept(branch.step, self._store(residual, kept))", "_Kept(-1, residual)"),
     "residual-fetched-when-it-is-late": (RESIDUALS, "            self._fetch(branch, following)", "            pass"),
     "residuals-of-both-transformers": (RESIDUALS, "return self.step == step.step", "return True"),
     "residual-never-freed": (RESIDUALS, "if branch is not None and branch.last:", "if False:"),
@@ -289,7 +289,7 @@ FILE_KEYWORDS = {
     WINDOW_KERNELS: "the_kernels",
     VARIANTS: "holds_the_terms or top_k_attention or two_resolutions",
     GUIDANCE: "callback or breaks_off",
-    RESIDUALS: "last_residual and t2v or interleave or frees or callback_changes or second_transformer or offloaded",
+    RESIDUALS: "last_residual and t2v or interleave or frees or callback_changes or second or offloaded",
 }
 # The test files to run, those that look straight at the planted file first.
 TESTS = {
