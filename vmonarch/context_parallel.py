@@ -159,12 +159,12 @@ def check_no_first_block_cache() -> None:
         )
 
 
-def check_heads(ranks: int, heads: int) -> None:
-    """Raise ValueError unless each of so many ranks gets a head."""
+def check_heads(ranks: int, heads: int, instead: str) -> None:
+    """Raise ValueError unless each of so many ranks gets a head; `instead`: what to use where there are too few."""
     if ranks > heads:
         raise ValueError(
             f"ulysses_degree={ranks}, but every rank needs a head of self-attention, which has {heads}: use at most"
-            f" {heads} ranks, or VMonarchProcessor(parallel_by='frames')"
+            f" {heads} ranks, or {instead}"
         )
 
 

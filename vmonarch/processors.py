@@ -329,18 +329,24 @@ class VideoAttentionProcessor:
 
         Raises:
             NotImplementedError: ring attention.
-            ValueError: by heads, there are fewer of them than ranks; or the model's own attention, which `dense_steps`
-                and `dense_layers` keep, cannot share them.
+            ValueError: by heads, or with `refresh`, there are fewer of them than ranks; or the model's own attention,
+                which `dense_steps` and `dense_layers` keep, cannot share them.
         """
         check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
         ranks = config.ulysses_degree
-        if self.parallel_by == "heads":
-            check_heads(ranks, heads)
+        self._check_heads(ranks, heads)
         if self._dense is not None and heads % ranks and not config.ulysses_anything:
             raise ValueError(
                 f"{self._dense} keeps the model's own attention, which shares heads evenly: its {heads} do not divide"
                 f" by ulysses_degree={ranks}; use ulysses_anything=True or {self._dense}=0"
             )
+
+    def _check_heads(self, ranks: int, heads: int) -> None:
+        """Raise ValueError if there are fewer heads than ranks where ranks share heads."""
+        if self.parallel_by == "heads":
+            check_heads(ranks, heads, "VMonarchProcessor(parallel_by='frames')")
+        elif self.refresh is not None:
+            check_heads(ranks, heads, "refresh=None: its exact attention is always shared by heads")
 
     @property
     def bias(self) -> GridBias | None:
@@ -600,8 +606,7 @@ class VideoAttentionProcessor:
         split = split_video(call.grid, hidden_states.shape[1])
         if split is None:
             return self._self_attention(attn, hidden_states, rotary_emb, None)
-        if self.parallel_by == "heads":
-            check_heads(len(split.tokens), attn.heads)
+        self._check_heads(len(split.tokens), attn.heads)
         # What this rank has beyond its tokens is padding.
         held = split.tokens[split.rank]
         if rotary_emb is not None:
@@ -713,7 +718,8 @@ class VMonarchProcessor(VideoAttentionProcessor):
         grid: (frames, height, width) in tokens; None to learn it from the transformer, call by call.
         parallel_by: what the ranks share under diffusers' context parallelism, without which it changes nothing:
             "heads" (Ulysses), or "frames" (`frame_parallel_vmonarch_attention`), which asks nothing of the number of
-            heads, needs a latent frame for every rank and offers neither frames_per_block, tiles, bias nor plan.
+            heads, needs a latent frame for every rank and offers neither frames_per_block, tiles, bias nor plan. With
+            `refresh` exact attention is shared by heads, of which every rank needs one.
 
     Raises:
         TypeError, ValueError: an option has an unsupported value.

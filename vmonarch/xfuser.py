@@ -96,8 +96,8 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
 
     Args:
         processor: a `VMonarchProcessor` or `FlashBiasProcessor`. A backend is not told layer and step, so that a plan,
-            dense_layers and dense_steps must not be set; for these use `vmonarch.apply` on the pipeline, or xfuser's
-            hybrid schedule of backends. With a `grid`, that grid is what calls without a published one have.
+            dense_layers, dense_steps and refresh must not be set; for these use `vmonarch.apply` on the pipeline, or
+            xfuser's hybrid schedule of backends. With a `grid`, that grid is what calls without a published one have.
         name: the backend's name, in any case.
 
     Returns:
@@ -119,6 +119,11 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
         raise ValueError(
             "dense_steps must be 0 in a backend of xfuser, whose hybrid schedule (--use_hybrid_attn_schedule) chooses"
             " the backend of every step; or use vmonarch.apply on the pipeline"
+        )
+    if processor.refresh is not None:
+        raise ValueError(
+            "refresh must be None in a backend of xfuser, which is told neither layer nor step; use vmonarch.apply on"
+            " the pipeline"
         )
     no_layer = "in a backend of xfuser, which is not told the layer; use vmonarch.apply on the pipeline"
     if DenseSet("dense_layers", processor.dense_layers).some:

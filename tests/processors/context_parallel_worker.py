@@ -207,6 +207,19 @@ def pipeline(kind, processor):
     return case
 
 
+def refreshed(make, heads, height=32):
+    """Two steps refresh, two use residuals, in a pipeline whose guidance has two branches."""
+
+    def case(tiny, ranks):
+        pipe = tiny.pipeline("t2v")
+        pipe.transformer = tiny.transformer(num_attention_heads=heads)
+        vmonarch.apply(pipe, make())
+        ranks.enable(pipe.transformer, ulysses_anything=True)
+        return {"out": tiny.generate(pipe, steps=4, height=height)}
+
+    return case
+
+
 def guided(kind, cache=None):
     """Both predictions of guidance in one batch, of which some are reused."""
 
@@ -287,6 +300,10 @@ SAME = {
     "dense-steps": pipeline("t2v", lambda: VMonarchProcessor(dense_steps=(0, 2))),
     "bias-of-tensors": pipeline("t2v", lambda: FlashBiasProcessor(table(2, 18))),
     "dense-steps-frames": pipeline("t2v", lambda: by_frames(dense_steps=(0, 2))),
+    "refresh": refreshed(lambda: VMonarchProcessor(refresh=(0, 2)), 2),
+    "refresh-uneven-heads": refreshed(lambda: VMonarchProcessor(refresh=(0, 2), bias=decay_of(3)), 3),
+    "refresh-frames": refreshed(lambda: by_frames(refresh=(0, 2)), 2),
+    "refresh-frames-uneven-heads": refreshed(lambda: by_frames(refresh=(0, 2)), 3, height=16),
     "image": pipeline("i2v-2.1", VMonarchProcessor),
     "image-frames": pipeline("i2v-2.1", by_frames),
     "chronoedit": pipeline("chronoedit", VMonarchProcessor),
@@ -401,6 +418,7 @@ REFUSED = {
     "ring-before-apply": functools.partial(refused_by_apply, **RING),
     "few-heads": refused_on(applied(VMonarchProcessor(), heads=1)),
     "few-heads-before-apply": functools.partial(refused_by_apply, heads=1),
+    "few-heads-refresh-frames": functools.partial(refused_by_apply, processor=by_frames(refresh=1), heads=1),
     "dense-layers-of-odd-heads": lambda tiny, ranks: refused_by_apply(
         tiny, ranks, VMonarchProcessor(dense_layers=1), 3
     ),

@@ -58,7 +58,8 @@ def results(request, adapter, made_once, child_environment):
 def test_ranks_compute_what_one_process_computes(tiny, results, adapter, monkeypatch, name):
     monkeypatch.setenv("ADAPTER", str(adapter))
     expected = worker.SAME[name](tiny, ALONE)
-    tolerance = 2e-2 if "autocast" in name else 1e-5
+    # Where a number of a residual lies between two integers, rounding decides.
+    tolerance = 2e-2 if "autocast" in name else 1e-4 if "refresh" in name else 1e-5
     for found in (rank[name] for rank in results):
         assert not isinstance(found, str), found
         assert found.keys() == expected.keys()
@@ -75,6 +76,7 @@ REFUSALS = {
     "ring-before-apply": "NotImplementedError: ring_degree=2 is not supported",
     "few-heads": "ValueError: ulysses_degree=2, but every rank needs a head of self-attention",
     "few-heads-before-apply": "ValueError: ulysses_degree=2, but every rank needs a head of self-attention",
+    "few-heads-refresh-frames": "has 1: use at most 1 ranks, or refresh=None",
     "dense-layers-of-odd-heads": "ValueError: dense_layers keeps the model's own attention, which shares heads evenly",
     "ring-frames": "NotImplementedError: ring_degree=2 is not supported",
     "few-frames": "ValueError: parallel_by='frames' needs a latent frame for each of the 2 ranks",

@@ -66,8 +66,8 @@ def test_ranks_compute_what_one_process_computes(tiny, results, device, name):
     expected = worker.SAME[name](tiny, worker.Alone(device))
     size = expected.norm()
     assert 0 < size < torch.inf
-    # In bfloat16, products of other shapes round differently.
-    tolerance = TOLERANCE["cuda" if name == "autocast" else device]
+    # In bfloat16, products of other shapes round differently; and in int8, numbers between two integers.
+    tolerance = max(TOLERANCE["cuda" if name == "autocast" else device], 1e-4 if "refresh" in name else 0)
     for rank in results(device):
         assert not isinstance(rank[name], str), rank[name]
         assert rank[name].shape == expected.shape
@@ -78,6 +78,7 @@ REFUSALS = {
     "ring": "NotImplementedError: ring_degree=2 is not supported",
     "ring-by-apply": "NotImplementedError: ring_degree=2 is not supported",
     "few-heads": "ValueError: ulysses_degree=2, but every rank needs a head of self-attention",
+    "few-heads-refresh": "has 1: use at most 1 ranks, or refresh=None",
     "uneven-heads": "AssertionError: h must be divisible by world_size, got 3 and 2",
     "no-grid": "RuntimeError: xfuser's backend vmonarch was given 30 tokens without a grid",
     "other-grid": "ValueError: grid=(5, 3, 2), but xfuser's transformer was given the grid (5, 2, 3)",
@@ -89,6 +90,7 @@ REFUSALS = {
     "mask": "ValueError: xfuser's backend vmonarch supports no dropout, no causal attention and no attention mask",
     "dense-steps": "ValueError: dense_steps must be 0 in a backend of xfuser, whose hybrid schedule",
     "dense-layers": "ValueError: dense_layers must be 0 in a backend of xfuser",
+    "refresh": "ValueError: refresh must be None in a backend of xfuser, which is told neither layer nor step",
     "plan": "ValueError: plan must be None in a backend of xfuser",
     "by-frames": "ValueError: parallel_by must be 'heads' in a backend of xfuser, which shares heads itself",
     "based": "TypeError: processor must be a VMonarchProcessor or FlashBiasProcessor, got BasedProcessor",
@@ -191,6 +193,7 @@ MISTAKES = {
     "--attention vmonark": "--attention must be one of",
     "--attention vmonarch:coarse=0": "coarse must be at least 1",
     "--attention vmonarch:dense_steps=2": "dense_steps must be 0 in a backend of xfuser",
+    "--attention vmonarch:refresh=2": "refresh must be None in a backend of xfuser",
     "--grid 5,2": "--grid must be three integers, such as 21,30,52, got '5,2'",
     "--grid 5,2,x": "--grid must be three integers",
 }

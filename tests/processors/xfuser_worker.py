@@ -302,6 +302,20 @@ def pipeline(tiny, ranks):
     return found
 
 
+def refreshed(parallel_by, heads=3, height=32):
+    """Two steps refresh, two use residuals; of three heads the first rank has two."""
+
+    def case(tiny, ranks):
+        pipe = tiny.pipeline("t2v")
+        pipe.transformer = ranks.transformer(build(tiny, num_attention_heads=heads))
+        place(pipe, ranks)
+        ranks.backend("SDPA")
+        vmonarch.apply(pipe, VMonarchProcessor(refresh=(0, 2), parallel_by=parallel_by))
+        return tiny.generate(pipe, steps=4, height=height).cpu().float()
+
+    return case
+
+
 class Event:
     """A CUDA event, where there is no CUDA."""
 
@@ -382,6 +396,9 @@ SAME = {
     **{f"applied-{processor}": applied(processor, "padded") for processor in parts.PROCESSORS},
     "applied-even": applied("vmonarch", "even"),
     "applied-pipeline": pipeline,
+    "applied-refresh": refreshed("heads"),
+    # 5 and 4 tokens, and one of padding.
+    "applied-refresh-frames": refreshed("frames", height=16),
     "runner": runner,
 }
 
@@ -476,6 +493,7 @@ REFUSED = {
     "ring": ring(by_apply=False),
     "ring-by-apply": ring(by_apply=True),
     "few-heads": refused(few_heads),
+    "few-heads-refresh": refused(refreshed("frames", heads=1)),
     "uneven-heads": run_backend(heads=3),
     "no-grid": run_backend(attention_kwargs=None),
     "other-grid": run_backend(lambda: VMonarchProcessor(grid=(5, 3, 2))),
@@ -487,6 +505,7 @@ REFUSED = {
     "mask": call(attention_kwargs=VIDEO | {"attn_mask": torch.ones(1)}),
     "dense-steps": register(lambda: VMonarchProcessor(dense_steps=2)),
     "dense-layers": register(lambda: VMonarchProcessor(dense_layers=0.5)),
+    "refresh": register(lambda: VMonarchProcessor(refresh=2)),
     "plan": register(lambda: VMonarchProcessor(plan=parts.plan_of(2))),
     "by-frames": register(lambda: VMonarchProcessor(parallel_by="frames")),
     "based": register(lambda: BasedProcessor()),
