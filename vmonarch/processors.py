@@ -409,6 +409,7 @@ class VideoAttentionProcessor:
             return self.attend_layer(query, key, value, grid)
         if self.parallel_by == "frames":
             return self._attend_with_residual(
+                len(query),
                 lambda: self._attend_by_heads(split, grid, self.attend_exactly, query, key, value),
                 lambda: self._attend_by_frames(split, grid, query, key, value),
             )
@@ -416,7 +417,9 @@ class VideoAttentionProcessor:
 
     def attend_layer(self, *inputs: Any) -> torch.Tensor:
         """What `attend` computes of these, with the residual of the layer where residuals are shared."""
-        return self._attend_with_residual(lambda: self.attend_exactly(*inputs), lambda: self.attend(*inputs))
+        return self._attend_with_residual(
+            len(inputs[0]), lambda: self.attend_exactly(*inputs), lambda: self.attend(*inputs)
+        )
 
     def attend_exactly(
         self,
@@ -433,7 +436,7 @@ class VideoAttentionProcessor:
         return dispatch_attention_fn(query, key, value, backend=self._attention_backend)
 
     def _attend_with_residual(
-        self, exact: Callable[[], torch.Tensor], approximate: Callable[[], torch.Tensor]
+        self, samples: int, exact: Callable[[], torch.Tensor], approximate: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         if self.refresh is None:
             return approximate()
@@ -441,7 +444,7 @@ class VideoAttentionProcessor:
         branch = self._context.branch()
         if branch is None:
             raise RuntimeError("refresh needs forward calls of the transformer itself; use refresh=None for its parts")
-        return self._context.sharing.attend(branch, self, exact, approximate, self.implementation)
+        return self._context.sharing.attend(branch, (self, samples), exact, approximate, self.implementation)
 
     def _attend_by_heads(
         self, split: TokenSplit, grid: LatentGrid, attend: Callable[..., torch.Tensor], *tensors: torch.Tensor

@@ -10,7 +10,6 @@ residual sharing", where the approximation is attention in a window.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import threading
 import weakref
@@ -120,7 +119,8 @@ class Branch:
     """The calls of a transformer in one run of a pipeline that differ in nothing but step and latents, one a step.
 
     Args:
-        run: the timesteps of the run: they are there as long as the pipeline has not begun another one.
+        run: the timesteps of the run.
+        scheduler: whose they are, as long as the pipeline has not begun another one.
         transformer: which is called.
         conditioning: what the transformer is called with, without latents and timestep.
         versions: of the tensors in there, which tell of changes in place.
@@ -128,11 +128,12 @@ class Branch:
         last: whether no other one follows.
         due: a residual must have been made in this step or later to be used.
         kept: whether the residual of this step is of use in the next.
-        residuals: by the processor of the layer, in the order of layers.
+        residuals: by layer, in the order of layers; see `ResidualSharing.attend`.
         arriving: those that are on their way from the host.
     """
 
     run: weakref.ref[torch.Tensor]
+    scheduler: weakref.ref[Any]
     transformer: weakref.ref[torch.nn.Module]
     conditioning: Mapping[str, Any]
     versions: list[int]
@@ -153,7 +154,8 @@ class Branch:
     def may_go_on(self, step: DenoisingStep, transformer: torch.nn.Module) -> bool:
         """Whether what the branch holds may be of use in that step, in which this transformer is called, or later."""
         if self.run() is not step.timesteps:
-            return self.run() is not None
+            scheduler = self.scheduler()
+            return scheduler is not None and scheduler.timesteps is self.run()
         if self.transformer() is not transformer:
             # A pipeline with two of them goes on to the second for good.
             return self.step == step.step
@@ -178,7 +180,7 @@ class ResidualSharing:
 
     They belong to a *run*, one denoising loop of one pipeline, and in it to a branch (prompt, negative prompt, both in
     one batch), which is told by what the transformer is called with. Those of a run are freed in its last step; those
-    of one that was interrupted, when any pipeline calls the transformer next, or by `vmonarch.restore`.
+    of one that was interrupted, when its pipeline calls the transformer again, or by `vmonarch.restore`.
 
     Args:
         refresh: the option.
@@ -202,16 +204,16 @@ class ResidualSharing:
             RuntimeError: no pipeline has called the transformer, or its scheduler does not tell the step.
         """
         step = denoising_step(transformer, "refresh", "use refresh=None")
-        # Of the class: an instance's own `forward` may be one of hooks and wrappers.
-        given = inspect.signature(type(transformer).forward).bind(transformer, *args, **kwargs).arguments
-        conditioning = {name: value for name, value in given.items() if name not in ("self", "timestep")}
-        latents = conditioning.pop("hidden_states")
+        given = {str(place): value for place, value in enumerate(args)} | kwargs
+        # The first two arguments of all transformers.
+        latents = given.pop("hidden_states" if "hidden_states" in given else "0")
+        conditioning = {name: value for name, value in given.items() if name not in ("1", "timestep")}
         conditioning["latents"] = (latents.shape, latents.dtype, latents.device)
         with self._lock:
-            self._branches = [branch for branch in self._branches if branch.may_go_on(step, transformer)]
+            self._drop(lambda branch: not branch.may_go_on(step, transformer))
             branch = next((b for b in self._branches if b.is_of(step, transformer, conditioning)), None)
             if branch is None:
-                references = weakref.ref(step.timesteps), weakref.ref(transformer)
+                references = weakref.ref(step.timesteps), weakref.ref(step.scheduler), weakref.ref(transformer)
                 branch = Branch(*references, conditioning, _versions(conditioning))
                 self._branches.append(branch)
             branch.enter(step, self.refresh)
@@ -222,15 +224,19 @@ class ResidualSharing:
         """The forward call is over: after a run's last one its residuals are freed."""
         if branch is not None and branch.last:
             with self._lock:
-                self._branches = [other for other in self._branches if other is not branch]
-            branch.residuals.clear()
+                self._drop(lambda other: other is branch)
 
     def forget(self) -> None:
         """Free all residuals."""
         with self._lock:
-            for branch in self._branches:
-                branch.residuals.clear()
-            self._branches = []
+            self._drop(lambda branch: True)
+
+    def _drop(self, over: Callable[[Branch], bool]) -> None:
+        """Free the residuals of some branches, which the traceback of an exception may still hold."""
+        for branch in filter(over, self._branches):
+            branch.residuals.clear()
+            branch.arriving.clear()
+        self._branches = [branch for branch in self._branches if not over(branch)]
 
     def attend(
         self,
@@ -243,16 +249,24 @@ class ResidualSharing:
         """Attention of one layer: exact where the residual is due, else approximate with the residual.
 
         Args:
-            layer: its processor.
+            layer: what tells its residuals from others: its processor, and the number of samples, since FasterCache
+                leaves half of a batch out of some steps.
             exact, approximate: compute [B, S, H, E]; what the second returns may be written to.
         """
         kept = branch.residuals.get(layer)
         if kept is not None and kept.step >= branch.due:
-            return add_residual(approximate(), self._take(branch, layer), implementation=implementation)
+            rough = approximate()
+            # Ranks of xfuser may have no token at all.
+            if not rough.numel():
+                return rough
+            return add_residual(rough, self._take(branch, layer), implementation=implementation)
         out = exact()
         if branch.kept:
             self._check_memory(branch, out)
-            residual = attention_residual(out, approximate(), dtype=self.refresh.dtype, implementation=implementation)
+            rough = approximate()
+            residual = Residual(rough, None)
+            if rough.numel():
+                residual = attention_residual(out, rough, dtype=self.refresh.dtype, implementation=implementation)
             branch.residuals[layer] = _Kept(branch.step, self._store(residual, kept))
         else:
             branch.residuals.pop(layer, None)

@@ -46,6 +46,7 @@ class DenoisingStep(NamedTuple):
         evaluation: of the model, from 0; a scheduler of order 2 has two of them in a step.
         last: whether there is no evaluation after it.
         timesteps: what the loop goes through; a pipeline makes another tensor for every loop.
+        scheduler: of the pipeline, which has them.
     """
 
     step: int
@@ -53,6 +54,7 @@ class DenoisingStep(NamedTuple):
     evaluation: int
     last: bool
     timesteps: torch.Tensor
+    scheduler: Any
 
 
 @torch.compiler.disable(reason="dense_steps and refresh look for the pipeline; compile_repeated_blocks leaves that out")
@@ -86,7 +88,8 @@ def denoising_step(transformer: torch.nn.Module | None, needed_by: str, instead:
         # Video-to-video starts inside the schedule.
         evaluation = place - (len(timesteps) - run)
         if 0 <= evaluation < run:
-            return DenoisingStep(evaluation // order, -(-run // order), evaluation, evaluation == run - 1, timesteps)
+            last = evaluation == run - 1
+            return DenoisingStep(evaluation // order, -(-run // order), evaluation, last, timesteps, scheduler)
     raise RuntimeError(
         f"{needed_by} needs the denoising step, but the timestep of {type(pipe).__name__} is none of its scheduler's"
         f" ({type(scheduler).__name__}): another pipeline with the same scheduler may have begun since, then give each"

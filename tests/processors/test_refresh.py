@@ -13,14 +13,19 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
+from diffusers import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+)
 from diffusers.hooks import first_block_cache
 
 import vmonarch
 from vmonarch import Refresh, VMonarchProcessor, batched_guidance, residuals
 from vmonarch.eval.attention_flops import transformers_by_step
 from vmonarch.kernels.residual.api import add_residual, attention_residual, residual_bytes
-from vmonarch.residuals import spaced_steps
+from vmonarch.residuals import Branch, ResidualSharing, spaced_steps
 
 
 @pytest.mark.parametrize(
@@ -349,6 +354,26 @@ def test_an_error_inside_the_transformer_leaves_nothing_to_use(tiny):
     assert taken(seen) == [True, False, False, True]
 
 
+def test_an_error_that_is_at_hand_holds_no_residuals(tiny, monkeypatch):
+    """In a notebook the last error's frames stay, and what they hold: the run's timesteps, the branch."""
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+
+    def fail(*_, **options):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(residuals, "add_residual", fail)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        quickly(tiny, pipe, 3)
+    (branch,) = pipe.transformer._vmonarch_record.context.sharing._branches
+    kept = [weakref.ref(kept.residual.values) for kept in branch.residuals.values()]
+    del branch
+    quickly(tiny, pipe, 1)
+    # The first layer had its own in its hands.
+    assert error.tb is not None and [reference() is None for reference in kept] == [False, True]
+    assert held(pipe.transformer) == 0
+
+
 def test_runs_that_interleave_keep_their_own(tiny):
     pipe = tiny.pipeline("t2v")
     other = another(pipe)
@@ -502,6 +527,56 @@ def test_compiled_blocks_are_one_graph(tiny, dynamo):
     tiny.generate(pipe, steps=1)
     with torch.compiler.set_stance("fail_on_recompile"):
         tiny.generate(pipe, steps=4)
+
+
+def test_faster_cache_leaves_half_of_a_batch_out(tiny):
+    pipe = tiny.pipeline("t2v")
+    seen = watched(pipe, VMonarchProcessor(refresh=[0, 4]))
+    samples = []
+    pipe.transformer.blocks[0].register_forward_hook(lambda module, inputs, output: samples.append(len(output)))
+    config = FasterCacheConfig(
+        spatial_attention_block_skip_range=1,
+        unconditional_batch_skip_range=3,
+        unconditional_batch_timestep_skip_range=(-1, 1001),
+        current_timestep_callback=lambda: float(pipe.current_timestep),
+        attention_weight_callback=lambda module: 0.5,
+    )
+    pipe.transformer.enable_cache(config)
+    with batched_guidance(pipe):
+        tiny.generate(pipe, steps=7)
+    assert samples == [2, 1, 1, 2, 1, 1, 2]
+    # Each of the two sizes has residuals of its own.
+    assert taken(seen) == [True, True, False, False, True, False, True]
+
+
+def test_a_rank_without_tokens_takes_part_in_all_exchanges():
+    calls = []
+    compute = lambda name: lambda: calls.append(name) or torch.empty(1, 0, 2, 12)
+    sharing = ResidualSharing(Refresh(1))
+    branch = Branch(*[lambda: None] * 3, conditioning={}, versions=[], step=0, kept=True)
+    for _ in range(2):
+        assert sharing.attend(branch, "layer", compute("exact"), compute("approximate"), "auto").shape == (1, 0, 2, 12)
+    assert calls == ["exact", "approximate", "approximate"]
+
+
+@pytest.mark.parametrize("places", [0, 3])
+def test_arguments_by_name_and_by_place(tiny, places):
+    class Subclass(diffusers.WanTransformer3DModel):
+        """Whose signature tells nothing."""
+
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    def place(transformer, args, kwargs):
+        names = ("hidden_states", "timestep", "encoder_hidden_states")[:places]
+        return tuple(kwargs.pop(name) for name in names), kwargs
+
+    pipe = tiny.pipeline("t2v")
+    pipe.transformer.__class__ = Subclass
+    pipe.transformer.register_forward_pre_hook(place, with_kwargs=True)
+    seen = watched(pipe, VMonarchProcessor(refresh=1))
+    quickly(tiny, pipe, 4, **replace(prompt_embeds=lambda x: x + 1))
+    assert taken(seen) == [True, False, True, False]
 
 
 def test_gradients_are_refused(tiny):
