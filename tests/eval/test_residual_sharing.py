@@ -1,0 +1,44 @@
+"""The study of residual sharing: strategies at their limits are what they should be."""
+
+import pytest
+import torch
+
+import vmonarch
+from vmonarch import Refresh, VMonarchProcessor
+from vmonarch.eval.studies.residual_sharing import Strategy, StudiedSharing
+
+
+def studied(tiny, pipe, strategy):
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    pipe.transformer._vmonarch_record.context.sharing = StudiedSharing(Refresh(1), strategy)
+    return tiny.generate(pipe, steps=6)
+
+
+@pytest.mark.parametrize(
+    "word, refresh, work",
+    [
+        ("schedule:2", 2, 2 / 6),
+        ("extrapolated:1,0.5", 1, 1 / 6),
+        # Of 18 tokens four are looked at.
+        ("head:0", 1.0, (1 + 5 * (1 + 4 / 18)) / 6),
+        ("layer:0", 1.0, (1 + 5 * (1 + 4 / 18)) / 6),
+        ("late:0", [0, 2, 3, 4, 5], (1 + 4 / 18 + 4 * (1 + 4 / 18)) / 6),
+        ("head:9", 1, (1 + 5 * 4 / 18) / 6),
+    ],
+)
+def test_strategies_at_their_limits(tiny, word, refresh, work):
+    pipe = tiny.pipeline("t2v")
+    strategy = Strategy.parse(word, 6, rows=4)
+    actual = studied(tiny, pipe, strategy)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh(refresh, "bfloat16")))
+    torch.testing.assert_close(actual, tiny.generate(pipe, steps=6), rtol=1e-3, atol=1e-3)
+    assert sum(strategy.shares) / len(strategy.shares) == pytest.approx(work)
+
+
+def test_a_slope_and_errors_between_change_the_result(tiny):
+    pipe = tiny.pipeline("t2v")
+    plain = studied(tiny, pipe, Strategy.parse("schedule:3", 6, rows=4))
+    sloped = studied(tiny, pipe, Strategy.parse("extrapolated:3,0.5", 6, rows=4))
+    some = Strategy.parse("head:0.02", 6, rows=4)
+    assert not torch.equal(sloped, plain) and not torch.equal(studied(tiny, pipe, some), plain)
+    assert any(4 / 18 < share < 1 for share in some.shares[4:]), "some heads of a layer"
