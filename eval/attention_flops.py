@@ -23,6 +23,8 @@ from vmonarch.configs.methods import AttentionMethod, FullAttention, Parameters
 from vmonarch.dense import DenseSet
 from vmonarch.residuals import Refresh
 
+# See `step_kinds`.
+STEP_KINDS = ("dense", "exact", "kept", "approximate")
 # Of every attention module, whatever its processor.
 _PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -90,6 +92,36 @@ def transformers_by_step(pipe: Any, steps: int) -> list[str]:
     return [names[int(t < boundary * scheduler.config.num_train_timesteps)] for t in timesteps]
 
 
+def step_kinds(parameters: Parameters, transformers: Sequence[str]) -> list[str]:
+    """What a method does in every denoising step, each of `STEP_KINDS`.
+
+    "dense": the model's own attention, by `dense_steps`. "exact": exact attention, by `refresh`; "kept": the same, and
+    its residual is kept. "approximate": the method itself, with the last residual if there is one.
+
+    Args:
+        transformers: of every step (`transformers_by_step`).
+
+    Raises:
+        ValueError: the method asks for more steps than there are.
+    """
+    steps = len(transformers)
+    dense = DenseSet("dense_steps", getattr(parameters, "dense_steps", 0))
+    refresh = Refresh.parse(getattr(parameters, "refresh", None))
+    kinds = []
+    # The step in which a transformer has last renewed its residuals, whether they were of use or not.
+    made: dict[str, int] = {}
+    for step, name in enumerate(transformers):
+        due, kept = (-1, False) if refresh is None else refresh.at(step, steps)
+        if dense.contains(step, steps):
+            kinds.append("dense")
+        elif made.get(name, -1) >= due:
+            kinds.append("approximate")
+        else:
+            kinds.append("kept" if kept else "exact")
+            made[name] = step
+    return kinds
+
+
 def attention_flops(call: TransformerCall, parameters: Parameters, component: str = "transformer") -> int:
     """FLOPs of the self-attention of all layers in one forward call, without its projections.
 
@@ -137,19 +169,9 @@ def relative_flops(
             continue
         parameters = method.parameters.without_dense()
         sparse = {name: attention_flops(call, parameters, name) for name in dict.fromkeys(transformers)}
-        dense = DenseSet("dense_steps", getattr(method.parameters, "dense_steps", 0))
-        refresh = Refresh.parse(getattr(method.parameters, "refresh", None))
         work = 0.0
-        # The step in which a transformer's residuals were made.
-        made: dict[str, int] = {}
-        for step, name in enumerate(transformers):
-            due, kept = (-1, False) if refresh is None else refresh.at(step, steps)
-            if dense.contains(step, steps):
-                work += full
-            elif made.get(name, -1) >= due:
-                work += sparse[name]
-            else:
-                work += full + (sparse[name] if kept else 0)
-                made |= {name: step} if kept else {name: -1}
+        for kind, name in zip(step_kinds(method.parameters, transformers), transformers, strict=True):
+            work += sparse[name] if kind == "approximate" else full
+            work += sparse[name] if kind == "kept" else 0
         shares[method.label] = work / (steps * full)
     return shares
