@@ -3,7 +3,7 @@
 A setting is a model and a video size; its rows are methods, each eager and compiled. All rows share the weights of one
 transformer and take turns, step after step. A step is what diffusers' `WanPipeline` does: two forward calls, guidance,
 one step of the scheduler. VAE and text encoder are timed once, because no method changes them. Seconds per video are
-extrapolated from measured steps.
+extrapolated from measured steps; where `refresh` or `dense_steps` make steps differ, from those of each kind.
 
 Runs in pieces are put together by
 
@@ -25,12 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from diffusers import DiffusionPipeline, UniPCMultistepScheduler
 
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod
+from vmonarch.eval.attention_flops import STEP_KINDS, step_kinds, transformers_by_step
 from vmonarch.eval.kernel_bench import (
     METHODS,
     BenchConfig,
@@ -70,7 +72,8 @@ REST_KERNELS = 12
 PROFILE_BOUND = 1.1
 PARTS = ("attention", "projections", "norms and rotary", "cross-attention", "FFN", "rest")
 FORMULAE = {
-    "step": "two forward calls (prompt and negative prompt, batch 1), guidance, one step of UniPC",
+    "step": "two forward calls (prompt and negative prompt, batch 1), guidance, one step of UniPC; where steps differ,"
+    " their mean, Σ number · median / steps, and so for forward",
     "video": "steps · median step + VAE decode + 2 · text encoder: extrapolated from the measured steps",
     "ratio": "median step of full attention / median step, in the same run",
     "error": "‖x − x₀‖ / ‖x₀‖ of one forward call, x₀ by stock diffusers, eager, in the same dtype",
@@ -151,7 +154,7 @@ class E2EConfig:
     """What `run_bench` measures, and where the result goes.
 
     Args:
-        methods: of `configs/attention/`; none with dense steps.
+        methods: of `configs/attention/`.
         modes: of MODES. Eager rows use diffusers' standard attention backend, compiled ones cuDNN's.
         rounds: steps of every row, at most.
         steps: of a video.
@@ -175,8 +178,6 @@ class E2EConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        from vmonarch.dense import DenseSet
-
         for name in ("rounds", "steps"):
             if getattr(self, name) < 1:
                 raise InputError(name, f"must be at least 1, got {getattr(self, name)}")
@@ -188,10 +189,10 @@ class E2EConfig:
                 "modes", f"must be of {', '.join(MODES)}, each once; got {', '.join(self.modes) or 'none'}"
             )
         for method in self.methods:
-            if DenseSet("dense_steps", getattr(method.parameters, "dense_steps", 0)).some:
-                raise InputError(
-                    "methods", f"must have no dense steps, because all steps are alike; got {method.label}"
-                )
+            try:
+                step_kinds(method.parameters, ["transformer"] * self.steps)
+            except ValueError as error:
+                raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error
 
 
 def share_weights(model: torch.nn.Module) -> torch.nn.Module:
@@ -200,12 +201,23 @@ def share_weights(model: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-class Denoiser:
+class StepTimes(NamedTuple):
+    """Seconds of a denoising step and of its forward calls."""
+
+    step: int
+    whole: float
+    forward: tuple[float, float]
+
+
+class Denoiser(DiffusionPipeline):
     """Denoising steps of one transformer on fixed random latents.
+
+    It is a pipeline, because processors ask the one that calls the transformer for the step.
 
     Args:
         model: says how timesteps are given.
         latents: [1, C, T, h, w]. texts: embeddings of the prompt and of the negative prompt, [1, 512, text_dim].
+        transformer_2: of a model with two; all steps are computed by the first.
     """
 
     def __init__(
@@ -216,27 +228,35 @@ class Denoiser:
         texts: Sequence[torch.Tensor],
         steps: int,
         clock: Clock,
+        transformer_2: torch.nn.Module | None = None,
     ) -> None:
-        from diffusers import UniPCMultistepScheduler
-
-        self.transformer, self.model, self.latents, self.texts, self.steps = transformer, model, latents, texts, steps
-        self.clock = clock
-        self.scheduler = UniPCMultistepScheduler(
+        super().__init__()
+        scheduler = UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
         )
+        self.register_modules(transformer=transformer, transformer_2=transformer_2, scheduler=scheduler)
+        self.register_to_config(boundary_ratio=model.boundary_ratio)
+        self.model, self.latents, self.texts, self.steps, self.clock = model, latents, texts, steps, clock
         self.input = latents.to(texts[0].dtype)
         self.tokens = model.grid((latents.shape[2], latents.shape[3], latents.shape[4])).tokens
-        self.marks: list[tuple[Any, Any, Any]] = []
-        self._begin()
+        # Of each step: when its forward calls began and ended, and when it ended.
+        self.marks: list[tuple[int, tuple[Any, ...]]] = []
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self, step: int = 0) -> None:
+        """Begin a run with this step; residuals of the run before are freed."""
         self.scheduler.set_timesteps(self.steps, device=self.latents.device)
-        self.scheduler.set_begin_index(0)
-        self.done = 0
+        self.scheduler.set_begin_index(step)
+        self._num_timesteps = self.steps
+        self.next_step = step
+        record = getattr(self.transformer, "_vmonarch_record", None)
+        if record is not None:
+            record.context.forget()
 
     def forward(self, text: int = 0) -> torch.Tensor:
         """Velocity [1, C, T, h, w]."""
-        timestep = self.scheduler.timesteps[self.done].expand(1)
+        self._current_timestep = self.scheduler.timesteps[self.next_step]
+        timestep = self._current_timestep.expand(1)
         if self.model.expand_timesteps:
             timestep = (torch.ones(self.tokens, device=self.latents.device) * timestep)[None]
         out: torch.Tensor = self.transformer(
@@ -248,22 +268,50 @@ class Denoiser:
         return out
 
     def __call__(self) -> None:
-        """One step; `marks` keeps when its forward calls began and ended."""
-        if self.done == len(self.scheduler.timesteps):
-            self._begin()
+        """One step, of a new run after the last; `marks` keeps its times."""
+        if self.next_step == self.steps:
+            self.begin()
         start = self.clock.mark()
         prompt = self.forward(0)
         middle = self.clock.mark()
         negative = self.forward(1)
-        self.marks.append((start, middle, self.clock.mark()))
+        stop = self.clock.mark()
         guided = negative + GUIDANCE * (prompt - negative)
-        self.scheduler.step(guided, self.scheduler.timesteps[self.done], self.latents, return_dict=False)
-        self.done += 1
+        self.scheduler.step(guided, self._current_timestep, self.latents, return_dict=False)
+        self.marks.append((self.next_step, (start, middle, stop, self.clock.mark())))
+        self.next_step += 1
 
-    def forward_ms(self) -> list[float]:
-        """Milliseconds of all forward calls in steps so far."""
+    def run(self, steps: range) -> None:
+        """Consecutive steps, with which a run begins."""
+        self.begin(steps.start)
+        for _ in steps:
+            self()
+
+    def step_times(self) -> list[StepTimes]:
+        """Of all steps in `marks`."""
         self.clock.wait()
-        return [self.clock.between(*pair) for a, b, c in self.marks for pair in ((a, b), (b, c))]
+        seconds = lambda start, stop: self.clock.between(start, stop) / 1e3
+        return [StepTimes(step, seconds(a, d), (seconds(a, b), seconds(b, c))) for step, (a, b, c, d) in self.marks]
+
+
+def steps_to_measure(kinds: Sequence[str]) -> list[range]:
+    """Consecutive steps, as few as possible, among which there is one of every kind; a run may begin with each range.
+
+    An approximate step comes with the steps before it, back to the one whose residual it uses. If there are approximate
+    steps, one of them is the last of the last range.
+
+    Args:
+        kinds: of all steps (`step_kinds`).
+    """
+    ranges: list[range] = []
+    for kind in reversed(STEP_KINDS):
+        if kind not in kinds or any(kinds[step] == kind for steps in ranges for step in steps):
+            continue
+        first = last = kinds.index(kind)
+        if kind == "approximate" and "kept" in kinds[:last]:
+            first = max(step for step in range(last) if kinds[step] == "kept")
+        ranges.insert(0, range(first, last + 1))
+    return ranges
 
 
 @contextlib.contextmanager
@@ -320,8 +368,8 @@ def timed_parts(transformer: Any, clock: Clock) -> Iterator[Callable[[], dict[st
             watch(norm, "layer norms")
         watch(block.attn2, "cross-attention")
         watch(block.ffn, "FFN")
-        if hasattr(own.processor, "attend"):
-            own.processor.attend = marked(own.processor.attend)
+        if hasattr(own.processor, "attend_layer"):
+            own.processor.attend_layer = marked(own.processor.attend_layer)
             changed.append(own.processor)
     transformer_wan.dispatch_attention_fn = stock
 
@@ -339,7 +387,7 @@ def timed_parts(transformer: Any, clock: Clock) -> Iterator[Callable[[], dict[st
         for handle in handles:
             handle.remove()
         for processor in changed:
-            del processor.attend
+            del processor.attend_layer
 
 
 def part_of(name: str, shapes: Sequence[Sequence[int]], tokens: int, width: int, ffn_dim: int) -> str | None:
@@ -472,12 +520,19 @@ class Row:
 
     Args:
         base: bytes allocated before the transformer was built.
+
+    Attributes:
+        kinds: of all steps of a video.
+        ranges: the steps to measure, where they differ.
+        turn_s: what a turn takes, estimated.
     """
 
     def __init__(self, method: AttentionMethod, mode: str, bench: E2EConfig, base: int) -> None:
         self.method, self.mode, self.bench, self.base = method, mode, bench, base
         self.denoiser: Denoiser | None = None
-        self.out: torch.Tensor | None = None
+        self.kinds: list[str] = []
+        self.ranges: list[range] = []
+        self.turn_s = 0.0
         self.record: dict[str, Any] = {
             "method": method.label,
             "kind": method.parameters.kind,
@@ -505,11 +560,16 @@ class Row:
     ) -> None:
         """Build it, and let it make two forward calls: the first is checked, the second is taken apart.
 
+        Where steps differ, what is taken apart is an approximate one, which is checked too; steps of the other kinds
+        are done before it.
+
         Args:
             make: the denoiser of a transformer.
-            expected: outputs of rows before; this one's is added, under its method's label if it is eager.
+            expected: outputs of rows before; this one's are added if it is eager.
         """
         denoiser = make(self.build(stock))
+        self.kinds = step_kinds(self.method.parameters, transformers_by_step(denoiser, self.bench.steps))
+        self.ranges = steps_to_measure(self.kinds)
         clock, device = denoiser.clock, denoiser.clock.device
         started = time.monotonic()
         out = denoiser.forward()
@@ -518,15 +578,25 @@ class Row:
         if self.mode == "compiled" and compiled_graphs() == 0:
             raise RuntimeError("torch.compile compiled nothing")
         self._check(out, expected)
-        if self.record["status"] != "ok":
+        if not self.ok:
             return
         del out
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        for steps in (*self.ranges[:-1], self.ranges[-1][:-1]):
+            denoiser.run(steps)
+        outs: list[torch.Tensor] = []
+        forward = lambda text: outs.append(denoiser.forward(text))
+        apart, differ = 0, len(set(self.kinds)) > 1
+        if differ and (self.mode == "eager" or len(self.ranges[-1]) == 1):
+            # The first call of its kind compiles something. Not for a profile with residuals, for which a step would
+            # need a third call: all that is compiled there is a kernel, which profiles do not count.
+            forward(0)
+            apart = 1
         if self.mode == "eager":
             with timed_parts(denoiser.transformer, clock) as milliseconds:
                 start = clock.mark()
-                denoiser.forward()
+                forward(apart)
                 stop = clock.mark()
                 parts = milliseconds()
             total = clock.between(start, stop)
@@ -534,7 +604,7 @@ class Row:
         else:
             try:
                 config = denoiser.model.transformer
-                parts, names, rest = profiled_parts(denoiser.forward, device, denoiser.tokens, config)
+                parts, names, rest = profiled_parts(lambda: forward(apart), device, denoiser.tokens, config)
                 self.record.update(parts=parts, parts_of_ms=sum(parts.values()), attention_operators=names)
                 self.record["rest_ms"] = rest
             except RuntimeError as error:
@@ -544,56 +614,88 @@ class Row:
                 self.record["parts_problem"] = failure(error)["problem"]
             # Once more, because profiling takes its time.
             start = clock.mark()
-            denoiser.forward()
+            denoiser.forward(1)
             stop = clock.mark()
             clock.wait()
             self.record["single_forward_s"] = clock.between(start, stop) / 1e3
         if device.type == "cuda":
             self.record["peak_bytes"] = torch.cuda.max_memory_allocated(device) - self.base
+        if differ and outs:
+            self._check(outs[0], expected, "_approximate")
+        self.turn_s = 2 * sum((times.forward[1] for times in denoiser.step_times()), self.record["single_forward_s"])
+        denoiser.marks.clear()
+        denoiser.begin()
         self.denoiser = denoiser
 
-    def _check(self, out: torch.Tensor, expected: dict[str, torch.Tensor]) -> None:
+    def _check(self, out: torch.Tensor, expected: dict[str, torch.Tensor], of: str = "") -> None:
+        """Compare an output with those of other rows, and add it to them if it is eager.
+
+        Args:
+            expected: by the label of the method, followed by `of`.
+            of: nothing for the first forward call; for others "_" and what they are.
+        """
         bound = BOUNDS[out.dtype]
         exact = self.record["kind"] == "full"
-        errors: dict[str, float] = {}
+        errors = self.record.setdefault("errors", {})
         problems = []
         if not bool(out.isfinite().all()):
             problems.append("the output is not finite")
         for name, other, checked in (
-            ("to_stock", expected.get("full"), exact),
-            ("to_eager", expected.get(self.method.label) if self.mode == "compiled" else None, True),
+            ("to_stock", expected.get("full" + of), exact),
+            ("to_eager", expected.get(self.method.label + of) if self.mode == "compiled" else None, True),
         ):
             if other is None:
                 continue
-            errors[name] = relative_errors(out.movedim(1, -1), other.movedim(1, -1).float())["relative"]
+            error = relative_errors(out.movedim(1, -1), other.movedim(1, -1).float())["relative"]
+            errors[name + of] = error
             # Written so that NaN is a problem too.
-            if checked and not errors[name] <= bound:
-                problems.append(f"{name.replace('_', ' ')} it is off by {errors[name]:.2g} (at most {bound:g})")
+            if checked and not error <= bound:
+                problems.append(f"{(name + of).replace('_', ' ')} it is off by {error:.2g} (at most {bound:g})")
         if self.mode == "eager":
-            expected.setdefault(self.method.label, out)
-        self.record.update(errors=errors, status="wrong" if problems else "ok")
+            expected.setdefault(self.method.label + of, out)
+        self.record["status"] = "wrong" if problems else "ok"
         if problems:
             self.record["problem"] = "; ".join(problems)
 
-    def step(self) -> None:
-        """A step, if none failed before."""
+    def turn(self) -> None:
+        """A step of every kind, if none failed before."""
         assert self.denoiser is not None
         if not self.ok:
             return
         try:
-            self.denoiser()
+            if len(set(self.kinds)) == 1:
+                self.denoiser()
+                return
+            for steps in self.ranges:
+                self.denoiser.run(steps)
         except Exception as error:
             if _lost(error):
                 raise
             self.record.update(failure(error))
+        # The other rows need the memory of the residuals.
+        self.denoiser.begin()
 
-    def finish(self, step_ms: list[float], vae: dict[str, Any], text: dict[str, Any]) -> None:
+    def finish(self, rounds: int, vae: dict[str, Any], text: dict[str, Any]) -> None:
         """Add what follows from the measured steps."""
         assert self.denoiser is not None
-        forward = summary([ms / 1e3 for ms in self.denoiser.forward_ms()])
-        step = summary([ms / 1e3 for ms in step_ms])
-        self.record.update(forward_s=forward, step_s=step, rounds=len(step_ms))
-        self.record.update(video_seconds(step["median"], self.bench.steps, vae, text))
+        times = self.denoiser.step_times()
+        kinds: dict[str, dict[str, Any]] = {}
+        for kind in sorted(set(self.kinds), key=STEP_KINDS.index):
+            found = [step for step in times if self.kinds[step.step] == kind]
+            kinds[kind] = {
+                "steps": self.kinds.count(kind),
+                "forward_s": summary([seconds for step in found for seconds in step.forward]),
+                "step_s": summary([step.whole for step in found]),
+            }
+        for name in ("forward_s", "step_s"):
+            self.record[name] = {
+                key: sum(kind["steps"] * kind[name][key] for kind in kinds.values()) / self.bench.steps
+                for key in ("median", "min", "p20", "p80")
+            }
+        if len(kinds) > 1:
+            self.record["kinds"] = kinds
+        self.record["rounds"] = rounds
+        self.record.update(video_seconds(self.record["step_s"]["median"], self.bench.steps, vae, text))
 
 
 def compiled_graphs() -> int:
@@ -663,7 +765,7 @@ def run_setting(
     texts = [torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(2)]
 
     def make(transformer: torch.nn.Module) -> Denoiser:
-        return Denoiser(transformer, model, noise, texts, bench.steps, clock)
+        return Denoiser(transformer, model, noise, texts, bench.steps, clock, *transformers[1:])
 
     expected: dict[str, torch.Tensor] = {}
     torch.compiler.reset()
@@ -709,8 +811,7 @@ def settings_of_torch() -> Iterator[None]:
 def measure_rows(rows: Sequence[Row], case: dict[str, Any], bench: E2EConfig, clock: Clock, deadline: float) -> None:
     """Measure the rows that are ok in turns, in as many rounds as the time is enough for; at best after a warm-up."""
     ready = [row for row in rows if row.ok]
-    # A step is two forward calls.
-    round_s = 2 * sum(row.record["single_forward_s"] for row in ready)
+    round_s = sum(row.turn_s for row in ready)
     fitting = int(max(deadline - time.monotonic(), 0) / max(round_s, 1e-6))
     rounds = min(bench.rounds, fitting)
     case["warm_up"] = fitting > rounds
@@ -720,18 +821,18 @@ def measure_rows(rows: Sequence[Row], case: dict[str, Any], bench: E2EConfig, cl
         return
     if case["warm_up"]:
         for row in ready:
-            row.step()
+            row.turn()
         clock.wait()
         for row in ready:
             assert row.denoiser is not None
             row.denoiser.marks.clear()
     case["rounds_left_out"] = bench.rounds - rounds
     names = {str(i): row for i, row in enumerate(ready)}
-    runs: dict[str, Callable[[], Any]] = {name: row.step for name, row in names.items()}
+    runs: dict[str, Callable[[], Any]] = {name: row.turn for name, row in names.items()}
     times, _ = measure(runs, dict.fromkeys(runs, rounds), clock, deadline)
     for name, row in names.items():
         if row.ok:
-            row.finish(times[name], case["vae"], case["text_encoder"])
+            row.finish(len(times[name]), case["vae"], case["text_encoder"])
 
 
 def _check_memory(setting: Setting, model: WanModel, transformer_only: bool) -> None:
@@ -799,7 +900,7 @@ def run_bench(bench: E2EConfig) -> dict[str, Any]:
             " cuDNN's attention",
             "timing": "device events around whole steps and their forward calls, rows in turns",
             "memory": "peak_bytes: the most that is allocated during a forward call, weights of all transformers"
-            " counted, VAE and text encoder not",
+            " and residuals of both guidance branches counted, VAE and text encoder not",
             "parts": "eager: device events around modules, gaps between kernels counted; compiled: kernels by the"
             " shapes of their products, of six square ones two for cross-attention; what is fused is rest, its longest"
             " kernels are rest_ms; of one profiled call, gaps not counted",
@@ -894,7 +995,7 @@ def e2e_table(results: dict[str, Any]) -> str:
     """Seconds of steps and videos with the ratios that are aimed at, and what the time goes into."""
     from vmonarch.eval.tables import markdown
 
-    rows, parts, longer = [], [], ""
+    rows, parts, kinds, longer = [], [], [], ""
     for setting, found in newest_rows(results).items():
         for (method, mode), (row, case) in found.items():
             aims = case["aims"] if (method, mode) == ("vmonarch", "compiled") and case["aims"] else (None, None)
@@ -921,6 +1022,10 @@ def e2e_table(results: dict[str, Any]) -> str:
                     "–" if error is None else f"{error:.1e}",
                 ]
             )
+            if "kinds" in row:
+                found_kinds = [row["kinds"].get(kind) for kind in STEP_KINDS]
+                cells = ["–" if k is None else f"{k['steps']} × {k['step_s']['median']:.3f}" for k in found_kinds]
+                kinds.append([*name, *cells])
             if "parts" in row:
                 shares = [f"{100 * row['parts'][part] / row['parts_of_ms']:.0f} %" for part in PARTS]
                 parts.append([*name, *shares])
@@ -933,7 +1038,11 @@ def e2e_table(results: dict[str, Any]) -> str:
     heading = ["setting", "method", "forward s", "step s", "denoising s", "video s"]
     table = markdown([*heading, "× stock eager", "× stock compiled", "GB", "error"], rows)
     shares_table = markdown(["setting", "method", *PARTS], parts)
-    return f"{table}\nWhere a forward call spends its time:\n\n{shares_table}\n{longer}{_about(results)}"
+    kinds_table = f"\nSteps of each kind, and their seconds:\n\n{markdown(['setting', 'method', *STEP_KINDS], kinds)}"
+    return (
+        f"{table}{kinds_table if kinds else ''}\nWhere a forward call spends its time:\n\n{shares_table}\n{longer}"
+        f"{_about(results)}"
+    )
 
 
 def video_table(results: dict[str, Any]) -> str:

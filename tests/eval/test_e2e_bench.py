@@ -1,19 +1,22 @@
 """The end-to-end benchmark: what it measures and extrapolates, what it records of failures, what it refuses."""
 
+import collections
 import copy
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
 import vmonarch
-from vmonarch import VMonarchProcessor
+from vmonarch import VMonarchProcessor, residuals
 from vmonarch.cli import main
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval import e2e_bench
+from vmonarch.eval.attention_flops import step_kinds
 from vmonarch.eval.e2e_bench import (
     PARTS,
     REST_KERNELS,
@@ -21,6 +24,7 @@ from vmonarch.eval.e2e_bench import (
     Denoiser,
     E2EConfig,
     Row,
+    StepTimes,
     choose_settings,
     e2e_table,
     measure_rows,
@@ -29,6 +33,7 @@ from vmonarch.eval.e2e_bench import (
     ratio,
     run_bench,
     share_weights,
+    steps_to_measure,
     timed_parts,
     video_table,
 )
@@ -57,8 +62,8 @@ def bench(tiny_yaml, tmp_path):
     def config(*methods, **changes):
         options = {"modes": ("eager",), "rounds": 1, "transformer_only": True, "device": "cpu", "progress": False}
         options |= {"compile_backend": "eager", **changes}
-        settings = choose_settings(["5x32x64"], tiny_yaml)
-        return E2EConfig(tmp_path / "e2e.json", settings, tuple(map(resolve_method, methods)), **options)
+        options.setdefault("settings", choose_settings(["5x32x64"], tiny_yaml))
+        return E2EConfig(tmp_path / "e2e.json", methods=tuple(map(resolve_method, methods)), **options)
 
     return config
 
@@ -169,24 +174,25 @@ def test_nothing_is_begun_after_the_budget(bench):
     assert "left out: tiny.yaml-5x32x64" in e2e_table(results)
 
 
-@pytest.mark.parametrize("seconds, rounds, warm", [(2.5, 0, False), (1.2, 1, False), (0.7, 3, False), (0.3, 3, True)])
+@pytest.mark.parametrize("seconds, rounds, warm", [(5, 0, False), (2.4, 1, False), (1.4, 3, False), (0.6, 3, True)])
 def test_as_many_rounds_as_fit(bench, monkeypatch, seconds, rounds, warm):
-    # Two rows of two calls each, in 9 seconds: a round takes four times as long as a call.
+    # Two rows in 9 seconds: a round takes twice as long as a turn.
     steps = {name: [] for name in "ab"}
 
     class Stub(Row):
-        def step(self):
+        def turn(self):
             steps[self.record["method"]].append(1)
 
-        def finish(self, step_ms, vae, text):
-            self.record["rounds"] = len(step_ms)
+        def finish(self, rounds, vae, text):
+            self.record["rounds"] = rounds
 
     config = bench("full", rounds=3, budget=9.0)
     stubs = []
     for name in steps:
         stub = Stub(config.methods[0], "eager", config, 0)
         stub.denoiser = type("Marks", (), {"marks": []})()
-        stub.record.update(method=name, status="ok", single_forward_s=seconds)
+        stub.record.update(method=name, status="ok")
+        stub.turn_s = seconds
         stubs.append(stub)
     case = {"vae": {}, "text_encoder": {}}
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
@@ -236,7 +242,7 @@ def test_a_step_calls_the_transformer_as_the_pipeline_does(tiny, expand):
     with torch.no_grad():
         for _ in range(4):
             denoiser()
-    assert len(calls) == 8 and len(denoiser.forward_ms()) == 8
+    assert len(calls) == 8 and [times.step for times in denoiser.step_times()] == [0, 1, 2, 0]
     for found, wanted in zip(calls, [*expected, *expected[:2]], strict=True):
         for name in ("timestep", "encoder_hidden_states"):
             torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=0)
@@ -292,7 +298,191 @@ def test_parts_are_timed_around_what_they_are_named_after(tiny, monkeypatch):
         }
         assert transformer_wan.dispatch_attention_fn is dispatch
         assert [dict(module._forward_hooks) for module in model.modules()] == hooks
-        assert "attend" not in vars(model.blocks[0].attn1.processor)
+        assert "attend_layer" not in vars(model.blocks[0].attn1.processor)
+    # A residual is part of attention.
+    ticking(residuals, "add_residual", 3.0)
+    vmonarch.apply(model, VMonarchProcessor(refresh=1))
+    inputs = tiny.inputs()
+    texts = [inputs["encoder_hidden_states"]] * 2
+    denoiser = Denoiser(model, read_model("wan2.1-1.3b"), inputs["hidden_states"], texts, 3, Ticks(CPU))
+    with torch.no_grad():
+        denoiser()
+        with timed_parts(model, denoiser.clock) as milliseconds:
+            denoiser.forward()
+    assert milliseconds()["attention"] == 20.0
+    denoiser.marks = [(4, (0.0, 1e3, 3e3, 7e3))]
+    assert denoiser.step_times() == [StepTimes(step=4, whole=7.0, forward=(1.0, 2.0))]
+
+
+@pytest.mark.parametrize(
+    "method, second, kinds, ranges",
+    [
+        ("vmonarch", 9, "aaaaaa", [(0,)]),
+        ("vmonarch:dense_steps=2", 9, "ddaaaa", [(0,), (2,)]),
+        ("vmonarch:refresh=1", 9, "kaaaaa", [(0, 1)]),
+        ("vmonarch:refresh=1", 3, "kaakaa", [(0, 1)]),
+        ("vmonarch:refresh=[0,1,4]", 9, "ekaaka", [(0,), (1, 2)]),
+        ("vmonarch:refresh=[0,2,5],dense_steps=[3,4]", 9, "kakdde", [(5,), (3,), (0, 1)]),
+        ("vmonarch:refresh=[0,2],dense_steps=[1]", 9, "kdkaaa", [(1,), (2, 3)]),
+        ("vmonarch:refresh=[2],dense_steps=[0,1,3]", 9, "ddkdaa", [(2, 3, 4)]),
+        ("vmonarch:refresh=[0,5]", 9, "kaaaae", [(5,), (0, 1)]),
+        ("vmonarch:refresh=1.0", 9, "eeeeee", [(0,)]),
+    ],
+)
+def test_kinds_of_steps_and_the_fewest_that_hold_them(method, second, kinds, ranges):
+    """`second`: the first step of the second transformer."""
+    transformers = ["transformer" if step < second else "transformer_2" for step in range(6)]
+    found = step_kinds(resolve_method(method).parameters, transformers)
+    assert "".join(kind[0] for kind in found) == kinds
+    assert sorted(map(tuple, steps_to_measure(found))) == sorted(ranges)
+    assert "a" not in kinds or steps_to_measure(found)[-1][-1] == kinds.index("a")
+
+
+REFRESH = "vmonarch:refresh=[0,1,4]"
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """(denoiser, step, text, calls of what attention consists of, residuals of it and of others) of forward calls."""
+    seen, made, calls = [], [], collections.Counter()
+
+    def held(denoiser):
+        record = getattr(denoiser.transformer, "_vmonarch_record", None)
+        sharing = None if record is None else record.context.sharing
+        return 0 if sharing is None else sum(len(branch.residuals) for branch in sharing._branches)
+
+    class Watched(Denoiser):
+        def __init__(self, *inputs):
+            super().__init__(*inputs)
+            made.append(self)
+
+        def forward(self, text=0):
+            others = sum(held(other) for other in made if other is not self)
+            calls.clear()
+            out = super().forward(text)
+            seen.append((self, self.next_step, text, dict(calls), held(self), others))
+            return out
+
+    def counted(owner, name):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **b: calls.update([name]) or original(*a, **b))
+
+    counted(VMonarchProcessor, "attend")
+    counted(VMonarchProcessor, "attend_exactly")
+    counted(residuals, "attention_residual")
+    counted(residuals, "add_residual")
+    monkeypatch.setattr(e2e_bench, "Denoiser", Watched)
+    yield seen
+    assert sum(held(denoiser) for denoiser in made) == 0, "memory of other rows"
+
+
+def test_each_kind_of_step_is_measured_as_it_is_in_a_run(bench, forwards, monkeypatch):
+    prepared = []
+
+    def measure_prepared(rows, *others):
+        prepared.extend(rows)
+        assert not any(row.denoiser.marks for row in rows), "preparation is not measured"
+        measure_rows(rows, *others)
+
+    monkeypatch.setattr(e2e_bench, "measure_rows", measure_prepared)
+    results = run_bench(bench(REFRESH, "full", modes=e2e_bench.MODES, steps=8, rounds=2))
+    # What each forward call does in two layers, and the residuals after it, by text.
+    expected = {
+        "exact": ({"attend_exactly": 2}, (0, 0)),
+        "kept": ({"attend_exactly": 2, "attend": 2, "attention_residual": 2}, (2, 4)),
+        "approximate": ({"attend": 2, "add_residual": 2}, (4, 4)),
+    }
+    kinds = step_kinds(resolve_method(REFRESH).parameters, ["transformer"] * 8)
+    rounds = 2 + results["runs"][0]["cases"][0]["warm_up"]
+    rows = rows_of(results)
+    # The first is stock diffusers.
+    _, *denoisers = dict.fromkeys(denoiser for denoiser, *_ in forwards)
+    for mode, denoiser, ready in zip(e2e_bench.MODES, denoisers, prepared, strict=False):
+        mine = [entry for entry in forwards if entry[0] is denoiser]
+        for _, step, text, calls, held, others in mine:
+            assert (calls, held, others) == (expected[kinds[step]][0], expected[kinds[step]][1][text], 0)
+        # The first is checked; after a step of each other kind an approximate one is taken apart.
+        turn = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+        assert [(step, text) for _, step, text, *_ in mine] == [(0, 0), *turn * (1 + rounds)]
+        row = rows[REFRESH, mode]
+        assert row["status"] == "ok" and row["rounds"] == 2
+        assert ready.turn_s > 2 * row["single_forward_s"], "a turn is more than the approximate step"
+        counts = {kind: found["steps"] for kind, found in row["kinds"].items()}
+        assert counts == {"exact": 1, "kept": 2, "approximate": 5}
+        total = sum(found["steps"] * found["step_s"]["median"] for found in row["kinds"].values())
+        assert row["denoise_s"] == pytest.approx(total) == pytest.approx(8 * row["step_s"]["median"])
+        assert row["errors"]["to_stock"] < 1e-5, "the first step is exact"
+        assert f"| {REFRESH}, {mode} | – | 1 × {row['kinds']['exact']['step_s']['median']:.3f} |" in e2e_table(results)
+    assert row["errors"]["to_eager_approximate"] < 1e-5 and row["attention_operators"] == ["vmonarch::layer_attention"]
+    assert row["parts"]["attention"] > 0
+    assert "kinds" not in rows["full", "eager"] and list(rows["full", "compiled"]["errors"]) == ["to_stock", "to_eager"]
+    full = [(step, text) for denoiser, step, text, *_ in forwards if denoiser is denoisers[2]]
+    assert full[:6] == [(0, 0), (0, 0), (0, 0), (0, 1), (1, 0), (1, 1)], "one is checked, one is taken apart"
+
+
+def test_dense_steps_and_a_second_transformer_count(bench, forwards, tiny_yaml, tmp_path):
+    path = tmp_path / "two.yaml"
+    path.write_text(Path(tiny_yaml).read_text() + "boundary_ratio: 0.875\n")
+    config = bench(
+        "vmonarch:refresh=1", "vmonarch:dense_steps=1", steps=6, settings=choose_settings(["5x32x64"], str(path))
+    )
+    rows = rows_of(run_bench(config)).values()
+    counts = [{kind: found["steps"] for kind, found in row["kinds"].items()} for row in rows]
+    assert counts == [{"kept": 2, "approximate": 4}, {"dense": 1, "approximate": 5}]
+    dense = forwards[-1][0]
+    assert {step: calls for denoiser, step, _, calls, *_ in forwards if denoiser is dense} == {0: {}, 1: {"attend": 2}}
+
+
+def test_what_is_compiled_for_a_kind_of_step_is_not_taken_apart(bench, monkeypatch):
+    counts, original = [], e2e_bench.profiled_parts
+
+    def profiled(run, *others):
+        before = e2e_bench.compiled_graphs()
+        found = original(run, *others)
+        counts.append(e2e_bench.compiled_graphs() - before)
+        return found
+
+    monkeypatch.setattr(e2e_bench, "profiled_parts", profiled)
+    run_bench(bench("vmonarch:dense_steps=1", modes=("compiled",), steps=2))
+    assert counts == [0]
+
+
+def test_seconds_of_a_video_are_those_of_its_steps(bench):
+    config = bench(REFRESH, steps=8)
+    row = Row(config.methods[0], "eager", config, 0)
+    row.kinds = ["exact", "kept", *["approximate"] * 6]
+    seconds = {0: [5.0, 4.0, 6.0], 1: [7.0, 9.0, 8.0], 2: [1.0, 3.0, 2.5]}
+    times = [StepTimes(step, whole, (whole / 4, whole / 4)) for step, wholes in seconds.items() for whole in wholes]
+    row.denoiser = SimpleNamespace(step_times=lambda: times)
+    row.finish(3, {"status": "ok", "seconds": 10.0}, {"status": "ok", "seconds": 1.0})
+    assert row.record["denoise_s"] == 5.0 + 8.0 + 6 * 2.5 and row.record["video_s"] == 28.0 + 10.0 + 2.0
+    assert row.record["step_s"]["median"] == 28.0 / 8 and row.record["forward_s"]["median"] == 7.0 / 8
+    assert row.record["step_s"]["min"] == (4.0 + 7.0 + 6 * 1.0) / 8
+    assert row.record["kinds"]["kept"]["forward_s"]["median"] == 2.0
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")], ids=["wrong", "failing"])
+def test_an_approximate_step_that_is_wrong_or_fails_is_recorded(bench, forwards, monkeypatch, error):
+    right, calls = residuals.add_residual, []
+
+    def add(*inputs, **options):
+        calls.append(inputs)
+        # Two layers: the first two forward calls with residuals are those of the eager row's preparation.
+        if len(calls) <= 4:
+            return right(*inputs, **options)
+        if error is not None:
+            raise error
+        return 2 * right(*inputs, **options)
+
+    monkeypatch.setattr(residuals, "add_residual", add)
+    methods, modes = (["full"], ("eager",)) if error else ([], e2e_bench.MODES)
+    rows = rows_of(run_bench(bench("vmonarch:refresh=1", *methods, modes=modes, steps=3)))
+    row = rows["vmonarch:refresh=1", modes[-1]]
+    if error is None:
+        assert row["status"] == "wrong" and "to eager approximate it is off by" in row["problem"]
+    else:
+        assert row["status"] == "out of memory" and rows["full", "eager"]["status"] == "ok"
+    assert "step_s" not in row
 
 
 @pytest.mark.parametrize(
@@ -381,7 +571,8 @@ USAGE = {
     "unknown model": ([*E2E, "--model", "wan9", "--settings", "5x32x64"], ["--model", "hub id", "'wan9'"]),
     "unknown method": ([*E2E, "--methods", "vmonach"], ["--methods", "did you mean vmonarch"]),
     "method twice": ([*E2E, "--methods", "full", "full"], ["--methods", "different"]),
-    "dense steps": ([*E2E, "--methods", "vmonarch:dense_steps=2"], ["--methods", "no dense steps"]),
+    "too many dense steps": ([*E2E, "--methods", "vmonarch:dense_steps=51"], ["--methods", "there are only 50 steps"]),
+    "too many refreshes": ([*E2E, "--steps", "7", "--methods", "vmonarch:refresh=8"], ["--methods", "only 7 steps"]),
     "unknown mode": ([*E2E, "--modes", "fast"], ["--modes", "eager, compiled", "fast"]),
     "no rounds": ([*E2E, "--rounds", "0"], ["--rounds", "above 0"]),
     "no steps": ([*E2E, "--steps", "-1"], ["--steps", "above 0"]),
