@@ -220,6 +220,36 @@ def test_a_cache_reuses_what_vmonarch_computed(tiny, name, guidance, applied):
     assert torch.equal(generate(tiny, pipe, guidance), stock)
 
 
+@pytest.mark.parametrize("name, skipped", [("first-block", 2), ("mag", 3), ("sea", 3), ("taylor", 2), ("pyramid", 3)])
+def test_a_refresh_that_a_cache_skips_is_made_up_for(tiny, monkeypatch, name, skipped):
+    _, often, where, predict = CACHES[name]
+    guidance, calls = ("none", 1) if name == "pyramid" else ("two-calls", 2)
+    attention = VMonarchProcessor(refresh=[0, skipped])
+    plain = three_layers(tiny)
+    vmonarch.apply(plain, attention)
+    uncached = generate(tiny, plain, guidance)
+
+    pipe = three_layers(tiny)
+    pipe.transformer.enable_cache(often(pipe))
+    vmonarch.apply(pipe, attention)
+    computed, _ = watch(pipe.transformer)
+    last, exact, attend_exactly = pipe.transformer.blocks[-1].attn1.processor, [], VMonarchProcessor.attend_exactly
+
+    def note(processor, *inputs):
+        if processor is last:
+            exact.append(len(computed) - 1)
+        return attend_exactly(processor, *inputs)
+
+    monkeypatch.setattr(VMonarchProcessor, "attend_exactly", note)
+    cached = generate(tiny, pipe, guidance)
+    assert not computed[calls * skipped] and sum(computed) > len(exact), "a refresh is skipped, residuals are used"
+    assert exact == [calls * step + call for step in (0, skipped + 1) for call in range(calls)]
+
+    reuse(plain.transformer, where, computed, predict, calls)
+    torch.testing.assert_close(cached, generate(tiny, plain, guidance), **CLOSE)
+    assert (cached - uncached).abs().max() > 100 * CLOSE["atol"]
+
+
 def test_a_pyramid_with_two_calls_a_step_never_computes_the_second(tiny):
     # Why docs/compose.md asks for batched guidance there.
     pipe = three_layers(tiny)

@@ -274,14 +274,18 @@ def test_first_block_cache(tiny, way, when):
     assert torch.equal(tiny.generate(pipe, steps=4), stock)
 
 
-@WAYS
+@pytest.mark.parametrize(
+    "way, options",
+    [("apply", {}), ("set_attn_processor", {}), ("apply", {"refresh": 1})],
+    ids=["apply", "set_attn_processor", "refresh"],
+)
 @pytest.mark.parametrize("offload", ["block_level", "leaf_level", "sequential", "model"])
-def test_offloading_on_the_cpu(tiny, way, offload):
+def test_offloading_on_the_cpu(tiny, way, options, offload):
     # What a machine without an accelerator can show: the hooks of diffusers and accelerate that move weights and
     # inputs are all in place and run. `test_offloading_on_the_gpu` moves them to a device.
     pipe = tiny.pipeline("t2v")
     stock = tiny.generate(pipe)
-    switch(pipe.transformer, way)
+    switch(pipe.transformer, way, **options)
     expected = tiny.generate(pipe)
     cpu = torch.device("cpu")
     if offload.endswith("level"):
@@ -303,12 +307,14 @@ def test_offloading_on_the_cpu(tiny, way, offload):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["t2v-2.2", "i2v-2.1"])
+@pytest.mark.parametrize(
+    "kind, options", [("t2v-2.2", {"dense_steps": 1}), ("i2v-2.1", {"dense_steps": 1, "refresh": [1]})]
+)
 @pytest.mark.parametrize("offload", ["model", "sequential", "block_level", "leaf_level", "stream"])
-def test_offloading_on_the_gpu(tiny, kind, offload):
+def test_offloading_on_the_gpu(tiny, kind, options, offload):
     pipe = tiny.pipeline(kind).to("cuda")
     stock = tiny.generate(pipe)
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    vmonarch.apply(pipe, VMonarchProcessor(**options))
     expected = tiny.generate(pipe)
     pipe.to("cpu")
     if offload == "model":
@@ -330,9 +336,12 @@ def test_offloading_on_the_gpu(tiny, kind, offload):
 
 
 @pytest.mark.gpu
-def test_the_hook_and_the_steps_never_wait_for_the_gpu(tiny):
+@pytest.mark.parametrize(
+    "options", [{"dense_steps": [1]}, {"refresh": [0, 1]}], ids=lambda options: next(iter(options))
+)
+def test_the_hook_and_the_steps_never_wait_for_the_gpu(tiny, options):
     pipe = tiny.pipeline("t2v").to("cuda")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1]))
+    vmonarch.apply(pipe, VMonarchProcessor(**options))
     tiny.generate(pipe)
     waiting = torch.cuda.set_sync_debug_mode
     pipe.transformer.register_forward_pre_hook(lambda *_: waiting("error"), prepend=True)
@@ -379,7 +388,8 @@ def test_compiled_repeated_blocks_share_one_graph(tiny, dynamo, way):
 def test_compiled_on_another_grid(tiny, dynamo, scope):
     model = tiny.transformer(num_layers=1)
     vmonarch.apply(model, VMonarchProcessor())
-    grids = [(3, 2, 4), (4, 2, 3), (2, 3, 3), (3, 2, 4)]
+    # A whole model takes seconds for each grid.
+    grids = [(3, 2, 4), (4, 2, 3), *([] if scope == "whole" else [(2, 3, 3)]), (3, 2, 4)]
     expected = [tiny.run(model, grid) for grid in grids]
     if scope == "whole":
         compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -411,11 +421,31 @@ def test_compiled_pipeline_with_dense_steps_switched_off_again(tiny, dynamo, sco
     torch.testing.assert_close(tiny.generate(pipe, steps=6), stock)
 
 
-def test_whole_in_one_graph_no_step_is_known(tiny, dynamo):
+def test_compiled_pipeline_with_residuals(tiny, dynamo):
     pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=2))
-    pipe.transformer.compile(backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="(?s)dense_steps.*compile_repeated_blocks"):
+    pipe.transformer = tiny.transformer(num_layers=1)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 2]))
+    expected = tiny.generate(pipe, steps=4)
+    bare = pipe.transformer
+    pipe.transformer = torch.compile(bare, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(tiny.generate(pipe, steps=4), expected)
+    assert dynamo["stats"]["unique_graphs"] == 1, "one for steps of both kinds"
+    pipe.transformer = bare
+    bare.compile(backend="eager")
+    torch.testing.assert_close(tiny.generate(pipe, steps=4), expected)
+
+
+@pytest.mark.parametrize("scope", ["wrapped", "in place"])
+@pytest.mark.parametrize("option", ["dense_steps", "refresh"])
+def test_whole_in_one_graph_no_step_is_known(tiny, dynamo, scope, option):
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor(**{option: 2}))
+    if scope == "wrapped":
+        pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
+    else:
+        pipe.transformer.compile(backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"(?s){option}.*compile_repeated_blocks"):
         tiny.generate(pipe)
 
 
@@ -472,7 +502,7 @@ def test_compiled_by_inductor(tiny, dynamo):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("guidance", ["two-calls", "batched"])
-@pytest.mark.parametrize("attention", ["vmonarch", "dense-steps", "plan", "plan-of-two-layers"])
+@pytest.mark.parametrize("attention", ["vmonarch", "dense-steps", "refresh", "plan", "plan-of-two-layers"])
 def test_cuda_graphs_of_repeated_blocks(tiny, dynamo, guidance, attention):
     from torch._inductor.cudagraph_trees import get_manager
 
@@ -486,6 +516,8 @@ def test_cuda_graphs_of_repeated_blocks(tiny, dynamo, guidance, attention):
     options = {
         "vmonarch": {},
         "dense-steps": {"dense_steps": 2},
+        # One operator for all steps, which is not recorded.
+        "refresh": {"refresh": [0, 2]},
         # Layers that all differ: one operator for them, which is not recorded.
         "plan": {
             "plan": vmonarch.AttentionPlan(
