@@ -117,6 +117,22 @@ def test_fused_projections_are_quantised_like_others(tiny, inside_diffusers, kin
     torch.testing.assert_close(tiny.run(model), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_residuals_are_shared_as_with_plain_layers(tiny):
+    pipe, plain = tiny.pipeline("t2v"), tiny.pipeline("t2v")
+    quantise(pipe.transformer, "float8-packed")
+    layers = dict(pipe.transformer.named_modules())
+    with torch.no_grad():
+        for name, layer in plain.transformer.named_modules():
+            if isinstance(layers[name], PackedLinear):
+                layer.weight.copy_((layers[name](torch.eye(layer.in_features)) - layer.bias).T)
+    outputs = []
+    for each, refresh in ((pipe, [0, 2]), (plain, [0, 2]), (plain, None)):
+        vmonarch.apply(each, VMonarchProcessor(refresh=refresh))
+        outputs.append(tiny.generate(each, steps=4))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-3, atol=1e-3)
+    assert (outputs[0] - outputs[2]).abs().max() > 1e-2
+
+
 @interpreted
 @pytest.mark.parametrize("kind", ["float8-packed", "float8-weight"])
 def test_norm_and_rotation_stay_fused(tiny, monkeypatch, kind):

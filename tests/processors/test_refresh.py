@@ -161,6 +161,21 @@ def test_with_other_options(tiny, name, dtype):
     assert torch.equal(tiny.generate(pipe, steps=4), expected)
 
 
+def test_with_lora_layers(tiny):
+    from peft import LoraConfig
+
+    pipe = tiny.pipeline("t2v")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    options = [{"steps": 4, "guidance": 1.0, "attention_kwargs": {"scale": scale}} for scale in (1.0, 0.5)]
+    expected = [by_hand(tiny, pipe, (0, 2), **each) for each in options]
+    assert (expected[0] - expected[1]).abs().max() > 1e-3
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 2]))
+    for each, output in zip(options, expected, strict=True):
+        assert torch.equal(tiny.generate(pipe, **each), output)
+
+
 def distance(a, b):
     return ((a - b).norm() / b.norm()).item()
 
