@@ -39,6 +39,7 @@ def test_a_slope_and_errors_between_change_the_result(tiny):
     pipe = tiny.pipeline("t2v")
     plain = studied(tiny, pipe, Strategy.parse("schedule:3", 6, rows=4))
     sloped = studied(tiny, pipe, Strategy.parse("extrapolated:3,0.5", 6, rows=4))
-    some = Strategy.parse("head:0.02", 6, rows=4)
+    torch.manual_seed(0)
+    some = Strategy.parse("head:0.05", 6, rows=18)
     assert not torch.equal(sloped, plain) and not torch.equal(studied(tiny, pipe, some), plain)
-    assert any(4 / 18 < share < 1 for share in some.shares[4:]), "some heads of a layer"
+    assert any(1 < share < 2 for share in some.shares[4:]), "some heads of a layer"

@@ -31,8 +31,8 @@ from vmonarch.residuals import Branch, ResidualSharing, spaced_steps
 @pytest.mark.parametrize(
     "count, steps, expected",
     [
-        (8, 50, (0, 2, 4, 8, 13, 19, 26, 36)),
-        (6, 20, (0, 1, 2, 5, 8, 13)),
+        (8, 50, (0, 1, 3, 7, 12, 20, 28, 38)),
+        (6, 20, (0, 1, 2, 5, 9, 14)),
         (2, 8, (0, 2)),
         (1, 4, (0,)),
         (4, 4, (0, 1, 2, 3)),
@@ -40,7 +40,7 @@ from vmonarch.residuals import Branch, ResidualSharing, spaced_steps
     ],
     ids=str,
 )
-def test_refreshes_are_spaced_geometrically(count, steps, expected):
+def test_refreshes_are_spaced_at_growing_intervals(count, steps, expected):
     assert spaced_steps(count, steps) == expected
 
 
