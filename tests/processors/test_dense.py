@@ -203,40 +203,24 @@ def taken(seen):
     return exact
 
 
-def quickly(tiny, pipe, steps, **options):
-    """One call of the transformer a step."""
-    return tiny.generate(pipe, steps=steps, guidance=1.0, **options)
-
-
-def another(pipe, *, own_scheduler=False):
-    """Video to video with the parts of `pipe`."""
-    names = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
-    parts = {name: getattr(pipe, name) for name in names}
-    if own_scheduler:
-        parts["scheduler"] = copy.deepcopy(pipe.scheduler)
-    other = diffusers.WanVideoToVideoPipeline(**parts)
-    other.set_progress_bar_config(disable=True)
-    return other
-
-
 @pytest.mark.parametrize("given", ["pipeline", "transformer"])
 @pytest.mark.parametrize("own_scheduler", [False, True], ids=["one-scheduler", "two-schedulers"])
 def test_pipelines_that_share_a_transformer_take_turns(tiny, own_scheduler, given):
     pipe = tiny.pipeline("t2v")
-    other = another(pipe, own_scheduler=own_scheduler)
+    other = tiny.another(pipe, own_scheduler=own_scheduler)
     vmonarch.apply(pipe if given == "pipeline" else pipe.transformer, VMonarchProcessor(dense_steps=2))
     seen = watched(pipe.transformer)
     for _ in range(2):
-        quickly(tiny, other, 5)
+        tiny.quickly(other, 5)
         assert taken(seen) == [True, True, False], "three of five steps run"
-        quickly(tiny, pipe, 4)
+        tiny.quickly(pipe, 4)
         assert taken(seen) == [True, True, False, False]
 
 
 @pytest.mark.parametrize("own_scheduler", [False, True], ids=["one-scheduler", "two-schedulers"])
 def test_an_interrupted_run_leaves_no_trace(tiny, own_scheduler):
     pipe = tiny.pipeline("t2v")
-    other = another(pipe, own_scheduler=own_scheduler)
+    other = tiny.another(pipe, own_scheduler=own_scheduler)
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=2))
     seen = watched(pipe.transformer)
 
@@ -250,19 +234,19 @@ def test_an_interrupted_run_leaves_no_trace(tiny, own_scheduler):
         return {}
 
     with pytest.raises(KeyboardInterrupt):
-        quickly(tiny, pipe, 6, callback_on_step_end=fail)
+        tiny.quickly(pipe, 6, callback_on_step_end=fail)
     assert taken(seen) == [True, True, False]
-    quickly(tiny, other, 5)
+    tiny.quickly(other, 5)
     assert taken(seen) == [True, True, False]
-    quickly(tiny, pipe, 4, callback_on_step_end=stop)
+    tiny.quickly(pipe, 4, callback_on_step_end=stop)
     assert taken(seen) == [True, True]
-    quickly(tiny, pipe, 3)
+    tiny.quickly(pipe, 3)
     assert taken(seen) == [True, True, False]
 
 
 def test_a_pipeline_runs_in_the_callback_of_another(tiny):
     pipe = tiny.pipeline("t2v")
-    other = another(pipe, own_scheduler=True)
+    other = tiny.another(pipe, own_scheduler=True)
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1]))
     seen = watched(pipe.transformer)
     within = []
@@ -271,22 +255,22 @@ def test_a_pipeline_runs_in_the_callback_of_another(tiny):
         before = len(seen)
         if step == 1:
             tiny.run(outer.transformer)
-            quickly(tiny, other, 5)
+            tiny.quickly(other, 5)
         within.append([exact for _, exact in seen[before:]])
         del seen[before:]
         return {}
 
-    quickly(tiny, pipe, 3, callback_on_step_end=callback)
+    tiny.quickly(pipe, 3, callback_on_step_end=callback)
     assert within == [[], [True, False, True, False], []], "in step 1; then three steps of video to video"
     assert taken(seen) == [False, True, False]
 
 
 def test_a_schedule_that_another_pipeline_has_replaced_is_refused(tiny):
     pipe = tiny.pipeline("t2v")
-    other = another(pipe)
+    other = tiny.another(pipe)
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
     with pytest.raises(RuntimeError, match="dense_steps.*WanPipeline.*same scheduler.*deepcopy"):
-        quickly(tiny, pipe, 5, callback_on_step_end=lambda *_: quickly(tiny, other, 5) is None or {})
+        tiny.quickly(pipe, 5, callback_on_step_end=lambda *_: tiny.quickly(other, 5) is None or {})
 
 
 def test_pipelines_of_two_threads_are_told_apart(tiny):
@@ -294,12 +278,12 @@ def test_pipelines_of_two_threads_are_told_apart(tiny):
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1, 2]))
     seen = watched(pipe.transformer)
     together = threading.Barrier(2, timeout=60)
-    pipes = [pipe, another(pipe, own_scheduler=True)]
+    pipes = [pipe, tiny.another(pipe, own_scheduler=True)]
 
     def work(index):
         # Both take three steps, each of them together with one of the other's; those of video to video are others.
         callback = lambda *_: together.wait() < 0 or {}
-        quickly(tiny, pipes[index], (3, 6)[index], callback_on_step_end=callback, generator=torch.Generator())
+        tiny.quickly(pipes[index], (3, 6)[index], callback_on_step_end=callback, generator=torch.Generator())
         return threading.get_ident()
 
     with ThreadPoolExecutor(2) as threads:
@@ -313,11 +297,11 @@ def test_pipelines_of_two_threads_are_told_apart(tiny):
 def test_copies_of_a_pipeline_count_their_own_steps(tiny, twin):
     pipe = tiny.pipeline("t2v")
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
-    quickly(tiny, pipe, 2)
+    tiny.quickly(pipe, 2)
     copied = twin(pipe)
     del pipe
     seen = watched(copied.transformer)
-    quickly(tiny, copied, 3)
+    tiny.quickly(copied, 3)
     assert taken(seen) == [True, False, False]
     with pytest.raises(RuntimeError, match="dense_steps.*no pipeline"):
         tiny.run(copy.deepcopy(copied.transformer))
@@ -329,7 +313,7 @@ def test_a_transformer_called_without_a_pipeline_has_no_step(tiny):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no pipeline calls this transformer.*dense_steps=0"):
             tiny.run(pipe.transformer)
-        quickly(tiny, pipe, 1)
+        tiny.quickly(pipe, 1)
 
 
 class Early(diffusers.WanPipeline):
@@ -353,7 +337,7 @@ def test_a_step_that_a_pipeline_does_not_tell_is_refused(tiny, kind, message):
     pipe.inputs = tiny.inputs()
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
     with pytest.raises(RuntimeError, match=f"dense_steps needs the denoising step.*{message}"):
-        quickly(tiny, pipe, 2)
+        tiny.quickly(pipe, 2)
 
 
 @pytest.mark.parametrize("option", [{"dense_steps": 1}, {"dense_layers": 1}, {"dense_layers": [0]}], ids=str)

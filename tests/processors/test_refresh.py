@@ -194,7 +194,7 @@ def test_it_comes_nearer_to_full_attention(tiny):
 def test_dense_steps_come_first_and_keep_nothing(tiny):
     pipe = tiny.pipeline("t2v")
     seen = watched(pipe, VMonarchProcessor(dense_steps=2, refresh=[0, 4]))
-    quickly(tiny, pipe, 6)
+    tiny.quickly(pipe, 6)
     # The two first are the model's own attention.
     assert taken(seen) == [True, False, True, False]
 
@@ -231,20 +231,6 @@ def taken(seen):
     exact = [exact for _, exact in seen]
     seen.clear()
     return exact
-
-
-def quickly(tiny, pipe, steps, **options):
-    """One call of the transformer a step."""
-    return tiny.generate(pipe, steps=steps, guidance=1.0, **options)
-
-
-def another(pipe):
-    """Video to video with the parts of `pipe` and a scheduler of its own."""
-    names = ("tokenizer", "text_encoder", "transformer", "vae")
-    parts = {name: getattr(pipe, name) for name in names}
-    other = diffusers.WanVideoToVideoPipeline(**parts, scheduler=copy.deepcopy(pipe.scheduler))
-    other.set_progress_bar_config(disable=True)
-    return other
 
 
 def held(transformer):
@@ -296,14 +282,14 @@ def test_offloaded_they_come_back_one_layer_ahead(tiny, monkeypatch, dtype):
     pipe = tiny.pipeline("t2v")
     pipe.transformer = tiny.transformer(num_layers=3)
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype)))
-    expected = quickly(tiny, pipe, 5)
+    expected = tiny.quickly(pipe, 5)
     monkeypatch.setattr(residuals, "HostMemory", Host)
     monkeypatch.setattr(residuals.ResidualSharing, "_offloads", lambda *_: True)
     adding = lambda *inputs, **options: host().log.append("add") or add_residual(*inputs, **options)
     monkeypatch.setattr(residuals, "add_residual", adding)
     host = lambda: pipe.transformer._vmonarch_record.context.sharing._host
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype)))
-    assert torch.equal(quickly(tiny, pipe, 5), expected)
+    assert torch.equal(tiny.quickly(pipe, 5), expected)
     # Three layers, whose memory on the host is written to again; three steps that use residuals.
     assert host().stored == 3
     assert host().log == ["fetch", *["wait", "fetch", "add"] * 2, "wait", "add"] * 3
@@ -319,10 +305,10 @@ def test_memory_that_will_not_suffice_is_told_at_once(tiny, monkeypatch, dtype, 
     monkeypatch.setattr(residuals, "_free_bytes", lambda device: enough - (dtype == "int8"))
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh(1, dtype)))
     with pytest.raises(torch.OutOfMemoryError, match=re.escape(f"these fit: vmonarch.Refresh(1, {fits})")):
-        quickly(tiny, pipe, 3)
+        tiny.quickly(pipe, 3)
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh(1)))
     if dtype == "bfloat16":
-        quickly(tiny, pipe, 3)
+        tiny.quickly(pipe, 3)
 
 
 @pytest.mark.parametrize("end", ["restore", "apply", "next run"])
@@ -334,15 +320,15 @@ def test_those_of_an_interrupted_run_are_freed(tiny, end):
         pipe._interrupt = step == 1
         return {}
 
-    expected = quickly(tiny, pipe, 3)
+    expected = tiny.quickly(pipe, 3)
     assert taken(seen) == [True, False, False]
-    quickly(tiny, pipe, 4, callback_on_step_end=stop)
+    tiny.quickly(pipe, 4, callback_on_step_end=stop)
     assert taken(seen) == [True, False] and held(pipe.transformer) == 2
     (branch,) = pipe.transformer._vmonarch_record.context.sharing._branches
     kept = [weakref.ref(kept.residual.values) for kept in branch.residuals.values()]
     del branch
     if end == "next run":
-        assert torch.equal(quickly(tiny, pipe, 3), expected)
+        assert torch.equal(tiny.quickly(pipe, 3), expected)
         assert taken(seen) == [True, False, False], "the residual of the run before is not used"
     elif end == "restore":
         vmonarch.restore(pipe)
@@ -354,7 +340,7 @@ def test_those_of_an_interrupted_run_are_freed(tiny, end):
 def test_an_error_inside_the_transformer_leaves_nothing_to_use(tiny):
     pipe = tiny.pipeline("t2v")
     seen = watched(pipe, VMonarchProcessor(refresh=[0, 3]))
-    expected = quickly(tiny, pipe, 4)
+    expected = tiny.quickly(pipe, 4)
     taken(seen)
 
     def fail(pipe, step, timestep, tensors):
@@ -363,9 +349,9 @@ def test_an_error_inside_the_transformer_leaves_nothing_to_use(tiny):
         return {}
 
     with pytest.raises(KeyboardInterrupt):
-        quickly(tiny, pipe, 6, callback_on_step_end=fail)
+        tiny.quickly(pipe, 6, callback_on_step_end=fail)
     assert taken(seen) == [True, False, False]
-    assert torch.equal(quickly(tiny, pipe, 4), expected)
+    assert torch.equal(tiny.quickly(pipe, 4), expected)
     assert taken(seen) == [True, False, False, True]
 
 
@@ -379,11 +365,11 @@ def test_an_error_that_is_at_hand_holds_no_residuals(tiny, monkeypatch):
 
     monkeypatch.setattr(residuals, "add_residual", fail)
     with pytest.raises(torch.OutOfMemoryError) as error:
-        quickly(tiny, pipe, 3)
+        tiny.quickly(pipe, 3)
     (branch,) = pipe.transformer._vmonarch_record.context.sharing._branches
     kept = [weakref.ref(kept.residual.values) for kept in branch.residuals.values()]
     del branch
-    quickly(tiny, pipe, 1)
+    tiny.quickly(pipe, 1)
     # The first layer had its own in its hands.
     assert error.tb is not None and [reference() is None for reference in kept] == [False, True]
     assert held(pipe.transformer) == 0
@@ -391,35 +377,35 @@ def test_an_error_that_is_at_hand_holds_no_residuals(tiny, monkeypatch):
 
 def test_runs_that_interleave_keep_their_own(tiny):
     pipe = tiny.pipeline("t2v")
-    other = another(pipe)
+    other = tiny.another(pipe, own_scheduler=True)
     seen = watched(pipe, VMonarchProcessor(refresh=1))
-    expected, expected_of_other = quickly(tiny, pipe, 3), quickly(tiny, other, 5)
+    expected, expected_of_other = tiny.quickly(pipe, 3), tiny.quickly(other, 5)
     taken(seen)
     within = []
 
     def callback(outer, step, timestep, tensors):
         before = len(seen)
-        assert torch.equal(quickly(tiny, other, 5), expected_of_other)
+        assert torch.equal(tiny.quickly(other, 5), expected_of_other)
         within.append([exact for _, exact in seen[before:]])
         del seen[before:]
         return {}
 
-    assert torch.equal(quickly(tiny, pipe, 3, callback_on_step_end=callback), expected)
+    assert torch.equal(tiny.quickly(pipe, 3, callback_on_step_end=callback), expected)
     assert within == [[True, False, False]] * 3 and taken(seen) == [True, False, False]
 
 
 def test_pipelines_of_two_threads_keep_their_own(tiny):
     pipe = tiny.pipeline("t2v")
-    pipes = [pipe, another(pipe)]
+    pipes = [pipe, tiny.another(pipe, own_scheduler=True)]
     seen = watched(pipe, VMonarchProcessor(refresh=1))
     options = lambda: {"generator": torch.Generator().manual_seed(0)}
-    expected = [quickly(tiny, pipes[i], (3, 6)[i], **options()) for i in (0, 1)]
+    expected = [tiny.quickly(pipes[i], (3, 6)[i], **options()) for i in (0, 1)]
     taken(seen)
     together = threading.Barrier(2, timeout=60)
 
     def work(index):
         callback = lambda *_: together.wait() < 0 or {}
-        return quickly(tiny, pipes[index], (3, 6)[index], callback_on_step_end=callback, **options())
+        return tiny.quickly(pipes[index], (3, 6)[index], callback_on_step_end=callback, **options())
 
     with ThreadPoolExecutor(2) as threads:
         for actual, alone in zip(threads.map(work, (0, 1)), expected, strict=True):
@@ -469,7 +455,7 @@ def test_what_a_callback_changes(tiny, changes, exact):
     # It remembers nothing of the latents' old size.
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     seen = watched(pipe, VMonarchProcessor(refresh=1))
-    quickly(tiny, pipe, 4, **replace(**changes))
+    tiny.quickly(pipe, 4, **replace(**changes))
     assert taken(seen) == [True, False, exact, False]
 
 
@@ -503,7 +489,7 @@ def test_a_scheduler_that_evaluates_twice(tiny):
     pipe = tiny.pipeline("t2v")
     pipe.scheduler = FlowMatchHeunDiscreteScheduler(shift=3.0)
     seen = watched(pipe, VMonarchProcessor(refresh=[0, 1, 3]))
-    quickly(tiny, pipe, 5)
+    tiny.quickly(pipe, 5)
     assert taken(seen) == [True, True, True, False, False, False, True, False, False]
 
 
@@ -525,7 +511,7 @@ def test_a_step_that_a_cache_skips_refreshes_in_the_next(tiny, monkeypatch):
     skipped = iter([False, False, True, False, False])
     decide = lambda self, *_: not next(skipped)
     monkeypatch.setattr(first_block_cache.FBCHeadBlockHook, "_should_compute_remaining_blocks", decide)
-    quickly(tiny, pipe, 5)
+    tiny.quickly(pipe, 5)
     assert taken(seen) == [True, False, True, False, False]
     assert [exact for _, exact in layer.seen] == [True, False, True, False], "of steps 0, 1, 3 and 4"
 
@@ -590,7 +576,7 @@ def test_arguments_by_name_and_by_place(tiny, places):
     pipe.transformer.__class__ = Subclass
     pipe.transformer.register_forward_pre_hook(place, with_kwargs=True)
     seen = watched(pipe, VMonarchProcessor(refresh=1))
-    quickly(tiny, pipe, 4, **replace(prompt_embeds=lambda x: x + 1))
+    tiny.quickly(pipe, 4, **replace(prompt_embeds=lambda x: x + 1))
     assert taken(seen) == [True, False, True, False]
 
 

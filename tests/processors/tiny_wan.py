@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import diffusers
@@ -237,3 +238,18 @@ def generate(pipe: Any, steps: int = 3, guidance: float = 5.0, seed: int = 0, **
             "segment_frame_length": FRAMES,
         }
     return pipe(**call | options).frames
+
+
+def quickly(pipe: Any, steps: int, **options: Any) -> torch.Tensor:
+    """`generate` with one call of the transformer a step."""
+    return generate(pipe, steps=steps, guidance=1.0, **options)
+
+
+def another(pipe: Any, *, own_scheduler: bool = False) -> diffusers.WanVideoToVideoPipeline:
+    """Video to video with the parts of `pipe`."""
+    parts = {name: getattr(pipe, name) for name in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")}
+    if own_scheduler:
+        parts["scheduler"] = copy.deepcopy(pipe.scheduler)
+    other = diffusers.WanVideoToVideoPipeline(**parts)
+    other.set_progress_bar_config(disable=True)
+    return other
