@@ -201,7 +201,7 @@ BUGS = {
         "return add_residual(rough, self._take(branch, layer), implementation=implementation)",
         "return add_residual(add_residual(rough, self._take(branch, layer)), self._take(branch, layer))",
     ),
-    "residual-not-kept": (RESIDUALS, "_Kept(branch.step, self._store(residual, kept))", "_Kept(-1, residual)"),
+    "residual-not-kept": (RESIDUALS, "return _Kept(branch.step, residual, None)", "return _Kept(-1, residual, None)"),
     "residual-fetched-when-it-is-late": (RESIDUALS, "            self._fetch(branch, following)", "            pass"),
     "residuals-of-both-transformers": (RESIDUALS, "return self.step == step.step", "return True"),
     "residual-never-freed": (RESIDUALS, "if branch is not None and branch.last:", "if False:"),

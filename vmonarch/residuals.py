@@ -104,10 +104,11 @@ class Refresh:
 
 
 class _Kept(NamedTuple):
-    """A residual, and the step in which it was made."""
+    """A residual, the step in which it was made, and through what it comes back if it is in the host's memory."""
 
     step: int
     residual: Residual
+    host: HostMemory | None
 
 
 @dataclasses.dataclass
@@ -186,8 +187,8 @@ class ResidualSharing:
         self.refresh = refresh
         self._branches: list[Branch] = []
         self._lock = threading.Lock()
-        # Made when it is needed: a copy may be used on another device.
-        self._host: HostMemory | None = None
+        # By device: a transformer may be spread over several.
+        self._hosts: dict[torch.device, HostMemory] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ResidualSharing, (self.refresh,)
@@ -263,7 +264,7 @@ class ResidualSharing:
             residual = Residual(rough, None)
             if rough.numel():
                 residual = attention_residual(out, rough, dtype=self.refresh.dtype, implementation=implementation)
-            branch.residuals[layer] = _Kept(branch.step, self._store(residual, kept))
+            branch.residuals[layer] = self._store(branch, residual, kept)
         else:
             branch.residuals.pop(layer, None)
         return out
@@ -292,26 +293,28 @@ class ResidualSharing:
                 f" vmonarch.Refresh({self.refresh.steps!r}, {' or '.join([*smaller, 'offload=True'])})"
             )
 
-    def _store(self, residual: Residual, before: _Kept | None) -> Residual:
+    def _store(self, branch: Branch, residual: Residual, before: _Kept | None) -> _Kept:
         """A residual that has just been made, where it is to be kept: in place of the layer's last one."""
         device = residual.values.device
         if not self._offloads(device):
-            return residual
+            return _Kept(branch.step, residual, None)
         with self._lock:
-            if self._host is None or self._host.device != device:
-                self._host = HostMemory(device)
-        return Residual(*self._host.store(residual, None if before is None else before.residual))
+            host = self._hosts.get(device) or HostMemory(device)
+            self._hosts[device] = host
+        places = None if before is None else before.residual
+        return _Kept(branch.step, Residual(*host.store(residual, places)), host)
 
     def _fetch(self, branch: Branch, layer: Any) -> None:
         """Begin to bring back what the layer needs, if that is in the host's memory and not on its way."""
         kept = branch.residuals.get(layer)
-        if self._host is not None and kept is not None and kept.step >= branch.due and layer not in branch.arriving:
-            branch.arriving[layer] = self._host.fetch(kept.residual)
+        if kept is not None and kept.host is not None and kept.step >= branch.due and layer not in branch.arriving:
+            branch.arriving[layer] = kept.host.fetch(kept.residual)
 
     def _take(self, branch: Branch, layer: Any) -> Residual:
         """The residual of a layer, where it is needed; that of the next layer is on its way then."""
-        if self._host is None:
-            return branch.residuals[layer].residual
+        kept = branch.residuals[layer]
+        if kept.host is None:
+            return kept.residual
         self._fetch(branch, layer)
         residual = Residual(*branch.arriving.pop(layer).wait())
         layers = list(branch.residuals)

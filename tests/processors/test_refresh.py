@@ -287,7 +287,7 @@ def test_offloaded_they_come_back_one_layer_ahead(tiny, monkeypatch, dtype):
     monkeypatch.setattr(residuals.ResidualSharing, "_offloads", lambda *_: True)
     adding = lambda *inputs, **options: host().log.append("add") or add_residual(*inputs, **options)
     monkeypatch.setattr(residuals, "add_residual", adding)
-    host = lambda: pipe.transformer._vmonarch_record.context.sharing._host
+    host = lambda: next(iter(pipe.transformer._vmonarch_record.context.sharing._hosts.values()))
     vmonarch.apply(pipe, VMonarchProcessor(refresh=Refresh([0, 2], dtype)))
     assert torch.equal(tiny.quickly(pipe, 5), expected)
     # Three layers, whose memory on the host is written to again; three steps that use residuals.
