@@ -82,6 +82,8 @@ class _Layer:
     made_before: torch.Tensor | None = None
     # Which heads were too far off in the step before.
     late: torch.Tensor | None = None
+    # As of a residual that is not offloaded.
+    host: None = None
 
 
 class StudiedSharing(ResidualSharing):
