@@ -311,6 +311,32 @@ def _cubes(grid: LatentGrid, cube: tuple[int, int, int], device: torch.device) -
     return grid_layout(grid, frames_per_block=min(cube[0], grid.frames), tiles=tiles, coarse=1, device=device)
 
 
+def _in_cubes(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grid: object,
+    cube: tuple[int, int, int],
+    scale: float | None,
+) -> tuple[BlockLayout, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Layout, scaled query, key and value [G, m, b, D], at least in float32, and which of their places [m, b] are
+    tokens."""
+    parsed = _check(query, key, value, grid)
+    layout = _cubes(parsed, cube, query.device)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (layout.to_blocks(x.to(dtype)).flatten(0, 1) for x in (query, key, value))
+    valid = layout.valid
+    if valid is None:
+        valid = torch.ones(layout.blocks, layout.positions, dtype=torch.bool, device=query.device)
+    return layout, q * resolve_scale(scale, query.shape[-1]), k, v, valid
+
+
+def _out_of_cubes(layout: BlockLayout, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """[G, m, b, E] -> [B, S, H, E], contiguous, in the dtype of the query."""
+    blocks = out.unflatten(0, (query.shape[0], query.shape[2]))  # [B, H, m, b, E]
+    return layout.to_tokens(blocks).transpose(1, 2).to(query.dtype).contiguous()
+
+
 def kept_blocks(blocks: int, sparsity: float) -> int:
     """How many of `blocks` key blocks a query block keeps: the share 1 - sparsity, rounded up."""
     return max(1, math.ceil((1 - sparsity) * blocks - 1e-9))
@@ -340,14 +366,8 @@ def block_topk_attention(
     Source: Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention (2025), §3.
     """
     check_topk_options(sparsity=sparsity, cube=cube)
-    grid = _check(query, key, value, grid)
-    scale = resolve_scale(scale, query.shape[-1])
-    layout = _cubes(grid, cube, query.device)
-    m, b = layout.blocks, layout.positions
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = (layout.to_blocks(x.to(dtype)).flatten(0, 1) for x in (query, key, value))  # [G, m, b, D]
-    q = q * scale
-    valid = torch.ones(m, b, dtype=torch.bool, device=query.device) if layout.valid is None else layout.valid
+    layout, q, k, v, valid = _in_cubes(query, key, value, grid, cube, scale)
+    m = layout.blocks
     count = valid.sum(1)[:, None]  # [m, 1]
     scores = (q.sum(2) / count) @ (k.sum(2) / count).mT  # [G, m, m]
     chosen = scores.topk(kept_blocks(m, sparsity), -1).indices  # [G, m, n]
@@ -359,8 +379,7 @@ def block_topk_attention(
         keys, values = (x[group, picked].flatten(2, 3) for x in (k, v))  # [G, l, n·b, D]
         present = valid[picked].flatten(2).unsqueeze(2)  # [G, l, 1, n·b]
         rows.append(F.scaled_dot_product_attention(q[:, l : l + step], keys, values, attn_mask=present, scale=1.0))
-    out = torch.cat(rows, 1).unflatten(0, (query.shape[0], query.shape[2]))  # [B, H, m, b, E]
-    return layout.to_tokens(out).transpose(1, 2).to(query.dtype).contiguous()
+    return _out_of_cubes(layout, torch.cat(rows, 1), query)
 
 
 def check_two_resolution_options(*, share: object, beta: object, tile: object) -> None:
@@ -421,14 +440,8 @@ def two_resolution_attention(
     arXiv:2607.24027).
     """
     check_two_resolution_options(share=share, beta=beta, tile=tile)
-    grid = _check(query, key, value, grid)
-    scale = resolve_scale(scale, query.shape[-1])
-    layout = _cubes(grid, (1, *tile), query.device)
+    layout, q, k, v, valid = _in_cubes(query, key, value, grid, (1, *tile), scale)
     m, b = layout.blocks, layout.positions
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = (layout.to_blocks(x.to(dtype)).flatten(0, 1) for x in (query, key, value))  # [G, m, b, D]
-    q = q * scale
-    valid = torch.ones(m, b, dtype=torch.bool, device=query.device) if layout.valid is None else layout.valid
     count = valid.sum(1)[:, None]  # [m, 1]
     k_mean, v_mean = k.sum(2) / count, v.sum(2) / count  # [G, m, D]
     scores = (q.sum(2) / count) @ k_mean.mT  # [G, m, m]
@@ -444,7 +457,7 @@ def two_resolution_attention(
         fewest, most = int(exact.min()), int(exact.max())
     # Keys in both resolutions, one after the other, and the logs of the tokens that each stands for.
     keys, values = torch.cat([k.flatten(1, 2), k_mean], 1), torch.cat([v.flatten(1, 2), v_mean], 1)  # [G, m·b + m, D]
-    log_count = torch.cat([valid.flatten(), count.squeeze(1)]).to(dtype).log()  # [m·b + m]
+    log_count = torch.cat([valid.flatten(), count.squeeze(1)]).to(q.dtype).log()  # [m·b + m]
     group = torch.arange(q.shape[0], device=query.device)[:, None, None]
     rank = torch.arange(m, device=query.device)
     place = torch.arange(b, device=query.device)
@@ -462,8 +475,7 @@ def two_resolution_attention(
                 q[:, l : l + step], keys[group, chosen], values[group, chosen], attn_mask=bias, scale=1.0
             )
         )
-    out = torch.cat(rows, 1).unflatten(0, (query.shape[0], query.shape[2]))  # [B, H, m, b, E]
-    return layout.to_tokens(out).transpose(1, 2).to(query.dtype).contiguous()
+    return _out_of_cubes(layout, torch.cat(rows, 1), query)
 
 
 def no_attention(

@@ -20,7 +20,13 @@ import torch
 from vmonarch.arguments import same_arguments
 from vmonarch.dense import DenseSet
 from vmonarch.host_memory import Arriving, HostMemory
-from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual, residual_bytes
+from vmonarch.kernels.residual.api import (
+    DTYPES,
+    add_residual,
+    attention_residual,
+    check_residual_dtype,
+    residual_bytes,
+)
 from vmonarch.kernels.residual.reference import Residual
 from vmonarch.steps import DenoisingStep, denoising_step
 
@@ -60,8 +66,7 @@ class Refresh:
         chosen = DenseSet("refresh", self.steps)
         if not chosen.some:
             raise ValueError(f"refresh must name at least one step, got {self.steps!r}; None leaves residuals out")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"refresh.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        check_residual_dtype(self.dtype, "refresh.dtype")
         if not isinstance(self.offload, bool):
             raise TypeError(f"refresh.offload must be True or False, got {self.offload!r}")
         object.__setattr__(self, "steps", chosen.dense)

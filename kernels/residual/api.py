@@ -93,10 +93,10 @@ def residual_bytes(B: int, S: int, H: int, E: int, dtype: str) -> int:
     return B * S * H * (E + 4 if dtype == "int8" else 2 * E)
 
 
-def check_residual_dtype(dtype: object) -> None:
-    """Raise ValueError unless `dtype` is one of `DTYPES`."""
+def check_residual_dtype(dtype: object, argument: str = "dtype") -> None:
+    """Raise ValueError unless `dtype`, given as that argument, is one of `DTYPES`."""
     if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"{argument} must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
 def _check_output(name: str, x: object) -> None:

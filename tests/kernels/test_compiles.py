@@ -250,6 +250,11 @@ def test_kernels_of_window_attention_compile(triton, architecture, name, compile
         assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
 
 
+def hashes_of(tokens, triton, case, compile_kernels):
+    """Of the kernels that a call with so many tokens takes."""
+    return [kernel["hash"] for kernel in compile_kernels(triton, 80, {**case, "compile": False, "tokens": tokens})]
+
+
 @pytest.mark.parametrize(
     "triton,architecture,channels,dtype",
     sampled(
@@ -272,11 +277,7 @@ def test_norm_and_rotary_embedding_compile(triton, architecture, channels, dtype
     # The most channels do not fit the registers of a program: slower, not wrong.
     assert not [kernel for kernel in kernels if kernel["spilled"] > (MAX_SPILLED if channels > 5120 else 0)]
     if architecture == 80:
-        hashes = [
-            [k["hash"] for k in compile_kernels(triton, architecture, {**case, "compile": False, "tokens": tokens})]
-            for tokens in (4096, 999)
-        ]
-        assert hashes[0] == hashes[1]
+        assert hashes_of(4096, triton, case, compile_kernels) == hashes_of(999, triton, case, compile_kernels)
 
 
 @pytest.mark.parametrize(
@@ -299,11 +300,7 @@ def test_residuals_compile(triton, architecture, dim, dtype, residual, compile_k
     assert [kernel["kernel"] for kernel in kernels] == ["attention_residual_kernel", "add_residual_kernel"]
     assert not [kernel for kernel in kernels if kernel["spilled"] or kernel["shared"] > SMALLEST_SHARED_MEMORY]
     if architecture == 80:
-        hashes = [
-            [k["hash"] for k in compile_kernels(triton, architecture, {**case, "compile": False, "tokens": tokens})]
-            for tokens in (4096, 999)
-        ]
-        assert hashes[0] == hashes[1]
+        assert hashes_of(4096, triton, case, compile_kernels) == hashes_of(999, triton, case, compile_kernels)
 
 
 @pytest.mark.parametrize(
