@@ -215,7 +215,7 @@ BUGS = {
     "adapter-of-any-model": (ADAPTERS, "if saved.get(key) != here.get(key)", "if False"),
     "held-cL-of-the-wrong-sign": (VARIANTS, "_hold(cL, -math.log", "_hold(cL, math.log"),
     "all-frames-held-but-the-first": (VARIANTS, "[held[:, :, :1], term[:, :, 1:]]", "[term[:, :, :1], held[:, :, 1:]]"),
-    "top-k-means-of-empty-places": (VARIANTS, "(k.sum(2) / count)", "(k.sum(2) / b)"),
+    "top-k-means-of-empty-places": (VARIANTS, "(k.sum(2) / count)", "(k.sum(2) / layout.positions)"),
     "two-resolutions-mean-key-counts-once": (VARIANTS, "count.squeeze(1)]", "torch.ones_like(count[:, 0])]"),
     "two-resolutions-exact-tiles-twice": (VARIANTS, "~is_exact[..., fewest:]", "is_exact[..., fewest:] | True"),
     "two-resolutions-deviation-of-a-sample": (VARIANTS, "correction=0", "correction=1"),
