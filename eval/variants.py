@@ -317,24 +317,33 @@ def _in_cubes(
     value: torch.Tensor,
     grid: object,
     cube: tuple[int, int, int],
-    scale: float | None,
 ) -> tuple[BlockLayout, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Layout, scaled query, key and value [G, m, b, D], at least in float32, and which of their places [m, b] are
-    tokens."""
+    """Layout, query, key and value [G, m, b, D], and which of their places [m, b] are tokens."""
     parsed = _check(query, key, value, grid)
     layout = _cubes(parsed, cube, query.device)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = (layout.to_blocks(x.to(dtype)).flatten(0, 1) for x in (query, key, value))
+    q, k, v = (layout.to_blocks(x).flatten(0, 1) for x in (query, key, value))
     valid = layout.valid
     if valid is None:
         valid = torch.ones(layout.blocks, layout.positions, dtype=torch.bool, device=query.device)
-    return layout, q * resolve_scale(scale, query.shape[-1]), k, v, valid
+    return layout, q, k, v, valid
 
 
 def _out_of_cubes(layout: BlockLayout, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """[G, m, b, E] -> [B, S, H, E], contiguous, in the dtype of the query."""
     blocks = out.unflatten(0, (query.shape[0], query.shape[2]))  # [B, H, m, b, E]
     return layout.to_tokens(blocks).transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _means(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Mean tokens [G, m, D] of the blocks [G, m, b, D], at least in float32."""
+    return x.sum(2, dtype=torch.promote_types(x.dtype, torch.float32)) / valid.sum(1)[:, None]
+
+
+def _picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """x[g, places[g]] of x [G, N, …] and places [G, l, n]: [G, l, n, …]."""
+    first = x.shape[1] * torch.arange(x.shape[0], device=x.device)[:, None, None]
+    # With one index whole rows are copied.
+    return x.flatten(0, 1)[first + places]
 
 
 def kept_blocks(blocks: int, sparsity: float) -> int:
@@ -366,19 +375,17 @@ def block_topk_attention(
     Source: Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention (2025), §3.
     """
     check_topk_options(sparsity=sparsity, cube=cube)
-    layout, q, k, v, valid = _in_cubes(query, key, value, grid, cube, scale)
+    layout, q, k, v, valid = _in_cubes(query, key, value, grid, cube)
     m = layout.blocks
-    count = valid.sum(1)[:, None]  # [m, 1]
-    scores = (q.sum(2) / count) @ (k.sum(2) / count).mT  # [G, m, m]
+    scores = _means(q, valid) @ _means(k, valid).mT  # [G, m, m]
     chosen = scores.topk(kept_blocks(m, sparsity), -1).indices  # [G, m, n]
-    group = torch.arange(q.shape[0], device=query.device)[:, None, None]
     rows = []
     step = max(1, _GATHERED // (chosen.shape[2] * k[:, 0].numel()))
     for l in range(0, m, step):
         picked = chosen[:, l : l + step]  # [G, l, n]
-        keys, values = (x[group, picked].flatten(2, 3) for x in (k, v))  # [G, l, n·b, D]
+        keys, values = (_picked(x, picked).flatten(2, 3) for x in (k, v))  # [G, l, n·b, D]
         present = valid[picked].flatten(2).unsqueeze(2)  # [G, l, 1, n·b]
-        rows.append(F.scaled_dot_product_attention(q[:, l : l + step], keys, values, attn_mask=present, scale=1.0))
+        rows.append(F.scaled_dot_product_attention(q[:, l : l + step], keys, values, attn_mask=present, scale=scale))
     return _out_of_cubes(layout, torch.cat(rows, 1), query)
 
 
@@ -440,11 +447,10 @@ def two_resolution_attention(
     arXiv:2607.24027).
     """
     check_two_resolution_options(share=share, beta=beta, tile=tile)
-    layout, q, k, v, valid = _in_cubes(query, key, value, grid, (1, *tile), scale)
+    layout, q, k, v, valid = _in_cubes(query, key, value, grid, (1, *tile))
     m, b = layout.blocks, layout.positions
-    count = valid.sum(1)[:, None]  # [m, 1]
-    k_mean, v_mean = k.sum(2) / count, v.sum(2) / count  # [G, m, D]
-    scores = (q.sum(2) / count) @ k_mean.mT  # [G, m, m]
+    k_mean, v_mean = _means(k, valid), _means(v, valid)  # [G, m, D]
+    scores = _means(q, valid) @ k_mean.mT  # [G, m, m]
     ranking = scores.argsort(-1, descending=True)
     # The first `exact` [G, m, 1] tiles of a ranking are exact: at least `fewest` of them, at most `most`.
     if beta is None:
@@ -456,9 +462,8 @@ def two_resolution_attention(
         exact = (scores > mean + beta * std).sum(-1, keepdim=True)
         fewest, most = int(exact.min()), int(exact.max())
     # Keys in both resolutions, one after the other, and the logs of the tokens that each stands for.
-    keys, values = torch.cat([k.flatten(1, 2), k_mean], 1), torch.cat([v.flatten(1, 2), v_mean], 1)  # [G, m·b + m, D]
-    log_count = torch.cat([valid.flatten(), count.squeeze(1)]).to(q.dtype).log()  # [m·b + m]
-    group = torch.arange(q.shape[0], device=query.device)[:, None, None]
+    keys, values = (torch.cat([x.flatten(1, 2), mean.to(x.dtype)], 1) for x, mean in ((k, k_mean), (v, v_mean)))
+    log_count = torch.cat([valid.flatten(), valid.sum(1)]).to(q.dtype).log()  # [m·b + m]
     rank = torch.arange(m, device=query.device)
     place = torch.arange(b, device=query.device)
     rows = []
@@ -472,7 +477,7 @@ def two_resolution_attention(
         bias = log_count[chosen].masked_fill(~attended, -torch.inf).unsqueeze(2)  # [G, l, 1, n]
         rows.append(
             F.scaled_dot_product_attention(
-                q[:, l : l + step], keys[group, chosen], values[group, chosen], attn_mask=bias, scale=1.0
+                q[:, l : l + step], _picked(keys, chosen), _picked(values, chosen), attn_mask=bias, scale=scale
             )
         )
     return _out_of_cubes(layout, torch.cat(rows, 1), query)
