@@ -70,6 +70,13 @@ BOUNDS = {torch.bfloat16: 5e-2, torch.float32: 1e-3}
 REST_KERNELS = 12
 # Profiled kernels that add up to more than so many forward calls are said to: their durations are not all work then.
 PROFILE_BOUND = 1.1
+# What ratios of `video_table` are to; its methods and their titles there.
+STOCK = ("full", "compiled")
+VIDEO_METHODS = {
+    "vmonarch-refresh": "VMonarch, near-lossless",
+    "vmonarch-refresh-fast": "VMonarch, fast",
+    "vmonarch": "VMonarch, every step",
+}
 PARTS = ("attention", "projections", "norms and rotary", "cross-attention", "FFN", "rest")
 FORMULAE = {
     "step": "two forward calls (prompt and negative prompt, batch 1), guidance, one step of UniPC; where steps differ,"
@@ -1046,36 +1053,45 @@ def e2e_table(results: dict[str, Any]) -> str:
 
 
 def video_table(results: dict[str, Any]) -> str:
-    """Seconds per video alone, of the settings that have them: what a first reader wants to know."""
+    """Seconds per video alone, of the settings that have them: what a first reader wants to know.
+
+    A line is one case, the last with full attention, compiled, which ratios are to. A method has a column if any case
+    has it. Memory is that of denoising, residuals counted.
+    """
     from vmonarch.eval.tables import markdown
 
-    shown = (("full", "eager"), ("full", "compiled"), ("vmonarch", "compiled"))
-    lines: list[list[str]] = []
-    made: list[str] = []
-    for setting, found in newest_rows(results).items():
-        rows = [found[key] for key in shown if key in found and found[key][0].get("video_s")]
-        # Of one run, as all that is compared.
-        if len(rows) < len(shown) or len({id(case) for _, case in rows}) > 1:
-            continue
-        (stock, case), (compiled, _), (ours, _) = rows
-        seconds = ours["video_s"]
-        lines.append(
-            [
-                setting,
-                f"{case['tokens']:,}",
-                f"{stock['video_s']:.1f}",
-                f"{compiled['video_s']:.1f}",
-                f"{seconds:.1f} ({stock['video_s'] / seconds:.2f}×, {compiled['video_s'] / seconds:.2f}×)",
-            ]
-        )
-        (run,) = [run for run in results["runs"] if any(other is case for other in run["cases"])]
+    cases = {}
+    for run in results["runs"]:
+        for case in run["cases"]:
+            rows = {(row["method"], row["mode"]): row for row in case["rows"] if row.get("video_s")}
+            if STOCK in rows and len(rows) > 1:
+                cases[case["setting"]] = (run, case, rows)
+    order = {setting.name: i for i, setting in enumerate(SETTINGS)}
+    shown = sorted(cases.values(), key=lambda found: order.get(found[1]["setting"], len(order)))
+    named = {
+        method: title for method, title in VIDEO_METHODS.items() if any((method, "compiled") in f[2] for f in shown)
+    }
+    lines, made = [], []
+    for run, case, rows in shown:
+        eager, stock = rows.get(("full", "eager")), rows[STOCK]
+        line = [case["setting"], f"{case['tokens']:,}", "–" if eager is None else f"{eager['video_s']:.1f}"]
+        line.append(f"{stock['video_s']:.1f}")
+        memory = [stock.get("peak_bytes")]
+        for method in named:
+            row = rows.get((method, "compiled"), {})
+            seconds = row.get("video_s")
+            line.append("–" if seconds is None else f"{seconds:.1f} ({stock['video_s'] / seconds:.2f}×)")
+            memory.append(row.get("peak_bytes"))
+        lines.append([*line, *("–" if peak is None else f"{peak / 1e9:.1f}" for peak in memory[:2])])
         versions_used = f"torch {run['versions']['torch']}, Triton {run['versions']['triton']}"
         made.append(
             f"{run['hardware']}, {run['date'][:10]}, {versions_used}, {run['settings']['steps']} steps."
             f" Made by `{run['command']}`."
         )
-    heading = ["setting", "tokens", "stock diffusers, s", "stock, compiled, s", "VMonarch, compiled, s"]
-    return markdown(heading, lines) + "\n" + "\n".join(dict.fromkeys(made)) + "\n"
+    titles = list(named.values())
+    heading = ["setting", "tokens", "stock diffusers, s", "stock, compiled, s", *(f"{title}, s" for title in titles)]
+    table = markdown([*heading, "stock, compiled, GB", *(f"{title}, GB" for title in titles[:1])], lines)
+    return table + "\n" + "\n".join(dict.fromkeys(made)) + "\n"
 
 
 def _about(results: dict[str, Any]) -> str:
