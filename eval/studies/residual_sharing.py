@@ -2,6 +2,8 @@
 
     schedule:8              eight steps of all layers, as `refresh` does
     extrapolated:8,0.5      the same, with half of the slope between the last two residuals added
+    pooled:8,2              the same, but for every two consecutive tokens the mean of their residuals is kept
+    heads:8,0.5             the same, but only for the half of a layer's heads whose residuals are the largest
     layer:0.05              a layer computes exact attention where its relative error exceeds 5 %
     head:0.05               the same of each head
     late:0.05               of each head, in the step after the one in which its error exceeds 5 %
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -39,7 +42,9 @@ from vmonarch.pipelines.environment import environment
 from vmonarch.pipelines.generation import LoadedModel, SamplingConfig, complete_and_load, decode, denoise
 from vmonarch.residuals import Branch, Refresh, ResidualSharing, spaced_steps
 
-STRATEGIES = ("schedule", "extrapolated", "layer", "head", "late")
+# Those on a schedule, and the field of `Strategy` that their second number is.
+SCHEDULED = {"schedule": "", "extrapolated": "slope", "pooled": "tokens", "heads": "share"}
+STRATEGIES = (*SCHEDULED, "layer", "head", "late")
 
 
 @dataclass
@@ -51,6 +56,8 @@ class Strategy:
         steps: that renew all of them; none but the first where errors decide.
         tolerance: the relative error that is exceeded.
         slope: share of the last two residuals' slope that is added.
+        tokens: as many consecutive ones have one residual, the mean of theirs.
+        share: of the heads, the rest of which has no residual.
         rows: queries that errors are estimated on.
     """
 
@@ -58,6 +65,8 @@ class Strategy:
     steps: tuple[int, ...] = (0,)
     tolerance: float = 0.0
     slope: float = 0.0
+    tokens: float = 1
+    share: float = 1.0
     rows: int = 0
     # Of all calls: the share of exact attention that was computed.
     shares: list[float] = field(default_factory=list)
@@ -67,8 +76,9 @@ class Strategy:
         """What a word of the command line stands for."""
         kind, _, numbers = word.partition(":")
         values = [float(number) for number in numbers.split(",")]
-        if kind in ("schedule", "extrapolated"):
-            return cls(kind, spaced_steps(int(values[0]), steps), slope=sum(values[1:]))
+        if kind in SCHEDULED:
+            option: dict[str, Any] = {SCHEDULED[kind]: value for value in values[1:]}
+            return cls(kind, spaced_steps(int(values[0]), steps), **option)
         return cls(kind, tolerance=values[0], rows=rows)
 
 
@@ -107,7 +117,7 @@ class StudiedSharing(ResidualSharing):
         state: Any = branch.residuals.get(layer)
         now = torch.full((B, H), step, device=true.device)
         if state is None:
-            branch.residuals[layer] = _Layer(true - cheap, now)  # type: ignore[assignment]
+            branch.residuals[layer] = _Layer(self._kept(true - cheap), now)  # type: ignore[assignment]
             strategy.shares.append(1.0)
             return true.to(cheap.dtype)
         shared = cheap + self._estimate(state, step)
@@ -128,9 +138,17 @@ class StudiedSharing(ResidualSharing):
             state.before, state.made_before = state.last, state.made
         state.before = torch.where(places, state.last, state.before)
         state.made_before = torch.where(renewed, state.made, state.made_before)
-        state.last = torch.where(places, true - cheap, state.last)
+        state.last = torch.where(places, self._kept(true - cheap), state.last)
         state.made = torch.where(renewed, now, state.made)
         return torch.where(places, true, shared).to(cheap.dtype)
+
+    def _kept(self, residual: torch.Tensor) -> torch.Tensor:
+        """What is kept of a residual [B, S, H, E], in its shape."""
+        tokens, H = int(self.strategy.tokens), residual.shape[2]
+        residual = residual.unflatten(1, (-1, tokens)).mean(2).repeat_interleave(tokens, 1)
+        norms = residual.square().sum((1, 3), keepdim=True)  # [B, 1, H, 1]
+        largest = norms.topk(math.ceil(self.strategy.share * H), 2).values[:, :, -1:]
+        return residual * (norms >= largest)
 
     def _estimate(self, state: _Layer, step: int) -> torch.Tensor:
         if not self.strategy.slope or state.before is None:
