@@ -77,7 +77,7 @@ class Strategy:
         kind, _, numbers = word.partition(":")
         values = [float(number) for number in numbers.split(",")]
         if kind in SCHEDULED:
-            option: dict[str, Any] = {SCHEDULED[kind]: value for value in values[1:]}
+            option: dict[str, Any] = dict(zip([SCHEDULED[kind]], values[1:], strict=False))
             return cls(kind, spaced_steps(int(values[0]), steps), **option)
         return cls(kind, tolerance=values[0], rows=rows)
 
