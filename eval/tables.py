@@ -232,6 +232,13 @@ def footage_table(results: dict[str, Any]) -> str:
     return footage.footage_table(results)
 
 
+def footage_run_table(results: dict[str, Any]) -> str:
+    """Runs along real clips with one method after the other."""
+    from vmonarch.eval.studies import footage_run
+
+    return footage_run.footage_run_table(results)
+
+
 def parallel_table(results: dict[str, Any]) -> str:
     """One video on one and several GPUs, by heads and by frames."""
     from vmonarch.eval import parallel_bench
@@ -294,6 +301,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "finetune-embedded-distilled": finetune_table,
     "footage": footage_table,
     "footage-proxy": footage_table,
+    "footage-run": footage_run_table,
     "eval-demo": evaluation_table,
     "parallel": parallel_table,
     "parallel-compiled": parallel_table,

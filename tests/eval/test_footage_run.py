@@ -1,6 +1,7 @@
 """Runs along real footage: the path, the errors of each step, the table."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,3 +83,10 @@ def test_bad_options_are_named_before_anything_is_computed(tmp_path, capsys):
         with pytest.raises(SystemExit):
             footage_run.main(["--output", str(tmp_path / "out.json"), "--device", "cpu", *words])
         assert message in capsys.readouterr().err and not (tmp_path / "out.json").exists()
+
+
+def test_the_committed_measurement_has_every_default_method_and_clip():
+    document = json.loads((Path(__file__).parents[2] / "docs" / "benchmarks" / "footage-run.json").read_text())
+    assert [method["label"] for method in document["methods"]] == [*footage_run.METHODS, *footage_run.PLANS]
+    assert len(document["results"]) == len(document["methods"]) * len(shipped_clips())
+    assert all(len(row["velocity_errors"]) == document["settings"]["steps"] == 50 for row in document["results"])

@@ -46,6 +46,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
         "kernel-log": ("sections", 0, "entries", 0, "seen"),
         "neural-bias": ("biases", "gravity", "relative_error"),
         **dict.fromkeys(("footage", "footage-proxy"), ("results", 1, "velocity_error")),
+        "footage-run": ("results", 1, "velocity_errors", 0),
         "train-h200": ("cases", 0, "rows", 1, "ms", "median"),
         "e2e": ("runs", 0, "cases", 0, "rows", 0, "step_s", "median"),
         "video": ("runs", 0, "cases", 0, "rows", 0, "video_s"),
