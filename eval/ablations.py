@@ -38,12 +38,15 @@ FAMILIES = {
     "pooling, tiles": ("#56B4E9", "v"),
     "full attention in some steps or layers": ("#E69F00", "^"),
     "plans": ("#D55E00", "*"),
+    "residual sharing": ("#CC79A7", "D"),
     "controls, other factorisations": ("#999999", "X"),
 }
 
 
 def family(method: Mapping[str, Any]) -> str:
     """Which of FAMILIES a method (as a config has it) belongs to."""
+    if method.get("refresh") is not None:
+        return "residual sharing"
     if method["kind"] != "vmonarch":
         return "controls, other factorisations"
     if method.get("plan"):

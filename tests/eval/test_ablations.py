@@ -78,7 +78,7 @@ def test_without_a_diagnosis_nothing_is_said_of_the_attention_itself(results, tm
 
 def test_every_method_is_one_point_of_its_family(results, tmp_path):
     found = {point["label"]: point for point in points(results)}
-    assert found.keys() == {"vmonarch-t1", "vmonarch", "vmonarch-band1"}
+    assert found.keys() == {"vmonarch-t1", "vmonarch", "vmonarch-band1", "vmonarch-refresh"}
     assert found["vmonarch"]["kl"] == 0.05 and found["vmonarch-t1"]["kl"] is None
     assert found["vmonarch"]["psnr"] == results["evaluations"]["one"]["statistics"]["vmonarch"]["psnr"]
     plan = tmp_path / "plan.json"
@@ -89,6 +89,7 @@ def test_every_method_is_one_point_of_its_family(results, tmp_path):
         "pooling, tiles": ("vmonarch:coarse=2", "vmonarch:tiles=[2,2]"),
         "full attention in some steps or layers": ("vmonarch-dense-start", "vmonarch:dense_layers=1"),
         "plans": (f"vmonarch:plan={plan}", f"vmonarch:plan={plan},dense_steps=1"),
+        "residual sharing": ("vmonarch-refresh", f"vmonarch:plan={plan},refresh=2", "block-topk:refresh=2", "reuse"),
         "controls, other factorisations": ("local", "block-topk", "monarch-h4", "vmonarch-sink-average"),
     }
     assert members.keys() == FAMILIES.keys()
