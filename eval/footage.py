@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,6 +111,47 @@ def read_footage(path: Path, shape: ClipShape, vae: Any, device: torch.device) -
     with torch.no_grad(), deterministic_convolutions():
         means = encode_parallel(vae, video[None].to(device)).chunk(2, dim=1)[0]
     return Footage(path.stem, round(clip.fps, 3), (video.transpose(0, 1) + 1) / 2, (means - mean) / std)
+
+
+class OpenModel(NamedTuple):
+    """A model that clips go through.
+
+    Args:
+        shape: of the clips that it takes.
+        text: [1, L, D], of the empty prompt, on the model's device.
+    """
+
+    name: str
+    pipe: Any
+    shape: ClipShape
+    text: torch.Tensor
+
+
+def open_model(model: str, device: str) -> OpenModel:
+    """Read a text-to-video model, in float32.
+
+    Raises:
+        InputError: it is one of another kind.
+        ModelError: no such model.
+    """
+    folder = find_model(model)
+    if folder.pipeline != TEXT_TO_VIDEO or folder.two_stage or folder.image_capable:
+        raise InputError("model", "must be a text-to-video model with one transformer and one timestep")
+    place = choose_device(device)
+
+    from diffusers import WanPipeline
+
+    pipe = read_pipeline(WanPipeline, folder, torch.float32).to(place)
+    recommended = recommended_settings(folder)
+    shape = ClipShape(recommended["height"], recommended["width"], recommended["num_frames"], start="middle")
+    text = pipe.encode_prompt("", do_classifier_free_guidance=False, max_sequence_length=512, device=place)[0]
+    return OpenModel(folder.name if folder.name == "embedded" else folder.path.name, pipe, shape, text)
+
+
+def noise_like(footage: Footage, seed: int) -> torch.Tensor:
+    """Noise for a clip's latents; the same on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(footage.latents.shape, generator=generator).to(footage.latents.device)
 
 
 def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -209,20 +250,10 @@ def run(
         raise InputError("levels", f"must be noise levels above 0 and up to 1, got {list(levels)}")
     if not clips:
         raise InputError("clips", "must name at least one video file")
-    folder = find_model(model)
-    if folder.pipeline != TEXT_TO_VIDEO or folder.two_stage or folder.image_capable:
-        raise InputError("model", "must be a text-to-video model with one transformer and one timestep")
-    place = choose_device(device)
-
-    from diffusers import WanPipeline
-
-    pipe = read_pipeline(WanPipeline, folder, torch.float32).to(place)
-    recommended = recommended_settings(folder)
-    shape = ClipShape(recommended["height"], recommended["width"], recommended["num_frames"], start="middle")
-    text = pipe.encode_prompt("", do_classifier_free_guidance=False, max_sequence_length=512, device=place)[0]
+    name, pipe, shape, text = open_model(model, device)
     films, results = [], []
     for number, path in enumerate(clips):
-        footage = read_footage(path, shape, pipe.vae, place)
+        footage = read_footage(path, shape, pipe.vae, text.device)
         films.append(
             {
                 "name": footage.name,
@@ -231,9 +262,7 @@ def run(
                 "latents_mean_square": float(footage.latents.square().mean()),
             }
         )
-        noise = torch.randn(footage.latents.shape, generator=torch.Generator("cpu").manual_seed(seed + number)).to(
-            place
-        )
+        noise = noise_like(footage, seed + number)
         for sigma in levels:
             with recorded_call(pipe) as call:
                 results += measure(pipe, footage, noise, text, sigma, chosen)
@@ -243,7 +272,7 @@ def run(
     shares = relative_flops(call, chosen, ["transformer"])
     return {
         "about": ABOUT,
-        "model": folder.name if folder.name == "embedded" else folder.path.name,
+        "model": name,
         "settings": {
             "grid": list(grid),
             "height": shape.height,

@@ -25,12 +25,11 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
-from vmonarch.eval.footage import Footage, read_footage, relative_error, shipped_clips
+from vmonarch.eval.footage import Footage, noise_like, open_model, read_footage, relative_error, shipped_clips
 from vmonarch.eval.kernel_bench import check_output, write_json
 from vmonarch.finetune.data.decode import ClipShape
 from vmonarch.pipelines.environment import environment, shown_command
-from vmonarch.pipelines.generation import choose_device, read_pipeline, recommended_settings
-from vmonarch.pipelines.model_folder import TEXT_TO_VIDEO, find_model
+from vmonarch.pipelines.generation import choose_device
 
 METHODS = (
     "full",
@@ -113,23 +112,12 @@ def run(
     labels = [method.label for method in chosen]
     if labels[:1] != ["full"] or len(set(labels)) < len(labels):
         raise InputError("methods", f"must be full and others that differ, got {', '.join(methods)}")
-    folder = find_model(model)
-    if folder.pipeline != TEXT_TO_VIDEO or folder.two_stage or folder.image_capable:
-        raise InputError("model", "must be a text-to-video model with one transformer and one timestep")
-    place = choose_device(device)
-
-    from diffusers import WanPipeline
-
-    pipe: Any = read_pipeline(WanPipeline, folder, torch.float32).to(place)
+    name, pipe, shape, text = open_model(model, device)
     pipe.set_progress_bar_config(disable=True)
-    recommended = recommended_settings(folder)
-    shape = ClipShape(recommended["height"], recommended["width"], recommended["num_frames"], start="middle")
-    text = pipe.encode_prompt("", do_classifier_free_guidance=False, max_sequence_length=512, device=place)[0]
     results = []
     for number, path in enumerate(clips):
-        footage = read_footage(path, shape, pipe.vae, place)
-        generator = torch.Generator("cpu").manual_seed(seed + number)
-        noise = torch.randn(footage.latents.shape, generator=generator).to(place)
+        footage = read_footage(path, shape, pipe.vae, text.device)
+        noise = noise_like(footage, seed + number)
         expected: list[torch.Tensor] = []
         for method in chosen:
             method.install(pipe)
@@ -141,7 +129,7 @@ def run(
         print(f"{footage.name}: {len(chosen)} methods", flush=True)
     shares = relative_flops(call, chosen, transformers_by_step(pipe, steps))
     return {
-        "model": folder.name if folder.name == "embedded" else folder.path.name,
+        "model": name,
         "settings": {
             "height": shape.height,
             "width": shape.width,

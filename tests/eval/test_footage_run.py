@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vmonarch.configs.methods import resolve_method
+from vmonarch.eval import footage
 from vmonarch.eval.footage import Footage, read_footage, relative_error, shipped_clips
 from vmonarch.eval.studies import footage_run
 from vmonarch.eval.studies.footage_run import footage_run_table, velocities_of_run
@@ -54,7 +55,7 @@ def test_every_step_is_computed_on_the_path_whatever_was_predicted_before(pipe, 
 
 def test_exact_steps_have_no_error_and_the_table_has_the_means(monkeypatch, tmp_path, capsys):
     small = {"height": 48, "width": 80, "num_frames": 9}
-    monkeypatch.setattr(footage_run, "recommended_settings", lambda folder: small)
+    monkeypatch.setattr(footage, "recommended_settings", lambda folder: small)
     path, clips = tmp_path / "run.json", [str(path) for path in shipped_clips()[:2]]
     words = ["--methods", "full", "local:refresh=[0,2]", "vmonarch-plain", "--steps", "4", "--clips", *clips]
     assert footage_run.main([*words, "--output", str(path), "--device", "cpu"]) == 0
