@@ -26,7 +26,7 @@ _ATTENTION = {
     "output_error": ("change of output", 100, 1),
 }
 # Methods that every table has beside its own, from the evaluation that made their videos.
-CONTROLS = ("local", "block-topk")
+CONTROLS = ("local", "block-topk", "block-topk:refresh=0.16", "two-resolution:refresh=0.16")
 # What may differ between evaluations whose videos can be compared.
 _OWN_SETTINGS = {"methods", "baseline", "lpips", "vbench", "vbench_timeout", "report_items", "report_megabytes"}
 # The first come first where two are in each other's way.

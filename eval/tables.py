@@ -276,7 +276,7 @@ _ABLATIONS = {
     f"{model}-{name}": (f"eval-{model}", _ablations(name))
     for model in ABLATED_MODELS
     for name in ("table2", "table5", "figure12", "exact", "work", "plans")
-}
+} | {name: ("eval-refresh", _ablations(name)) for name in ("proxy-refresh", "proxy-refresh-20")}
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "embedded-model": embedded_model_table,
     "demo": demo_table,
