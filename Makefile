@@ -5,21 +5,26 @@ CONSTRAINTS ?= constraints.txt
 VENV ?= .venv$(patsubst constraints%.txt,%,$(CONSTRAINTS))
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
-# The oldest and the newest tested Triton: tests compile the kernels with these, too, each in a folder of its own.
+# The oldest and the newest tested Triton: `make compiles` takes these, too, each from a folder of its own.
 TRITONS = $(shell sed -n 's|^TESTED_TRITON = ("\([^"]*\)".*"\([^"]*\)")$$|$(VENV)/triton-\1 $(VENV)/triton-\2|p' kernels/common/trust.py)
 # Tests use two processes; raise it on a bigger machine.
 JOBS ?= 2
+PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations 20 -m "not gpu"
+COMPILES = tests/kernels/test_compiles.py
+MUTANTS = tests/test_planted_bugs.py
 PROMPT ?= a red circle moving to the right over a dark grey background
 
-.PHONY: help demo finetune-demo test lint types check clean
+.PHONY: help demo finetune-demo test compiles mutants lint types check clean
 
 help:
 	@echo "make demo    generate and compare videos on the embedded model (CPU, minutes)"
 	@echo "make finetune-demo  finetune the embedded model to VMonarch and export it (CPU, minutes)"
-	@echo "make test    run all tests that need no GPU; CONSTRAINTS=constraints-newest.txt: with the newest torch and Triton"
+	@echo "make test    run the tests; CONSTRAINTS=constraints-newest.txt: with the newest torch and Triton"
+	@echo "make compiles  compile all kernels for all architectures, with three versions of Triton"
+	@echo "make mutants   plant bugs in the kernels and elsewhere; the tests have to find them"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
-	@echo "make check   lint, types and test"
+	@echo "make check   lint, types, test, compiles and mutants"
 	@echo "make clean   remove the environment and outputs of the tools"
 
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -48,8 +53,14 @@ finetune-demo: $(READY)
 	$(BIN)/vmonarch compare "$(PROMPT)" --model outputs/finetune-demo/model --methods full vmonarch \
 		--output-dir outputs/finetune-demo/compare
 
-test: $(READY) $(TRITONS)
-	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations 20 -m "not gpu"
+test: $(READY)
+	$(PYTEST) --ignore $(COMPILES) --ignore $(MUTANTS)
+
+compiles: $(READY) $(TRITONS)
+	$(PYTEST) $(COMPILES)
+
+mutants: $(READY)
+	$(PYTEST) $(MUTANTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -58,7 +69,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-check: lint types test
+check: lint types test compiles mutants
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -306,7 +306,7 @@ class BasedAttention(_Kind):
 
 @dataclass(frozen=True)
 class _Variant(_Kind):
-    """A function of `vmonarch.eval.variants`; a subclass says which, and its fields are that function's options.
+    """A function of `vmonarch.variants`; a subclass says which, and its fields are that function's options.
 
     Args:
         dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
@@ -324,7 +324,7 @@ class _Variant(_Kind):
 
     def install(self, pipe: Any) -> None:
         """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
-        from vmonarch.eval.variants import VariantProcessor
+        from vmonarch.variants import VariantProcessor
 
         common = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Variant)}
         _replace(pipe, VariantProcessor(self.kind, self._options(), **common))
@@ -332,7 +332,7 @@ class _Variant(_Kind):
 
 @dataclass(frozen=True)
 class ControlledMonarch(_Variant):
-    """VMonarch attention with cR or cL held at its initial value; see `eval.variants.controlled_attention`.
+    """VMonarch attention with cR or cL held at its initial value; see `variants.controlled_attention`.
 
     Args:
         fix_cr, fix_cl: for which key frames, "none", "first" or "all".
@@ -348,7 +348,7 @@ class ControlledMonarch(_Variant):
     min_mass: float = 0.1
 
     def __post_init__(self) -> None:
-        from vmonarch.eval.variants import check_controlled_options
+        from vmonarch.variants import check_controlled_options
 
         with _naming_the_option():
             check_controlled_options(**self._options())
@@ -357,7 +357,7 @@ class ControlledMonarch(_Variant):
 
 @dataclass(frozen=True)
 class SinkAverageMonarch(_Variant):
-    """The mean of exact attention to the first frame and VMonarch attention; `eval.variants.sink_average_attention`."""
+    """The mean of exact attention to the first frame and VMonarch attention; `variants.sink_average_attention`."""
 
     kind: ClassVar[str] = "sink_average"
 
@@ -374,7 +374,7 @@ class SinkAverageMonarch(_Variant):
 
 @dataclass(frozen=True)
 class FactorisedMonarch(_Variant):
-    """Monarch attention with blocks along another axis; see `eval.variants.factorised_attention`.
+    """Monarch attention with blocks along another axis; see `variants.factorised_attention`.
 
     Args:
         axis: "T", "H" or "W".
@@ -391,7 +391,7 @@ class FactorisedMonarch(_Variant):
     min_mass: float = 0.1
 
     def __post_init__(self) -> None:
-        from vmonarch.eval.variants import check_factorised_options
+        from vmonarch.variants import check_factorised_options
 
         with _naming_the_option():
             check_factorised_options(**self._options())
@@ -399,14 +399,14 @@ class FactorisedMonarch(_Variant):
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if there are more blocks than the axis is long."""
-        from vmonarch.eval.variants import check_factorised_grid
+        from vmonarch.variants import check_factorised_grid
 
         check_factorised_grid(grid, self.axis, self.blocks)
 
 
 @dataclass(frozen=True)
 class LocalAttention(_Variant):
-    """The exact blocks of a pattern and nothing else; see `eval.variants.local_attention`.
+    """The exact blocks of a pattern and nothing else; see `variants.local_attention`.
 
     Args:
         exact: "first_frame" is no choice, it leaves frames without keys; a mapping with rows, columns, band.
@@ -436,14 +436,14 @@ class LocalAttention(_Variant):
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if the pattern names a frame that is not there, or leaves one without keys."""
-        from vmonarch.eval.variants import local_key_frames
+        from vmonarch.variants import local_key_frames
 
         local_key_frames(self.pattern, grid.frames)
 
 
 @dataclass(frozen=True)
 class BlockTopKAttention(_Variant):
-    """Exact attention to the key cubes of the highest mean score; see `eval.variants.block_topk_attention`.
+    """Exact attention to the key cubes of the highest mean score; see `variants.block_topk_attention`.
 
     Args:
         sparsity: share of key cubes that is dropped.
@@ -456,7 +456,7 @@ class BlockTopKAttention(_Variant):
     cube: tuple[int, int, int] = (4, 4, 4)
 
     def __post_init__(self) -> None:
-        from vmonarch.eval.variants import check_topk_options
+        from vmonarch.variants import check_topk_options
 
         with _naming_the_option():
             check_topk_options(**self._options())
@@ -466,7 +466,7 @@ class BlockTopKAttention(_Variant):
 @dataclass(frozen=True)
 class TwoResolutionAttention(_Variant):
     """Exact attention to the best key tiles and to one mean key of each other tile; see
-    `eval.variants.two_resolution_attention`.
+    `variants.two_resolution_attention`.
 
     Args:
         share: of the key tiles that are exact; null where beta is given.
@@ -482,7 +482,7 @@ class TwoResolutionAttention(_Variant):
     tile: tuple[int, int] = (4, 4)
 
     def __post_init__(self) -> None:
-        from vmonarch.eval.variants import check_two_resolution_options
+        from vmonarch.variants import check_two_resolution_options
 
         with _naming_the_option():
             check_two_resolution_options(**self._options())
@@ -496,7 +496,7 @@ class TwoResolutionAttention(_Variant):
 
 @dataclass(frozen=True)
 class NoAttention(_Variant):
-    """Nothing but what is reused of exact attention, with `refresh`; see `eval.variants.no_attention`."""
+    """Nothing but what is reused of exact attention, with `refresh`; see `variants.no_attention`."""
 
     kind: ClassVar[str] = "none"
 

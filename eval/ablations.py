@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, read_document
 from vmonarch.eval.collect import FORMAT
-from vmonarch.eval.evaluate import MEASURES, sampled, shown_number
-from vmonarch.eval.tables import ABLATED_MODELS, markdown
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.eval.render import markdown
+from vmonarch.eval.summary import MEASURES, sampled, shown_number
+from vmonarch.files import AtomicFiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROOT = Path(__file__).resolve().parents[1]
+MODELS = ("embedded", "proxy")
 SHOWN = ("psnr", "ssim", "first_frame_psnr", "first_frame_ssim", "prompt_score")
 # Heading, factor and decimals of what methods lose in the attention itself.
 _ATTENTION = {
@@ -228,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.ablations", description=__doc__)
     benchmarks = ROOT / "docs" / "benchmarks"
-    inputs = [benchmarks / f"eval-{model}.json" for model in ABLATED_MODELS]
+    inputs = [benchmarks / f"eval-{model}.json" for model in MODELS]
     parser.add_argument("--input", type=Path, nargs="+", default=inputs, help="JSON of vmonarch.eval.collect")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images" / "ablations.png")
     options = parser.parse_args(arguments)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod, VMonarchAttention, resolve_method
+from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines.generation import (
     GenerationError,
     LoadedModel,
@@ -23,7 +24,6 @@ from vmonarch.pipelines.generation import (
     keep_elsewhere,
     prepare_output_dir,
     reserve_number,
-    short_hash,
 )
 from vmonarch.plan import METHOD_OPTIONS, AttentionPlan
 
@@ -293,7 +293,6 @@ def _size(model: LoadedModel) -> tuple[int, int]:
 
 
 def _write(target: Path, texts: Mapping[str, str], *, overwrite: bool) -> None:
-    from vmonarch.eval.video_io import AtomicFiles
 
     with AtomicFiles(overwrite=overwrite) as files:
         for name, text in texts.items():

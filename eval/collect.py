@@ -17,8 +17,9 @@ from typing import Any
 
 from vmonarch.configs import InputError, read_document
 from vmonarch.eval.calibrate import read_diagnosis
-from vmonarch.eval.evaluate import EVALUATION_FORMAT, evaluation_table
+from vmonarch.eval.evaluate import EVALUATION_FORMAT
 from vmonarch.eval.kernel_bench import check_output, write_json
+from vmonarch.eval.summary import evaluation_table
 
 FORMAT = "vmonarch-evaluations-1"
 

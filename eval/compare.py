@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.eval.render import aligned
+from vmonarch.files import AtomicFiles, file_name, short_hash
 from vmonarch.pipelines.generation import (
     Batch,
     GenerationError,
@@ -39,7 +40,6 @@ from vmonarch.pipelines.generation import (
     prepare_output_dir,
     reserve_number,
     sample,
-    short_hash,
 )
 from vmonarch.pipelines.model_folder import PROXY_RECORD
 
@@ -164,8 +164,6 @@ class Comparison:
 
 def format_table(methods: Sequence[str], means: dict[str, dict[str, Any]], reference: str) -> str:
     """Markdown table with one row for each of `methods`; columns that hold nothing are left out."""
-    from vmonarch.eval.tables import aligned
-
     columns = [column for column in _COLUMNS if any(means[method][column[0]] is not None for method in methods)]
     rows = [["method", *(heading for _, heading, _ in columns)]]
     for method in methods:
@@ -275,7 +273,7 @@ def measure(
     from safetensors.torch import save_file
 
     from vmonarch.eval.similarity import similarity
-    from vmonarch.eval.video_io import VideoError, check_frames
+    from vmonarch.pipelines.video_io import VideoError, check_frames
 
     reference = frames[config.reference.label].to(device)
 
@@ -387,8 +385,8 @@ class _Run:
         self, number: str, prompt: str, seed: int, frames: dict[str, torch.Tensor], results: Sequence[MethodResult]
     ) -> dict[str, Any]:
         """Side-by-side video, strips and, if asked for, every method's video; returns their names."""
-        from vmonarch.eval.video_io import AtomicFiles, VideoError, encode_video, side_by_side, strips, to_uint8
-        from vmonarch.eval.video_io import verify_video as verify
+        from vmonarch.pipelines.video_io import VideoError, encode_video, side_by_side, strips, to_uint8
+        from vmonarch.pipelines.video_io import verify_video as verify
 
         assert self.config.fps is not None
         pictures = {label: to_uint8(video) for label, video in frames.items()}
@@ -432,7 +430,6 @@ class _Run:
         }
 
     def _write_record(self, *, complete: bool) -> dict[str, Any]:
-        from vmonarch.eval.video_io import AtomicFiles
 
         record = self._record(complete=complete)
         # The record is this run's own: it replaces what it wrote itself a video ago.
@@ -481,9 +478,3 @@ def _note(result: MethodResult) -> str:
     if result.psnr is None:
         return f"reference · {spent}"
     return f"PSNR {result.psnr:.1f} dB · SSIM {result.ssim:.3f} · {spent}"
-
-
-def file_name(label: str) -> str:
-    """A method's label as part of a file name; labels with parameters get a hash, so that no two share a name."""
-    plain = re.sub(r"[^\w.-]+", "-", label)[:40]
-    return plain if plain == label else f"{plain}-{short_hash(label)}"

@@ -50,6 +50,7 @@ from vmonarch.eval.kernel_bench import (
     versions,
     write_json,
 )
+from vmonarch.eval.render import markdown
 from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.grid import LatentGrid
 from vmonarch.pipelines.environment import device_name, memory_bytes
@@ -1000,8 +1001,6 @@ def ratio(row: dict[str, Any], case: dict[str, Any], mode: str) -> float | None:
 
 def e2e_table(results: dict[str, Any]) -> str:
     """Seconds of steps and videos with the ratios that are aimed at, and what the time goes into."""
-    from vmonarch.eval.tables import markdown
-
     rows, parts, kinds, longer = [], [], [], ""
     for setting, found in newest_rows(results).items():
         for (method, mode), (row, case) in found.items():
@@ -1058,8 +1057,6 @@ def video_table(results: dict[str, Any]) -> str:
     A line is one case, the last with full attention, compiled, which ratios are to. A method has a column if any case
     has it. Memory is that of denoising, residuals counted.
     """
-    from vmonarch.eval.tables import markdown
-
     cases = {}
     for run in results["runs"]:
         for case in run["cases"]:

@@ -30,6 +30,7 @@ from vmonarch.configs import InputError, deep_merge, parse_overrides, read_yaml
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.kernel_bench import check_output, write_json
 from vmonarch.eval.prompt_score import generate, score_videos
+from vmonarch.eval.render import markdown
 from vmonarch.finetune.config import finetune_config
 from vmonarch.finetune.data.parquet import write_empty_caption, write_shard
 from vmonarch.finetune.data.preprocess import PipelineEncoders
@@ -185,8 +186,6 @@ def run_all(jobs: Sequence[tuple[Plan, str, Path]], processes: int) -> Iterator[
 
 def finetune_table(results: dict[str, Any]) -> str:
     """Every method before and after, and how far its validation loss is from that of full attention."""
-    from vmonarch.eval.tables import markdown
-
     control = results["results"].get("full", {}).get("validation_loss", {}).get("after")
     rows = []
     for name, result in results["results"].items():

@@ -25,7 +25,7 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.eval.kernel_bench import check_output, sdpa, versions, write_json
-from vmonarch.eval.tables import markdown
+from vmonarch.eval.render import markdown
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch import reference
 from vmonarch.kernels.monarch.api import vmonarch_attention

@@ -26,6 +26,7 @@ from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.eval.kernel_bench import check_output, write_json
+from vmonarch.eval.render import markdown
 from vmonarch.eval.similarity import psnr
 from vmonarch.finetune.data.decode import BadVideo, ClipShape, decode_clips
 from vmonarch.finetune.embedded.vae import decode_parallel, encode_parallel, latent_statistics
@@ -290,8 +291,6 @@ def run(
 
 def footage_table(document: dict[str, Any]) -> str:
     """Means over the clips: how far each method is from full attention, level by level, and from the clips."""
-    from vmonarch.eval.tables import markdown
-
     levels = document["settings"]["levels"]
 
     def mean(label: str, sigma: float, key: str) -> float | None:

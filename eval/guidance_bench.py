@@ -17,6 +17,7 @@ import torch
 from vmonarch.eval.e2e_bench import TEXT_TOKENS, share_weights
 from vmonarch.eval.op_bench import Bench, Way, Ways
 from vmonarch.eval.op_bench import main as bench_main
+from vmonarch.eval.render import markdown
 from vmonarch.eval.wan_models import WanModel, read_model_config
 from vmonarch.installation import apply
 from vmonarch.processors import VMonarchProcessor
@@ -127,7 +128,6 @@ def guidance_table(results: dict[str, Any]) -> str:
     """Milliseconds per step of every way, and what a call allocates."""
     from vmonarch.eval.kernel_plots import digits, good_rows
     from vmonarch.eval.op_tables import about
-    from vmonarch.eval.tables import markdown
 
     rows = []
     for case in results["cases"]:

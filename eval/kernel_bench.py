@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError, suggest
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.files import AtomicFiles
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.flash_bias.api import flash_bias_attention

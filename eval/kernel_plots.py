@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.eval.kernel_bench import FORMAT
-from vmonarch.eval.tables import markdown
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.eval.render import markdown
+from vmonarch.files import AtomicFiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -43,7 +43,7 @@ from vmonarch.eval.kernel_bench import (
     measure,
     release_memory,
 )
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.files import AtomicFiles
 from vmonarch.kernels.common import launch
 from vmonarch.kernels.common.launch import block_dim, launch_options, launch_overrides
 from vmonarch.pipelines.environment import device_name, package_versions

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 
 from vmonarch.configs import InputError, suggest
 from vmonarch.eval.kernel_bench import check_output, versions, write_json
-from vmonarch.eval.tables import markdown
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.eval.render import markdown
+from vmonarch.files import AtomicFiles
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS
 from vmonarch.kernels.window.api import window_attention

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from vmonarch.bias import NeuralFactors, fit_neural_factors
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.files import AtomicFiles
 from vmonarch.pipelines.environment import device_name, package_versions
 
 ROOT = Path(__file__).resolve().parents[1]

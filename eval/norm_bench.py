@@ -19,6 +19,7 @@ import torch
 from vmonarch.eval.e2e_bench import SETTINGS
 from vmonarch.eval.op_bench import Bench, Way, Ways, with_gradients
 from vmonarch.eval.op_bench import main as bench_main
+from vmonarch.eval.render import markdown
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.norm_rotary.api import norm_rotary
@@ -172,7 +173,6 @@ def norm_table(results: dict[str, Any]) -> str:
     """Milliseconds and GB/s of every way, and the largest errors."""
     from vmonarch.eval.kernel_plots import digits, good_rows
     from vmonarch.eval.op_tables import about
-    from vmonarch.eval.tables import markdown
 
     rows = []
     for case in results["cases"]:

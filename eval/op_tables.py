@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vmonarch.eval.kernel_plots import digits, good_rows
-from vmonarch.eval.tables import markdown
+from vmonarch.eval.render import markdown
 
 Case = dict[str, Any]
 PASSES = {False: "forward", True: "forward+backward"}

@@ -57,6 +57,7 @@ from vmonarch.eval.kernel_bench import (
 )
 from vmonarch.eval.op_bench import NAMES, with_gradients
 from vmonarch.eval.parallel_bytes import sent_by_frames, sent_by_heads
+from vmonarch.eval.render import markdown
 from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import vmonarch_attention
@@ -433,8 +434,6 @@ def run_bench(
 
 def parallel_table(results: dict[str, Any]) -> str:
     """Milliseconds, efficiency and bytes of every case, by way and number of processes."""
-    from vmonarch.eval.tables import markdown
-
     numbers = sorted({entry["ranks"] for entry in (*results["rows"], *results["failed"])})
     found = {(row["case"], row["way"], row["ranks"]): row for row in results["rows"]}
     lines = []

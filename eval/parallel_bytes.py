@@ -17,7 +17,7 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.context_parallel import whole_frames
 from vmonarch.eval.kernel_bench import check_output, write_json
-from vmonarch.eval.tables import markdown
+from vmonarch.eval.render import markdown
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.exchange import places_leaving, split_evenly

@@ -27,7 +27,7 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.files import AtomicFiles, file_name
 from vmonarch.finetune.embedded.data import (
     COLOUR_NAMES,
     COLOUR_WORDS,
@@ -430,8 +430,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--prompts must be 1 to 64 and --batch at least 1")
 
     from diffusers import WanPipeline
-
-    from vmonarch.eval.compare import file_name
 
     pipe = read_pipeline(WanPipeline, folder, torch.float32).to(options.device)
     pipe.set_progress_bar_config(disable=True)

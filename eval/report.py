@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from vmonarch.eval.evaluate import MEASURES, sampled, shown_interval, shown_number, summary_rows
+from vmonarch.eval.summary import MEASURES, sampled, shown_interval, shown_number, summary_rows
 
 # Measures that are drawn against FLOPs, where they were taken.
 PLOTTED = ("psnr", "ssim", "lpips", "prompt_score")

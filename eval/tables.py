@@ -1,18 +1,39 @@
 """Write the tables of the documents from the committed JSON: `python -m vmonarch.eval.tables`.
 
-What stands between `<!-- table: NAME -->` and `<!-- end -->` comes from `docs/benchmarks/NAME.json`, or from the file
-that SOURCES names.
+What stands between `<!-- table: NAME -->` and `<!-- end -->` is made of a file in `docs/benchmarks`; TABLES says how,
+and of which.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from vmonarch.eval import (
+    ablations,
+    e2e_bench,
+    finetune_scores,
+    float8,
+    footage,
+    guidance_bench,
+    kernel_plots,
+    mqar,
+    norm_bench,
+    op_tables,
+    parallel_bench,
+    parallel_bytes,
+    summary,
+    train_bench,
+)
+from vmonarch.eval.compare import format_table
+from vmonarch.eval.render import markdown, percent
+from vmonarch.eval.studies import footage_run
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
@@ -31,24 +52,6 @@ DOCUMENTS = (
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table, all columns but the first aligned to the right."""
-    lines = [heading, ["---", *("---:" for _ in heading[1:])], *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def aligned(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """`markdown` with columns of one width, for terminals; no line break at the end."""
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    pad = lambda row: [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [pad(heading), rule, *map(pad, rows)])
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
 def embedded_model_table(results: dict[str, Any]) -> str:
     """Shares of videos that show what the prompts ask for, and their similarity to full attention."""
     names = {
@@ -59,7 +62,7 @@ def embedded_model_table(results: dict[str, Any]) -> str:
     rows = [
         [
             names.get(method, method),
-            *(_percent(scores[key]) for key in ("colour", "shape", "direction", "all")),
+            *(percent(scores[key]) for key in ("colour", "shape", "direction", "all")),
             *(f"{scores[key]:.{digits}f}" if key in scores else "–" for key, digits in (("psnr_db", 2), ("ssim", 3))),
         ]
         for method, scores in results["summary"].items()
@@ -86,26 +89,10 @@ def commands_table(results: dict[str, Any]) -> str:
 
 def demo_table(results: dict[str, Any]) -> str:
     """The table that `make demo` prints."""
-    from vmonarch.eval.compare import format_table
-
     environment = results["environment"]
     table = format_table(results["methods"], results["means"], results["reference"])
     about = f"{environment['device_name']}, {environment['cpu_count']} cores, {results['created'][:10]}."
     return f"{table}\n\n{about} Made by `make demo`.\n"
-
-
-def kernels_table(results: dict[str, Any]) -> str:
-    """Times of the attention kernels, their memory and their stages."""
-    from vmonarch.eval import kernel_plots
-
-    return kernel_plots.kernels_table(results)
-
-
-def speed_table(results: dict[str, Any]) -> str:
-    """Attention by cuDNN and by VMonarch, head dimension 128: what a first reader wants to know."""
-    from vmonarch.eval import kernel_plots
-
-    return kernel_plots.speed_table(results)
 
 
 def kernel_log_table(results: dict[str, Any]) -> str:
@@ -121,7 +108,7 @@ def kernel_log_table(results: dict[str, Any]) -> str:
 def neural_bias_table(results: dict[str, Any]) -> str:
     """How close two networks come to biases without factors."""
     rows = [
-        [name, *(_percent(record[f"relative_error{kind}"]) for kind in ("", "_of_svd", "_of_a_constant"))]
+        [name, *(percent(record[f"relative_error{kind}"]) for kind in ("", "_of_svd", "_of_a_constant"))]
         for name, record in results["biases"].items()
     ]
     settings = results["settings"]
@@ -131,48 +118,6 @@ def neural_bias_table(results: dict[str, Any]) -> str:
         f" {settings['rank']}; {results['hardware']}, {results['date']}."
     )
     return f"{table}\n{about} Made by `{results['command']}`.\n"
-
-
-def flash_bias_table(results: dict[str, Any]) -> str:
-    """Attention with a low-rank bias beside other ways to have it."""
-    from vmonarch.eval import op_tables
-
-    return op_tables.flash_bias_table(results)
-
-
-def based_table(results: dict[str, Any]) -> str:
-    """Linear and window attention beside exact attention."""
-    from vmonarch.eval import op_tables
-
-    return op_tables.based_table(results)
-
-
-def mqar_table(results: dict[str, Any]) -> str:
-    """What small models recall, by their mixers and the state they keep."""
-    from vmonarch.eval import mqar
-
-    return mqar.mqar_table(results)
-
-
-def train_table(results: dict[str, Any]) -> str:
-    """A training step with VMonarch and with full attention."""
-    from vmonarch.eval import train_bench
-
-    return train_bench.train_table(results)
-
-
-def e2e_table(results: dict[str, Any]) -> str:
-    """Seconds per denoising step and per video."""
-    from vmonarch.eval import e2e_bench
-
-    return e2e_bench.e2e_table(results)
-
-
-def video_table(results: dict[str, Any]) -> str:
-    """Seconds per video."""
-    from vmonarch.eval import e2e_bench
-
-    return e2e_bench.video_table(results)
 
 
 def quality_table(results: dict[str, Any]) -> str:
@@ -187,7 +132,7 @@ def quality_table(results: dict[str, Any]) -> str:
             for key, digits in (("psnr", 1), ("ssim", 3))
         ]
         rows.append(
-            [name, _percent(evaluation["attention_flops"][label]), *cells, _percent(numbers["prompt_score"]["mean"])]
+            [name, percent(evaluation["attention_flops"][label]), *cells, percent(numbers["prompt_score"]["mean"])]
         )
     about = (
         f"{len(evaluation['config']['prompts'])} prompts × {len(evaluation['config']['seeds'])} seeds; "
@@ -197,156 +142,72 @@ def quality_table(results: dict[str, Any]) -> str:
     return f"{table}\n{about} Made by `{evaluation['command']}`.\n"
 
 
-def norm_table(results: dict[str, Any]) -> str:
-    """RMS norm and rotary embedding in one kernel beside diffusers' code."""
-    from vmonarch.eval import norm_bench
+class Table(NamedTuple):
+    """A table of the documents.
 
-    return norm_bench.norm_table(results)
+    Args:
+        make: its text, of what the JSON holds.
+        source: the JSON's name in `docs/benchmarks`.
+    """
 
-
-def guidance_table(results: dict[str, Any]) -> str:
-    """A step with guidance in two calls and in one, eager, compiled and with CUDA graphs."""
-    from vmonarch.eval import guidance_bench
-
-    return guidance_bench.guidance_table(results)
+    make: Callable[[dict[str, Any]], str]
+    source: str
 
 
-def finetune_table(results: dict[str, Any]) -> str:
-    """The embedded model finetuned to one method after the other."""
-    from vmonarch.eval import finetune_scores
-
-    return finetune_scores.finetune_table(results)
+def _ablation(source: str, name: str) -> Table:
+    """Of one of the evaluations that `vmonarch.eval.collect` put together."""
+    return Table(functools.partial(ablations.ablation_table, name=name), source)
 
 
-def evaluation_table(results: dict[str, Any]) -> str:
-    """Methods against full attention, with their FLOPs."""
-    from vmonarch.eval import evaluate
-
-    return evaluate.evaluation_table(results)
-
-
-def footage_table(results: dict[str, Any]) -> str:
-    """One denoising step of real clips with one method after the other."""
-    from vmonarch.eval import footage
-
-    return footage.footage_table(results)
-
-
-def footage_run_table(results: dict[str, Any]) -> str:
-    """Runs along real clips with one method after the other."""
-    from vmonarch.eval.studies import footage_run
-
-    return footage_run.footage_run_table(results)
-
-
-def parallel_table(results: dict[str, Any]) -> str:
-    """One video on one and several GPUs, by heads and by frames."""
-    from vmonarch.eval import parallel_bench
-
-    return parallel_bench.parallel_table(results)
-
-
-def float8_table(results: dict[str, Any]) -> str:
-    """What float8 in the R-steps would cost in accuracy."""
-    from vmonarch.eval import float8
-
-    return float8.float8_table(results)
-
-
-def parallel_bytes_table(results: dict[str, Any]) -> str:
-    """What ranks send for attention by heads and by frames."""
-    from vmonarch.eval import parallel_bytes
-
-    return parallel_bytes.parallel_bytes_table(results)
-
-
-def _ablations(name: str) -> Callable[[dict[str, Any]], str]:
-    """One of the evaluations in a JSON of `vmonarch.eval.collect`."""
-
-    def table(results: dict[str, Any]) -> str:
-        from vmonarch.eval import ablations
-
-        return ablations.ablation_table(results, name)
-
-    return table
-
-
-ABLATED_MODELS = ("embedded", "proxy")
-_ABLATIONS = {
-    f"{model}-{name}": (f"eval-{model}", _ablations(name))
-    for model in ABLATED_MODELS
-    for name in ("table2", "table5", "figure12", "exact", "work", "plans")
-} | {name: ("eval-refresh", _ablations(name)) for name in ("proxy-refresh", "proxy-refresh-20")}
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "embedded-model": embedded_model_table,
-    "demo": demo_table,
-    "commands": commands_table,
-    "kernels-h200": kernels_table,
-    "speed": speed_table,
-    "kernel-log": kernel_log_table,
-    "neural-bias": neural_bias_table,
-    "flash-bias-h200": flash_bias_table,
-    "based-h200": based_table,
-    "based-embedded": embedded_model_table,
-    "mqar": mqar_table,
-    "train-h200": train_table,
-    "e2e": e2e_table,
-    "video": video_table,
-    "norm": norm_table,
-    "float8": float8_table,
-    "quality": quality_table,
-    "guidance": guidance_table,
-    "finetune-embedded": finetune_table,
-    "finetune-embedded-1500": finetune_table,
-    "finetune-embedded-distilled": finetune_table,
-    "footage": footage_table,
-    "footage-proxy": footage_table,
-    "footage-run": footage_run_table,
-    "eval-demo": evaluation_table,
-    "parallel": parallel_table,
-    "parallel-compiled": parallel_table,
-    "parallel-bytes": parallel_bytes_table,
-    **{name: table for name, (_, table) in _ABLATIONS.items()},
+TABLES = {
+    "embedded-model": Table(embedded_model_table, "embedded-model"),
+    "demo": Table(demo_table, "demo"),
+    "commands": Table(commands_table, "commands"),
+    "kernels-h200": Table(kernel_plots.kernels_table, "kernels-h200"),
+    "speed": Table(kernel_plots.speed_table, "kernels-h200"),
+    "kernel-log": Table(kernel_log_table, "kernel-log"),
+    "neural-bias": Table(neural_bias_table, "neural-bias"),
+    "flash-bias-h200": Table(op_tables.flash_bias_table, "flash-bias-h200"),
+    "based-h200": Table(op_tables.based_table, "based-h200"),
+    "based-embedded": Table(embedded_model_table, "based-embedded"),
+    "mqar": Table(mqar.mqar_table, "mqar"),
+    "train-h200": Table(train_bench.train_table, "train-h200"),
+    "e2e": Table(e2e_bench.e2e_table, "e2e"),
+    "video": Table(e2e_bench.video_table, "e2e"),
+    "norm": Table(norm_bench.norm_table, "norm"),
+    "float8": Table(float8.float8_table, "float8"),
+    "quality": Table(quality_table, "eval-embedded"),
+    "guidance": Table(guidance_bench.guidance_table, "guidance"),
+    "finetune-embedded": Table(finetune_scores.finetune_table, "finetune-embedded"),
+    "finetune-embedded-1500": Table(finetune_scores.finetune_table, "finetune-embedded-1500"),
+    "finetune-embedded-distilled": Table(finetune_scores.finetune_table, "finetune-embedded-distilled"),
+    "footage": Table(footage.footage_table, "footage"),
+    "footage-proxy": Table(footage.footage_table, "footage-proxy"),
+    "footage-run": Table(footage_run.footage_run_table, "footage-run"),
+    "eval-demo": Table(summary.evaluation_table, "eval-demo"),
+    "parallel": Table(parallel_bench.parallel_table, "parallel"),
+    "parallel-compiled": Table(parallel_bench.parallel_table, "parallel-compiled"),
+    "parallel-bytes": Table(parallel_bytes.parallel_bytes_table, "parallel-bytes"),
+    **{
+        f"{model}-{name}": _ablation(f"eval-{model}", name)
+        for model in ablations.MODELS
+        for name in ("table2", "table5", "figure12", "exact", "work", "plans")
+    },
+    **{name: _ablation("eval-refresh", name) for name in ("proxy-refresh", "proxy-refresh-20")},
 }
-# Tables of another name than their JSON.
-SOURCES = {
-    "speed": "kernels-h200",
-    "video": "e2e",
-    "quality": "eval-embedded",
-    **{name: source for name, (source, _) in _ABLATIONS.items()},
-}
-# Tables that may wait for their JSON, and what makes that.
-AWAITED = {
-    "flash-bias-h200": "python -m vmonarch.eval.bias_bench",
-    "based-h200": "python -m vmonarch.eval.based_bench",
-    "e2e": "vmonarch bench e2e",
-    "video": "vmonarch bench e2e",
-    "norm": "python -m vmonarch.eval.norm_bench",
-    "parallel": "python -m vmonarch.eval.parallel_bench",
-    "guidance": "python -m vmonarch.eval.guidance_bench",
-}
-
-
-def source(name: str, benchmarks: Path) -> Path:
-    """The JSON that a table is made of."""
-    return benchmarks / f"{SOURCES.get(name, name)}.json"
 
 
 def render(text: str, benchmarks: Path) -> str:
     """`text` with every table written anew.
 
     Raises:
-        KeyError: a table that no function writes.
-        FileNotFoundError: a table whose JSON is missing, and that is not AWAITED.
+        KeyError: no such table.
+        FileNotFoundError: a table's JSON is missing.
     """
 
     def table(match: re.Match[str]) -> str:
-        name = match["name"]
-        path = source(name, benchmarks)
-        if name in AWAITED and not path.exists():
-            text = f"Not measured yet: `{AWAITED[name]} --output docs/benchmarks/{path.name}`.\n"
-        else:
-            text = TABLES[name](json.loads(path.read_text()))
+        made = TABLES[match["name"]]
+        text = made.make(json.loads((benchmarks / f"{made.source}.json").read_text()))
         return match[1] + text + match[3]
 
     return _BLOCK.sub(table, text)

@@ -34,6 +34,7 @@ from vmonarch.eval.kernel_bench import (
     versions,
     write_json,
 )
+from vmonarch.eval.render import markdown
 from vmonarch.eval.wan_models import WanModel, read_model_config
 from vmonarch.finetune.config import OptimizerConfig
 from vmonarch.finetune.data.schema import TEXT_LENGTH
@@ -164,8 +165,6 @@ def run_case(
 
 def train_table(results: dict[str, Any]) -> str:
     """A row for every number of frames and method."""
-    from vmonarch.eval.tables import markdown
-
     rows = []
     for case in results["cases"]:
         base = next(row for row in case["rows"] if row["method"] == "full")

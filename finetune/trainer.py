@@ -24,9 +24,8 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, LoggerType, gather_object
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vmonarch.cli.sampling import seconds
 from vmonarch.configs import InputError
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.files import AtomicFiles
 from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints, random_state, set_random_state
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
 from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
@@ -34,7 +33,7 @@ from vmonarch.finetune.data.parquet import ParquetFolder
 from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.models import Annealing, Experts, load_experts, model_facts, share_clips
 from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
-from vmonarch.pipelines.environment import environment
+from vmonarch.pipelines.environment import environment, seconds
 from vmonarch.pipelines.generation import prepare_output_dir
 from vmonarch.pipelines.model_folder import ModelFolder, find_model
 

@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vmonarch.eval.video_io import AtomicFiles, contact_sheet, encode_video, to_uint8
+from vmonarch.files import AtomicFiles
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.models import Experts
 from vmonarch.pipelines.generation import LoadedModel, SamplingConfig, complete, read_pipeline, sample
 from vmonarch.pipelines.model_folder import ModelFolder
+from vmonarch.pipelines.video_io import contact_sheet, encode_video, to_uint8
 
 
 def write_videos(folder: ModelFolder, experts: Experts, config: FinetuneConfig, output: Path, step: int) -> list[Path]:

@@ -140,3 +140,13 @@ def peak_memory_bytes(device: Any) -> dict[str, int]:
     if device.type == "cuda":
         peak["cuda_allocated"] = torch.cuda.max_memory_allocated(device)
     return peak
+
+
+def seconds(value: float) -> str:
+    """A duration for people: 0.123 s, 12.3 s, 3 min 20 s, 1 h 7 min."""
+    whole = round(value)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole // 60 % 60} min"
+    if whole >= 120:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{value:.3g} s"

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, build, check_keys, file_sha256, read_yaml
 from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
+from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines.model_folder import (
     IMAGE_TO_VIDEO,
     MODELS,
@@ -1105,11 +1106,6 @@ def _record(
     }
 
 
-def short_hash(*parts: Any) -> str:
-    """Eight hexadecimal digits that tell settings apart in file names."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:8]
-
-
 @contextlib.contextmanager
 def reserve_number(folder: Path, number: int | None = None) -> Iterator[str]:
     """A four-digit output number that nothing else in `folder` has, held against other processes while in use.
@@ -1144,8 +1140,7 @@ def _write(
     latents: torch.Tensor,
 ) -> GeneratedVideo:
     """Write one video with its sheet and record, checked before it gets its name."""
-    from vmonarch.eval.video_io import (
-        AtomicFiles,
+    from vmonarch.pipelines.video_io import (
         VideoError,
         check_frames,
         contact_sheet,
@@ -1195,8 +1190,6 @@ def keep_elsewhere(name: str, write: Callable[[Path], object]) -> str:
 def _keep_raw(output: Path, stem: str, frames: torch.Tensor, latents: torch.Tensor) -> str:
     """Save what could not become a video where there is room for it, and say where."""
     from safetensors.torch import save_file
-
-    from vmonarch.eval.video_io import AtomicFiles
 
     for choose_folder in (lambda: output, lambda: Path(tempfile.mkdtemp(prefix="vmonarch-"))):
         try:

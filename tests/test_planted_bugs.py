@@ -46,7 +46,7 @@ PLANNING = "eval/planning.py"
 BASED = "based.py"
 ADAPTERS = "adapters.py"
 TRAINED = "finetune/models.py"
-VARIANTS = "eval/variants.py"
+VARIANTS = "variants.py"
 CONTEXT_PARALLEL = "context_parallel.py"
 GUIDANCE = "guidance.py"
 RESIDUALS = "residuals.py"
@@ -312,7 +312,7 @@ TESTS = {
     **{file: ["tests/eval/test_diagnosis.py"] for file in (DIAGNOSIS, PLANNING)},
     BASED: ["tests/processors/test_based.py"],
     ADAPTERS: ["tests/processors/test_adapters.py"],
-    VARIANTS: ["tests/eval/test_variants.py"],
+    VARIANTS: ["tests/processors/test_variants.py"],
     CONTEXT_PARALLEL: ["tests/processors/test_context_parallel.py"],
     GUIDANCE: ["tests/pipelines/test_guidance.py"],
     RESIDUALS: ["tests/processors/test_refresh.py"],

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vmonarch.based import BasedProcessor
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.files import AtomicFiles
 from vmonarch.installation import (
     CONFIG_ENTRY,
     Installation,

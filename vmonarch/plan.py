@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vmonarch.exact import ExactBlocks
+from vmonarch.files import AtomicFiles
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import check_vmonarch_options
 from vmonarch.work import full_flops, vmonarch_flops
@@ -166,8 +167,6 @@ class AttentionPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON, whole or not at all; a file that is there is replaced."""
-        from vmonarch.eval.video_io import AtomicFiles
-
         with AtomicFiles(overwrite=True) as files:
             text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
             files.stage(Path(path)).write_text(text, encoding="utf-8")

@@ -45,6 +45,7 @@ from vmonarch.plan import METHOD_OPTIONS, AttentionPlan, HeadGroups
 from vmonarch.residuals import Branch, Refresh, ResidualSharing
 from vmonarch.steps import DenoisingStep, denoising_step
 from vmonarch.validation import check_implementation, check_parallel_by
+from vmonarch.xfuser_groups import split_video
 
 # Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
 WAN_ATTENTION = (wan.WanAttention, animate.WanAttention, chronoedit.WanAttention, skyreels.SkyReelsV2Attention)
@@ -596,8 +597,6 @@ class VideoAttentionProcessor:
         self, attn: Any, hidden_states: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """Self-attention in a transformer of xfuser, where this process may have a part of the tokens."""
-        from vmonarch.xfuser import split_video
-
         call = None if self._context is None else self._context.current(0)
         if call is None:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""xfuser (xDiT): VMonarch as an attention backend of its models and runner, and where its ranks hold a video's tokens.
+"""xfuser (xDiT): VMonarch as an attention backend of its models and runner.
 
     vmonarch.xfuser.register(vmonarch.VMonarchProcessor(coarse=2))     # in a program; xfuser then knows "vmonarch"
 
@@ -16,8 +16,6 @@ Source: xfuser 0.7.0, `core/distributed/attention_backend.py`, `model_executor/l
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.metadata
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -27,12 +25,12 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import FlashBiasAttention, VMonarchAttention, resolve_method
-from vmonarch.context_parallel import Share, TokenSplit, check_ring
+from vmonarch.context_parallel import Share, check_ring
 from vmonarch.dense import DenseSet
 from vmonarch.grid import LatentGrid
 from vmonarch.processors import FlashBiasProcessor, VideoAttentionProcessor, VMonarchProcessor
+from vmonarch.xfuser_groups import SUPPORTED_XFUSER, import_xfuser, installed_xfuser, ulysses_rank, xfuser_groups
 
-_SUPPORTED = "supported is xfuser>=0.7,<0.8 with all that it requires"
 # xfuser's own spelling, an underscore where its parser takes a hyphen too.
 _BACKEND_OPTIONS = (
     "attention_backend",
@@ -40,51 +38,6 @@ _BACKEND_OPTIONS = (
     "hybrid_attn_high_precision_backend",
     "hybrid_attn_schedule",
 )
-
-
-def _import(name: str, *attributes: str) -> Any:
-    """A module of xfuser that has these attributes.
-
-    Raises:
-        ImportError: xfuser, or something that it needs, is not installed; it cannot be imported without an accelerator;
-            or it is another version, without one of the attributes.
-    """
-    try:
-        module = importlib.import_module(name)
-    except NotImplementedError as error:
-        raise ImportError(f"xfuser cannot be imported without a GPU and a build of torch for it: {error}") from error
-    except ImportError as error:
-        if error.name == "xfuser":
-            raise ImportError("xfuser is not installed; install it with pip install 'xfuser>=0.7,<0.8'") from error
-        raise ImportError(f"{_installed()} cannot be imported: {error}; {_SUPPORTED}") from error
-    for attribute in attributes:
-        if not hasattr(module, attribute):
-            raise ImportError(f"{_installed()} has no {name}.{attribute}; {_SUPPORTED}")
-    return module
-
-
-def _installed() -> str:
-    return f"xfuser {importlib.metadata.version('xfuser')}"
-
-
-def _groups() -> Any:
-    return _import(
-        "xfuser.core.distributed",
-        "get_ulysses_parallel_world_size",
-        "get_ulysses_parallel_rank",
-        "get_ring_parallel_world_size",
-        "get_sp_group",
-    )
-
-
-def _ulysses(groups: Any) -> tuple[int, int]:
-    """(P, this rank).
-
-    Raises:
-        NotImplementedError: ring attention.
-    """
-    check_ring(groups.get_ring_parallel_world_size(), "ulysses_degree")
-    return groups.get_ulysses_parallel_world_size(), groups.get_ulysses_parallel_rank()
 
 
 def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
@@ -139,15 +92,15 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
         raise ValueError(f"name must be one word of letters, digits and underscores, got {name!r}")
 
     core = "xfuser.core.distributed"
-    backends = _import(f"{core}.attention_backend", "AttentionBackendType", "ATTENTION_FUNCTION_REGISTRY")
-    state = _import(f"{core}.runtime_state", "RuntimeState").RuntimeState
+    backends = import_xfuser(f"{core}.attention_backend", "AttentionBackendType", "ATTENTION_FUNCTION_REGISTRY")
+    state = import_xfuser(f"{core}.runtime_state", "RuntimeState").RuntimeState
     if not hasattr(state, "_select_attention_backend"):
-        raise ImportError(f"{_installed()} has no RuntimeState._select_attention_backend; {_SUPPORTED}")
+        raise ImportError(f"{installed_xfuser()} has no RuntimeState._select_attention_backend; {SUPPORTED_XFUSER}")
     functions = backends.ATTENTION_FUNCTION_REGISTRY
     # Without a configuration, its own choice for this machine; nothing of the state is read.
     dense = functions[state._select_attention_backend(None)]
     member = _member(backends.AttentionBackendType, name.upper())
-    functions[member] = _attention_function(processor, dense, _groups())
+    functions[member] = _attention_function(processor, dense, xfuser_groups())
     return member
 
 
@@ -193,7 +146,7 @@ def _attention_function(
         # Self-attention of a video comes with its grid, cross-attention without.
         if thw is None and key.shape[2] != tokens:
             return dense(query, key, value, dropout_p=dropout_p, is_causal=is_causal, attention_kwargs=attention_kwargs)
-        ranks, rank = _ulysses(groups)
+        ranks, rank = ulysses_rank(groups)
         if dropout_p or is_causal or any(options.get(name) is not None for name in ("attn_mask", "indices_k")):
             raise ValueError("xfuser's backend vmonarch supports no dropout, no causal attention and no attention mask")
         grid = _grid(processor.grid, thw, tokens)
@@ -228,31 +181,6 @@ def _grid(given: LatentGrid | None, thw: Sequence[int] | None, tokens: int) -> L
     if given is not None and given != grid:
         raise ValueError(f"grid={tuple(given)}, but xfuser's transformer was given the grid {tuple(grid)}")
     return grid
-
-
-def split_video(grid: LatentGrid, tokens: int) -> TokenSplit | None:
-    """Where xfuser's ranks hold the tokens of a video; None if this process holds all.
-
-    xfuser pads the S tokens to a multiple of the ranks, so that the last ranks may hold fewer than s.
-
-    Args:
-        tokens: s, with padding.
-
-    Raises:
-        NotImplementedError: ring attention.
-        ValueError: s is not what the grid makes it.
-    """
-    groups = _groups()
-    ranks, rank = _ulysses(groups)
-    if tokens != -(-grid.tokens // ranks):
-        raise ValueError(
-            f"grid {tuple(grid)} has {grid.tokens} tokens, but xfuser's self-attention was given {tokens} on each of"
-            f" {ranks} ranks"
-        )
-    if ranks == 1:
-        return None
-    held = tuple(min(max(grid.tokens - earlier * tokens, 0), tokens) for earlier in range(ranks))
-    return TokenSplit(groups.get_sp_group().ulysses_group, rank, held)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -27,6 +27,7 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
 from vmonarch.eval.footage import Footage, noise_like, open_model, read_footage, relative_error, shipped_clips
 from vmonarch.eval.kernel_bench import check_output, write_json
+from vmonarch.eval.render import markdown
 from vmonarch.finetune.data.decode import ClipShape
 from vmonarch.pipelines.environment import environment, shown_command
 from vmonarch.pipelines.generation import choose_device
@@ -146,8 +147,6 @@ def run(
 
 def footage_run_table(document: dict[str, Any]) -> str:
     """Means over the clips of the velocity's error: over the whole run, and over each quarter of it."""
-    from vmonarch.eval.tables import markdown
-
     steps = document["settings"]["steps"]
     bounds = [round(i * steps / len(QUARTERS)) for i in range(len(QUARTERS) + 1)]
     parts = [slice(0, steps), *(slice(*pair) for pair in zip(bounds, bounds[1:], strict=False))]

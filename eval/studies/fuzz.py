@@ -53,7 +53,7 @@ from vmonarch import (
     vmonarch_attention,
     window_attention,
 )
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.files import AtomicFiles
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
 from vmonarch.kernels.taylor.reference import LinearState

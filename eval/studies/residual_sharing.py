@@ -36,7 +36,7 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.eval.compare import prompt_scorer
 from vmonarch.eval.similarity import similarity
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.files import AtomicFiles
 from vmonarch.finetune.embedded.data import held_out_prompts
 from vmonarch.pipelines.environment import environment
 from vmonarch.pipelines.generation import LoadedModel, SamplingConfig, complete_and_load, decode, denoise

@@ -16,7 +16,7 @@ from shutil import copyfileobj
 from vmonarch.configs import file_sha256
 from vmonarch.eval.vbench.dimensions import DIMENSIONS, WeightFile, check_dimensions
 from vmonarch.eval.vbench.environment import VBenchError
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.files import AtomicFiles
 
 # Seconds without a byte after which a server counts as out of reach.
 _PATIENCE = 60

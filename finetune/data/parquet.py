@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from vmonarch.files import AtomicFiles
 from vmonarch.finetune.data.schema import (
     EXTRA_TENSORS,
     FLOATS,
@@ -108,8 +109,6 @@ def write_empty_caption(folder: Path, text: torch.Tensor) -> None:
         ValueError: it is no encoding: of other dimensions, or not finite.
     """
     from safetensors.torch import save_file
-
-    from vmonarch.eval.video_io import AtomicFiles
 
     if text.dim() != 2 or not text.isfinite().all():
         raise ValueError(f"text must be [L, D] and finite, got {list(text.shape)}")

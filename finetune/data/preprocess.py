@@ -40,7 +40,7 @@ from typing import Any, Protocol
 import torch
 
 from vmonarch.configs import InputError, build, check_keys, file_sha256
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.files import AtomicFiles
 from vmonarch.finetune.data.captions import Captioned, read_captions
 from vmonarch.finetune.data.decode import MAX_PIXELS, BadVideo, Cancelled, Clip, ClipShape, decode_clips
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, write_empty_caption, write_shard

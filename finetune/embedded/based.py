@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from vmonarch.based import BasedLayer, BasedProcessor, frame_decay
+from vmonarch.files import AtomicFiles
 from vmonarch.finetune.embedded.data import sample_scenes
 from vmonarch.finetune.embedded.text import TEXT_LENGTH, encode_text, tokenize, write_captions
 from vmonarch.finetune.embedded.transformer import (
@@ -417,7 +418,6 @@ def train(
     from diffusers import WanPipeline
 
     from vmonarch import save_adapter
-    from vmonarch.eval.video_io import AtomicFiles
     from vmonarch.pipelines.environment import environment
 
     started = time.monotonic()

@@ -15,7 +15,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5EncoderModel
 
-from vmonarch.eval.video_io import AtomicFiles
+from vmonarch.files import AtomicFiles
 from vmonarch.finetune.embedded import parallel
 from vmonarch.finetune.embedded.data import SceneBatch, render
 from vmonarch.finetune.embedded.optimizer import StackedMuon

@@ -12,11 +12,12 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.eval import compare as compare_module
-from vmonarch.eval.compare import CompareConfig, compare, file_name, format_table, means
+from vmonarch.eval.compare import CompareConfig, compare, format_table, means
 from vmonarch.eval.similarity import similarity
-from vmonarch.eval.video_io import read_video
+from vmonarch.files import file_name
 from vmonarch.pipelines import generation
 from vmonarch.pipelines.generation import GenerationError, complete, find_model, load_model
+from vmonarch.pipelines.video_io import read_video
 
 PROMPT = "a red circle moving right"
 TINY = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", "device": "cpu"}

@@ -24,22 +24,13 @@ from vmonarch.configs import InputError, preset_names, read_yaml
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval import evaluate as module
 from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
-from vmonarch.eval.evaluate import (
-    MEASURES,
-    TIMES,
-    EvalConfig,
-    Evaluation,
-    Shard,
-    differences,
-    evaluate,
-    interval,
-    statistics,
-)
+from vmonarch.eval.evaluate import EvalConfig, Evaluation, Shard, evaluate
 from vmonarch.eval.report import quality_plot, report
 from vmonarch.eval.similarity import PerceptualDistance, frames_of_file, similarity
-from vmonarch.eval.video_io import read_video
+from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, statistics
 from vmonarch.pipelines import generation
 from vmonarch.pipelines.generation import GenerationError, build_config, complete, find_model, load_model
+from vmonarch.pipelines.video_io import read_video
 from vmonarch.work import full_flops, vmonarch_flops
 
 PROMPTS = ("a red circle moving right", "a blue </script><b>../../square\" & 'plain'")

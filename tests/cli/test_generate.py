@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from vmonarch.eval.video_io import VideoError, read_video
 from vmonarch.pipelines import generation
 from vmonarch.pipelines.generation import GenerateConfig, GenerationError, build_config, generate, load_record
 from vmonarch.pipelines.model_folder import find_model
+from vmonarch.pipelines.video_io import VideoError, read_video
 
 PROMPT = "a red circle moving right"
 TINY = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", "device": "cpu"}
@@ -333,7 +333,7 @@ def test_a_broken_video_is_an_error_and_its_tensor_is_kept(cli, monkeypatch: pyt
 
 
 def test_a_video_that_decodes_wrongly_is_an_error(cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vmonarch.eval import video_io
+    from vmonarch.pipelines import video_io
 
     encode = video_io.encode_video
     monkeypatch.setattr(video_io, "encode_video", lambda path, frames, fps: encode(path, frames[:-1], fps))
@@ -343,7 +343,6 @@ def test_a_video_that_decodes_wrongly_is_an_error(cli, monkeypatch: pytest.Monke
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vmonarch.eval import video_io
 
     folder = cli.folder / "outputs"
     temporary = cli.folder / "temporary"
@@ -356,7 +355,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(cli, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         fsync(descriptor)
 
-    monkeypatch.setattr(video_io.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     code, _, err = cli("generate", PROMPT)
     assert code == 1 and "No space left on device" in err and cli.outputs() == []
     (kept,) = temporary.rglob("*.raw.safetensors")
@@ -423,7 +422,7 @@ def test_an_interrupted_run_leaves_complete_videos_only(cli, tiny_model: Path, n
 
 
 def test_ctrl_c_while_writing_takes_the_video_back(cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vmonarch.eval import video_io
+    from vmonarch.pipelines import video_io
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from vmonarch.cli import main
-from vmonarch.eval.video_io import read_video
 from vmonarch.pipelines.generation import GenerateConfig, environment_differences, generate
 from vmonarch.pipelines.processes import Shard, leaving_group
+from vmonarch.pipelines.video_io import read_video
 
 SCRIPT = Path(__file__).with_name("shared_generate.py")
 # 9 tokens a frame, 27 in all, which two processes cannot divide evenly; two steps, the first with full attention.

@@ -39,7 +39,7 @@ def pipe(tiny_model: Path):
 @pytest.mark.parametrize("name", method_names())
 def test_every_method_installs_what_it_says(name: str, pipe, shipped_adapter: Path) -> None:
     from vmonarch import BasedProcessor, ExactBlocks, FlashBiasProcessor, VMonarchProcessor
-    from vmonarch.eval.variants import VARIANTS, VariantProcessor
+    from vmonarch.variants import VARIANTS, VariantProcessor
 
     method = resolve_method(name)
     assert method.label == method.name == name and resolve_method(method.to_dict()) == method

@@ -241,7 +241,7 @@ def test_lpips_says_what_is_missing_and_downloads_nothing(alexnet, monkeypatch, 
 
 
 def test_frames_of_a_file_are_those_that_were_written() -> None:
-    from vmonarch.eval.video_io import to_uint8
+    from vmonarch.pipelines.video_io import to_uint8
 
     video, _ = pair((2, 3, 6, 8))
     frames = frames_of_file(to_uint8(video))

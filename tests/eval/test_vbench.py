@@ -32,7 +32,7 @@ from vmonarch.eval.vbench.environment import VERSION, VBenchEnvironment, VBenchE
 from vmonarch.eval.vbench.scoring import PromptedVideo, VBenchScore, score_videos
 from vmonarch.eval.vbench.suite import custom_suite, read_videos, standard_suite, suite_videos
 from vmonarch.eval.vbench.weights import download_weights
-from vmonarch.eval.video_io import VideoError, encode_video, read_video
+from vmonarch.pipelines.video_io import VideoError, encode_video, read_video
 
 # The interface of vbench 0.1.5. Scores are the first byte of a file's hash over 256; the file `order` says what goes
 # wrong, and `calls.jsonl` gets what the package was told.

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from vmonarch.cli.sampling import seconds
 from vmonarch.finetune import trainer as trainer_module
 from vmonarch.finetune.__main__ import main
 from vmonarch.finetune.checkpoints import Checkpoints
@@ -18,6 +17,7 @@ from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.data.schema import Sample
 from vmonarch.finetune.export import main as export
 from vmonarch.finetune.trainer import Trainer
+from vmonarch.pipelines.environment import seconds
 
 # What `accelerate launch` starts; it has no way to ask for several processes on a CPU.
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -21,7 +21,6 @@ import torch
 
 from vmonarch.cli import main
 from vmonarch.configs import InputError
-from vmonarch.eval.video_io import encode_video, read_video
 from vmonarch.finetune.data import decode as decoding
 from vmonarch.finetune.data.decode import BadVideo, ClipShape, Timing, choose_frames, decode_clips, resize_and_crop
 from vmonarch.finetune.data.parquet import ParquetFolder
@@ -36,6 +35,7 @@ from vmonarch.finetune.data.preprocess import (
 from vmonarch.finetune.data.preprocess import complete as complete_config
 from vmonarch.finetune.data.schema import decode_row
 from vmonarch.pipelines.model_folder import find_model
+from vmonarch.pipelines.video_io import encode_video, read_video
 
 SIZE = {"height": 32, "width": 48, "num_frames": 5}
 

@@ -12,7 +12,7 @@ import torch
 
 import vmonarch
 import vmonarch.xfuser
-from vmonarch import LatentGrid, VMonarchProcessor
+from vmonarch import LatentGrid, VMonarchProcessor, xfuser_groups
 
 WORKER = Path(__file__).with_name("xfuser_worker.py")
 spec = importlib.util.spec_from_file_location("xfuser_worker", WORKER)
@@ -134,9 +134,9 @@ def test_xfuser_that_is_not_installed_is_named(monkeypatch):
 
 
 def test_installed_xfuser_without_one_of_its_modules_is_not_called_missing(monkeypatch):
-    monkeypatch.setattr(vmonarch.xfuser.importlib.metadata, "version", lambda name: "0.4.0")
+    monkeypatch.setattr(xfuser_groups.importlib.metadata, "version", lambda name: "0.4.0")
     with pytest.raises(ImportError, match=r"xfuser 0\.4\.0 cannot be imported: No module .*; supported is xfuser>=0"):
-        vmonarch.xfuser._import("vmonarch.no_such_module")
+        xfuser_groups.import_xfuser("vmonarch.no_such_module")
 
 
 def test_the_last_ranks_of_a_padded_video_hold_less(monkeypatch):
@@ -151,11 +151,11 @@ def test_the_last_ranks_of_a_padded_video_hold_less(monkeypatch):
 
     grid = LatentGrid(3, 2, 3)
     for ranks, tokens, held in ((4, 5, (5, 5, 5, 3)), (7, 3, (3, 3, 3, 3, 3, 3, 0)), (2, 9, (9, 9))):
-        monkeypatch.setattr(vmonarch.xfuser, "_groups", lambda ranks=ranks: Groups(ranks, 1))
-        split = vmonarch.xfuser.split_video(grid, tokens)
+        monkeypatch.setattr(xfuser_groups, "xfuser_groups", lambda ranks=ranks: Groups(ranks, 1))
+        split = xfuser_groups.split_video(grid, tokens)
         assert split.tokens == held and split.rank == 1
         with pytest.raises(ValueError, match=rf"has 18 tokens, but xfuser's .* given {tokens + 1} on each of {ranks}"):
-            vmonarch.xfuser.split_video(grid, tokens + 1)
+            xfuser_groups.split_video(grid, tokens + 1)
 
 
 LAUNCHES = {

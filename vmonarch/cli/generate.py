@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_layers, seconds
+from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_layers
+from vmonarch.pipelines.environment import seconds
 
 if TYPE_CHECKING:
     from vmonarch.pipelines.generation import GenerateConfig, GeneratedVideo

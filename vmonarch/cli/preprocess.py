@@ -71,8 +71,9 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError, PreprocessError: see `vmonarch.finetune.data.preprocess.preprocess`.
     """
-    from vmonarch.cli.sampling import hide_loading_bars, seconds
+    from vmonarch.cli.sampling import hide_loading_bars
     from vmonarch.finetune.data.preprocess import preprocess
+    from vmonarch.pipelines.environment import seconds
 
     config = read_settings(arguments)
     hide_loading_bars()

@@ -13,7 +13,8 @@ from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import KINDS, resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
-from vmonarch.eval.variants import (
+from vmonarch.pipelines.embedded import embedded_model_path
+from vmonarch.variants import (
     FIXED,
     VariantProcessor,
     block_topk_attention,
@@ -24,7 +25,6 @@ from vmonarch.eval.variants import (
     sink_average_attention,
     two_resolution_attention,
 )
-from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.work import full_flops, vmonarch_flops
 
 by_grid = pytest.mark.parametrize("grid", [(3, 2, 5), (5, 7, 3), (1, 3, 2)], ids=lambda g: "x".join(map(str, g)))
@@ -282,7 +282,7 @@ def test_keys_gathered_in_parts_give_the_same(function, monkeypatch):
     q, k, v = qkv(grid)
     whole = function(q, k, v, grid=grid)
     for gathered in (1, 10_000):
-        monkeypatch.setattr("vmonarch.eval.variants._GATHERED", gathered)
+        monkeypatch.setattr("vmonarch.variants._GATHERED", gathered)
         torch.testing.assert_close(function(q, k, v, grid=grid), whole, rtol=0, atol=1e-13)
 
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import subprocess
 import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,70 +66,6 @@ def check_frames(frames: torch.Tensor) -> None:
 def to_uint8(frames: torch.Tensor) -> NDArray[np.uint8]:
     """uint8 [F, H, W, 3] of float [F, 3, H, W] in [0, 1], rounded to nearest."""
     return (frames.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-
-
-class AtomicFiles:
-    """Files that appear all together, complete, or not at all.
-
-    Each is written to a hidden temporary name in its own folder; when the block ends without an error they are flushed
-    to disk and renamed, in the order in which they were staged. An error or Ctrl-C leaves nothing behind.
-
-        with AtomicFiles() as files:
-            files.stage(folder / "0001.json").write_text(text)
-
-    Args:
-        overwrite: replace files that exist; otherwise they are an error and stay as they are.
-    """
-
-    def __init__(self, *, overwrite: bool = False) -> None:
-        self._overwrite = overwrite
-        self._staged: list[tuple[Path, Path]] = []
-
-    def __enter__(self) -> AtomicFiles:
-        return self
-
-    def stage(self, path: Path) -> Path:
-        """The temporary path to write to, with the suffix of `path`.
-
-        Raises:
-            FileExistsError: `path` exists and is not to be overwritten.
-        """
-        self._check_free(path)
-        temporary = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
-        self._staged.append((temporary, path))
-        return temporary
-
-    def _check_free(self, path: Path) -> None:
-        if not self._overwrite and path.exists():
-            raise FileExistsError(f"{path} exists and is not overwritten")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        published: list[Path] = []
-        try:
-            if error is None:
-                for temporary, path in self._staged:
-                    _flush(temporary)
-                    self._check_free(path)
-                for temporary, path in self._staged:
-                    os.replace(temporary, path)
-                    published.append(path)
-                for folder in {path.parent for path in published}:
-                    _flush(folder)
-                published.clear()
-        finally:
-            for path in [temporary for temporary, _ in self._staged] + published:
-                path.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    """Force a file or folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def encode_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:

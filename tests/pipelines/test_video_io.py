@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from vmonarch.eval import video_io
-from vmonarch.eval.video_io import (
-    AtomicFiles,
+from vmonarch.pipelines.generation import FPS
+from vmonarch.pipelines.video_io import (
     VideoError,
     check_frames,
     contact_sheet,
@@ -24,7 +22,6 @@ from vmonarch.eval.video_io import (
     to_uint8,
     verify_video,
 )
-from vmonarch.pipelines.generation import FPS
 
 
 def moving_square(frames: int = 9, height: int = 48, width: int = 64) -> torch.Tensor:
@@ -164,75 +161,6 @@ def test_damaged_files_are_found(tmp_path: Path) -> None:
     encode_video(path, np.full_like(frames, 7), 16)
     with pytest.raises(VideoError, match="constant"):
         verify_video(path, np.full_like(frames, 7))
-
-
-class TestAtomicFiles:
-    def test_all_appear_at_the_end(self, tmp_path: Path) -> None:
-        with AtomicFiles() as files:
-            for name in ("a.json", "b.png"):
-                files.stage(tmp_path / name).write_text(name)
-            assert not list(tmp_path.glob("[ab]*"))
-        assert sorted(os.listdir(tmp_path)) == ["a.json", "b.png"]
-
-    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
-    def test_an_error_leaves_nothing(self, tmp_path: Path, error: type[BaseException]) -> None:
-        with pytest.raises(error), AtomicFiles() as files:
-            files.stage(tmp_path / "a.json").write_text("a")
-            raise error
-        assert os.listdir(tmp_path) == []
-
-    def test_existing_files_stay(self, tmp_path: Path) -> None:
-        (tmp_path / "a.json").write_text("old")
-        with pytest.raises(FileExistsError), AtomicFiles() as files:
-            files.stage(tmp_path / "a.json")
-        # One that appears meanwhile stays too, and takes the others of its group along.
-        with pytest.raises(FileExistsError), AtomicFiles() as files:
-            files.stage(tmp_path / "c.json").write_text("new")
-            files.stage(tmp_path / "b.json").write_text("new")
-            (tmp_path / "b.json").write_text("old")
-        assert sorted(os.listdir(tmp_path)) == ["a.json", "b.json"]
-        assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text() == "old"
-
-    def test_overwrite_replaces(self, tmp_path: Path) -> None:
-        (tmp_path / "a.json").write_text("old")
-        with AtomicFiles(overwrite=True) as files:
-            files.stage(tmp_path / "a.json").write_text("new")
-            assert (tmp_path / "a.json").read_text() == "old"
-        assert (tmp_path / "a.json").read_text() == "new"
-
-    def test_a_full_disk_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(descriptor: int) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(video_io.os, "fsync", full)
-        with pytest.raises(OSError, match="No space"), AtomicFiles() as files:
-            files.stage(tmp_path / "a.json").write_text("a")
-        assert os.listdir(tmp_path) == []
-
-    def test_a_failed_rename_takes_back_the_others(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        replace = os.replace
-
-        def second_fails(source: Path, target: Path) -> None:
-            if target.name == "b.json":
-                raise KeyboardInterrupt
-            replace(source, target)
-
-        monkeypatch.setattr(video_io.os, "replace", second_fails)
-        with pytest.raises(KeyboardInterrupt), AtomicFiles() as files:
-            files.stage(tmp_path / "a.json").write_text("a")
-            files.stage(tmp_path / "b.json").write_text("b")
-        assert os.listdir(tmp_path) == []
-
-    def test_what_is_written_is_flushed_before_it_is_named(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        events: list[str] = []
-        fsync, replace = os.fsync, os.replace
-        monkeypatch.setattr(video_io.os, "fsync", lambda fd: (events.append("flush"), fsync(fd))[1])
-        monkeypatch.setattr(video_io.os, "replace", lambda a, b: (events.append("name"), replace(a, b))[1])
-        with AtomicFiles() as files:
-            files.stage(tmp_path / "a.json").write_text("a")
-        assert events == ["flush", "name", "flush"]
 
 
 @pytest.mark.parametrize(

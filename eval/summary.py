@@ -1,0 +1,196 @@
+"""What the items of an evaluation come to: its measures, their statistics, and how these are shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vmonarch.eval.compare import json_values
+from vmonarch.eval.render import markdown, percent
+from vmonarch.pipelines.generation import GenerationError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+RESAMPLES = 10_000
+BOOTSTRAP_SEED = 0
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of every video: its heading, decimals, whether more is better, and what it is."""
+
+    heading: str
+    decimals: int
+    more_is_better: bool
+    about: str
+
+
+_FIRST, _CODED = "of the first frame alone", "of frames read back from the mp4"
+MEASURES = {
+    "psnr": Measure("PSNR dB", 2, True, "10·log10(1/MSE) to the reference, the error pooled over all frames"),
+    "ssim": Measure("SSIM", 4, True, "11×11 Gaussian window, sigma 1.5, mean over frames and channels"),
+    "lpips": Measure("LPIPS", 4, False, "AlexNet, mean over frames"),
+    "first_frame_psnr": Measure("first PSNR dB", 2, True, f"PSNR {_FIRST}"),
+    "first_frame_ssim": Measure("first SSIM", 4, True, f"SSIM {_FIRST}"),
+    "first_frame_lpips": Measure("first LPIPS", 4, False, f"LPIPS {_FIRST}"),
+    "prompt_score": Measure(
+        "prompt score",
+        3,
+        True,
+        "share of colour, shape and direction that a video's pixels show as the prompt asks; of the embedded model",
+    ),
+    "mp4_psnr": Measure("mp4 PSNR dB", 2, True, f"PSNR {_CODED}"),
+    "mp4_ssim": Measure("mp4 SSIM", 4, True, f"SSIM {_CODED}"),
+    "mp4_lpips": Measure("mp4 LPIPS", 4, False, f"LPIPS {_CODED}"),
+    "mp4_first_frame_psnr": Measure("mp4 first PSNR dB", 2, True, f"PSNR {_CODED}, {_FIRST}"),
+    "mp4_first_frame_ssim": Measure("mp4 first SSIM", 4, True, f"SSIM {_CODED}, {_FIRST}"),
+    "mp4_first_frame_lpips": Measure("mp4 first LPIPS", 4, False, f"LPIPS {_CODED}, {_FIRST}"),
+    "seconds": Measure("s/video", 2, False, "text, denoising and decoding; a batch's time is shared out evenly"),
+    "transformer_seconds_per_step": Measure(
+        "transformer s/step", 3, False, "in the transformers' forward calls, guidance included"
+    ),
+}
+TIMES = ("seconds", "transformer_seconds_per_step")
+
+
+def _values(records: Sequence[Mapping[str, Any]], label: str, measure_: str) -> list[float | None]:
+    """A measure of one method, item by item; "inf" is infinity again.
+
+    Raises:
+        GenerationError: only some of the items have it. Prompts in words of their own have no prompt score.
+    """
+    found = []
+    for record in records:
+        rows = [row for row in record["results"] if row["method"] == label]
+        if len(rows) != 1:
+            raise GenerationError(f"method {label} has {len(rows)} results in item {record['number']}")
+        value = rows[0][measure_]
+        found.append(None if value is None else float(value))
+    known = sum(value is not None for value in found)
+    if measure_ != "prompt_score" and known not in (0, len(found)):
+        raise GenerationError(f"method {label} has {measure_} for {known} of {len(found)} items")
+    return found
+
+
+def interval(values: Sequence[float]) -> dict[str, Any]:
+    """Mean and 95 % percentile bootstrap interval, resampling the items; the same for the same values.
+
+    Of a single value there is no interval, and none where a value is infinite.
+
+    Returns:
+        mean (a number, or "inf"), low, high (None without an interval), items.
+    """
+    import numpy as np
+
+    sample: NDArray[np.float64] = np.asarray(values, np.float64)
+    mean = float(sample.mean())
+    low = high = None
+    if len(sample) > 1 and math.isfinite(mean):
+        generator = np.random.default_rng(BOOTSTRAP_SEED)
+        # By halves of a million numbers: 10,000 resamples of thousands of items would not fit in memory.
+        rows = max(1, 500_000 // len(sample))
+        means: list[float] = []
+        while len(means) < RESAMPLES:
+            picked = generator.integers(len(sample), size=(min(rows, RESAMPLES - len(means)), len(sample)))
+            means += sample[picked].mean(1).tolist()
+        low, high = (float(edge) for edge in np.percentile(means, [2.5, 97.5]))
+    return json_values({"mean": mean, "low": low, "high": high, "items": len(sample)})
+
+
+def statistics(records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`interval` of every measure of every method; None for what was not measured."""
+    return {
+        label: {
+            key: interval(known) if (known := [v for v in _values(records, label, key) if v is not None]) else None
+            for key in MEASURES
+        }
+        for label in labels
+    }
+
+
+def differences(
+    records: Sequence[Mapping[str, Any]], labels: Sequence[str], baseline: str
+) -> dict[str, dict[str, Any]]:
+    """`interval` of the paired differences, method minus baseline, item by item; None for what one of them lacks."""
+    table: dict[str, dict[str, Any]] = {}
+    for label in labels:
+        if label == baseline:
+            continue
+        table[label] = {}
+        for key in MEASURES:
+            pairs = zip(_values(records, label, key), _values(records, baseline, key), strict=True)
+            # Two videos that both equal the reference do not differ, though infinity has no difference to itself.
+            gaps = [0.0 if a == b else a - b for a, b in pairs if a is not None and b is not None]
+            table[label][key] = interval(gaps) if gaps and not _opposite(gaps) else None
+    return table
+
+
+def _opposite(values: Sequence[float]) -> bool:
+    return math.inf in values and -math.inf in values
+
+
+def summary_rows(
+    record: Mapping[str, Any], measures: Sequence[str] = tuple(MEASURES)
+) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of the summary: every method with its FLOPs, its means and their intervals.
+
+    Args:
+        measures: those to show, where they were taken.
+    """
+    shown = [key for key in measures if any(record["statistics"][label][key] for label in record["methods"])]
+    dimensions = list(next(iter(record["vbench"].values()), {}))
+    scored = any(value is not None for value in record["paper_score"].values())
+    heading = ["method", "attention FLOPs", *(MEASURES[key].heading for key in shown), *dimensions]
+    heading += ["Table 5 score"] if scored else []
+    rows = []
+    for label in record["methods"]:
+        share = record["attention_flops"][label]
+        cells = [label + (" (reference)" if label == record["reference"] else "")]
+        cells.append("–" if share is None else percent(share))
+        cells += [shown_interval(record["statistics"][label][key], MEASURES[key].decimals) for key in shown]
+        cells += [f"{record['vbench'][label][dimension]:.4f}" for dimension in dimensions]
+        cells += [shown_number(record["paper_score"][label], 2)] if scored else []
+        rows.append(cells)
+    return heading, rows
+
+
+def sampled(config: Mapping[str, Any]) -> str:
+    """In words, how many videos a method made, of which model and at which settings."""
+    prompts, seeds = (len(config[key]) for key in ("prompts", "seeds"))
+    return (
+        f"{prompts} prompt{'s' * (prompts > 1)} × {seeds} seed{'s' * (seeds > 1)}, model {config['model']},"
+        f" {config['num_frames']}×{config['height']}×{config['width']}, {config['steps']} steps, guidance"
+        f" {config['guidance']:g}"
+    )
+
+
+def evaluation_table(results: Mapping[str, Any]) -> str:
+    """The summary of `evaluation.json` for a document: no times, nothing of decoded frames."""
+    measures = [key for key in MEASURES if key not in TIMES and not key.startswith("mp4_")]
+    config, environment = results["config"], results["environments"][0]["environment"]
+    about = (
+        f"{sampled(config)}; means with 95 % bootstrap intervals; {environment['device_name']},"
+        f" {environment['cpu_count']} cores, {results['created'][:10]}."
+    )
+    return f"{markdown(*summary_rows(results, measures))}\n{about} Made by `{results['command']}`.\n"
+
+
+def shown_number(value: Any, decimals: int, *, sign: bool = False) -> str:
+    """A number for people; a dash for None."""
+    if value is None or isinstance(value, str):
+        return "–" if value is None else value
+    return f"{value:{'+' if sign else ''}.{decimals}f}"
+
+
+def shown_interval(value: Mapping[str, Any] | None, decimals: int, *, sign: bool = False) -> str:
+    """`mean [low, high]`, without brackets where there is no interval."""
+    if value is None:
+        return "–"
+    mean = shown_number(value["mean"], decimals, sign=sign)
+    if value["low"] is None:
+        return mean
+    return f"{mean} [{', '.join(shown_number(value[edge], decimals, sign=sign) for edge in ('low', 'high'))}]"

@@ -1,0 +1,83 @@
+"""`AtomicFiles`: all appear complete, or none."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from vmonarch.files import AtomicFiles
+
+
+def test_all_appear_at_the_end(tmp_path: Path) -> None:
+    with AtomicFiles() as files:
+        for name in ("a.json", "b.png"):
+            files.stage(tmp_path / name).write_text(name)
+        assert not list(tmp_path.glob("[ab]*"))
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "b.png"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_an_error_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), AtomicFiles() as files:
+        files.stage(tmp_path / "a.json").write_text("a")
+        raise error
+    assert os.listdir(tmp_path) == []
+
+
+def test_existing_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("old")
+    with pytest.raises(FileExistsError), AtomicFiles() as files:
+        files.stage(tmp_path / "a.json")
+    # One that appears meanwhile stays too, and takes the others of its group along.
+    with pytest.raises(FileExistsError), AtomicFiles() as files:
+        files.stage(tmp_path / "c.json").write_text("new")
+        files.stage(tmp_path / "b.json").write_text("new")
+        (tmp_path / "b.json").write_text("old")
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "b.json"]
+    assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text() == "old"
+
+
+def test_overwrite_replaces(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("old")
+    with AtomicFiles(overwrite=True) as files:
+        files.stage(tmp_path / "a.json").write_text("new")
+        assert (tmp_path / "a.json").read_text() == "old"
+    assert (tmp_path / "a.json").read_text() == "new"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"), AtomicFiles() as files:
+        files.stage(tmp_path / "a.json").write_text("a")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failed_rename_takes_back_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def second_fails(source: Path, target: Path) -> None:
+        if target.name == "b.json":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", second_fails)
+    with pytest.raises(KeyboardInterrupt), AtomicFiles() as files:
+        files.stage(tmp_path / "a.json").write_text("a")
+        files.stage(tmp_path / "b.json").write_text("b")
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_written_is_flushed_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append("flush"), fsync(fd))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append("name"), replace(a, b))[1])
+    with AtomicFiles() as files:
+        files.stage(tmp_path / "a.json").write_text("a")
+    assert events == ["flush", "name", "flush"]

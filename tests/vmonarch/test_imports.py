@@ -1,0 +1,110 @@
+"""Imports go one way: from the commands down to attention, and round in circles nowhere but inside `kernels`."""
+
+from __future__ import annotations
+
+import ast
+import glob
+import os
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import vmonarch
+
+ROOT = Path(vmonarch.__file__).parent
+# What a package may not import, at the top of a file or in a function. "" is what lies beside the packages.
+ABOVE = {
+    "": ("pipelines", "finetune", "eval", "cli"),
+    "kernels": ("configs", "pipelines", "finetune", "eval", "cli"),
+    "configs": ("finetune", "eval", "cli"),
+    "pipelines": ("finetune", "eval", "cli"),
+    "finetune": ("eval", "cli"),
+    "eval": ("cli",),
+}
+# `python -m vmonarch` is a command, and `vmonarch` names what is in all of its modules.
+COMMANDS, NAMES = "__main__", "__init__"
+
+
+def imports(source: str) -> set[str]:
+    """Names that Python imports when it runs: modules, and modules with what is taken of them."""
+
+    class Imports(ast.NodeVisitor):
+        found: set[str] = set()
+
+        def visit_If(self, node: ast.If) -> None:
+            checking = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            for statement in node.orelse if checking else [*node.body, *node.orelse]:
+                self.visit(statement)
+
+        def visit_Import(self, node: ast.Import) -> None:
+            self.found |= {alias.name for alias in node.names}
+
+        def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+            assert node.module is not None and node.level == 0, "imports are absolute"
+            self.found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+
+    visitor = Imports()
+    visitor.found = set()
+    visitor.visit(ast.parse(source))
+    return visitor.found
+
+
+def graph(root: Path) -> dict[str, set[str]]:
+    """Module of the package -> its modules that it imports, names without the package's."""
+    # Not Path.rglob, which does not follow the links that a checkout has for packages.
+    found = glob.glob("**/*.py", root_dir=root, recursive=True)
+    files = {path.removesuffix(".py").replace(os.sep, "."): root / path for path in found}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items() if name not in (COMMANDS, NAMES)}
+    named = {
+        name: {found.removeprefix("vmonarch.") for found in imports(path.read_text())} for name, path in files.items()
+    }
+    return {name: {found for found in names if found in files} - {name} for name, names in named.items()}
+
+
+def package(module: str) -> str:
+    return module.partition(".")[0] if module.partition(".")[0] in {*ABOVE, "cli"} else ""
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, set[str]]:
+    found = graph(ROOT)
+    assert {package(name) for name in found} == {*ABOVE, "cli"}, "a package is missing"
+    return found
+
+
+def test_nothing_imports_what_is_above_it(modules):
+    upward = [
+        f"{name} imports {found}"
+        for name, names in modules.items()
+        for found in names
+        if package(found) in ABOVE.get(package(name), ())
+    ]
+    assert not upward
+
+
+def test_there_are_no_circles_outside_kernels(modules):
+    # A first launch checks kernels by calling the functions that launch them, see `kernels.common.trust`.
+    outside = {name: names for name, names in modules.items() if package(name) != "kernels"}
+    try:
+        TopologicalSorter(outside).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_imports_are_found_wherever_they_stand(tmp_path):
+    (tmp_path / "pipelines").mkdir()
+    for name, source in {
+        "grid": "import torch\n",
+        "plan": "def save():\n    from vmonarch.pipelines.video import encode\n",
+        "pipelines/__init__": "",
+        "pipelines/video": "if TYPE_CHECKING:\n    from vmonarch import plan\nelse:\n    import vmonarch.grid\n",
+        "__init__": "from vmonarch import pipelines\n",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    assert graph(tmp_path) == {
+        "grid": set(),
+        "plan": {"pipelines.video"},
+        "pipelines": set(),
+        "pipelines.video": {"grid"},
+    }

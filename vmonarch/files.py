@@ -1,0 +1,86 @@
+"""Files that are complete or not there, and names for them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class AtomicFiles:
+    """Files that appear all together, complete, or not at all.
+
+    Each is written to a hidden temporary name in its own folder; when the block ends without an error they are flushed
+    to disk and renamed, in the order in which they were staged. An error or Ctrl-C leaves nothing behind.
+
+        with AtomicFiles() as files:
+            files.stage(folder / "0001.json").write_text(text)
+
+    Args:
+        overwrite: replace files that exist; otherwise they are an error and stay as they are.
+    """
+
+    def __init__(self, *, overwrite: bool = False) -> None:
+        self._overwrite = overwrite
+        self._staged: list[tuple[Path, Path]] = []
+
+    def __enter__(self) -> AtomicFiles:
+        return self
+
+    def stage(self, path: Path) -> Path:
+        """The temporary path to write to, with the suffix of `path`.
+
+        Raises:
+            FileExistsError: `path` exists and is not to be overwritten.
+        """
+        self._check_free(path)
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+        self._staged.append((temporary, path))
+        return temporary
+
+    def _check_free(self, path: Path) -> None:
+        if not self._overwrite and path.exists():
+            raise FileExistsError(f"{path} exists and is not overwritten")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        published: list[Path] = []
+        try:
+            if error is None:
+                for temporary, path in self._staged:
+                    _flush(temporary)
+                    self._check_free(path)
+                for temporary, path in self._staged:
+                    os.replace(temporary, path)
+                    published.append(path)
+                for folder in {path.parent for path in published}:
+                    _flush(folder)
+                published.clear()
+        finally:
+            for path in [temporary for temporary, _ in self._staged] + published:
+                path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    """Force a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def short_hash(*parts: Any) -> str:
+    """Eight hexadecimal digits that tell settings apart in file names."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def file_name(label: str) -> str:
+    """A method's label as part of a file name; labels with parameters get a hash, so that no two share a name."""
+    plain = re.sub(r"[^\w.-]+", "-", label)[:40]
+    return plain if plain == label else f"{plain}-{short_hash(label)}"

@@ -1,0 +1,85 @@
+"""xfuser's processes: the functions of its that are called, and where its ranks hold a video's tokens.
+
+Source: xfuser 0.7.0, `core/distributed/parallel_state.py` and `model_executor/models/transformers/transformer_wan.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import Any
+
+from vmonarch.context_parallel import TokenSplit, check_ring
+from vmonarch.grid import LatentGrid
+
+SUPPORTED_XFUSER = "supported is xfuser>=0.7,<0.8 with all that it requires"
+
+
+def import_xfuser(name: str, *attributes: str) -> Any:
+    """A module of xfuser that has these attributes.
+
+    Raises:
+        ImportError: xfuser, or something that it needs, is not installed; it cannot be imported without an accelerator;
+            or it is another version, without one of the attributes.
+    """
+    try:
+        module = importlib.import_module(name)
+    except NotImplementedError as error:
+        raise ImportError(f"xfuser cannot be imported without a GPU and a build of torch for it: {error}") from error
+    except ImportError as error:
+        if error.name == "xfuser":
+            raise ImportError("xfuser is not installed; install it with pip install 'xfuser>=0.7,<0.8'") from error
+        raise ImportError(f"{installed_xfuser()} cannot be imported: {error}; {SUPPORTED_XFUSER}") from error
+    for attribute in attributes:
+        if not hasattr(module, attribute):
+            raise ImportError(f"{installed_xfuser()} has no {name}.{attribute}; {SUPPORTED_XFUSER}")
+    return module
+
+
+def installed_xfuser() -> str:
+    return f"xfuser {importlib.metadata.version('xfuser')}"
+
+
+def xfuser_groups() -> Any:
+    return import_xfuser(
+        "xfuser.core.distributed",
+        "get_ulysses_parallel_world_size",
+        "get_ulysses_parallel_rank",
+        "get_ring_parallel_world_size",
+        "get_sp_group",
+    )
+
+
+def ulysses_rank(groups: Any) -> tuple[int, int]:
+    """(P, this rank).
+
+    Raises:
+        NotImplementedError: ring attention.
+    """
+    check_ring(groups.get_ring_parallel_world_size(), "ulysses_degree")
+    return groups.get_ulysses_parallel_world_size(), groups.get_ulysses_parallel_rank()
+
+
+def split_video(grid: LatentGrid, tokens: int) -> TokenSplit | None:
+    """Where xfuser's ranks hold the tokens of a video; None if this process holds all.
+
+    xfuser pads the S tokens to a multiple of the ranks, so that the last ranks may hold fewer than s.
+
+    Args:
+        tokens: s, with padding.
+
+    Raises:
+        NotImplementedError: ring attention.
+        ValueError: s is not what the grid makes it.
+    """
+    groups = xfuser_groups()
+    ranks, rank = ulysses_rank(groups)
+    if tokens != -(-grid.tokens // ranks):
+        raise ValueError(
+            f"grid {tuple(grid)} has {grid.tokens} tokens, but xfuser's self-attention was given {tokens} on each of"
+            f" {ranks} ranks"
+        )
+    if ranks == 1:
+        return None
+    held = tuple(min(max(grid.tokens - earlier * tokens, 0), tokens) for earlier in range(ranks))
+    return TokenSplit(groups.get_sp_group().ulysses_group, rank, held)
