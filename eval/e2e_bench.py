@@ -1070,9 +1070,8 @@ def video_table(results: dict[str, Any]) -> str:
     }
     lines, made = [], []
     for run, case, rows in shown:
-        eager, stock = rows.get(("full", "eager")), rows[STOCK]
-        line = [case["setting"], f"{case['tokens']:,}", "–" if eager is None else f"{eager['video_s']:.1f}"]
-        line.append(f"{stock['video_s']:.1f}")
+        stock = rows[STOCK]
+        line = [case["setting"], f"{case['tokens']:,}", f"{stock['video_s']:.1f}"]
         memory = [stock.get("peak_bytes")]
         for method in named:
             row = rows.get((method, "compiled"), {})
@@ -1086,8 +1085,8 @@ def video_table(results: dict[str, Any]) -> str:
             f" Made by `{run['command']}`."
         )
     titles = list(named.values())
-    heading = ["setting", "tokens", "stock diffusers, s", "stock, compiled, s", *(f"{title}, s" for title in titles)]
-    table = markdown([*heading, "stock, compiled, GB", *(f"{title}, GB" for title in titles[:1])], lines)
+    heading = ["setting", "tokens", "full attention, s", *(f"{title}, s" for title in titles)]
+    table = markdown([*heading, "full attention, GB", *(f"{title}, GB" for title in titles[:1])], lines)
     return table + "\n" + "\n".join(dict.fromkeys(made)) + "\n"
 
 

@@ -33,7 +33,7 @@ from vmonarch.eval import (
 )
 from vmonarch.eval.compare import format_table
 from vmonarch.eval.render import markdown, percent
-from vmonarch.eval.studies import footage_run
+from vmonarch.eval.studies import footage_run, residual_sharing
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
@@ -120,26 +120,30 @@ def neural_bias_table(results: dict[str, Any]) -> str:
     return f"{table}\n{about} Made by `{results['command']}`.\n"
 
 
-def quality_table(results: dict[str, Any]) -> str:
-    """VMonarch and plans beside full attention: what a first reader wants to know."""
-    evaluation = results["evaluations"]["plans"]
+def fidelity_table(results: dict[str, Any]) -> str:
+    """VMonarch beside full attention, on both models: what a first reader wants to know."""
+    evaluations = {
+        "embedded": results["evaluations"]["embedded-refresh-plans"],
+        "proxy": results["evaluations"]["proxy-refresh"],
+    }
     rows = []
-    for label in ("full", "vmonarch", "plan 0.75", "plan 1.00", "plan 1.35"):
-        numbers = evaluation["statistics"][label]
-        name = {"full": "full attention", "vmonarch": "VMonarch with its defaults"}.get(label, f"VMonarch, {label}")
-        cells = [
-            f"{numbers[key]['mean']:.{digits}f}" if label != "full" else "–"
-            for key, digits in (("psnr", 1), ("ssim", 3))
-        ]
-        rows.append(
-            [name, percent(evaluation["attention_flops"][label]), *cells, percent(numbers["prompt_score"]["mean"])]
-        )
-    about = (
-        f"{len(evaluation['config']['prompts'])} prompts × {len(evaluation['config']['seeds'])} seeds; "
-        f"{evaluation['environments'][0]['environment']['device_name']}, {evaluation['created'][:10]}."
-    )
-    table = markdown(["", "attention FLOPs", "PSNR dB", "SSIM", "prompt score"], rows)
-    return f"{table}\n{about} Made by `{evaluation['command']}`.\n"
+    for method, name in {"full": "full attention", **e2e_bench.VIDEO_METHODS}.items():
+        line = [name]
+        for evaluation in evaluations.values():
+            numbers = evaluation["statistics"][method]
+            psnr = "–" if method == "full" else f"{numbers['psnr']['mean']:.1f}"
+            score = percent(numbers["prompt_score"]["mean"])
+            line += [percent(evaluation["attention_flops"][method]), psnr, score]
+        rows.append(line)
+    columns = ("attention FLOPs", "PSNR dB", "prompt score")
+    table = markdown(["", *(f"{model}: {column}" for model in evaluations for column in columns)], rows)
+    about = [
+        f"{summary.sampled(evaluation['config'])}; {evaluation['environments'][0]['environment']['device_name']},"
+        f" {evaluation['created'][:10]}."
+        f" Made by `{evaluation['command']}`."
+        for evaluation in evaluations.values()
+    ]
+    return "\n".join([table, *about, ""])
 
 
 class Table(NamedTuple):
@@ -176,7 +180,7 @@ TABLES = {
     "video": Table(e2e_bench.video_table, "e2e"),
     "norm": Table(norm_bench.norm_table, "norm"),
     "float8": Table(float8.float8_table, "float8"),
-    "quality": Table(quality_table, "eval-embedded"),
+    "fidelity": Table(fidelity_table, "eval-refresh"),
     "guidance": Table(guidance_bench.guidance_table, "guidance"),
     "finetune-embedded": Table(finetune_scores.finetune_table, "finetune-embedded"),
     "finetune-embedded-1500": Table(finetune_scores.finetune_table, "finetune-embedded-1500"),
@@ -193,7 +197,11 @@ TABLES = {
         for model in ablations.MODELS
         for name in ("table2", "table5", "figure12", "exact", "work", "plans")
     },
-    **{name: _ablation("eval-refresh", name) for name in ("proxy-refresh", "proxy-refresh-20")},
+    **{
+        name: _ablation("eval-refresh", name)
+        for name in ("proxy-refresh", "proxy-refresh-20", "embedded-schedules", "embedded-refresh-plans")
+    },
+    "residual-sharing": Table(residual_sharing.study_table, "residual-sharing"),
 }
 
 

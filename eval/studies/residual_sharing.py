@@ -35,6 +35,7 @@ import vmonarch
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.eval.compare import prompt_scorer
+from vmonarch.eval.render import markdown, percent
 from vmonarch.eval.similarity import similarity
 from vmonarch.files import AtomicFiles
 from vmonarch.finetune.embedded.data import held_out_prompts
@@ -200,6 +201,17 @@ def study(words: Sequence[str], method: str, count: int, rows: int, config: Samp
     for word, strategy in strategies.items():
         results[word]["work"] = statistics.fmean(strategy.shares) + cheap
     return {"results": results, "videos": count, "approximate_work": cheap, "device": str(model.device)}
+
+
+def study_table(results: dict[str, Any]) -> str:
+    """Work, similarity to full attention and prompt score of every strategy."""
+    rows = []
+    for word, row in results["results"].items():
+        near = [f"{row[key]:.{digits}f}" if key in row else "–" for key, digits in (("psnr", 2), ("ssim", 4))]
+        rows.append([word, percent(row.get("work", 1.0)), *near, f"{row['prompt_score']:.3f}"])
+    table = markdown(["", "attention FLOPs", "PSNR dB", "SSIM", "prompt score"], rows)
+    about = f"{results['videos']} videos; {results['environment']['device_name']}, {results['date']}."
+    return f"{table}\n{about} Made by `{results['command']}`.\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
