@@ -28,9 +28,11 @@ from vmonarch.configs import (
     read_yaml,
     suggest,
 )
+from vmonarch.exact import ExactBlocks
+from vmonarch.options import OPTION_FIELDS, VMonarchOptions
+from vmonarch.validation import check_implementation, check_parallel_by
 
 if TYPE_CHECKING:
-    from vmonarch.exact import ExactBlocks
     from vmonarch.grid import LatentGrid
     from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
 
@@ -71,12 +73,11 @@ class FullAttention(_Kind):
         return self
 
 
-@dataclass(frozen=True)
-class VMonarchAttention(_Kind):
-    """VMonarch attention; the parameters are those of `vmonarch.VMonarchProcessor`.
+@dataclass(frozen=True, kw_only=True)
+class VMonarchAttention(VMonarchOptions, _Kind):
+    """VMonarch attention; the parameters are `VMonarchOptions` and those of `vmonarch.VMonarchProcessor`.
 
     Args:
-        exact: null, "first_frame", or a mapping with rows, columns, band, aware (see `vmonarch.ExactBlocks`).
         reach: null, or the reach along (time, height, width) of a `vmonarch.bias.SpatioTemporalDecay` over all heads.
         plan: null, or a plan of `vmonarch calibrate`, which decides all of the above for every head: its path, or the
             name of one in `configs/plans/`.
@@ -89,12 +90,6 @@ class VMonarchAttention(_Kind):
 
     kind: ClassVar[str] = "vmonarch"
 
-    num_iterations: int = 2
-    frames_per_block: int = 1
-    tiles: tuple[int, int] = (1, 1)
-    coarse: int = 1
-    exact: Any = "first_frame"
-    min_mass: float = 0.1
     reach: tuple[float, float, float] | None = None
     plan: str | None = None
     plan_sha256: str | None = None
@@ -105,15 +100,14 @@ class VMonarchAttention(_Kind):
     implementation: str = "auto"
 
     def __post_init__(self) -> None:
-        from vmonarch.kernels.monarch.api import check_vmonarch_options
         from vmonarch.plan import AttentionPlan, plan_file
-        from vmonarch.validation import check_parallel_by
 
-        parameters = self._parameters()
-        for name in ("bias", "plan", "dense_steps", "dense_layers", "refresh", "parallel_by"):
-            parameters.pop(name)
+        object.__setattr__(self, "exact", _exact(self.exact))
+        if self.reach is not None:
+            _decay(self.reach)
         with _naming_the_option():
-            check_vmonarch_options(**parameters)
+            super().__post_init__()
+            check_implementation(self.implementation)
             _check_dense(self)
             check_parallel_by(
                 self.parallel_by,
@@ -135,12 +129,15 @@ class VMonarchAttention(_Kind):
 
     def _parameters(self) -> dict[str, Any]:
         """The processor's arguments."""
-        parameters = dataclasses.asdict(self)
+        parameters = dict(vars(self))
         reach = parameters.pop("reach")
         parameters.pop("plan_sha256")
-        parameters["bias"] = None if reach is None else _decay(reach)
-        parameters["exact"] = _exact(self.exact)
-        return parameters
+        return parameters | {"bias": None if reach is None else _decay(reach)}
+
+    @property
+    def options(self) -> VMonarchOptions:
+        """Those of attention alone."""
+        return VMonarchOptions(**{field.name: getattr(self, field.name) for field in OPTION_FIELDS})
 
     def processor(self) -> VMonarchProcessor:
         """The method as a processor."""
@@ -157,15 +154,16 @@ class VMonarchAttention(_Kind):
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if the tiles or exact frames, its own or those of its plan, do not fit the latent grid."""
-        from vmonarch.kernels.monarch.api import check_tiles
         from vmonarch.plan import AttentionPlan
 
-        methods: list[Any] = [{"tiles": self.tiles, "exact": _exact(self.exact)}]
-        if self.plan is not None:
-            methods = [options or {} for options in AttentionPlan.parse(self.plan).methods.values()]
-        for options in methods:
-            check_tiles(options.get("tiles", (1, 1)), grid)
-            _check_exact(options.get("exact"), grid)
+        methods = [self.options] if self.plan is None else AttentionPlan.parse(self.plan).methods.values()
+        for options in filter(None, methods):
+            options.check_tiles(grid)
+            if options.pattern is not None:
+                try:
+                    options.pattern.key_frames(grid.frames)
+                except ValueError as error:
+                    raise ValueError(f"exact does not fit: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -185,8 +183,6 @@ class FlashBiasAttention(_Kind):
     implementation: str = "auto"
 
     def __post_init__(self) -> None:
-        from vmonarch.validation import check_implementation
-
         _decay(self.reach)
         with _naming_the_option():
             check_implementation(self.implementation)
@@ -365,10 +361,8 @@ class SinkAverageMonarch(_Variant):
     min_mass: float = 0.1
 
     def __post_init__(self) -> None:
-        from vmonarch.kernels.monarch.api import check_vmonarch_options
-
         with _naming_the_option():
-            check_vmonarch_options(**self._options())
+            VMonarchOptions(**self._options())
             _check_dense(self)
 
 
@@ -507,8 +501,6 @@ class NoAttention(_Variant):
 
 def _exact(exact: Any) -> ExactBlocks | str | None:
     """What the ops take as `exact`, of an entry in YAML."""
-    from vmonarch.exact import ExactBlocks
-
     if not isinstance(exact, Mapping):
         return exact
     check_keys(ExactBlocks, exact, prefix="exact.")
@@ -516,18 +508,6 @@ def _exact(exact: Any) -> ExactBlocks | str | None:
         return ExactBlocks(**exact)
     except (TypeError, ValueError) as error:
         raise InputError("exact", f'must be null, "first_frame" or a mapping that fits: {error}') from error
-
-
-def _check_exact(exact: ExactBlocks | str | None, grid: LatentGrid) -> None:
-    """Raise ValueError if a pattern names a frame that is not there."""
-    from vmonarch.exact import resolve_exact
-
-    pattern = resolve_exact(exact)
-    if pattern is not None:
-        try:
-            pattern.key_frames(grid.frames)
-        except ValueError as error:
-            raise ValueError(f"exact does not fit: {error}") from error
 
 
 def _clear(pipe: Any) -> None:
@@ -634,7 +614,11 @@ class AttentionMethod:
 
     def to_dict(self) -> dict[str, Any]:
         """Name, kind and every parameter, as plain values that `resolve_method` reads back."""
-        return {"name": self.name, "kind": self.parameters.kind, "label": self.label, **vars(self.parameters)}
+        values = {
+            name: value.to_dict() if isinstance(value, ExactBlocks) else value
+            for name, value in vars(self.parameters).items()
+        }
+        return {"name": self.name, "kind": self.parameters.kind, "label": self.label, **values}
 
 
 def merge_attention(below: Any, above: Any) -> Any:

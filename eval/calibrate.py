@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod, VMonarchAttention, resolve_method
 from vmonarch.files import AtomicFiles, short_hash
+from vmonarch.options import VMonarchOptions
 from vmonarch.pipelines.generation import (
     GenerationError,
     LoadedModel,
@@ -25,7 +26,7 @@ from vmonarch.pipelines.generation import (
     prepare_output_dir,
     reserve_number,
 )
-from vmonarch.plan import METHOD_OPTIONS, AttentionPlan
+from vmonarch.plan import AttentionPlan
 
 if TYPE_CHECKING:
     from vmonarch.grid import LatentGrid
@@ -145,7 +146,7 @@ class CalibrateConfig(SamplingConfig):
         for name, measure in self.allowed.measures.items():
             if measure == "output_error" and not self.sensitivity:
                 raise InputError(name, "cannot be output_error without sensitivity, which measures it")
-        if self.limit is not None and all(options_of(method) for method in methods):
+        if self.limit is not None and all(_options(method).changed() for method in methods):
             raise InputError("limit", "is relative to VMonarch with its defaults, which is not among the candidates")
         object.__setattr__(self, "maps", tuple(self.maps))
         parse_maps(self.maps)
@@ -162,11 +163,10 @@ class CalibrateConfig(SamplingConfig):
             InputError: they cannot.
         """
         from vmonarch.eval.planning import check_work
-        from vmonarch.plan import method_flops, parse_method
+        from vmonarch.plan import method_flops
 
         if self.flops is not None:
-            options = [parse_method(method.label, options_of(method)) for method in self.candidates]
-            cheapest = min(method_flops(found, grid, 1) for found in options)
+            cheapest = min(method_flops(_options(method), grid, 1) for method in self.candidates)
             check_work(self.flops, cheapest / method_flops(None, grid, 1), grid)
 
     @property
@@ -187,12 +187,9 @@ def _candidate(spec: Any) -> AttentionMethod:
     return method
 
 
-def options_of(method: AttentionMethod) -> dict[str, Any]:
-    """What a method changes of `vmonarch_attention`'s defaults, as a plan has it."""
-    parameters, plain = method.parameters, VMonarchAttention()
-    return {
-        name: getattr(parameters, name) for name in METHOD_OPTIONS if getattr(parameters, name) != getattr(plain, name)
-    }
+def _options(method: AttentionMethod) -> VMonarchOptions:
+    assert isinstance(method.parameters, VMonarchAttention)
+    return method.parameters.options
 
 
 def parse_maps(maps: Sequence[str]) -> tuple[tuple[int, int], ...]:
@@ -233,7 +230,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or a map or a budget does not fit.
     """
     from vmonarch import apply, restore
-    from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder, document, parse_candidates, watched
+    from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder, document, watched
     from vmonarch.eval.diagnosis_report import report
 
     config, model = complete_and_load(config, model)
@@ -244,7 +241,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     for layer, head in maps:
         if layer >= layers or head >= heads:
             raise InputError("maps", f"must lie in {layers} layers of {heads} heads, got {layer}:{head}")
-    candidates = parse_candidates({method.label: options_of(method) for method in config.candidates})
+    candidates = {method.label: _options(method) for method in config.candidates}
     recorder = Recorder(candidates, config.every or max(1, config.steps // 10), maps)
     batches = config.batches()
     apply(model.pipe, DiagnosisProcessor(recorder))

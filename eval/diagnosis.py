@@ -33,7 +33,8 @@ from vmonarch.grid import LatentGrid
 from vmonarch.installation import find_transformers
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.plan import Options, method_flops, parse_method, plain_method
+from vmonarch.options import VMonarchOptions
+from vmonarch.plan import method_flops
 from vmonarch.processors import ForwardContext, VideoAttentionProcessor
 
 FORMAT = "vmonarch-diagnosis-1"
@@ -42,7 +43,12 @@ _COLUMNS = 128
 
 
 def distribution(
-    query: torch.Tensor, key: torch.Tensor, bins: torch.Tensor, count: int, options: Options | None, grid: LatentGrid
+    query: torch.Tensor,
+    key: torch.Tensor,
+    bins: torch.Tensor,
+    count: int,
+    options: VMonarchOptions | None,
+    grid: LatentGrid,
 ) -> torch.Tensor:
     """Mass that every row of an attention map gives to bins of keys: [B, S, H, count], float32.
 
@@ -63,12 +69,12 @@ def distribution(
         if options is None:
             parts.append(flash_entropy_attention(query, key, value)[0].float())
         else:
-            parts.append(vmonarch_attention(query, key, value, grid=grid, **options).float())
+            parts.append(vmonarch_attention(query, key, value, grid=grid, options=options).float())
     return torch.cat(parts, -1)
 
 
 def attention_map(
-    query: torch.Tensor, key: torch.Tensor, options: Options | None, grid: LatentGrid, size: int = 300
+    query: torch.Tensor, key: torch.Tensor, options: VMonarchOptions | None, grid: LatentGrid, size: int = 300
 ) -> torch.Tensor:
     """The attention map of one head, downsampled to [size, size]: mean over queries of the mass on a bin of keys.
 
@@ -129,7 +135,7 @@ def measure(
     key: torch.Tensor,
     value: torch.Tensor,
     grid: LatentGrid,
-    candidates: Mapping[str, Options],
+    candidates: Mapping[str, VMonarchOptions],
     gradient: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Totals]:
     """Exact output [B, S, H, D], and the sums of one call; query, key and value are [B, S, H, D].
@@ -150,7 +156,7 @@ def measure(
         distance[:, d] = (mass * (gap == d)[:, None, :]).sum((0, 2))
     squares, kl, output = {}, {}, {}
     for name, options in candidates.items():
-        approximate, weight = vmonarch_attention(query, key, value, grid=grid, return_lse=True, **options)
+        approximate, weight = vmonarch_attention(query, key, value, grid=grid, options=options, return_lse=True)
         difference = approximate.double() - exact
         squares[name] = difference.square().sum((0, 1, 3))
         kl[name] = (lse.double() - weight.double()).sum((0, 2))
@@ -208,7 +214,7 @@ class Recorder:
         watch: inside `watched`.
     """
 
-    candidates: dict[str, Options]
+    candidates: dict[str, VMonarchOptions]
     every: int = 1
     maps: tuple[tuple[int, int], ...] = ()
     map_size: int = 300
@@ -220,7 +226,9 @@ class Recorder:
     @property
     def reference(self) -> str:
         """The candidate whose change of the output is measured: VMonarch's defaults, or the first without them."""
-        return next((name for name, options in self.candidates.items() if not options), next(iter(self.candidates)))
+        return next(
+            (name for name, options in self.candidates.items() if not options.changed()), next(iter(self.candidates))
+        )
 
     def add(self, component: str, step: int, layer: int, totals: Totals) -> None:
         """Add the sums of one call of one layer."""
@@ -329,7 +337,8 @@ class DiagnosisProcessor(VideoAttentionProcessor):
             if watch.replaced is None:
                 return self._seen(query, key, value, grid)
             if watch.replaced == self._layer:
-                return vmonarch_attention(query, key, value, grid=grid, **recorder.candidates[recorder.reference])
+                options = recorder.candidates[recorder.reference]
+                return vmonarch_attention(query, key, value, grid=grid, options=options)
             return flash_entropy_attention(query, key, value)[0]
         step, steps, *_ = context.step("a diagnosis", "call vmonarch.restore")
         if step % recorder.every:
@@ -433,7 +442,7 @@ def document(recorder: Recorder) -> dict[str, Any]:
         "grid": list(grid),
         "candidates": {
             name: {
-                "options": plain_method(options),
+                "options": options.to_dict(),
                 "flops": method_flops(options, grid, 1) / method_flops(None, grid, 1),
             }
             for name, options in recorder.candidates.items()
@@ -468,18 +477,3 @@ def _plain(tensor: torch.Tensor) -> list[Any]:
         return [rounded(entry) for entry in value] if isinstance(value, list) else float(f"{value:.6g}")
 
     return rounded(tensor.tolist())
-
-
-def parse_candidates(candidates: Mapping[str, Any]) -> dict[str, Options]:
-    """Candidates by name with checked options.
-
-    Raises:
-        TypeError, ValueError: options that `vmonarch_attention` does not take, or exact attention as a candidate.
-    """
-    parsed = {}
-    for name, options in candidates.items():
-        found = parse_method(name, options)
-        if found is None:
-            raise ValueError(f"candidate {name!r} is exact attention, which is what candidates are compared with")
-        parsed[name] = found
-    return parsed

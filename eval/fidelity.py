@@ -9,9 +9,8 @@ import torch
 
 from vmonarch.configs.methods import AttentionMethod, FullAttention, VMonarchAttention
 from vmonarch.dense import DenseSet
-from vmonarch.eval.calibrate import options_of
-from vmonarch.eval.diagnosis import parse_candidates
-from vmonarch.plan import AttentionPlan, Options
+from vmonarch.options import VMonarchOptions
+from vmonarch.plan import AttentionPlan, parse_method
 
 
 def attention_fidelity(
@@ -34,7 +33,7 @@ def attention_fidelity(
         return {"kl": 0.0, "attention_error": 0.0, "output_error": 0.0}
     if not isinstance(parameters, VMonarchAttention) or (parameters.reach, parameters.refresh) != (None, None):
         return None
-    known = parse_candidates({name: entry["options"] for name, entry in diagnosis["candidates"].items()})
+    known = {name: parse_method(name, entry["options"]) for name, entry in diagnosis["candidates"].items()}
     sums: dict[str, list[torch.Tensor]] = {}
     for component, part in diagnosis["transformers"].items():
         found = _of_transformer(part, _choices(method, component, part), known)
@@ -57,19 +56,19 @@ def attention_fidelity(
     return {name: None if value is None else float(f"{value:.6g}") for name, value in result.items()}
 
 
-def _choices(method: AttentionMethod, component: str, part: Mapping[str, Any]) -> list[list[Options | None]]:
+def _choices(method: AttentionMethod, component: str, part: Mapping[str, Any]) -> list[list[VMonarchOptions | None]]:
     """What every head computes, [layers][heads]; None for full attention."""
     parameters = method.parameters
     assert isinstance(parameters, VMonarchAttention)
     layers, heads = part["layers"], part["heads"]
     if parameters.plan is None:
-        return [[parse_candidates({"": options_of(method)})[""]] * heads] * layers
+        return [[parameters.options] * heads] * layers
     plan = AttentionPlan.parse(parameters.plan)
     return [[plan.methods[name] for name in plan.heads_of(component, l, layers, heads)] for l in range(layers)]
 
 
 def _of_transformer(
-    part: Mapping[str, Any], choices: list[list[Options | None]], known: Mapping[str, Options]
+    part: Mapping[str, Any], choices: list[list[VMonarchOptions | None]], known: Mapping[str, VMonarchOptions | None]
 ) -> dict[str, torch.Tensor] | None:
     """Every measure, [steps, layers, heads]; None if a head computes what was not diagnosed."""
     measures = {name for values in part["candidates"].values() for name in values}

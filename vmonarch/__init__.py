@@ -19,6 +19,7 @@ __version__ = "0.1.0.dev0"
 _EXPORTS = {
     "LatentGrid": "vmonarch.grid",
     "ExactBlocks": "vmonarch.exact",
+    "VMonarchOptions": "vmonarch.options",
     "AttentionPlan": "vmonarch.plan",
     "merge_partials": "vmonarch.monoid",
     "flash_bias_attention": "vmonarch.kernels.flash_bias.api",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from vmonarch.kernels.taylor.api import taylor_attention as taylor_attention
     from vmonarch.kernels.window.api import window_attention as window_attention
     from vmonarch.monoid import merge_partials as merge_partials
+    from vmonarch.options import VMonarchOptions as VMonarchOptions
     from vmonarch.plan import AttentionPlan as AttentionPlan
     from vmonarch.processors import FlashBiasProcessor as FlashBiasProcessor
     from vmonarch.processors import VMonarchProcessor as VMonarchProcessor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 def _frame_indices(name: str, frames: object) -> tuple[int, ...]:
@@ -53,6 +54,10 @@ class ExactBlocks:
                 raise ValueError(f"ExactBlocks.band must be at least 0, got {self.band}")
         if not isinstance(self.aware, bool):
             raise TypeError(f"ExactBlocks.aware must be True or False, got {self.aware!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments that differ from the defaults, as JSON has them."""
+        return {name: value for name, value in vars(self).items() if value != getattr(ExactBlocks, name)}
 
     def key_frames(self, frames: int) -> tuple[tuple[int, ...], ...]:
         """E(l) for every query frame l: the key frames that it attends to exactly, sorted.

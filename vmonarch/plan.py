@@ -19,43 +19,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vmonarch.exact import ExactBlocks
 from vmonarch.files import AtomicFiles
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.monarch.api import check_vmonarch_options
+from vmonarch.options import OPTION_FIELDS, VMonarchOptions
 from vmonarch.work import full_flops, vmonarch_flops
 
 FORMAT = "vmonarch-plan-1"
-# Options of a method; the rest of the processor's are for all heads.
-METHOD_OPTIONS = ("num_iterations", "frames_per_block", "tiles", "coarse", "exact", "min_mass")
-
-Options = dict[str, Any]
 
 
-def parse_method(name: str, options: object) -> Options | None:
-    """Options of a method of a plan, with patterns as `ExactBlocks`; None for exact attention.
+def parse_method(name: str, options: object) -> VMonarchOptions | None:
+    """The options of a method of a plan; None for exact attention.
 
     Raises:
         TypeError, ValueError: an unknown option, or an unsupported value; the message begins with "plan".
     """
-    if options is None:
-        return None
+    if options is None or isinstance(options, VMonarchOptions):
+        return options
     if not isinstance(options, Mapping):
         raise TypeError(f"plan: method {name!r} must be null or a mapping of options, got {options!r}")
-    if unknown := sorted(set(options) - set(METHOD_OPTIONS)):
+    supported = [field.name for field in OPTION_FIELDS]
+    if unknown := sorted(set(options) - set(supported)):
         raise ValueError(
-            f"plan: method {name!r} has the unknown option {unknown[0]!r}; supported: {', '.join(METHOD_OPTIONS)}"
+            f"plan: method {name!r} has the unknown option {unknown[0]!r}; supported: {', '.join(supported)}"
         )
-    found = dict(options)
     try:
-        if isinstance(found.get("exact"), Mapping):
-            found["exact"] = ExactBlocks(**found["exact"])
-        if isinstance(found.get("tiles"), list):
-            found["tiles"] = tuple(found["tiles"])
-        check_vmonarch_options(**found)
+        return VMonarchOptions(**options)
     except (TypeError, ValueError) as error:
         raise type(error)(f"plan: method {name!r}: {error}") from error
-    return found
 
 
 def plan_names() -> list[str]:
@@ -74,23 +64,9 @@ def plan_file(plan: str | Path) -> Path:
     return _shipped() / f"{plan}.json" if str(plan) in plan_names() else Path(plan)
 
 
-def plain_method(options: Options | None) -> dict[str, Any] | None:
-    """The inverse of `parse_method`, as JSON has it."""
-    if options is None:
-        return None
-    return {
-        name: {key: entry for key, entry in vars(value).items() if entry != getattr(ExactBlocks(), key)}
-        if isinstance(value, ExactBlocks)
-        else value
-        for name, value in options.items()
-    }
-
-
-def method_flops(options: Options | None, grid: LatentGrid, head_dim: int) -> float:
+def method_flops(options: VMonarchOptions | None, grid: LatentGrid, head_dim: int) -> float:
     """Forward operations of one head with a method (`vmonarch.work`)."""
-    if options is None:
-        return full_flops(grid, head_dim)
-    return vmonarch_flops(grid, head_dim, **{name: value for name, value in options.items() if name != "min_mass"})
+    return full_flops(grid, head_dim) if options is None else vmonarch_flops(grid, head_dim, options)
 
 
 @dataclass(frozen=True)
@@ -98,7 +74,7 @@ class AttentionPlan:
     """See the module.
 
     Args:
-        methods: options by name; None for exact attention.
+        methods: options by name, or mappings of them; None for exact attention.
         layers: [layers][heads] of names, by name of the transformer.
         about: how the plan was made.
 
@@ -107,7 +83,7 @@ class AttentionPlan:
             different numbers of heads.
     """
 
-    methods: Mapping[str, Options | None]
+    methods: Mapping[str, VMonarchOptions | None]
     layers: Mapping[str, Sequence[Sequence[str]]]
     about: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -160,7 +136,7 @@ class AttentionPlan:
         """What the JSON holds."""
         return {
             "format": FORMAT,
-            "methods": {name: plain_method(options) for name, options in self.methods.items()},
+            "methods": {name: None if options is None else options.to_dict() for name, options in self.methods.items()},
             "layers": {component: [list(heads) for heads in rows] for component, rows in self.layers.items()},
             "about": dict(self.about),
         }

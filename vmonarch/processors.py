@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
+import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -32,16 +32,16 @@ from vmonarch.context_parallel import (
     split_tokens,
 )
 from vmonarch.dense import Dense, DenseSet
-from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.common.launch import auto_takes_kernels
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
-from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
+from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary, why_not_triton
 from vmonarch.layer_operator import layer_attention, number_of
-from vmonarch.plan import METHOD_OPTIONS, AttentionPlan, HeadGroups
+from vmonarch.options import OPTION_FIELDS, VMonarchOptions, takes_options
+from vmonarch.plan import AttentionPlan, HeadGroups
 from vmonarch.residuals import Branch, Refresh, ResidualSharing
 from vmonarch.steps import DenoisingStep, denoising_step
 from vmonarch.validation import check_implementation, check_parallel_by
@@ -705,7 +705,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
     Cross-attention, with text or with an image, stays exact.
 
     Args:
-        num_iterations, frames_per_block, tiles, coarse, exact, min_mass, implementation: as in `vmonarch_attention`.
         bias: None, or a low-rank bias that every logit gets, as in `FlashBiasProcessor`.
         plan: None, or what every head of every layer computes: an `AttentionPlan`, the path of its JSON, what that
             holds, or the name of one that ships (of the embedded model: `embedded-1.00`, …). It decides the options
@@ -722,18 +721,15 @@ class VMonarchProcessor(VideoAttentionProcessor):
             "heads" (Ulysses), or "frames" (`frame_parallel_vmonarch_attention`), which asks nothing of the number of
             heads, needs a latent frame for every rank and offers neither frames_per_block, tiles, bias nor plan. With
             `refresh` exact attention is shared by heads, of which every rank needs one.
+        implementation: as in `vmonarch_attention`.
+        **options: the `VMonarchOptions` by name: num_iterations, exact, coarse, …
 
     Raises:
         TypeError, ValueError: an option has an unsupported value.
     """
 
     _OPTIONS = (
-        "num_iterations",
-        "frames_per_block",
-        "tiles",
-        "coarse",
-        "exact",
-        "min_mass",
+        *(field.name for field in OPTION_FIELDS),
         "bias",
         "plan",
         "dense_steps",
@@ -744,15 +740,10 @@ class VMonarchProcessor(VideoAttentionProcessor):
         "implementation",
     )
 
+    @takes_options
     def __init__(
         self,
         *,
-        num_iterations: int = 2,
-        frames_per_block: int = 1,
-        tiles: tuple[int, int] = (1, 1),
-        coarse: int = 1,
-        exact: str | ExactBlocks | None = "first_frame",
-        min_mass: float = 0.1,
         bias: object = None,
         plan: object = None,
         dense_steps: object = 0,
@@ -761,29 +752,21 @@ class VMonarchProcessor(VideoAttentionProcessor):
         grid: object = None,
         parallel_by: str = "heads",
         implementation: str = "auto",
+        **options: Any,
     ) -> None:
         super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, refresh=refresh, grid=grid)
         self._bias = None if bias is None else BiasOption(bias)
-        check_vmonarch_options(
-            num_iterations=num_iterations,
-            frames_per_block=frames_per_block,
-            tiles=tiles,
-            coarse=coarse,
-            exact=exact,
-            min_mass=min_mass,
-            implementation=implementation,
-        )
-        self.num_iterations = num_iterations
-        self.frames_per_block = frames_per_block
-        self.tiles = (tiles[0], tiles[1])
-        self.coarse = coarse
-        self.exact = exact
-        self.min_mass = min_mass
+        self.options = VMonarchOptions(**options)
+        check_implementation(implementation)
         self.parallel_by = parallel_by
         self.implementation = implementation
         self.plan = None if plan is None else AttentionPlan.parse(plan)
         check_parallel_by(
-            parallel_by, frames_per_block=frames_per_block, tiles=self.tiles, bias=self._bias, plan=self.plan
+            parallel_by,
+            frames_per_block=self.options.frames_per_block,
+            tiles=self.options.tiles,
+            bias=self._bias,
+            plan=self.plan,
         )
         if self.plan is not None:
             self._check_alone()
@@ -793,9 +776,9 @@ class VMonarchProcessor(VideoAttentionProcessor):
 
     def _check_alone(self) -> None:
         """Check that a plan is given nothing that it decides."""
-        parameters = inspect.signature(VMonarchProcessor).parameters
-        for name in (*METHOD_OPTIONS, "bias"):
-            value, default = getattr(self, name), parameters[name].default
+        defaults = {**vars(VMonarchOptions()), "bias": None}
+        for name, default in defaults.items():
+            value = getattr(self, name)
             if value != default:
                 raise ValueError(f"{name} must be left at {default!r} with a plan, which decides it; got {value!r}")
 
@@ -812,11 +795,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
             bound._number = number_of(bound)
         return bound
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> VideoAttentionProcessor:
-        exact = config.get("exact")
-        return super().from_config(config | {"exact": ExactBlocks(**exact)} if isinstance(exact, dict) else config)
-
     def attend(
         self,
         query: torch.Tensor,
@@ -832,12 +810,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
             key,
             value,
             grid=grid,
-            num_iterations=self.num_iterations,
-            frames_per_block=self.frames_per_block,
-            tiles=self.tiles,
-            coarse=self.coarse,
-            exact=self.exact,
-            min_mass=self.min_mass,
+            options=self.options,
             bias=self._factors(grid, query.device, heads),
             implementation=self.implementation,
         )
@@ -847,10 +820,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
             *split.to_frames(grid, *tensors),
             grid=grid,
             group=split.group,
-            num_iterations=self.num_iterations,
-            coarse=self.coarse,
-            exact=self.exact,
-            min_mass=self.min_mass,
+            options=self.options,
             implementation=self.implementation,
         )
         assert isinstance(out, torch.Tensor)
@@ -879,9 +849,15 @@ class VMonarchProcessor(VideoAttentionProcessor):
             if options is None:
                 parts.append(dispatch_attention_fn(q, k, v, backend=self._attention_backend))
             else:
-                parts.append(vmonarch_attention(q, k, v, grid=grid, implementation=self.implementation, **options))
+                parts.append(
+                    vmonarch_attention(q, k, v, grid=grid, options=options, implementation=self.implementation)
+                )
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         return out if groups.back is None else _in_order(out, groups.back)
+
+
+for _field in OPTION_FIELDS:
+    setattr(VMonarchProcessor, _field.name, property(operator.attrgetter(f"options.{_field.name}")))
 
 
 def _in_order(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:

@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from vmonarch.context_parallel import Share
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
-from vmonarch.kernels.monarch.api import check_vmonarch_options, vmonarch_attention
+from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.monarch.blocks import BlockLayout, grid_layout
 from vmonarch.kernels.monarch.reference import l_step, last_l_step, r_step
+from vmonarch.options import VMonarchOptions
 from vmonarch.processors import VideoAttentionProcessor
-from vmonarch.validation import check_flag, check_positive_integer, check_qkv, resolve_scale
+from vmonarch.validation import check_flag, check_positive_integer, resolve_scale
 
 # Which frames a term is held at its initial value for; the paper's superscripts 0, 1 and * (Table 5).
 FIXED = ("none", "first", "all")
@@ -64,7 +66,7 @@ def check_controlled_options(*, fix_cr: object, fix_cl: object, recompute: objec
     Raises:
         TypeError, ValueError: an option is not as `controlled_attention` describes; the message names it.
     """
-    check_vmonarch_options(**iteration)
+    VMonarchOptions(**iteration)
     for name, fixed in (("fix_cr", fix_cr), ("fix_cl", fix_cl)):
         if fixed not in FIXED:
             raise ValueError(f"{name} must be one of {', '.join(FIXED)}, got {fixed!r}")
@@ -184,7 +186,7 @@ def check_factorised_options(*, axis: object, blocks: object, recompute: object,
     if axis not in AXES:
         raise ValueError(f"axis must be one of {', '.join(AXES)}, got {axis!r}")
     check_positive_integer("blocks", blocks)
-    check_vmonarch_options(**iteration)
+    VMonarchOptions(**iteration)
     check_flag("recompute", recompute)
 
 

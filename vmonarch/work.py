@@ -10,9 +10,11 @@ S tokens, m blocks of at most b positions, d head dim. Source: docs/attention.md
 
 from __future__ import annotations
 
-from vmonarch.exact import resolve_exact
+from typing import Any
+
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.blocks import exact_key_frames
+from vmonarch.options import VMonarchOptions
 
 
 def full_flops(grid: LatentGrid, head_dim: int) -> float:
@@ -38,26 +40,22 @@ def block_sizes(grid: LatentGrid, tiles: tuple[int, int], coarse: int) -> tuple[
 def vmonarch_flops(
     grid: LatentGrid,
     head_dim: int,
-    *,
-    num_iterations: int = 2,
-    frames_per_block: int = 1,
-    tiles: tuple[int, int] = (1, 1),
-    coarse: int = 1,
-    exact: object = "first_frame",
+    options: VMonarchOptions | None = None,
+    **named: Any,
 ) -> float:
     """Of `vmonarch_attention` with these options, ragged tiles, cells and last blocks counted at their size.
 
     Raises:
-        TypeError, ValueError: `exact` is no pattern, or names a frame that the grid has not.
+        TypeError, ValueError: an option has an unsupported value, or `exact` names a frame that the grid has not.
     """
     T, H, W = grid
-    frames_per_block = min(frames_per_block, T)
+    options = VMonarchOptions.of(options, named)
+    frames_per_block, num_iterations = min(options.frames_per_block, T), options.num_iterations
 
-    blocks, positions, cells = block_sizes(grid, tiles, coarse)
+    blocks, positions, cells = block_sizes(grid, options.tiles, options.coarse)
     m, b = blocks // T * -(-T // frames_per_block), positions * frames_per_block
     flops = (num_iterations - 1) * 4 * b * cells + 6 * b * grid.tokens + num_iterations * 4 * grid.tokens * m
-    pattern = resolve_exact(exact)
-    if pattern is not None:
-        pairs = sum(len(keys) for keys in exact_key_frames(pattern, T, frames_per_block))
+    if options.pattern is not None:
+        pairs = sum(len(keys) for keys in exact_key_frames(options.pattern, T, frames_per_block))
         flops += 4 * pairs * (H * W) ** 2
     return float(flops * head_dim)

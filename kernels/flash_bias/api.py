@@ -6,18 +6,12 @@ from typing import Literal, overload
 
 import torch
 
+from vmonarch.kernels.common.checks import check_factors, check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.flash_bias.factors import why_too_wide
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
 from vmonarch.precision import own_precision
-from vmonarch.validation import (
-    check_factors,
-    check_flag,
-    check_implementation,
-    check_key_mask,
-    check_qkv,
-    resolve_scale,
-)
+from vmonarch.validation import check_flag, check_implementation, resolve_scale
 
 
 @overload

@@ -23,22 +23,28 @@ from vmonarch.kernels.monarch.blocks import exact_key_frames
 from vmonarch.kernels.monarch.l_step import LStep
 from vmonarch.kernels.monarch.places import Places
 from vmonarch.kernels.monarch.r_step import RStep
+from vmonarch.options import VMonarchOptions
 
 
 @dataclass(frozen=True)
-class MonarchOptions:
-    """Everything about a call but its tensors."""
+class MonarchCall:
+    """Everything about a call but its tensors.
+
+    Args:
+        entropy_grad: whether gradients flow through the entropy cL.
+    """
 
     places: Places
-    tiled: bool
-    coarse: int
-    num_iterations: int
+    options: VMonarchOptions
     scale: float
-    min_mass: float
     entropy_grad: bool
-    exact: ExactBlocks | None
 
-    def with_scale(self, scale: float) -> MonarchOptions:
+    @property
+    def tiled(self) -> bool:
+        """Whether a frame is cut into several blocks."""
+        return self.places.tiles_h * self.places.tiles_w > 1
+
+    def with_scale(self, scale: float) -> MonarchCall:
         return dataclasses.replace(self, scale=scale)
 
 
@@ -107,9 +113,9 @@ class _Buffers:
     lse_l: list[torch.Tensor]
 
 
-def _slices(options: MonarchOptions, blocks: torch.Tensor, stats: torch.Tensor, row_stats: torch.Tensor) -> _Buffers:
+def _slices(call: MonarchCall, blocks: torch.Tensor, stats: torch.Tensor, row_stats: torch.Tensor) -> _Buffers:
     """Name the parts of the saved tensors: [2t - 1, B·H·m, b, D], [3t - 1, B·H·m, b] and [t - 1, B, H, S]."""
-    t = options.num_iterations
+    t = call.options.num_iterations
     return _Buffers(
         aL=list(blocks[:t]),
         z=list(blocks[t:]),
@@ -121,15 +127,15 @@ def _slices(options: MonarchOptions, blocks: torch.Tensor, stats: torch.Tensor, 
 
 
 def saved_shapes(
-    query: torch.Tensor, value: torch.Tensor, options: MonarchOptions, save: bool
+    query: torch.Tensor, value: torch.Tensor, call: MonarchCall, save: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of (blocks, y, stats, row_stats, out_exact, lse_exact), which `forward` saves."""
-    (B, S, H, D), E, t, dtype = query.shape, value.shape[3], options.num_iterations, query.dtype
+    (B, S, H, D), E, t, dtype = query.shape, value.shape[3], call.options.num_iterations, query.dtype
     none: tuple[int, ...] = (0,)
     if not save:
         return [(none, dtype)] * 2 + [(none, torch.float32)] * 2 + [(none, dtype), (none, torch.float32)]
-    block = (B * H * options.places.blocks, options.places.positions)
-    exact = exact_part_of(options.exact, options.places)
+    block = (B * H * call.places.blocks, call.places.positions)
+    exact = exact_part_of(call.options.pattern, call.places)
     return [
         ((2 * t - 1, *block, D), dtype),
         ((*block, E), dtype),
@@ -157,7 +163,7 @@ def forward(
     key: torch.Tensor,
     value: torch.Tensor,
     key_mask: torch.Tensor | None,
-    options: MonarchOptions,
+    call: MonarchCall,
     save: bool,
 ) -> tuple[torch.Tensor, ...]:
     """Monarch attention.
@@ -172,25 +178,25 @@ def forward(
     """
     B, S, H, D = query.shape
     E = value.shape[3]
-    places, t = options.places, options.num_iterations
+    places, t = call.places, call.options.num_iterations
     groups, b = B * H * places.blocks, places.positions
     out = query.new_empty(B, S, H, E)
     lse = query.new_empty(B, H, S, dtype=torch.float32)
 
     own = t if save else 1
-    saved = [query.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(query, value, options, save)]
-    exact = exact_part_of(options.exact, places)
+    saved = [query.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(query, value, call, save)]
+    exact = exact_part_of(call.options.pattern, places)
     out_exact = lse_exact = None
     if exact is not None:
         # Rows that are exact throughout lie in `out` already; others are merged there, unless training needs them.
         out_exact = saved[4] if save and not exact.whole_rows else out
         _, lse_exact, _ = flash_forward(
-            query, key, value, exact.segments, scale=options.scale, entropy=False, out=out_exact
+            query, key, value, exact.segments, scale=call.scale, entropy=False, out=out_exact
         )
 
     if save:
         blocks, y, stats, row_stats = saved[:4]
-        buffers = _slices(options, blocks, stats, row_stats)
+        buffers = _slices(call, blocks, stats, row_stats)
     else:
         blocks = query.new_empty(min(t, 2), groups, b, D)
         stats = query.new_empty(1, groups, b, dtype=torch.float32)
@@ -198,10 +204,10 @@ def forward(
         y = blocks[1] if t > 1 and D == E else query.new_empty(groups, b, E)
         buffers = _Buffers([blocks[0]], [blocks[-1]], [stats[0]], [], [], [])
 
-    r, l = _steps(query, key, value, key_mask, options)
-    pooled = r.pool() if options.coarse > 1 else None
+    r, l = _steps(query, key, value, key_mask, call)
+    pooled = r.pool() if call.options.coarse > 1 else None
     z = query
-    if options.tiled and key_mask is None and hopper_fits("monarch", query, key, value, blocks):
+    if call.tiled and key_mask is None and hopper_fits("monarch", query, key, value, blocks):
         # Copies in the order of the blocks cost less than they save; the first z is free until the first L-step.
         r = r.with_packed()
         z = buffers.z[0] if t > 1 else query.new_empty(groups, b, D)
@@ -218,7 +224,7 @@ def forward(
             lse=buffers.lse_l[n] if save else lse,
             cR=buffers.cR[n] if save else None,
             lse_exact=lse_exact if exact is not None and exact.aware else None,
-            min_mass=_min_mass(options),
+            min_mass=_min_mass(call),
         )
     aL, cL = buffers.aL[-1], buffers.cL[-1]
     r.forward(z, None, aL=aL, cL=cL, y=y, lse=buffers.lse_r[-1] if save else None)
@@ -233,19 +239,19 @@ def _steps(
     key: torch.Tensor,
     value: torch.Tensor,
     key_mask: torch.Tensor | None,
-    options: MonarchOptions,
+    call: MonarchCall,
 ) -> tuple[RStep, LStep]:
-    places, exact = options.places, options.exact
+    places, exact = call.places, call.options.pattern
     part = exact_part_of(exact, places)
     table = None if exact is None else exact_table_of(exact, places, query.device)
     return (
-        RStep(key, value, key_mask, places, options.tiled, options.coarse, options.scale),
-        LStep(query, places, options.tiled, options.scale, table, part is not None and part.whole_rows),
+        RStep(key, value, key_mask, places, call.tiled, call.options.coarse, call.scale),
+        LStep(query, places, call.tiled, call.scale, table, part is not None and part.whole_rows),
     )
 
 
-def _min_mass(options: MonarchOptions) -> float:
-    return max(options.min_mass, torch.finfo(torch.float32).tiny)
+def _min_mass(call: MonarchCall) -> float:
+    return max(call.options.min_mass, torch.finfo(torch.float32).tiny)
 
 
 @_on_its_device
@@ -259,14 +265,14 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     saved: tuple[torch.Tensor, ...],
-    options: MonarchOptions,
+    call: MonarchCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; R and L are recomputed from z, aL and the log-partitions."""
     blocks, y, stats, row_stats, out_exact, lse_exact = saved
-    t = options.num_iterations
-    places = options.places
-    buffers = _slices(options, blocks, stats, row_stats)
-    exact = exact_part_of(options.exact, places)
+    t = call.options.num_iterations
+    places = call.places
+    buffers = _slices(call, blocks, stats, row_stats)
+    exact = exact_part_of(call.options.pattern, places)
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
@@ -285,8 +291,8 @@ def backward(
         exact_arguments = dict(lse_exact=lse_exact, dlse_exact=torch.empty_like(lse))
         do_exact = None if exact.whole_rows else torch.empty_like(out_exact)
 
-    r, l = _steps(query, key, value, key_mask, options)
-    pooled = r.pool() if options.coarse > 1 else None
+    r, l = _steps(query, key, value, key_mask, call)
+    pooled = r.pool() if call.options.coarse > 1 else None
     l.backward(
         buffers.aL[-1],
         buffers.cL[-1],
@@ -312,7 +318,7 @@ def backward(
             cL=buffers.cL[i],
             daL=daL,
             dy=dy if last else None,
-            dcL=dcL if options.entropy_grad else None,
+            dcL=dcL if call.entropy_grad else None,
             delta=delta_r,
             dq=dq,
             dk=dk,
@@ -320,7 +326,7 @@ def backward(
             cR=buffers.cR[i - 1] if i > 0 else None,
             daR=daR,
             dcR=dcR,
-            min_mass=_min_mass(options),
+            min_mass=_min_mass(call),
         )
         if i > 0:
             l.backward(
@@ -334,7 +340,7 @@ def backward(
                 daR=daR,
                 dcR=dcR,
                 cR=buffers.cR[i - 1],
-                min_mass=_min_mass(options),
+                min_mass=_min_mass(call),
                 **(exact_arguments if exact is not None and exact.aware else {}),
             )
     # The exact part needs room of its own, where its keys are split.
@@ -351,7 +357,7 @@ def backward(
             lse_exact,
             None,
             exact.segments,
-            scale=options.scale,
+            scale=call.scale,
             dq=dq,
             dk=dk,
             dv=dv,

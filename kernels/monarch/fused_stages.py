@@ -252,15 +252,15 @@ class TritonStages:
         self.key, self.value, self.call = key, value, call
         self.dtype = key.dtype
         whole_frames: dict[str, Any] = dict(frames_per_block=1, tiles=(1, 1))
-        self.own = grid_places(call.own_grid, coarse=call.coarse, **whole_frames)
+        self.own = grid_places(call.own_grid, coarse=call.options.coarse, **whole_frames)
         if call.positions[call.rank] == 0:
             return
         places = grid_places(call.position_grid, coarse=1, **whole_frames)
-        min_mass = max(call.min_mass, torch.finfo(torch.float32).tiny)
+        min_mass = max(call.options.min_mass, torch.finfo(torch.float32).tiny)
         table = None
         if call.key_frames is not None and not call.whole_rows:
-            assert call.pattern is not None
-            table = exact_table_of(call.pattern, places, key.device)
+            assert call.options.pattern is not None
+            table = exact_table_of(call.options.pattern, places, key.device)
         self.l_options = _LOptions(places, call.scale, min_mass, call.whole_rows, table)
 
     def first_centroids(self, query: torch.Tensor) -> torch.Tensor:
@@ -268,7 +268,7 @@ class TritonStages:
 
     def r_step(self, z: torch.Tensor, last: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         call = self.call
-        options = _ROptions(self.own, call.coarse, call.scale, call.entropy_grad, last)
+        options = _ROptions(self.own, call.options.coarse, call.scale, call.entropy_grad, last)
         return _RStep.apply(options, z, self.key, self.value)
 
     def centroids(

@@ -30,19 +30,21 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vmonarch.exact import ExactBlocks, resolve_exact
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.common.launch import use_triton
-from vmonarch.kernels.monarch.api import check_vmonarch_options
 from vmonarch.kernels.monarch.exchange import Link, Moved, Transfer, agree, places_of, refuse, split_evenly
 from vmonarch.kernels.monarch.stages import Call, Frames, Stages, TorchStages
 from vmonarch.monoid import merge_partials
+from vmonarch.options import VMonarchOptions, takes_options
 from vmonarch.precision import own_precision
-from vmonarch.validation import check_flag, check_positive_integer, check_qkv, resolve_scale
+from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale
 
 
 @dataclass(frozen=True)
@@ -217,13 +219,13 @@ def _run(
     queries = link.redistribute([Moved(q, 2, 1)], call.positions, call.frames)
     if call.key_frames is not None:
         exact = _ExactPart(link, stages, q, k, v, call)
-    aL, cL, y = stages.r_step(stages.first_centroids(query), call.num_iterations == 1)
+    aL, cL, y = stages.r_step(stages.first_centroids(query), call.options.num_iterations == 1)
     part = None if exact is None else exact.finish()
     rows = [] if exact is None else [l - call.own_frames.start for l in exact.frames]
     (q_positions,) = queries.finish()
     here = call.positions[call.rank] > 0
     lse_exact = None
-    for i in range(1, call.num_iterations):
+    for i in range(1, call.options.num_iterations):
         moved = [Moved(aL, 3, 2), Moved(cL, 3, 2, call.entropy_grad)]
         if call.aware and i == 1:
             weights = torch.full_like(cL, -torch.inf)
@@ -233,7 +235,7 @@ def _run(
             (lse_exact,) = rest
         z = stages.centroids(q_positions, aL, cL, lse_exact) if here else torch.empty_like(aL)
         (z,) = link.redistribute([Moved(z, 2, 3)], call.frames, call.positions).finish()
-        aL, cL, y = stages.r_step(z, i == call.num_iterations - 1)
+        aL, cL, y = stages.r_step(z, i == call.options.num_iterations - 1)
     assert y is not None
     moved = [Moved(aL, 3, 2), Moved(cL, 3, 2, call.entropy_grad), Moved(y, 3, 2)]
     aL, cL, y = link.redistribute(moved, call.positions, call.frames).finish()
@@ -266,6 +268,7 @@ def _with_exact(
 
 
 @torch.compiler.disable
+@takes_options
 @own_precision
 def frame_parallel_vmonarch_attention(
     query: torch.Tensor,
@@ -274,14 +277,12 @@ def frame_parallel_vmonarch_attention(
     *,
     grid: LatentGrid | tuple[int, int, int],
     group: dist.ProcessGroup | None = None,
-    num_iterations: int = 2,
-    coarse: int = 1,
-    exact: str | ExactBlocks | None = "first_frame",
-    min_mass: float = 0.1,
+    options: VMonarchOptions | None = None,
     scale: float | None = None,
     entropy_grad: bool = False,
     return_lse: bool = False,
     implementation: str = "auto",
+    **named: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`vmonarch_attention` of a video whose latent frames are distributed over the ranks of a process group.
 
@@ -301,8 +302,10 @@ def frame_parallel_vmonarch_attention(
         value: [B, T_r·H·W, H, Dv].
         grid: (T, H, W) of the whole video.
         group: the ranks, in the order of their frames; the default group if None.
-        exact: as in `vmonarch_attention`; frames are counted in the whole video.
-        num_iterations, coarse, min_mass, scale, entropy_grad, return_lse, implementation: as there.
+        options: what is computed; None for the defaults, or for `named`. frames_per_block and tiles must be left at
+            theirs. Exact frames are counted in the whole video.
+        scale, entropy_grad, return_lse, implementation: as in `vmonarch_attention`.
+        **named: the `VMonarchOptions` by name, in place of `options`.
 
     Returns:
         out [B, T_r·H·W, H, Dv] in the dtype of `query`; with `return_lse` also lse [B, H, T_r·H·W].
@@ -326,19 +329,16 @@ def frame_parallel_vmonarch_attention(
     try:
         check_qkv(query, key, value, same_length=True)
         grid = LatentGrid.parse(grid)
-        check_vmonarch_options(
-            num_iterations=num_iterations,
-            coarse=coarse,
-            exact=exact,
-            min_mass=min_mass,
-            entropy_grad=entropy_grad,
-            implementation=implementation,
-        )
+        options = VMonarchOptions.of(options, named)
+        for name in ("frames_per_block", "tiles"):
+            if name in options.changed():
+                raise ValueError(f"{name} must be left alone: blocks that ranks share are whole frames")
+        check_flag("entropy_grad", entropy_grad)
+        check_implementation(implementation)
         check_flag("return_lse", return_lse)
         own_frames = _own_frames(query, grid)
         scale = resolve_scale(scale, query.shape[-1])
-        pattern = resolve_exact(exact)
-        key_frames = None if pattern is None else pattern.key_frames(grid.frames)
+        key_frames = None if options.pattern is None else options.pattern.key_frames(grid.frames)
         op = "frame_parallel_vmonarch_attention"
         triton = use_triton(op, implementation, query, key, value, family="monarch")
     except Exception as error:
@@ -357,10 +357,8 @@ def frame_parallel_vmonarch_attention(
             "the head dimension of value": value.shape[3],
             "the dtype": str(query.dtype),
             "the device": query.device.type,
-            "num_iterations": int(num_iterations),
-            "coarse": int(coarse),
-            "exact": pattern,
-            "min_mass": float(min_mass),
+            **vars(options),
+            "exact": options.pattern,
             "scale": scale,
             "entropy_grad": entropy_grad,
             "the implementation": "triton" if triton else "torch",
@@ -376,12 +374,9 @@ def frame_parallel_vmonarch_attention(
         frames=tuple(frames),
         positions=split_evenly(grid.tokens_per_frame, len(frames)),
         rank=rank,
-        num_iterations=num_iterations,
-        coarse=coarse,
-        pattern=pattern,
+        options=options,
         key_frames=key_frames if key_frames is not None and any(key_frames) else None,
         scale=scale,
-        min_mass=float(min_mass),
         entropy_grad=entropy_grad,
     )
     link = Link(group, query.device, requires_grad)

@@ -17,6 +17,7 @@ import torch
 from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, softmax_parts, to_groups
 from vmonarch.kernels.monarch.blocks import BlockLayout
+from vmonarch.options import VMonarchOptions
 
 # The exact blocks [b, l, m] of a chunk of positions and of query blocks.
 ExactTable = Callable[[slice, slice], torch.Tensor]
@@ -238,15 +239,13 @@ def monarch_attention_reference(
     key: torch.Tensor,
     value: torch.Tensor,
     layout: BlockLayout,
+    options: VMonarchOptions,
     *,
-    num_iterations: int,
     scale: float,
-    min_mass: float,
     entropy_grad: bool,
     key_mask: torch.Tensor | None = None,
     key_frames: tuple[tuple[int, ...], ...] | None = None,
     key_block_frames: tuple[tuple[int, ...], ...] | None = None,
-    aware: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Monarch attention over the blocks of `layout` (MonarchAttention, Fig. 7; VMonarch, Fig. 6).
 
@@ -255,7 +254,6 @@ def monarch_attention_reference(
         key_mask: [B, S], true where a key may be attended.
         key_frames: E(l) for every frame l, rounded outward to whole key blocks; None for no exact block.
         key_block_frames: the frames of each key block.
-        aware: whether all L-steps know of the exact blocks, or only the last.
 
     Returns:
         (out [B, S, H, E] in the dtype of `query`, lse [B, H, S]).
@@ -292,8 +290,10 @@ def monarch_attention_reference(
     if exact_pairs is not None and layout.frame is not None:
         exact_table = exact_blocks(exact_pairs, layout.frame)
 
+    # Whether all L-steps know of the exact blocks, or only the last.
+    aware = options.pattern is not None and options.pattern.aware
     z = q  # L starts as the identity, so every centroid is the block's own query
-    for _ in range(num_iterations - 1):
+    for _ in range(options.num_iterations - 1):
         aL, cL, _ = r_step(z, coarse_key, coarse_bias, None, entropy_grad)
         aL, cL = position_major(aL), position_major(cL.unsqueeze(-1)).squeeze(-1)
         z = centroids(
@@ -303,7 +303,7 @@ def monarch_attention_reference(
             exact_table if aware else None,
             lse_exact if aware else None,
             query_valid,
-            min_mass,
+            options.min_mass,
         )
         z = z.unflatten(0, (B, H)).transpose(2, 3)
 

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.reference import to_groups
 from vmonarch.kernels.monarch import reference
 from vmonarch.kernels.monarch.blocks import grid_layout
 from vmonarch.kernels.monarch.exchange import places_of
+from vmonarch.options import VMonarchOptions
 
 Frames = tuple[int, ...]
 
@@ -33,12 +33,9 @@ class Call:
     frames: tuple[int, ...]
     positions: tuple[int, ...]
     rank: int
-    num_iterations: int
-    coarse: int
-    pattern: ExactBlocks | None
+    options: VMonarchOptions
     key_frames: tuple[Frames, ...] | None
     scale: float
-    min_mass: float
     entropy_grad: bool
 
     @property
@@ -63,7 +60,8 @@ class Call:
     @property
     def aware(self) -> bool:
         """Whether all L-steps know of the exact blocks."""
-        return self.key_frames is not None and self.pattern is not None and self.pattern.aware
+        pattern = self.options.pattern
+        return self.key_frames is not None and pattern is not None and pattern.aware
 
 
 class Stages(Protocol):
@@ -110,7 +108,7 @@ class TorchStages:
         self.call = call
         self.dtype = self.statistics_dtype = torch.promote_types(key.dtype, torch.float32)
         cut: dict[str, Any] = dict(frames_per_block=1, tiles=(1, 1), device=key.device)
-        self.layout = grid_layout(call.own_grid, coarse=call.coarse, **cut)
+        self.layout = grid_layout(call.own_grid, coarse=call.options.coarse, **cut)
         self.key, self.value = (self.layout.to_blocks(x.to(self.dtype)) for x in (key, value))
         self.coarse_key: tuple[torch.Tensor, torch.Tensor | None] = self.key, None
         if self.layout.cell is not None:
@@ -143,7 +141,7 @@ class TorchStages:
             self.exact_table if self.call.aware else None,
             None if lse_exact is None else _statistics_by_position(lse_exact),
             None,
-            self.call.min_mass,
+            self.call.options.min_mass,
         )
         return z.unflatten(0, aL.shape[:2]).transpose(2, 3)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from vmonarch.kernels.common.checks import SUPPORTED_DTYPES
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.residual.reference import Residual, add_residual_reference, attention_residual_reference
-from vmonarch.validation import SUPPORTED_DTYPES, check_implementation
+from vmonarch.validation import check_implementation
 
 DTYPES = ("int8", "bfloat16")
 

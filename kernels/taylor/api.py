@@ -6,11 +6,12 @@ from typing import Literal, overload
 
 import torch
 
+from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.common.launch import MAX_HEAD_DIM, use_triton
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS, FeatureMap
 from vmonarch.kernels.taylor.reference import LinearState, taylor_attention_reference
 from vmonarch.precision import own_precision
-from vmonarch.validation import check_flag, check_implementation, check_positive_integer, check_qkv, resolve_scale
+from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale
 
 # Dims whose pairs the kernels hold; see `op.py`.
 MAX_TAYLOR_DIM = 32

@@ -8,11 +8,12 @@ from typing import Literal, overload
 import torch
 
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.window.neighbours import Window
 from vmonarch.kernels.window.reference import window_attention_reference
 from vmonarch.precision import own_precision
-from vmonarch.validation import check_flag, check_implementation, check_positive_integer, check_qkv, resolve_scale
+from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale
 
 
 @overload

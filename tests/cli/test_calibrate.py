@@ -8,7 +8,7 @@ import pytest
 
 from vmonarch import AttentionPlan
 from vmonarch.configs import InputError, read_yaml
-from vmonarch.eval.calibrate import CANDIDATES, CalibrateConfig, options_of
+from vmonarch.eval.calibrate import CANDIDATES, CalibrateConfig
 from vmonarch.pipelines.generation import build_config
 
 PROMPT = "a <b>red</b> circle & more"
@@ -144,7 +144,7 @@ def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch)
 
 def test_candidates_are_what_their_methods_change():
     config = CalibrateConfig(prompts=("p",), candidates=CANDIDATES)
-    found = [options_of(method) for method in config.candidates]
+    found = [method.parameters.options.to_dict() for method in config.candidates]
     assert found[:2] == [{"num_iterations": 1, "exact": None}, {"exact": None}]
     assert found[2:6] == [{"num_iterations": 1}, {"coarse": 2}, {}, {"num_iterations": 3}]
     assert [entry["exact"]["band"] for entry in found[6:]] == [0, 1, 0, 1, 2, 3]

@@ -22,16 +22,19 @@ from vmonarch.eval.diagnosis import (
 )
 from vmonarch.eval.fidelity import attention_fidelity
 from vmonarch.eval.planning import over_steps, plan_within_error, plan_within_work
+from vmonarch.options import VMonarchOptions
 from vmonarch.processors import VideoAttentionProcessor
 from vmonarch.work import full_flops, vmonarch_flops
 
 GRID = LatentGrid(4, 3, 5)
 CANDIDATES = {
-    "t1": {"num_iterations": 1, "exact": None},
-    "own": {"exact": ExactBlocks(band=0)},
-    "first": {},
-    "band": {"exact": ExactBlocks(band=1)},
+    "t1": VMonarchOptions(num_iterations=1, exact=None),
+    "own": VMonarchOptions(exact=ExactBlocks(band=0)),
+    "first": VMonarchOptions(),
+    "band": VMonarchOptions(exact=ExactBlocks(band=1)),
 }
+# Of a pipeline's layers.
+RECORDED = {"t1": VMonarchOptions(num_iterations=1), "default": VMonarchOptions()}
 
 
 def tensors(B=2, H=3, D=8, dtype=torch.float64):
@@ -57,7 +60,8 @@ def test_the_map_of_a_method_is_the_one_that_it_multiplies_values_with(name):
     found = whole_map(q, k, CANDIDATES[name])
     torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:3]), atol=1e-5, rtol=0)
     out = torch.einsum("bhqk,bkhd->bqhd", found.double(), v)
-    torch.testing.assert_close(out, vmonarch_attention(q, k, v, grid=GRID, **CANDIDATES[name]), atol=1e-5, rtol=1e-5)
+    wanted = vmonarch_attention(q, k, v, grid=GRID, options=CANDIDATES[name])
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_statistics_are_those_of_the_dense_maps():
@@ -79,7 +83,7 @@ def test_statistics_are_those_of_the_dense_maps():
     torch.testing.assert_close(totals.own, totals.distance[:, 0])
     for name, options in CANDIDATES.items():
         M = whole_map(q, k, options).double()
-        difference = vmonarch_attention(q, k, v, grid=GRID, **options) - exact
+        difference = vmonarch_attention(q, k, v, grid=GRID, options=options) - exact
         torch.testing.assert_close(totals.squares[name], difference.square().sum((0, 1, 3)))
         kl = (M * (M.clamp(min=1e-30).log() - P.log())).sum((0, 2, 3))
         # Where exact and Monarch parts do not know of each other, weights of replaced rows are exact.
@@ -98,7 +102,7 @@ def test_a_small_map_is_the_mean_of_the_large_one():
 
 def record(tiny, kind="t2v", steps=4, guidance=3.0, watch=False, **options):
     pipe = tiny.pipeline(kind)
-    recorder = Recorder(diagnosis.parse_candidates({"t1": {"num_iterations": 1}, "default": {}}), **options)
+    recorder = Recorder(RECORDED, **options)
     vmonarch.apply(pipe, DiagnosisProcessor(recorder))
     pipe.set_progress_bar_config(disable=True)
     arguments = dict(
@@ -173,7 +177,7 @@ def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny
 
         def attend(self, query, key, value, grid):
             out = diagnosis.flash_entropy_attention(query, key, value)[0]
-            target = vmonarch_attention(query, key, value, grid=grid, **self.options)
+            target = vmonarch_attention(query, key, value, grid=grid, options=self.options)
             chosen = torch.tensor([head in self.heads for head in range(out.shape[2])])[:, None]
             return out + self.share * chosen * (target - out)
 
@@ -184,18 +188,17 @@ def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny
         vmonarch.restore(pipe.transformer)
         return found
 
-    candidates = {"t1": {"num_iterations": 1}, "default": {}}
     found = document(recorder)["transformers"]["transformer"]["candidates"]
     for layer in range(2):
-        velocity = output(layer, (), 0.0, {})
+        velocity = output(layer, (), 0.0, VMonarchOptions())
         noise = torch.randn(velocity.shape, generator=torch.Generator().manual_seed(0)).double()
         slopes = {
             (name, head): ((output(layer, (head,), 0.05, options) - output(layer, (head,), -0.05, options)) * noise)
             .sum().item() / 0.1
-            for name, options in candidates.items()
+            for name, options in RECORDED.items()
             for head in range(2)
         }  # fmt: skip
-        change = (output(layer, (0, 1), 1.0, {}) - velocity).square().sum() / velocity.square().sum()
+        change = (output(layer, (0, 1), 1.0, VMonarchOptions()) - velocity).square().sum() / velocity.square().sum()
         scale = change.item() / (slopes["default", 0] ** 2 + slopes["default", 1] ** 2)
         for (name, head), slope in slopes.items():
             wanted = scale * slope**2
@@ -211,10 +214,6 @@ def test_both_transformers_are_recorded_where_they_run(tiny):
 
 
 def test_what_cannot_be_diagnosed_is_named(tiny):
-    with pytest.raises(ValueError, match="candidate 'full' is exact attention"):
-        diagnosis.parse_candidates({"full": None})
-    with pytest.raises(ValueError, match="unknown option 'iterations'"):
-        diagnosis.parse_candidates({"a": {"iterations": 3}})
     with pytest.raises(ValueError, match="nothing was recorded"):
         document(Recorder({}))
     model = tiny.transformer()

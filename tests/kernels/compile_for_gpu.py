@@ -39,7 +39,7 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from machine_code import reads_of_unwritten
 
-from vmonarch import ExactBlocks, LatentGrid
+from vmonarch import LatentGrid
 from vmonarch.kernels.common import assembler, launch
 from vmonarch.kernels.flash_bias import backward as bias_backward
 from vmonarch.kernels.flash_bias import forward as bias_forward
@@ -53,6 +53,7 @@ from vmonarch.kernels.norm_rotary import op as norm_op
 from vmonarch.kernels.residual import kernels as residual_kernels
 from vmonarch.kernels.taylor import op as taylor_op
 from vmonarch.kernels.window import op as window_op
+from vmonarch.options import VMonarchOptions
 
 make_cubin = CUDABackend.make_cubin
 # All of Triton's files are hashed once for a process and its forks.
@@ -200,14 +201,14 @@ def main():
         return
     grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
     tensors = qkv(grid.tokens, 1)
-    options = fused.MonarchOptions(
-        places.grid_places(grid, frames_per_block=1, tiles=tiles, coarse=coarse),
-        tiles != (1, 1), coarse, case.get("num_iterations", 2), 0.1, 0.1, case.get("entropy_grad", False),
-        ExactBlocks(**case["exact"]),
-    )  # fmt: skip
+    options = VMonarchOptions(
+        num_iterations=case.get("num_iterations", 2), tiles=tiles, coarse=coarse, exact=case["exact"]
+    )
+    cut = places.grid_places(grid, **options.cut(grid.frames))
+    call = fused.MonarchCall(cut, options, 0.1, case.get("entropy_grad", False))
     with launch.launch_overrides(case.get("overrides", {})):
-        out, lse, *saved = fused.forward(*tensors, None, options, True)
-        fused.backward(tensors[0], lse, *tensors, None, out, lse, tuple(saved), options)
+        out, lse, *saved = fused.forward(*tensors, None, call, True)
+        fused.backward(tensors[0], lse, *tensors, None, out, lse, tuple(saved), call)
 
 
 if __name__ == "__main__":

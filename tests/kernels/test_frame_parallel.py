@@ -244,6 +244,13 @@ def test_the_kernels_stage_by_stage_are_those_of_one_call(alone, device, grid, h
         assert (ours - theirs).float().norm() <= bound * theirs.float().norm(), name
 
 
+@pytest.mark.parametrize("option", [{"tiles": (1, 2)}, {"frames_per_block": 2}], ids=lambda option: next(iter(option)))
+def test_blocks_that_are_no_whole_frames_are_refused(alone, option):
+    alone("gloo")
+    with pytest.raises(ValueError, match=f"{next(iter(option))} must be left alone"):
+        frame_parallel_vmonarch_attention(*torch.randn(3, 1, 24, 2, 4), grid=(3, 2, 4), **option)
+
+
 def test_a_rank_keeps_its_frames(monkeypatch):
     class Group:
         pass

@@ -357,9 +357,9 @@ def op_arguments(requires_grad=False, save=True, **options):
         patch.setattr("vmonarch.kernels.monarch.op.monarch_forward", capture)
         leaves = [tensor.float().requires_grad_(True) for tensor in qkv(12)]
         run_triton(*leaves, grid=(2, 2, 3), **options)
-    query, key, value, mask, numbers, scale, min_mass, _ = captured[0]
+    query, key, value, mask, numbers, reals, _ = captured[0]
     leaves = [tensor.detach().requires_grad_(requires_grad) for tensor in (query, key, value)]
-    return (*leaves, mask, numbers, scale, min_mass, save)
+    return (*leaves, mask, numbers, reals, save)
 
 
 @interpreted
@@ -373,7 +373,7 @@ def test_opcheck_forward(exact, training):
 def test_opcheck_backward():
     arguments = op_arguments(exact=ExactBlocks(band=0))
     out, lse, *saved = monarch_forward(*arguments)
-    query, key, value, mask, numbers, scale, min_mass, _ = arguments
+    query, key, value, mask, numbers, reals, _ = arguments
     torch.library.opcheck(
         monarch_backward,
         (
@@ -387,8 +387,7 @@ def test_opcheck_backward():
             lse,
             *saved,
             numbers,
-            scale,
-            min_mass,
+            reals,
         ),
     )
 

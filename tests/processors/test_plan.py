@@ -152,7 +152,7 @@ def test_json_holds_all_of_a_plan(tmp_path):
     plan.save(tmp_path / "plan.json")
     found = AttentionPlan.parse(tmp_path / "plan.json")
     assert found == plan and found.about == {"made": "by hand"}
-    assert found.methods["own"] == {"exact": ExactBlocks(band=0)} and found.methods["tiled"]["tiles"] == (2, 2)
+    assert found.methods["own"].exact == ExactBlocks(band=0) and found.methods["tiled"].tiles == (2, 2)
     processor = VMonarchProcessor(plan=str(tmp_path / "plan.json"))
     again = VMonarchProcessor.from_config(json.loads(json.dumps(processor.config)))
     assert again.plan == plan and "AttentionPlan" in repr(again)

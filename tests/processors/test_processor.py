@@ -12,7 +12,7 @@ import torch
 from diffusers.models.transformers import transformer_wan
 
 import vmonarch
-from vmonarch import ExactBlocks, LatentGrid, VMonarchProcessor
+from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, VMonarchProcessor
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
 from vmonarch.processors import FullAttentionProcessor, VideoAttentionProcessor, _project
 
@@ -137,6 +137,8 @@ def test_every_option_reaches_the_op(tiny, monkeypatch):
         "coarse": 2,
         "exact": ExactBlocks(columns=(0,), band=1),
         "min_mass": 0.2,
+    }
+    more = {
         "bias": (torch.ones(1, math.prod(tiny.GRID), 1, 1), torch.zeros(1, math.prod(tiny.GRID), 1, 1)),
         "implementation": "torch",
     }
@@ -145,9 +147,10 @@ def test_every_option_reaches_the_op(tiny, monkeypatch):
         "vmonarch.processors.vmonarch_attention", lambda query, key, value, **given: seen.update(given) or value
     )
     model = tiny.transformer()
-    model.set_attn_processor(VMonarchProcessor(**options))
+    model.set_attn_processor(VMonarchProcessor(**options, **more))
     tiny.run(model)
-    assert seen == options | {"grid": LatentGrid(*tiny.GRID)}
+    assert seen == more | {"grid": LatentGrid(*tiny.GRID), "options": VMonarchOptions(**options)}
+    assert len(options) == len(VMonarchOptions().__dict__) and len(seen["options"].changed()) == len(options)
 
 
 def test_cross_attention_is_left_to_the_stock_processor(tiny):

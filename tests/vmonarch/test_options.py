@@ -1,0 +1,62 @@
+"""The options of VMonarch attention: one object, checked when it is made, that travels to the kernels whole."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, VMonarchProcessor, vmonarch_attention
+from vmonarch.configs.methods import VMonarchAttention
+from vmonarch.kernels.monarch.fused import MonarchCall
+from vmonarch.kernels.monarch.op import _decode, _encode
+from vmonarch.kernels.monarch.places import grid_places
+from vmonarch.options import OPTION_FIELDS
+
+CHANGED = {
+    "num_iterations": 3,
+    "frames_per_block": 2,
+    "tiles": (1, 2),
+    "coarse": 2,
+    "exact": ExactBlocks(rows=(1,), columns=(0, 2), band=1, aware=False),
+    "min_mass": 0.2,
+}
+
+
+def test_named_options_and_the_object_are_the_same():
+    q, k, v = torch.randn(3, 1, 24, 2, 4)
+    wanted = vmonarch_attention(q, k, v, grid=(3, 2, 4), **CHANGED)
+    assert torch.equal(vmonarch_attention(q, k, v, grid=(3, 2, 4), options=VMonarchOptions(**CHANGED)), wanted)
+    assert not torch.equal(vmonarch_attention(q, k, v, grid=(3, 2, 4)), wanted)
+    with pytest.raises(TypeError, match="coarse must not be given beside options"):
+        vmonarch_attention(q, k, v, grid=(3, 2, 4), options=VMonarchOptions(), coarse=2)
+    with pytest.raises(TypeError, match="options must be None or VMonarchOptions, got dict"):
+        vmonarch_attention(q, k, v, grid=(3, 2, 4), options={"coarse": 2})
+
+
+def test_signatures_name_every_option():
+    defaults = {field.name: field.default for field in OPTION_FIELDS}
+    for takes in (vmonarch_attention, VMonarchProcessor, VMonarchAttention):
+        parameters = inspect.signature(takes).parameters
+        assert {name: parameters[name].default for name in defaults} == defaults
+        assert all(entry.kind is not entry.VAR_KEYWORD for entry in parameters.values())
+
+
+def test_the_operator_loses_no_option():
+    """What torch.compile sees of a call is numbers; every option is in them."""
+    assert CHANGED.keys() == {field.name for field in OPTION_FIELDS}
+    grid = LatentGrid(5, 4, 6)
+    for exact in (CHANGED["exact"], None, ExactBlocks()):
+        options = VMonarchOptions(**CHANGED | {"exact": exact})
+        call = MonarchCall(grid_places(grid, **options.cut(grid.frames)), options, 0.3, True)
+        assert _decode(*_encode(call)) == call
+
+
+def test_json_holds_what_was_changed():
+    options = VMonarchOptions(**CHANGED)
+    assert options.to_dict() == CHANGED | {"exact": {"rows": (1,), "columns": (0, 2), "band": 1, "aware": False}}
+    assert VMonarchOptions(**options.to_dict()) == options and VMonarchOptions().to_dict() == {}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.coarse = 1
+    with pytest.raises(AttributeError):
+        VMonarchProcessor().coarse = 2

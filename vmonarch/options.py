@@ -1,0 +1,131 @@
+"""The options of VMonarch attention: one object from YAML to the kernels, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from vmonarch.exact import ExactBlocks, resolve_exact
+from vmonarch.grid import LatentGrid
+from vmonarch.validation import check_positive_integer
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class VMonarchOptions:
+    """What VMonarch attention computes.
+
+    Args:
+        num_iterations: steps of alternating maximisation (the paper's t, 2 by default).
+        frames_per_block: latent frames per Monarch block (the paper's "F"; a short last block is masked).
+        tiles: cut every frame into this many (vertical, horizontal) tiles, each a block of its own. Less work in the
+            R-steps; sizes that do not divide are masked.
+        coarse: average the keys over coarse × coarse cells in all R-steps but the last, which only prepare centroids.
+        exact: None; "first_frame", the paper's recomputation (the L-steps do not know of it); or an `ExactBlocks`
+            pattern or a mapping of its arguments. With frames_per_block > 1, exact key frames are rounded outward to
+            whole blocks.
+        min_mass: lower bound of cR where it divides (0.1 in the paper; 0 only keeps empty columns finite).
+
+    Raises:
+        TypeError, ValueError: an option has an unsupported value; the message begins with its name.
+
+    Source: VMonarch, Eq. 3-8 and §4.1; docs/attention.md.
+    """
+
+    num_iterations: int = 2
+    frames_per_block: int = 1
+    tiles: tuple[int, int] = (1, 1)
+    coarse: int = 1
+    # None | str | ExactBlocks, which OmegaConf has no word for.
+    exact: Any = "first_frame"
+    min_mass: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_positive_integer("num_iterations", self.num_iterations)
+        check_positive_integer("frames_per_block", self.frames_per_block)
+        if not isinstance(self.tiles, (tuple, list)) or len(self.tiles) != 2:
+            raise TypeError(f"tiles must be a pair (vertical, horizontal) of positive integers, got {self.tiles!r}")
+        check_positive_integer("tiles[0]", self.tiles[0])
+        check_positive_integer("tiles[1]", self.tiles[1])
+        object.__setattr__(self, "tiles", (self.tiles[0], self.tiles[1]))
+        check_positive_integer("coarse", self.coarse)
+        if self.coarse != 1 and self.num_iterations == 1:
+            raise ValueError("coarse pools the keys of all iterations but the last; with num_iterations=1 it must be 1")
+        if isinstance(self.exact, Mapping):
+            object.__setattr__(self, "exact", ExactBlocks(**self.exact))
+        resolve_exact(self.exact)
+        check_min_mass(self.min_mass)
+
+    @classmethod
+    def of(cls, options: object, named: Mapping[str, Any]) -> VMonarchOptions:
+        """`options`, or those that are named.
+
+        Raises:
+            TypeError, ValueError: both are given, or one of them is not as described.
+        """
+        if options is None:
+            return cls(**named)
+        if not isinstance(options, VMonarchOptions):
+            raise TypeError(f"options must be None or VMonarchOptions, got {type(options).__name__}")
+        if named:
+            raise TypeError(f"{next(iter(named))} must not be given beside options, which have it")
+        return options
+
+    @property
+    def pattern(self) -> ExactBlocks | None:
+        """The exact blocks; None if there are none."""
+        return resolve_exact(self.exact)
+
+    def cut(self, frames: int) -> dict[str, Any]:
+        """How a video of so many latent frames is cut into blocks; arguments of `grid_layout` and `grid_places`."""
+        return {
+            "frames_per_block": min(self.frames_per_block, frames),
+            "tiles": self.tiles,
+            "coarse": self.coarse,
+        }
+
+    def changed(self) -> dict[str, Any]:
+        """The options that differ from the defaults."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in OPTION_FIELDS
+            if getattr(self, field.name) != field.default
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """`changed` as JSON has it."""
+        found = self.changed()
+        if isinstance(self.exact, ExactBlocks):
+            found["exact"] = self.exact.to_dict()
+        return found
+
+    def check_tiles(self, grid: LatentGrid) -> None:
+        """Raise ValueError unless every one of the `tiles` of a frame has tokens."""
+        if self.tiles[0] > grid.height or self.tiles[1] > grid.width:
+            raise ValueError(f"tiles {self.tiles} must not exceed the rows and columns of a frame, {tuple(grid[1:])}")
+
+
+OPTION_FIELDS = dataclasses.fields(VMonarchOptions)
+
+
+def check_min_mass(min_mass: object) -> None:
+    """Raise TypeError or ValueError unless `min_mass` is a finite number of at least 0."""
+    if isinstance(min_mass, bool) or not isinstance(min_mass, numbers.Real):
+        raise TypeError(f"min_mass must be a number, got {min_mass!r}")
+    if not math.isfinite(min_mass) or min_mass < 0:
+        raise ValueError(f"min_mass must be finite and at least 0, got {min_mass}")
+
+
+def takes_options(function: Function) -> Function:
+    """Name the options in the signature of a function that takes them as `**named`."""
+    signature = inspect.signature(function)
+    own = [entry for entry in signature.parameters.values() if entry.kind is not entry.VAR_KEYWORD]
+    options = inspect.signature(VMonarchOptions).parameters.values()
+    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return function
