@@ -15,17 +15,11 @@ from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod, VMonarchAttention, resolve_method
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.options import VMonarchOptions
-from vmonarch.pipelines.generation import (
-    GenerationError,
-    LoadedModel,
-    SamplingConfig,
-    complete_and_load,
-    denoise,
-    facts,
-    keep_elsewhere,
-    prepare_output_dir,
-    reserve_number,
-)
+from vmonarch.pipelines.config import SamplingConfig
+from vmonarch.pipelines.loading import LoadedModel, complete_and_load
+from vmonarch.pipelines.outputs import GenerationError, keep_elsewhere, prepare_output_dir, reserve_number
+from vmonarch.pipelines.records import facts
+from vmonarch.pipelines.sampling import denoise
 from vmonarch.plan import AttentionPlan
 
 if TYPE_CHECKING:

@@ -26,22 +26,12 @@ from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.render import aligned
 from vmonarch.files import AtomicFiles, file_name, short_hash
-from vmonarch.pipelines.generation import (
-    Batch,
-    GenerationError,
-    LoadedModel,
-    SamplingConfig,
-    complete_and_load,
-    decode,
-    denoise,
-    facts,
-    frames_sha256,
-    keep_elsewhere,
-    prepare_output_dir,
-    reserve_number,
-    sample,
-)
+from vmonarch.pipelines.config import SamplingConfig
+from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.model_folder import PROXY_RECORD
+from vmonarch.pipelines.outputs import GenerationError, keep_elsewhere, prepare_output_dir, reserve_number
+from vmonarch.pipelines.records import facts, frames_sha256
+from vmonarch.pipelines.sampling import Batch, decode, denoise, sample
 
 if TYPE_CHECKING:
     import torch

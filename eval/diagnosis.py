@@ -29,13 +29,14 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.context_parallel import Share
+from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import find_transformers
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.options import VMonarchOptions
 from vmonarch.plan import method_flops
-from vmonarch.processors import ForwardContext, VideoAttentionProcessor
+from vmonarch.video_processor import VideoAttentionProcessor
 
 FORMAT = "vmonarch-diagnosis-1"
 # Columns of values that the kernels take at once.

@@ -41,15 +41,11 @@ from vmonarch.eval.compare import (
 from vmonarch.eval.render import aligned
 from vmonarch.eval.summary import BOOTSTRAP_SEED, MEASURES, RESAMPLES, differences, statistics, summary_rows
 from vmonarch.files import AtomicFiles, file_name, short_hash
-from vmonarch.pipelines.generation import (
-    GenerationError,
-    LoadedModel,
-    choose_device,
-    choose_dtype,
-    complete,
-    prepare_output_dir,
-)
+from vmonarch.pipelines.config import complete
+from vmonarch.pipelines.devices import choose_device, choose_dtype
+from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.model_folder import ModelFolder, find_model
+from vmonarch.pipelines.outputs import GenerationError, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
 
 if TYPE_CHECKING:

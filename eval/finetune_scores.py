@@ -43,7 +43,7 @@ from vmonarch.finetune.export import export
 from vmonarch.finetune.trainer import Trainer
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.environment import environment, shown_command
-from vmonarch.pipelines.generation import read_pipeline
+from vmonarch.pipelines.loading import read_pipeline
 from vmonarch.pipelines.model_folder import find_model
 
 # The paper's Table 3 (iterations, frames per block, recomputation), and exact patterns beside it.

@@ -24,7 +24,7 @@ from vmonarch.eval.wan_models import read_model_config
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
-from vmonarch.processors import _rotate
+from vmonarch.projections import rotate
 
 METHODS = ("vmonarch", "diffusers", "compiled")
 # How much of diffusers' error ours may have.
@@ -116,7 +116,7 @@ def diffusers_code(
 ) -> torch.Tensor:
     """What `WanAttnProcessor` does to a projection: the norm, then the rotation, rounded in between."""
     normed = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, EPS)
-    return _rotate(normed.unflatten(2, (heads, -1)), cosines, sines)
+    return rotate(normed.unflatten(2, (heads, -1)), cosines, sines)
 
 
 def way(method: str, case: Case, device: torch.device, dtype: torch.dtype) -> Way:

@@ -46,7 +46,7 @@ from vmonarch.finetune.embedded.data import (
     shape_distance,
 )
 from vmonarch.pipelines.environment import environment
-from vmonarch.pipelines.generation import read_pipeline
+from vmonarch.pipelines.loading import read_pipeline
 from vmonarch.pipelines.model_folder import ModelError, find_model
 
 MIN_CHROMA = 0.34

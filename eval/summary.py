@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vmonarch.eval.compare import json_values
 from vmonarch.eval.render import markdown, percent
-from vmonarch.pipelines.generation import GenerationError
+from vmonarch.pipelines.outputs import GenerationError
 
 if TYPE_CHECKING:
     import numpy as np

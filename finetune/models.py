@@ -21,7 +21,7 @@ from vmonarch.finetune.objective import Conditioning
 from vmonarch.pipelines.model_folder import ModelError, ModelFolder, read_json
 
 if TYPE_CHECKING:
-    from vmonarch.processors import VideoAttentionProcessor
+    from vmonarch.video_processor import VideoAttentionProcessor
 
 COMPONENTS = ("transformer", "transformer_2")
 
@@ -182,7 +182,7 @@ def share_clips(experts: Experts, size: int, device: torch.device, anneal: int =
     from diffusers import ContextParallelConfig
 
     from vmonarch.installation import self_attention_modules
-    from vmonarch.processors import FullAttentionProcessor, VideoAttentionProcessor
+    from vmonarch.video_processor import FullAttentionProcessor, VideoAttentionProcessor
 
     shape = dist.get_world_size() // size, 1, size
     mesh = dist.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))
@@ -208,7 +208,7 @@ def share_clips(experts: Experts, size: int, device: torch.device, anneal: int =
 def _full_attention(ours: VideoAttentionProcessor, original: Any) -> Any:
     """The processor that computes full attention in place of `ours`: the original one, unless clips are shared."""
     from vmonarch.context_parallel import context_parallel_config
-    from vmonarch.processors import FullAttentionProcessor
+    from vmonarch.video_processor import FullAttentionProcessor
 
     if context_parallel_config(ours._parallel_config) is None:
         return original

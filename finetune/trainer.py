@@ -34,8 +34,8 @@ from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.models import Annealing, Experts, load_experts, model_facts, share_clips
 from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
 from vmonarch.pipelines.environment import environment, seconds
-from vmonarch.pipelines.generation import prepare_output_dir
 from vmonarch.pipelines.model_folder import ModelFolder, find_model
+from vmonarch.pipelines.outputs import prepare_output_dir
 
 # What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
 # moved: what they are is compared instead. The number of steps may change where the learning rate does not follow it.

@@ -10,8 +10,10 @@ from typing import Any
 from vmonarch.files import AtomicFiles
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.models import Experts
-from vmonarch.pipelines.generation import LoadedModel, SamplingConfig, complete, read_pipeline, sample
+from vmonarch.pipelines.config import SamplingConfig, complete
+from vmonarch.pipelines.loading import LoadedModel, read_pipeline
 from vmonarch.pipelines.model_folder import ModelFolder
+from vmonarch.pipelines.sampling import sample
 from vmonarch.pipelines.video_io import contact_sheet, encode_video, to_uint8
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from vmonarch.configs import InputError
 
 if TYPE_CHECKING:
-    from vmonarch.pipelines.generation import LoadedModel, SamplingConfig
+    from vmonarch.pipelines.config import SamplingConfig
+    from vmonarch.pipelines.loading import LoadedModel
 
 
 @dataclass(frozen=True)

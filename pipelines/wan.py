@@ -10,7 +10,7 @@ from typing import Any
 import diffusers
 
 from vmonarch.installation import apply, is_applied, restore
-from vmonarch.processors import WAN_ATTENTION, VideoAttentionProcessor
+from vmonarch.video_processor import WAN_ATTENTION, VideoAttentionProcessor
 
 _COMPONENTS = ("transformer", "transformer_2")
 

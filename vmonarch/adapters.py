@@ -27,7 +27,7 @@ from vmonarch.installation import (
     note_lora,
     parameters_of,
 )
-from vmonarch.processors import VideoAttentionProcessor
+from vmonarch.video_processor import VideoAttentionProcessor
 
 VERSION = 1
 _ENTRY = "vmonarch_adapter"

@@ -19,9 +19,10 @@ from diffusers.configuration_utils import FrozenDict
 
 from vmonarch.context_parallel import context_parallel_config
 from vmonarch.dense import DenseSet
+from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
-from vmonarch.processors import WAN_ATTENTION, ForwardContext, VideoAttentionProcessor
 from vmonarch.residuals import ResidualSharing
+from vmonarch.video_processor import WAN_ATTENTION, VideoAttentionProcessor
 
 SUPPORTED_TRANSFORMERS = (
     WanTransformer3DModel,

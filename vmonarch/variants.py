@@ -24,8 +24,8 @@ from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.monarch.blocks import BlockLayout, grid_layout
 from vmonarch.kernels.monarch.reference import l_step, last_l_step, r_step
 from vmonarch.options import VMonarchOptions
-from vmonarch.processors import VideoAttentionProcessor
 from vmonarch.validation import check_flag, check_positive_integer, resolve_scale
+from vmonarch.video_processor import VideoAttentionProcessor
 
 # Which frames a term is held at its initial value for; the paper's superscripts 0, 1 and * (Table 5).
 FIXED = ("none", "first", "all")

@@ -28,7 +28,8 @@ from vmonarch.configs.methods import FlashBiasAttention, VMonarchAttention, reso
 from vmonarch.context_parallel import Share, check_ring
 from vmonarch.dense import DenseSet
 from vmonarch.grid import LatentGrid
-from vmonarch.processors import FlashBiasProcessor, VideoAttentionProcessor, VMonarchProcessor
+from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
+from vmonarch.video_processor import VideoAttentionProcessor
 from vmonarch.xfuser_groups import SUPPORTED_XFUSER, import_xfuser, installed_xfuser, ulysses_rank, xfuser_groups
 
 # xfuser's own spelling, an underscore where its parser takes a hyphen too.

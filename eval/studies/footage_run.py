@@ -29,8 +29,8 @@ from vmonarch.eval.footage import Footage, noise_like, open_model, read_footage,
 from vmonarch.eval.kernel_bench import check_output, write_json
 from vmonarch.eval.render import markdown
 from vmonarch.finetune.data.decode import ClipShape
+from vmonarch.pipelines.devices import choose_device
 from vmonarch.pipelines.environment import environment, shown_command
-from vmonarch.pipelines.generation import choose_device
 
 METHODS = (
     "full",

@@ -39,8 +39,10 @@ from vmonarch.eval.render import markdown, percent
 from vmonarch.eval.similarity import similarity
 from vmonarch.files import AtomicFiles
 from vmonarch.finetune.embedded.data import held_out_prompts
+from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.environment import environment
-from vmonarch.pipelines.generation import LoadedModel, SamplingConfig, complete_and_load, decode, denoise
+from vmonarch.pipelines.loading import LoadedModel, complete_and_load
+from vmonarch.pipelines.sampling import decode, denoise
 from vmonarch.residuals import Branch, Refresh, ResidualSharing, spaced_steps
 
 # Those on a schedule, and the field of `Strategy` that their second number is.

@@ -24,7 +24,7 @@ from vmonarch.eval.vbench.scoring import score_videos
 from vmonarch.eval.vbench.suite import VIDEOS_PER_PROMPT, custom_suite, read_videos, standard_suite, suite_videos
 from vmonarch.eval.vbench.weights import check_weights, default_weights, download_weights
 from vmonarch.files import AtomicFiles
-from vmonarch.pipelines.generation import read_prompts
+from vmonarch.pipelines.config import read_prompts
 from vmonarch.pipelines.video_io import VideoError
 
 _EPILOG = """\

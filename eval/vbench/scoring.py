@@ -17,7 +17,7 @@ from vmonarch.eval.vbench.dimensions import DIMENSIONS, check_dimensions
 from vmonarch.eval.vbench.environment import VBenchEnvironment, VBenchError, load_environment, run
 from vmonarch.eval.vbench.weights import check_weights, default_weights, weights_identity
 from vmonarch.files import AtomicFiles
-from vmonarch.pipelines.generation import choose_device
+from vmonarch.pipelines.devices import choose_device
 from vmonarch.pipelines.video_io import read_video
 
 _WORKER = Path(__file__).with_name("worker.py")

@@ -139,7 +139,7 @@ class PreprocessConfig:
             raise InputError("fps", f"must be from 0.001 to 1000, got {self.fps}")
         if not 0 <= self.max_failures <= 1:
             raise InputError("max_failures", f"must be a share from 0 to 1, got {self.max_failures}")
-        from vmonarch.pipelines.generation import DTYPES
+        from vmonarch.pipelines.devices import DTYPES
 
         known = {"start": STARTS, "resize": RESIZES, "store_dtype": STORE_DTYPES, "dtype": DTYPES}
         for name, values in known.items():
@@ -175,7 +175,7 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
         InputError: a size that does not fit the model or, for procedural clips, that they do not have.
     """
     from vmonarch.finetune.embedded.data import HEIGHT, NUM_FRAMES, WIDTH
-    from vmonarch.pipelines.generation import recommended_settings
+    from vmonarch.pipelines.config import recommended_settings
 
     recommended = recommended_settings(model)
     sizes = ("height", "width", "num_frames", "max_sequence_length")
@@ -286,7 +286,7 @@ class PipelineEncoders:
 @contextmanager
 def _exact() -> Iterator[None]:
     """No gradients, and the same bits each time."""
-    from vmonarch.pipelines.generation import deterministic_convolutions
+    from vmonarch.pipelines.sampling import deterministic_convolutions
 
     with torch.no_grad(), deterministic_convolutions():
         yield
@@ -301,7 +301,8 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
     """
     import diffusers
 
-    from vmonarch.pipelines.generation import choose_device, choose_dtype, read_pipeline
+    from vmonarch.pipelines.devices import choose_device, choose_dtype
+    from vmonarch.pipelines.loading import read_pipeline
 
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
@@ -609,8 +610,9 @@ def preprocess(config: PreprocessConfig, *, progress: bool = False, encoders: En
         ModelError: the model folder is missing something, damaged or unsupported.
         PreprocessError: no clip could be made, or more videos are bad than `max_failures` allows.
     """
+    from vmonarch.pipelines.devices import choose_device, choose_dtype
     from vmonarch.pipelines.environment import environment, package_versions
-    from vmonarch.pipelines.generation import choose_device, choose_dtype, prepare_output_dir
+    from vmonarch.pipelines.outputs import prepare_output_dir
 
     started = time.monotonic()
     captioned: list[Captioned] = []

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vmonarch.configs import InputError
-from vmonarch.pipelines.generation import GenerateConfig
+from vmonarch.pipelines.config import GenerateConfig
 from vmonarch.pipelines.model_folder import ModelFolder
 
 PROMPT = "a red circle moving right"

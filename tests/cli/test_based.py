@@ -9,7 +9,9 @@ import pytest
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import BasedAttention, resolve_method
-from vmonarch.pipelines.generation import GenerateConfig, complete, find_model, load_model
+from vmonarch.pipelines.config import GenerateConfig, complete
+from vmonarch.pipelines.loading import load_model
+from vmonarch.pipelines.model_folder import find_model
 
 PROMPT = "a red circle moving right"
 

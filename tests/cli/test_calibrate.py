@@ -9,7 +9,7 @@ import pytest
 from vmonarch import AttentionPlan
 from vmonarch.configs import InputError, read_yaml
 from vmonarch.eval.calibrate import CANDIDATES, CalibrateConfig
-from vmonarch.pipelines.generation import build_config
+from vmonarch.pipelines.config import build_config
 
 PROMPT = "a <b>red</b> circle & more"
 
@@ -65,7 +65,7 @@ def test_a_model_is_diagnosed_planned_and_reported(cli):
 def test_another_plan_is_made_from_a_diagnosis_without_sampling(cli, monkeypatch):
     cli("calibrate", PROMPT, "--every", 2, "--candidates", "vmonarch-t1", "vmonarch", "--quiet")
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
-    monkeypatch.setattr("vmonarch.pipelines.generation.load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("vmonarch.pipelines.loading.load_model", lambda *_: pytest.fail("a model was loaded"))
     words = ["calibrate", "--diagnosis", folder / "diagnosis.json"]
     code, out, _ = cli(*words, "--budget", 0, "--plan", "exact.json", tiny=False)
     assert code == 0 and out.splitlines()[-1] == "exact.json"

@@ -15,8 +15,11 @@ from vmonarch.eval import compare as compare_module
 from vmonarch.eval.compare import CompareConfig, compare, format_table, means
 from vmonarch.eval.similarity import similarity
 from vmonarch.files import file_name
-from vmonarch.pipelines import generation
-from vmonarch.pipelines.generation import GenerationError, complete, find_model, load_model
+from vmonarch.pipelines import loading, outputs, records, sampling
+from vmonarch.pipelines.config import complete
+from vmonarch.pipelines.loading import load_model
+from vmonarch.pipelines.model_folder import find_model
+from vmonarch.pipelines.outputs import GenerationError
 from vmonarch.pipelines.video_io import read_video
 
 PROMPT = "a red circle moving right"
@@ -28,7 +31,7 @@ def config(model: Path, **values: object) -> CompareConfig:
 
 
 @pytest.fixture
-def loaded(tiny_model: Path) -> generation.LoadedModel:
+def loaded(tiny_model: Path) -> loading.LoadedModel:
     folder = find_model(str(tiny_model))
     return load_model(complete(config(tiny_model), folder), folder)
 
@@ -52,9 +55,9 @@ def test_the_record_holds_what_the_definitions_give(cli) -> None:
     frames = {}
     for method in settings.methods:
         method.install(model.pipe)
-        frames[method.label] = generation.sample(model, settings, ["a blue square"], [2]).frames[0]
+        frames[method.label] = sampling.sample(model, settings, ["a blue square"], [2]).frames[0]
     for result in video["results"]:
-        assert result["frames_sha256"] == generation.frames_sha256(frames[result["method"]])
+        assert result["frames_sha256"] == records.frames_sha256(frames[result["method"]])
         if result["method"] == "full":
             assert result["psnr"] is result["ssim"] is result["first_frame_psnr"] is None
             continue
@@ -84,7 +87,7 @@ def test_pictures_and_videos_of_every_pair(cli) -> None:
     assert read_video(folder / "0002-vmonarch.mp4")[0].shape == (9, 32, 48, 3)
 
 
-def test_batches_give_the_same_numbers(loaded: generation.LoadedModel, tmp_path: Path) -> None:
+def test_batches_give_the_same_numbers(loaded: loading.LoadedModel, tmp_path: Path) -> None:
     results = []
     for batch_size in (1, 3):
         settings = config(
@@ -101,7 +104,7 @@ def test_batches_give_the_same_numbers(loaded: generation.LoadedModel, tmp_path:
         assert a["psnr"] == pytest.approx(b["psnr"], abs=0.05) and a["ssim"] == pytest.approx(b["ssim"], abs=1e-3)
 
 
-def test_a_method_that_is_full_attention_scores_as_such(loaded: generation.LoadedModel, tmp_path: Path) -> None:
+def test_a_method_that_is_full_attention_scores_as_such(loaded: loading.LoadedModel, tmp_path: Path) -> None:
     methods = ("vmonarch:exact.band=9", "vmonarch:dense_layers=1.0", "vmonarch:dense_steps=1.0", "vmonarch-plain")
     settings = config(loaded.folder.path, methods=methods, output_dir=str(tmp_path))
     found = compare(settings, model=loaded).record["means"]
@@ -110,11 +113,11 @@ def test_a_method_that_is_full_attention_scores_as_such(loaded: generation.Loade
     assert found[methods[1]]["ssim"] == pytest.approx(1.0)
 
 
-def test_every_method_is_warmed_up_with_itself(loaded: generation.LoadedModel, tmp_path: Path, monkeypatch) -> None:
+def test_every_method_is_warmed_up_with_itself(loaded: loading.LoadedModel, tmp_path: Path, monkeypatch) -> None:
     from vmonarch import VMonarchProcessor
 
     calls: list[tuple[int | None, object]] = []
-    denoise = generation.denoise
+    denoise = sampling.denoise
 
     def watched(model, settings, prompts, seeds, *, steps=None, **options):
         processor = model.pipe.transformer.blocks[0].attn1.processor
@@ -123,7 +126,7 @@ def test_every_method_is_warmed_up_with_itself(loaded: generation.LoadedModel, t
         return denoise(model, settings, prompts, seeds, steps=steps, **options)
 
     monkeypatch.setattr(compare_module, "denoise", watched)
-    monkeypatch.setattr(generation, "denoise", watched)
+    monkeypatch.setattr(sampling, "denoise", watched)
     methods = ("vmonarch:num_iterations=1", "vmonarch:dense_steps=1")
     compare(config(loaded.folder.path, methods=methods, output_dir=str(tmp_path)), model=loaded)
     assert calls == [
@@ -132,13 +135,13 @@ def test_every_method_is_warmed_up_with_itself(loaded: generation.LoadedModel, t
     ]
 
 
-def test_the_pipeline_keeps_no_method_of_the_comparison_before(loaded: generation.LoadedModel, tmp_path: Path) -> None:
+def test_the_pipeline_keeps_no_method_of_the_comparison_before(loaded: loading.LoadedModel, tmp_path: Path) -> None:
     settings = config(loaded.folder.path, methods=("vmonarch-plain",), output_dir=str(tmp_path))
     first, second = (compare(settings, model=loaded).record["videos"][0]["results"] for _ in range(2))
     assert [r["frames_sha256"] for r in first] == [r["frames_sha256"] for r in second]
 
 
-def test_nothing_is_overwritten(loaded: generation.LoadedModel, tmp_path: Path) -> None:
+def test_nothing_is_overwritten(loaded: loading.LoadedModel, tmp_path: Path) -> None:
     settings = config(loaded.folder.path, output_dir=str(tmp_path))
     folders = [compare(settings, model=loaded).folder.name for _ in range(2)]
     assert folders[0][:5] == "0001-" and folders[1][:5] == "0002-"
@@ -149,8 +152,8 @@ def test_nothing_is_overwritten(loaded: generation.LoadedModel, tmp_path: Path) 
 def test_a_broken_method_is_an_error_that_names_it(cli, monkeypatch: pytest.MonkeyPatch, broken: float) -> None:
     from safetensors.torch import load_file
 
-    sample = generation.sample
-    monkeypatch.setattr(generation.tempfile, "tempdir", str(cli.folder))
+    sample = sampling.sample
+    monkeypatch.setattr(outputs.tempfile, "tempdir", str(cli.folder))
 
     def second_seed_fails(model, settings, prompts, seeds, **options):
         result = sample(model, settings, prompts, seeds, **options)
@@ -175,7 +178,7 @@ def test_what_was_measured_outlives_a_full_disk(loaded, tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(compare_module._Run, "_write_pictures", no_room)
-    monkeypatch.setattr(generation.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(outputs.tempfile, "tempdir", str(tmp_path))
     settings = config(loaded.folder.path, methods=("vmonarch-plain",), steps=1, output_dir=str(tmp_path / "out"))
     with pytest.raises(GenerationError, match=r"No space left.*comparison.json is kept at") as error:
         compare(settings, model=loaded)
@@ -186,7 +189,7 @@ def test_what_was_measured_outlives_a_full_disk(loaded, tmp_path: Path, monkeypa
 
 
 def test_ctrl_c_keeps_complete_videos_only(cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = generation.sample
+    sample = sampling.sample
 
     def interrupted(model, settings, prompts, seeds, **options):
         if seeds == [2]:
@@ -202,7 +205,7 @@ def test_ctrl_c_keeps_complete_videos_only(cli, monkeypatch: pytest.MonkeyPatch)
     assert cli.outputs("outputs/compare") == [name], "nothing was made, so no folder is left"
 
 
-def test_a_missing_video_is_an_error(loaded: generation.LoadedModel, tmp_path: Path, monkeypatch) -> None:
+def test_a_missing_video_is_an_error(loaded: loading.LoadedModel, tmp_path: Path, monkeypatch) -> None:
     call = type(loaded.pipe).__call__
 
     def loses_one(self, **arguments):

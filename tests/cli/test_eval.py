@@ -28,8 +28,11 @@ from vmonarch.eval.evaluate import EvalConfig, Evaluation, Shard, evaluate
 from vmonarch.eval.report import quality_plot, report
 from vmonarch.eval.similarity import PerceptualDistance, frames_of_file, similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, statistics
-from vmonarch.pipelines import generation
-from vmonarch.pipelines.generation import GenerationError, build_config, complete, find_model, load_model
+from vmonarch.pipelines import loading, records, sampling
+from vmonarch.pipelines.config import build_config, complete
+from vmonarch.pipelines.loading import load_model
+from vmonarch.pipelines.model_folder import find_model
+from vmonarch.pipelines.outputs import GenerationError
 from vmonarch.pipelines.video_io import read_video
 from vmonarch.work import full_flops, vmonarch_flops
 
@@ -44,13 +47,13 @@ def config(model: Path, output: Path, **values: Any) -> EvalConfig:
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_model: Path) -> generation.LoadedModel:
+def loaded(tiny_model: Path) -> loading.LoadedModel:
     folder = find_model(str(tiny_model))
     return load_model(complete(config(tiny_model, Path("unused")), folder), folder)
 
 
 @pytest.fixture(scope="module")
-def whole(loaded: generation.LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
+def whole(loaded: loading.LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
     """An evaluation that nothing interrupted; not to be changed."""
     output = tmp_path_factory.mktemp("whole") / "eval"
     return evaluate(config(loaded.folder.path, output, batch_size=2), model=loaded, command="vmonarch eval …")
@@ -74,7 +77,7 @@ def files(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_record_holds_what_the_definitions_give(whole: Evaluation, loaded: generation.LoadedModel) -> None:
+def test_the_record_holds_what_the_definitions_give(whole: Evaluation, loaded: loading.LoadedModel) -> None:
     record = whole.record
     assert record == json.loads((whole.folder / "evaluation.json").read_text(encoding="utf-8"))
     assert [(item["prompt"], item["seed"]) for item in record["items"]] == [(p, s) for p in PROMPTS for s in (1, 2)]
@@ -83,9 +86,9 @@ def test_the_record_holds_what_the_definitions_give(whole: Evaluation, loaded: g
     item = record["items"][3]
     for method, row in zip(settings.methods, item["results"], strict=True):
         method.install(loaded.pipe)
-        frames[method.label] = generation.sample(loaded, settings, [PROMPTS[1]] * 2, [1, 2]).frames[1]
+        frames[method.label] = sampling.sample(loaded, settings, [PROMPTS[1]] * 2, [1, 2]).frames[1]
         decoded[method.label] = frames_of_file(read_video(whole.folder / item["folder"] / row["video"])[0])
-        assert row["frames_sha256"] == generation.frames_sha256(frames[method.label])
+        assert row["frames_sha256"] == records.frames_sha256(frames[method.label])
         if method.label == "full":
             assert all(row[key] is None for key in MEASURES if key not in TIMES)
             continue
@@ -111,7 +114,7 @@ def test_no_prompt_is_a_file_name(whole: Evaluation) -> None:
 
 
 def test_a_stopped_evaluation_goes_on_to_the_same_record(
-    loaded: generation.LoadedModel, whole: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: loading.LoadedModel, whole: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(loaded.folder.path, tmp_path / "eval", batch_size=2)
     write = module._Run._write
@@ -140,7 +143,7 @@ def test_a_stopped_evaluation_goes_on_to_the_same_record(
 
 
 def test_processes_share_the_items_out(
-    loaded: generation.LoadedModel, whole: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: loading.LoadedModel, whole: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(loaded.folder.path, tmp_path / "eval", batch_size=2)
     for rank, missing in ((1, 2), (0, 0)):
@@ -273,11 +276,11 @@ def test_a_measure_of_some_items_only_is_an_error() -> None:
 
 
 @pytest.fixture(scope="module")
-def call(loaded: generation.LoadedModel) -> Any:
+def call(loaded: loading.LoadedModel) -> Any:
     settings = complete(config(loaded.folder.path, Path("unused")), loaded.folder)
     resolve_method("full").install(loaded.pipe)
     with recorded_call(loaded.pipe) as call:
-        generation.denoise(loaded, settings, ["a red circle"], [0], steps=1)
+        sampling.denoise(loaded, settings, ["a red circle"], [0], steps=1)
     return call
 
 
@@ -307,7 +310,7 @@ def test_flops_of_other_pipelines(name: str, request: pytest.FixtureRequest, tmp
     settings = complete(config(model, tmp_path, image=image), find_model(str(model)))
     pipeline = load_model(settings, find_model(str(model)))
     with recorded_call(pipeline.pipe) as call:
-        generation.denoise(pipeline, settings, ["a red circle"], [0], steps=2)
+        sampling.denoise(pipeline, settings, ["a red circle"], [0], steps=2)
     expected = vmonarch_flops(GRID, 12) / full_flops(GRID, 12)
     steps = transformers_by_step(pipeline.pipe, 10)
     assert relative_flops(call, [resolve_method("vmonarch")], steps) == {"vmonarch": pytest.approx(expected)}
@@ -353,7 +356,7 @@ def test_flops_of_a_plan_for_two_transformers_count_each_where_it_runs(tiny_two_
     for name in ("transformer", "transformer_2"):
         getattr(pipeline.pipe, name).register_forward_pre_hook(lambda *_, name=name: used.append(name))
     with recorded_call(pipeline.pipe) as call:
-        generation.denoise(pipeline, settings, ["a red circle"], [0], steps=6)
+        sampling.denoise(pipeline, settings, ["a red circle"], [0], steps=6)
     steps = transformers_by_step(pipeline.pipe, 6)
     # Two calls a step, for guidance.
     assert used[::2] == steps and len(set(steps)) == 2
@@ -517,7 +520,7 @@ def test_lpips_without_its_parts_is_refused_at_once(cli, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", preset_names("eval"))
-def test_shipped_settings_fit(loaded: generation.LoadedModel, name: str) -> None:
+def test_shipped_settings_fit(loaded: loading.LoadedModel, name: str) -> None:
     settings = build_config(EvalConfig, read_yaml(name, group="eval"))
     assert len(settings.prompts) == 64 and settings.seeds == (0, 1) and settings.labels[0] == "full"
     assert settings.output_dir == f"outputs/eval-{name}"

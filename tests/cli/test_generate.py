@@ -17,9 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from vmonarch.pipelines import generation
-from vmonarch.pipelines.generation import GenerateConfig, GenerationError, build_config, generate, load_record
+from vmonarch.pipelines import loading, outputs, records, sampling
+from vmonarch.pipelines.config import GenerateConfig, build_config, complete
+from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.model_folder import find_model
+from vmonarch.pipelines.outputs import GenerationError
+from vmonarch.pipelines.records import load_record
 from vmonarch.pipelines.video_io import VideoError, read_video
 
 PROMPT = "a red circle moving right"
@@ -31,17 +34,17 @@ def config(model: Path, **values: object) -> GenerateConfig:
 
 
 @pytest.fixture
-def loaded(tiny_model: Path) -> generation.LoadedModel:
+def loaded(tiny_model: Path) -> loading.LoadedModel:
     """The tiny pipeline, and a completed config's settings with it."""
     folder = find_model(str(tiny_model))
-    return generation.load_model(generation.complete(config(tiny_model), folder), folder)
+    return loading.load_model(complete(config(tiny_model), folder), folder)
 
 
-def sampled(loaded: generation.LoadedModel, prompts: list[str], seeds: list[int], **values: object) -> torch.Tensor:
+def sampled(loaded: loading.LoadedModel, prompts: list[str], seeds: list[int], **values: object) -> torch.Tensor:
     """Frames [B, F, 3, H, W] without touching the disk."""
-    settings = generation.complete(config(loaded.folder.path, **values), loaded.folder)
+    settings = complete(config(loaded.folder.path, **values), loaded.folder)
     settings.attention.install(loaded.pipe)
-    return generation.sample(loaded, settings, prompts, seeds).frames
+    return sampling.sample(loaded, settings, prompts, seeds).frames
 
 
 def test_every_prompt_gets_every_seed(cli) -> None:
@@ -133,7 +136,7 @@ def test_from_json_says_when_the_machine_differs(cli) -> None:
     assert code == 0 and "differs from the recorded video" in err and "torch_threads was 97, is 1" in err
 
 
-def test_full_attention_is_the_stock_pipeline(tiny_model: Path, loaded: generation.LoadedModel) -> None:
+def test_full_attention_is_the_stock_pipeline(tiny_model: Path, loaded: loading.LoadedModel) -> None:
     from diffusers import WanPipeline
 
     stock = WanPipeline.from_pretrained(tiny_model)
@@ -151,7 +154,7 @@ def test_full_attention_is_the_stock_pipeline(tiny_model: Path, loaded: generati
     assert torch.equal(sampled(loaded, [PROMPT], [11], attention="full", steps=3), expected)
 
 
-def test_attention_methods_differ_and_leave_no_trace(loaded: generation.LoadedModel) -> None:
+def test_attention_methods_differ_and_leave_no_trace(loaded: loading.LoadedModel) -> None:
     full = sampled(loaded, [PROMPT], [0], attention="full")
     fast = sampled(loaded, [PROMPT], [0], attention="vmonarch-plain")
     longer = sampled(loaded, [PROMPT], [0], attention="vmonarch-plain:num_iterations=5")
@@ -161,16 +164,16 @@ def test_attention_methods_differ_and_leave_no_trace(loaded: generation.LoadedMo
     assert torch.allclose(everything, full, atol=1e-4), "all blocks exact is full attention"
 
 
-def test_generate_runs_the_attention_it_is_told(loaded: generation.LoadedModel, tmp_path: Path) -> None:
+def test_generate_runs_the_attention_it_is_told(loaded: loading.LoadedModel, tmp_path: Path) -> None:
     hashes = {}
     for method in ("vmonarch-plain", "full", "vmonarch"):
         settings = config(loaded.folder.path, attention=method, output_dir=str(tmp_path))
         hashes[method] = generate(settings, model=loaded)[0].record["frames_sha256"]
-        assert hashes[method] == generation.frames_sha256(sampled(loaded, [PROMPT], [0], attention=method)[0])
+        assert hashes[method] == records.frames_sha256(sampled(loaded, [PROMPT], [0], attention=method)[0])
     assert len(set(hashes.values())) == 3
 
 
-def test_a_seed_means_the_same_in_any_batch(loaded: generation.LoadedModel) -> None:
+def test_a_seed_means_the_same_in_any_batch(loaded: loading.LoadedModel) -> None:
     alone = sampled(loaded, [PROMPT], [5])
     together = sampled(loaded, ["a blue square", PROMPT, PROMPT], [1, 5, 6])
     assert torch.allclose(together[1], alone[0], atol=1e-4)
@@ -182,11 +185,11 @@ def test_a_seed_means_the_same_in_any_batch(loaded: generation.LoadedModel) -> N
     [{"guidance": 2.0}, {"negative_prompt": "blue"}, {"flow_shift": 9.0}, {"steps": 3}, {"max_sequence_length": 8}],
     ids=str,
 )
-def test_settings_reach_the_pipeline(tiny_model: Path, loaded: generation.LoadedModel, change: dict) -> None:
+def test_settings_reach_the_pipeline(tiny_model: Path, loaded: loading.LoadedModel, change: dict) -> None:
     folder = find_model(str(tiny_model))
-    changed = generation.complete(config(tiny_model, attention="full", **change), folder)
-    other = generation.load_model(changed, folder)
-    frames = generation.sample(other, changed, [PROMPT], [0]).frames
+    changed = complete(config(tiny_model, attention="full", **change), folder)
+    other = loading.load_model(changed, folder)
+    frames = sampling.sample(other, changed, [PROMPT], [0]).frames
     assert not torch.equal(frames, sampled(loaded, [PROMPT], [0], attention="full"))
 
 
@@ -198,11 +201,11 @@ def test_no_guidance_halves_the_transformer_calls(cli) -> None:
 def test_batched_guidance(cli, loaded) -> None:
     batches = []
     handle = loaded.pipe.transformer.blocks[0].register_forward_hook(lambda _, inputs, out: batches.append(len(out)))
-    settings = generation.complete(config(loaded.folder.path), loaded.folder)
+    settings = complete(config(loaded.folder.path), loaded.folder)
     settings.attention.install(loaded.pipe)
     prompts, seeds = [PROMPT, "a blue square"], [0, 1]
-    plain = generation.sample(loaded, settings, prompts, seeds)
-    batched = generation.sample(loaded, settings, prompts, seeds, batch_guidance=True)
+    plain = sampling.sample(loaded, settings, prompts, seeds)
+    batched = sampling.sample(loaded, settings, prompts, seeds, batch_guidance=True)
     handle.remove()
     torch.testing.assert_close(batched.latents, plain.latents, rtol=1e-3, atol=1e-3)
     assert batches == [2, 2, 2, 2, 4, 4]
@@ -300,10 +303,10 @@ def test_nothing_is_overwritten_unless_asked(cli) -> None:
 
 
 def test_numbers_held_by_others_are_left_alone(tmp_path: Path) -> None:
-    with generation.reserve_number(tmp_path) as first, generation.reserve_number(tmp_path) as second:
+    with outputs.reserve_number(tmp_path) as first, outputs.reserve_number(tmp_path) as second:
         assert (first, second) == ("0001", "0002")
         (tmp_path / "0007-abc.mp4").touch()
-        with generation.reserve_number(tmp_path) as third:
+        with outputs.reserve_number(tmp_path) as third:
             assert third == "0008"
     assert os.listdir(tmp_path) == ["0007-abc.mp4"]
 
@@ -312,14 +315,14 @@ def test_numbers_held_by_others_are_left_alone(tmp_path: Path) -> None:
 def test_a_broken_video_is_an_error_and_its_tensor_is_kept(cli, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     from safetensors.torch import load_file
 
-    decode = generation.decode
+    decode = sampling.decode
 
     def second_is_broken(pipe, latents: torch.Tensor) -> torch.Tensor:
         frames = decode(pipe, latents)
         frames[1] = {"black": 0.0, "nan": float("nan"), "flat": 0.7}[broken]
         return frames
 
-    monkeypatch.setattr(generation, "decode", second_is_broken)
+    monkeypatch.setattr(sampling, "decode", second_is_broken)
     code, out, err = cli("generate", PROMPT, "--seed", 1, 2, 3, "--batch-size", 3, "--quiet")
     assert out.split() == [f"outputs/generate/{name}" for name in cli.outputs() if name.endswith(".mp4")]
     assert code == 1 and "seed 2" in err and "2 of 3 videos were made" in err
@@ -347,7 +350,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(cli, monkeypatc
     folder = cli.folder / "outputs"
     temporary = cli.folder / "temporary"
     temporary.mkdir()
-    monkeypatch.setattr(generation.tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(outputs.tempfile, "tempdir", str(temporary))
     fsync = os.fsync
 
     def full(descriptor: int) -> None:
@@ -432,7 +435,7 @@ def test_ctrl_c_while_writing_takes_the_video_back(cli, monkeypatch: pytest.Monk
     assert code == 130 and "interrupted" in err and cli.outputs() == []
 
 
-def test_ctrl_c_within_a_transformer_call_stays_ctrl_c(loaded: generation.LoadedModel) -> None:
+def test_ctrl_c_within_a_transformer_call_stays_ctrl_c(loaded: loading.LoadedModel) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -499,7 +502,7 @@ def test_prompt_file(cli) -> None:
     assert [record["prompt"] for record in cli.records()] == ["a green square", "a red circle", "a blue square"]
 
 
-def test_library_use(tiny_model: Path, tmp_path: Path, loaded: generation.LoadedModel) -> None:
+def test_library_use(tiny_model: Path, tmp_path: Path, loaded: loading.LoadedModel) -> None:
     settings = config(tiny_model, seeds=(1, 2), output_dir=str(tmp_path / "out"))
     videos = generate(settings, model=loaded)
     assert [video.record["seed"] for video in videos] == [1, 2]
@@ -513,7 +516,7 @@ def test_library_use(tiny_model: Path, tmp_path: Path, loaded: generation.Loaded
 
 @pytest.mark.parametrize("change", [{"flow_shift": 9.0}, {"dtype": "bfloat16"}, {"device": "auto"}], ids=str)
 def test_a_loaded_pipeline_is_not_run_with_other_settings(
-    loaded: generation.LoadedModel, tmp_path: Path, change: dict
+    loaded: loading.LoadedModel, tmp_path: Path, change: dict
 ) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(change))} must be .* with which the pipeline was loaded"):
         generate(config(loaded.folder.path, output_dir=str(tmp_path), **change), model=loaded)
@@ -521,13 +524,13 @@ def test_a_loaded_pipeline_is_not_run_with_other_settings(
 
 
 def test_library_errors_name_the_field(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "decode", lambda pipe, latents: torch.zeros(len(latents), 9, 3, 32, 48))
+    monkeypatch.setattr(sampling, "decode", lambda pipe, latents: torch.zeros(len(latents), 9, 3, 32, 48))
     with pytest.raises(GenerationError, match="constant") as caught:
         generate(config(tiny_model, output_dir=str(tmp_path / "out")))
     assert isinstance(caught.value.__cause__, VideoError)
 
 
-def test_a_dirty_pipeline_is_cleaned_by_full(loaded: generation.LoadedModel) -> None:
+def test_a_dirty_pipeline_is_cleaned_by_full(loaded: loading.LoadedModel) -> None:
     import vmonarch
 
     full = sampled(loaded, [PROMPT], [0], attention="full")

@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from vmonarch.pipelines import generation
-from vmonarch.pipelines.generation import GenerateConfig
+from vmonarch.pipelines import loading, sampling
+from vmonarch.pipelines.config import GenerateConfig, complete
 from vmonarch.pipelines.model_folder import find_model
 
 pytestmark = pytest.mark.gpu
 
 
-def sampled(model: Path, **values: object) -> tuple[generation.LoadedModel, generation.Batch]:
+def sampled(model: Path, **values: object) -> tuple[loading.LoadedModel, sampling.Batch]:
     """Two videos from a freshly loaded pipeline."""
     settings = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", **values}
     config = GenerateConfig(prompts=("a red circle",), model=str(model), **settings)  # type: ignore[arg-type]
     folder = find_model(str(model))
-    config = generation.complete(config, folder)
-    loaded = generation.load_model(config, folder)
+    config = complete(config, folder)
+    loaded = loading.load_model(config, folder)
     config.attention.install(loaded.pipe)
-    return loaded, generation.sample(loaded, config, ["a red circle", "a blue square"], [0, 1])
+    return loaded, sampling.sample(loaded, config, ["a red circle", "a blue square"], [0, 1])
 
 
 @pytest.mark.parametrize("attention", ["full", "vmonarch"])

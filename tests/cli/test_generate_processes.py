@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from vmonarch.cli import main
-from vmonarch.pipelines.generation import GenerateConfig, environment_differences, generate
+from vmonarch.pipelines.config import GenerateConfig
+from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.processes import Shard, leaving_group
+from vmonarch.pipelines.records import environment_differences
 from vmonarch.pipelines.video_io import read_video
 
 SCRIPT = Path(__file__).with_name("shared_generate.py")

@@ -74,12 +74,12 @@ def test_debug_shows_the_traceback(cli) -> None:
 
 
 def test_unexpected_errors_are_one_line_too(cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vmonarch.pipelines import generation
+    from vmonarch.pipelines import sampling
 
     def broken(*_: object) -> None:
         raise RuntimeError("CUDA error:\n  out of memory")
 
-    monkeypatch.setattr(generation, "decode", broken)
+    monkeypatch.setattr(sampling, "decode", broken)
     code, _, err = cli("generate", "a red circle", "--quiet")
     assert code == 1 and err == "vmonarch generate: error: RuntimeError: CUDA error: out of memory\n"
 

@@ -17,14 +17,9 @@ from vmonarch.eval.evaluate import EvalConfig
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.finetune.config import finetune_config
 from vmonarch.finetune.data.preprocess import preprocess_config
-from vmonarch.pipelines.generation import (
-    GenerateConfig,
-    SamplingConfig,
-    build_config,
-    complete,
-    find_model,
-    load_model,
-)
+from vmonarch.pipelines.config import GenerateConfig, SamplingConfig, build_config, complete
+from vmonarch.pipelines.loading import load_model
+from vmonarch.pipelines.model_folder import find_model
 
 GENERAL = {"full", "vmonarch", "vmonarch-t1", "vmonarch-t3", "vmonarch-band1"}
 REACH = (4.0, 8.0, 8.0)

@@ -9,7 +9,8 @@ from vmonarch.eval import prompt_score, proxy
 from vmonarch.eval.compare import prompt_scorer
 from vmonarch.eval.prompt_score import expected_objects, read_video, score_readings
 from vmonarch.finetune.embedded.data import render, sample_scenes
-from vmonarch.pipelines.generation import LoadedModel, recommended_settings
+from vmonarch.pipelines.config import recommended_settings
+from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.model_folder import find_model
 
 

@@ -23,7 +23,7 @@ from vmonarch.finetune.export import export
 from vmonarch.finetune.models import Experts, share_clips
 from vmonarch.finetune.objective import NoiseLevels
 from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
-from vmonarch.pipelines.generation import recommended_settings
+from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.model_folder import find_model
 
 LATENTS = (16, 3, 4, 6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vmonarch.pipelines.generation import FPS
+from vmonarch.pipelines.config import FPS
 from vmonarch.pipelines.video_io import (
     VideoError,
     check_frames,

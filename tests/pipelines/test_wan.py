@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import vmonarch
 from vmonarch import ExactBlocks, VMonarchProcessor, pipelines
-from vmonarch.processors import VideoAttentionProcessor
+from vmonarch.video_processor import VideoAttentionProcessor
 
 KINDS = [
     "t2v",

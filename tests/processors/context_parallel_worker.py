@@ -23,7 +23,7 @@ from diffusers import FirstBlockCacheConfig, MagCacheConfig
 import vmonarch
 from vmonarch import AttentionPlan, BasedProcessor, ExactBlocks, FlashBiasProcessor, VMonarchProcessor
 from vmonarch.bias import SpatioTemporalDecay
-from vmonarch.processors import FullAttentionProcessor
+from vmonarch.video_processor import FullAttentionProcessor
 
 RANKS = 2
 METHODS = {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "full": None}

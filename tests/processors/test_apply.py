@@ -13,7 +13,7 @@ import torch
 
 import vmonarch
 from vmonarch import VMonarchProcessor
-from vmonarch.processors import VideoAttentionProcessor
+from vmonarch.video_processor import VideoAttentionProcessor
 
 
 def snapshot(model):

@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 import vmonarch
 from vmonarch import VMonarchProcessor
-from vmonarch.processors import infer_grid
+from vmonarch.forward_context import infer_grid
 
 
 def cosines(grid, head_dim=24, dtype=torch.float32, rope_class=WanRotaryPosEmbed, longest=1024):
@@ -109,7 +109,7 @@ def test_inference_happens_once_per_forward_and_keeps_no_tensor_alive(tiny, monk
         calls.append(cosines.shape)
         return infer_grid(cosines)
 
-    monkeypatch.setattr("vmonarch.processors.infer_grid", counted)
+    monkeypatch.setattr("vmonarch.video_processor.infer_grid", counted)
     model = tiny.transformer(num_layers=3)
     processor = VMonarchProcessor()
     model.set_attn_processor(processor)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vmonarch
-from vmonarch import ExactBlocks, VMonarchProcessor, processors
+from vmonarch import ExactBlocks, VMonarchProcessor, projections
 from vmonarch.kernels.common import launch, trust
 
 GRID = (2, 3, 3)
@@ -58,7 +58,7 @@ def test_a_model_runs_without_kernels_that_fail_a_check(tiny, monkeypatch, tmp_p
         "_warned": set(),
     }.items():
         monkeypatch.setattr(trust, name, value)
-    for module in (launch, processors):
+    for module in (launch, projections):
         monkeypatch.setattr(module, "auto_takes_kernels", lambda device: True)
     with pytest.warns(RuntimeWarning) as caught:
         actual = outputs_and_gradients(tiny, "auto")

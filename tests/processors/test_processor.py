@@ -14,7 +14,8 @@ from diffusers.models.transformers import transformer_wan
 import vmonarch
 from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, VMonarchProcessor
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
-from vmonarch.processors import FullAttentionProcessor, VideoAttentionProcessor, _project
+from vmonarch.projections import project
+from vmonarch.video_processor import FullAttentionProcessor, VideoAttentionProcessor
 
 ALL_EXACT = ExactBlocks(band=1000)
 
@@ -184,12 +185,12 @@ def test_a_norm_with_hooks_is_called_and_not_fused(tiny, monkeypatch, way):
         fused.append(weight)
         return norm_rotary_reference(x, weight, *angles, heads=heads, eps=eps)
 
-    monkeypatch.setattr("vmonarch.processors.why_not_triton", lambda *_: None)
-    monkeypatch.setattr("vmonarch.processors.norm_rotary", norm_rotary)
-    expected = _project(attn, states, rotary, "triton")
+    monkeypatch.setattr("vmonarch.projections.why_not_triton", lambda *_: None)
+    monkeypatch.setattr("vmonarch.projections.norm_rotary", norm_rotary)
+    expected = project(attn, states, rotary, "triton")
     assert [id(weight) for weight in fused] == [id(attn.norm_q.weight), id(attn.norm_k.weight)]
     HOOKS[way](attn.norm_q, lambda *_: called.append(1))
-    found = _project(attn, states, rotary, "triton")
+    found = project(attn, states, rotary, "triton")
     sum(x.sum() for x in found).backward()
     assert called == [1] and len(fused) == 3
     for x, wanted in zip(found, expected, strict=True):
@@ -204,7 +205,7 @@ def test_query_and_key_have_the_dtype_of_value_whatever_their_norms_return(tiny,
         # As under autocast on a GPU.
         norm.register_forward_hook(lambda module, inputs, output: output.float())
     states = torch.randn(1, 18, 24, dtype=torch.bfloat16)
-    found = _project(attn, states, angles if rotary else None, "torch")
+    found = project(attn, states, angles if rotary else None, "torch")
     assert [x.dtype for x in found] == [torch.bfloat16] * 3
 
 

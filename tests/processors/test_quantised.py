@@ -140,8 +140,8 @@ def test_norm_and_rotation_stay_fused(tiny, monkeypatch, kind):
     model = quantise(tiny.transformer(num_layers=1), kind)
     vmonarch.apply(model, VMonarchProcessor(implementation="torch"))
     expected = tiny.run(model, grid)
-    fused = vmonarch.processors.norm_rotary
-    monkeypatch.setattr("vmonarch.processors.norm_rotary", lambda *a, **kw: calls.append(1) or fused(*a, **kw))
+    fused = vmonarch.projections.norm_rotary
+    monkeypatch.setattr("vmonarch.projections.norm_rotary", lambda *a, **kw: calls.append(1) or fused(*a, **kw))
     vmonarch.apply(model, VMonarchProcessor(implementation="triton"))
     torch.testing.assert_close(tiny.run(model, grid), expected, rtol=1e-4, atol=1e-5)
     assert len(calls) == 2, "queries and keys"
@@ -209,8 +209,8 @@ def test_on_the_gpu(tiny, monkeypatch, kind, compiled):
     quantise(model, kind)
     expected = run()
     assert 0 < (expected - unquantised).abs().max() < 1
-    fused, calls = vmonarch.processors.norm_rotary, []
-    monkeypatch.setattr("vmonarch.processors.norm_rotary", lambda *a, **kw: calls.append(1) or fused(*a, **kw))
+    fused, calls = vmonarch.projections.norm_rotary, []
+    monkeypatch.setattr("vmonarch.projections.norm_rotary", lambda *a, **kw: calls.append(1) or fused(*a, **kw))
     vmonarch.apply(model, VMonarchProcessor(implementation="triton"))
     actual = run()
     assert len(calls) == 4

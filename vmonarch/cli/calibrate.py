@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from vmonarch.configs import InputError
     from vmonarch.eval.calibrate import Budget, CalibrateConfig, calibrate, read_diagnosis
-    from vmonarch.pipelines.generation import build_config
+    from vmonarch.pipelines.config import build_config
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from vmonarch.configs import InputError
     from vmonarch.eval.compare import CompareConfig, compare
-    from vmonarch.pipelines.generation import build_config
+    from vmonarch.pipelines.config import build_config
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()

@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from vmonarch.configs import InputError
     from vmonarch.eval.evaluate import EvalConfig, evaluate
+    from vmonarch.pipelines.config import build_config
     from vmonarch.pipelines.environment import shown_command
-    from vmonarch.pipelines.generation import build_config
 
     move_overrides(arguments, "methods", "vbench")
     own = ("methods", "reference", "baseline", "prompt_set", "num_prompts", "lpips", "vbench", "report_items")

@@ -11,7 +11,8 @@ from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sam
 from vmonarch.pipelines.environment import seconds
 
 if TYPE_CHECKING:
-    from vmonarch.pipelines.generation import GenerateConfig, GeneratedVideo
+    from vmonarch.pipelines.config import GenerateConfig
+    from vmonarch.pipelines.outputs import GeneratedVideo
 
 _EPILOG = """\
 examples:
@@ -54,15 +55,11 @@ def run(arguments: argparse.Namespace) -> None:
         InputError, ModelError, GenerationError: see `vmonarch.pipelines.generation.generate`.
     """
     from vmonarch.configs import InputError
-    from vmonarch.pipelines.generation import (
-        GenerateConfig,
-        GenerationError,
-        build_config,
-        environment_differences,
-        generate,
-        load_record,
-    )
+    from vmonarch.pipelines.config import GenerateConfig, build_config
+    from vmonarch.pipelines.generation import generate
+    from vmonarch.pipelines.outputs import GenerationError
     from vmonarch.pipelines.processes import Shard
+    from vmonarch.pipelines.records import environment_differences, load_record
 
     layers = sampling_layers(arguments, group="generate", own=("attention", "batch_guidance", "contact_sheet"))
     recorded = None

@@ -71,8 +71,8 @@ def collect() -> dict[str, Any]:
 def _device(name: str) -> dict[str, Any]:
     import torch
 
+    from vmonarch.pipelines.devices import choose_dtype
     from vmonarch.pipelines.environment import device_name
-    from vmonarch.pipelines.generation import choose_dtype
 
     device = torch.device(name)
     cuda = device.type == "cuda"

@@ -136,7 +136,7 @@ def sampling_layers(arguments: argparse.Namespace, *, group: str, own: tuple[str
     prompts = [word for word in words if not is_override(word)]
     _check_prompt_words(prompts)
     if arguments.prompt_file is not None:
-        from vmonarch.pipelines.generation import read_prompts
+        from vmonarch.pipelines.config import read_prompts
 
         prompts += read_prompts(arguments.prompt_file)
     if prompts:

@@ -1,0 +1,381 @@
+"""What is to be generated: settings, checked and completed by what the model recommends."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vmonarch.configs import InputError, build, check_keys, read_yaml
+from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
+from vmonarch.pipelines.devices import DTYPES, choose_device, choose_dtype
+from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, PROXY_RECORD, ModelFolder, read_json
+
+if TYPE_CHECKING:
+    from vmonarch.grid import LatentGrid
+
+OFFLOADS = ("none", "model", "group")
+_MAX_SEED = 2**63 - 1
+# Noise levels that Wan is trained on; more steps would repeat them.
+_MAX_STEPS = 1000
+# Text tokens that Wan is trained on.
+_MAX_TEXT_TOKENS = 512
+# Frames per second that are encoded and read back as they are.
+FPS = (0.1, 240.0)
+
+Config = TypeVar("Config", bound="SamplingConfig")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """What to sample, from which model and how. None means: what the model recommends.
+
+    Args:
+        prompts: one or more texts; every prompt is combined with every seed.
+        seeds: distinct integers in [0, 2^63).
+        model: `embedded`, the folder of a Wan pipeline, or a hub id.
+        revision: branch, tag or commit of a hub model.
+        image: path of the first frame, for image-to-video models.
+        negative_prompt: what guidance leads away from.
+        height, width: pixels, multiples of 16 (of 32 for some models).
+        num_frames: 4·k + 1.
+        steps: denoising steps, up to 1000.
+        guidance: classifier-free guidance scale; 1 or less turns guidance off.
+        guidance_2: the same for the low-noise transformer of two-stage models.
+        flow_shift: shift of the scheduler's noise levels towards noise.
+        fps: frames per second of the mp4, from 0.1 to 240.
+        max_sequence_length: text tokens that the transformer sees, up to 512.
+        dtype: auto, float32, bfloat16 or float16, of everything but the VAE.
+        device: auto, cpu, cuda or cuda:N.
+        offload: `model` keeps one component at a time on the GPU, `group` a few layers at a time, `none` everything.
+        batch_size: videos sampled together.
+        output_dir: created when missing.
+        overwrite: number from 0001 and replace files of the same name, instead of taking the next free number.
+
+    Raises:
+        InputError: a value that no Wan pipeline supports; the error names the field.
+    """
+
+    prompts: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    model: str = "embedded"
+    revision: str | None = None
+    image: str | None = None
+    negative_prompt: str | None = None
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    guidance_2: float | None = None
+    flow_shift: float | None = None
+    fps: float | None = None
+    max_sequence_length: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    offload: str = "none"
+    batch_size: int = 1
+    output_dir: str = "outputs/generate"
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "seeds"):
+            value = getattr(self, name)
+            if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+                raise InputError(name, f"must be a sequence, got {value!r}")
+            object.__setattr__(self, name, tuple(value))
+        self._check_prompts()
+        self._check_seeds()
+        for name in ("height", "width", "num_frames", "steps", "max_sequence_length", "batch_size"):
+            value = getattr(self, name)
+            if name != "batch_size" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InputError(name, f"must be an integer, got {value!r}")
+            if value < 1:
+                raise InputError(name, f"must be at least 1, got {value}")
+        for name, most in (("steps", _MAX_STEPS), ("max_sequence_length", _MAX_TEXT_TOKENS)):
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise InputError(name, f"must be at most {most}, got {value}")
+        for name in ("height", "width"):
+            value = getattr(self, name)
+            if value is not None and value % 16:
+                raise InputError(name, f"must be a multiple of 16, got {value}; nearest: {_nearest(value, 16)}")
+        if self.num_frames is not None and self.num_frames % 4 != 1:
+            raise InputError(
+                "num_frames", f"must be 4·k + 1, got {self.num_frames}; {_nearest_frames(self.num_frames, 4)}"
+            )
+        for name in ("guidance", "guidance_2"):
+            self._check_number(name, positive=False)
+        for name in ("flow_shift", "fps"):
+            self._check_number(name, positive=True)
+        if self.fps is not None and not FPS[0] <= self.fps <= FPS[1]:
+            raise InputError("fps", f"must lie between {FPS[0]:g} and {FPS[1]:g}, got {self.fps:g}")
+        for name, choices in (("dtype", DTYPES), ("offload", OFFLOADS)):
+            if getattr(self, name) not in choices:
+                raise InputError(name, f"must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
+            raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        if not self.output_dir or "\0" in self.output_dir:
+            raise InputError("output_dir", f"must be a folder, got {self.output_dir!r}")
+
+    @property
+    def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
+        """The methods that compute self-attention, by the field that names them."""
+        return {}
+
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise InputError for a setting that does not fit videos of this latent grid."""
+
+    def batches(self) -> list[list[tuple[str, int]]]:
+        """Prompt and seed of every video, prompts outermost, cut into the batches that are sampled together."""
+        jobs = [(prompt, seed) for prompt in self.prompts for seed in self.seeds]
+        return [jobs[i : i + self.batch_size] for i in range(0, len(jobs), self.batch_size)]
+
+    def _check_prompts(self) -> None:
+        for prompt in self.prompts:
+            if not isinstance(prompt, str):
+                raise InputError("prompts", f"must be texts, got {prompt!r}")
+            if not prompt.strip():
+                raise InputError("prompts", f"must not be empty, got {prompt!r}")
+            if "\0" in prompt:
+                raise InputError("prompts", "must not hold NUL characters")
+            _check_unicode("prompts", prompt)
+        if self.negative_prompt is not None:
+            if not isinstance(self.negative_prompt, str):
+                raise InputError("negative_prompt", f"must be a text, got {self.negative_prompt!r}")
+            _check_unicode("negative_prompt", self.negative_prompt)
+
+    def _check_seeds(self) -> None:
+        if not self.seeds:
+            raise InputError("seeds", "must hold at least one seed")
+        for seed in self.seeds:
+            if isinstance(seed, bool) or not isinstance(seed, int):
+                raise InputError("seeds", f"must be integers, got {seed!r}")
+            if not 0 <= seed <= _MAX_SEED:
+                raise InputError("seeds", f"must lie between 0 and 2^63 - 1, got {seed}")
+        repeated = sorted({seed for seed in self.seeds if self.seeds.count(seed) > 1})
+        if repeated:
+            raise InputError("seeds", f"must differ, or the same video is made twice; repeated: {repeated}")
+
+    def _check_number(self, name: str, *, positive: bool) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise InputError(name, f"must be a number, got {value!r}")
+        if not math.isfinite(value):
+            raise InputError(name, f"must be finite, got {value}")
+        if value < 0 or (positive and value == 0):
+            raise InputError(name, f"must be {'above' if positive else 'at least'} 0, got {value}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as plain values, methods with all their parameters."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {key: _plain(value) for key, value in plain.items()}
+
+
+@dataclass(frozen=True)
+class GenerateConfig(SamplingConfig):
+    """`SamplingConfig`, plus how to compute self-attention and what to write.
+
+    Args:
+        attention: name of a method in `configs/attention/` (`vmonarch`, `full`, …), `name:key=value,…`, a mapping of
+            name and parameters, or an `AttentionMethod`.
+        batch_guidance: compute both predictions of guidance in one forward call (`vmonarch.batched_guidance`).
+        contact_sheet: write a PNG of twelve frames beside each video.
+    """
+
+    attention: Any = "vmonarch"
+    batch_guidance: bool = False
+    contact_sheet: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.attention, AttentionMethod):
+            object.__setattr__(self, "attention", resolve_method(self.attention))
+
+    @property
+    def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
+        """As in `SamplingConfig`."""
+        return {"attention": (self.attention,)}
+
+
+def _check_unicode(name: str, text: str) -> None:
+    """Raise InputError for half a surrogate pair, which no file and no tokenizer can take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(name, f"must be Unicode text, got {text!r}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, AttentionMethod):
+        return value.to_dict()
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _nearest(value: int, multiple: int) -> str:
+    """The multiples around `value`, in words."""
+    below = value // multiple * multiple
+    return " or ".join(str(size) for size in (below, below + multiple) if size > 0)
+
+
+def _nearest_frames(frames: int, temporal: int) -> str:
+    below = (frames - 1) // temporal * temporal + 1
+    return f"nearest: {below} or {below + temporal}"
+
+
+def build_config(schema: type[Config], *layers: Mapping[str, Any]) -> Config:
+    """A config from layers of plain values (YAML, JSON, overrides), later ones over earlier ones.
+
+    Parameters under `attention` add to the layer below as long as the name stays; another name drops them.
+
+    Raises:
+        InputError: an unknown key, or a value of another type or out of range.
+    """
+    values: dict[str, Any] = {}
+    for layer in layers:
+        check_keys(schema, layer)
+        layer = dict(layer)
+        if "attention" in layer:
+            layer["attention"] = merge_attention(values.get("attention", "vmonarch"), layer["attention"])
+        values |= layer
+    return build(schema, values)
+
+
+def read_prompts(path: str) -> tuple[str, ...]:
+    """The prompts of a UTF-8 text file, one a line; empty lines are left out.
+
+    Raises:
+        InputError: the file is missing, holds no prompt or is not UTF-8.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise InputError(
+            "prompt_file", f"must be a text file with a prompt a line; there is no file {path!r}"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("prompt_file", f"must be UTF-8 text; {path!r} cannot be read: {error}") from error
+    prompts = tuple(line.strip() for line in lines if line.strip())
+    if not prompts:
+        raise InputError("prompt_file", f"must hold at least one prompt; {path!r} is empty")
+    return prompts
+
+
+def recommended_settings(model: ModelFolder) -> dict[str, Any]:
+    """What a model is best run with: its own settings if it is the embedded one, a finetune or a proxy, else Wan's."""
+    proxy = model.path / PROXY_RECORD
+    if model.name == "embedded" or proxy.is_file() or _has_embedded_vae(model):
+        from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, GenerationSettings
+
+        settings = GenerationSettings(**read_json(proxy)["generation"]) if proxy.is_file() else EMBEDDED_SETTINGS
+        return {
+            "height": settings.height,
+            "width": settings.width,
+            "num_frames": settings.num_frames,
+            "steps": settings.num_inference_steps,
+            "guidance": settings.guidance_scale,
+            "flow_shift": settings.flow_shift,
+            "fps": float(settings.fps),
+            "max_sequence_length": 512,
+            "negative_prompt": "",
+        }
+    return read_yaml("wan", group="defaults")
+
+
+def _has_embedded_vae(model: ModelFolder) -> bool:
+    from vmonarch.pipelines.embedded import embedded_model_path
+
+    config = Path("vae") / "config.json"
+    return (model.path / config).read_bytes() == (embedded_model_path() / config).read_bytes()
+
+
+def complete(config: Config, model: ModelFolder) -> Config:
+    """`config` with the model's recommendation in place of every None, checked against what the model can do.
+
+    Raises:
+        InputError: sizes that the VAE cannot decode or that the transformer has no places for, a method that cannot
+            compute such a video or run on the device, or an image where none can be used or one is needed.
+    """
+    recommended = recommended_settings(model)
+    missing: dict[str, Any] = {key: value for key, value in recommended.items() if getattr(config, key) is None}
+    # The record must find the model from any folder, and the embedded one on any machine.
+    missing["model"] = model.name if model.name == "embedded" or model.revision else str(model.path)
+    if model.revision is not None:
+        missing["revision"] = model.revision
+    if config.image is not None:
+        missing["image"] = str(Path(config.image).expanduser().resolve())
+    config = dataclasses.replace(config, **missing)
+    if not config.prompts:
+        raise InputError("prompts", "must hold at least one prompt")
+    for name, multiple in (("height", model.height_multiple), ("width", model.width_multiple)):
+        size = getattr(config, name)
+        if size % multiple:
+            raise InputError(
+                name,
+                f"must be a multiple of {multiple} for this model, got {size}; nearest: {_nearest(size, multiple)}",
+            )
+    assert config.num_frames is not None
+    if config.num_frames % model.temporal != 1 % model.temporal:
+        raise InputError(
+            "num_frames",
+            f"must be {model.temporal}·k + 1 for this model, got {config.num_frames};"
+            f" {_nearest_frames(config.num_frames, model.temporal)}",
+        )
+    _check_video(config, model)
+    if config.guidance_2 is not None and not model.two_stage:
+        raise InputError("guidance_2", "is for models with two transformers; this one has one")
+    if config.image is None and (model.image_conditioned or model.pipeline == IMAGE_TO_VIDEO):
+        raise InputError("image", "is needed: this is an image-to-video model")
+    if config.image is not None:
+        if not model.image_capable:
+            raise InputError("image", "cannot be used: this is a text-to-video model")
+        open_image(config.image)
+    return config
+
+
+def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
+    """Check a completed config's sizes and methods against the model."""
+    assert config.num_frames is not None and config.height is not None and config.width is not None
+    grid = model.grid(config.num_frames, config.height, config.width)
+    most = [model.axis_tokens * patch for patch in model.patch]
+    for name, tokens, limit in (
+        ("num_frames", grid.frames, (most[0] - 1) * model.temporal + 1),
+        ("height", grid.height, most[1] * model.spatial),
+        ("width", grid.width, most[2] * model.spatial),
+    ):
+        if tokens > model.axis_tokens:
+            raise InputError(name, f"must be at most {limit} for this model, got {getattr(config, name)}")
+    config.check_grid(grid)
+    if not config.attention_methods:
+        return
+    import torch
+
+    from vmonarch.kernels.common.launch import why_not_triton
+
+    device, reason = choose_device(config.device), None
+    # GPUs have kernels; to ask for their dtype would begin to use one, before a process knows which is its own.
+    if device.type == "cpu":
+        reason = why_not_triton(torch.empty(1, 1, 1, 1, dtype=choose_dtype(config.dtype, device)))
+    assert config.steps is not None
+    for argument, methods in config.attention_methods.items():
+        for method in methods:
+            method.check_video(argument, grid, config.steps, model.layers, reason)
+
+
+def open_image(path: str) -> Any:
+    """The picture at `path` as RGB."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, UnidentifiedImageError, ValueError) as error:
+        raise InputError("image", f"must be a picture file, {path!r} cannot be read: {error}") from error

@@ -1,0 +1,167 @@
+"""Models in memory: device, precision, offloading, and whether prompts fit the tokenizer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vmonarch.configs import InputError
+from vmonarch.pipelines.config import Config, SamplingConfig, complete
+from vmonarch.pipelines.devices import choose_device, choose_dtype
+from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, MODELS, ModelError, ModelFolder, find_model
+from vmonarch.pipelines.outputs import prepare_output_dir
+from vmonarch.pipelines.processes import Shard
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _load_tokenizer(model: ModelFolder) -> Any:
+    cls = model.component_class("tokenizer")
+    try:
+        return cls.from_pretrained(model.path / "tokenizer")
+    except Exception as error:
+        raise ModelError(f"{model.path / 'tokenizer'} cannot be loaded: {error}") from error
+
+
+def check_prompt_lengths(config: SamplingConfig, tokenizer: Any) -> None:
+    """Check that no prompt is longer than the text encoder may see: nothing is cut off silently.
+
+    Raises:
+        InputError: a prompt has more tokens than the limit; both numbers are told.
+    """
+    from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+    assert config.max_sequence_length is not None
+    limit = min(config.max_sequence_length, tokenizer.model_max_length)
+    texts = [("prompts", prompt) for prompt in config.prompts]
+    if config.negative_prompt:
+        texts.append(("negative_prompt", config.negative_prompt))
+    for name, text in texts:
+        tokens = len(tokenizer(prompt_clean(text), truncation=False, verbose=False).input_ids)
+        if tokens > limit:
+            raise InputError(
+                name, f"must have at most {limit} tokens for this model's text encoder; {shorten(text)!r} has {tokens}"
+            )
+
+
+def shorten(text: str, length: int = 40) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A pipeline ready to sample from.
+
+    Args:
+        pipe: a stock diffusers pipeline.
+        folder: where it came from.
+        device, dtype: what it computes on and in (the VAE in float32).
+        seconds: how long loading took.
+        config: the completed settings it was loaded for.
+    """
+
+    pipe: Any
+    folder: ModelFolder
+    device: torch.device
+    dtype: torch.dtype
+    seconds: float
+    config: SamplingConfig
+
+
+def read_pipeline(cls: Any, folder: ModelFolder, dtype: torch.dtype, **parts: Any) -> Any:
+    """The pipeline in a folder as `cls`, on the CPU, its VAE in float32; `parts` stand for components not to be read.
+
+    Raises:
+        ModelError: a component cannot be loaded.
+    """
+    import torch
+
+    models = {
+        name: folder.read_component(name, torch.float32 if name == "vae" else dtype)
+        for name in MODELS
+        if name in folder.components and name not in parts
+    }
+    try:
+        return cls.from_pretrained(folder.path, local_files_only=True, **models, **parts)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{folder.path} cannot be loaded: {type(error).__name__}: {reason}") from error
+
+
+def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None = None) -> LoadedModel:
+    """Load the pipeline for a completed `config` onto its device; prompts are checked before the weights are read.
+
+    Args:
+        shard: this process among several, of which each takes the GPU of its number.
+
+    Raises:
+        InputError: a prompt is too long, or device, dtype, offload or flow_shift do not fit.
+        ModelError: a component cannot be loaded.
+    """
+    import diffusers
+    import torch
+
+    device = choose_device(config.device)
+    if shard is not None and shard.size > 1 and device.type == "cuda":
+        device = choose_device(f"cuda:{shard.local_rank}")
+        torch.cuda.set_device(device)
+    dtype = choose_dtype(config.dtype, device)
+    if config.offload != "none" and device.type == "cpu":
+        raise InputError("offload", f"{config.offload} needs a CUDA device; supported on the CPU: none")
+    start = time.perf_counter()
+    tokenizer = _load_tokenizer(folder)
+    check_prompt_lengths(config, tokenizer)
+    cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image is not None else folder.pipeline)
+    pipe = read_pipeline(cls, folder, dtype, tokenizer=tokenizer)
+    if config.flow_shift is not None:
+        pipe.scheduler = _shifted(pipe.scheduler, config.flow_shift)
+    if config.offload == "model":
+        pipe.enable_model_cpu_offload(device=device)
+    elif config.offload == "group":
+        pipe.enable_group_offload(onload_device=device, offload_type="leaf_level", use_stream=True)
+    else:
+        pipe.to(device)
+    return LoadedModel(pipe, folder, device, dtype, time.perf_counter() - start, config)
+
+
+def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
+    """Check that a completed `config` can be run on a pipeline loaded before.
+
+    Raises:
+        InputError: a setting that loading depends on differs, or a prompt is too long.
+    """
+    for name in ("dtype", "device", "offload", "flow_shift"):
+        wanted, has = getattr(config, name), getattr(model.config, name)
+        if wanted != has:
+            raise InputError(name, f"must be {has!r}, with which the pipeline was loaded, got {wanted!r}")
+    if (config.image is None) != (model.config.image is None):
+        raise InputError("image", "must be given to load the pipeline too, or neither time")
+    check_prompt_lengths(config, model.pipe.tokenizer)
+
+
+def complete_and_load(config: Config, model: LoadedModel | None) -> tuple[Config, LoadedModel]:
+    """The completed config and a pipeline that it can be run on; its output folder can be written to.
+
+    Args:
+        model: a pipeline loaded before with the same model settings, or None.
+
+    Raises:
+        InputError, ModelError: as `generate`.
+    """
+    folder = model.folder if model else find_model(config.model, config.revision)
+    config = complete(config, folder)
+    prepare_output_dir(config.output_dir)
+    if model is None:
+        return config, load_model(config, folder)
+    check_loaded(config, model)
+    return config, model
+
+
+def _shifted(scheduler: Any, flow_shift: float) -> Any:
+    """The scheduler with another flow shift, whichever name its class has for it."""
+    for key in ("flow_shift", "shift"):
+        if key in scheduler.config:
+            return type(scheduler).from_config(scheduler.config, **{key: flow_shift})
+    raise InputError("flow_shift", f"cannot be set: {type(scheduler).__name__} has no flow shift")

@@ -1,0 +1,124 @@
+"""The JSON beside a video, from which the same video can be made again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vmonarch.configs import InputError, file_sha256
+from vmonarch.pipelines.config import SamplingConfig
+from vmonarch.pipelines.loading import LoadedModel
+from vmonarch.pipelines.model_folder import ModelFolder
+
+if TYPE_CHECKING:
+    import torch
+
+
+RECORD_FORMAT = "vmonarch-generate-1"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A record read back: its config, and the batch that its video was sampled in.
+
+    Batched matrix products round differently from single ones, so the same bits need the same batch.
+    """
+
+    values: dict[str, Any]
+    prompts: tuple[str, ...]
+    seeds: tuple[int, ...]
+    index: int
+    frames_sha256: str
+    model: dict[str, Any]
+    environment: dict[str, Any]
+
+
+def load_record(path: str) -> Recorded:
+    """Read the JSON beside a generated video.
+
+    Raises:
+        InputError: no such file, no JSON, or no record of ours.
+    """
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise InputError(
+            "from_json", f"must be the JSON beside a generated video; there is no file {path!r}"
+        ) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError("from_json", f"{path!r} cannot be read as JSON: {error}") from error
+    if not isinstance(record, dict) or record.get("format") != RECORD_FORMAT:
+        raise InputError("from_json", f"{path!r} is no record of a generated video (format {RECORD_FORMAT})")
+    try:
+        batch = record["batch"]
+        recorded = Recorded(
+            # What was replaced when it was made is not to be replaced again.
+            values={key: value for key, value in record["config"].items() if key != "overwrite"},
+            prompts=tuple(batch["prompts"]),
+            seeds=tuple(batch["seeds"]),
+            index=batch["index"],
+            frames_sha256=record["frames_sha256"],
+            model=dict(record["model"]),
+            environment=dict(record["environment"]),
+        )
+        if not 0 <= recorded.index < len(recorded.prompts) == len(recorded.seeds):
+            raise ValueError("its batch is inconsistent")
+        return recorded
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError("from_json", f"{path!r} is an incomplete record: {error}") from error
+
+
+def check_same_model(recorded: Recorded, model: ModelFolder) -> None:
+    """Check that the model is still the recorded one.
+
+    Raises:
+        InputError: its config files or weights have changed.
+    """
+    now = model.fingerprint()
+    for key in ("configs_sha256", "weights_sha256", "weights_sizes_sha256"):
+        if recorded.model.get(key) != now[key]:
+            what = "config files" if key.startswith("configs") else "weights"
+            raise InputError("from_json", f"names a model whose {what} have changed since: {model.path}")
+    image = recorded.values.get("image")
+    if image is not None and file_sha256(image) != recorded.model.get("image_sha256"):
+        raise InputError("from_json", f"names an image that has changed since: {image}")
+
+
+def environment_differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between a recorded environment and this one, in words: why bits may differ."""
+    pairs = {key: (recorded.get(key), value) for key, value in now.items() if key not in ("packages", "git_commit")}
+    # Records from before videos could be shared do not say it.
+    pairs["processes"] = recorded.get("processes", 1), now.get("processes", 1)
+    packages = recorded.get("packages") or {}
+    pairs |= {name: (packages.get(name), version) for name, version in now["packages"].items()}
+    return [f"{name} was {before}, is {after}" for name, (before, after) in pairs.items() if before != after]
+
+
+def frames_sha256(frames: torch.Tensor) -> str:
+    """Hash of the exact bits of float32 frames [F, 3, H, W]."""
+    return hashlib.sha256(frames.contiguous().numpy().tobytes()).hexdigest()
+
+
+def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
+    """What a record says about model and machine: the same for all videos of a run."""
+    from vmonarch.pipelines.environment import environment
+
+    return {
+        "model": {
+            "name": model.folder.name,
+            # The embedded model is part of the package: where that lies says nothing about the video.
+            "path": None if model.folder.name == "embedded" else str(model.folder.path),
+            "revision": model.folder.revision,
+            "pipeline": type(model.pipe).__name__,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "vae_dtype": str(model.pipe.vae.dtype).removeprefix("torch."),
+            "scheduler": type(model.pipe.scheduler).__name__,
+            "image_sha256": file_sha256(config.image) if config.image else None,
+            **model.folder.fingerprint(),
+        },
+        "environment": environment(model.device),
+    }

@@ -1,0 +1,176 @@
+"""What processors know of the forward call that they are in: its grid, its step, its guidance branch.
+
+Shapes: B batch, S = T·H·W tokens, H heads, D head dim; the latent grid is T frames × H rows × W columns of tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from vmonarch.dense import DenseSet
+from vmonarch.grid import LatentGrid
+from vmonarch.residuals import Branch, ResidualSharing
+from vmonarch.steps import DenoisingStep, denoising_step
+
+
+class ForwardCall(NamedTuple):
+    """What the processors need to know about the transformer's current forward call.
+
+    Args:
+        shared: what its layers have made for each other, by what it is; None where there is nothing to share it by.
+    """
+
+    grid: LatentGrid
+    exact: bool
+    shared: dict[Any, Any] | None = None
+
+
+class _Own(threading.local):
+    """What belongs to the running thread: "call", the forward call that it has begun last, and its "transformer"."""
+
+    # In a dictionary, because torch.compile passes over what is written to attributes of this.
+    def __init__(self) -> None:
+        self.latest: dict[str, Any] = {}
+
+
+class ForwardContext:
+    """Filled in by a transformer's forward pre-hook, read by its processors; one for each transformer.
+
+    A copy, pickled or not, knows of no call.
+
+    Args:
+        patch_size: (t, h, w) size of the transformer's patches.
+        dense_steps: the steps computed with exact attention.
+        component: name of the transformer in its pipeline.
+        sharing: the residuals of the pipeline, if they are shared between steps.
+    """
+
+    def __init__(
+        self,
+        patch_size: tuple[int, int, int],
+        dense_steps: DenseSet,
+        component: str = "transformer",
+        sharing: ResidualSharing | None = None,
+    ) -> None:
+        self.patch_size = patch_size
+        self.component = component
+        self.dense_steps = dense_steps
+        self.sharing = sharing
+        # Of any thread.
+        self.call: ForwardCall | None = None
+        self._own = _Own()
+        self._grids_by_tokens: dict[int, set[LatentGrid]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForwardContext, (self.patch_size, self.dense_steps, self.component, self.sharing)
+
+    def begin(
+        self, transformer: torch.nn.Module, latents: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record a forward call on latents of size [T, H, W] (before patches are cut).
+
+        Raises:
+            RuntimeError: `dense_steps` or `refresh` are asked for, and the step is not known.
+        """
+        grid = LatentGrid(*(size // patch for size, patch in zip(latents, self.patch_size, strict=True)))
+        exact = False
+        if self.dense_steps.some:
+            step = denoising_step(transformer, "dense_steps", "use dense_steps=0")
+            exact = self.dense_steps.contains(step.step, step.steps)
+        if self.sharing is not None:
+            self._own.latest["branch"] = self.sharing.begin(transformer, args, kwargs)
+        compiling = torch.compiler.is_compiling()
+        self.call = ForwardCall(grid, exact)
+        self._own.latest["call"] = self.call if compiling else self.call._replace(shared={})
+        if not compiling:
+            self._own.latest["transformer"] = weakref.ref(transformer)
+            self._grids_by_tokens.setdefault(grid.tokens, set()).add(grid)
+
+    def end(self) -> None:
+        """Forget what the layers of the thread's forward call have shared: it is over."""
+        call = self._own.latest.get("call")
+        if not torch.compiler.is_compiling() and call is not None:
+            self._own.latest["call"] = call._replace(shared=None)
+        if self.sharing is not None:
+            self.sharing.end(self._own.latest.pop("branch", None))
+
+    def forget(self) -> None:
+        """The processors are taken off: nothing of their calls is kept."""
+        self.call = None
+        if self.sharing is not None:
+            self.sharing.forget()
+
+    def branch(self) -> Branch | None:
+        """Whose residuals the running thread's forward call uses; None outside of one."""
+        return self._own.latest.get("branch")
+
+    def current(self, tokens: int) -> ForwardCall | None:
+        """The call that the running thread is in; None when only the rotary embedding can tell.
+
+        Raises:
+            RuntimeError: gradient checkpointing recomputes a block of a run with `dense_steps`.
+        """
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            # Gradient checkpointing computes a block again during backward, when the transformer may have seen
+            # another video since: the last call is not necessarily this block's.
+            if self.dense_steps.some:
+                raise RuntimeError("dense_steps cannot be combined with gradient checkpointing; use dense_steps=0")
+            grids = self._grids_by_tokens.get(tokens, set())
+            return ForwardCall(next(iter(grids)), False) if len(grids) == 1 else None
+        call: ForwardCall | None = self._own.latest.get("call", self.call)
+        return call
+
+    def step(self, needed_by: str, instead: str) -> DenoisingStep:
+        """See `denoising_step`, of the running thread's forward call."""
+        return denoising_step(self._own.latest["transformer"](), needed_by, instead)
+
+    def shared(self) -> dict[Any, Any] | None:
+        """Where the layers of the running thread's forward call keep what they share; None outside of one."""
+        call = self._own.latest.get("call")
+        return None if call is None else call.shared
+
+
+def infer_grid(cosines: torch.Tensor) -> LatentGrid:
+    """Read the latent grid off a rotary embedding.
+
+    A Wan transformer gives the first channels of a head to time, then as many to height as to width. Position 1 differs
+    from position 0 by a whole radian in the first channel of each part, so that even bfloat16 tells them apart.
+
+    Args:
+        cosines: [1, S, 1, D], the cosines of every token.
+
+    Raises:
+        ValueError: this is not the rotary embedding of a whole, ordered T×H×W grid of tokens.
+    """
+    advice = "pass grid=(frames, height, width) or use vmonarch.apply, which needs no inference"
+    if cosines.ndim != 4 or cosines.shape[0] != 1 or cosines.shape[2] != 1:
+        raise ValueError(f"rotary_emb must be [1, S, 1, D] to tell the grid, got {tuple(cosines.shape)}; {advice}")
+    tokens, head_dim = cosines.shape[1], cosines.shape[3]
+    space = 2 * (head_dim // 6)
+    if space == 0:
+        raise ValueError(f"rotary_emb has too few channels ({head_dim}) to tell the grid; {advice}")
+    time, height, width = cosines.detach()[0, :, 0].split((head_dim - 2 * space, space, space), dim=1)
+
+    def first_change(part: torch.Tensor) -> int:
+        changed = (part != part[0]).any(dim=1)
+        # argmax of an all-equal vector is 0, which can be no change: token 0 equals itself.
+        return int(changed.int().argmax()) or part.shape[0]
+
+    per_frame = first_change(time)
+    columns = first_change(height[:per_frame])
+    grid = LatentGrid(tokens // per_frame, per_frame // columns, columns)
+    whole = grid.tokens == tokens and bool((cosines[0, 0] == 1).all())
+    if whole:
+        time, height, width = (part.unflatten(0, grid) for part in (time, height, width))
+        same = (time == time[:, :1, :1]).all() & (height == height[:1, :, :1]).all() & (width == width[:1, :1]).all()
+        # Position 0 may not come back: two videos in one sequence are no grid.
+        for axis in (time[1:, 0, 0], height[0, 1:, 0], width[0, 0, 1:]):
+            same = same & (axis != 1).any(dim=1).all()
+        whole = bool(same)
+    if not whole:
+        raise ValueError(f"rotary_emb is not that of a whole grid of {tokens} tokens in order; {advice}")
+    return grid

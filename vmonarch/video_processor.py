@@ -1,0 +1,469 @@
+"""What all attention processors for the Wan family of video transformers in diffusers share.
+
+Shapes: B batch, S = T·H·W tokens, H heads, D head dim; the latent grid is T frames × H rows × W columns of tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers import transformer_chronoedit as chronoedit
+from diffusers.models.transformers import transformer_skyreels_v2 as skyreels
+from diffusers.models.transformers import transformer_wan as wan
+from diffusers.models.transformers import transformer_wan_animate as animate
+
+from vmonarch.bias.video import BiasOption, Factors, GridBias
+from vmonarch.context_parallel import (
+    Share,
+    TokenSplit,
+    callers_parallel_config,
+    check_heads,
+    check_no_first_block_cache,
+    check_ring,
+    context_parallel_config,
+    split_tokens,
+)
+from vmonarch.dense import Dense, DenseSet
+from vmonarch.forward_context import ForwardCall, ForwardContext, infer_grid
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.flash_bias.api import flash_bias_attention
+from vmonarch.layer_operator import layer_attention, number_of
+from vmonarch.plan import AttentionPlan
+from vmonarch.projections import project
+from vmonarch.residuals import Refresh
+from vmonarch.xfuser_groups import split_video
+
+# Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
+WAN_ATTENTION = (wan.WanAttention, animate.WanAttention, chronoedit.WanAttention, skyreels.SkyReelsV2Attention)
+# Only ever called with `encoder_hidden_states`, so their own processor answers for them.
+CROSS_ATTENTION_ONLY = (animate.WanAnimateFaceBlockCrossAttention,)
+
+
+def _may_be_parallel() -> bool:
+    """Whether tokens may be spread over processes; torch.compile cannot look further."""
+    return not torch.compiler.is_compiling() and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+class VideoAttentionProcessor:
+    """Base of the processors: replaces self-attention, leaves cross-attention to the model's own exact processor.
+
+    A subclass defines `attend` and lists its options in `_OPTIONS`. Use it in one of three ways:
+
+        vmonarch.apply(pipe, processor)                   # knows the grid of every call, compiles, can be undone
+        vmonarch.pipelines.WanPipeline.set_attn_processor(processor)
+        pipe.transformer.set_attn_processor(processor)    # reads the grid off the rotary embedding, or takes `grid=`
+
+    Args:
+        dense_steps, dense_layers, refresh: see `VMonarchProcessor`.
+        grid: the latent grid, (frames, height, width) in tokens; None to learn it from the transformer.
+    """
+
+    _OPTIONS: tuple[str, ...] = ("dense_steps", "dense_layers", "grid")
+    # Whether bound processors have parameters.
+    LEARNS = False
+    # Of the ops: "auto", "triton" or "torch".
+    implementation = "auto"
+    # What attention is shared by under context parallelism: "heads" or "frames".
+    parallel_by = "heads"
+    # Declared for diffusers, which sets them on every processor that has them.
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+
+    def __init__(
+        self, *, dense_steps: object = 0, dense_layers: object = 0, refresh: object = None, grid: object = None
+    ) -> None:
+        self.dense_steps: Dense = DenseSet("dense_steps", dense_steps).dense
+        self.dense_layers: Dense = DenseSet("dense_layers", dense_layers).dense
+        self.refresh = Refresh.parse(refresh)
+        self.grid = None if grid is None else LatentGrid.parse(grid)
+        self._dense = next(
+            (name for name in ("dense_steps", "dense_layers") if DenseSet(name, getattr(self, name)).some), None
+        )
+        self._needs_apply = self._dense if self.refresh is None else "refresh"
+        self._bias: BiasOption | None = None
+        # By which torch.compile finds the layer when it runs; None where it is to look inside.
+        self._number: torch.Tensor | None = None
+        self._context: ForwardContext | None = None
+        self._original: Any = None
+        # Whether the transformer is one of xfuser's, whose ranks may hold parts of the tokens.
+        self._in_xfuser = False
+        self._inferred: tuple[weakref.ref[torch.Tensor], LatentGrid] | None = None
+
+    def check_context_parallel(self, config: Any, heads: int) -> None:
+        """Check that self-attention with so many heads can be computed under diffusers' `ContextParallelConfig`.
+
+        Raises:
+            NotImplementedError: ring attention.
+            ValueError: by heads, or with `refresh`, there are fewer of them than ranks; or the model's own attention,
+                which `dense_steps` and `dense_layers` keep, cannot share them.
+        """
+        check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
+        ranks = config.ulysses_degree
+        self._check_heads(ranks, heads)
+        if self._dense is not None and heads % ranks and not config.ulysses_anything:
+            raise ValueError(
+                f"{self._dense} keeps the model's own attention, which shares heads evenly: its {heads} do not divide"
+                f" by ulysses_degree={ranks}; use ulysses_anything=True or {self._dense}=0"
+            )
+
+    def _check_heads(self, ranks: int, heads: int) -> None:
+        """Raise ValueError if there are fewer heads than ranks where ranks share heads."""
+        if self.parallel_by == "heads":
+            check_heads(ranks, heads, "VMonarchProcessor(parallel_by='frames')")
+        elif self.refresh is not None:
+            check_heads(ranks, heads, "refresh=None: its exact attention is always shared by heads")
+
+    @property
+    def bias(self) -> GridBias | None:
+        """What makes the factors of the bias, of processors that have one."""
+        return None if self._bias is None else self._bias.bias
+
+    def _factors(self, grid: LatentGrid, device: torch.device, heads: Share | None) -> Factors | None:
+        """Those of the bias, if there is one, for all heads (None) or some; the layers of a forward call share them."""
+        if self._bias is None:
+            return None
+        shared = None if self._context is None else self._context.shared()
+        return self._bias.factors(grid, device, heads, shared)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> torch.Tensor:  # pragma: no cover
+        """Self-attention: query, key, value [B, S, H, D] -> [B, S, H, D].
+
+        Args:
+            heads: which of the module's heads these are; None for all.
+        """
+        raise NotImplementedError
+
+    def mix(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
+        grid: LatentGrid,
+        split: TokenSplit | None = None,
+    ) -> torch.Tensor:
+        """What a module computes before its output projection: [B, S, C] -> [B, S, C].
+
+        Args:
+            split: where the tokens are; None if all of them are here.
+        """
+        query, key, value = project(attn, hidden_states, rotary_emb, self.implementation)
+        device = query.device.type
+        # Autocast does not know the meta device.
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return self._attend_split(query, key, value, grid, split).flatten(2, 3)
+        # The ops choose their precision themselves: autocast would round their sums in float32.
+        with torch.autocast(device, enabled=False):
+            return self._attend_split(query, key, value, grid, split).flatten(2, 3)
+
+    def _attend_split(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid, split: TokenSplit | None
+    ) -> torch.Tensor:
+        """`attend`, whose tensors may have a part of the tokens."""
+        if self.refresh is not None and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            raise RuntimeError("refresh is for inference: residuals have no gradient; train with refresh=None")
+        if split is None:
+            if self._number is not None and torch.compiler.is_compiling():
+                return layer_attention(query, key, value, self._number, list(grid))
+            return self.attend_layer(query, key, value, grid)
+        if self.parallel_by == "frames":
+            return self._attend_with_residual(
+                len(query),
+                lambda: self._attend_by_heads(split, grid, self.attend_exactly, query, key, value),
+                lambda: self._attend_by_frames(split, grid, query, key, value),
+            )
+        return self._attend_by_heads(split, grid, self.attend_layer, query, key, value)
+
+    def attend_layer(self, *inputs: Any) -> torch.Tensor:
+        """What `attend` computes of these, with the residual of the layer where residuals are shared."""
+        return self._attend_with_residual(
+            len(inputs[0]), lambda: self.attend_exactly(*inputs), lambda: self.attend(*inputs)
+        )
+
+    def attend_exactly(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> torch.Tensor:
+        """What `attend` approximates, with the same arguments: exact attention, with the bias if there is one."""
+        factors = self._factors(grid, query.device, heads)
+        if factors is not None:
+            return flash_bias_attention(query, key, value, *factors, implementation=self.implementation)
+        return dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+
+    def _attend_with_residual(
+        self, samples: int, exact: Callable[[], torch.Tensor], approximate: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        if self.refresh is None:
+            return approximate()
+        assert self._context is not None and self._context.sharing is not None
+        branch = self._context.branch()
+        if branch is None:
+            raise RuntimeError("refresh needs forward calls of the transformer itself; use refresh=None for its parts")
+        return self._context.sharing.attend(branch, (self, samples), exact, approximate, self.implementation)
+
+    def _attend_by_heads(
+        self, split: TokenSplit, grid: LatentGrid, attend: Callable[..., torch.Tensor], *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """Self-attention of this rank's tokens, by one of the functions above for all tokens of its heads."""
+        heads = split.share(tensors[0].shape[2])
+        return split.gather_heads(attend(*split.gather_tokens(*tensors), grid, heads), heads.total)
+
+    def _attend_by_frames(
+        self, split: TokenSplit, grid: LatentGrid, *tensors: torch.Tensor
+    ) -> torch.Tensor:  # pragma: no cover
+        """Self-attention of this rank's tokens, of processors that can be shared by frames."""
+        raise NotImplementedError
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The options as JSON-serialisable values; `from_config` takes them back."""
+
+        def plain(option: Any) -> Any:
+            if self._bias is not None and option is self._bias.bias:
+                return self._bias.config()
+            if isinstance(option, AttentionPlan):
+                return option.to_dict()
+            if dataclasses.is_dataclass(option) and not isinstance(option, type):
+                return {name: plain(entry) for name, entry in dataclasses.asdict(option).items()}
+            return list(option) if isinstance(option, tuple) else option
+
+        return {name: plain(getattr(self, name)) for name in self._OPTIONS}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> VideoAttentionProcessor:
+        """A processor with the options of a `config`.
+
+        Raises:
+            TypeError, ValueError: an unknown option, or one with an unsupported value.
+        """
+        unknown = sorted(set(config) - set(cls._OPTIONS))
+        if unknown:
+            raise TypeError(f"{cls.__name__} has no option {', '.join(unknown)}; it has {', '.join(cls._OPTIONS)}")
+        return cls(**config)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self._OPTIONS)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_inferred": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._number is not None:
+            # Of copies too: a number is of one processor.
+            self._number = number_of(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VideoAttentionProcessor:
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin._context = copy.deepcopy(self._context, memo)
+        twin._original = copy.deepcopy(self._original, memo)
+        return twin
+
+    def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
+        """A copy of this processor for one attention module of one transformer, or `original` to leave that as it is.
+
+        Args:
+            context: filled in by that transformer's pre-hook; None where there is none.
+            original: the module's processor so far; it computes the dense steps.
+            attn: the module.
+            layer: which of the transformer's `layers` blocks it is in.
+        """
+        return copy.copy(self)._place(context, original)
+
+    def _place(self, context: ForwardContext | None, original: Any) -> VideoAttentionProcessor:
+        self._context = context
+        # A copy, so that an attention backend chosen later reaches the dense steps and leaves the original alone.
+        self._original = copy.copy(original)
+        self._attention_backend = getattr(original, "_attention_backend", None)
+        self._in_xfuser = type(original).__module__.startswith("xfuser.")
+        if self.refresh is not None:
+            self._number = number_of(self)
+        return self
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **unsupported: Any,
+    ) -> torch.Tensor:
+        """The attention of one module: hidden_states [B, S, C] -> [B, S, C].
+
+        Raises:
+            TypeError: the module is not one of the Wan family.
+            ValueError: an attention mask in self-attention, a grid that does not fit the tokens, or fewer heads (or, by
+                frames, fewer latent frames) than ranks under context parallelism.
+            NotImplementedError: tokens are spread over several ranks for ring attention.
+            RuntimeError: the grid or the step that an option needs is not known here.
+        """
+        name = type(self).__name__
+        if unsupported or not isinstance(attn, (*WAN_ATTENTION, *CROSS_ATTENTION_ONLY)):
+            extra = f" called with {', '.join(unsupported)}" if unsupported else ""
+            raise TypeError(
+                f"{name} supports the attention of Wan, Wan-VACE, Wan-Animate, ChronoEdit and SkyReels-V2 transformers,"
+                f" got {type(attn).__name__}{extra}"
+            )
+        if encoder_hidden_states is not None:
+            # Only self-attention has a rotary embedding; face attention in Wan-Animate does not even take one.
+            rotary = () if rotary_emb is None else (rotary_emb,)
+            return self._exact(attn, hidden_states, encoder_hidden_states, attention_mask, *rotary)
+        if attention_mask is not None:
+            raise ValueError(f"{name} supports no attention_mask in self-attention: every token attends to all others")
+        if self._context is None and self._parallel_config is None and _may_be_parallel():
+            self._parallel_config = callers_parallel_config()
+        if context_parallel_config(self._parallel_config) is not None:
+            return self._self_attention_of_a_part(attn, hidden_states, rotary_emb)
+        if self._in_xfuser:
+            return self._self_attention_in_xfuser(attn, hidden_states, rotary_emb)
+        return self._self_attention(attn, hidden_states, rotary_emb, None)
+
+    def _self_attention(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
+        split: TokenSplit | None,
+    ) -> torch.Tensor:
+        if split is not None:
+            check_no_first_block_cache()
+        tokens = hidden_states.shape[1] if split is None else split.all_tokens
+        call = self._current_call(tokens, rotary_emb, split)
+        if call.exact:
+            return self._exact(attn, hidden_states, None, None, rotary_emb)
+        to_out: Any = attn.to_out
+        return to_out[1](to_out[0](self.mix(attn, hidden_states, rotary_emb, call.grid, split)))
+
+    @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
+    def _self_attention_of_a_part(
+        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Self-attention where this process has a part of the tokens."""
+        config = context_parallel_config(self._parallel_config)
+        self.check_context_parallel(config, attn.heads)
+        split = split_tokens(config, hidden_states.shape[1])
+        return self._self_attention(attn, hidden_states, rotary_emb, split)
+
+    @torch.compiler.disable(reason="attention in xfuser exchanges tokens between processes")
+    def _self_attention_in_xfuser(
+        self, attn: Any, hidden_states: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Self-attention in a transformer of xfuser, where this process may have a part of the tokens."""
+        call = None if self._context is None else self._context.current(0)
+        if call is None:
+            raise RuntimeError(
+                f"{type(self).__name__} needs the grid of a transformer of xfuser from vmonarch.apply(pipe, processor),"
+                " which tells none of a block that gradient checkpointing computes again"
+            )
+        if call.exact:
+            return self._exact(attn, hidden_states, None, None, rotary_emb)
+        split = split_video(call.grid, hidden_states.shape[1])
+        if split is None:
+            return self._self_attention(attn, hidden_states, rotary_emb, None)
+        self._check_heads(len(split.tokens), attn.heads)
+        # What this rank has beyond its tokens is padding.
+        held = split.tokens[split.rank]
+        if rotary_emb is not None:
+            rotary_emb = rotary_emb[0][:, :held], rotary_emb[1][:, :held]
+        out = self._self_attention(attn, hidden_states[:, :held], rotary_emb, split)
+        return torch.nn.functional.pad(out, (0, 0, 0, hidden_states.shape[1] - held))
+
+    def _exact(self, attn: Any, *inputs: Any) -> torch.Tensor:
+        """What the module's own processor computes."""
+        processor = attn._default_processor_cls() if self._original is None else self._original
+        for name in ("_attention_backend", "_parallel_config"):
+            if getattr(processor, name, None) is not getattr(self, name):
+                setattr(processor, name, getattr(self, name))
+        return processor(attn, *inputs)
+
+    def _current_call(
+        self,
+        tokens: int,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
+        split: TokenSplit | None,
+    ) -> ForwardCall:
+        if self._context is not None and self._context.call is not None:
+            call = self._context.current(tokens)
+            if call is None:
+                call = ForwardCall(self._infer_grid(rotary_emb, split), False)
+            if self.grid is not None and self.grid != call.grid:
+                raise ValueError(f"grid={tuple(self.grid)}, but the transformer was given the grid {tuple(call.grid)}")
+        else:
+            if self._needs_apply is not None:
+                raise RuntimeError(
+                    f"{self._needs_apply} needs vmonarch.apply(pipe, processor): a processor set by set_attn_processor"
+                    " on a transformer knows neither its layer nor the step"
+                )
+            call = ForwardCall(self._infer_grid(rotary_emb, split) if self.grid is None else self.grid, False)
+        if call.grid.tokens != tokens:
+            raise ValueError(
+                f"grid {tuple(call.grid)} has {call.grid.tokens} tokens, but self-attention was given {tokens}"
+            )
+        return call
+
+    def _infer_grid(self, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None, split: TokenSplit | None) -> LatentGrid:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{type(self).__name__} cannot read the grid off the rotary embedding under torch.compile; use"
+                " vmonarch.apply(pipe_or_transformer, processor) or pass grid=(frames, height, width)"
+            )
+        if rotary_emb is None:
+            raise RuntimeError(
+                f"{type(self).__name__} needs the grid, and there is no rotary_emb to read it off; use"
+                " vmonarch.apply(pipe_or_transformer, processor) or pass grid=(frames, height, width)"
+            )
+        cosines = rotary_emb[0]
+        # By identity: grids of equal size, such as 16×30×52 and 16×52×30, differ in nothing but these values.
+        if self._inferred is None or self._inferred[0]() is not cosines:
+            self._inferred = (weakref.ref(cosines), infer_grid(cosines if split is None else split.gather(cosines)))
+        return self._inferred[1]
+
+
+class FullAttentionProcessor(VideoAttentionProcessor):
+    """Exact attention, which ranks share as all these processors do: any number of heads, forward and backward.
+
+    diffusers' own shares heads evenly, and its backward pass wants query, key and value of one dtype, which autocast
+    does not leave them: it computes the norms of query and key in float32.
+    """
+
+    _OPTIONS = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _current_call(
+        self,
+        tokens: int,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
+        split: TokenSplit | None,
+    ) -> ForwardCall:
+        # Of the grid only the number of tokens matters.
+        return ForwardCall(LatentGrid(1, 1, tokens), False)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> torch.Tensor:
+        return dispatch_attention_fn(query, key, value, backend=self._attention_backend)
