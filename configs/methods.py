@@ -228,8 +228,8 @@ class BasedAttention(_Kind):
     implementation: str = "auto"
 
     def __post_init__(self) -> None:
+        from vmonarch.based_options import check_based_options
         from vmonarch.dense import DenseSet
-        from vmonarch.layouts import check_based_options
 
         given = self._given()
         dense_layers = given.pop("dense_layers", 0)

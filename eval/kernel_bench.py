@@ -34,12 +34,12 @@ import torch
 
 from vmonarch.configs import InputError, suggest
 from vmonarch.files import AtomicFiles
+from vmonarch.flops import block_sizes
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.pipelines.environment import device_name, git_commit, package_versions
-from vmonarch.work import block_sizes
 
 FORMAT = "vmonarch-kernel-bench-1"
 PASSES = {"forward": "forward", "backward": "forward+backward"}

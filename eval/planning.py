@@ -11,9 +11,9 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.eval.diagnosis import FORMAT
+from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.plan import AttentionPlan
-from vmonarch.work import full_flops, vmonarch_flops
 
 MEASURES = ("error", "layer_error", "output_error", "kl")
 FULL = "full"

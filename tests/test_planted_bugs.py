@@ -40,7 +40,7 @@ LOADER = "finetune/data/loader.py"
 CHECKPOINTS = "finetune/checkpoints.py"
 TRAINER = "finetune/trainer.py"
 PLAN = "plan.py"
-WORK = "work.py"
+FLOPS = "flops.py"
 DIAGNOSIS = "eval/diagnosis.py"
 PLANNING = "eval/planning.py"
 BASED = "based.py"
@@ -74,8 +74,8 @@ BUGS = {
     "second-frame-recomputed": ("exact.py", "ExactBlocks(rows=(0,),", "ExactBlocks(rows=(1,),"),
     "band-one-short": ("exact.py", "abs(l - k) <= band", "abs(l - k) < band"),
     "rounding-inward": (BLOCKS, "not attended.isdisjoint(block)", "attended.issuperset(block)"),
-    "merge-without-shift": ("monoid.py", "torch.exp(lses - shift)", "torch.exp(lses)"),
-    "merge-hides-nan": ("monoid.py", "torch.where(share == 0,", "torch.where(~(share > 0),"),
+    "merge-without-shift": ("merge.py", "torch.exp(lses - shift)", "torch.exp(lses)"),
+    "merge-hides-nan": ("merge.py", "torch.where(share == 0,", "torch.where(~(share > 0),"),
     "kernel-y-from-keys": (R_STEP, "acc_v = tl.dot(p, v,", "acc_v = tl.dot(p, k,"),
     "kernel-tail-skipped": (R_STEP, "z, full_stop, stop,", "z, full_stop, full_stop,"),
     "kernel-rescale-forgotten": (R_STEP, "acc_k = tl.dot(p, k, acc_k * alpha[:, None]", "acc_k = tl.dot(p, k, acc_k"),
@@ -207,7 +207,7 @@ BUGS = {
     "residual-never-freed": (RESIDUALS, "if branch is not None and branch.last:", "if False:"),
     "guidance-answers-the-last-run": (GUIDANCE, "        self._prepared = None\n", ""),
     "plan-heads-not-put-back": (PLAN, "key=order.__getitem__", "key=lambda head: head"),
-    "work-of-the-last-r-step": (WORK, "6 * b * grid.tokens", "4 * b * grid.tokens"),
+    "flops-of-the-last-r-step": (FLOPS, "6 * b * grid.tokens", "4 * b * grid.tokens"),
     "diagnosis-kl-the-other-way": (DIAGNOSIS, "(lse.double() - weight.double())", "(weight.double() - lse.double())"),
     "diagnosis-own-frame-is-the-next": (DIAGNOSIS, "own=distance[:, 0]", "own=distance[:, 1]"),
     "planning-allows-twice-the-error": (PLANNING, "choices.values > budget", "choices.values > 2 * budget"),
@@ -277,7 +277,7 @@ KEYWORDS = {
     "validation-noise-of-the-step": "validation_is_always",
     "ranks-take-the-first-heads": "ranks_compute and flash-bias-even",
     "plan-heads-not-put-back": "every_head",
-    "work-of-the-last-r-step": "flops",
+    "flops-of-the-last-r-step": "flops",
     "adapter-of-any-model": "model-depth",
     "window-kernel-reaches-the-wrong-way": "the_kernels and sequence",
     "window-kernel-sees-all-rows": "the_kernels and neighbourhood",
@@ -294,7 +294,7 @@ FILE_KEYWORDS = {
 # The test files to run, those that look straight at the planted file first.
 TESTS = {
     SOFTMAX: ["tests/kernels/test_flash_entropy.py", "tests/kernels/test_monarch.py"],
-    "monoid.py": ["tests/vmonarch/test_monoid.py"],
+    "merge.py": ["tests/vmonarch/test_merge.py"],
     **{
         file: ["tests/kernels/test_flash_bias.py"]
         for file in (BIAS_REFERENCE, BIAS_FORWARD, BIAS_BACKWARD, BIAS_OP, BIAS_FACTORS)
@@ -308,7 +308,7 @@ TESTS = {
     LOADER: ["tests/finetune/test_data_loader.py"],
     CHECKPOINTS: ["tests/finetune/test_checkpoints.py"],
     **{file: ["tests/finetune/test_trainer.py"] for file in (TRAINER, TRAINED)},
-    **{file: ["tests/processors/test_plan.py"] for file in (PLAN, WORK)},
+    **{file: ["tests/processors/test_plan.py"] for file in (PLAN, FLOPS)},
     **{file: ["tests/eval/test_diagnosis.py"] for file in (DIAGNOSIS, PLANNING)},
     BASED: ["tests/processors/test_based.py"],
     ADAPTERS: ["tests/processors/test_adapters.py"],

@@ -21,7 +21,7 @@ _EXPORTS = {
     "ExactBlocks": "vmonarch.exact",
     "VMonarchOptions": "vmonarch.options",
     "AttentionPlan": "vmonarch.plan",
-    "merge_partials": "vmonarch.monoid",
+    "merge_partials": "vmonarch.merge",
     "flash_bias_attention": "vmonarch.kernels.flash_bias.api",
     "flash_entropy_attention": "vmonarch.kernels.flash_entropy.api",
     "taylor_attention": "vmonarch.kernels.taylor.api",
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     )
     from vmonarch.kernels.taylor.api import taylor_attention as taylor_attention
     from vmonarch.kernels.window.api import window_attention as window_attention
-    from vmonarch.monoid import merge_partials as merge_partials
+    from vmonarch.merge import merge_partials as merge_partials
     from vmonarch.options import VMonarchOptions as VMonarchOptions
     from vmonarch.plan import AttentionPlan as AttentionPlan
     from vmonarch.processors import FlashBiasProcessor as FlashBiasProcessor

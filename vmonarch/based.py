@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from vmonarch.based_options import check_based_options, resolve_layers
 from vmonarch.context_parallel import Share, TokenSplit
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.window.api import window_attention
-from vmonarch.layouts import check_based_options, resolve_layers
-from vmonarch.monoid import merge_partials
+from vmonarch.merge import merge_partials
 from vmonarch.video_processor import VideoAttentionProcessor
 
 # The paper's filters are 3 wide (Table 7); here along frames, rows and columns.

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from vmonarch.files import AtomicFiles
+from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.options import OPTION_FIELDS, VMonarchOptions
-from vmonarch.work import full_flops, vmonarch_flops
 
 FORMAT = "vmonarch-plan-1"
 
@@ -65,7 +65,7 @@ def plan_file(plan: str | Path) -> Path:
 
 
 def method_flops(options: VMonarchOptions | None, grid: LatentGrid, head_dim: int) -> float:
-    """Forward operations of one head with a method (`vmonarch.work`)."""
+    """Forward operations of one head with a method (`vmonarch.flops`)."""
     return full_flops(grid, head_dim) if options is None else vmonarch_flops(grid, head_dim, options)
 
 
@@ -163,7 +163,7 @@ class AttentionPlan:
         return tuple(rows[layer])
 
     def flops(self, grid: LatentGrid, head_dim: int) -> float:
-        """Forward operations of all heads of all layers (`vmonarch.work`)."""
+        """Forward operations of all heads of all layers (`vmonarch.flops`)."""
         of = {name: method_flops(options, grid, head_dim) for name, options in self.methods.items()}
         return sum(of[name] for rows in self.layers.values() for heads in rows for name in heads)
 

@@ -41,7 +41,7 @@ from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.monarch.exchange import Link, Moved, Transfer, agree, places_of, refuse, split_evenly
 from vmonarch.kernels.monarch.stages import Call, Frames, Stages, TorchStages
-from vmonarch.monoid import merge_partials
+from vmonarch.merge import merge_partials
 from vmonarch.options import VMonarchOptions, takes_options
 from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale

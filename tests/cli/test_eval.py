@@ -28,13 +28,13 @@ from vmonarch.eval.evaluate import EvalConfig, Evaluation, Shard, evaluate
 from vmonarch.eval.report import quality_plot, report
 from vmonarch.eval.similarity import PerceptualDistance, frames_of_file, similarity
 from vmonarch.eval.summary import MEASURES, TIMES, differences, interval, statistics
+from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.pipelines import loading, records, sampling
 from vmonarch.pipelines.config import build_config, complete
 from vmonarch.pipelines.loading import load_model
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.outputs import GenerationError
 from vmonarch.pipelines.video_io import read_video
-from vmonarch.work import full_flops, vmonarch_flops
 
 PROMPTS = ("a red circle moving right", "a blue </script><b>../../square\" & 'plain'")
 TINY = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", "device": "cpu"}

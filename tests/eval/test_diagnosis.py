@@ -22,9 +22,9 @@ from vmonarch.eval.diagnosis import (
 )
 from vmonarch.eval.fidelity import attention_fidelity
 from vmonarch.eval.planning import over_steps, plan_within_error, plan_within_work
+from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.options import VMonarchOptions
 from vmonarch.video_processor import VideoAttentionProcessor
-from vmonarch.work import full_flops, vmonarch_flops
 
 GRID = LatentGrid(4, 3, 5)
 CANDIDATES = {

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import vmonarch
 from vmonarch import BasedProcessor, VMonarchProcessor, taylor_attention, window_attention
 from vmonarch.based import BasedLayer, LinearPart, frame_decay, initial_projection
-from vmonarch.layouts import LAYERS, resolve_layers
+from vmonarch.based_options import LAYERS, resolve_layers
 
 EVERYTHING = (9, 7, 13)  # over every grid below
 ATTENTION = "blocks.0.attn1.processor"

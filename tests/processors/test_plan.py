@@ -14,9 +14,9 @@ from vmonarch.configs import InputError, read_yaml
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.kernel_bench import vmonarch_work
 from vmonarch.finetune.embedded.data import held_out_prompts
+from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.plan import HeadGroups, plan_file, plan_names
-from vmonarch.work import full_flops, vmonarch_flops
 
 METHODS = {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "plain": {"exact": None}, "full": None}
 

@@ -13,6 +13,7 @@ from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import KINDS, resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
+from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.variants import (
     FIXED,
@@ -25,7 +26,6 @@ from vmonarch.variants import (
     sink_average_attention,
     two_resolution_attention,
 )
-from vmonarch.work import full_flops, vmonarch_flops
 
 by_grid = pytest.mark.parametrize("grid", [(3, 2, 5), (5, 7, 3), (1, 3, 2)], ids=lambda g: "x".join(map(str, g)))
 
