@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -18,6 +19,8 @@ import pytest
 import torch
 from filelock import FileLock
 
+SUPPORT = Path(__file__).with_name("support")
+
 if not torch.cuda.is_available():
     # Triton decides when a kernel is defined whether it runs on the CPU through the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -25,12 +28,8 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
-    """Builders of tiny Wan models and pipelines; see `tests/processors/tiny_wan.py`."""
-    spec = importlib.util.spec_from_file_location("tiny_wan", Path(__file__).with_name("processors") / "tiny_wan.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """Builders of tiny Wan models and pipelines; imported late, as most tests need no diffusers."""
+    return importlib.import_module("tiny_wan")
 
 
 @pytest.fixture(scope="session")
@@ -125,10 +124,10 @@ def skip_without_gpu(request: pytest.FixtureRequest) -> None:
 
 
 class Forks:
-    """A process that has imported some modules; it runs programs in forks of itself, see `run_in_forks.py`."""
+    """A process that has imported some modules; it runs programs in forks of itself, see `support/run_in_forks.py`."""
 
     def __init__(self, modules: tuple[str, ...], environment: dict[str, str]) -> None:
-        command = [sys.executable, "-P", str(Path(__file__).with_name("run_in_forks.py")), *modules]
+        command = [sys.executable, "-P", str(SUPPORT / "run_in_forks.py"), *modules]
         self.process = subprocess.Popen(
             command, env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

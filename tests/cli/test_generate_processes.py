@@ -16,7 +16,7 @@ from vmonarch.pipelines.generation import GenerateConfig, environment_difference
 from vmonarch.pipelines.processes import Shard, leaving_group
 from vmonarch.pipelines.video_io import read_video
 
-SCRIPT = Path(__file__).with_name("shared_generate.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "shared_generate.py"
 # 9 tokens a frame, 27 in all, which two processes cannot divide evenly; two steps, the first with full attention.
 SETTINGS = ["--height", "48", "--width", "48", "--num-frames", "9", "--steps", "2", "--seed", "0", "1"]
 METHOD = ["--attention", "vmonarch:dense_steps=1"]

@@ -1,9 +1,8 @@
 """The benchmark of several processes: what it measures and writes on two of them, and what it refuses."""
 
-import importlib
 import json
-from pathlib import Path
 
+import parallel_bench_rank
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,10 +43,8 @@ def results(tiny_yaml, made_once):
         job = Job(folder, "cpu", cases, models, rounds=1, seconds=100.0, compile_backend="eager")
         said = []
         with pytest.MonkeyPatch.context() as patch:
-            # Processes of their own import it by its name.
-            patch.syspath_prepend(Path(__file__).parent)
             patch.setenv("OMP_NUM_THREADS", "1")
-            patch.setattr(parallel_bench, "run_rank", importlib.import_module("parallel_bench_rank").rank)
+            patch.setattr(parallel_bench, "run_rank", parallel_bench_rank.rank)
             found = run_bench(job, (1, 2), folder / "parallel.json", "the command", said.append)
         assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2"]
         assert ["Traceback" in text for text in said] == [False, True] * 2, "what went wrong is shown whole"

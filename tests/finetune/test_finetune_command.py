@@ -21,7 +21,7 @@ from vmonarch.pipelines.environment import seconds
 
 # What `accelerate launch` starts; it has no way to ask for several processes on a CPU.
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-AS_WITH_A_GPU = str(Path(__file__).with_name("as_with_a_gpu.py"))
+AS_WITH_A_GPU = str(Path(__file__).parents[1] / "support" / "as_with_a_gpu.py")
 SETTINGS = ["batch_size=4", "micro_batch=1", "precision=fp32", "trackers=[]", "log_every=1", "data.workers=0",
             "gradient_checkpointing=false", "optimizer.learning_rate=1e-3", "checkpoints.every=4"]  # fmt: skip
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from frame_parallel_ranks import CASES, RANKS, REGROUPED, RESULTS, sequences, tensors, with_gradients
 
 from vmonarch import ExactBlocks, vmonarch_attention
 from vmonarch.exact import FIRST_FRAME
@@ -25,15 +26,12 @@ from vmonarch.kernels.monarch.parallel import (
     ulysses_bytes,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-from frame_parallel_ranks import CASES, RANKS, REGROUPED, RESULTS, sequences, tensors, with_gradients
-
 by_case = pytest.mark.parametrize("name", CASES)
 
 
 def run_ranks(folder):
     """Let every rank run its cases and save what it finds."""
-    script = Path(__file__).with_name("frame_parallel_ranks.py")
+    script = Path(__file__).parents[1] / "support" / "frame_parallel_ranks.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ranks = []
     try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import context_parallel_worker as worker
 import pytest
 import torch
 
@@ -18,11 +18,6 @@ from vmonarch.context_parallel import TokenSplit, whole_frames
 from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder
 from vmonarch.eval.parallel_bytes import sent_by_frames, sent_by_heads
 from vmonarch.kernels.monarch.exchange import ALIGNMENT, split_evenly
-
-WORKER = Path(__file__).with_name("context_parallel_worker.py")
-spec = importlib.util.spec_from_file_location("context_parallel_worker", WORKER)
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
 
 ALONE = worker.Alone()
 
@@ -46,7 +41,7 @@ def results(request, adapter, made_once, child_environment):
     environment = {**child_environment, "ADAPTER": str(adapter)}
 
     def launch(folder):
-        command = [sys.executable, str(WORKER), str(folder), *names]
+        command = [sys.executable, worker.__file__, str(folder), *names]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
         assert ended.returncode == 0, ended.stderr[-3000:]
 
@@ -114,7 +109,7 @@ def test_ranks_send_the_bytes_that_are_counted(results, name):
 
 
 def test_a_killed_rank_ends_the_job_which_names_it(child_environment):
-    script = str(WORKER.with_name("killed_rank.py"))
+    script = str(Path(worker.__file__).with_name("killed_rank.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     ended = subprocess.run(command, env=child_environment, capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 1

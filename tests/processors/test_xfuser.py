@@ -5,19 +5,14 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+import xfuser_worker as worker
 
 import vmonarch
 import vmonarch.xfuser
 from vmonarch import LatentGrid, VMonarchProcessor, xfuser_groups
-
-WORKER = Path(__file__).with_name("xfuser_worker.py")
-spec = importlib.util.spec_from_file_location("xfuser_worker", WORKER)
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
 
 needs_xfuser = pytest.mark.skipif(
     importlib.util.find_spec("xfuser") is None, reason="needs xfuser: pip install 'xfuser>=0.7,<0.8'"
@@ -41,7 +36,7 @@ def results(request, made_once, child_environment):
             names = [words["name"] for words in items if words.get("device") == device and "name" in words]
 
             def launch(folder):
-                command = [sys.executable, str(WORKER), device, str(folder), *dict.fromkeys(names)]
+                command = [sys.executable, worker.__file__, device, str(folder), *dict.fromkeys(names)]
                 ended = subprocess.run(
                     command,
                     env=child_environment,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import datetime
 import functools
-import importlib.util
 import os
 import sys
 import traceback
@@ -435,13 +434,6 @@ REFUSED = {
 }
 
 
-def load_tiny():
-    spec = importlib.util.spec_from_file_location("tiny_wan", Path(__file__).with_name("tiny_wan.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def stand_for_accelerators():
     """Let diffusers take processes on the CPU for ranks that have an accelerator each."""
     torch.accelerator.device_count = lambda: 1
@@ -479,7 +471,8 @@ def main(tiny, folder, rank, names):
 
 
 if __name__ == "__main__":
-    tiny_wan = load_tiny()
+    import tiny_wan
+
     child = os.fork()
     main(tiny_wan, sys.argv[1], 0 if child else 1, sys.argv[2:])
     if child:
