@@ -190,17 +190,29 @@ class Forks:
             command, env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def __call__(self, folder: Path, *words: object) -> tuple[int, str]:
+    def __call__(self, folder: Path, *words: object, processes: int = 1, **environment: str) -> tuple[int, str]:
         """(exit code, what it wrote) of the module or script words[0] with the arguments after it, in `folder`."""
-        output = folder / "output.txt"
-        assert self.process.stdin is not None and self.process.stdout is not None
-        request = [str(folder), str(output), [str(word) for word in words]]
+        self.start(folder, *words, processes=processes, **environment)
+        return self.wait()
+
+    def start(self, folder: Path, *words: object, processes: int = 1, **environment: str) -> list[int]:
+        """The ids of the processes; `wait` must follow."""
+        assert self.process.stdin is not None
+        self.output = folder / "output.txt"
+        request = [str(folder), str(self.output), [str(word) for word in words], processes, environment]
         print(json.dumps(request), file=self.process.stdin, flush=True)
-        code = self.process.stdout.readline()
-        assert code, "the process that forks has ended"
-        text = output.read_text()
-        output.unlink()
-        return int(code), text
+        return [int(child) for child in self._line().split()]
+
+    def wait(self) -> tuple[int, str]:
+        code, text = int(self._line()), self.output.read_text()
+        self.output.unlink()
+        return code, text
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the process that forks has ended"
+        return line
 
 
 @pytest.fixture(scope="session")
@@ -223,6 +235,15 @@ def start_forks() -> Iterator[Callable[..., Forks]]:
             return forks
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def forks(child_environment: dict[str, str]) -> Iterator[Forks]:
+    """Runs programs in processes that have imported all that takes long, though nothing of ours."""
+    modules = ("torch._dynamo", "accelerate", "peft", "omegaconf", "pyarrow.parquet", "torch.utils.tensorboard")
+    forks = Forks((*modules, "diffusers.pipelines.wan.pipeline_wan"), child_environment)
+    with forks.process:
+        yield forks
 
 
 @pytest.fixture
