@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -53,107 +52,14 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_is_patched_once_for_a_kernel() -> Iterator[None]:
-    """Triton's interpreter patches its language again for every call of a helper: a quarter of all its time."""
+def interpreter_for_tests() -> Iterator[None]:
+    """Triton's interpreter in a third of its time; see `support/interpreter.py`."""
     if importlib.util.find_spec("triton") is None:
         yield
         return
-    from triton.runtime import interpreter
+    from interpreter import faster
 
-    patched: set[str] = set()
-    run_kernel = interpreter.GridExecutor.__call__
-
-    def run_kernel_anew(self: Any, *args: Any, **kwargs: Any) -> None:
-        patched.clear()
-        run_kernel(self, *args, **kwargs)
-
-    def call_helper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.fn.__module__ not in patched:
-            interpreter._patch_lang(self.fn)
-            patched.add(self.fn.__module__)
-        return self.rewrite()(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.GridExecutor, "__call__", run_kernel_anew)
-        patch.setattr(interpreter.InterpretedFunction, "__call__", call_helper)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def interpreter_knows_types_it_has_seen() -> Iterator[None]:
-    """Triton's interpreter makes types and shapes anew for every number: half of its time. It computes the same."""
-    if importlib.util.find_spec("triton") is None:
-        yield
-        return
-    import numpy as np
-    from triton.language import core, semantic
-    from triton.runtime import interpreter
-
-    make_block, make_tensor, numpy_type = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
-    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
-    tensors: dict[str, dict[str, Any]] = {}
-    numpy_types: dict[str, Any] = {}
-
-    def new_block(self: Any, element_ty: Any, shape: Any) -> None:
-        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
-        if key not in blocks:
-            make_block(self, element_ty, shape)
-            blocks[key] = dict(vars(self))
-        vars(self).update(blocks[key])
-
-    def new_tensor(self: Any, handle: Any, type: Any) -> None:
-        if type.name not in tensors:
-            make_tensor(self, handle, type)
-            tensors[type.name] = dict(vars(self))
-        vars(self).update(tensors[type.name], handle=handle)
-
-    def known_numpy_type(type: Any) -> Any:
-        name = type.scalar.name
-        if name not in numpy_types:
-            numpy_types[name] = numpy_type(type)
-        return numpy_types[name]
-
-    operators = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-
-    def check_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
-        # As theirs, in one operation in place of eight.
-        type = lhs.type.scalar
-        if type.int_bitwidth < 64:
-            exact = operators[binary_op.__name__](lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
-            assert type.get_int_min_value() <= exact.min() and exact.max() <= type.get_int_max_value(), "overflow"
-
-    broadcast = semantic.TritonSemantic.broadcast_impl_value
-
-    def broadcast_unless_alike(self: Any, lhs: Any, rhs: Any) -> Any:
-        one, other = ([*x.type.shape] if x.type.is_block() else None for x in (lhs, rhs))
-        return (lhs, rhs) if one == other else broadcast(self, lhs, rhs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(semantic.TritonSemantic, "broadcast_impl_value", broadcast_unless_alike)
-        patch.setattr(core.block_type, "__init__", new_block)
-        patch.setattr(core.tensor, "__init__", new_tensor)
-        patch.setattr(interpreter, "_get_np_dtype", known_numpy_type)
-        patch.setattr(semantic.TritonSemantic, "binary_op_sanitize_overflow_impl", check_overflow)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def conditions_of_scalars_are_conditions() -> Iterator[None]:
-    """Triton's interpreter takes one that masks a vector for a number, which Triton 3.9 refuses as a mask."""
-    if importlib.util.find_spec("triton") is None:
-        yield
-        return
-    from triton.language import int1
-    from triton.runtime import interpreter
-
-    splat = interpreter.InterpreterBuilder.create_splat
-
-    def splat_condition(self: Any, shape: Any, scalar: Any) -> Any:
-        is_condition = scalar.data.dtype == bool
-        return splat(self, shape, interpreter.TensorHandle(scalar.data, int1) if is_condition else scalar)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpreterBuilder, "create_splat", splat_condition)
+    with faster():
         yield
 
 

@@ -34,16 +34,14 @@ def adapter(tiny, made_once):
 
 
 @pytest.fixture(scope="module")
-def results(request, adapter, made_once, child_environment):
+def results(request, adapter, made_once, forks):
     """What every rank found, by the name of the case: of those that are to be tested."""
     tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = [item.callspec.params["name"] for item in tests if "name" in item.callspec.params]
-    environment = {**child_environment, "ADAPTER": str(adapter)}
 
     def launch(folder):
-        command = [sys.executable, worker.__file__, str(folder), *names]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
-        assert ended.returncode == 0, ended.stderr[-3000:]
+        code, output = forks(folder, worker.__file__, folder, *names, processes=worker.RANKS, ADAPTER=str(adapter))
+        assert code == 0, output[-3000:]
 
     folder = made_once("context-parallel", launch)
     return [torch.load(folder / f"{rank}.pt") for rank in range(worker.RANKS)]

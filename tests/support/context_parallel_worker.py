@@ -1,8 +1,8 @@
 """What `test_context_parallel.py` runs: alone, in its own process, and on two ranks.
 
-    python context_parallel_worker.py FOLDER CASE …
+    torchrun --nproc-per-node 2 context_parallel_worker.py FOLDER CASE …
 
-is both ranks, the second one a fork; each writes what it found to the folder.
+is both ranks; each writes what it found to the folder.
 """
 
 from __future__ import annotations
@@ -450,30 +450,21 @@ def all_gather_of_any_sizes(outputs, x, group=None):
         dist.broadcast(out, rank, group)
 
 
-def main(tiny, folder, rank, names):
+def main(tiny, folder, names):
     torch.set_num_threads(1)
     stand_for_accelerators()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=60),
-    )
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     ranks, results = Rank(), {}
     for name in names:
         try:
             results[name] = (SAME | REFUSED | {"sent": sent})[name](tiny, ranks)
         except Exception:
             results[name] = traceback.format_exc()
-    torch.save(results, Path(folder) / f"{rank}.pt")
+    torch.save(results, Path(folder) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     import tiny_wan
 
-    child = os.fork()
-    main(tiny_wan, sys.argv[1], 0 if child else 1, sys.argv[2:])
-    if child:
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    main(tiny_wan, sys.argv[1], sys.argv[2:])
