@@ -19,6 +19,8 @@ import torch
 from filelock import FileLock
 
 SUPPORT = Path(__file__).with_name("support")
+SLOW_IMPORTS = ("torch._dynamo", "accelerate", "peft", "omegaconf", "pyarrow.parquet", "torch.utils.tensorboard",
+                "diffusers.pipelines.wan.pipeline_wan")  # fmt: skip
 
 if not torch.cuda.is_available():
     # Triton decides when a kernel is defined whether it runs on the CPU through the interpreter.
@@ -146,8 +148,7 @@ def start_forks() -> Iterator[Callable[..., Forks]]:
 @pytest.fixture(scope="session")
 def forks(child_environment: dict[str, str]) -> Iterator[Forks]:
     """Runs programs in processes that have imported all that takes long, though nothing of ours."""
-    modules = ("torch._dynamo", "accelerate", "peft", "omegaconf", "pyarrow.parquet", "torch.utils.tensorboard")
-    forks = Forks((*modules, "diffusers.pipelines.wan.pipeline_wan"), child_environment)
+    forks = Forks(SLOW_IMPORTS, child_environment)
     with forks.process:
         yield forks
 

@@ -1,5 +1,6 @@
 """The benchmark of several processes: what it measures and writes on two of them, and what it refuses."""
 
+import functools
 import json
 
 import parallel_bench_rank
@@ -34,7 +35,7 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def results(tiny_yaml, made_once):
+def results(tiny_yaml, made_once, forkserver):
     models = tuple(Model(Setting("tiny", tiny_yaml, 5, 32, 64), mode) for mode in ("eager", "compiled"))
     # The last one ends all processes.
     cases = (*CASES, Case(LatentGrid(2, 1, 1), 2, head_dim=0))
@@ -44,6 +45,8 @@ def results(tiny_yaml, made_once):
         said = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
+            start = functools.partial(torch.multiprocessing.start_processes, start_method=forkserver.get_start_method())
+            patch.setattr(torch.multiprocessing, "spawn", start)
             patch.setattr(parallel_bench, "run_rank", parallel_bench_rank.rank)
             found = run_bench(job, (1, 2), folder / "parallel.json", "the command", said.append)
         assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2"]
