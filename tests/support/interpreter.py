@@ -1,4 +1,4 @@
-"""Triton's interpreter as the tests need it: it computes the same in a third of the time."""
+"""Triton's interpreter as the tests need it: it computes the same in less than half the time."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def know_types() -> list[tuple[Any, str, Any]]:
 
 
 def check_overflow_at_once() -> list[tuple[Any, str, Any]]:
-    """It looks for overflow of integers by eight operations of its language; here, by numpy."""
+    """It looks for overflow of integers by eight operations and says nothing; here, by numpy, and it is an error."""
     operators = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
     def check(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
