@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import importlib.util
 import json
 import os
@@ -12,11 +14,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from filelock import FileLock
+
+SUPPORT = Path(__file__).with_name("support")
+SLOW_IMPORTS = ("torch._dynamo", "accelerate", "peft", "omegaconf", "pyarrow.parquet", "torch.utils.tensorboard",
+                "diffusers.pipelines.wan.pipeline_wan")  # fmt: skip
+
+# Looking for garbage among all that torch and diffusers keep takes a twentieth of the time.
+gc.set_threshold(50_000)
 
 if not torch.cuda.is_available():
     # Triton decides when a kernel is defined whether it runs on the CPU through the interpreter.
@@ -25,12 +33,8 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
-    """Builders of tiny Wan models and pipelines; see `tests/processors/tiny_wan.py`."""
-    spec = importlib.util.spec_from_file_location("tiny_wan", Path(__file__).with_name("processors") / "tiny_wan.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """Builders of tiny Wan models and pipelines; imported late, as most tests need no diffusers."""
+    return importlib.import_module("tiny_wan")
 
 
 @pytest.fixture(scope="session")
@@ -54,49 +58,14 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_is_patched_once_for_a_kernel() -> Iterator[None]:
-    """Triton's interpreter patches its language again for every call of a helper: a quarter of all its time."""
+def interpreter_for_tests() -> Iterator[None]:
+    """Triton's interpreter in less than half its time; see `support/interpreter.py`."""
     if importlib.util.find_spec("triton") is None:
         yield
         return
-    from triton.runtime import interpreter
+    from interpreter import faster
 
-    patched: set[str] = set()
-    run_kernel = interpreter.GridExecutor.__call__
-
-    def run_kernel_anew(self: Any, *args: Any, **kwargs: Any) -> None:
-        patched.clear()
-        run_kernel(self, *args, **kwargs)
-
-    def call_helper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.fn.__module__ not in patched:
-            interpreter._patch_lang(self.fn)
-            patched.add(self.fn.__module__)
-        return self.rewrite()(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.GridExecutor, "__call__", run_kernel_anew)
-        patch.setattr(interpreter.InterpretedFunction, "__call__", call_helper)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def conditions_of_scalars_are_conditions() -> Iterator[None]:
-    """Triton's interpreter takes one that masks a vector for a number, which Triton 3.9 refuses as a mask."""
-    if importlib.util.find_spec("triton") is None:
-        yield
-        return
-    from triton.language import int1
-    from triton.runtime import interpreter
-
-    splat = interpreter.InterpreterBuilder.create_splat
-
-    def splat_condition(self: Any, shape: Any, scalar: Any) -> Any:
-        is_condition = scalar.data.dtype == bool
-        return splat(self, shape, interpreter.TensorHandle(scalar.data, int1) if is_condition else scalar)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpreterBuilder, "create_splat", splat_condition)
+    with faster():
         yield
 
 
@@ -125,25 +94,37 @@ def skip_without_gpu(request: pytest.FixtureRequest) -> None:
 
 
 class Forks:
-    """A process that has imported some modules; it runs programs in forks of itself, see `run_in_forks.py`."""
+    """A process that has imported some modules; it runs programs in forks of itself, see `support/run_in_forks.py`."""
 
     def __init__(self, modules: tuple[str, ...], environment: dict[str, str]) -> None:
-        command = [sys.executable, "-P", str(Path(__file__).with_name("run_in_forks.py")), *modules]
+        command = [sys.executable, "-P", str(SUPPORT / "run_in_forks.py"), *modules]
         self.process = subprocess.Popen(
             command, env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def __call__(self, folder: Path, *words: object) -> tuple[int, str]:
+    def __call__(self, folder: Path, *words: object, processes: int = 1, **environment: str) -> tuple[int, str]:
         """(exit code, what it wrote) of the module or script words[0] with the arguments after it, in `folder`."""
-        output = folder / "output.txt"
-        assert self.process.stdin is not None and self.process.stdout is not None
-        request = [str(folder), str(output), [str(word) for word in words]]
+        self.start(folder, *words, processes=processes, **environment)
+        return self.wait()
+
+    def start(self, folder: Path, *words: object, processes: int = 1, **environment: str) -> list[int]:
+        """The ids of the processes; `wait` must follow."""
+        assert self.process.stdin is not None
+        self.output = folder / "output.txt"
+        request = [str(folder), str(self.output), [str(word) for word in words], processes, environment]
         print(json.dumps(request), file=self.process.stdin, flush=True)
-        code = self.process.stdout.readline()
-        assert code, "the process that forks has ended"
-        text = output.read_text()
-        output.unlink()
-        return int(code), text
+        return [int(child) for child in self._line().split()]
+
+    def wait(self) -> tuple[int, str]:
+        code, text = int(self._line()), self.output.read_text()
+        self.output.unlink()
+        return code, text
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the process that forks has ended"
+        return line
 
 
 @pytest.fixture(scope="session")
@@ -166,6 +147,14 @@ def start_forks() -> Iterator[Callable[..., Forks]]:
             return forks
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def forks(child_environment: dict[str, str]) -> Iterator[Forks]:
+    """Runs programs in processes that have imported all that takes long, though nothing of ours."""
+    forks = Forks(SLOW_IMPORTS, child_environment)
+    with forks.process:
+        yield forks
 
 
 @pytest.fixture

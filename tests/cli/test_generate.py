@@ -384,7 +384,7 @@ SIZE = ["--height", 32, "--width", 48, "--num-frames", 9, "--steps", 2, "--negat
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "terminate"])
-def test_an_interrupted_run_leaves_complete_videos_only(cli, tiny_model: Path, number: int, code: int) -> None:
+def test_an_interrupted_run_leaves_complete_videos_only(cli, forks, tiny_model: Path, number: int, code: int) -> None:
     steps = [
         "generate",
         PROMPT,
@@ -395,26 +395,17 @@ def test_an_interrupted_run_leaves_complete_videos_only(cli, tiny_model: Path, n
         *map(str, range(500)),
         "--quiet",
     ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vmonarch", *steps],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        # A shell's background jobs ignore Ctrl-C, and so would what they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    (process,) = forks.start(cli.folder, "vmonarch", *steps)
     deadline = time.monotonic() + 90
     # At the sight of the second video's JSON the first video is complete; that of the second may be taken back.
     while (
         len([name for name in cli.outputs() if name[0] != "." and name.endswith(".json")]) < 2
         and time.monotonic() < deadline
     ):
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
         time.sleep(0.05)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code and "Traceback" not in err, err
+    os.kill(process, number)
+    ended, err = forks.wait()
+    assert ended == code and "Traceback" not in err, err
     names = cli.outputs()
     assert not [name for name in names if name.startswith(".")]
     stems = {name.split(".")[0] for name in names}

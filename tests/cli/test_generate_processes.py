@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ from vmonarch.pipelines.processes import Shard, leaving_group
 from vmonarch.pipelines.records import environment_differences
 from vmonarch.pipelines.video_io import read_video
 
-SCRIPT = Path(__file__).with_name("shared_generate.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "shared_generate.py"
 # 9 tokens a frame, 27 in all, which two processes cannot divide evenly; two steps, the first with full attention.
 SETTINGS = ["--height", "48", "--width", "48", "--num-frames", "9", "--steps", "2", "--seed", "0", "1"]
 METHOD = ["--attention", "vmonarch:dense_steps=1"]
@@ -29,25 +27,14 @@ def command(model: Path, folder: Path) -> list[str]:
     return [*words, *SETTINGS, *METHOD]
 
 
-def launch(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-
-
-def test_two_processes_make_the_videos_of_one(child_environment, tiny_two_stage_model, tmp_path, capsys):
-    ended = launch(command(tiny_two_stage_model, tmp_path / "two"), child_environment)
-    assert ended.returncode == 0, ended.stderr[:3000]
-    assert all(f"tokens of a block: [{tokens}]" in ended.stderr for tokens in (13, 14))
+def test_two_processes_make_the_videos_of_one(forks, tiny_two_stage_model, tmp_path, capsys):
+    code, output = forks(tmp_path, SCRIPT, *command(tiny_two_stage_model, tmp_path / "two"), processes=2)
+    assert code == 0, output[:3000]
+    assert all(f"tokens of a block: [{tokens}]" in output for tokens in (13, 14))
     assert main(command(tiny_two_stage_model, tmp_path / "one")) == 0
     one, two = (sorted((tmp_path / name).glob("*.mp4")) for name in ("one", "two"))
     assert [path.name for path in one] == [path.name for path in two] and len(one) == 2
-    assert not list((tmp_path / "two").glob(".*")) and ended.stdout.count(".mp4") == 2
+    assert not list((tmp_path / "two").glob(".*")) and output.count(".mp4") == 2
     for ours, shared in zip(one, two, strict=True):
         alone, together = (json.loads(path.with_suffix(".json").read_text()) for path in (ours, shared))
         assert (alone["environment"]["processes"], together["environment"]["processes"]) == (1, 2)

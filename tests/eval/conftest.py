@@ -1,5 +1,9 @@
 """What the tests of benchmarks share."""
 
+import multiprocessing.forkserver
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 TINY = """
@@ -23,3 +27,12 @@ def tiny_yaml(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model") / "tiny.yaml"
     path.write_text(TINY)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> Iterator[Any]:
+    """A context that, as "spawn", pickles what a process is given, but imports what takes long once for all."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["accelerate", "peft", "omegaconf", "diffusers.pipelines.wan.pipeline_wan"])
+    yield context
+    multiprocessing.forkserver._forkserver._stop()

@@ -37,7 +37,8 @@ def test_every_method_is_scored_before_and_after(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_processes_take_one_method_each_and_none_after_the_budget(tmp_path, monkeypatch):
+def test_processes_take_one_method_each_and_none_after_the_budget(tmp_path, monkeypatch, forkserver):
+    monkeypatch.setattr(finetune_scores.multiprocessing, "get_context", {"spawn": forkserver}.get)
     path = tmp_path / "scores.json"
     finetune_scores.main(
         [*ONE, *SMALL, "--processes", "2", "--output", str(path), "--methods", "full", "vmonarch", "--budget", "0"]

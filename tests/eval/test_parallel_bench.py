@@ -1,9 +1,9 @@
 """The benchmark of several processes: what it measures and writes on two of them, and what it refuses."""
 
-import importlib
+import functools
 import json
-from pathlib import Path
 
+import parallel_bench_rank
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def results(tiny_yaml, made_once):
+def results(tiny_yaml, made_once, forkserver):
     models = tuple(Model(Setting("tiny", tiny_yaml, 5, 32, 64), mode) for mode in ("eager", "compiled"))
     # The last one ends all processes.
     cases = (*CASES, Case(LatentGrid(2, 1, 1), 2, head_dim=0))
@@ -44,10 +44,10 @@ def results(tiny_yaml, made_once):
         job = Job(folder, "cpu", cases, models, rounds=1, seconds=100.0, compile_backend="eager")
         said = []
         with pytest.MonkeyPatch.context() as patch:
-            # Processes of their own import it by its name.
-            patch.syspath_prepend(Path(__file__).parent)
             patch.setenv("OMP_NUM_THREADS", "1")
-            patch.setattr(parallel_bench, "run_rank", importlib.import_module("parallel_bench_rank").rank)
+            start = functools.partial(torch.multiprocessing.start_processes, start_method=forkserver.get_start_method())
+            patch.setattr(torch.multiprocessing, "spawn", start)
+            patch.setattr(parallel_bench, "run_rank", parallel_bench_rank.rank)
             found = run_bench(job, (1, 2), folder / "parallel.json", "the command", said.append)
         assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2"]
         assert ["Traceback" in text for text in said] == [False, True] * 2, "what went wrong is shown whole"

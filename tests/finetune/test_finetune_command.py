@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +16,7 @@ from vmonarch.finetune.export import main as export
 from vmonarch.finetune.trainer import Trainer
 from vmonarch.pipelines.environment import seconds
 
-# What `accelerate launch` starts; it has no way to ask for several processes on a CPU.
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-AS_WITH_A_GPU = str(Path(__file__).with_name("as_with_a_gpu.py"))
+AS_WITH_A_GPU = str(Path(__file__).parents[1] / "support" / "as_with_a_gpu.py")
 SETTINGS = ["batch_size=4", "micro_batch=1", "precision=fp32", "trackers=[]", "log_every=1", "data.workers=0",
             "gradient_checkpointing=false", "optimizer.learning_rate=1e-3", "checkpoints.every=4"]  # fmt: skip
 
@@ -47,23 +42,27 @@ def words_for(place, output, clips="clips"):
     return [f"model={place / 'model'}", f"data.path={place / clips}.parquet", f"output_dir={output}", *SETTINGS]
 
 
-def launch(place, output, *overrides, clips="clips", processes=2, program=("-m", "vmonarch.finetune")):
-    words = words_for(place, output, clips)
-    command = [sys.executable, *LAUNCH, str(processes), *program, *words, *overrides]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+@pytest.fixture
+def launch(place, forks, tmp_path):
+    """(exit code, output) of two processes."""
+
+    def launch(output, *overrides, clips="clips", program="vmonarch.finetune"):
+        words = words_for(place, output, clips)
+        return forks(tmp_path, program, *words, *overrides, processes=2, ACCELERATE_USE_CPU="true")
+
+    return launch
 
 
 def log(output):
     return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_resume_as_if_they_had_not_ended(place, tmp_path):
+def test_two_processes_resume_as_if_they_had_not_ended(place, launch, tmp_path):
     validation = [f"data.validation={place / 'held-out'}.parquet", "validation.clips=3", "validation.every=3"]
     parts = ["steps=3", *validation, "--then", *words_for(place, tmp_path / "whole", "clips"), "steps=7", *validation]
     for words in (parts, ["steps=7", *validation]):
-        done = launch(place, tmp_path / "parts", *words, program=[AS_WITH_A_GPU])
-        assert done.returncode == 0, done.stderr[-3000:]
+        code, output = launch(tmp_path / "parts", *words, program=AS_WITH_A_GPU)
+        assert code == 0, output[-3000:]
     keep = ("step", "loss", "gradient_norm", "validation_loss")
     whole, parts = (
         [{k: v for k, v in line.items() if k in keep} for line in log(tmp_path / n)] for n in ("whole", "parts")
@@ -75,11 +74,11 @@ def test_two_processes_resume_as_if_they_had_not_ended(place, tmp_path):
     assert len([line for line in whole if "validation_loss" in line]) == 4
 
 
-def test_what_is_not_finite_on_one_process_ends_both(place, tmp_path):
-    done = launch(place, tmp_path, "steps=30", clips="huge")
-    assert done.returncode != 0
-    # The launcher ends what is left as soon as one process has ended, which may be before it has said why.
-    assert "no weight was changed" in done.stderr and "clip-3" in done.stderr
+def test_what_is_not_finite_on_one_process_ends_both(launch, tmp_path):
+    code, output = launch(tmp_path, "steps=30", clips="huge")
+    assert code != 0
+    # What is left is ended as soon as one process has ended, which may be before it has said why.
+    assert "no weight was changed" in output and "clip-3" in output
 
 
 @pytest.mark.parametrize(
@@ -173,13 +172,13 @@ def weights(output, processes):
     return checkpoints.load(checkpoints.latest(), wanted=["model"])["model"]
 
 
-def test_processes_that_share_clips_train_as_one_that_has_them(place, tmp_path):
+def test_processes_that_share_clips_train_as_one_that_has_them(place, launch, tmp_path):
     words = ["steps=3", "anneal=2", f"data.validation={place / 'held-out'}.parquet", "validation.every=3"]
     assert main([*words_for(place, tmp_path / "alone"), *words]) == 0
     words += ["sequence_parallel_size=2"]
     by_frames = [*words_for(place, tmp_path / "frames"), *words, "attention.parallel_by=frames"]
-    done = launch(place, tmp_path / "heads", *words, "--then", *by_frames, program=[AS_WITH_A_GPU])
-    assert done.returncode == 0, done.stderr[-3000:]
+    code, output = launch(tmp_path / "heads", *words, "--then", *by_frames, program=AS_WITH_A_GPU)
+    assert code == 0, output[-3000:]
     wanted, learnt = log(tmp_path / "alone"), weights(tmp_path / "alone", 1)
     for output in (tmp_path / "heads", tmp_path / "frames"):
         lines = log(output)

@@ -1,9 +1,6 @@
-"""Several processes train the embedded model together: on two gloo processes, as `torchrun` starts them."""
+"""Several processes train the embedded model together: two of them, which find each other as those of `torchrun` do."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -48,23 +45,11 @@ WORKER = """
 """
 
 
-def launch(arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-
-
-def test_two_processes_see_different_clips_and_keep_the_same_weights(tmp_path):
+def test_two_processes_see_different_clips_and_keep_the_same_weights(forks, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
-    result = launch([str(script), str(tmp_path)], tmp_path)
-    assert result.returncode == 0, result.stderr[-3000:]
+    code, output = forks(tmp_path, script, tmp_path, processes=2)
+    assert code == 0, output[-3000:]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first["gradient"] == second["gradient"] == [1.5]
     assert first["weights"] == second["weights"]
@@ -74,14 +59,14 @@ def test_two_processes_see_different_clips_and_keep_the_same_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_writes_one_model_from_two_processes(tmp_path):
+def test_the_command_writes_one_model_from_two_processes(forks, tmp_path):
     # With its VAE, whose training takes longest and is tested by itself.
     arguments = ["--output", "model", "--work-dir", "work", "--quick", "--device", "cpu"]
     arguments += ["--continue-from", str(embedded_model_path())]
-    result = launch(["-m", "vmonarch.finetune.embedded", *arguments], tmp_path)
-    assert result.returncode == 0, result.stderr[-3000:]
+    code, output = forks(tmp_path, "vmonarch.finetune.embedded", *arguments, processes=2)
+    assert code == 0, output[-3000:]
     for line in ('saved {"step": 2', "captions {", "latents {"):
-        assert result.stdout.count(line) == 1
+        assert output.count(line) == 1
     from diffusers import WanPipeline
 
     assert WanPipeline.from_pretrained(tmp_path / "model").transformer.config.num_layers == 6

@@ -212,7 +212,9 @@ def test_kernels_and_torch_learn_the_same(place, tmp_path, steps, tolerance):
     """Losses of the same run through the kernels and through plain torch, step by step."""
     curves = []
     for how in ("torch", "triton"):
-        trainer = Trainer(settings(place, tmp_path / how, steps=steps, attention=f"vmonarch:implementation={how}"))
+        # The interpreter is slow; the kernels' own tests have batches.
+        options = {"batch_size": 1 if steps < 10 else 2, "attention": f"vmonarch:implementation={how}"}
+        trainer = Trainer(settings(place, tmp_path / how, steps=steps, **options))
         trainer.run()
         curves.append(torch.tensor(list(losses(tmp_path / how).values())))
     torch.testing.assert_close(*curves, atol=tolerance, rtol=0)

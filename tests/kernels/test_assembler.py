@@ -1,17 +1,12 @@
 """The choice of the assembler for Hopper, and how `test_compiles` finds unsound code."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from machine_code import reads_of_unwritten
 from triton import knobs
 from triton.backends.nvidia import compiler
 
 from vmonarch.kernels.common import assembler, launch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from machine_code import reads_of_unwritten
 
 
 @pytest.fixture

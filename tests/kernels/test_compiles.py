@@ -17,7 +17,7 @@ import pytest
 
 from vmonarch.kernels.common.trust import TESTED_TRITON
 
-SCRIPT = Path(__file__).with_name("compile_for_gpu.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "compile_for_gpu.py"
 OWN = version("triton")
 OLDEST, NEWEST = TESTED_TRITON[0], TESTED_TRITON[-1]
 # Bytes of a thread's registers in local memory: a few cost nothing, kilobytes do.

@@ -5,14 +5,12 @@ Three gloo processes run all cases in one go (`frame_parallel_ranks.py`), those 
 
 import functools
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import frame_parallel_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from frame_parallel_ranks import CASES, RANKS, REGROUPED, RESULTS, sequences, tensors, with_gradients
 
 from vmonarch import ExactBlocks, vmonarch_attention
 from vmonarch.exact import FIRST_FRAME
@@ -25,33 +23,18 @@ from vmonarch.kernels.monarch.parallel import (
     ulysses_bytes,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-from frame_parallel_ranks import CASES, RANKS, REGROUPED, RESULTS, sequences, tensors, with_gradients
-
 by_case = pytest.mark.parametrize("name", CASES)
 
 
-def run_ranks(folder):
-    """Let every rank run its cases and save what it finds."""
-    script = Path(__file__).with_name("frame_parallel_ranks.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = []
-    try:
-        for rank in range(RANKS):
-            command = [sys.executable, str(script), str(rank), str(folder)]
-            with (folder / f"{rank}.txt").open("w") as output:
-                ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-        codes = [process.wait(timeout=500) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    texts = [(folder / f"{rank}.txt").read_text() for rank in range(RANKS)]
-    assert codes == [0] * RANKS, "\n".join(text[-3000:] for text in texts)
-
-
 @pytest.fixture(scope="module")
-def reports(made_once):
-    """What every rank has saved."""
+def reports(made_once, forks):
+    """What every rank has saved of its cases."""
+
+    def run_ranks(folder):
+        environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        code, output = forks(folder, frame_parallel_ranks.__file__, folder, processes=RANKS, **environment)
+        assert code == 0, output[-9000:]
+
     folder = made_once("frame-parallel", run_ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 

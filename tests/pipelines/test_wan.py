@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 
 import diffusers
 import numpy as np
@@ -157,11 +155,12 @@ def test_what_is_saved_names_the_stock_class_and_loads_either_way(tiny, kind, tm
     torch.testing.assert_close(tiny.generate(loaded), applied, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_saved_loads_where_vmonarch_is_not_installed(tiny, tmp_path):
+def test_what_is_saved_loads_where_vmonarch_is_not_installed(tiny, forks, tmp_path):
     ours = tiny.pipeline("t2v-2.2", pipelines)
     ours.set_attn_processor(VMonarchProcessor())
     ours.save_pretrained(tmp_path)
-    program = f"""
+    program = tmp_path / "program.py"
+    program.write_text(f"""
 import sys
 sys.modules["vmonarch"] = None
 import diffusers
@@ -173,10 +172,10 @@ try:
     import vmonarch
 except ImportError:
     print("blocked")
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split("\n")[-3:-1] == ["{'WanAttnProcessor'}", "blocked"]
+""")
+    code, output = forks(tmp_path, program)
+    assert code == 0, output
+    assert output.split("\n")[-3:-1] == ["{'WanAttnProcessor'}", "blocked"]
 
 
 @pytest.mark.parametrize("dense_steps", [0, [1]], ids=["sparse", "dense-steps"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import context_parallel_worker as worker
 import pytest
 import torch
 
@@ -18,11 +18,6 @@ from vmonarch.context_parallel import TokenSplit, whole_frames
 from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder
 from vmonarch.eval.parallel_bytes import sent_by_frames, sent_by_heads
 from vmonarch.kernels.monarch.exchange import ALIGNMENT, split_evenly
-
-WORKER = Path(__file__).with_name("context_parallel_worker.py")
-spec = importlib.util.spec_from_file_location("context_parallel_worker", WORKER)
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
 
 ALONE = worker.Alone()
 
@@ -39,16 +34,14 @@ def adapter(tiny, made_once):
 
 
 @pytest.fixture(scope="module")
-def results(request, adapter, made_once, child_environment):
+def results(request, adapter, made_once, forks):
     """What every rank found, by the name of the case: of those that are to be tested."""
     tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = [item.callspec.params["name"] for item in tests if "name" in item.callspec.params]
-    environment = {**child_environment, "ADAPTER": str(adapter)}
 
     def launch(folder):
-        command = [sys.executable, str(WORKER), str(folder), *names]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
-        assert ended.returncode == 0, ended.stderr[-3000:]
+        code, output = forks(folder, worker.__file__, folder, *names, processes=worker.RANKS, ADAPTER=str(adapter))
+        assert code == 0, output[-3000:]
 
     folder = made_once("context-parallel", launch)
     return [torch.load(folder / f"{rank}.pt") for rank in range(worker.RANKS)]
@@ -114,7 +107,7 @@ def test_ranks_send_the_bytes_that_are_counted(results, name):
 
 
 def test_a_killed_rank_ends_the_job_which_names_it(child_environment):
-    script = str(WORKER.with_name("killed_rank.py"))
+    script = str(Path(worker.__file__).with_name("killed_rank.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     ended = subprocess.run(command, env=child_environment, capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 1

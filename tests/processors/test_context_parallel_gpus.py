@@ -18,7 +18,7 @@ pytestmark = [
 def errors(tmp_path_factory):
     """By rank, by what is shared, by tensor."""
     folder = tmp_path_factory.mktemp("gpus")
-    script = str(Path(__file__).with_name("context_parallel_gpus.py"))
+    script = str(Path(__file__).parents[1] / "support" / "context_parallel_gpus.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
         [*launcher, script, str(folder), "cuda"], capture_output=True, text=True, timeout=400, check=False

@@ -118,12 +118,12 @@ def test_a_plan_trains_after_it_was_applied_and_run_in_inference_mode(tiny):
     assert number is not None and not number.is_inference(), "torch.compile saves it for backward"
 
 
-@pytest.mark.slow
 def test_a_plan_compiles_without_a_graph_break(tiny):
     model, arguments = inputs(tiny)
     vmonarch.apply(model, VMonarchProcessor(plan=plan_of(ORDERS["mixed"], ORDERS["grouped"])))
     wanted = run(model, arguments)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    # Gradients and fake kernels are compiled below, block by block.
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(run(compiled, arguments), wanted, atol=1e-4, rtol=1e-4)
 
 

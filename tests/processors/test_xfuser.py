@@ -5,19 +5,14 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+import xfuser_worker as worker
 
 import vmonarch
 import vmonarch.xfuser
 from vmonarch import LatentGrid, VMonarchProcessor, xfuser_groups
-
-WORKER = Path(__file__).with_name("xfuser_worker.py")
-spec = importlib.util.spec_from_file_location("xfuser_worker", WORKER)
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
 
 needs_xfuser = pytest.mark.skipif(
     importlib.util.find_spec("xfuser") is None, reason="needs xfuser: pip install 'xfuser>=0.7,<0.8'"
@@ -31,7 +26,7 @@ TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
 
 
 @pytest.fixture(scope="module")
-def results(request, made_once, child_environment):
+def results(request, made_once, forks, child_environment):
     """What every rank found on a device, by the name of the case: of those that are to be tested."""
     found = {}
 
@@ -41,16 +36,21 @@ def results(request, made_once, child_environment):
             names = [words["name"] for words in items if words.get("device") == device and "name" in words]
 
             def launch(folder):
-                command = [sys.executable, str(WORKER), device, str(folder), *dict.fromkeys(names)]
-                ended = subprocess.run(
-                    command,
-                    env=child_environment,
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                    timeout=worker.SECONDS[device] + 60,
-                )
-                assert ended.returncode == 0, ended.stderr[-3000:]
+                words = [worker.__file__, device, str(folder), *dict.fromkeys(names)]
+                if device == "cpu":
+                    code, output = forks(folder, *words)
+                else:
+                    command = [sys.executable, *words]
+                    ended = subprocess.run(
+                        command,
+                        env=child_environment,
+                        capture_output=True,
+                        text=True,
+                        check=False,
+                        timeout=worker.SECONDS[device] + 60,
+                    )
+                    code, output = ended.returncode, ended.stderr
+                assert code == 0, output[-3000:]
 
             folder = made_once(f"xfuser-{device}", launch)
             found[device] = [torch.load(folder / f"{rank}.pt") for rank in range(worker.RANKS)]

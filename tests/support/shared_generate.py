@@ -3,19 +3,14 @@
 At the end it prints how many tokens the transformers' blocks were given.
 """
 
-import importlib.util
 import sys
-from pathlib import Path
 
+from context_parallel_worker import stand_for_accelerators
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from vmonarch.cli import main
 
-worker = Path(__file__).parents[1] / "processors" / "context_parallel_worker.py"
-spec = importlib.util.spec_from_file_location("context_parallel_worker", worker)
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.stand_for_accelerators()
+stand_for_accelerators()
 tokens = set()
 forward = WanTransformerBlock.forward
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ import traceback
 from pathlib import Path
 from unittest import mock
 
+import context_parallel_worker as parts
 import torch
 
 import vmonarch
@@ -31,16 +31,6 @@ RANKS = 2
 SECONDS = {"cpu": 240, "cuda": 560}
 # 15 tokens on each rank, none of them at a frame's end; of 45, xfuser pads the second rank's 22 to 23.
 GRIDS = {"even": (5, 2, 3), "padded": (5, 3, 3)}
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-parts = load("context_parallel_worker")
 
 
 def dtype_on(device):
@@ -558,9 +548,10 @@ if __name__ == "__main__":
         # A process that has seen the GPU cannot be forked.
         second = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {"SECOND": "1"})
     import_xfuser(kind)
+    import tiny_wan
+
     import vmonarch.xfuser
 
-    tiny_wan = load("tiny_wan")
     child = 0
     if kind == "cpu":
         child = os.fork()

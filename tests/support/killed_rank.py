@@ -3,14 +3,11 @@
 import datetime
 import os
 import signal
-import sys
-from pathlib import Path
 
+import tiny_wan as tiny
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-from context_parallel_worker import Rank, load_tiny
+from context_parallel_worker import Rank
 
 import vmonarch
 
@@ -20,7 +17,6 @@ def main():
     # diffusers takes it for granted that there is an accelerator.
     torch.accelerator.device_count = lambda: 1
     dist.init_process_group("gloo", timeout=datetime.timedelta(hours=1))
-    tiny = load_tiny()
     pipe = tiny.pipeline("t2v")
     vmonarch.apply(pipe, vmonarch.VMonarchProcessor(parallel_by="frames"))
     Rank().enable(pipe.transformer)

@@ -1,8 +1,8 @@
 """What `test_context_parallel.py` runs: alone, in its own process, and on two ranks.
 
-    python context_parallel_worker.py FOLDER CASE …
+    torchrun --nproc-per-node 2 context_parallel_worker.py FOLDER CASE …
 
-is both ranks, the second one a fork; each writes what it found to the folder.
+is both ranks; each writes what it found to the folder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import datetime
 import functools
-import importlib.util
 import os
 import sys
 import traceback
@@ -435,13 +434,6 @@ REFUSED = {
 }
 
 
-def load_tiny():
-    spec = importlib.util.spec_from_file_location("tiny_wan", Path(__file__).with_name("tiny_wan.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def stand_for_accelerators():
     """Let diffusers take processes on the CPU for ranks that have an accelerator each."""
     torch.accelerator.device_count = lambda: 1
@@ -458,29 +450,21 @@ def all_gather_of_any_sizes(outputs, x, group=None):
         dist.broadcast(out, rank, group)
 
 
-def main(tiny, folder, rank, names):
+def main(tiny, folder, names):
     torch.set_num_threads(1)
     stand_for_accelerators()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=60),
-    )
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     ranks, results = Rank(), {}
     for name in names:
         try:
             results[name] = (SAME | REFUSED | {"sent": sent})[name](tiny, ranks)
         except Exception:
             results[name] = traceback.format_exc()
-    torch.save(results, Path(folder) / f"{rank}.pt")
+    torch.save(results, Path(folder) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    tiny_wan = load_tiny()
-    child = os.fork()
-    main(tiny_wan, sys.argv[1], 0 if child else 1, sys.argv[2:])
-    if child:
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    import tiny_wan
+
+    main(tiny_wan, sys.argv[1], sys.argv[2:])

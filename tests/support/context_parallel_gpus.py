@@ -8,11 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+import tiny_wan as tiny
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-from context_parallel_worker import Alone, Rank, load_tiny, train
+from context_parallel_worker import Alone, Rank, train
 
 import vmonarch
 
@@ -40,7 +39,7 @@ def main():
         # diffusers takes it for granted that there is an accelerator.
         torch.accelerator.device_count = lambda: 1
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    tiny, report = load_tiny(), {}
+    report = {}
     exact = learnt(tiny, Alone(), device, torch.float32, implementation="torch")
     for shared in ("nothing", "heads", "frames"):
         ranks, options = (Alone(), {}) if shared == "nothing" else (Rank(device), {"parallel_by": shared})
