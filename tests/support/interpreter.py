@@ -70,15 +70,28 @@ def know_types() -> list[tuple[Any, str, Any]]:
             numpy_types[name] = numpy_type(type)
         return numpy_types[name]
 
-    def broadcast_unless_alike(self: Any, lhs: Any, rhs: Any) -> Any:
-        one, other = ([*x.type.shape] if x.type.is_block() else None for x in (lhs, rhs))
-        return (lhs, rhs) if one == other else broadcast(self, lhs, rhs)
+    def broadcast_blocks(self: Any, lhs: Any, rhs: Any) -> Any:
+        if not (lhs.type.is_block() and rhs.type.is_block()):
+            return broadcast(self, lhs, rhs)
+        shapes = [[*x.type.shape] for x in (lhs, rhs)]
+        if shapes[0] == shapes[1]:
+            return lhs, rhs
+        try:
+            shape = [*np.broadcast_shapes(*shapes)]
+        except ValueError:
+            return broadcast(self, lhs, rhs)
+
+        def spread(x: Any) -> Any:
+            data, scalar = np.broadcast_to(x.handle.data, shape), x.handle.dtype.scalar
+            return self.tensor(interpreter.TensorHandle(data, scalar), core.block_type(x.type.scalar, shape))
+
+        return tuple(x if own == shape else spread(x) for x, own in zip((lhs, rhs), shapes, strict=True))
 
     return [
         (core.block_type, "__init__", new_block),
         (core.tensor, "__init__", new_tensor),
         (interpreter, "_get_np_dtype", known_numpy_type),
-        (semantic.TritonSemantic, "broadcast_impl_value", broadcast_unless_alike),
+        (semantic.TritonSemantic, "broadcast_impl_value", broadcast_blocks),
     ]
 
 

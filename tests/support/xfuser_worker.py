@@ -552,13 +552,16 @@ if __name__ == "__main__":
 
     import vmonarch.xfuser
 
-    child = 0
+    child, interpreter = 0, contextlib.nullcontext()
     if kind == "cpu":
-        child = os.fork()
+        from interpreter import faster
+
+        child, interpreter = os.fork(), faster()
         here = 0 if child else 1
     else:
         here = 1 if second is None else 0
-    main(tiny_wan, kind, output_folder, here, words)
+    with interpreter:
+        main(tiny_wan, kind, output_folder, here, words)
     if child:
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     if second is not None:
