@@ -1,6 +1,6 @@
 """An animated picture of one video of a comparison: `python -m vmonarch.eval.studies.animation outputs/demo/0001-…`.
 
-The folder is one that `vmonarch compare … save_videos=true` has written. The methods stand side by side under plain
+The folder is one that `vmonarch compare … --save-videos` has written. The methods stand side by side under plain
 names; the suffix of --output decides between WebP and GIF.
 """
 
@@ -40,7 +40,7 @@ def frames_of(folder: Path, number: int = 1) -> tuple[NDArray[np.uint8], float]:
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ValueError(f"{folder} holds no finished comparison with a video {number}: {error}") from error
     if "videos" not in files:
-        raise ValueError(f"{folder} holds no videos of single methods: run vmonarch compare with save_videos=true")
+        raise ValueError(f"{folder} holds no videos of single methods: run vmonarch compare with --save-videos")
     found = {method: read_video(folder / name) for method, name in files["videos"].items()}
     fps = next(iter(found.values()))[1]
     return side_by_side({LABELS.get(method, method): video for method, (video, _) in found.items()}), fps
@@ -70,7 +70,7 @@ def save_animation(path: Path, frames: NDArray[np.uint8], fps: float, *, width: 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 2 if the folder cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.animation", description=__doc__)
-    parser.add_argument("folder", type=Path, help="a comparison that was made with save_videos=true")
+    parser.add_argument("folder", type=Path, help="a comparison that was made with --save-videos")
     parser.add_argument("--number", type=int, default=1, help="of the video in the comparison (default: 1)")
     parser.add_argument("--width", type=int, default=900, help="pixels (default: 900)")
     parser.add_argument("--quality", type=int, default=75, help="of WebP (default: 75)")
