@@ -1,4 +1,4 @@
-"""Time the README's commands on a clean clone: `python -m vmonarch.eval.commands`."""
+"""Time the Makefile's commands on a clean clone: `python -m vmonarch.eval.commands`."""
 
 from __future__ import annotations
 

@@ -38,15 +38,21 @@ from vmonarch.eval.studies import footage_run, residual_sharing
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     "README.md",
+    "docs/api.md",
     "docs/kernels.md",
     "docs/speed.md",
     "docs/compose.md",
-    "docs/bias.md",
     "docs/based.md",
     "docs/finetuning.md",
     "docs/parallel.md",
     "docs/evaluation.md",
     "docs/ablations.md",
+    "docs/lab/ablations.md",
+    "docs/lab/based.md",
+    "docs/lab/bias.md",
+    "docs/lab/footage.md",
+    "docs/lab/kernels.md",
+    "docs/lab/speed.md",
     "finetune/embedded/README.md",
 )
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

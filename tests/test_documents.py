@@ -13,6 +13,7 @@ import re
 import shlex
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import diffusers
 import pytest
@@ -23,10 +24,17 @@ from vmonarch import BasedProcessor, FlashBiasProcessor, VMonarchProcessor, vmon
 from vmonarch.configs import preset_names
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.evaluate import EvalConfig
+from vmonarch.installation import SUPPORTED_TRANSFORMERS
+from vmonarch.kernels.common.launch import HOPPER_DTYPES, HOPPER_HEAD_DIM, KERNEL_DTYPES, MAX_HEAD_DIM
+from vmonarch.pipelines.model_folder import SUPPORTED_PIPELINES
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), ROOT / "finetune" / "embedded" / "README.md"]
-FOLDERS = ("configs", "eval", "finetune", "kernels", "pipelines", "tests", "vmonarch")
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+    ROOT / "finetune" / "embedded" / "README.md",
+]
+FOLDERS = ("configs", "eval", "examples", "finetune", "kernels", "pipelines", "tests", "vmonarch")
 SOURCES = sorted({path.resolve() for name in FOLDERS for path in (ROOT / name).rglob("*.py")})
 FILES = [
     os.path.relpath(Path(folder, file), ROOT)
@@ -141,12 +149,45 @@ def test_files_and_modules_exist(path):
         assert pkgutil.resolve_name(name) is not None
 
 
-def test_readme_names_what_is_public_and_activates_the_environment_before_its_commands():
+def test_readme_is_short_and_installs_before_it_calls_a_command():
     text = (ROOT / "README.md").read_text()
-    api = text.partition("\n## API\n")[2].partition("\n## ")[0]
+    assert len(text.splitlines()) <= 130
+    assert -1 < text.find("pip install .") < text.index("\n    vmonarch ")
+
+
+def test_the_api_names_what_is_public_and_activates_the_environment_before_its_commands():
+    text = (ROOT / "docs" / "api.md").read_text()
+    api = text.partition("\n## Public names\n")[2].partition("\n## ")[0]
     public = set(vmonarch.__all__) - {"__version__"}
     assert public <= set(re.findall(r"(\w+)[`(]", api))
-    assert "pip install ." in text and text.index(".venv/bin/activate") < text.index("\n    vmonarch ")
+    assert text.index(".venv/bin/activate") < text.index("\n    vmonarch ")
+
+
+def test_the_support_matrix_is_what_the_code_supports():
+    matrix = {
+        row[0].strip("`"): row[1:] for row in rows("README.md") if row[0].startswith("`Wan") or "3DModel" in row[0]
+    }
+    assert set(matrix) == {model.__name__ for model in SUPPORTED_TRANSFORMERS}
+    own_pipelines = [getattr(vmonarch.pipelines, name) for name in vmonarch.pipelines.__all__]
+    with_setter = {get_type_hints(pipeline.__init__)["transformer"] for pipeline in own_pipelines}
+    commands = {get_type_hints(getattr(diffusers, name).__init__)["transformer"] for name in SUPPORTED_PIPELINES}
+    for model in SUPPORTED_TRANSFORMERS:
+        _, _, refresh, guidance, parallel, setter, command = matrix[model.__name__]
+        assert refresh in ("yes", "untested") and guidance == "yes"
+        assert (parallel == "yes") == (getattr(model, "_cp_plan", None) is not None), model
+        assert (setter == "yes") == any(model in (found, *get_args(found)) for found in with_setter), model
+        assert (command == "no") == all(model not in (found, *get_args(found)) for found in commands), model
+
+
+def test_the_table_of_gpus_has_the_limits_of_the_kernels():
+    heading = next(row for row in rows("README.md") if row[0] == "GPU")
+    assert heading[1:4] == [
+        f"16 bit, head dimension ≤ {HOPPER_HEAD_DIM}",
+        f"16 bit, ≤ {MAX_HEAD_DIM}",
+        f"float32, ≤ {MAX_HEAD_DIM}",
+    ]
+    assert set(KERNEL_DTYPES) == {torch.float16, torch.bfloat16, torch.float32}
+    assert set(HOPPER_DTYPES) == {torch.float16, torch.bfloat16}
 
 
 # Of documents whose snippets need what a test has not: several processes, VBench's environment.
@@ -211,13 +252,39 @@ def test_sections_that_code_cites_exist():
         if path == Path(__file__):
             continue
         text = path.read_text()
-        for document, heading in re.findall(r'(docs/\w+\.md), "([^"]+)"', text):
+        for document, heading in re.findall(r'(docs/[\w/]+\.md), "([^"]+)"', text):
             assert heading in sections[document], f"{path} cites {document}, {heading}"
             cited += 1
         for line in text.splitlines():
             # Numbers of sections are those of a paper, which the line names.
             assert not re.search(r"§ ?\d", line) or any(paper in line for paper in PAPERS), f"{path}: {line}"
     assert cited > 10
+
+
+def anchor(heading: str) -> str:
+    """What a heading is called in a link."""
+    return re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
+
+
+def test_sections_that_links_name_exist():
+    found = 0
+    for path in DOCUMENTS:
+        for file, section in re.findall(r"\]\(([^)\s#]*)#([^)]+)\)", path.read_text()):
+            if not file.startswith("http"):
+                target = path if not file else (path.parent / file).resolve()
+                assert section in map(anchor, headings(target.read_text())), f"{path.name} points at {file}#{section}"
+                found += 1
+    assert found > 40
+
+
+def test_errors_that_the_faq_explains_are_in_the_code():
+    # As one text: messages are written over several lines.
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in SOURCES if "tests" not in path.parts))
+    messages = [row[0].strip("`") for row in rows("docs/faq.md") if row[0].startswith("`")]
+    assert len(messages) > 20
+    for message in messages:
+        for part in filter(None, re.split(r"\s*…\s*", message)):
+            assert part in code, part
 
 
 @pytest.mark.parametrize(
