@@ -6,7 +6,7 @@ from vmonarch.eval.compare import CompareConfig, compare
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--frames", type=int, default=61)
+parser.add_argument("--frames", type=int, default=29)
 parser.add_argument("--output", default="outputs/compare")
 options = parser.parse_args()
 

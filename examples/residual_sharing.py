@@ -11,7 +11,7 @@ from vmonarch.pipelines.embedded import embedded_model_path
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--frames", type=int, default=61)
+parser.add_argument("--frames", type=int, default=29)
 options = parser.parse_args()
 size = {"height": 96, "width": 160, "num_frames": options.frames, "num_inference_steps": options.steps}
 
