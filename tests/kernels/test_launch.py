@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from interpreter import faster
+from triton.language import core
 
 from vmonarch.kernels.common.launch import launch_options, launch_overrides
 
@@ -43,3 +45,10 @@ def test_overrides_that_are_supported_are_used_while_they_last():
     with launch_overrides({"r_step": {"BLOCK_N": 128}, "hopper_r_step": {"Q_STAGES": 2, "STAGES": 2}}):
         assert options() == {**before, "BLOCK_N": 128}
     assert options() == before
+
+
+def test_where_kernels_are_compiled_the_language_stays_tritons_own(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    owned = core.tensor.__init__
+    with faster():
+        assert core.tensor.__init__ is owned
