@@ -205,7 +205,10 @@ TABLES = {
     },
     **{
         name: _ablation("eval-refresh", name)
-        for name in ("proxy-refresh", "proxy-refresh-20", "embedded-schedules", "embedded-refresh-plans")
+        for name in (
+            *("proxy-refresh", "proxy-refresh-20", "embedded-refresh", "embedded-refresh-20"),
+            *("embedded-refresh-plans", "embedded-schedules"),
+        )
     },
     "residual-sharing": Table(residual_sharing.study_table, "residual-sharing"),
 }
