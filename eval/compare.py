@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
-from vmonarch.eval.render import aligned
+from vmonarch.eval.render.table import aligned
 from vmonarch.files import AtomicFiles, file_name, short_hash
 from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
@@ -171,7 +171,7 @@ def _cell(value: Any, decimals: int) -> str:
 def prompt_scorer(model: LoadedModel) -> Callable[[torch.Tensor, str], float | None]:
     """A function of frames [F, 3, H, W] and prompt to the prompt score (`vmonarch.eval.prompt_score.PromptMatch`).
 
-    It answers None for models other than the embedded one and its proxies (`vmonarch.eval.proxy`), and for prompts in
+    It answers None for models other than the embedded one and its proxies (`eval/studies/proxy.py`), and for prompts in
     other words than those models'.
     """
     if model.folder.name != "embedded" and not (model.folder.path / PROXY_RECORD).is_file():

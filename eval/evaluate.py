@@ -38,7 +38,7 @@ from vmonarch.eval.compare import (
     sample_methods,
     warm_up,
 )
-from vmonarch.eval.render import aligned
+from vmonarch.eval.render.table import aligned
 from vmonarch.eval.summary import BOOTSTRAP_SEED, MEASURES, RESAMPLES, differences, statistics, summary_rows
 from vmonarch.files import AtomicFiles, file_name, short_hash
 from vmonarch.pipelines.config import complete

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.eval.compare import json_values
-from vmonarch.eval.render import markdown, percent
+from vmonarch.eval.render.table import markdown, percent
 from vmonarch.pipelines.outputs import GenerationError
 
 if TYPE_CHECKING:

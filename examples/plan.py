@@ -8,7 +8,7 @@ import argparse
 import diffusers
 
 import vmonarch
-from vmonarch.eval.calibrate import CalibrateConfig, calibrate
+from vmonarch.eval.calibrate.run import CalibrateConfig, calibrate
 from vmonarch.pipelines.embedded import embedded_model_path
 
 parser = argparse.ArgumentParser(description=__doc__)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 SUPPORTED_PIPELINES = (TEXT_TO_VIDEO, IMAGE_TO_VIDEO)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# In a proxy's folder: how it was trained, and what it is best run with (`vmonarch.eval.proxy`).
+# In a proxy's folder: how it was trained, and what it is best run with (`vmonarch.eval.studies.proxy`).
 PROXY_RECORD = "proxy.json"
 # Components that are models and so must come with weights; the others are tokenizers, schedulers and processors.
 MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")

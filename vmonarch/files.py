@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from vmonarch.configs import InputError
+
 
 class AtomicFiles:
     """Files that appear all together, complete, or not at all.
@@ -84,3 +86,25 @@ def file_name(label: str) -> str:
     """A method's label as part of a file name; labels with parameters get a hash, so that no two share a name."""
     plain = re.sub(r"[^\w.-]+", "-", label)[:40]
     return plain if plain == label else f"{plain}-{short_hash(label)}"
+
+
+def check_output(path: Path) -> None:
+    """Check that a file can be written there, before anything is computed.
+
+    Raises:
+        InputError: the path is a folder, or in one that is missing or not writable.
+    """
+    if path.is_dir() or not path.name:
+        raise InputError("output", f"must be a file, got the folder {str(path)!r}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError("output", f"{str(path)!r} cannot be written: {error.strerror}") from error
+    if not os.access(path.parent, os.W_OK):
+        raise InputError("output", f"{str(path)!r} cannot be written: its folder is not writable")
+
+
+def write_json(path: Path, results: dict[str, Any]) -> None:
+    """Replace the file as a whole: readers see the old one or the new one."""
+    with AtomicFiles(overwrite=True) as files:
+        files.stage(path).write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

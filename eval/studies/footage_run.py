@@ -1,6 +1,6 @@
 """Whole runs along real footage: `python -m vmonarch.eval.studies.footage_run`.
 
-What a method keeps from one step to the next cannot be measured in one call (`vmonarch.eval.footage`). Here a pipeline
+What a method keeps from one step to the next cannot be measured in one call (`footage.py` beside this). Here a pipeline
 runs through all of its steps, but its scheduler leads it along the straight path from noise to a clip,
 x = (1 - σ)·clip + σ·noise, whatever the transformer predicts. So all methods see the same inputs, and in every step
 the velocity's relative error to that of full attention tells what attention alone changes. The text is empty.
@@ -25,9 +25,9 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
-from vmonarch.eval.footage import Footage, noise_like, open_model, read_footage, relative_error, shipped_clips
-from vmonarch.eval.kernel_bench import check_output, write_json
-from vmonarch.eval.render import markdown
+from vmonarch.eval.render.table import markdown
+from vmonarch.eval.studies.footage import Footage, noise_like, open_model, read_footage, relative_error, shipped_clips
+from vmonarch.files import check_output, write_json
 from vmonarch.finetune.data.decode import ClipShape
 from vmonarch.pipelines.devices import choose_device
 from vmonarch.pipelines.environment import environment, shown_command

@@ -35,7 +35,7 @@ import vmonarch
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.eval.compare import prompt_scorer
-from vmonarch.eval.render import markdown, percent
+from vmonarch.eval.render.table import markdown, percent
 from vmonarch.eval.similarity import similarity
 from vmonarch.files import AtomicFiles
 from vmonarch.finetune.embedded.data import held_out_prompts

@@ -8,7 +8,7 @@ import pytest
 
 from vmonarch import AttentionPlan
 from vmonarch.configs import InputError, read_yaml
-from vmonarch.eval.calibrate import CANDIDATES, CalibrateConfig
+from vmonarch.eval.calibrate.run import CANDIDATES, CalibrateConfig
 from vmonarch.pipelines.config import build_config
 
 PROMPT = "a <b>red</b> circle & more"
@@ -110,7 +110,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_used_is_named_and_nothing_is_left(cli, name, monkeypatch):
-    monkeypatch.setattr("vmonarch.eval.calibrate.denoise", lambda *_, **__: pytest.fail("something was sampled"))
+    monkeypatch.setattr("vmonarch.eval.calibrate.run.denoise", lambda *_, **__: pytest.fail("something was sampled"))
     words, message = BAD[name]
     code, _, err = cli("calibrate", *words)
     assert code == 2 and message in err, err
@@ -123,7 +123,7 @@ def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch)
     def no_plan(*_):
         raise InputError("limit", "cannot be kept")
 
-    monkeypatch.setattr("vmonarch.eval.planning.plan_within_work", no_plan)
+    monkeypatch.setattr("vmonarch.eval.calibrate.planning.plan_within_work", no_plan)
     code, _, err = cli("calibrate", *line, "--limit", "kl=1e-9")
     monkeypatch.undo()
     monkeypatch.chdir(cli.folder)
@@ -135,7 +135,7 @@ def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch)
     def no_room(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vmonarch.eval.calibrate._write", no_room)
+    monkeypatch.setattr("vmonarch.eval.calibrate.run._write", no_room)
     monkeypatch.setattr("tempfile.tempdir", str(cli.folder))
     code, _, err = cli("calibrate", *line)
     (kept,) = cli.folder.glob("vmonarch-*/diagnosis.json")
@@ -154,7 +154,7 @@ def test_candidates_are_what_their_methods_change():
 
 
 def test_what_a_model_that_cannot_be_differentiated_needs_is_said(cli, monkeypatch):
-    from vmonarch.eval import diagnosis
+    from vmonarch.eval.calibrate import diagnosis
 
     def refuses(*tensors):
         raise RuntimeError("derivative for aten::quantized is not implemented")

@@ -11,7 +11,7 @@ import pytest
 
 from vmonarch.configs import FOLDER, InputError, build, preset_names, read_yaml
 from vmonarch.configs.methods import VMonarchAttention, method_names, resolve_method
-from vmonarch.eval.calibrate import CalibrateConfig
+from vmonarch.eval.calibrate.run import CalibrateConfig
 from vmonarch.eval.compare import CompareConfig
 from vmonarch.eval.evaluate import EvalConfig
 from vmonarch.eval.wan_models import read_model_config

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from vmonarch.configs.methods import resolve_method
-from vmonarch.eval.ablations import FAMILIES, ablation_table, family, main, points
-from vmonarch.eval.collect import FORMAT
+from vmonarch.eval.studies.ablations import FAMILIES, ablation_table, family, main, points
+from vmonarch.eval.studies.collect import FORMAT
 
 DEMO = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "eval-demo.json"
 

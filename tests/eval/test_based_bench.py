@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vmonarch.eval import based_bench
-from vmonarch.eval.based_bench import (
+from vmonarch.eval.bench import based
+from vmonarch.eval.bench.based import (
     CACHES,
     METHODS,
     OURS,
@@ -21,8 +21,8 @@ from vmonarch.eval.based_bench import (
     way,
     ways,
 )
-from vmonarch.eval.kernel_bench import relative_errors, sdpa
-from vmonarch.eval.op_bench import Bench, compile_task, compile_tasks
+from vmonarch.eval.bench.gate import relative_errors
+from vmonarch.eval.bench.runner import Bench, compile_task, compile_tasks, sdpa
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.window.neighbours import neighbours
@@ -45,7 +45,7 @@ SMALL = {
 @pytest.fixture
 def any_backend(monkeypatch):
     """Without a GPU torch has neither cuDNN nor flash attention of these shapes."""
-    monkeypatch.setattr(based_bench, "sdpa", lambda _, *qkv, **options: sdpa("sdpa", *qkv, **options))
+    monkeypatch.setattr(based, "sdpa", lambda _, *qkv, **options: sdpa("sdpa", *qkv, **options))
 
 
 def names_of(case):
@@ -156,10 +156,10 @@ def test_a_multiply_add_counts_two():
 
 
 def test_the_command_writes_what_it_measured(tmp_path, monkeypatch, any_backend, capsys):
-    monkeypatch.setattr(based_bench, "standard_cases", lambda: [SMALL["video-training"], SMALL["decode"]])
+    monkeypatch.setattr(based, "standard_cases", lambda: [SMALL["video-training"], SMALL["decode"]])
     output = tmp_path / "based.json"
     words = ["--device", "cpu", "--output", str(output), "--rounds", "1"]
-    assert based_bench.main(words) == 0
+    assert based.main(words) == 0
     results = json.loads(output.read_text())
     assert [case["kind"] for case in results["cases"]] == ["video", "decode"] and results["formulae"]["bytes"]
     for case in results["cases"]:
@@ -169,8 +169,8 @@ def test_the_command_writes_what_it_measured(tmp_path, monkeypatch, any_backend,
 
 @pytest.mark.parametrize("spoilt", ["out", "dk"])
 def test_a_wrong_result_has_no_speed(spoilt, tmp_path, monkeypatch, any_backend):
-    monkeypatch.setattr(based_bench, "standard_cases", lambda: [SMALL["prefill-training"]])
-    real = based_bench.taylor_attention
+    monkeypatch.setattr(based, "standard_cases", lambda: [SMALL["prefill-training"]])
+    real = based.taylor_attention
 
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -188,10 +188,10 @@ def test_a_wrong_result_has_no_speed(spoilt, tmp_path, monkeypatch, any_backend)
         out = real(q, k, v, implementation=implementation, **options)
         return out * 1.01 if spoilt == "out" else out
 
-    monkeypatch.setattr(based_bench, "taylor_attention", wrong)
+    monkeypatch.setattr(based, "taylor_attention", wrong)
     output = tmp_path / "based.json"
     words = ["--device", "cpu", "--output", str(output), "--rounds", "1", "--methods", "taylor", "cudnn"]
-    assert based_bench.main(words) == 1
+    assert based.main(words) == 1
     ours, exact = json.loads(output.read_text())["cases"][0]["rows"]
     assert ours["status"] == "wrong" and f"{spoilt} is off by" in ours["problem"] and "ms" not in ours
     assert exact["status"] == "ok"

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vmonarch.eval import bias_bench
-from vmonarch.eval.bias_bench import Case, Inputs, standard_cases, way, ways
-from vmonarch.eval.kernel_bench import relative_errors
+from vmonarch.eval.bench import bias
+from vmonarch.eval.bench.bias import Case, Inputs, standard_cases, way, ways
+from vmonarch.eval.bench.gate import relative_errors
 from vmonarch.kernels.common.launch import interpreted
 
 CPU = torch.device("cpu")
@@ -84,10 +84,10 @@ def test_a_multiply_add_counts_two():
 
 
 def test_the_command_writes_what_it_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bias_bench, "standard_cases", lambda: SMALL)
+    monkeypatch.setattr(bias, "standard_cases", lambda: SMALL)
     output = tmp_path / "bias.json"
     words = ["--device", "cpu", "--output", str(output), "--rounds", "2", "--methods", "flash-bias", "no-bias", "sdpa"]
-    assert bias_bench.main(words) == 0
+    assert bias.main(words) == 0
     results = json.loads(output.read_text())
     assert results["hardware"] == "interpreter" and results["rates"] is None and not results["left_out"]
     assert [case["name"] for case in results["cases"]] == ["plain", "causal-training"]
@@ -98,17 +98,17 @@ def test_the_command_writes_what_it_measured(tmp_path, monkeypatch, capsys):
 
 
 def test_a_wrong_result_has_no_speed(tmp_path, monkeypatch):
-    monkeypatch.setattr(bias_bench, "standard_cases", lambda: SMALL[:1])
-    real = bias_bench.way
+    monkeypatch.setattr(bias, "standard_cases", lambda: SMALL[:1])
+    real = bias.way
 
     def spoilt(method, inputs):
         chosen = real(method, inputs)
         return replace(chosen, run=lambda: (chosen.run()[0] * 1.1,)) if method == "sdpa" else chosen
 
-    monkeypatch.setattr(bias_bench, "way", spoilt)
+    monkeypatch.setattr(bias, "way", spoilt)
     output = tmp_path / "bias.json"
     words = ["--device", "cpu", "--output", str(output), "--rounds", "1", "--methods", "flash-bias", "sdpa"]
-    assert bias_bench.main(words) == 1
+    assert bias.main(words) == 1
     good, wrong = json.loads(output.read_text())["cases"][0]["rows"]
     assert good["status"] == "ok" and wrong["status"] == "wrong" and "ms" not in wrong
 
@@ -119,27 +119,27 @@ def test_a_wrong_result_has_no_speed(tmp_path, monkeypatch):
     ids=["peer-without-memory", "ours-fails"],
 )
 def test_what_cannot_be_computed_says_why(tmp_path, monkeypatch, method, error, status, code):
-    monkeypatch.setattr(bias_bench, "standard_cases", lambda: SMALL[:1])
-    real = bias_bench.way
+    monkeypatch.setattr(bias, "standard_cases", lambda: SMALL[:1])
+    real = bias.way
 
     def broken(name, inputs):
         if name == method:
             raise error
         return real(name, inputs)
 
-    monkeypatch.setattr(bias_bench, "way", broken)
+    monkeypatch.setattr(bias, "way", broken)
     output = tmp_path / "bias.json"
     words = ["--device", "cpu", "--output", str(output), "--rounds", "1", "--methods", "flash-bias", "sdpa"]
-    assert bias_bench.main(words) == code
+    assert bias.main(words) == code
     rows = {row["method"]: row for row in json.loads(output.read_text())["cases"][0]["rows"]}
     assert rows[method]["status"] == status and str(error) in rows[method]["problem"] and "ms" not in rows[method]
 
 
 def test_what_the_budget_leaves_out_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(bias_bench, "standard_cases", lambda: SMALL)
+    monkeypatch.setattr(bias, "standard_cases", lambda: SMALL)
     output = tmp_path / "bias.json"
     words = ["--device", "cpu", "--output", str(output), "--budget", "0", "--cases", "plain"]
-    assert bias_bench.main(words) == 0
+    assert bias.main(words) == 0
     results = json.loads(output.read_text())
     assert results["left_out"] == ["plain R=3 forward"] and not results["cases"]
 
@@ -155,5 +155,5 @@ def test_what_the_budget_leaves_out_is_named(tmp_path, monkeypatch):
 )
 def test_bad_arguments_are_named(words, message, capsys):
     with pytest.raises(SystemExit):
-        bias_bench.main(["--device", "cpu", *words])
+        bias.main(["--device", "cpu", *words])
     assert message in capsys.readouterr().err

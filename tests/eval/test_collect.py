@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vmonarch.eval.collect import collect, main
+from vmonarch.eval.studies.collect import collect, main
 
 DEMO = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "eval-demo.json"
 

@@ -10,8 +10,8 @@ import vmonarch
 from vmonarch import AttentionPlan, ExactBlocks, LatentGrid, VMonarchProcessor, vmonarch_attention
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
-from vmonarch.eval import diagnosis
-from vmonarch.eval.diagnosis import (
+from vmonarch.eval.calibrate import diagnosis
+from vmonarch.eval.calibrate.diagnosis import (
     DiagnosisProcessor,
     Recorder,
     attention_map,
@@ -20,8 +20,8 @@ from vmonarch.eval.diagnosis import (
     measure,
     watched,
 )
-from vmonarch.eval.fidelity import attention_fidelity
-from vmonarch.eval.planning import over_steps, plan_within_error, plan_within_work
+from vmonarch.eval.calibrate.planning import over_steps, plan_within_error, plan_within_work
+from vmonarch.eval.studies.fidelity import attention_fidelity
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.options import VMonarchOptions
 from vmonarch.video_processor import VideoAttentionProcessor

@@ -15,9 +15,10 @@ import vmonarch
 from vmonarch import VMonarchProcessor, residuals
 from vmonarch.cli import main
 from vmonarch.configs.methods import resolve_method
-from vmonarch.eval import e2e_bench
 from vmonarch.eval.attention_flops import step_kinds
-from vmonarch.eval.e2e_bench import (
+from vmonarch.eval.bench import e2e
+from vmonarch.eval.bench.clock import Clock
+from vmonarch.eval.bench.e2e import (
     PARTS,
     REST_KERNELS,
     SETTINGS,
@@ -37,7 +38,6 @@ from vmonarch.eval.e2e_bench import (
     timed_parts,
     video_table,
 )
-from vmonarch.eval.kernel_bench import Clock
 from vmonarch.eval.wan_models import read_model
 from vmonarch.installation import is_applied
 from vmonarch.kernels.common.launch import interpreted
@@ -116,7 +116,7 @@ def test_blocks_are_compiled_and_a_wrong_compiler_is_noticed(bench):
     row = rows_of(results)["full", "compiled"]
     assert row["status"] == "wrong" and "step_s" not in row, "what is wrong has no speed"
     assert row["errors"]["to_stock"] > 0.01
-    assert e2e_bench.wrong_rows(results) and "wrong" in e2e_table(results)
+    assert e2e.wrong_rows(results) and "wrong" in e2e_table(results)
 
 
 def test_blocks_that_are_not_compiled_are_not_called_compiled(bench, monkeypatch):
@@ -149,7 +149,7 @@ def test_a_vae_that_fails_leaves_the_steps(bench, monkeypatch):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("too large")
 
-    monkeypatch.setattr(e2e_bench.WanModel, "build_vae", fail)
+    monkeypatch.setattr(e2e.WanModel, "build_vae", fail)
     results = run_bench(bench("full", transformer_only=False))
     assert results["runs"][0]["cases"][0]["vae"]["status"] == "out of memory"
     row = rows_of(results)["full", "eager"]
@@ -160,7 +160,7 @@ def test_a_model_that_cannot_be_built_fails_all_rows(bench, monkeypatch):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("too large")
 
-    monkeypatch.setattr(e2e_bench.WanModel, "build_transformer", fail)
+    monkeypatch.setattr(e2e.WanModel, "build_transformer", fail)
     results = run_bench(bench("full", "vmonarch"))
     assert [row["status"] for row in rows_of(results).values()] == ["out of memory"] * 2
     assert e2e_table(results).count("| out of memory |") == 2
@@ -287,7 +287,7 @@ def test_parts_are_timed_around_what_they_are_named_after(tiny, monkeypatch):
         with timed_parts(model, Ticks(CPU)) as milliseconds:
             assert not model.blocks[0].attn1.norm_q._forward_hooks
             tiny.run(model)
-        parts = e2e_bench.with_rest(milliseconds(), Ticks.now - before)
+        parts = e2e.with_rest(milliseconds(), Ticks.now - before)
         assert parts == {
             "attention": attention,
             "projections": 2.0,
@@ -371,7 +371,7 @@ def forwards(monkeypatch):
     counted(VMonarchProcessor, "attend_exactly")
     counted(residuals, "attention_residual")
     counted(residuals, "add_residual")
-    monkeypatch.setattr(e2e_bench, "Denoiser", Watched)
+    monkeypatch.setattr(e2e, "Denoiser", Watched)
     yield seen
     assert sum(held(denoiser) for denoiser in made) == 0, "memory of other rows"
 
@@ -384,8 +384,8 @@ def test_each_kind_of_step_is_measured_as_it_is_in_a_run(bench, forwards, monkey
         assert not any(row.denoiser.marks for row in rows), "preparation is not measured"
         measure_rows(rows, *others)
 
-    monkeypatch.setattr(e2e_bench, "measure_rows", measure_prepared)
-    results = run_bench(bench(REFRESH, "full", modes=e2e_bench.MODES, steps=8, rounds=2))
+    monkeypatch.setattr(e2e, "measure_rows", measure_prepared)
+    results = run_bench(bench(REFRESH, "full", modes=e2e.MODES, steps=8, rounds=2))
     # What each forward call does in two layers, and the residuals after it, by text.
     expected = {
         "exact": ({"attend_exactly": 2}, (0, 0)),
@@ -397,7 +397,7 @@ def test_each_kind_of_step_is_measured_as_it_is_in_a_run(bench, forwards, monkey
     rows = rows_of(results)
     # The first is stock diffusers.
     _, *denoisers = dict.fromkeys(denoiser for denoiser, *_ in forwards)
-    for mode, denoiser, ready in zip(e2e_bench.MODES, denoisers, prepared, strict=False):
+    for mode, denoiser, ready in zip(e2e.MODES, denoisers, prepared, strict=False):
         mine = [entry for entry in forwards if entry[0] is denoiser]
         for _, step, text, calls, held, others in mine:
             assert (calls, held, others) == (expected[kinds[step]][0], expected[kinds[step]][1][text], 0)
@@ -434,15 +434,15 @@ def test_dense_steps_and_a_second_transformer_count(bench, forwards, tiny_yaml, 
 
 
 def test_what_is_compiled_for_a_kind_of_step_is_not_taken_apart(bench, monkeypatch):
-    counts, original = [], e2e_bench.profiled_parts
+    counts, original = [], e2e.profiled_parts
 
     def profiled(run, *others):
-        before = e2e_bench.compiled_graphs()
+        before = e2e.compiled_graphs()
         found = original(run, *others)
-        counts.append(e2e_bench.compiled_graphs() - before)
+        counts.append(e2e.compiled_graphs() - before)
         return found
 
-    monkeypatch.setattr(e2e_bench, "profiled_parts", profiled)
+    monkeypatch.setattr(e2e, "profiled_parts", profiled)
     run_bench(bench("vmonarch:dense_steps=1", modes=("compiled",), steps=2))
     assert counts == [0]
 
@@ -475,7 +475,7 @@ def test_an_approximate_step_that_is_wrong_or_fails_is_recorded(bench, forwards,
         return 2 * right(*inputs, **options)
 
     monkeypatch.setattr(residuals, "add_residual", add)
-    methods, modes = (["full"], ("eager",)) if error else ([], e2e_bench.MODES)
+    methods, modes = (["full"], ("eager",)) if error else ([], e2e.MODES)
     rows = rows_of(run_bench(bench("vmonarch:refresh=1", *methods, modes=modes, steps=3)))
     row = rows["vmonarch:refresh=1", modes[-1]]
     if error is None:
@@ -535,7 +535,7 @@ def test_the_table_holds_ratios_of_one_run_and_the_aims_beside_them(document, tm
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, part in zip(paths, (first, second), strict=True):
         path.write_text(json.dumps(part))
-    assert e2e_bench.main([*map(str, paths), "--output", str(tmp_path / "all.json")]) == 0
+    assert e2e.main([*map(str, paths), "--output", str(tmp_path / "all.json")]) == 0
     together = json.loads((tmp_path / "all.json").read_text())
     assert together == merge([first, second]) and len(together["runs"]) == 2
     line = next(line for line in e2e_table(together).splitlines() if "vmonarch, compiled" in line)
@@ -569,7 +569,7 @@ def test_the_table_holds_ratios_of_one_run_and_the_aims_beside_them(document, tm
 def test_pieces_of_another_kind_are_refused(tmp_path, capsys):
     (tmp_path / "x.json").write_text('{"format": "another"}')
     with pytest.raises(SystemExit):
-        e2e_bench.main([str(tmp_path / "x.json"), "--output", str(tmp_path / "y.json")])
+        e2e.main([str(tmp_path / "x.json"), "--output", str(tmp_path / "y.json")])
     assert "is no JSON of `vmonarch bench e2e`" in capsys.readouterr().err
 
 
@@ -611,7 +611,7 @@ def test_bad_arguments_are_named(words, fragments, tmp_path, monkeypatch, capsys
 
 def test_a_model_that_main_memory_cannot_hold_is_refused(tiny_yaml, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(e2e_bench, "memory_bytes", lambda: 2**16)
+    monkeypatch.setattr(e2e, "memory_bytes", lambda: 2**16)
     assert main([*E2E, "--model", tiny_yaml, "--settings", "5x32x64"]) == 2
     err = capsys.readouterr().err
     assert "--device cpu has not the memory for" in err and "smaller --model" in err and not list(tmp_path.iterdir())

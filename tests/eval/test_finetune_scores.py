@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from vmonarch.eval import finetune_scores
+from vmonarch.eval.studies import finetune_scores
 
 SMALL = ["--clips", "1", "--held-out", "1", "--prompts", "1", "--sampling-steps", "1", "--device", "cpu",
          "--processes", "1"]  # fmt: skip

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from vmonarch.eval import float8
-from vmonarch.eval.float8 import BLOCK, PRECISIONS, Precision, float8_table, r_step, to_float8
+from vmonarch.eval.studies import float8
+from vmonarch.eval.studies.float8 import BLOCK, PRECISIONS, Precision, float8_table, r_step, to_float8
 from vmonarch.kernels.monarch import reference
 
 

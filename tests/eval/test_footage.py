@@ -10,8 +10,8 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
-from vmonarch.eval import footage
-from vmonarch.eval.footage import Footage, decode, footage_table, measure, read_footage, shipped_clips
+from vmonarch.eval.studies import footage
+from vmonarch.eval.studies.footage import Footage, decode, footage_table, measure, read_footage, shipped_clips
 from vmonarch.finetune.data.decode import ClipShape
 from vmonarch.pipelines.embedded import embedded_model_path
 
@@ -91,7 +91,7 @@ def test_a_part_of_the_command_gives_the_same_numbers(documents):
     assert part == second["results"] and len(part) == 3 and len(first["results"]) == 2 * 2 * 3
     assert first["clips"][:1] == second["clips"] and first["clips"][0]["name"] == "bikes"
     assert "only ever seen procedural video" in first["about"]
-    assert first["command"].startswith("python -m vmonarch.eval.footage --methods full vmonarch")
+    assert first["command"].startswith("python -m vmonarch.eval.studies.footage --methods full vmonarch")
     assert str(shipped_clips()[0].parent) not in json.dumps(first)
 
 
@@ -113,7 +113,7 @@ def test_the_table_has_means_over_the_clips(documents):
     line = next(line for line in text.splitlines() if line.startswith("| vmonarch |"))
     assert f" {100 * error:.1f} |" in line and f" {near:.1f} |" in line
     assert "–" in footage_table({**document, "methods": [{"label": "full", "attention_flops_share": None}] * 2})
-    assert "Made by `python -m vmonarch.eval.footage" in text
+    assert "Made by `python -m vmonarch.eval.studies.footage" in text
 
 
 @pytest.mark.parametrize(

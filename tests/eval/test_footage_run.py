@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from vmonarch.configs.methods import resolve_method
-from vmonarch.eval import footage
-from vmonarch.eval.footage import Footage, read_footage, relative_error, shipped_clips
-from vmonarch.eval.studies import footage_run
+from vmonarch.eval.studies import footage, footage_run
+from vmonarch.eval.studies.footage import Footage, read_footage, relative_error, shipped_clips
 from vmonarch.eval.studies.footage_run import footage_run_table, velocities_of_run
 from vmonarch.finetune.data.decode import ClipShape
 from vmonarch.pipelines.embedded import embedded_model_path

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 
-from vmonarch.eval.gpu_tests import ROOT, main, summarise, without_paths
+from vmonarch.eval.studies.gpu_tests import ROOT, main, summarise, without_paths
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="good" time="1.5"/>

@@ -7,8 +7,8 @@ import torch
 import yaml
 from diffusers import WanTransformer3DModel
 
-from vmonarch.eval import guidance_bench
-from vmonarch.eval.guidance_bench import METHODS, Case, ways
+from vmonarch.eval.bench import guidance
+from vmonarch.eval.bench.guidance import METHODS, Case, ways
 from vmonarch.processors import VMonarchProcessor
 
 CPU = torch.device("cpu")
@@ -19,8 +19,8 @@ def small(tiny, tmp_path, monkeypatch):
     """The benchmark with a tiny model and one tiny video; what was asked of torch.compile."""
     model = tmp_path / "model.yaml"
     model.write_text(yaml.safe_dump({**tiny._TRANSFORMER, "patch_size": [1, 2, 2], "text_encoder": {"d_model": 16}}))
-    monkeypatch.setattr(guidance_bench, "MODEL", str(model))
-    monkeypatch.setattr(guidance_bench, "CASES", (Case(9, 32, 48),))
+    monkeypatch.setattr(guidance, "MODEL", str(model))
+    monkeypatch.setattr(guidance, "CASES", (Case(9, 32, 48),))
     asked = []
     monkeypatch.setattr(
         WanTransformer3DModel, "compile_repeated_blocks", lambda model, **options: asked.append(options)
@@ -29,7 +29,7 @@ def small(tiny, tmp_path, monkeypatch):
 
 
 def test_every_way_computes_both_predictions(small):
-    found = ways(guidance_bench.CASES[0], CPU, torch.float32)
+    found = ways(guidance.CASES[0], CPU, torch.float32)
     assert tuple(found) == METHODS
     batches = []
     for method, make in found.items():
@@ -52,14 +52,14 @@ def test_every_way_computes_both_predictions(small):
 def test_the_command_writes_what_the_table_shows(small, tmp_path, monkeypatch):
     output = tmp_path / "guidance.json"
     words = ["--device", "cpu", "--output", str(output), "--rounds", "3", "--methods", "two-eager", "one-eager"]
-    assert guidance_bench.main(words) == 0
+    assert guidance.main(words) == 0
     results = json.loads(output.read_text())
     two, one = results["cases"][0]["rows"]
     two["ms"]["median"], one["ms"]["median"] = 30.0, 20.0
-    row = guidance_bench.guidance_table(results).splitlines()[2]
+    row = guidance.guidance_table(results).splitlines()[2]
     assert row == "| 9×32×48 | 30.0 | 20.0 (1.50×) | – | – | – | – | – | – |"
-    half = lambda predictions: tuple(0.5 * out for out in guidance_bench.Predictions.two(predictions))
-    monkeypatch.setattr(guidance_bench.Predictions, "one", half)
-    assert guidance_bench.main(words) == 1
-    row = guidance_bench.guidance_table(json.loads(output.read_text())).splitlines()[2]
+    half = lambda predictions: tuple(0.5 * out for out in guidance.Predictions.two(predictions))
+    monkeypatch.setattr(guidance.Predictions, "one", half)
+    assert guidance.main(words) == 1
+    row = guidance.guidance_table(json.loads(output.read_text())).splitlines()[2]
     assert "| wrong |" in row

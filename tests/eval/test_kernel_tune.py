@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from vmonarch.cli import main
-from vmonarch.eval import kernel_tune
-from vmonarch.eval.kernel_bench import StageCall
-from vmonarch.eval.kernel_tune import SWEEPS, TuneConfig, Tuned, run_tune
+from vmonarch.eval.bench import tune as kernel_tune
+from vmonarch.eval.bench.stages import StageCall
+from vmonarch.eval.bench.tune import SWEEPS, TuneConfig, Tuned, run_tune
 from vmonarch.kernels.common import launch
 from vmonarch.kernels.common.launch import interpreted, launch_options
 
@@ -69,7 +69,7 @@ def timed(monkeypatch):
 
 
 def tune(path, *kernels, **options):
-    from vmonarch.eval.kernel_bench import Shape
+    from vmonarch.eval.bench.kernels import Shape
 
     shapes = (Shape.parse("2x4x4:1"),)
     config = dict(output=path, kernels=kernels, head_dims=(16,), dtype="float32", shapes=shapes, device="cpu")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.eval import mqar
-from vmonarch.eval.mqar import Mixer, Model, Network, Settings, sequences
+from vmonarch.eval.studies import mqar
+from vmonarch.eval.studies.mqar import Mixer, Model, Network, Settings, sequences
 
 CPU = torch.device("cpu")
 TINY = Settings(64, 32, (2, 4), 64, (4, 8), steps=2, batch=4, rates=(1e-3, 1e-2))

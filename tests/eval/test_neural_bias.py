@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from vmonarch.eval import neural_bias
+from vmonarch.eval.studies import neural_bias
 
 
 def test_gravity_falls_off_with_the_square_of_the_distance():

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from vmonarch.eval import norm_bench
-from vmonarch.eval.norm_bench import Case, Inputs, diffusers_code, judge, standard_cases, way
+from vmonarch.eval.bench import norm
+from vmonarch.eval.bench.norm import Case, Inputs, diffusers_code, judge, standard_cases, way
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
 
@@ -31,12 +31,12 @@ def test_the_code_measured_for_diffusers_is_that_of_its_processor(tiny, monkeypa
     with torch.no_grad():
         transformer_wan.WanAttnProcessor()(module, inputs.x, None, None, angles)
         found = diffusers_code(module.to_q(inputs.x), module.norm_q.weight, *angles, heads=2)
-    assert module.norm_q.eps == norm_bench.EPS
+    assert module.norm_q.eps == norm.EPS
     assert torch.equal(found, seen[0])
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.label)
-@pytest.mark.parametrize("method", norm_bench.METHODS)
+@pytest.mark.parametrize("method", norm.METHODS)
 def test_every_way_computes_the_same(case, method, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(options) or function)
@@ -83,19 +83,19 @@ def test_more_than_twice_the_error_of_diffusers_is_wrong(ours, status):
 
 @pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
 def test_the_command_writes_what_the_table_shows(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(norm_bench, "standard_cases", lambda: SMALL)
+    monkeypatch.setattr(norm, "standard_cases", lambda: SMALL)
     output = tmp_path / "norm.json"
     words = ["--device", "cpu", "--output", str(output), "--rounds", "2", "--methods", "vmonarch", "diffusers"]
-    assert norm_bench.main(words) == 0
+    assert norm.main(words) == 0
     document = json.loads(output.read_text())
     assert [case["case"] for case in document["cases"]] == ["small forward", "small forward+backward"]
     assert "float64" in document["settings"]["reference"]
     row = document["cases"][1]["rows"][0]
     row["ms"]["median"] = 2.0
-    table = norm_bench.norm_table(document)
+    table = norm.norm_table(document)
     assert f"2.00 ({row['bytes'] / 2e6:.0f} GB/s)" in table and "forward+backward" in table
-    monkeypatch.setattr(norm_bench, "norm_rotary", lambda *tensors, **_: 1.00001 * diffusers_code(*tensors, heads=2))
-    assert norm_bench.main(words) == 1, "within the general bound, but more than twice what diffusers errs"
+    monkeypatch.setattr(norm, "norm_rotary", lambda *tensors, **_: 1.00001 * diffusers_code(*tensors, heads=2))
+    assert norm.main(words) == 1, "within the general bound, but more than twice what diffusers errs"
     document = json.loads(output.read_text())
     assert {row["status"] for case in document["cases"] for row in case["rows"]} == {"wrong", "ok"}
-    assert "wrong" in norm_bench.norm_table(document)
+    assert "wrong" in norm.norm_table(document)

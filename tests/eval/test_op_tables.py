@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from vmonarch.eval import based_bench, bias_bench, op_bench, tables
-from vmonarch.eval.op_tables import based_table, flash_bias_table
+from vmonarch.eval.bench import based, bias, runner
+from vmonarch.eval.bench.tables import based_table, flash_bias_table
+from vmonarch.eval.studies import tables
 from vmonarch.kernels.common.launch import interpreted
 
 HEAD = {
@@ -28,7 +29,7 @@ def row(method, ms, peak=1_000_000, inputs=1_000_000, **more):
 
 
 def bias_case(rank, *rows):
-    case = bias_bench.Case("4096 d=64", 1, 4096, 12, 64, rank)
+    case = bias.Case("4096 d=64", 1, 4096, 12, 64, rank)
     return {"case": case.label, **vars(case), "rows": list(rows)}
 
 
@@ -61,16 +62,16 @@ BASED = {
     **HEAD,
     "cases": [
         based_case(
-            based_bench.Case("video", 1, 23296, 16, 64),
+            based.Case("video", 1, 23296, 16, 64),
             row("taylor", 0.1, byte_floor_ms=0.04, flop_floor_ms=0.05),
             row("taylor-torch", 2.0),
             row("cudnn", 5.0),
         ),
-        based_case(based_bench.Case("prefill", 4, 4096, 16, 64, True), row("taylor", 0.5), row("flash", 0.25)),
-        based_case(based_bench.Case("decode", 128, 65536, 16, 64), row("taylor", 0.128), row("sdpa-65536", 12.8)),
-        based_case(based_bench.Case("window", 1, 16384, 16, 64, window=64), row("window", 0.5), row("flex", 1.0)),
+        based_case(based.Case("prefill", 4, 4096, 16, 64, True), row("taylor", 0.5), row("flash", 0.25)),
+        based_case(based.Case("decode", 128, 65536, 16, 64), row("taylor", 0.128), row("sdpa-65536", 12.8)),
+        based_case(based.Case("window", 1, 16384, 16, 64, window=64), row("window", 0.5), row("flex", 1.0)),
         based_case(
-            based_bench.Case("window", 1, 40, 12, 128, window=(1, 3, 3), grid=(2, 4, 5)),
+            based.Case("window", 1, 40, 12, 128, window=(1, 3, 3), grid=(2, 4, 5)),
             row("window", 2.0),
             row("cudnn", 1.0),
         ),
@@ -130,17 +131,15 @@ def test_a_table_is_made_of_its_json(tmp_path):
 @pytest.mark.parametrize(
     ("bench", "case", "name"),
     [
-        (bias_bench, bias_bench.Case("plain", 1, 40, 2, 16, 3), "flash-bias-h200"),
-        (based_bench, based_bench.Case("video", 1, 40, 2, 16, dims=4), "based-h200"),
+        (bias, bias.Case("plain", 1, 40, 2, 16, 3), "flash-bias-h200"),
+        (based, based.Case("video", 1, 40, 2, 16, dims=4), "based-h200"),
     ],
     ids=["bias", "based"],
 )
 def test_the_tables_read_what_the_benchmarks_write(bench, case, name, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "standard_cases", lambda: [case])
-    monkeypatch.setattr(op_bench, "measure_rates", lambda _: HEAD["rates"])
+    monkeypatch.setattr(runner, "measure_rates", lambda _: HEAD["rates"])
     words = ["--device", "cpu", "--output", str(tmp_path / f"{name}.json"), "--rounds", "1", "--methods"]
-    assert (
-        bench.main([*words, *(["flash-bias", "no-bias"] if bench is bias_bench else ["taylor", "taylor-torch"])]) == 0
-    )
+    assert bench.main([*words, *(["flash-bias", "no-bias"] if bench is bias else ["taylor", "taylor-torch"])]) == 0
     text = tables.render(f"<!-- table: {name} -->\n<!-- end -->\n", tmp_path)
     assert "40, 2 heads, d = 16 |" in text and "copy 4.00 TB/s" in text

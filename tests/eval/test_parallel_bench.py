@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from vmonarch.configs import InputError
-from vmonarch.eval import parallel_bench
-from vmonarch.eval.e2e_bench import Setting
-from vmonarch.eval.parallel_bench import (
+from vmonarch.eval.bench import parallel
+from vmonarch.eval.bench.e2e import Setting
+from vmonarch.eval.bench.parallel import (
     WAYS,
     Case,
     Job,
@@ -47,7 +47,7 @@ def results(tiny_yaml, made_once, forkserver):
             patch.setenv("OMP_NUM_THREADS", "1")
             start = functools.partial(torch.multiprocessing.start_processes, start_method=forkserver.get_start_method())
             patch.setattr(torch.multiprocessing, "spawn", start)
-            patch.setattr(parallel_bench, "run_rank", parallel_bench_rank.rank)
+            patch.setattr(parallel, "run_rank", parallel_bench_rank.rank)
             found = run_bench(job, (1, 2), folder / "parallel.json", "the command", said.append)
         assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2"]
         assert ["Traceback" in text for text in said] == [False, True] * 2, "what went wrong is shown whole"
@@ -117,11 +117,11 @@ def test_the_table_tells_all_of_it(results):
 
 def test_errors_of_any_rank_count(monkeypatch):
     others = {"out": 0.5}
-    monkeypatch.setattr(parallel_bench, "_everywhere", lambda mine: [mine, others])
+    monkeypatch.setattr(parallel, "_everywhere", lambda mine: [mine, others])
     found = {}
-    parallel_bench.judge(found, {"out": 1e-6}, {"out": 1e-4})
+    parallel.judge(found, {"out": 1e-6}, {"out": 1e-4})
     assert found["status"] == "wrong" and "out is off by 0.5" in found["problem"]
-    parallel_bench.judge(found, {"out": float("nan")}, {"out": 1.0})
+    parallel.judge(found, {"out": float("nan")}, {"out": 1.0})
     assert found["status"] == "wrong"
 
 
@@ -178,21 +178,21 @@ def test_without_what_one_process_computed_nothing_is_built(tiny_yaml, tmp_path,
 )
 def test_what_is_refused(capsys, words, problem):
     with pytest.raises(SystemExit):
-        parallel_bench.main(["--device", "cpu", *words])
+        parallel.main(["--device", "cpu", *words])
     assert problem in capsys.readouterr().err
 
 
 def test_more_processes_than_gpus_are_refused(capsys, monkeypatch):
-    monkeypatch.setattr(parallel_bench, "check_device", torch.device)
+    monkeypatch.setattr(parallel, "check_device", torch.device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit):
-        parallel_bench.main(["--ranks", "1", "4"])
+        parallel.main(["--ranks", "1", "4"])
     assert "--ranks must be at most 2, a GPU for each; got 4" in capsys.readouterr().err
 
 
 def test_a_gpu_is_needed(capsys):
     with pytest.raises(SystemExit):
-        parallel_bench.main([])
+        parallel.main([])
     assert "device" in capsys.readouterr().err and issubclass(InputError, ValueError)
 
 

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from vmonarch.eval import prompt_score, proxy
+from vmonarch.eval import prompt_score
 from vmonarch.eval.compare import prompt_scorer
 from vmonarch.eval.prompt_score import expected_objects, read_video, score_readings
+from vmonarch.eval.studies import proxy
 from vmonarch.finetune.embedded.data import render, sample_scenes
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.loading import LoadedModel
@@ -67,7 +68,7 @@ def test_a_run_writes_a_pipeline_and_its_record(folder, tmp_path):
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     record = json.loads((folder / "proxy.json").read_text())
     assert record["steps"] == 2 and record["grid"] == [16, 6, 10] and record["generation"]["height"] == 96
-    assert record["command"].startswith("python -m vmonarch.eval.proxy train --output model --quick")
+    assert record["command"].startswith("python -m vmonarch.eval.studies.proxy train --output model --quick")
     assert record["training"]["minutes"] == 5.0 and record["seconds"] < 300
     model = LoadedModel(None, find_model(str(folder)), torch.device("cpu"), torch.float32, 0.0, None)
     assert prompt_scorer(model)(torch.zeros(2, 3, 32, 32), "a red circle moves right") == 0.0

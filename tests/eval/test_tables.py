@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vmonarch.eval import tables
+from vmonarch.eval.studies import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -20,7 +20,7 @@ def _json(table, folder):
 @pytest.mark.parametrize("document", tables.DOCUMENTS)
 def test_the_tables_of_a_document_are_those_of_the_json(document):
     text = (ROOT / document).read_text()
-    assert tables.render(text, BENCHMARKS) == text, "run python -m vmonarch.eval.tables"
+    assert tables.render(text, BENCHMARKS) == text, "run python -m vmonarch.eval.studies.tables"
 
 
 def test_every_table_stands_in_some_document():

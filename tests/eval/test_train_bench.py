@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vmonarch.eval import train_bench
+from vmonarch.eval.bench import train
 from vmonarch.eval.wan_models import read_model_config
 
 
@@ -17,7 +17,7 @@ def words(tiny_yaml, tmp_path):
 
 
 def test_every_size_and_method_is_measured(words, tmp_path):
-    assert train_bench.main([*words, "--frames", "5", "9"]) == 0
+    assert train.main([*words, "--frames", "5", "9"]) == 0
     document = json.loads((tmp_path / "train.json").read_text())
     assert [(case["frames"], case["grid"], case["tokens"]) for case in document["cases"]] == [
         (5, [2, 2, 4], 16),
@@ -27,19 +27,19 @@ def test_every_size_and_method_is_measured(words, tmp_path):
         assert [row["method"] for row in case["rows"]] == ["full", "vmonarch"]
         assert all(row["ms"]["median"] > 0 and row["rounds"] == 1 for row in case["rows"])
     assert str(Path(words[1]).parent) not in document["command"]
-    table = train_bench.train_table(document)
+    table = train.train_table(document)
     assert table.count("full (cuDNN)") == 2 and "9×32×64" in table
 
 
 def test_no_size_is_begun_after_the_budget(words, tmp_path):
-    train_bench.main([*words, "--frames", "5", "--budget", "-1"])
+    train.main([*words, "--frames", "5", "--budget", "-1"])
     document = json.loads((tmp_path / "train.json").read_text())
     assert document["cases"] == [] and document["left_out"] == [5]
 
 
 def test_a_step_trains_all_weights_with_the_attention_that_is_set(tiny_yaml):
     config = read_model_config(tiny_yaml)
-    step = train_bench.TrainingStep(config.transformer, (2, 4, 8), torch.device("cpu"), "fp32")
+    step = train.TrainingStep(config.transformer, (2, 4, 8), torch.device("cpu"), "fp32")
     seen = []
     from vmonarch import VMonarchProcessor, apply
 
@@ -70,5 +70,5 @@ def test_a_step_trains_all_weights_with_the_attention_that_is_set(tiny_yaml):
 )
 def test_bad_arguments_are_named(words, capsys, changes, message):
     with pytest.raises(SystemExit):
-        train_bench.main([*words, *changes])
+        train.main([*words, *changes])
     assert message in capsys.readouterr().err

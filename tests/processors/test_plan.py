@@ -12,7 +12,7 @@ import vmonarch
 from vmonarch import AttentionPlan, ExactBlocks, LatentGrid, VMonarchProcessor, vmonarch_attention
 from vmonarch.configs import InputError, read_yaml
 from vmonarch.configs.methods import resolve_method
-from vmonarch.eval.kernel_bench import vmonarch_work
+from vmonarch.eval.bench.kernels import vmonarch_work
 from vmonarch.finetune.embedded.data import held_out_prompts
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.pipelines.embedded import embedded_model_path

@@ -2,9 +2,9 @@
 
 import torch
 
-from vmonarch.eval import parallel_bench
+from vmonarch.eval.bench import parallel
 
-run_rank = parallel_bench.run_rank
+run_rank = parallel.run_rank
 
 
 def rank(*arguments):

@@ -83,6 +83,14 @@ def test_nothing_imports_what_is_above_it(modules):
     assert not upward
 
 
+def test_nothing_imports_studies(modules):
+    studies = {name for name in modules if name.startswith("eval.studies")}
+    assert studies, "eval/studies is missing"
+    assert not [
+        f"{name} imports {found}" for name, names in modules.items() if name not in studies for found in names & studies
+    ]
+
+
 def test_there_are_no_circles_outside_kernels(modules):
     # A first launch checks kernels by calling the functions that launch them, see `kernels.common.trust`.
     outside = {name: names for name, names in modules.items() if package(name) != "kernels"}

@@ -21,7 +21,7 @@ with a float32 reference before anything is timed; a wrong one gets no speed-up,
 
 e2e: whole denoising steps of a transformer, in turns, and once VAE and text encoder; a setting is a model and
 frames x height x width of its video. What does not fit the budget is left out and named: run settings one by one and
-put the files together by `python -m vmonarch.eval.e2e_bench`.
+put the files together by `python -m vmonarch.eval.bench.e2e`.
 """
 
 # Of one benchmark only.
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> None:
         WrongResultError: a kernel gave a wrong result or did not run, or a compiled model gave a wrong result.
     """
     from vmonarch.configs import InputError
-    from vmonarch.eval.kernel_bench import WrongResultError
+    from vmonarch.eval.bench.gate import WrongResultError
 
     for what, names in _ONLY.items():
         for name in names:
@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _e2e(arguments: argparse.Namespace) -> list[str]:
     """Measure whole steps; what is wrong."""
     from vmonarch.configs.methods import resolve_method
-    from vmonarch.eval import e2e_bench as bench
+    from vmonarch.eval.bench import e2e as bench
     from vmonarch.pipelines.environment import shown_command
 
     quick = arguments.quick
@@ -179,7 +179,7 @@ def _e2e(arguments: argparse.Namespace) -> list[str]:
 def _kernels(arguments: argparse.Namespace) -> list[str]:
     """Measure attention alone; what is wrong or missing."""
     from vmonarch.configs import InputError
-    from vmonarch.eval import kernel_bench as bench
+    from vmonarch.eval.bench import kernels as bench
     from vmonarch.pipelines.environment import shown_command
 
     quick = arguments.quick

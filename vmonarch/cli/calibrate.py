@@ -49,12 +49,12 @@ def run(arguments: argparse.Namespace) -> None:
     """Diagnose, plan, and print where the files are.
 
     Raises:
-        InputError, ModelError: see `vmonarch.eval.calibrate.calibrate`.
+        InputError, ModelError: see `vmonarch.eval.calibrate.run.calibrate`.
     """
     from pathlib import Path
 
     from vmonarch.configs import InputError
-    from vmonarch.eval.calibrate import Budget, CalibrateConfig, calibrate, read_diagnosis
+    from vmonarch.eval.calibrate.run import Budget, CalibrateConfig, calibrate, read_diagnosis
     from vmonarch.pipelines.config import build_config
     from vmonarch.pipelines.processes import check_alone
 

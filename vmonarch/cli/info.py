@@ -98,7 +98,7 @@ def _implementation(device: Any) -> str:
 
 def _residuals(model_name: str, size: str) -> dict[str, Any]:
     """Bytes of the residuals of all layers and both guidance branches, by `vmonarch.Refresh.dtype`."""
-    from vmonarch.eval.e2e_bench import choose_settings
+    from vmonarch.eval.bench.e2e import choose_settings
     from vmonarch.eval.wan_models import read_model
     from vmonarch.kernels.residual.api import DTYPES, residual_bytes
 

@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> None:
         InputError: an argument cannot be used.
     """
     from vmonarch.configs import InputError
-    from vmonarch.eval import kernel_tune as tune
-    from vmonarch.eval.kernel_bench import Shape, choose
+    from vmonarch.eval.bench import tune as tune
+    from vmonarch.eval.bench.kernels import Shape, choose
 
     chosen: dict[str, Any] = {}
     if arguments.kernels is not None:

@@ -1,6 +1,6 @@
 """Time guidance in one forward call and in two, eager, compiled and with CUDA graphs.
 
-Run by `python -m vmonarch.eval.guidance_bench`. Wan2.1 1.3B with random weights and VMonarch attention, from a few
+Run by `python -m vmonarch.eval.bench.guidance`. Wan2.1 1.3B with random weights and VMonarch attention, from a few
 small frames to what fills a GPU. All ways are compared with two eager calls.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from vmonarch.eval.e2e_bench import TEXT_TOKENS, share_weights
-from vmonarch.eval.op_bench import Bench, Way, Ways
-from vmonarch.eval.op_bench import main as bench_main
-from vmonarch.eval.render import markdown
+from vmonarch.eval.bench.e2e import TEXT_TOKENS, share_weights
+from vmonarch.eval.bench.runner import Bench, Way, Ways
+from vmonarch.eval.bench.runner import main as bench_main
+from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import WanModel, read_model_config
 from vmonarch.installation import apply
 from vmonarch.processors import VMonarchProcessor
@@ -126,8 +126,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
 
 def guidance_table(results: dict[str, Any]) -> str:
     """Milliseconds per step of every way, and what a call allocates."""
-    from vmonarch.eval.kernel_plots import digits, good_rows
-    from vmonarch.eval.op_tables import about
+    from vmonarch.eval.bench.tables import about, digits, good_rows
 
     rows = []
     for case in results["cases"]:
@@ -155,7 +154,7 @@ def guidance_table(results: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 if a result is wrong or a way is missing."""
     bench = Bench(
-        module="vmonarch.eval.guidance_bench",
+        module="vmonarch.eval.bench.guidance",
         about=__doc__.splitlines()[0],
         output=Path("outputs/bench/guidance.json"),
         budget=420.0,

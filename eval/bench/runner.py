@@ -6,6 +6,7 @@ A result that differs from float32 has no speed. Clock, rounds, bounds and rates
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
@@ -19,25 +20,17 @@ from typing import Any
 
 import torch
 
-from vmonarch.eval.kernel_bench import (
-    BOUNDS,
+from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock, measure, release_memory, summary
+from vmonarch.eval.bench.gate import BOUNDS, ROW_FACTOR, failure, relative_errors
+from vmonarch.eval.bench.machine import (
     COMPILE_SHARE,
-    MIN_ROUNDS,
-    ROW_FACTOR,
-    Clock,
     check_device,
-    check_output,
-    failure,
     map_in_processes,
-    measure,
     measure_rates,
     measured_dtype,
-    relative_errors,
-    release_memory,
-    summary,
     versions,
-    write_json,
 )
+from vmonarch.files import check_output, write_json
 from vmonarch.pipelines.environment import device_name, shown_command
 
 # Of the L2 before each call: together they take about a millisecond, in which the host queues all of the call.
@@ -124,6 +117,24 @@ def with_gradients(
         return (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
 
     return both
+
+
+def sdpa(
+    backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool = False
+) -> torch.Tensor:
+    """Exact attention of [B, S, H, D] by one backend of torch, on transposed views as diffusers has them.
+
+    Args:
+        backend: "cudnn" or "flash"; or "sdpa", the one that torch chooses.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "flash": [SDPBackend.FLASH_ATTENTION]}
+    with sdpa_kernel(backends[backend]) if backend in backends else contextlib.nullcontext():
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=causal
+        )
+    return out.transpose(1, 2)
 
 
 def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Write the tables of the documents from the committed JSON: `python -m vmonarch.eval.tables`.
+"""Write the tables of the documents from the committed JSON: `python -m vmonarch.eval.studies.tables`.
 
 What stands between `<!-- table: NAME -->` and `<!-- end -->` is made of a file in `docs/benchmarks`; TABLES says how,
 and of which.
@@ -15,27 +15,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vmonarch.eval import (
+from vmonarch.eval import summary
+from vmonarch.eval.bench import e2e, guidance, norm, parallel, tables, train
+from vmonarch.eval.compare import format_table
+from vmonarch.eval.render.table import markdown, percent
+from vmonarch.eval.studies import (
     ablations,
-    e2e_bench,
     finetune_scores,
     float8,
     footage,
-    guidance_bench,
+    footage_run,
     kernel_plots,
     mqar,
-    norm_bench,
-    op_tables,
-    parallel_bench,
     parallel_bytes,
-    summary,
-    train_bench,
+    residual_sharing,
 )
-from vmonarch.eval.compare import format_table
-from vmonarch.eval.render import markdown, percent
-from vmonarch.eval.studies import footage_run, residual_sharing
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
     "README.md",
     "docs/api.md",
@@ -133,7 +129,7 @@ def fidelity_table(results: dict[str, Any]) -> str:
         "proxy": results["evaluations"]["proxy-refresh"],
     }
     rows = []
-    for method, name in {"full": "full attention", **e2e_bench.VIDEO_METHODS}.items():
+    for method, name in {"full": "full attention", **e2e.VIDEO_METHODS}.items():
         line = [name]
         for evaluation in evaluations.values():
             numbers = evaluation["statistics"][method]
@@ -165,7 +161,7 @@ class Table(NamedTuple):
 
 
 def _ablation(source: str, name: str) -> Table:
-    """Of one of the evaluations that `vmonarch.eval.collect` put together."""
+    """Of one of the evaluations that `vmonarch.eval.studies.collect` put together."""
     return Table(functools.partial(ablations.ablation_table, name=name), source)
 
 
@@ -177,17 +173,17 @@ TABLES = {
     "speed": Table(kernel_plots.speed_table, "kernels-h200"),
     "kernel-log": Table(kernel_log_table, "kernel-log"),
     "neural-bias": Table(neural_bias_table, "neural-bias"),
-    "flash-bias-h200": Table(op_tables.flash_bias_table, "flash-bias-h200"),
-    "based-h200": Table(op_tables.based_table, "based-h200"),
+    "flash-bias-h200": Table(tables.flash_bias_table, "flash-bias-h200"),
+    "based-h200": Table(tables.based_table, "based-h200"),
     "based-embedded": Table(embedded_model_table, "based-embedded"),
     "mqar": Table(mqar.mqar_table, "mqar"),
-    "train-h200": Table(train_bench.train_table, "train-h200"),
-    "e2e": Table(e2e_bench.e2e_table, "e2e"),
-    "video": Table(e2e_bench.video_table, "e2e"),
-    "norm": Table(norm_bench.norm_table, "norm"),
+    "train-h200": Table(train.train_table, "train-h200"),
+    "e2e": Table(e2e.e2e_table, "e2e"),
+    "video": Table(e2e.video_table, "e2e"),
+    "norm": Table(norm.norm_table, "norm"),
     "float8": Table(float8.float8_table, "float8"),
     "fidelity": Table(fidelity_table, "eval-refresh"),
-    "guidance": Table(guidance_bench.guidance_table, "guidance"),
+    "guidance": Table(guidance.guidance_table, "guidance"),
     "finetune-embedded": Table(finetune_scores.finetune_table, "finetune-embedded"),
     "finetune-embedded-1500": Table(finetune_scores.finetune_table, "finetune-embedded-1500"),
     "finetune-embedded-distilled": Table(finetune_scores.finetune_table, "finetune-embedded-distilled"),
@@ -195,8 +191,8 @@ TABLES = {
     "footage-proxy": Table(footage.footage_table, "footage-proxy"),
     "footage-run": Table(footage_run.footage_run_table, "footage-run"),
     "eval-demo": Table(summary.evaluation_table, "eval-demo"),
-    "parallel": Table(parallel_bench.parallel_table, "parallel"),
-    "parallel-compiled": Table(parallel_bench.parallel_table, "parallel-compiled"),
+    "parallel": Table(parallel.parallel_table, "parallel"),
+    "parallel-compiled": Table(parallel.parallel_table, "parallel-compiled"),
     "parallel-bytes": Table(parallel_bytes.parallel_bytes_table, "parallel-bytes"),
     **{
         f"{model}-{name}": _ablation(f"eval-{model}", name)
@@ -232,7 +228,7 @@ def render(text: str, benchmarks: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 if `--check` finds a document that differs from its JSON."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.tables", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.tables", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a document is out of date")
     options = parser.parse_args(arguments)
     stale = []

@@ -1,4 +1,4 @@
-"""Count what ranks send for attention by heads and by frames: `python -m vmonarch.eval.parallel_bytes --output FILE`.
+"""Count what ranks send by heads and by frames: `python -m vmonarch.eval.studies.parallel_bytes --output FILE`.
 
 Nothing runs: the counts are those of `ulysses_bytes`, `frame_parallel_bytes` and, for tokens between the borders of a
 rank's part and those of its frames, `places_leaving`; the tests compare them with what ranks send.
@@ -16,12 +16,11 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.context_parallel import whole_frames
-from vmonarch.eval.kernel_bench import check_output, write_json
-from vmonarch.eval.render import markdown
+from vmonarch.eval.bench.parallel import sent_by_frames, sent_by_heads
+from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import read_model_config
-from vmonarch.grid import LatentGrid
-from vmonarch.kernels.monarch.exchange import places_leaving, split_evenly
-from vmonarch.kernels.monarch.parallel import frame_parallel_bytes, ulysses_bytes
+from vmonarch.files import check_output, write_json
+from vmonarch.kernels.monarch.exchange import split_evenly
 
 # Models at a size of theirs: name, (frames, height, width), numbers of ranks.
 VIDEOS = (
@@ -30,42 +29,6 @@ VIDEOS = (
     ("wan2.2-5b", (121, 704, 1280), (8, 16)),
 )
 ITERATIONS = 2
-
-
-def sent_by_heads(tokens: Sequence[int], **sizes: Any) -> list[int]:
-    """Bytes that every rank sends in a forward pass of attention by heads; sizes as in `ulysses_bytes`.
-
-    Raises:
-        ValueError: there are fewer heads than ranks.
-    """
-    return [ulysses_bytes(tokens=tokens, rank=rank, **sizes) for rank in range(len(tokens))]
-
-
-def sent_by_frames(
-    grid: LatentGrid,
-    tokens: Sequence[int],
-    *,
-    heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    batch: int,
-    **options: Any,
-) -> list[int]:
-    """The same by frames, on the way to whole frames and back as well; options as in `frame_parallel_bytes`.
-
-    Raises:
-        ValueError: there are fewer frames than ranks.
-    """
-    whole = whole_frames(tokens, grid)
-    frames = [size // grid.tokens_per_frame for size in whole]
-    sizes: dict[str, Any] = dict(heads=heads, head_dim=head_dim, dtype=dtype, batch=batch)
-    row = batch * heads * head_dim * dtype.itemsize
-    return [
-        # q, k and v one way, the output the other.
-        row * (3 * places_leaving(tokens, whole, rank) + places_leaving(whole, tokens, rank))
-        + frame_parallel_bytes(grid, frames=frames, rank=rank, **sizes, **options)
-        for rank in range(len(tokens))
-    ]
 
 
 def count_all() -> dict[str, Any]:
@@ -93,7 +56,7 @@ def count_all() -> dict[str, Any]:
                 | {"by_heads": by_heads, "by_frames": by_frames}
             )
     return {
-        "command": "python -m vmonarch.eval.parallel_bytes",
+        "command": "python -m vmonarch.eval.studies.parallel_bytes",
         "settings": {"dtype": "bfloat16", "num_iterations": ITERATIONS, "exact": "first_frame", "batch": 1},
         "cases": cases,
     }
@@ -133,7 +96,9 @@ def parallel_bytes_table(results: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.parallel_bytes", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m vmonarch.eval.studies.parallel_bytes", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     options = parser.parse_args(arguments)
     try:

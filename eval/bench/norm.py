@@ -1,4 +1,4 @@
-"""Time RMS norm with rotary embedding in one kernel against diffusers' code: `python -m vmonarch.eval.norm_bench`.
+"""Time RMS norm with rotary embedding in one kernel against diffusers' code: `python -m vmonarch.eval.bench.norm`.
 
 Queries of one self-attention module, at the sizes of `vmonarch bench e2e`. All ways are compared with float64, and ours
 may err at most twice as much as diffusers' own code in the same dtype.
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from vmonarch.eval.e2e_bench import SETTINGS
-from vmonarch.eval.op_bench import Bench, Way, Ways, with_gradients
-from vmonarch.eval.op_bench import main as bench_main
-from vmonarch.eval.render import markdown
+from vmonarch.eval.bench.e2e import SETTINGS
+from vmonarch.eval.bench.runner import Bench, Way, Ways, with_gradients
+from vmonarch.eval.bench.runner import main as bench_main
+from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.norm_rotary.api import norm_rotary
@@ -171,8 +171,7 @@ def judge(rows: Sequence[dict[str, Any]]) -> None:
 
 def norm_table(results: dict[str, Any]) -> str:
     """Milliseconds and GB/s of every way, and the largest errors."""
-    from vmonarch.eval.kernel_plots import digits, good_rows
-    from vmonarch.eval.op_tables import about
+    from vmonarch.eval.bench.tables import about, digits, good_rows
 
     rows = []
     for case in results["cases"]:
@@ -199,7 +198,7 @@ def norm_table(results: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 if a result is wrong or ours is missing."""
     bench = Bench(
-        module="vmonarch.eval.norm_bench",
+        module="vmonarch.eval.bench.norm",
         about=__doc__.splitlines()[0],
         output=Path("outputs/bench/norm.json"),
         budget=240.0,

@@ -48,7 +48,7 @@ class Budget:
     Args:
         error: of a head, of `measure`.
         flops: of all heads, relative to VMonarch with its defaults.
-        measure: one of `vmonarch.eval.planning.MEASURES`; None for "error" with `error`, and what `plan_within_work`
+        measure: one of `planning.MEASURES`; None for "error" with `error`, and what `plan_within_work`
             takes with `flops`.
         limit: "measure=share", with `flops`: see `plan_within_work`.
     """
@@ -61,7 +61,7 @@ class Budget:
     def __post_init__(self) -> None:
         if self.error is not None and self.flops is not None:
             raise InputError("budget", "and flops exclude each other: give one")
-        from vmonarch.eval.planning import MEASURES
+        from vmonarch.eval.calibrate.planning import MEASURES
 
         for name, value in (("budget", self.error), ("flops", self.flops)):
             if value is not None and (not math.isfinite(value) or value < 0):
@@ -95,7 +95,7 @@ class Budget:
 
     def plan(self, diagnosis: Mapping[str, Any]) -> AttentionPlan:
         """The plan for a diagnosis; without a budget, for as much work as VMonarch's."""
-        from vmonarch.eval.planning import plan_within_error, plan_within_work
+        from vmonarch.eval.calibrate.planning import plan_within_error, plan_within_work
 
         if self.error is not None:
             return plan_within_error(diagnosis, self.error, self.measure or "error")
@@ -156,7 +156,7 @@ class CalibrateConfig(SamplingConfig):
         Raises:
             InputError: they cannot.
         """
-        from vmonarch.eval.planning import check_work
+        from vmonarch.eval.calibrate.planning import check_work
         from vmonarch.plan import method_flops
 
         if self.flops is not None:
@@ -224,8 +224,8 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or a map or a budget does not fit.
     """
     from vmonarch import apply, restore
-    from vmonarch.eval.diagnosis import DiagnosisProcessor, Recorder, document, watched
-    from vmonarch.eval.diagnosis_report import report
+    from vmonarch.eval.calibrate.diagnosis import DiagnosisProcessor, Recorder, document, watched
+    from vmonarch.eval.calibrate.report import report
 
     config, model = complete_and_load(config, model)
     output = prepare_output_dir(config.output_dir)
@@ -296,6 +296,6 @@ def read_diagnosis(path: str | Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read, or is none.
     """
-    from vmonarch.eval.diagnosis import FORMAT
+    from vmonarch.eval.calibrate.diagnosis import FORMAT
 
     return read_document("diagnosis", path, FORMAT, "diagnosis of `vmonarch calibrate`")

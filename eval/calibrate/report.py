@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.eval.planning import measures_of, over_steps
+from vmonarch.eval.calibrate.planning import measures_of, over_steps
 from vmonarch.eval.report import STYLE
 from vmonarch.plan import AttentionPlan
 

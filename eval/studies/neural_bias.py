@@ -1,4 +1,4 @@
-"""How well two small networks learn biases that have no factors: `python -m vmonarch.eval.neural_bias`.
+"""How well two small networks learn biases that have no factors: `python -m vmonarch.eval.studies.neural_bias`.
 
 The two biases of FlashBias, Appendix F, by its recipe (rank 32, three linear layers, Adam, 10,000 steps), and a picture
 like its Fig. 9. Runs on a CPU in minutes.
@@ -23,7 +23,7 @@ from vmonarch.bias import NeuralFactors, fit_neural_factors
 from vmonarch.files import AtomicFiles
 from vmonarch.pipelines.environment import device_name, package_versions
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RANK, POINTS, FRESH_POINTS, SEED = 32, 256, 512, 0
 
 
@@ -120,7 +120,7 @@ def draw(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], path: Path) -> Non
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.neural_bias", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.neural_bias", description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--output", type=Path, default=ROOT / "docs/benchmarks/neural-bias.json")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/neural-bias.png")
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": f"{device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads",
         "versions": package_versions(),
-        "command": f"python -m vmonarch.eval.neural_bias --steps {options.steps}",
+        "command": f"python -m vmonarch.eval.studies.neural_bias --steps {options.steps}",
         "settings": {"rank": RANK, "points_per_step": POINTS, "fresh_points": FRESH_POINTS, "seed": SEED},
         "biases": records,
     }

@@ -1,6 +1,6 @@
 """Finetune the embedded model to one attention method after the other and score it, as the paper's Table 3 does.
 
-    python -m vmonarch.eval.finetune_scores --output docs/benchmarks/finetune-embedded.json
+    python -m vmonarch.eval.studies.finetune_scores --output docs/benchmarks/finetune-embedded.json
 
 Every method starts from the shipped weights and takes the same updates on the same clips in the same order; "full" is
 the control. Before and after: validation loss on clips that are never trained on, and the 64 held-out prompts
@@ -28,9 +28,9 @@ from safetensors.torch import load_file, save_file
 
 from vmonarch.configs import InputError, deep_merge, parse_overrides, read_yaml
 from vmonarch.configs.methods import AttentionMethod, resolve_method
-from vmonarch.eval.kernel_bench import check_output, write_json
 from vmonarch.eval.prompt_score import generate, score_videos
-from vmonarch.eval.render import markdown
+from vmonarch.eval.render.table import markdown
+from vmonarch.files import check_output, write_json
 from vmonarch.finetune.config import finetune_config
 from vmonarch.finetune.data.parquet import write_empty_caption, write_shard
 from vmonarch.finetune.data.preprocess import PipelineEncoders
@@ -222,7 +222,7 @@ def finetune_table(results: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m vmonarch.eval.finetune_scores", description=__doc__.splitlines()[0]
+        prog="python -m vmonarch.eval.studies.finetune_scores", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help="as `vmonarch compare` takes them")
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.date.today().isoformat(),
         "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
         "environment": about,
-        "command": shown_command(("python", "-m", "vmonarch.eval.finetune_scores"), arguments),
+        "command": shown_command(("python", "-m", "vmonarch.eval.studies.finetune_scores"), arguments),
         "clips": options.clips,
         "prompts": options.prompts,
         "sampling_steps": options.sampling_steps,

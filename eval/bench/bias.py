@@ -1,4 +1,4 @@
-"""Time attention with a low-rank bias against other ways to have it: `python -m vmonarch.eval.bias_bench`.
+"""Time attention with a low-rank bias against other ways to have it: `python -m vmonarch.eval.bench.bias`.
 
 Four ways, in turns: FlashBias; the same kernels with factors of rank 0; torch's SDPA with the bias written out as a
 matrix, as a model that keeps it would have it; and FlexAttention that reads the same matrix (at one rank of a shape,
@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from vmonarch.eval.op_bench import NAMES, Bench, Tensors, Way, Ways, flex, with_gradients
-from vmonarch.eval.op_bench import main as run_bench
+from vmonarch.eval.bench.gate import NAMES
+from vmonarch.eval.bench.runner import Bench, Tensors, Way, Ways, flex, with_gradients
+from vmonarch.eval.bench.runner import main as run_bench
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.flash_bias.op import flash_bias_attention_triton
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
@@ -232,7 +233,7 @@ def compiled(case: Case, method: str) -> Hashable | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; exit code 1 if a result is wrong or FlashBias does not run."""
     bench = Bench(
-        module="vmonarch.eval.bias_bench",
+        module="vmonarch.eval.bench.bias",
         about=__doc__ or "",
         output=Path("outputs/bench/flash-bias.json"),
         budget=450.0,

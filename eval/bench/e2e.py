@@ -7,7 +7,7 @@ extrapolated from measured steps; where `refresh` or `dense_steps` make steps di
 
 Runs in pieces are put together by
 
-    python -m vmonarch.eval.e2e_bench PART.json … --output docs/benchmarks/e2e.json
+    python -m vmonarch.eval.bench.e2e PART.json … --output docs/benchmarks/e2e.json
 
 Legend: S tokens, C channels, T latent frames, h and w latent pixels.
 """
@@ -33,25 +33,13 @@ from diffusers import DiffusionPipeline, UniPCMultistepScheduler
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod
 from vmonarch.eval.attention_flops import STEP_KINDS, step_kinds, transformers_by_step
-from vmonarch.eval.kernel_bench import (
-    METHODS,
-    BenchConfig,
-    Clock,
-    Shape,
-    check_device,
-    check_output,
-    compile_ahead,
-    failure,
-    measure,
-    measured_dtype,
-    relative_errors,
-    release_memory,
-    summary,
-    versions,
-    write_json,
-)
-from vmonarch.eval.render import markdown
+from vmonarch.eval.bench.clock import Clock, measure, release_memory, summary
+from vmonarch.eval.bench.gate import failure, relative_errors
+from vmonarch.eval.bench.kernels import METHODS, BenchConfig, Shape, compile_ahead
+from vmonarch.eval.bench.machine import check_device, measured_dtype, versions
+from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import WanModel, read_model
+from vmonarch.files import check_output, write_json
 from vmonarch.grid import LatentGrid
 from vmonarch.pipelines.environment import device_name, memory_bytes
 
@@ -1128,7 +1116,7 @@ def _about(results: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Put the JSON of several runs together."""
     parser = argparse.ArgumentParser(
-        prog="python -m vmonarch.eval.e2e_bench",
+        prog="python -m vmonarch.eval.bench.e2e",
         description="Put the JSON of several runs of `vmonarch bench e2e` together.",
     )
     parser.add_argument("parts", nargs="+", type=Path, help="JSON of `vmonarch bench e2e`")

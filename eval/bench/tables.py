@@ -6,11 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vmonarch.eval.kernel_plots import digits, good_rows
-from vmonarch.eval.render import markdown
+from vmonarch.eval.render.table import markdown
 
 Case = dict[str, Any]
 PASSES = {False: "forward", True: "forward+backward"}
+
+
+def digits(value: float) -> str:
+    """Three significant digits, never in scientific notation."""
+    return f"{value:.{max(0, 3 - len(str(int(value))))}f}" if value >= 1 else f"{value:.3f}"
+
+
+def good_rows(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["method"]: row for row in case["rows"] if row["status"] == "ok"}
 
 
 def _ms(case: Case, method: str) -> float | None:

@@ -1,4 +1,4 @@
-"""One video on several GPUs: time, scaling and bytes sent: `python -m vmonarch.eval.parallel_bench`.
+"""One video on several GPUs: time, scaling and bytes sent: `python -m vmonarch.eval.bench.parallel`.
 
 Attention alone and whole transformers, computed by 1, 2, … processes that share the tokens of one video. Every process
 holds about as many tokens as the others; attention is divided by heads (Ulysses) or by frames. The time of a call is
@@ -28,9 +28,10 @@ import torch.multiprocessing
 import vmonarch
 from vmonarch import VMonarchProcessor
 from vmonarch.configs import InputError
-from vmonarch.context_parallel import TokenSplit
-from vmonarch.eval.e2e_bench import BOUNDS as MODEL_BOUNDS
-from vmonarch.eval.e2e_bench import (
+from vmonarch.context_parallel import TokenSplit, whole_frames
+from vmonarch.eval.bench.clock import Clock, measure, release_memory, summary
+from vmonarch.eval.bench.e2e import BOUNDS as MODEL_BOUNDS
+from vmonarch.eval.bench.e2e import (
     MODES,
     TEXT_TOKENS,
     Denoiser,
@@ -40,29 +41,16 @@ from vmonarch.eval.e2e_bench import (
     settings_of_torch,
     share_weights,
 )
-from vmonarch.eval.kernel_bench import (
-    BOUNDS,
-    Clock,
-    check_device,
-    check_output,
-    failure,
-    measure,
-    measured_dtype,
-    relative_errors,
-    release_memory,
-    sdpa,
-    summary,
-    versions,
-    write_json,
-)
-from vmonarch.eval.op_bench import NAMES, with_gradients
-from vmonarch.eval.parallel_bytes import sent_by_frames, sent_by_heads
-from vmonarch.eval.render import markdown
+from vmonarch.eval.bench.gate import BOUNDS, NAMES, failure, relative_errors
+from vmonarch.eval.bench.machine import check_device, measured_dtype, versions
+from vmonarch.eval.bench.runner import sdpa, with_gradients
+from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import WanModel, read_model
+from vmonarch.files import check_output, write_json
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.kernels.monarch.exchange import split_evenly
-from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
+from vmonarch.kernels.monarch.exchange import places_leaving, split_evenly
+from vmonarch.kernels.monarch.parallel import frame_parallel_bytes, frame_parallel_vmonarch_attention, ulysses_bytes
 from vmonarch.pipelines.environment import device_name, shown_command
 
 FORMAT = "vmonarch-parallel-1"
@@ -77,6 +65,42 @@ FORMULAE = {
     "bytes": "counted: what the process that sends most sends to others in the attention of a forward pass",
     "error": "‖x − x₀‖ / ‖x₀‖, x₀ by one process in the same dtype, compiled or not alike",
 }
+
+
+def sent_by_heads(tokens: Sequence[int], **sizes: Any) -> list[int]:
+    """Bytes that every rank sends in a forward pass of attention by heads; sizes as in `ulysses_bytes`.
+
+    Raises:
+        ValueError: there are fewer heads than ranks.
+    """
+    return [ulysses_bytes(tokens=tokens, rank=rank, **sizes) for rank in range(len(tokens))]
+
+
+def sent_by_frames(
+    grid: LatentGrid,
+    tokens: Sequence[int],
+    *,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    batch: int,
+    **options: Any,
+) -> list[int]:
+    """The same by frames, on the way to whole frames and back as well; options as in `frame_parallel_bytes`.
+
+    Raises:
+        ValueError: there are fewer frames than ranks.
+    """
+    whole = whole_frames(tokens, grid)
+    frames = [size // grid.tokens_per_frame for size in whole]
+    sizes: dict[str, Any] = dict(heads=heads, head_dim=head_dim, dtype=dtype, batch=batch)
+    row = batch * heads * head_dim * dtype.itemsize
+    return [
+        # q, k and v one way, the output the other.
+        row * (3 * places_leaving(tokens, whole, rank) + places_leaving(whole, tokens, rank))
+        + frame_parallel_bytes(grid, frames=frames, rank=rank, **sizes, **options)
+        for rank in range(len(tokens))
+    ]
 
 
 @dataclass(frozen=True)
@@ -464,7 +488,7 @@ def parallel_table(results: dict[str, Any]) -> str:
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[Case, ...], tuple[Model, ...]]:
     """The command line's options, cases and models."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.parallel_bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.bench.parallel", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, help="numbers of processes, 1 among them (default: 1, 2, 4 …)")
     known = {case.label: case for case in CASES}
     parser.add_argument("--cases", nargs="*", default=list(known), metavar="LABEL", help="of attention (default: all)")
@@ -513,7 +537,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def say(text: str) -> None:
         print(f"[{time.monotonic() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
 
-    command = shown_command(("python", "-m", "vmonarch.eval.parallel_bench"), arguments)
+    command = shown_command(("python", "-m", "vmonarch.eval.bench.parallel"), arguments)
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder), options.device, cases, models, options.rounds, options.budget)
         results = run_bench(job, sorted(options.ranks), options.output, command, say)

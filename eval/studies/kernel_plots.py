@@ -1,7 +1,7 @@
-"""Tables and pictures of the kernel benchmark: `python -m vmonarch.eval.kernel_plots`.
+"""Tables and pictures of the kernel benchmark: `python -m vmonarch.eval.studies.kernel_plots`.
 
 Both come from the JSON of `vmonarch bench kernels` alone. The tables go into the documents through
-`vmonarch.eval.tables`.
+`vmonarch.eval.studies.tables`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.eval.kernel_bench import FORMAT
-from vmonarch.eval.render import markdown
+from vmonarch.eval.bench.kernels import FORMAT
+from vmonarch.eval.bench.tables import digits, good_rows
+from vmonarch.eval.render.table import markdown
 from vmonarch.files import AtomicFiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LABELS = {
     "cudnn": "cuDNN, exact",
     "fa2": "FlashAttention-2, exact",
@@ -82,10 +83,6 @@ def shape_label(case: dict[str, Any]) -> str:
     return "×".join(map(str, case["grid"])) + heads
 
 
-def good_rows(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["method"]: row for row in case["rows"] if row["status"] == "ok"}
-
-
 def _cases(results: dict[str, Any], head_dim: int, kind: str) -> list[dict[str, Any]]:
     """Cases of a head dimension and pass, by tokens."""
     cases = [case for case in results["cases"] if case["head_dim"] == head_dim and case["pass"] == kind]
@@ -100,11 +97,6 @@ def _methods(cases: Sequence[dict[str, Any]]) -> list[str]:
     """Methods with a good result in any case, in the order of LABELS."""
     found = {method for case in cases for method in good_rows(case)}
     return [*(name for name in LABELS if name in found), *sorted(found - set(LABELS))]
-
-
-def digits(value: float) -> str:
-    """Three significant digits, never in scientific notation."""
-    return f"{value:.{max(0, 3 - len(str(int(value))))}f}" if value >= 1 else f"{value:.3f}"
 
 
 def kernels_table(results: dict[str, Any]) -> str:
@@ -559,7 +551,7 @@ def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 2 if there is nothing to draw."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.kernel_plots", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.kernel_plots", description=__doc__)
     parser.add_argument("--input", type=Path, default=ROOT / "docs" / "benchmarks" / "kernels-h200.json")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--table", action="store_true", help="print the markdown tables, and draw nothing")

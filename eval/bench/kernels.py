@@ -9,22 +9,13 @@ Legend: B batch (always 1), S tokens, H heads, D head dim, m blocks, b positions
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import gc
-import json
-import math
-import multiprocessing
-import os
-import platform
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,37 +24,34 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError, suggest
-from vmonarch.files import AtomicFiles
+from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock, measure, release_memory, summary
+from vmonarch.eval.bench.gate import BOUNDS, NAMES, ROW_FACTOR, failure, relative_errors
+from vmonarch.eval.bench.machine import (
+    COMPILE_SHARE,
+    check_device,
+    floor_ms,
+    map_in_processes,
+    measure_rates,
+    measured_dtype,
+    versions,
+)
+from vmonarch.eval.bench.runner import sdpa
+from vmonarch.eval.bench.stages import StageWork, call_stages, measure_stages
+from vmonarch.files import check_output, write_json
 from vmonarch.flops import block_sizes
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.pipelines.environment import device_name, git_commit, package_versions
+from vmonarch.pipelines.environment import device_name
 
 FORMAT = "vmonarch-kernel-bench-1"
 PASSES = {"forward": "forward", "backward": "forward+backward"}
 HEAD_DIMS = (128, 64)
 FULL_SECONDS, QUICK_SECONDS = 480.0, 120.0
-MIN_ROUNDS = 3
 # A method whose calls take seconds is measured in fewer rounds than the others.
 METHOD_SECONDS = 5.0
-# Compiling may take this share of the budget.
-COMPILE_SHARE = 0.5
-
-# Relative errors (Frobenius norm) that a dtype may have against the float32 reference; of any single row, 10 × as much.
-BOUNDS = {
-    torch.bfloat16: {"out": 2e-2, "gradient": 5e-2},
-    torch.float16: {"out": 4e-3, "gradient": 1e-2},
-    torch.float32: {"out": 1e-4, "gradient": 1e-3},
-}
-ROW_FACTOR = 10
 # Rows of exact attention that are compared: the whole map would take longer than the measurement.
 EXACT_ROWS = 256
-
-
-class WrongResultError(RuntimeError):
-    """A kernel gave a result outside the stated bounds, or failed: the run measured something else than attention."""
 
 
 @dataclass(frozen=True)
@@ -211,50 +199,6 @@ def choose(argument: str, names: Sequence[str], known: dict[str, Any]) -> tuple[
     return tuple(known[name] for name in names)
 
 
-def check_device(name: str) -> torch.device:
-    """The device to measure on.
-
-    Raises:
-        InputError: there is no such device, or the kernels cannot run there.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cuda", "cpu"):
-        raise InputError("device", f"must be cuda, cuda:N, or cpu with TRITON_INTERPRET=1; got {name!r}")
-    if device.type == "cpu":
-        if not interpreted():
-            raise InputError("device", "cpu needs TRITON_INTERPRET=1 and tells nothing of speed; supported: cuda")
-        return device
-    if not torch.cuda.is_available():
-        raise InputError(
-            "device", f"{name!r} cannot be used: there is no CUDA device here, and speed is measured on one"
-        )
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise InputError("device", f"must be up to cuda:{torch.cuda.device_count() - 1}, got {name!r}")
-    if interpreted():
-        raise InputError("device", f"{name!r} cannot be measured with TRITON_INTERPRET=1: unset it")
-    return torch.device("cuda", index)
-
-
-def check_output(path: Path) -> None:
-    """Check that a file can be written there, before anything is computed.
-
-    Raises:
-        InputError: the path is a folder, or in one that is missing or not writable.
-    """
-    if path.is_dir() or not path.name:
-        raise InputError("output", f"must be a file, got the folder {str(path)!r}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError("output", f"{str(path)!r} cannot be written: {error.strerror}") from error
-    if not os.access(path.parent, os.W_OK):
-        raise InputError("output", f"{str(path)!r} cannot be written: its folder is not writable")
-
-
 FORMULAE = {
     "legend": "S tokens, T frames, m blocks, b positions of the largest block, c(k) pooled cells of block k, d head"
     " dim, t iterations, n rows answered exactly (the first frame: H·W); a multiply-add counts 2; times heads",
@@ -267,15 +211,6 @@ FORMULAE = {
     "bytes": "every tensor that a stage reads or writes, once per stage",
     "floor": "max(FLOPs / measured bf16 matmul rate, bytes / measured copy rate)",
 }
-
-
-@dataclass(frozen=True)
-class StageWork:
-    """FLOPs and bytes of one stage, all heads."""
-
-    stage: str
-    flops: float
-    bytes: float
 
 
 def vmonarch_work(
@@ -356,11 +291,6 @@ def method_work(method: Method, case: Case, itemsize: int) -> list[StageWork]:
     )
 
 
-def measured_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16; in the interpreter float32, because its bfloat16 products are wrong."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 @dataclass(frozen=True)
 class Inputs:
     """query, key, value and the gradient of the output, each [1, S, H, D]."""
@@ -398,24 +328,6 @@ class Inputs:
         return Inputs(*tensors)
 
 
-def sdpa(
-    backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool = False
-) -> torch.Tensor:
-    """Exact attention of [B, S, H, D] by one backend of torch, on transposed views as diffusers has them.
-
-    Args:
-        backend: "cudnn" or "flash"; or "sdpa", the one that torch chooses.
-    """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backends = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "flash": [SDPBackend.FLASH_ATTENTION]}
-    with sdpa_kernel(backends[backend]) if backend in backends else contextlib.nullcontext():
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=causal
-        )
-    return out.transpose(1, 2)
-
-
 def attention(method: Method, inputs: Inputs, grid: LatentGrid, implementation: str = "") -> torch.Tensor:
     """Output [1, S, H, D] of a method; `implementation` overrides that of VMonarch."""
     if method.kind in ("cudnn", "flash"):
@@ -436,20 +348,6 @@ def call(method: Method, inputs: Inputs, case: Case, implementation: str = "") -
             return (attention(method, inputs, case.shape.grid, implementation),)
     out = attention(method, inputs, case.shape.grid, implementation)
     return (out.detach(), *torch.autograd.grad(out, (inputs.query, inputs.key, inputs.value), inputs.grad_out))
-
-
-NAMES = ("out", "dq", "dk", "dv")
-
-
-def relative_errors(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
-    """Relative errors in the Frobenius norm: of all, and the largest of any row [..., D] (no row counts as small)."""
-    difference = torch.linalg.vector_norm(found.float() - expected, dim=-1)
-    norms = torch.linalg.vector_norm(expected, dim=-1)
-    typical = norms.square().mean().sqrt().clamp_min(1e-30)
-    return {
-        "relative": (difference.square().mean().sqrt() / typical).item(),
-        "row": (difference / norms.clamp_min(typical)).max().item(),
-    }
 
 
 def _exact_rows(inputs: Inputs, heads: list[int], rows: torch.Tensor, training: bool) -> tuple[torch.Tensor, ...]:
@@ -501,329 +399,8 @@ def check_result(method: Method, inputs: Inputs, case: Case) -> dict[str, Any]:
     }
 
 
-class Clock:
-    """Durations on a device: CUDA events there, the processor's clock in the interpreter."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._scratch: torch.Tensor | None = None
-        if device.type == "cuda":
-            # Several times the L2 of any chip.
-            self._scratch = torch.empty(256 * 2**20, dtype=torch.int8, device=device)
-
-    def flush(self, times: int = 1) -> None:
-        """Overwrite the L2; several times also keeps the chip busy while the host prepares what is measured next."""
-        if self._scratch is not None:
-            for _ in range(times):
-                self._scratch.zero_()
-
-    def mark(self) -> Any:
-        """A point in the stream's time."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start: Any, stop: Any) -> float:
-        """Milliseconds between two marks, after `wait`."""
-        return (stop - start) * 1e3 if self.device.type != "cuda" else start.elapsed_time(stop)
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def release_memory(device: torch.device) -> None:
-    """Give what nothing refers to back to a GPU."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """By linear interpolation between the sorted values."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median, minimum, 20th and 80th percentile."""
-    return {
-        "median": statistics.median(values),
-        "min": min(values),
-        "p20": percentile(values, 0.2),
-        "p80": percentile(values, 0.8),
-    }
-
-
-def measure(
-    runs: dict[str, Callable[[], Any]], rounds: dict[str, int], clock: Clock, deadline: float, flushes: int = 1
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Time the runs in turns: one of each per round, each round beginning with another.
-
-    Args:
-        rounds: how often each is measured.
-        deadline: `time.monotonic()` after which no round begins, except the first MIN_ROUNDS.
-        flushes: how often the L2 is overwritten before each call; many keep the host ahead of a chip that is done soon.
-
-    Returns:
-        (milliseconds on the device, milliseconds until the host had queued the call), lists by name.
-    """
-    names = list(runs)
-    device_ms: dict[str, list[float]] = {name: [] for name in names}
-    host_ms: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(max(rounds.values(), default=0)):
-        if turn >= MIN_ROUNDS and time.monotonic() >= deadline:
-            break
-        clock.flush(8)
-        marks = []
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            if turn >= rounds[name]:
-                continue
-            clock.flush(flushes)
-            start = clock.mark()
-            began = time.perf_counter()
-            runs[name]()
-            host_ms[name].append((time.perf_counter() - began) * 1e3)
-            marks.append((name, start, clock.mark()))
-        clock.wait()
-        for name, start, stop in marks:
-            device_ms[name].append(clock.between(start, stop))
-    return device_ms, host_ms
-
-
-@dataclass(frozen=True)
-class StageCall:
-    """One call of a stage as `fused.forward` or `fused.backward` made it."""
-
-    stage: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@contextlib.contextmanager
-def watched_stages(watch: Callable[[StageCall], Any]) -> Iterator[None]:
-    """Let `watch` make every call of a stage in `kernels.monarch.fused` and of FlashBias, in place of the call itself.
-
-    So the stages run in the order and with the tensors of the real operator, whatever these are.
-    """
-    from vmonarch.kernels.flash_bias import op as bias_op
-    from vmonarch.kernels.monarch import fused
-
-    counts = {"R": 0, "L": 0, "R backward": 0, "L backward": 0}
-
-    def numbered(kind: str) -> str:
-        if kind.endswith("backward"):
-            # The backward pass takes the iterations in reverse.
-            counts[kind] += 1
-            return f"{kind[0]}{counts[kind[0]] - counts[kind] + 1} backward"
-        counts[kind] += 1
-        return f"{kind}{counts[kind]}"
-
-    def method(original: Callable[..., Any], name: Callable[[], str]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return watch(StageCall(name(), functools.partial(original, self), args, kwargs))
-
-        return watched
-
-    def function(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            return watch(StageCall(name, original, args, kwargs))
-
-        return watched
-
-    r_methods = {"forward": "R", "backward": "R backward"}
-    l_methods = {"centroids": "L", "output": "L", "backward": "L backward"}
-    stand_ins: dict[str, Any] = {
-        "RStep": type(
-            "RStep",
-            (fused.RStep,),
-            {
-                "pool": method(fused.RStep.pool, lambda: "pool"),
-                **{
-                    name: method(getattr(fused.RStep, name), functools.partial(numbered, kind))
-                    for name, kind in r_methods.items()
-                },
-            },
-        ),
-        "LStep": type(
-            "LStep",
-            (fused.LStep,),
-            {
-                name: method(getattr(fused.LStep, name), functools.partial(numbered, kind))
-                for name, kind in l_methods.items()
-            },
-        ),
-        "flash_forward": function(fused.flash_forward, "exact"),
-        "flash_backward": function(fused.flash_backward, "exact backward"),
-    }
-    of_bias = {
-        "forward_kernel": function(bias_op.forward_kernel, "bias"),
-        "backward_kernels": function(bias_op.backward_kernels, "bias backward"),
-    }
-    changes = [(fused, name, new) for name, new in stand_ins.items()]
-    changes += [(bias_op, name, new) for name, new in of_bias.items()]
-    originals = [(module, name, getattr(module, name)) for module, name, _ in changes]
-    for module, name, new in changes:
-        setattr(module, name, new)
-    try:
-        yield
-    finally:
-        for module, name, old in originals:
-            setattr(module, name, old)
-
-
-def measure_stages(
-    run: Callable[[], Any], work: Sequence[StageWork], clock: Clock, rounds: int
-) -> list[tuple[StageWork, float]]:
-    """Median milliseconds of every stage of `run`, in order; the gaps between them are in none."""
-    by_stage: list[list[float]] = []
-    names: list[str] = []
-    for _ in range(rounds):
-        marks: list[tuple[str, Any, Any]] = []
-
-        def watch(stage: StageCall, marks: list[tuple[str, Any, Any]] = marks) -> Any:
-            start = clock.mark()
-            result = stage.function(*stage.args, **stage.kwargs)
-            marks.append((stage.stage, start, clock.mark()))
-            return result
-
-        with watched_stages(watch):
-            clock.flush(8)
-            run()
-        clock.wait()
-        names = [name for name, _, _ in marks]
-        by_stage.append([clock.between(start, stop) for _, start, stop in marks])
-    medians = [statistics.median(times) for times in zip(*by_stage, strict=True)]
-    rest = list(work)
-    stages = []
-    for name, ms in zip(names, medians, strict=True):
-        known = next((stage for stage in rest if stage.stage == name), StageWork(name, 0.0, 0.0))
-        if known in rest:
-            rest.remove(known)
-        stages.append((known, ms))
-    return stages
-
-
-def measure_rates(device: torch.device) -> dict[str, float | str] | None:
-    """FLOP/s of an 8192³ bf16 matmul and bytes/s (read + written) of a 2 GB copy; None in the interpreter."""
-    if device.type != "cuda":
-        return None
-    clock = Clock(device)
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product = torch.empty_like(a)
-    source = torch.empty(2**31, dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    runs: dict[str, Callable[[], Any]] = {
-        "matmul": lambda: torch.mm(a, b, out=product),
-        "copy": lambda: target.copy_(source),
-    }
-    for run in runs.values():
-        run()
-    clock.wait()
-    times, _ = measure(runs, dict.fromkeys(runs, 15), clock, math.inf)
-    matmul, copy = (statistics.median(times[name]) / 1e3 for name in ("matmul", "copy"))
-    return {
-        "matmul_flops_per_second": 2 * 8192**3 / matmul,
-        "copy_bytes_per_second": 2 * 2**31 / copy,
-        "how": "median of 15: bf16 8192x8192x8192 matmul; copy of 2 GiB, bytes read + written",
-    }
-
-
-def floor_ms(flops: float, moved: float, rates: dict[str, Any]) -> float:
-    """max(FLOPs / measured bf16 matmul rate, bytes / measured copy rate), in milliseconds."""
-    return 1e3 * max(flops / rates["matmul_flops_per_second"], moved / rates["copy_bytes_per_second"])
-
-
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        run = subprocess.run(query, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return run.stdout.partition("\n")[0].strip() or None if run.returncode == 0 else None
-
-
-def versions(device: torch.device) -> dict[str, str | None]:
-    """Of everything that bears on speed."""
-    import vmonarch
-
-    return {
-        "vmonarch": vmonarch.__version__,
-        "git_commit": git_commit(),
-        "python": platform.python_version(),
-        **package_versions(("torch", "triton", "numpy")),
-        # The build says which CUDA it is for.
-        "torch_build": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": str(torch.backends.cudnn.version()) if device.type == "cuda" else None,
-        "driver": _driver() if device.type == "cuda" else None,
-    }
-
-
-def map_in_processes(
-    function: Callable[[Any], Any],
-    tasks: Sequence[Any],
-    seconds: float,
-    *,
-    processes: int | None = None,
-    stalled: float = 120.0,
-) -> list[Any]:
-    """`function` of every task, in processes of their own; None for those that failed or were not done in time.
-
-    Compiled kernels stay in Triton's cache on disk, where this process finds them.
-
-    Args:
-        stalled: seconds without a finished task after which the rest is given up: the process of a task has died.
-    """
-    if not tasks:
-        return []
-    if processes is None:
-        processes = max(1, min((os.cpu_count() or 2) - 1, 15, len(tasks)))
-    now = time.monotonic()
-    deadline, progress = now + seconds, now
-    results: list[Any] = [None] * len(tasks)
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        waiting = {i: pool.apply_async(function, (task,)) for i, task in enumerate(tasks)}
-        while waiting and time.monotonic() < min(deadline, progress + stalled):
-            time.sleep(0.05)
-            for i in [i for i, answer in waiting.items() if answer.ready()]:
-                answer = waiting.pop(i)
-                progress = time.monotonic()
-                try:
-                    results[i] = answer.get()
-                except Exception as error:
-                    print(f"a process failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    return results
-
-
 # Stages that one process compiles, as patterns: one process for all of a backward pass would be the last to finish.
 _PARTS = {False: (r"[RL]\d+",), True: (r"[RL]\d+", r"R\d+ backward", r"L\d+ backward|exact backward")}
-# What the calls of other stages are made of; without the rest their values are arbitrary.
-RETURNING = "exact|pool|bias|bias backward"
-
-
-def call_stages(run: Callable[[], Any], needed: str) -> list[StageCall]:
-    """Run an operator, of its stages only those whose names `needed` matches (all if empty); returns all calls."""
-    calls: list[StageCall] = []
-
-    def watch(stage: StageCall) -> Any:
-        calls.append(stage)
-        if needed and re.fullmatch(f"{needed}|{RETURNING}", stage.stage) is None:
-            return None
-        return stage.function(*stage.args, **stage.kwargs)
-
-    with watched_stages(watch):
-        run()
-    return calls
 
 
 def _compile_task(task: tuple[Case, str, str, str]) -> bool:
@@ -870,12 +447,6 @@ def compile_tasks(config: BenchConfig, device: str) -> list[tuple[Case, str, str
 def compile_ahead(config: BenchConfig, device: torch.device, seconds: float) -> int:
     """Compile what the cases need in several processes; returns how many tasks were not done."""
     return map_in_processes(_compile_task, compile_tasks(config, str(device)), seconds).count(None)
-
-
-def failure(error: Exception) -> dict[str, Any]:
-    memory = isinstance(error, torch.OutOfMemoryError)
-    text = " ".join(str(error).split())[:300] or type(error).__name__
-    return {"status": "out of memory" if memory else "failed", "problem": f"{type(error).__name__}: {text}"}
 
 
 def _prepare(
@@ -1001,12 +572,6 @@ def _predicted_seconds(case: Case, config: BenchConfig, rates: dict[str, Any] | 
     methods = [method for method in config.methods if method.measured_on(case.shape, case.head_dim)]
     flops = sum(stage.flops for method in methods for stage in method_work(method, case, 2))
     return 0.5 + (MIN_ROUNDS + 4) * flops / (rates["matmul_flops_per_second"] / 3)
-
-
-def write_json(path: Path, results: dict[str, Any]) -> None:
-    """Replace the file as a whole: readers see the old one or the new one."""
-    with AtomicFiles(overwrite=True) as files:
-        files.stage(path).write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def run_bench(config: BenchConfig) -> dict[str, Any]:

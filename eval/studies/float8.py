@@ -1,4 +1,4 @@
-"""What float8 products in the R-steps would cost in accuracy: `python -m vmonarch.eval.float8`.
+"""What float8 products in the R-steps would cost in accuracy: `python -m vmonarch.eval.studies.float8`.
 
 Emulated, so it needs no GPU: operands are rounded as they would be stored, products summed in float32. Tensor cores of
 Hopper sum float8 products in fewer bits, so that errors there are at least these. Keys are smoothed (their mean over
@@ -24,8 +24,10 @@ from unittest import mock
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.eval.kernel_bench import check_output, sdpa, versions, write_json
-from vmonarch.eval.render import markdown
+from vmonarch.eval.bench.machine import versions
+from vmonarch.eval.bench.runner import sdpa
+from vmonarch.eval.render.table import markdown
+from vmonarch.files import check_output, write_json
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch import reference
 from vmonarch.kernels.monarch.api import vmonarch_attention
@@ -217,7 +219,7 @@ def float8_table(results: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.float8", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.float8", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     parser.add_argument("--quick", action="store_true", help="small frames, few steps: to see that it runs")
     options = parser.parse_args(arguments)
@@ -238,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": device_name(torch.device("cpu")),
         "versions": versions(torch.device("cpu")),
-        "command": shown_command(("python", "-m", "vmonarch.eval.float8"), arguments),
+        "command": shown_command(("python", "-m", "vmonarch.eval.studies.float8"), arguments),
         "settings": {"float8": str(FLOAT8).removeprefix("torch."), "rows_of_a_scale": BLOCK, "allowed": ALLOWED},
         "cases": cases,
     }

@@ -1,7 +1,7 @@
-"""Put evaluations together for the documents: `python -m vmonarch.eval.collect FOLDER … --output FILE`.
+"""Put evaluations together for the documents: `python -m vmonarch.eval.studies.collect FOLDER … --output FILE`.
 
 With `--diagnosis`, of `vmonarch calibrate` with the same model and steps, every method that it can tell about also gets
-what it loses in the attention itself (`vmonarch.eval.fidelity`).
+what it loses in the attention itself (`vmonarch.eval.studies.fidelity`).
 
 Each folder is one of `vmonarch eval`. Of its `evaluation.json` everything is kept but the single items (their prompts
 and seeds follow from the settings, their numbers are in the means and intervals) and the place of a model's folder.
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from vmonarch.configs import InputError, read_document
-from vmonarch.eval.calibrate import read_diagnosis
+from vmonarch.eval.calibrate.run import read_diagnosis
 from vmonarch.eval.evaluate import EVALUATION_FORMAT
-from vmonarch.eval.kernel_bench import check_output, write_json
 from vmonarch.eval.summary import evaluation_table
+from vmonarch.files import check_output, write_json
 
 FORMAT = "vmonarch-evaluations-1"
 
@@ -52,7 +52,7 @@ def collect(folders: Sequence[Path], diagnosis: Mapping[str, Any] | None = None)
 def _attention(record: Mapping[str, Any], diagnosis: Mapping[str, Any]) -> dict[str, Any]:
     """What the methods lose in the attention itself, by label."""
     from vmonarch.configs.methods import resolve_method
-    from vmonarch.eval.fidelity import attention_fidelity
+    from vmonarch.eval.studies.fidelity import attention_fidelity
 
     steps, diagnosed = record["config"]["steps"], diagnosis["about"]["config"]["steps"]
     if steps != diagnosed:
@@ -69,7 +69,9 @@ def collection_table(results: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.collect", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m vmonarch.eval.studies.collect", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("folders", nargs="+", type=Path, help="output folders of `vmonarch eval`")
     parser.add_argument("--diagnosis", type=Path, help="diagnosis.json of `vmonarch calibrate`")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")

@@ -1,4 +1,4 @@
-"""Train a larger proxy of a video model by the clock: `python -m vmonarch.eval.proxy train --output FOLDER`.
+"""Train a larger proxy of a video model by the clock: `python -m vmonarch.eval.studies.proxy train --output FOLDER`.
 
 The embedded model has 60 tokens a frame, where attention over the frame is as cheap as that over time. The proxy has
 240, and six times the parameters, on the same captioned scenes drawn twice as large. VAE, tokenizer and text encoder
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.eval.kernel_bench import write_json
+from vmonarch.files import write_json
 from vmonarch.finetune.embedded.__main__ import save_pipeline
 from vmonarch.finetune.embedded.data import sample_scenes
 from vmonarch.finetune.embedded.text import attribute_targets, tokenize, write_captions
@@ -210,7 +210,7 @@ def train(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.proxy", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.proxy", description=__doc__.splitlines()[0])
     command = parser.add_subparsers(dest="command", required=True).add_parser("train", help="train and write a folder")
     command.add_argument("--output", type=Path, required=True, help="folder of the pipeline to write; must not exist")
     command.add_argument("--checkpoint", type=Path, help="file of the training state; it goes on from there")
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default = getattr(ProxyTraining, name)
         command.add_argument(f"--{name.replace('_', '-')}", type=type(default), help=f"default {default}")
     options = parser.parse_args(arguments)
-    shown = shown_command(("python", "-m", "vmonarch.eval.proxy"), arguments)
+    shown = shown_command(("python", "-m", "vmonarch.eval.studies.proxy"), arguments)
     base = QUICK if options.quick else ProxyTraining()
     given = {name: value for name in asdict(base) if (value := getattr(options, name, None)) is not None}
     torch.backends.cudnn.benchmark = True

@@ -1,4 +1,4 @@
-"""Time the Makefile's commands on a clean clone: `python -m vmonarch.eval.commands`."""
+"""Time the Makefile's commands on a clean clone: `python -m vmonarch.eval.studies.commands`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from vmonarch.pipelines.environment import environment
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # `make .venv/.ready` installs; the others then find the environment ready.
 TARGETS = {"install": ".venv/.ready", "demo": "demo", "finetune-demo": "finetune-demo", "test": "test"}
 
@@ -36,7 +36,7 @@ def time_commands(root: Path) -> dict[str, Any]:
     about = environment("cpu")
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": "python -m vmonarch.eval.commands",
+        "command": "python -m vmonarch.eval.studies.commands",
         "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
         "environment": about,
         "seconds": seconds,
@@ -45,7 +45,7 @@ def time_commands(root: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.commands", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.commands", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "benchmarks" / "commands.json")
     options = parser.parse_args(arguments)
     result = time_commands(ROOT)

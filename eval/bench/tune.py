@@ -26,24 +26,11 @@ from typing import Any
 
 import torch
 
-from vmonarch.eval.kernel_bench import (
-    RETURNING,
-    Case,
-    Clock,
-    Inputs,
-    Method,
-    Shape,
-    StageCall,
-    call,
-    call_stages,
-    check_device,
-    check_output,
-    compiling_heads,
-    map_in_processes,
-    measure,
-    release_memory,
-)
-from vmonarch.files import AtomicFiles
+from vmonarch.eval.bench.clock import Clock, measure, release_memory
+from vmonarch.eval.bench.kernels import Case, Inputs, Method, Shape, call, compiling_heads
+from vmonarch.eval.bench.machine import check_device, map_in_processes
+from vmonarch.eval.bench.stages import RETURNING, StageCall, call_stages
+from vmonarch.files import AtomicFiles, check_output
 from vmonarch.kernels.common import launch
 from vmonarch.kernels.common.launch import block_dim, launch_options, launch_overrides
 from vmonarch.pipelines.environment import device_name, package_versions

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.eval.diagnosis import FORMAT
+from vmonarch.eval.calibrate.diagnosis import FORMAT
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.plan import AttentionPlan

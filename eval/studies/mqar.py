@@ -1,4 +1,4 @@
-"""How much small models recall, by the state they keep: `python -m vmonarch.eval.mqar`.
+"""How much small models recall, by the state they keep: `python -m vmonarch.eval.studies.mqar`.
 
 Multi-query associative recall, as in Based, §3.1 and Fig. 2: pairs of a key and a value, then the keys again in another
 order; at each the model must name the value. Two-layer models whose mixers are attention, windows, linear attention, or
@@ -26,15 +26,15 @@ import torch
 import torch.nn.functional as F
 
 from vmonarch.configs import InputError, suggest
-from vmonarch.eval.kernel_bench import check_output, versions, write_json
-from vmonarch.eval.render import markdown
-from vmonarch.files import AtomicFiles
+from vmonarch.eval.bench.machine import versions
+from vmonarch.eval.render.table import markdown
+from vmonarch.files import AtomicFiles, check_output, write_json
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS
 from vmonarch.kernels.window.api import window_attention
 from vmonarch.pipelines.environment import device_name, shown_command
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Exponent of the law that places the queries, as in the paper's data: slot x is taken with weight x^(POWER - 1).
 POWER = 0.01
 BETAS, WARMUP = (0.9, 0.98), 0.1
@@ -441,7 +441,7 @@ def choose(names: Sequence[str]) -> list[Model]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; exit code 1 if a model failed."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.mqar", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.mqar", description=__doc__)
     for field in dataclasses.fields(Settings):
         many = isinstance(field.default, tuple)
         kind = float if field.name == "rates" else int
@@ -475,7 +475,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": device_name(device),
         "versions": versions(device),
-        "command": shown_command(("python", "-m", "vmonarch.eval.mqar"), arguments),
+        "command": shown_command(("python", "-m", "vmonarch.eval.studies.mqar"), arguments),
         "settings": {
             **dataclasses.asdict(settings),
             "implementation": implementation,

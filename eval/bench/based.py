@@ -1,4 +1,4 @@
-"""Time linear and window attention against exact attention: `python -m vmonarch.eval.based_bench`.
+"""Time linear and window attention against exact attention: `python -m vmonarch.eval.bench.based`.
 
 Four kinds of cases: prefill, causal, in the paper's shape; decoding, one token with a state, with the keys of a window,
 or with a cache of all keys; linear attention between all tokens of a video; and windows, of a sequence or of a video.
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from vmonarch.eval.kernel_bench import sdpa
-from vmonarch.eval.op_bench import NAMES, Bench, Tensors, Way, Ways, flex, with_gradients
-from vmonarch.eval.op_bench import main as run_bench
+from vmonarch.eval.bench.gate import NAMES
+from vmonarch.eval.bench.runner import Bench, Tensors, Way, Ways, flex, sdpa, with_gradients
+from vmonarch.eval.bench.runner import main as run_bench
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.reference import in_row_chunks, softmax_parts, to_groups
 from vmonarch.kernels.taylor.api import taylor_attention
@@ -410,7 +410,7 @@ def compiled(case: Case, method: str) -> Hashable | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; exit code 1 if a result is wrong or a kernel of ours does not run."""
     bench = Bench(
-        module="vmonarch.eval.based_bench",
+        module="vmonarch.eval.bench.based",
         about=__doc__ or "",
         output=Path("outputs/bench/based.json"),
         budget=280.0,

@@ -1,4 +1,4 @@
-"""Run the tests that need a GPU, and keep what came of it: `python -m vmonarch.eval.gpu_tests`.
+"""Run the tests that need a GPU, and keep what came of it: `python -m vmonarch.eval.studies.gpu_tests`.
 
 CI has no GPU, so the JSON and the log that this writes are committed beside the benchmarks.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from vmonarch.files import AtomicFiles
 from vmonarch.pipelines.environment import environment
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OUTCOMES = ("failure", "error", "skipped")
 
 
@@ -88,7 +88,9 @@ def run(tests: Sequence[str], log: Path, processes: int = 1) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 if a test failed or none passed."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.gpu_tests", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m vmonarch.eval.studies.gpu_tests", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("tests", nargs="*", default=["tests"], help="test files or folders (default: tests)")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write; the log goes beside it")
     parser.add_argument("--processes", type=int, default=1, help="run the tests in this many processes")

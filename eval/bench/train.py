@@ -1,4 +1,4 @@
-"""Time a training step and its memory with VMonarch against full attention: `python -m vmonarch.eval.train_bench`.
+"""Time a training step and its memory with VMonarch against full attention: `python -m vmonarch.eval.bench.train`.
 
 One transformer with random weights takes the steps that `vmonarch.finetune` takes: float32 weights and AdamW, products
 in bfloat16, gradient checkpointing, one clip. The methods are exchanged on it in turns, so that all else is the same.
@@ -21,21 +21,12 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
-from vmonarch.eval.kernel_bench import (
-    BenchConfig,
-    Clock,
-    Method,
-    Shape,
-    check_device,
-    check_output,
-    compile_ahead,
-    measure,
-    summary,
-    versions,
-    write_json,
-)
-from vmonarch.eval.render import markdown
+from vmonarch.eval.bench.clock import Clock, measure, summary
+from vmonarch.eval.bench.kernels import BenchConfig, Method, Shape, compile_ahead
+from vmonarch.eval.bench.machine import check_device, versions
+from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import WanModel, read_model_config
+from vmonarch.files import check_output, write_json
 from vmonarch.finetune.config import OptimizerConfig
 from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.models import Experts
@@ -197,7 +188,7 @@ def train_table(results: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.train_bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.bench.train", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     parser.add_argument("--model", default="wan2.1-1.3b", help="of configs/models/, or a YAML file")
     parser.add_argument("--frames", type=int, nargs="+", default=[61, 141])
@@ -241,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": device_name(device) if device.type == "cuda" else "no speed: a test of the benchmark",
         "versions": versions(device),
-        "command": shown_command(("python", "-m", "vmonarch.eval.train_bench"), arguments),
+        "command": shown_command(("python", "-m", "vmonarch.eval.bench.train"), arguments),
         "settings": {
             "model": options.model,
             "config": config,

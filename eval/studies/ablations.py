@@ -1,4 +1,4 @@
-"""Tables and pictures of collected evaluations (`vmonarch.eval.collect`): `python -m vmonarch.eval.ablations`."""
+"""Tables and pictures of what `collect` has put together: `python -m vmonarch.eval.studies.ablations`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, read_document
-from vmonarch.eval.collect import FORMAT
-from vmonarch.eval.render import markdown
+from vmonarch.eval.render.table import markdown
+from vmonarch.eval.studies.collect import FORMAT
 from vmonarch.eval.summary import MEASURES, sampled, shown_number
 from vmonarch.files import AtomicFiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("embedded", "proxy")
 SHOWN = ("psnr", "ssim", "first_frame_psnr", "first_frame_ssim", "prompt_score")
 # Heading, factor and decimals of what methods lose in the attention itself.
@@ -60,12 +60,12 @@ def family(method: Mapping[str, Any]) -> str:
 
 
 def read_collection(path: Path) -> dict[str, Any]:
-    """The JSON of `vmonarch.eval.collect`.
+    """The JSON of `vmonarch.eval.studies.collect`.
 
     Raises:
         InputError: it cannot be read, or is something else.
     """
-    return read_document("input", path, FORMAT, "collection of `vmonarch.eval.collect`")
+    return read_document("input", path, FORMAT, "collection of `vmonarch.eval.studies.collect`")
 
 
 def ablation_table(results: Mapping[str, Any], name: str) -> str:
@@ -227,10 +227,10 @@ def _name(axes: Axes, values: Sequence[tuple[dict[str, Any], float, Any]]) -> No
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.ablations", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.ablations", description=__doc__)
     benchmarks = ROOT / "docs" / "benchmarks"
     inputs = [benchmarks / f"eval-{model}.json" for model in MODELS]
-    parser.add_argument("--input", type=Path, nargs="+", default=inputs, help="JSON of vmonarch.eval.collect")
+    parser.add_argument("--input", type=Path, nargs="+", default=inputs, help="JSON of vmonarch.eval.studies.collect")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images" / "ablations.png")
     options = parser.parse_args(arguments)
     try:

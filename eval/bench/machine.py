@@ -1,0 +1,149 @@
+"""The machine a benchmark runs on: its device, rates, versions and processes."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vmonarch.configs import InputError
+from vmonarch.eval.bench.clock import Clock, measure
+from vmonarch.kernels.common.launch import interpreted
+from vmonarch.pipelines.environment import git_commit, package_versions
+
+# Compiling may take this share of the budget.
+COMPILE_SHARE = 0.5
+
+
+def check_device(name: str) -> torch.device:
+    """The device to measure on.
+
+    Raises:
+        InputError: there is no such device, or the kernels cannot run there.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise InputError("device", f"must be cuda, cuda:N, or cpu with TRITON_INTERPRET=1; got {name!r}")
+    if device.type == "cpu":
+        if not interpreted():
+            raise InputError("device", "cpu needs TRITON_INTERPRET=1 and tells nothing of speed; supported: cuda")
+        return device
+    if not torch.cuda.is_available():
+        raise InputError(
+            "device", f"{name!r} cannot be used: there is no CUDA device here, and speed is measured on one"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise InputError("device", f"must be up to cuda:{torch.cuda.device_count() - 1}, got {name!r}")
+    if interpreted():
+        raise InputError("device", f"{name!r} cannot be measured with TRITON_INTERPRET=1: unset it")
+    return torch.device("cuda", index)
+
+
+def measured_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16; in the interpreter float32, because its bfloat16 products are wrong."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def measure_rates(device: torch.device) -> dict[str, float | str] | None:
+    """FLOP/s of an 8192³ bf16 matmul and bytes/s (read + written) of a 2 GB copy; None in the interpreter."""
+    if device.type != "cuda":
+        return None
+    clock = Clock(device)
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(a)
+    source = torch.empty(2**31, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    runs: dict[str, Callable[[], Any]] = {
+        "matmul": lambda: torch.mm(a, b, out=product),
+        "copy": lambda: target.copy_(source),
+    }
+    for run in runs.values():
+        run()
+    clock.wait()
+    times, _ = measure(runs, dict.fromkeys(runs, 15), clock, math.inf)
+    matmul, copy = (statistics.median(times[name]) / 1e3 for name in ("matmul", "copy"))
+    return {
+        "matmul_flops_per_second": 2 * 8192**3 / matmul,
+        "copy_bytes_per_second": 2 * 2**31 / copy,
+        "how": "median of 15: bf16 8192x8192x8192 matmul; copy of 2 GiB, bytes read + written",
+    }
+
+
+def floor_ms(flops: float, moved: float, rates: dict[str, Any]) -> float:
+    """max(FLOPs / measured bf16 matmul rate, bytes / measured copy rate), in milliseconds."""
+    return 1e3 * max(flops / rates["matmul_flops_per_second"], moved / rates["copy_bytes_per_second"])
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        run = subprocess.run(query, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.partition("\n")[0].strip() or None if run.returncode == 0 else None
+
+
+def versions(device: torch.device) -> dict[str, str | None]:
+    """Of everything that bears on speed."""
+    import vmonarch
+
+    return {
+        "vmonarch": vmonarch.__version__,
+        "git_commit": git_commit(),
+        "python": platform.python_version(),
+        **package_versions(("torch", "triton", "numpy")),
+        # The build says which CUDA it is for.
+        "torch_build": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": str(torch.backends.cudnn.version()) if device.type == "cuda" else None,
+        "driver": _driver() if device.type == "cuda" else None,
+    }
+
+
+def map_in_processes(
+    function: Callable[[Any], Any],
+    tasks: Sequence[Any],
+    seconds: float,
+    *,
+    processes: int | None = None,
+    stalled: float = 120.0,
+) -> list[Any]:
+    """`function` of every task, in processes of their own; None for those that failed or were not done in time.
+
+    Compiled kernels stay in Triton's cache on disk, where this process finds them.
+
+    Args:
+        stalled: seconds without a finished task after which the rest is given up: the process of a task has died.
+    """
+    if not tasks:
+        return []
+    if processes is None:
+        processes = max(1, min((os.cpu_count() or 2) - 1, 15, len(tasks)))
+    now = time.monotonic()
+    deadline, progress = now + seconds, now
+    results: list[Any] = [None] * len(tasks)
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        waiting = {i: pool.apply_async(function, (task,)) for i, task in enumerate(tasks)}
+        while waiting and time.monotonic() < min(deadline, progress + stalled):
+            time.sleep(0.05)
+            for i in [i for i, answer in waiting.items() if answer.ready()]:
+                answer = waiting.pop(i)
+                progress = time.monotonic()
+                try:
+                    results[i] = answer.get()
+                except Exception as error:
+                    print(f"a process failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return results

@@ -1,0 +1,1 @@
+"""What heads need, and plans made of it: `vmonarch calibrate`."""
