@@ -1,4 +1,4 @@
-"""Time linear and window attention against exact attention: `python -m vmonarch.eval.bench.based`.
+"""Time linear and window attention against exact attention: `vmonarch bench based`.
 
 Four kinds of cases: prefill, causal, in the paper's shape; decoding, one token with a state, with the keys of a window,
 or with a cache of all keys; linear attention between all tokens of a video; and windows, of a sequence or of a video.
@@ -10,18 +10,15 @@ and keys of all other attention. Source: Based, Fig. 4-7 and §5.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vmonarch.eval.bench.gate import NAMES
 from vmonarch.eval.bench.runner import Bench, Tensors, Way, Ways, flex, sdpa, with_gradients
-from vmonarch.eval.bench.runner import main as run_bench
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.reference import in_row_chunks, softmax_parts, to_groups
 from vmonarch.kernels.taylor.api import taylor_attention
@@ -407,13 +404,9 @@ def compiled(case: Case, method: str) -> Hashable | None:
     return (method, case.kind, case.head_dim, case.training, case.grid is None) if method in OURS else None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; exit code 1 if a result is wrong or a kernel of ours does not run."""
-    bench = Bench(
-        module="vmonarch.eval.bench.based",
-        about=__doc__ or "",
-        output=Path("outputs/bench/based.json"),
-        budget=280.0,
+def bench() -> Bench:
+    """The benchmark, for the registry."""
+    return Bench(
         methods=METHODS,
         ours=OURS,
         cases=standard_cases(),
@@ -421,8 +414,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compiled=compiled,
         formulae=FORMULAE,
     )
-    return run_bench(bench, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

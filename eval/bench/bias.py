@@ -1,4 +1,4 @@
-"""Time attention with a low-rank bias against other ways to have it: `python -m vmonarch.eval.bench.bias`.
+"""Time attention with a low-rank bias against other ways to have it: `vmonarch bench bias`.
 
 Four ways, in turns: FlashBias; the same kernels with factors of rank 0; torch's SDPA with the bias written out as a
 matrix, as a model that keeps it would have it; and FlexAttention that reads the same matrix (at one rank of a shape,
@@ -8,18 +8,15 @@ SDPA that of the matrix, and FlexAttention none of the bias.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vmonarch.eval.bench.gate import NAMES
 from vmonarch.eval.bench.runner import Bench, Tensors, Way, Ways, flex, with_gradients
-from vmonarch.eval.bench.runner import main as run_bench
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.flash_bias.op import flash_bias_attention_triton
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
@@ -230,13 +227,9 @@ def compiled(case: Case, method: str) -> Hashable | None:
     return (method, case.label) if case.flex and method == "flex" and case.heads * case.tokens**2 < 2**31 else None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; exit code 1 if a result is wrong or FlashBias does not run."""
-    bench = Bench(
-        module="vmonarch.eval.bench.bias",
-        about=__doc__ or "",
-        output=Path("outputs/bench/flash-bias.json"),
-        budget=450.0,
+def bench() -> Bench:
+    """The benchmark, for the registry."""
+    return Bench(
         methods=METHODS,
         ours=METHODS[:2],
         cases=standard_cases(),
@@ -244,8 +237,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compiled=compiled,
         formulae=FORMULAE,
     )
-    return run_bench(bench, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

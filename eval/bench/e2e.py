@@ -7,23 +7,20 @@ extrapolated from measured steps; where `refresh` or `dense_steps` make steps di
 
 Runs in pieces are put together by
 
-    python -m vmonarch.eval.bench.e2e PART.json … --output docs/benchmarks/e2e.json
+    vmonarch bench e2e PART.json … --output docs/benchmarks/e2e.json
 
 Legend: S tokens, C channels, T latent frames, h and w latent pixels.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import functools
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,16 +33,15 @@ from vmonarch.eval.attention_flops import STEP_KINDS, step_kinds, transformers_b
 from vmonarch.eval.bench.clock import Clock, measure, release_memory, summary
 from vmonarch.eval.bench.gate import failure, relative_errors
 from vmonarch.eval.bench.kernels import METHODS, BenchConfig, Shape, compile_ahead
-from vmonarch.eval.bench.machine import check_device, measured_dtype, versions
+from vmonarch.eval.bench.machine import check_device, measured_dtype, provenance
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.files import check_output, write_json
 from vmonarch.grid import LatentGrid
-from vmonarch.pipelines.environment import device_name, memory_bytes
+from vmonarch.pipelines.environment import memory_bytes
 
 FORMAT = "vmonarch-e2e-1"
 MODES = ("eager", "compiled")
-SECONDS, QUICK_SECONDS = 540.0, 180.0
 # Of the budget, for compiling Triton's kernels beforehand.
 COMPILE_SHARE = 0.25
 # A block of the model is one function to torch.compile; every method makes a version of it.
@@ -155,6 +151,7 @@ class E2EConfig:
         rounds: steps of every row, at most.
         steps: of a video.
         budget: seconds; what does not fit is left out and named.
+        say: told what is done.
         transformer_only: no VAE and no text encoder.
         compile_backend: of torch.compile; "eager" compiles nothing and only tries the benchmark.
         device: "cuda", "cuda:N", or "cpu" with TRITON_INTERPRET=1 (a test of the benchmark itself).
@@ -166,12 +163,12 @@ class E2EConfig:
     modes: tuple[str, ...] = MODES
     rounds: int = 5
     steps: int = 50
-    budget: float = SECONDS
+    budget: float = 540.0
     transformer_only: bool = False
     compile_backend: str = "inductor"
     device: str = "cuda"
     command: str = ""
-    progress: bool = True
+    say: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps"):
@@ -870,19 +867,13 @@ def run_bench(bench: E2EConfig) -> dict[str, Any]:
         for setting, model in models:
             _check_memory(setting, model, bench.transformer_only)
 
-    def say(text: str) -> None:
-        if bench.progress:
-            print(f"[{time.monotonic() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
-
+    say = bench.say
     if real:
         torch.cuda.set_device(device)
         missing = _compile_ahead(bench, models, device)
         say(f"kernels compiled; {missing} left to compile when they are met")
     run: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": device_name(device) if real else "no speed: a test of the benchmark",
-        "versions": versions(device),
-        "command": bench.command,
+        **provenance(device, bench.command),
         "settings": {
             "dtype": str(measured_dtype(device)).removeprefix("torch."),
             "batch": 1,
@@ -958,6 +949,17 @@ def wrong_rows(results: dict[str, Any]) -> list[str]:
         for row in case["rows"]
         if row["status"] == "wrong"
     ]
+
+
+def merge_files(parts: Sequence[Path], output: Path) -> None:
+    """Put the JSON of several runs together.
+
+    Raises:
+        InputError: a file is none of this benchmark, or the output cannot be written.
+    """
+    documents = [read_document("parts", path, FORMAT, "JSON of `vmonarch bench e2e`") for path in parts]
+    check_output(output)
+    write_json(output, merge(documents))
 
 
 def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -1111,25 +1113,3 @@ def _about(results: dict[str, Any]) -> str:
             if entry["case"] not in measured
         ]
     return "\n".join(lines) + "\n"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Put the JSON of several runs together."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vmonarch.eval.bench.e2e",
-        description="Put the JSON of several runs of `vmonarch bench e2e` together.",
-    )
-    parser.add_argument("parts", nargs="+", type=Path, help="JSON of `vmonarch bench e2e`")
-    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
-    options = parser.parse_args(arguments)
-    try:
-        documents = [read_document("parts", path, FORMAT, "JSON of `vmonarch bench e2e`") for path in options.parts]
-        check_output(options.output)
-    except InputError as error:
-        parser.error(str(error))
-    write_json(options.output, merge(documents))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

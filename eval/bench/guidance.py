@@ -1,22 +1,18 @@
 """Time guidance in one forward call and in two, eager, compiled and with CUDA graphs.
 
-Run by `python -m vmonarch.eval.bench.guidance`. Wan2.1 1.3B with random weights and VMonarch attention, from a few
+Run by `vmonarch bench guidance`. Wan2.1 1.3B with random weights and VMonarch attention, from a few
 small frames to what fills a GPU. All ways are compared with two eager calls.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vmonarch.eval.bench.e2e import TEXT_TOKENS, share_weights
 from vmonarch.eval.bench.runner import Bench, Way, Ways
-from vmonarch.eval.bench.runner import main as bench_main
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import WanModel, read_model_config
 from vmonarch.installation import apply
@@ -151,13 +147,9 @@ def guidance_table(results: dict[str, Any]) -> str:
     return f"{markdown(heading, rows)}\n{about(results, what)}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit code 1 if a result is wrong or a way is missing."""
-    bench = Bench(
-        module="vmonarch.eval.bench.guidance",
-        about=__doc__.splitlines()[0],
-        output=Path("outputs/bench/guidance.json"),
-        budget=420.0,
+def bench() -> Bench:
+    """The benchmark, for the registry."""
+    return Bench(
         methods=METHODS,
         ours=METHODS,
         cases=CASES,
@@ -170,8 +162,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "reference": "two eager calls, of the same dtype",
         },
     )
-    return bench_main(bench, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vmonarch.configs import InputError, suggest
+from vmonarch.configs import InputError
 from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock, measure, release_memory, summary
 from vmonarch.eval.bench.gate import BOUNDS, NAMES, ROW_FACTOR, failure, relative_errors
 from vmonarch.eval.bench.machine import (
@@ -33,7 +30,7 @@ from vmonarch.eval.bench.machine import (
     map_in_processes,
     measure_rates,
     measured_dtype,
-    versions,
+    provenance,
 )
 from vmonarch.eval.bench.runner import sdpa
 from vmonarch.eval.bench.stages import StageWork, call_stages, measure_stages
@@ -42,12 +39,10 @@ from vmonarch.flops import block_sizes
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.pipelines.environment import device_name
 
 FORMAT = "vmonarch-kernel-bench-1"
 PASSES = {"forward": "forward", "backward": "forward+backward"}
 HEAD_DIMS = (128, 64)
-FULL_SECONDS, QUICK_SECONDS = 480.0, 120.0
 # A method whose calls take seconds is measured in fewer rounds than the others.
 METHOD_SECONDS = 5.0
 # Rows of exact attention that are compared: the whole map would take longer than the measurement.
@@ -157,6 +152,7 @@ class BenchConfig:
         device: "cuda", "cuda:N", or "cpu" (only through Triton's interpreter: a test of the benchmark itself).
         budget: seconds after which no case and no round is added.
         rounds: measurements of every method in a case, at most.
+        say: told what is done.
     """
 
     output: Path
@@ -165,10 +161,10 @@ class BenchConfig:
     head_dims: tuple[int, ...] = HEAD_DIMS
     passes: tuple[str, ...] = tuple(PASSES)
     rounds: int = 15
-    budget: float = FULL_SECONDS
+    budget: float = 480.0
     device: str = "cuda"
     command: str = ""
-    progress: bool = True
+    say: Callable[[str], None] = lambda text: None
 
     def cases(self) -> list[Case]:
         """All cases, the most telling first: forward before backward, head dimension 128 before 64."""
@@ -181,22 +177,6 @@ class BenchConfig:
             # Fig. 8 is of d = 64; elsewhere its shape would only repeat what the others tell.
             if not (shape.name == FIGURE_8 and head_dim != 64 and len(self.shapes) > 1)
         ]
-
-
-def choose(argument: str, names: Sequence[str], known: dict[str, Any]) -> tuple[Any, ...]:
-    """The named things, in the order given.
-
-    Raises:
-        InputError: a name that is not known, given twice, or none at all.
-    """
-    if not names:
-        raise InputError(argument, f"must name at least one of {', '.join(known)}")
-    for name in names:
-        if name not in known:
-            raise InputError(argument, f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
-    if len(set(names)) < len(names):
-        raise InputError(argument, f"must differ from each other, got {', '.join(names)}")
-    return tuple(known[name] for name in names)
 
 
 FORMULAE = {
@@ -596,21 +576,14 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
         torch.cuda.set_device(device)
     real = device.type == "cuda"
 
-    def say(text: str) -> None:
-        if config.progress:
-            print(f"[{time.monotonic() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
-
     if real:
         missing = compile_ahead(config, device, COMPILE_SHARE * config.budget)
-        say(f"kernels compiled; {missing} left to compile when they are met" if missing else "kernels compiled")
+        config.say(f"kernels compiled; {missing} left to compile when they are met" if missing else "kernels compiled")
     rates = measure_rates(device)
     dtype = measured_dtype(device)
     results: dict[str, Any] = {
         "format": FORMAT,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": device_name(device) if real else "interpreter",
-        "versions": versions(device),
-        "command": config.command or shlex.join(["vmonarch", *sys.argv[1:]]),
+        **provenance(device, config.command),
         "settings": {
             "dtype": str(dtype).removeprefix("torch."),
             "batch": 1,
@@ -641,7 +614,7 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
         if cut := max(row.get("rounds_left_out", 0) for row in results["cases"][-1]["rows"]):
             results["left_out"].append({"case": case.name, "why": f"{cut} rounds did not fit the budget"})
         write_json(config.output, results)
-        say(case.name)
+        config.say(case.name)
     results["complete"] = not results["left_out"]
     results["seconds"] = round(time.monotonic() - started, 1)
     write_json(config.output, results)
@@ -696,8 +669,6 @@ def text_table(results: dict[str, Any]) -> str:
         for line in lines
     )
     notes = [f"{results['hardware']}, {results['date'][:10]}, {results['settings']['dtype']}"]
-    if results["hardware"] == "interpreter":
-        notes[0] += ": times of the interpreter, which tell nothing of speed"
     if results["rates"]:
         rates = results["rates"]
         notes.append(

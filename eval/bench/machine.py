@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.eval.bench.clock import Clock, measure
 from vmonarch.kernels.common.launch import interpreted
-from vmonarch.pipelines.environment import git_commit, package_versions
+from vmonarch.pipelines.environment import device_name, git_commit, package_versions
 
 # Compiling may take this share of the budget.
 COMPILE_SHARE = 0.5
+# In place of a chip's name where times are of the interpreter, or of kernels in plain torch.
+NO_SPEED = "no speed: a test of the benchmark"
 
 
 def check_device(name: str) -> torch.device:
@@ -110,6 +113,16 @@ def versions(device: torch.device) -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "cudnn": str(torch.backends.cudnn.version()) if device.type == "cuda" else None,
         "driver": _driver() if device.type == "cuda" else None,
+    }
+
+
+def provenance(device: torch.device, command: str) -> dict[str, Any]:
+    """What every record of a benchmark begins with: when, on what, with which versions and by which command."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": device_name(device) if device.type == "cuda" else NO_SPEED,
+        "versions": versions(device),
+        "command": command,
     }
 
 

@@ -1,4 +1,4 @@
-"""Time RMS norm with rotary embedding in one kernel against diffusers' code: `python -m vmonarch.eval.bench.norm`.
+"""Time RMS norm with rotary embedding in one kernel against diffusers' code: `vmonarch bench norm`.
 
 Queries of one self-attention module, at the sizes of `vmonarch bench e2e`. All ways are compared with float64, and ours
 may err at most twice as much as diffusers' own code in the same dtype.
@@ -8,17 +8,14 @@ Legend: B batch (always 1), S tokens, H heads, D head dim, C = H·D channels.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vmonarch.eval.bench.e2e import SETTINGS
 from vmonarch.eval.bench.runner import Bench, Way, Ways, with_gradients
-from vmonarch.eval.bench.runner import main as bench_main
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.grid import LatentGrid
@@ -195,13 +192,9 @@ def norm_table(results: dict[str, Any]) -> str:
     return f"{markdown(heading, rows)}\n{about(results, 'Milliseconds (GB/s; how many times as long as ours).')}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit code 1 if a result is wrong or ours is missing."""
-    bench = Bench(
-        module="vmonarch.eval.bench.norm",
-        about=__doc__.splitlines()[0],
-        output=Path("outputs/bench/norm.json"),
-        budget=240.0,
+def bench() -> Bench:
+    """The benchmark, for the registry."""
+    return Bench(
         methods=METHODS,
         ours=("vmonarch",),
         cases=standard_cases(),
@@ -214,8 +207,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         },
         judge=judge,
     )
-    return bench_main(bench, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""One video on several GPUs: time, scaling and bytes sent: `python -m vmonarch.eval.bench.parallel`.
+"""One video on several GPUs: time, scaling and bytes sent: `vmonarch bench parallel`.
 
 Attention alone and whole transformers, computed by 1, 2, … processes that share the tokens of one video. Every process
 holds about as many tokens as the others; attention is divided by heads (Ulysses) or by frames. The time of a call is
@@ -9,15 +9,13 @@ Legend: P processes, S tokens, T latent frames, H heads, D head dim.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +40,8 @@ from vmonarch.eval.bench.e2e import (
     share_weights,
 )
 from vmonarch.eval.bench.gate import BOUNDS, NAMES, failure, relative_errors
-from vmonarch.eval.bench.machine import check_device, measured_dtype, versions
-from vmonarch.eval.bench.runner import sdpa, with_gradients
+from vmonarch.eval.bench.machine import check_device, measured_dtype, provenance
+from vmonarch.eval.bench.runner import choose, sdpa, with_gradients
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.files import check_output, write_json
@@ -51,7 +49,6 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.monarch.exchange import places_leaving, split_evenly
 from vmonarch.kernels.monarch.parallel import frame_parallel_bytes, frame_parallel_vmonarch_attention, ulysses_bytes
-from vmonarch.pipelines.environment import device_name, shown_command
 
 FORMAT = "vmonarch-parallel-1"
 WAYS = {"full": "full attention, by heads", "heads": "VMonarch by heads", "frames": "VMonarch by frames"}
@@ -399,8 +396,52 @@ def add_efficiency(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def run_bench(
-    job: Job, numbers: Sequence[int], output: Path, command: str, say: Callable[[str], None]
+    *,
+    output: Path,
+    ranks: Sequence[int] | None,
+    cases: Sequence[str] | None,
+    models: Sequence[str] | None,
+    modes: Sequence[str],
+    rounds: int,
+    budget: float,
+    device: str,
+    command: str,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
+    """Measure cases of attention and models with several numbers of processes, and write the JSON after each.
+
+    Args:
+        ranks: numbers of processes, 1 among them; None for 1, 2, 4 … GPUs.
+        cases: labels of CASES, None for all. models: settings of `vmonarch bench e2e`, None for MODELS.
+        modes: of the models. budget: seconds, shared out among the numbers.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
+    known = {case.label: case for case in CASES}
+    for label in cases or ():
+        if label not in known:
+            raise InputError("cases", f"must be of {'; '.join(known)}; got {label!r}")
+    names = MODELS if models is None else models
+    chosen = tuple(CASES if cases is None else (known[label] for label in cases))
+    if not chosen and not names:
+        raise InputError("cases", "and --models leave nothing to measure")
+    choose("modes", modes, {mode: mode for mode in MODES})
+    settings = choose_settings(names, None) if names else ()
+    check_device(device)
+    check_output(output)
+    most = torch.cuda.device_count() if device != "cpu" else None
+    numbers = [2**n for n in range((most or 1).bit_length())] if ranks is None else sorted(ranks)
+    if numbers[0] != 1 or len(set(numbers)) < len(numbers):
+        raise InputError("ranks", f"must be different numbers, 1 among them, got {numbers}")
+    if most is not None and numbers[-1] > most:
+        raise InputError("ranks", f"must be at most {most}, a GPU for each; got {numbers[-1]}")
+    of = tuple(Model(setting, mode) for setting in settings for mode in modes)
+    with tempfile.TemporaryDirectory() as folder:
+        return run_job(Job(Path(folder), device, chosen, of, rounds, budget), numbers, output, command, say)
+
+
+def run_job(job: Job, numbers: Sequence[int], output: Path, command: str, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure with so many processes, one number after the other, and write the JSON after each.
 
     Args:
@@ -415,12 +456,12 @@ def run_bench(
     started = time.monotonic()
     device = torch.device(job.device)
     dtype = measured_dtype(device)
+    about = provenance(device, command)
+    if device.type == "cuda":
+        about["hardware"] = f"{torch.cuda.device_count()}× {about['hardware']}"
     results: dict[str, Any] = {
         "format": FORMAT,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": f"{torch.cuda.device_count()}× {device_name(device)}" if device.type == "cuda" else "no speed",
-        "versions": versions(device),
-        "command": command,
+        **about,
         "settings": {
             "dtype": str(dtype).removeprefix("torch."),
             "inputs": "standard normal; transformers with random weights",
@@ -456,6 +497,15 @@ def run_bench(
     return results
 
 
+def wrong_rows(results: dict[str, Any]) -> list[str]:
+    """What makes a run fail: wrong results, and processes that failed."""
+    return [
+        f"{row['case']} {row['way']}, {row['ranks']} processes: {row['problem']}"
+        for row in results["rows"]
+        if row["status"] not in ("ok", "left out")
+    ] + [f"{failed['ranks']} processes: {failed['problem']}" for failed in results["failed"]]
+
+
 def parallel_table(results: dict[str, Any]) -> str:
     """Milliseconds, efficiency and bytes of every case, by way and number of processes."""
     numbers = sorted({entry["ranks"] for entry in (*results["rows"], *results["failed"])})
@@ -484,69 +534,3 @@ def parallel_table(results: dict[str, Any]) -> str:
         *(f"- {entry['ranks']} processes failed: {entry['problem']}" for entry in results["failed"]),
     ]
     return markdown(heading, lines) + "\n" + "\n".join(about) + "\n"
-
-
-def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[Case, ...], tuple[Model, ...]]:
-    """The command line's options, cases and models."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.bench.parallel", description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", nargs="+", type=int, help="numbers of processes, 1 among them (default: 1, 2, 4 …)")
-    known = {case.label: case for case in CASES}
-    parser.add_argument("--cases", nargs="*", default=list(known), metavar="LABEL", help="of attention (default: all)")
-    parser.add_argument(
-        "--models",
-        nargs="*",
-        default=list(MODELS),
-        metavar="SETTING",
-        help=f"of vmonarch bench e2e (default: {' '.join(MODELS)})",
-    )
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, help="of models (default: both)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds, shared out among the numbers")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--output", type=Path, default=Path("outputs/bench/parallel.json"))
-    options = parser.parse_args(arguments)
-    for label in options.cases:
-        if label not in known:
-            parser.error(f"--cases must be of {'; '.join(known)}; got {label!r}")
-    if not options.cases and not options.models:
-        parser.error("--cases and --models leave nothing to measure")
-    if options.rounds < 1:
-        parser.error(f"--rounds must be above 0, got {options.rounds}")
-    try:
-        settings = choose_settings(options.models, None) if options.models else ()
-        check_device(options.device)
-        check_output(options.output)
-    except InputError as error:
-        parser.error(str(error))
-    most = torch.cuda.device_count() if options.device == "cuda" else None
-    if options.ranks is None:
-        options.ranks = [2**n for n in range((most or 1).bit_length())]
-    if min(options.ranks) != 1 or len(set(options.ranks)) < len(options.ranks):
-        parser.error(f"--ranks must be different numbers, 1 among them, got {options.ranks}")
-    if most is not None and max(options.ranks) > most:
-        parser.error(f"--ranks must be at most {most}, a GPU for each; got {max(options.ranks)}")
-    models = tuple(Model(setting, mode) for setting in settings for mode in dict.fromkeys(options.modes))
-    return options, tuple(known[label] for label in options.cases), models
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit code 1 if a result is wrong, or a row or processes failed."""
-    options, cases, models = parse(arguments)
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-    command = shown_command(("python", "-m", "vmonarch.eval.bench.parallel"), arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), options.device, cases, models, options.rounds, options.budget)
-        results = run_bench(job, sorted(options.ranks), options.output, command, say)
-    print(parallel_table(results))
-    wrong = [row for row in results["rows"] if row["status"] not in ("ok", "left out")]
-    for row in wrong:
-        print(f"{row['case']} {row['way']}, {row['ranks']} processes: {row['problem']}", file=sys.stderr)
-    return 1 if wrong or results["failed"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

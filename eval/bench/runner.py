@@ -5,7 +5,6 @@ A result that differs from float32 has no speed. Clock, rounds, bounds and rates
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -14,12 +13,12 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vmonarch.configs import InputError, suggest
 from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock, measure, release_memory, summary
 from vmonarch.eval.bench.gate import BOUNDS, ROW_FACTOR, failure, relative_errors
 from vmonarch.eval.bench.machine import (
@@ -28,10 +27,9 @@ from vmonarch.eval.bench.machine import (
     map_in_processes,
     measure_rates,
     measured_dtype,
-    versions,
+    provenance,
 )
 from vmonarch.files import check_output, write_json
-from vmonarch.pipelines.environment import device_name, shown_command
 
 # Of the L2 before each call: together they take about a millisecond, in which the host queues all of the call.
 FLUSHES = 16
@@ -73,9 +71,6 @@ class Bench:
     """A benchmark.
 
     Args:
-        module: that `python -m` runs. about: its docstring.
-        output: where the JSON goes if nothing is said.
-        budget: seconds after which no case is begun.
         methods: names of all ways; of those, `ours` must not fail.
         cases: dataclasses with a `label` and with `training`, the most telling first.
         ways: how a case can be computed; each is made only when its turn comes. A function of a module, as other
@@ -86,10 +81,6 @@ class Bench:
         judge: looks at all rows of a case, and calls wrong what is by comparison with the others.
     """
 
-    module: str
-    about: str
-    output: Path
-    budget: float
     methods: tuple[str, ...]
     ours: tuple[str, ...]
     cases: Sequence[Any]
@@ -290,43 +281,66 @@ def measure_ways(
     return list(rows.values())
 
 
-def main(bench: Bench, arguments: Sequence[str] | None) -> int:
-    """The command line; exit code 1 if a result is wrong, or if one of ours is missing."""
-    parser = argparse.ArgumentParser(prog=f"python -m {bench.module}", description=bench.about)
-    parser.add_argument("--output", type=Path, default=bench.output)
-    parser.add_argument("--budget", type=float, default=bench.budget, help="seconds after which no case is begun")
-    parser.add_argument("--rounds", type=int, default=9, help="measurements of each method, at most")
-    parser.add_argument("--methods", nargs="+", choices=bench.methods, default=list(bench.methods))
-    parser.add_argument("--cases", default="", metavar="REGEX", help="only cases whose label it is found in")
-    parser.add_argument("--device", default="cuda")
-    options = parser.parse_args(arguments)
+def choose(argument: str, names: Sequence[str], known: dict[str, Any]) -> tuple[Any, ...]:
+    """The named things, in the order given.
+
+    Raises:
+        InputError: a name that is not known, given twice, or none at all.
+    """
+    if not names:
+        raise InputError(argument, f"must name at least one of {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise InputError(argument, f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
+    if len(set(names)) < len(names):
+        raise InputError(argument, f"must differ from each other, got {', '.join(names)}")
+    return tuple(known[name] for name in names)
+
+
+def run_bench(
+    bench: Bench,
+    *,
+    output: Path,
+    methods: Sequence[str],
+    cases: str,
+    rounds: int,
+    budget: float,
+    device: str,
+    command: str,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Measure, write the JSON after each case, and return what is wrong, or of ours missing.
+
+    Args:
+        methods: of the benchmark's. cases: a regular expression that is found in the labels of those to measure.
+        rounds: measurements of each method, at most.
+        budget: seconds after which no case is begun.
+        command: as documents show it. say: told what is done.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
     started = time.monotonic()
-    if options.rounds < 1:
-        parser.error(f"--rounds must be above 0, got {options.rounds}")
+    choose("methods", methods, {name: name for name in bench.methods})
     try:
-        cases = [case for case in bench.cases if re.search(options.cases, case.label)]
+        chosen = [case for case in bench.cases if re.search(cases, case.label)]
     except re.error as error:
-        parser.error(f"--cases must be a regular expression, got {options.cases!r}: {error}")
-    if not cases:
-        parser.error(f"--cases {options.cases!r} leaves none of: {'; '.join(case.label for case in bench.cases)}")
-    device = check_device(options.device)
-    check_output(options.output)
-    real = device.type == "cuda"
+        raise InputError("cases", f"must be a regular expression, got {cases!r}: {error}") from error
+    if not chosen:
+        raise InputError("cases", f"{cases!r} leaves none of: {'; '.join(case.label for case in bench.cases)}")
+    on = check_device(device)
+    check_output(output)
+    dtype, real = measured_dtype(on), on.type == "cuda"
     if real:
-        torch.cuda.set_device(device)
-    dtype = measured_dtype(device)
-    if real:
-        tasks = compile_tasks(bench, cases, options.methods, str(device))
-        missing = map_in_processes(compile_task, tasks, COMPILE_SHARE * options.budget).count(None)
-        print(f"[{time.monotonic() - started:6.1f} s] compiled; {missing} of {len(tasks)} left for later", flush=True)
-    clock = Clock(device)
-    rates = measure_rates(device)
+        torch.cuda.set_device(on)
+        tasks = compile_tasks(bench, chosen, methods, str(on))
+        missing = map_in_processes(compile_task, tasks, COMPILE_SHARE * budget).count(None)
+        say(f"compiled; {missing} of {len(tasks)} left for later")
+    clock = Clock(on)
+    rates = measure_rates(on)
     results: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": device_name(device) if real else "interpreter",
-        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if real else None,
-        "versions": versions(device),
-        "command": shown_command(("python", "-m", bench.module), arguments),
+        **provenance(on, command),
+        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(on))) if real else None,
         "settings": {
             "dtype": str(dtype).removeprefix("torch."),
             "layout": "[B, S, H, D]; SDPA and FlexAttention get transposed views of it",
@@ -334,8 +348,8 @@ def main(bench: Bench, arguments: Sequence[str] | None) -> int:
             "timing": f"CUDA events, L2 overwritten {FLUSHES} times before each call, methods in turns"
             if real
             else "no speed",
-            "rounds": options.rounds,
-            "budget_s": options.budget,
+            "rounds": rounds,
+            "budget_s": budget,
             "bounds": {**BOUNDS[dtype], "row_factor": ROW_FACTOR},
             "reference": "float32 plain torch, all rows of the first and the last head; gradients of the first head, or"
             " of all where they share factors",
@@ -348,24 +362,28 @@ def main(bench: Bench, arguments: Sequence[str] | None) -> int:
         "cases": [],
         "left_out": [],
     }
-    for case in cases:
-        if time.monotonic() - started > options.budget:
+    for case in chosen:
+        if time.monotonic() - started > budget:
             results["left_out"].append(case.label)
             continue
-        ways = {name: way for name, way in bench.ways(case, device, dtype).items() if name in options.methods}
-        rows = measure_ways(ways, clock, dtype, options.rounds, started + options.budget, rates)
+        ways = {name: way for name, way in bench.ways(case, on, dtype).items() if name in methods}
+        rows = measure_ways(ways, clock, dtype, rounds, started + budget, rates)
         bench.judge(rows)
         results["cases"].append({"case": case.label, **dataclasses.asdict(case), "rows": rows})
         # Inputs of several gigabytes hang on these.
         del ways
         release_memory(clock.device)
-        write_json(options.output, results)
+        write_json(output, results)
         for row in rows:
             ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
-            print(f"[{time.monotonic() - started:6.1f} s] {case.label:48s} {row['method']:14s} {ms}", flush=True)
+            say(f"{case.label:48s} {row['method']:14s} {ms}")
     results["seconds"] = round(time.monotonic() - started, 1)
-    write_json(options.output, results)
+    write_json(output, results)
     for label in results["left_out"]:
-        print(f"left out after {options.budget:g} s: {label}")
-    statuses = [(row["method"] in bench.ours, row["status"]) for case in results["cases"] for row in case["rows"]]
-    return 1 if any(status == "wrong" or (ours and status != "ok") for ours, status in statuses) else 0
+        say(f"left out after {budget:g} s: {label}")
+    return [
+        f"{row['method']} at {case['case']}: {row['problem']}"
+        for case in results["cases"]
+        for row in case["rows"]
+        if row["status"] == "wrong" or (row["method"] in bench.ours and row["status"] != "ok")
+    ]

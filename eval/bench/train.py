@@ -1,4 +1,4 @@
-"""Time a training step and its memory with VMonarch against full attention: `python -m vmonarch.eval.bench.train`.
+"""Time a training step and its memory with VMonarch against full attention: `vmonarch bench train`.
 
 One transformer with random weights takes the steps that `vmonarch.finetune` takes: float32 weights and AdamW, products
 in bfloat16, gradient checkpointing, one clip. The methods are exchanged on it in turns, so that all else is the same.
@@ -7,12 +7,9 @@ Full attention is cuDNN's.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +17,10 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.configs.methods import AttentionMethod
 from vmonarch.eval.bench.clock import Clock, measure, summary
 from vmonarch.eval.bench.kernels import BenchConfig, Method, Shape, compile_ahead
-from vmonarch.eval.bench.machine import check_device, versions
+from vmonarch.eval.bench.machine import check_device, provenance
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import WanModel, read_model_config
 from vmonarch.files import check_output, write_json
@@ -32,7 +29,6 @@ from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.models import Experts
 from vmonarch.finetune.objective import NoiseLevels, Objective, experts_of
 from vmonarch.finetune.trainer import make_optimizer
-from vmonarch.pipelines.environment import device_name, shown_command
 
 METHODS = ("full", "vmonarch")
 
@@ -186,58 +182,56 @@ def train_table(results: dict[str, Any]) -> str:
     return f"{table}\n{about} Made by `{results['command']}`.\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.bench.train", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
-    parser.add_argument("--model", default="wan2.1-1.3b", help="of configs/models/, or a YAML file")
-    parser.add_argument("--frames", type=int, nargs="+", default=[61, 141])
-    parser.add_argument("--size", type=int, nargs=2, default=[448, 832], metavar=("HEIGHT", "WIDTH"))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), help="as `vmonarch compare` takes them")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each method")
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no clip size is begun")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu with TRITON_INTERPRET=1 to try the benchmark")
-    options = parser.parse_args(arguments)
+def run_bench(
+    *,
+    output: Path,
+    model: str,
+    frames: Sequence[int],
+    size: tuple[int, int],
+    methods: Sequence[AttentionMethod],
+    rounds: int,
+    budget: float,
+    device: str,
+    command: str,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure clips of all numbers of frames, write the JSON after each, and return what was written.
+
+    Args:
+        model: of configs/models/, or a YAML file.
+        size: height and width of the clips.
+        methods: full attention among them, which the others are compared with.
+        rounds: measurements of each method. budget: seconds after which no number of frames is begun.
+        command: as documents show it. say: told what is done.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
     started = time.monotonic()
-    try:
-        methods = [resolve_method(name, argument="--methods") for name in options.methods]
-        model = read_model_config(options.model, argument="--model")
-        for frames in options.frames:
-            model.latents(frames, *options.size, argument="--frames, --size")
-        device = check_device(options.device)
-        check_output(options.output)
-    except InputError as error:
-        parser.error(str(error))
+    wan = read_model_config(model, argument="model")
+    config = wan.transformer
+    latents = [wan.latents(count, *size, argument="frames") for count in frames]
+    on = check_device(device)
+    check_output(output)
     if "full" not in [method.label for method in methods]:
-        parser.error("--methods must hold full, which the others are compared with")
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {options.rounds}")
-    config = model.transformer
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        shapes = tuple(
-            Shape(model.grid(model.latents(frames, *options.size, argument="--size")), config["num_attention_heads"])
-            for frames in options.frames
-        )
+        raise InputError("methods", "must hold full, which the others are compared with")
+    if on.type == "cuda":
+        torch.cuda.set_device(on)
         ahead = BenchConfig(
-            options.output,
-            shapes,
+            output,
+            tuple(Shape(wan.grid(latent), config["num_attention_heads"]) for latent in latents),
             (Method("vmonarch", "vmonarch"),),
             head_dims=(config["attention_head_dim"],),
         )
-        missing = compile_ahead(ahead, device, options.budget / 3)
-        print(f"[{time.monotonic() - started:6.1f} s] compiled; {missing} left for later", flush=True)
-    clock = Clock(device)
+        say(f"compiled; {compile_ahead(ahead, on, budget / 3)} left for later")
+    clock = Clock(on)
     results: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": device_name(device) if device.type == "cuda" else "no speed: a test of the benchmark",
-        "versions": versions(device),
-        "command": shown_command(("python", "-m", "vmonarch.eval.bench.train"), arguments),
+        **provenance(on, command),
         "settings": {
-            "model": options.model,
+            "model": model,
             "config": config,
             "batch": 1,
-            "precision": "bfloat16 products, float32 weights and AdamW" if device.type == "cuda" else "float32",
+            "precision": "bfloat16 products, float32 weights and AdamW" if on.type == "cuda" else "float32",
             "gradient_checkpointing": True,
             "timing": "device events around whole steps (draw, forward, backward, clip, update), methods in turns",
             "memory": "memory_bytes: allocated before a step, most during forward and backward, most of all",
@@ -245,30 +239,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cases": [],
         "left_out": [],
     }
-    deadline = started + options.budget
-    for frames in options.frames:
-        if time.monotonic() > deadline:
-            results["left_out"].append(frames)
+    for count in frames:
+        if time.monotonic() - started > budget:
+            results["left_out"].append(count)
             continue
-        height, width = options.size
-        case = run_case(model, frames, (height, width), methods, clock, options.rounds, deadline)
+        case = run_case(wan, count, size, methods, clock, rounds, started + budget)
         # The transformer and its hooks hold each other.
         gc.collect()
         results["cases"].append(case)
-        write_json(options.output, results)
+        write_json(output, results)
         for row in case["rows"]:
             for kernel in row.get("kernels", []):
-                print(f"    {kernel['ms']:9.2f} ms {kernel['calls']:6d} × {kernel['kernel']}")
+                say(f"{kernel['ms']:9.2f} ms {kernel['calls']:6d} × {kernel['kernel']}")
             seconds, peak = row["ms"]["median"] / 1e3, row.get("memory_bytes", {}).get("peak", 0)
-            print(
-                f"[{time.monotonic() - started:6.1f} s] {frames} frames {row['method']:12s} {seconds:8.3f} s"
-                f" {peak / 1e9:7.2f} GB, first step {row['first_step_s']} s",
-                flush=True,
+            say(
+                f"{count} frames {row['method']:12s} {seconds:8.3f} s {peak / 1e9:7.2f} GB,"
+                f" first step {row['first_step_s']} s"
             )
     results["seconds"] = round(time.monotonic() - started, 1)
-    write_json(options.output, results)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    write_json(output, results)
+    return results

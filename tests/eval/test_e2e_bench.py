@@ -535,7 +535,7 @@ def test_the_table_holds_ratios_of_one_run_and_the_aims_beside_them(document, tm
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, part in zip(paths, (first, second), strict=True):
         path.write_text(json.dumps(part))
-    assert e2e.main([*map(str, paths), "--output", str(tmp_path / "all.json")]) == 0
+    assert main(["bench", "merge", *map(str, paths), "--output", str(tmp_path / "all.json")]) == 0
     together = json.loads((tmp_path / "all.json").read_text())
     assert together == merge([first, second]) and len(together["runs"]) == 2
     line = next(line for line in e2e_table(together).splitlines() if "vmonarch, compiled" in line)
@@ -568,8 +568,7 @@ def test_the_table_holds_ratios_of_one_run_and_the_aims_beside_them(document, tm
 
 def test_pieces_of_another_kind_are_refused(tmp_path, capsys):
     (tmp_path / "x.json").write_text('{"format": "another"}')
-    with pytest.raises(SystemExit):
-        e2e.main([str(tmp_path / "x.json"), "--output", str(tmp_path / "y.json")])
+    assert main(["bench", "merge", str(tmp_path / "x.json"), "--output", str(tmp_path / "y.json")]) == 2
     assert "is no JSON of `vmonarch bench e2e`" in capsys.readouterr().err
 
 

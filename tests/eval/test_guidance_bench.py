@@ -7,6 +7,7 @@ import torch
 import yaml
 from diffusers import WanTransformer3DModel
 
+from vmonarch.cli import main
 from vmonarch.eval.bench import guidance
 from vmonarch.eval.bench.guidance import METHODS, Case, ways
 from vmonarch.processors import VMonarchProcessor
@@ -52,7 +53,7 @@ def test_every_way_computes_both_predictions(small):
 def test_the_command_writes_what_the_table_shows(small, tmp_path, monkeypatch):
     output = tmp_path / "guidance.json"
     words = ["--device", "cpu", "--output", str(output), "--rounds", "3", "--methods", "two-eager", "one-eager"]
-    assert guidance.main(words) == 0
+    assert main(["bench", "guidance", *words]) == 0
     results = json.loads(output.read_text())
     two, one = results["cases"][0]["rows"]
     two["ms"]["median"], one["ms"]["median"] = 30.0, 20.0
@@ -60,6 +61,6 @@ def test_the_command_writes_what_the_table_shows(small, tmp_path, monkeypatch):
     assert row == "| 9×32×48 | 30.0 | 20.0 (1.50×) | – | – | – | – | – | – |"
     half = lambda predictions: tuple(0.5 * out for out in guidance.Predictions.two(predictions))
     monkeypatch.setattr(guidance.Predictions, "one", half)
-    assert guidance.main(words) == 1
+    assert main(["bench", "guidance", *words]) == 1
     row = guidance.guidance_table(json.loads(output.read_text())).splitlines()[2]
     assert "| wrong |" in row

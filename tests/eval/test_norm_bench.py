@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from vmonarch.cli import main
 from vmonarch.eval.bench import norm
 from vmonarch.eval.bench.norm import Case, Inputs, diffusers_code, judge, standard_cases, way
 from vmonarch.grid import LatentGrid
@@ -86,7 +87,7 @@ def test_the_command_writes_what_the_table_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(norm, "standard_cases", lambda: SMALL)
     output = tmp_path / "norm.json"
     words = ["--device", "cpu", "--output", str(output), "--rounds", "2", "--methods", "vmonarch", "diffusers"]
-    assert norm.main(words) == 0
+    assert main(["bench", "norm", *words]) == 0
     document = json.loads(output.read_text())
     assert [case["case"] for case in document["cases"]] == ["small forward", "small forward+backward"]
     assert "float64" in document["settings"]["reference"]
@@ -95,7 +96,7 @@ def test_the_command_writes_what_the_table_shows(tmp_path, monkeypatch, capsys):
     table = norm.norm_table(document)
     assert f"2.00 ({row['bytes'] / 2e6:.0f} GB/s)" in table and "forward+backward" in table
     monkeypatch.setattr(norm, "norm_rotary", lambda *tensors, **_: 1.00001 * diffusers_code(*tensors, heads=2))
-    assert norm.main(words) == 1, "within the general bound, but more than twice what diffusers errs"
+    assert main(["bench", "norm", *words]) == 1, "within the general bound, but more than twice what diffusers errs"
     document = json.loads(output.read_text())
     assert {row["status"] for case in document["cases"] for row in case["rows"]} == {"wrong", "ok"}
     assert "wrong" in norm.norm_table(document)

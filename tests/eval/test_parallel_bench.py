@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vmonarch.configs import InputError
+from vmonarch.cli import main
 from vmonarch.eval.bench import parallel
 from vmonarch.eval.bench.e2e import Setting
 from vmonarch.eval.bench.parallel import (
@@ -19,7 +19,7 @@ from vmonarch.eval.bench.parallel import (
     SharedClock,
     add_efficiency,
     parallel_table,
-    run_bench,
+    run_job,
     run_model,
 )
 from vmonarch.eval.wan_models import WanModel, read_model
@@ -48,7 +48,7 @@ def results(tiny_yaml, made_once, forkserver):
             start = functools.partial(torch.multiprocessing.start_processes, start_method=forkserver.get_start_method())
             patch.setattr(torch.multiprocessing, "spawn", start)
             patch.setattr(parallel, "run_rank", parallel_bench_rank.rank)
-            found = run_bench(job, (1, 2), folder / "parallel.json", "the command", said.append)
+            found = run_job(job, (1, 2), folder / "parallel.json", "the command", said.append)
         assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2"]
         assert ["Traceback" in text for text in said] == [False, True] * 2, "what went wrong is shown whole"
         assert json.loads((folder / "parallel.json").read_text()) == json.loads(json.dumps(found))
@@ -168,7 +168,7 @@ def test_without_what_one_process_computed_nothing_is_built(tiny_yaml, tmp_path,
         (["--cases", "attention"], "--cases must be of attention 33x45x80 12 heads forward;"),
         (["--cases", "--models"], "--cases and --models leave nothing to measure"),
         (["--models", "14b"], "settings must be of"),
-        (["--modes", "fast"], "argument --modes: invalid choice: 'fast'"),
+        (["--modes", "fast"], "--modes must be of eager, compiled; got 'fast'"),
         (["--rounds", "0"], "--rounds must be above 0"),
         (["--ranks", "2", "4"], "--ranks must be different numbers, 1 among them"),
         (["--ranks", "1", "1"], "--ranks must be different numbers"),
@@ -177,23 +177,20 @@ def test_without_what_one_process_computed_nothing_is_built(tiny_yaml, tmp_path,
     ],
 )
 def test_what_is_refused(capsys, words, problem):
-    with pytest.raises(SystemExit):
-        parallel.main(["--device", "cpu", *words])
+    assert main(["bench", "parallel", "--device", "cpu", *words]) == 2
     assert problem in capsys.readouterr().err
 
 
 def test_more_processes_than_gpus_are_refused(capsys, monkeypatch):
     monkeypatch.setattr(parallel, "check_device", torch.device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit):
-        parallel.main(["--ranks", "1", "4"])
+    assert main(["bench", "parallel", "--ranks", "1", "4"]) == 2
     assert "--ranks must be at most 2, a GPU for each; got 4" in capsys.readouterr().err
 
 
 def test_a_gpu_is_needed(capsys):
-    with pytest.raises(SystemExit):
-        parallel.main([])
-    assert "device" in capsys.readouterr().err and issubclass(InputError, ValueError)
+    assert main(["bench", "parallel"]) == 2
+    assert "--device" in capsys.readouterr().err
 
 
 def test_every_number_of_processes_gets_its_share_of_the_time(monkeypatch, tmp_path):
@@ -204,6 +201,6 @@ def test_every_number_of_processes_gets_its_share_of_the_time(monkeypatch, tmp_p
 
     monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
     job = Job(tmp_path, "cpu", CASES, (), rounds=1, seconds=90.0)
-    run_bench(job, (1, 2, 4), tmp_path / "parallel.json", "", lambda text: None)
+    run_job(job, (1, 2, 4), tmp_path / "parallel.json", "", lambda text: None)
     # Who needs less leaves more to the others.
     assert given == [(1, pytest.approx(30, abs=1)), (2, pytest.approx(45, abs=1)), (4, pytest.approx(90, abs=1))]

@@ -37,8 +37,8 @@ COMMANDS = {
 class Command(Protocol):
     """What a command's module offers."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
+    def add_arguments(self, parser: argparse.ArgumentParser) -> Sequence[argparse.ArgumentParser] | None:
+        """Declare the command's arguments; where it has commands of its own, return their parsers."""
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Do it; errors are raised."""
@@ -96,10 +96,12 @@ def _run_command(name: str, words: Sequence[str]) -> int:
     module, line = COMMANDS[name]
     command: Command = importlib.import_module(module)
     parser = _Parser(prog=f"vmonarch {name}", description=line, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_arguments(parser)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    # Intermixed: prompts may follow options that take several values.
-    arguments = parser.parse_intermixed_args(words)
+    subparsers = command.add_arguments(parser)
+    for each in subparsers or [parser]:
+        each.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    # Intermixed: prompts may follow options that take several values. Argparse cannot do that with subparsers.
+    arguments = (parser.parse_args if subparsers else parser.parse_intermixed_args)(words)
+    arguments.words = (name, *words)
     # Read when these libraries are first imported: their notices on missing extras are not about what was asked for.
     for library in ("DIFFUSERS", "TRANSFORMERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
@@ -110,7 +112,7 @@ def _run_command(name: str, words: Sequence[str]) -> int:
         print(f"\nvmonarch {name}: interrupted; nothing half-written is left", file=sys.stderr)
         return 130
     except InputError as error:
-        message = f"{_flag(parser, error.argument)} {error.problem}"
+        message = f"{_flag(subparsers or [parser], error.argument)} {error.problem}"
         return _fail(name, message, 2, arguments.debug)
     except Exception as error:
         # Our own errors explain themselves; of any other the type is part of the message.
@@ -136,9 +138,9 @@ def _on_terminate() -> signal.Handlers | None:
         return None
 
 
-def _flag(parser: argparse.ArgumentParser, argument: str) -> str:
+def _flag(parsers: Sequence[argparse.ArgumentParser], argument: str) -> str:
     """How the user wrote `argument`: its option where there is one, else its key."""
-    for action in parser._actions:
+    for action in (action for parser in parsers for action in parser._actions):
         if action.dest == argument:
             return action.option_strings[-1] if action.option_strings else str(action.metavar or argument)
     return argument

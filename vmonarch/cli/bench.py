@@ -1,10 +1,14 @@
-"""`vmonarch bench`."""
+"""`vmonarch bench`: the registry of benchmarks. Each is a module of `vmonarch.eval.bench`, imported when it is run."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,80 +19,88 @@ examples:
   vmonarch bench kernels --shapes 43x28x52 24x44x80:40 --methods cudnn,vmonarch --passes forward
   vmonarch bench e2e --settings 1.3b-61x448x832           seconds per video with a model of random weights
   vmonarch bench e2e --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --settings 81x480x832 --methods full vmonarch-t3
+  vmonarch bench norm --cases forward                     norm and rotary embedding, without gradients
 
-kernels: a shape is frames x height x width of the latent, with 12 heads unless ":heads" follows. Results are compared
-with a float32 reference before anything is timed; a wrong one gets no speed-up, and the command ends with exit code 1.
-
-e2e: whole denoising steps of a transformer, in turns, and once VAE and text encoder; a setting is a model and
-frames x height x width of its video. What does not fit the budget is left out and named: run settings one by one and
-put the files together by `python -m vmonarch.eval.bench.e2e`.
+All ways to compute a case take turns. Results are compared with a reference before anything is timed: a wrong one gets
+no speed, and the command ends with exit code 1. What does not fit the budget is left out and named.
 """
-
-# Of one benchmark only.
-_ONLY = {
-    "kernels": ("shapes", "head_dims", "passes"),
-    "e2e": ("settings", "modes", "model", "steps", "transformer_only", "compile_backend"),
-}
+_SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `vmonarch bench`."""
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark of the registry.
+
+    Args:
+        line: what it times, for the help.
+        add_arguments: declares what it alone understands.
+        run: (arguments, say) -> what is wrong or missing; `say` prints progress.
+        rounds, budget: measurements of each method, and seconds, if nothing else is asked for.
+        quick: the same with `--quick`, where there is that.
+    """
+
+    line: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Callable[[str], None]], list[str]]
+    rounds: int
+    budget: float
+    quick: tuple[int, float] | None = None
+
+
+def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what",
-        choices=list(_ONLY),
-        metavar="|".join(_ONLY),
-        help="kernels: attention alone, against exact attention; e2e: denoising steps, seconds per video",
+        "--shapes",
+        **_SEVERAL,
+        help="frames x height x width of the latent, such as 43x28x52, or 24x44x80:40 for 40 heads in place of 12"
+        " (default: those of the docs)",
     )
-    several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-    kernels = parser.add_argument_group("kernels")
-    kernels.add_argument(
-        "--shapes", **several, help="latent grids, such as 43x28x52 16x45x80 (default: those of the docs)"
+    parser.add_argument("--head-dims", **_SEVERAL, help="default: 128 64")
+    parser.add_argument("--passes", **_SEVERAL, help="forward, backward (forward and backward together); default: both")
+    parser.add_argument("--methods", **_SEVERAL, help="such as cudnn (default: all); an unknown one lists them")
+
+
+def _e2e_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--settings", **_SEVERAL, help="such as 1.3b-61x448x832 (default: the paper's five); see --model"
     )
-    kernels.add_argument("--head-dims", **several, help="default: 128 64")
-    kernels.add_argument("--passes", **several, help="forward, backward (forward and backward together); default: both")
-    e2e = parser.add_argument_group("e2e")
-    e2e.add_argument("--settings", **several, help="such as 1.3b-61x448x832 (default: the paper's five); see --model")
-    e2e.add_argument(
+    parser.add_argument(
         "--model",
         metavar="MODEL",
         help="in place of the settings' own, which then may be sizes such as 61x448x832: of configs/models/ or a YAML"
         " file (random weights), a folder of a Wan pipeline, or a hub id",
     )
-    e2e.add_argument("--modes", **several, help="eager, compiled (default: both)")
-    e2e.add_argument("--steps", type=int, metavar="N", help="of a video (default 50)")
-    e2e.add_argument("--transformer-only", action="store_true", help="no VAE and no text encoder")
-    e2e.add_argument("--compile-backend", metavar="NAME", help="of torch.compile (default inductor)")
+    parser.add_argument("--modes", **_SEVERAL, help="eager, compiled (default: both)")
+    parser.add_argument("--methods", **_SEVERAL, help="as `vmonarch compare` takes them (default: full vmonarch)")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="of a video (default %(default)s)")
+    parser.add_argument("--transformer-only", action="store_true", help="no VAE and no text encoder")
     parser.add_argument(
-        "--methods",
-        **several,
-        help="kernels: such as cudnn vmonarch (default: all); e2e: as `vmonarch compare` takes them (default: full"
-        " vmonarch); an unknown one lists them",
+        "--compile-backend", default="inductor", metavar="NAME", help="of torch.compile (default %(default)s)"
     )
+
+
+def _operator_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--methods", **_SEVERAL, help="default: all; an unknown one lists them")
+    parser.add_argument("--cases", default="", metavar="REGEX", help="only cases whose label it is found in")
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="wan2.1-1.3b", metavar="MODEL", help="of configs/models/, or a YAML file")
+    parser.add_argument("--frames", type=int, nargs="+", default=[61, 141], metavar="N", help="of a clip")
+    parser.add_argument("--size", type=int, nargs=2, default=[448, 832], metavar=("HEIGHT", "WIDTH"), help="of a clip")
+    parser.add_argument("--methods", **_SEVERAL, help="as `vmonarch compare` takes them (default: full vmonarch)")
+
+
+def _parallel_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--rounds", type=int, metavar="N", help="measurements of each method (default 15, quick 7; e2e 5, quick 2)"
+        "--ranks", nargs="+", type=int, metavar="N", help="numbers of processes, 1 among them (default: 1, 2, 4 …)"
     )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        help="add nothing after this time (default 480, quick 120; e2e 540, quick 180)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="kernels: three shapes, head dimension 128, the main methods; e2e: the first setting",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="JSON, written after every case (default outputs/bench/kernels.json or e2e.json)",
-    )
-    parser.add_argument(
-        "--device", default="cuda", metavar="DEVICE", help="cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress; print the path only")
-    parser.epilog = _EPILOG
+    parser.add_argument("--cases", nargs="*", metavar="LABEL", help="of attention (default: all; none: no attention)")
+    parser.add_argument("--models", nargs="*", metavar="SETTING", help="of `vmonarch bench e2e` (none: no model)")
+    parser.add_argument("--modes", **_SEVERAL, help="of models: eager, compiled (default: both)")
+
+
+def _merge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("parts", nargs="+", type=Path, metavar="FILE", help="JSON of `vmonarch bench e2e`")
 
 
 def words(values: Sequence[str]) -> list[str]:
@@ -125,94 +137,187 @@ def head_dims(values: Sequence[str]) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measure, write the JSON, print the table.
-
-    Raises:
-        InputError: an argument cannot be used.
-        WrongResultError: a kernel gave a wrong result or did not run, or a compiled model gave a wrong result.
-    """
+def _kernels(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
     from vmonarch.configs import InputError
-    from vmonarch.eval.bench.gate import WrongResultError
-
-    for what, names in _ONLY.items():
-        for name in names:
-            if what != arguments.what and getattr(arguments, name) not in (None, False):
-                raise InputError(name, f"is only for `vmonarch bench {what}`")
-    if arguments.output is None:
-        arguments.output = Path(f"outputs/bench/{arguments.what}.json")
-    wrong = (_kernels if arguments.what == "kernels" else _e2e)(arguments)
-    if wrong:
-        raise WrongResultError(f"{len(wrong)} results are wrong or missing: {'; '.join(wrong)}")
-
-
-def _e2e(arguments: argparse.Namespace) -> list[str]:
-    """Measure whole steps; what is wrong."""
-    from vmonarch.configs.methods import resolve_method
-    from vmonarch.eval.bench import e2e as bench
-    from vmonarch.pipelines.environment import shown_command
+    from vmonarch.eval.bench import kernels
+    from vmonarch.eval.bench.runner import choose
 
     quick = arguments.quick
-    standard = bench.QUICK_SECONDS if quick else bench.SECONDS
-    settings = None if arguments.settings is None else words(arguments.settings)
-    config = bench.E2EConfig(
-        output=arguments.output,
-        settings=bench.choose_settings(settings, arguments.model, quick),
-        methods=tuple(resolve_method(name, argument="methods") for name in arguments.methods or ("full", "vmonarch")),
-        modes=bench.MODES if arguments.modes is None else tuple(words(arguments.modes)),
-        rounds=positive("rounds", (2 if quick else 5) if arguments.rounds is None else arguments.rounds),
-        steps=positive("steps", 50 if arguments.steps is None else arguments.steps),
-        budget=positive("budget", standard if arguments.budget is None else arguments.budget),
-        transformer_only=arguments.transformer_only,
-        compile_backend=arguments.compile_backend or "inductor",
-        device=arguments.device,
-        command=shown_command(("vmonarch",), None),
-        progress=not arguments.quiet,
-    )
-    results = bench.run_bench(config)
-    if not arguments.quiet:
-        print(bench.e2e_table(results))
-    print(arguments.output)
-    return bench.wrong_rows(results)
-
-
-def _kernels(arguments: argparse.Namespace) -> list[str]:
-    """Measure attention alone; what is wrong or missing."""
-    from vmonarch.configs import InputError
-    from vmonarch.eval.bench import kernels as bench
-    from vmonarch.pipelines.environment import shown_command
-
-    quick = arguments.quick
-    methods = {method.name: method for method in bench.METHODS}
     chosen: dict[str, Any] = {}
     if arguments.shapes is not None:
-        shapes = tuple(bench.Shape.parse(word) for word in words(arguments.shapes))
+        shapes = tuple(kernels.Shape.parse(word) for word in words(arguments.shapes))
         if not shapes or len(set(shapes)) < len(shapes):
             raise InputError("shapes", f"must be one or several different ones, got {' '.join(arguments.shapes)}")
         chosen["shapes"] = shapes
     elif quick:
-        chosen["shapes"] = tuple(bench.Shape.parse(name) for name in bench.QUICK_SHAPES)
+        chosen["shapes"] = tuple(kernels.Shape.parse(name) for name in kernels.QUICK_SHAPES)
     if arguments.methods is not None or quick:
-        names = list(bench.QUICK_METHODS) if arguments.methods is None else words(arguments.methods)
-        chosen["methods"] = bench.choose("methods", names, methods)
+        names = list(kernels.QUICK_METHODS) if arguments.methods is None else words(arguments.methods)
+        chosen["methods"] = choose("methods", names, {method.name: method for method in kernels.METHODS})
     if arguments.head_dims is not None:
         chosen["head_dims"] = head_dims(arguments.head_dims)
     elif quick:
         chosen["head_dims"] = (128,)
     if arguments.passes is not None:
-        chosen["passes"] = bench.choose("passes", words(arguments.passes), {name: name for name in bench.PASSES})
-    chosen["rounds"] = positive("rounds", (7 if quick else 15) if arguments.rounds is None else arguments.rounds)
-    standard = bench.QUICK_SECONDS if quick else bench.FULL_SECONDS
-    chosen["budget"] = positive("budget", standard if arguments.budget is None else arguments.budget)
-    config = bench.BenchConfig(
-        output=arguments.output,
-        device=arguments.device,
-        command=shown_command(("vmonarch",), None),
-        progress=not arguments.quiet,
-        **chosen,
-    )
-    results = bench.run_bench(config)
+        chosen["passes"] = choose("passes", words(arguments.passes), {name: name for name in kernels.PASSES})
+    results = kernels.run_bench(kernels.BenchConfig(**_common(arguments), say=say, **chosen))
     if not arguments.quiet:
-        print(bench.text_table(results))
+        print(kernels.text_table(results))
+    return kernels.wrong_rows(results)
+
+
+def _e2e(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
+    from vmonarch.configs.methods import resolve_method
+    from vmonarch.eval.bench import e2e
+
+    settings = None if arguments.settings is None else words(arguments.settings)
+    config = e2e.E2EConfig(
+        settings=e2e.choose_settings(settings, arguments.model, arguments.quick),
+        methods=tuple(resolve_method(name, argument="methods") for name in arguments.methods or ("full", "vmonarch")),
+        modes=e2e.MODES if arguments.modes is None else tuple(words(arguments.modes)),
+        steps=positive("steps", arguments.steps),
+        transformer_only=arguments.transformer_only,
+        compile_backend=arguments.compile_backend,
+        say=say,
+        **_common(arguments),
+    )
+    results = e2e.run_bench(config)
+    if not arguments.quiet:
+        print(e2e.e2e_table(results))
+    return e2e.wrong_rows(results)
+
+
+def _operator(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
+    from vmonarch.eval.bench import runner
+
+    bench = importlib.import_module(f"vmonarch.eval.bench.{arguments.benchmark}").bench()
+    methods = bench.methods if arguments.methods is None else words(arguments.methods)
+    return runner.run_bench(bench, methods=methods, cases=arguments.cases, say=say, **_common(arguments))
+
+
+def _train(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
+    from vmonarch.configs.methods import resolve_method
+    from vmonarch.eval.bench import train
+
+    train.run_bench(
+        model=arguments.model,
+        frames=arguments.frames,
+        size=tuple(arguments.size),
+        methods=[resolve_method(name, argument="methods") for name in arguments.methods or train.METHODS],
+        say=say,
+        **_common(arguments),
+    )
+    return []
+
+
+def _parallel(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
+    from vmonarch.eval.bench import parallel
+
+    results = parallel.run_bench(
+        ranks=arguments.ranks,
+        cases=arguments.cases,
+        models=arguments.models,
+        modes=parallel.MODES if arguments.modes is None else words(arguments.modes),
+        say=say,
+        **_common(arguments),
+    )
+    if not arguments.quiet:
+        print(parallel.parallel_table(results))
+    return parallel.wrong_rows(results)
+
+
+def _merge(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
+    from vmonarch.eval.bench.e2e import merge_files
+
+    merge_files(arguments.parts, arguments.output)
+    return []
+
+
+# Under its name: of single operators, the module has a function `bench`.
+BENCHES = {
+    "kernels": Benchmark(
+        "attention alone, against exact attention", _kernels_arguments, _kernels, 15, 480.0, (7, 120.0)
+    ),
+    "e2e": Benchmark("denoising steps, and seconds per video", _e2e_arguments, _e2e, 5, 540.0, (2, 180.0)),
+    "train": Benchmark("training steps, and their memory", _train_arguments, _train, 5, 300.0),
+    "parallel": Benchmark(
+        "attention and models on several GPUs, by heads and by frames", _parallel_arguments, _parallel, 5, 540.0
+    ),
+    "bias": Benchmark("attention with a low-rank bias", _operator_arguments, _operator, 9, 450.0),
+    "based": Benchmark("linear and window attention", _operator_arguments, _operator, 9, 280.0),
+    "norm": Benchmark("RMS norm and rotary embedding", _operator_arguments, _operator, 9, 240.0),
+    "guidance": Benchmark("guidance in one forward call and in two", _operator_arguments, _operator, 9, 420.0),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """Declare the arguments of `vmonarch bench`, and return the parsers of the benchmarks."""
+    parser.epilog = _EPILOG
+    subparsers = parser.add_subparsers(
+        dest="benchmark", required=True, metavar="|".join((*BENCHES, "merge")), title="benchmarks"
+    )
+    parsers = []
+    for name, bench in BENCHES.items():
+        of = subparsers.add_parser(name, help=bench.line, description=f"Time {bench.line}.")
+        bench.add_arguments(of)
+        quick = f", quick {bench.quick[0]}" if bench.quick else ""
+        of.add_argument(
+            "--rounds", type=int, metavar="N", help=f"measurements of each method (default {bench.rounds}{quick})"
+        )
+        quick = f", quick {bench.quick[1]:g}" if bench.quick else ""
+        of.add_argument(
+            "--budget", type=float, metavar="SECONDS", help=f"begin nothing after it (default {bench.budget:g}{quick})"
+        )
+        if bench.quick:
+            of.add_argument("--quick", action="store_true", help="the main cases and methods only")
+        of.add_argument(
+            "--device", default="cuda", metavar="DEVICE", help="cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"
+        )
+        parsers.append(of)
+    merging = subparsers.add_parser("merge", help="put the JSON of several runs of `vmonarch bench e2e` together")
+    _merge_arguments(merging)
+    for of in (*parsers, merging):
+        of.add_argument(
+            "--output", type=Path, metavar="FILE", help="JSON to write (default outputs/bench/BENCHMARK.json)"
+        )
+        of.add_argument("--quiet", action="store_true", help="no progress; print the path only")
+    return [*parsers, merging]
+
+
+def _common(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What all benchmarks take: output, rounds, budget, device and the command as documents show it."""
+    from vmonarch.pipelines.environment import shown_command
+
+    bench = BENCHES[arguments.benchmark]
+    quick = bench.quick is not None and arguments.quick
+    rounds, budget = bench.quick if quick and bench.quick else (bench.rounds, bench.budget)
+    return {
+        "output": arguments.output,
+        "rounds": positive("rounds", rounds if arguments.rounds is None else arguments.rounds),
+        "budget": positive("budget", budget if arguments.budget is None else arguments.budget),
+        "device": arguments.device,
+        "command": shown_command(("vmonarch",), arguments.words),
+    }
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, write the JSON, print the table.
+
+    Raises:
+        InputError: an argument cannot be used.
+        WrongResultError: a result is wrong, or one of VMonarch is missing.
+    """
+    from vmonarch.eval.bench.gate import WrongResultError
+
+    if arguments.output is None:
+        arguments.output = Path(f"outputs/bench/{arguments.benchmark}.json")
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        if not arguments.quiet:
+            print(f"[{time.monotonic() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    wrong = (_merge if arguments.benchmark == "merge" else BENCHES[arguments.benchmark].run)(arguments, say)
     print(arguments.output)
-    return bench.wrong_rows(results)
+    if wrong:
+        raise WrongResultError(f"{len(wrong)} results are wrong or missing: {'; '.join(wrong)}")

@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from vmonarch.configs import InputError
     from vmonarch.eval.bench import tune as tune
-    from vmonarch.eval.bench.kernels import Shape, choose
+    from vmonarch.eval.bench.kernels import Shape
+    from vmonarch.eval.bench.runner import choose
 
     chosen: dict[str, Any] = {}
     if arguments.kernels is not None:
