@@ -18,7 +18,7 @@ from vmonarch.kernels.monarch.places import Places
 TILE = BLOCK_M
 # log2 p of what is not there: p is 0.
 NOWHERE = -1e30
-# Integer arguments of both kernels, which are not compiled anew for 1 or multiples of 16.
+# Integer arguments of both kernels. Nothing is compiled anew where one of them is 1 or a multiple of 16.
 SIZES = ["row_tiles", "heads", "tokens", "blocks", "positions", "offset", "keys", "padded"]
 
 _HALF = gl.constexpr(HALF)
