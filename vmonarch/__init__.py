@@ -28,7 +28,7 @@ _EXPORTS = {
     "window_attention": "vmonarch.kernels.window.api",
     "monarch_attention": "vmonarch.kernels.monarch.api",
     "vmonarch_attention": "vmonarch.kernels.monarch.api",
-    "frame_parallel_vmonarch_attention": "vmonarch.kernels.monarch.parallel",
+    "frame_parallel_vmonarch_attention": "vmonarch.kernels.distributed.api",
     "VMonarchProcessor": "vmonarch.processors",
     "Refresh": "vmonarch.residuals",
     "FlashBiasProcessor": "vmonarch.processors",
@@ -56,13 +56,13 @@ if TYPE_CHECKING:
     from vmonarch.guidance import batched_guidance as batched_guidance
     from vmonarch.installation import apply as apply
     from vmonarch.installation import restore as restore
+    from vmonarch.kernels.distributed.api import (
+        frame_parallel_vmonarch_attention as frame_parallel_vmonarch_attention,
+    )
     from vmonarch.kernels.flash_bias.api import flash_bias_attention as flash_bias_attention
     from vmonarch.kernels.flash_entropy.api import flash_entropy_attention as flash_entropy_attention
     from vmonarch.kernels.monarch.api import monarch_attention as monarch_attention
     from vmonarch.kernels.monarch.api import vmonarch_attention as vmonarch_attention
-    from vmonarch.kernels.monarch.parallel import (
-        frame_parallel_vmonarch_attention as frame_parallel_vmonarch_attention,
-    )
     from vmonarch.kernels.taylor.api import taylor_attention as taylor_attention
     from vmonarch.kernels.window.api import window_attention as window_attention
     from vmonarch.merge import merge_partials as merge_partials

@@ -24,7 +24,7 @@ from diffusers.models.modeling_utils import ModelMixin
 
 from vmonarch.callers import callers
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.monarch.exchange import Link, Moved, places_of, split_evenly
+from vmonarch.kernels.distributed.exchange import Link, Moved, places_of, split_evenly
 
 
 class Share(NamedTuple):

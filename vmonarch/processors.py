@@ -16,9 +16,9 @@ from vmonarch.context_parallel import Share, TokenSplit
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.constants import kept
+from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
 from vmonarch.layer_operator import number_of
 from vmonarch.options import OPTION_FIELDS, VMonarchOptions, takes_options
 from vmonarch.plan import AttentionPlan, HeadGroups

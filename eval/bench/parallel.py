@@ -46,9 +46,10 @@ from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.files import check_output, write_json
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
+from vmonarch.kernels.distributed.exchange import places_leaving, split_evenly
+from vmonarch.kernels.distributed.traffic import frame_parallel_bytes, ulysses_bytes
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.kernels.monarch.exchange import places_leaving, split_evenly
-from vmonarch.kernels.monarch.parallel import frame_parallel_bytes, frame_parallel_vmonarch_attention, ulysses_bytes
 
 FORMAT = "vmonarch-parallel-1"
 WAYS = {"full": "full attention, by heads", "heads": "VMonarch by heads", "frames": "VMonarch by frames"}

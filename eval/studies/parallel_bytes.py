@@ -20,7 +20,7 @@ from vmonarch.eval.bench.parallel import sent_by_frames, sent_by_heads
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.files import check_output, write_json
-from vmonarch.kernels.monarch.exchange import split_evenly
+from vmonarch.kernels.distributed.exchange import split_evenly
 
 # Models at a size of theirs: name, (frames, height, width), numbers of ranks.
 VIDEOS = (

@@ -24,7 +24,7 @@ from vmonarch.eval.bench.parallel import (
 )
 from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.monarch.parallel import frame_parallel_bytes, ulysses_bytes
+from vmonarch.kernels.distributed.traffic import frame_parallel_bytes, ulysses_bytes
 
 # Heads that two ranks cannot divide evenly, frames neither; fewer heads than ranks.
 CASES = (

@@ -14,14 +14,11 @@ from frame_parallel_ranks import CASES, RANKS, REGROUPED, RESULTS, sequences, te
 
 from vmonarch import ExactBlocks, vmonarch_attention
 from vmonarch.exact import FIRST_FRAME
-from vmonarch.kernels.monarch import exchange
-from vmonarch.kernels.monarch.exchange import places_leaving, places_of, split_evenly
-from vmonarch.kernels.monarch.parallel import (
-    exact_routes,
-    frame_parallel_bytes,
-    frame_parallel_vmonarch_attention,
-    ulysses_bytes,
-)
+from vmonarch.kernels.distributed import exchange
+from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
+from vmonarch.kernels.distributed.exact import exact_routes
+from vmonarch.kernels.distributed.exchange import places_leaving, places_of, split_evenly
+from vmonarch.kernels.distributed.traffic import frame_parallel_bytes, ulysses_bytes
 
 by_case = pytest.mark.parametrize("name", CASES)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from vmonarch import ExactBlocks, LatentGrid, monarch_attention, vmonarch_attention
 from vmonarch.kernels.common.launch import launch_overrides
-from vmonarch.kernels.monarch import fused_stages
+from vmonarch.kernels.distributed import triton_stages
 from vmonarch.kernels.monarch.blocks import grid_layout
 from vmonarch.kernels.monarch.op import monarch_backward, monarch_forward
 from vmonarch.kernels.monarch.places import grid_places, token_at
@@ -265,7 +265,7 @@ def test_centroids_of_blocks_that_hardly_any_query_weighs_in_float16(overrides):
     ours = [x.requires_grad_() for x in (query.half(), aL.half(), cL.float())]
     least = torch.finfo(torch.float32).tiny
     with launch_overrides(overrides):
-        z_ours = fused_stages._Centroids.apply(fused_stages._LOptions(places, 0.25, least, False, None), *ours, None)
+        z_ours = triton_stages._Centroids.apply(triton_stages._LOptions(places, 0.25, least, False, None), *ours, None)
         z_ours.backward(dz.half())
     for a, b in [(z_ours, z), *((x.grad, y.grad) for x, y in zip(ours, truth, strict=True))]:
         assert (a.double() - b).abs().max() <= 3e-3 * b.abs().max()

@@ -17,7 +17,7 @@ from vmonarch import BasedProcessor, LatentGrid, VMonarchProcessor
 from vmonarch.context_parallel import TokenSplit, whole_frames
 from vmonarch.eval.bench.parallel import sent_by_frames, sent_by_heads
 from vmonarch.eval.calibrate.diagnosis import DiagnosisProcessor, Recorder
-from vmonarch.kernels.monarch.exchange import ALIGNMENT, split_evenly
+from vmonarch.kernels.distributed.exchange import ALIGNMENT, split_evenly
 
 ALONE = worker.Alone()
 

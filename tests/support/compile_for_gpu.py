@@ -45,9 +45,10 @@ from vmonarch.kernels.flash_bias import backward as bias_backward
 from vmonarch.kernels.flash_bias import forward as bias_forward
 from vmonarch.kernels.flash_entropy import backward as flash_backward
 from vmonarch.kernels.flash_entropy import forward as flash_forward
-from vmonarch.kernels.hopper import backward as hopper_backward
 from vmonarch.kernels.hopper import l_step as hopper_l_step
 from vmonarch.kernels.hopper import r_step as hopper_r_step
+from vmonarch.kernels.hopper.backward import keys as hopper_keys
+from vmonarch.kernels.hopper.backward import rows as hopper_rows
 from vmonarch.kernels.monarch import fused, l_step, places, r_step
 from vmonarch.kernels.norm_rotary import op as norm_op
 from vmonarch.kernels.residual import kernels as residual_kernels
@@ -152,7 +153,7 @@ def main():
 
     for module in (bias_forward, flash_backward, flash_forward, l_step, r_step, taylor_op, window_op):
         module.launch_options = options_of_a_gpu
-    hopper = (hopper_backward, hopper_l_step, hopper_r_step)
+    hopper = (hopper_keys, hopper_rows, hopper_l_step, hopper_r_step)
     for module in (bias_forward, flash_backward, flash_forward, *hopper):
         module.processors = lambda device: 132
 

@@ -15,8 +15,8 @@ from interpreter import faster
 from torch.utils.checkpoint import checkpoint
 
 from vmonarch import ExactBlocks
-from vmonarch.kernels.monarch.exchange import Link
-from vmonarch.kernels.monarch.parallel import frame_parallel_vmonarch_attention
+from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
+from vmonarch.kernels.distributed.exchange import Link
 
 RANKS = 3
 # Of groups of 1, 2 and 3 ranks: how many of the 5 frames each has.

@@ -1,6 +1,6 @@
 """The stages of frame-parallel attention, what a call of it is, and the stages in plain torch.
 
-Shapes as in `parallel.py`.
+Shapes as in `frame_parallel.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.distributed.exchange import places_of
 from vmonarch.kernels.flash_entropy.reference import to_groups
 from vmonarch.kernels.monarch import reference
 from vmonarch.kernels.monarch.blocks import grid_layout
-from vmonarch.kernels.monarch.exchange import places_of
 from vmonarch.options import VMonarchOptions
 
 Frames = tuple[int, ...]
@@ -65,7 +65,7 @@ class Call:
 
 
 class Stages(Protocol):
-    """The local computations of a call, in plain torch or by the kernels; layouts as in `parallel.py`.
+    """The local computations of a call, in plain torch or by the kernels; layouts as in `frame_parallel.py`.
 
     Attributes:
         dtype: of blocks and of partial outputs. statistics_dtype: of cL and of log-partitions.
@@ -102,7 +102,7 @@ class Stages(Protocol):
 
 
 class TorchStages:
-    """The stages of `reference.py`, in at least float32."""
+    """The stages of `monarch/reference.py`, in at least float32."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, call: Call) -> None:
         self.call = call

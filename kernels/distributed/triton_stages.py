@@ -1,7 +1,7 @@
 """The stages of frame-parallel attention (`stages.Stages`) by the kernels, each differentiable on its own.
 
 Between two stages tensors may travel to other ranks, so that gradients are what the stages hand each other, and not
-the sums that `fused.backward` shares among them. Shapes as in `parallel.py`.
+the sums that the backward pass of `monarch/fused.py` shares. Shapes as in `frame_parallel.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from vmonarch.kernels.distributed.stages import Call, Frames
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.flash_entropy.segments import Segment
@@ -19,7 +20,6 @@ from vmonarch.kernels.monarch.fused import exact_table_of
 from vmonarch.kernels.monarch.l_step import LStep
 from vmonarch.kernels.monarch.places import Places, grid_places
 from vmonarch.kernels.monarch.r_step import RStep
-from vmonarch.kernels.monarch.stages import Call, Frames
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""VMonarch attention over several processes, each of which holds whole latent frames."""

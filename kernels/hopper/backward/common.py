@@ -1,0 +1,116 @@
+"""What the kernels that own rows and those that own keys share; see the package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vmonarch.kernels.common.launch import block_dim
+from vmonarch.kernels.hopper.attend import BLOCK_M, HALF, divides_exactly, factor_descriptors, shared_layout
+from vmonarch.kernels.monarch.places import Places
+
+# Rows or keys of the two warpgroups of a program.
+TILE = BLOCK_M
+# log2 p of what is not there: p is 0.
+NOWHERE = -1e30
+# Integer arguments of both kernels. Nothing is compiled anew where one of them is 1 or a multiple of 16.
+SIZES = ["row_tiles", "heads", "tokens", "blocks", "positions", "offset", "keys", "padded"]
+
+_HALF = gl.constexpr(HALF)
+_TILE = gl.constexpr(TILE)
+
+
+@gluon.jit
+def r_item(item, row_tiles, heads, blocks, positions, offset):
+    """(batch, head, group, first token of the block, first position of the tile) of an item of the R-step."""
+    group = item // row_tiles
+    token = group % blocks * positions - offset
+    return group // blocks // heads, group // blocks % heads, group, token, item % row_tiles * _TILE
+
+
+@gluon.jit
+def allocate_barriers(STAGES: gl.constexpr):
+    """`full` and `empty` barriers of what the program keeps and of the stages; see the package."""
+    kept_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kept_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kept_full, count=1)
+    mbarrier.init(kept_empty, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    return kept_full, kept_empty, full, empty
+
+
+@gluon.jit
+def allocate_factors(like, R: gl.constexpr, KEPT: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):
+    """Shared memory for what the kept rows (or keys) and the stages have of the bias; `like`, not read, without one."""
+    kept = like
+    staged = like
+    if R > 0:
+        kept = gl.allocate_shared_memory(like.dtype, [KEPT, _HALF, R], shared_layout(R))
+        staged = gl.allocate_shared_memory(like.dtype, [STAGES, BLOCK, R], shared_layout(R))
+    return kept, staged
+
+
+@gluon.jit
+def d_scores(p, t, dp, shift, slope, scale, ENTROPY_GRAD: gl.constexpr):
+    """scale·dS of a tile from p, t = log2 p and dP; see the package."""
+    ds = dp * scale + shift
+    if ENTROPY_GRAD:
+        ds += slope * t
+    return p * ds
+
+
+@gluon.jit
+def add_rows(ptr, stride, row, stop, x, WIDTH: gl.constexpr, ACCUMULATE: gl.constexpr):
+    """Write x [64, D] into rows of WIDTH numbers, or add it to what is there; no other program touches these rows."""
+    D: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    rows = row + gl.arange(0, _HALF, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
+    inside = (rows < stop)[:, None] & (columns < WIDTH)[None, :]
+    if ACCUMULATE:
+        x += gl.load(pointers, mask=inside, other=0.0).to(gl.float32)
+    gl.store(pointers, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def store_factor_gradient(
+    ptr, head, stride, row, stop, x, inverse_scale, HEAD_DIM: gl.constexpr, RANK: gl.constexpr
+):  # fmt: skip
+    """Write the gradient of 64 rows of a factor; x came from scale·dS.
+
+    `head` and `stride` are those of dk or dq: both tensors are contiguous, and strides of their own would take
+    registers.
+    """
+    add_rows(ptr + head // HEAD_DIM * RANK, stride // HEAD_DIM * RANK, row, stop, x * inverse_scale, RANK, False)
+
+
+def rank_of(factors: tuple[torch.Tensor, torch.Tensor] | None) -> int:
+    """Columns that factors take in shared memory."""
+    return 0 if factors is None else block_dim(factors[0].shape[3])
+
+
+def bias_arguments(
+    factors: tuple[torch.Tensor, torch.Tensor] | None, rows: tuple[int, int], dtype: torch.dtype, scale: float
+) -> tuple[Sequence[TensorDescriptor | None], tuple[int, ...], float, bool]:
+    """Descriptors for tiles of so many rows of φq and of φk, what their indices are times, 1 / scale, and CHAINED."""
+    if factors is None:
+        return (None, None), (0, 0, 0, 0), 1.0, False
+    return *factor_descriptors(factors, rows), 1.0 / scale, divides_exactly(dtype, scale)
+
+
+def sizes_of(places: Places | None, tokens: int, key: torch.Tensor) -> tuple[int, ...]:
+    """tokens, blocks, positions, offset and, where keys are blocks, their number."""
+    if places is None:
+        return tokens, 0, 0, 0, 0
+    return places.tokens, places.blocks, places.positions, places.offset, key.shape[1] if key.ndim == 3 else 0

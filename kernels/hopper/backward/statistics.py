@@ -1,0 +1,82 @@
+"""Statistics of the rows in the form that the backward kernels take; see the package."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vmonarch.kernels.hopper.backward.common import TILE
+
+
+@triton.jit(do_not_specialize=["groups", "rows", "padded"])
+def _fold_kernel(
+    lse_ptr, delta_ptr, cL_ptr, dcL_ptr, dH_ptr, folded_ptr, groups, rows, padded, scale, log_keys,
+    SLOPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """[shift_s, shift_dp, slope] of every row, and of places between groups, where p is 0.
+
+    Every key stands for n keys, log_keys = log n: p has it in, the entropy's gradient has not.
+    SLOPE: "" without a gradient through the entropy, else whether it comes as dcL, with cL, or as dH.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = groups.to(tl.int64) * padded
+    row = at // padded * rows + at % padded
+    inside = (at < size) & (at % padded < rows)
+    lse = tl.load(lse_ptr + row, mask=inside, other=-float("inf"))
+    delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
+    if SLOPE == "dcL":
+        slope = tl.load(dcL_ptr + row, mask=inside, other=0.0)
+        delta += slope * (tl.load(cL_ptr + row, mask=inside, other=0.0) + log_keys)
+    elif SLOPE == "dH":
+        slope = -tl.load(dH_ptr + row, mask=inside, other=0.0)
+    # Where p is 0, log2 p must still be a number.
+    shift_s = tl.where(lse == -float("inf"), -1e30, 1.4426950408889634 * (log_keys - lse))
+    tl.store(folded_ptr + at, shift_s, mask=at < size)
+    tl.store(folded_ptr + size + at, -scale * delta, mask=at < size)
+    if SLOPE != "":
+        tl.store(folded_ptr + 2 * size + at, slope * scale * 0.6931471805599453, mask=at < size)
+
+
+def fold(
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    rows: int,
+    scale: float,
+    *,
+    dcL: torch.Tensor | None = None,
+    cL: torch.Tensor | None = None,
+    dH: torch.Tensor | None = None,
+    keys_per_key: int = 1,
+) -> torch.Tensor:
+    """[2 or 3, groups, padded rows] statistics of the rows in the form the kernels take."""
+    groups, padded = lse.numel() // rows, triton.cdiv(rows, TILE) * TILE
+    slope = "dcL" if dcL is not None else "dH" if dH is not None else ""
+    folded = lse.new_empty(3 if slope else 2, groups, padded)
+    _fold_kernel[(triton.cdiv(groups * padded, 1024),)](
+        lse,
+        delta,
+        cL,
+        dcL,
+        dH,
+        folded,
+        groups,
+        rows,
+        padded,
+        scale,
+        math.log(keys_per_key),
+        SLOPE=slope,
+        BLOCK=1024,
+        num_warps=4,
+    )
+    return folded
+
+
+def folded_descriptor(folded: torch.Tensor, rows: int) -> TensorDescriptor:
+    size = folded[0].numel()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(folded, [folded.shape[0], size], [size, 1], [1, rows], layout)
