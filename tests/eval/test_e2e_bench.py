@@ -60,7 +60,7 @@ def bench(tiny_yaml, tmp_path):
     """config(methods, **changes) of one tiny setting without VAE and text encoder."""
 
     def config(*methods, **changes):
-        options = {"modes": ("eager",), "rounds": 1, "transformer_only": True, "device": "cpu", "progress": False}
+        options = {"modes": ("eager",), "rounds": 1, "transformer_only": True, "device": "cpu"}
         options |= {"compile_backend": "eager", **changes}
         options.setdefault("settings", choose_settings(["5x32x64"], tiny_yaml))
         return E2EConfig(tmp_path / "e2e.json", methods=tuple(map(resolve_method, methods)), **options)
