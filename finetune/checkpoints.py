@@ -7,7 +7,6 @@ disk and renamed; only then is the oldest removed. Nothing is pickled: a checkpo
 
 from __future__ import annotations
 
-import base64
 import errno
 import hashlib
 import json
@@ -34,9 +33,8 @@ MANIFEST = "manifest.json"
 # Bytes hashed and written at a time.
 _PIECE = 16 << 20
 _STEP = re.compile(r"step-(\d{8,})")
-_HIDDEN = re.compile(r"\.(step-\d{8,})\.(partial|removed|failed-rank-\d{5}(\.new)?)")
 _PART = re.compile(r"[a-z0-9_-]+")
-# Dtypes by their names in safetensors; tensors of others are kept as bytes.
+# Names of dtypes in safetensors.
 _SAFETENSORS = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -56,7 +54,7 @@ _SAFETENSORS = {
     torch.complex64: "C64",
 }
 # Kinds of numpy dtypes whose values are their bytes: no objects, no records.
-_ARRAYS = "?biufcSUmM"
+_ARRAYS = "?biufc"
 
 
 class CheckpointError(RuntimeError):
@@ -64,78 +62,50 @@ class CheckpointError(RuntimeError):
 
 
 def pack(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A JSON value and the tensors it refers to, from nested dicts, lists, tuples, numbers, strings, None, bytes,
-    tensors and numpy arrays.
+    """A JSON value and the tensors it refers to, from nested dicts, lists, tuples, numbers, strings, None, tensors and
+    numpy arrays.
 
     The tensors are those of `value`, not copies, on their own devices. Mappings of every kind come back as dicts,
     subclasses of str as str, parameters as plain tensors, tensors that share memory as separate ones.
 
     Raises:
-        TypeError: a value of another type, a tensor that is not plain (sparse, quantised, meta, distributed), an array
-            of objects. The message says where.
+        TypeError: a value of another type, a key that is neither string nor integer, a tensor that is not plain
+            (sparse, quantised, meta, distributed), an array that is not of numbers. The message says where.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _pack(value, "", tensors), tensors
 
 
 def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+    named = place or "the value"
+    inside = lambda item, key: _pack(item, f"{place}/{key}" if place else str(key), tensors)
     if isinstance(value, torch.Tensor):
-        return _pack_tensor(value, place, tensors)
-    # Before str and float: some numpy scalars are these too.
-    if isinstance(value, np.ndarray | np.generic):
-        return _pack_array(value, place, tensors)
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        if not plain or value.is_meta or value.dtype not in _SAFETENSORS:
+            kind = f"{type(value).__name__}, {value.layout}, {value.dtype} on {value.device}"
+            raise TypeError(f"{named} must be a plain dense tensor of a dtype of safetensors, got {kind}")
+        return {"$tensor": _add(tensors, place, value.detach().resolve_conj().resolve_neg())}
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in _ARRAYS:
+            raise TypeError(f"{named} is an array of {value.dtype}, which no checkpoint can hold")
+        data = torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8).copy())
+        return {"$array": _add(tensors, place, data), "dtype": value.dtype.str, "shape": list(value.shape)}
     if value is None or type(value) in (bool, int):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, str):
         return str.__str__(value)
-    if type(value) is bytes:
-        return {"$bytes": base64.b64encode(value).decode()}
     if type(value) in (list, tuple):
-        items = [_pack(item, _join(place, index), tensors) for index, item in enumerate(value)]
+        items = [inside(item, index) for index, item in enumerate(value)]
         return items if type(value) is list else {"$tuple": items}
     if isinstance(value, Mapping):
-        return _pack_mapping(value, place, tensors)
-    raise TypeError(f"{place or 'the value'} is of type {type(value).__name__}, which no checkpoint can hold")
-
-
-def _join(place: str, key: object) -> str:
-    return f"{place}/{key}" if place else str(key)
-
-
-def _pack_mapping(value: Mapping[Any, Any], place: str, tensors: dict[str, torch.Tensor]) -> Any:
-    items = {key: _pack(item, _join(place, key), tensors) for key, item in value.items()}
-    if all(isinstance(key, str) and not key.startswith("$") for key in items):
-        return items
-    of_keys: dict[str, torch.Tensor] = {}
-    pairs = [[_pack(key, _join(place, "key"), of_keys), item] for key, item in items.items()]
-    if of_keys:
-        raise TypeError(f"{place or 'the value'} has a tensor or array as a key")
-    return {"$dict": pairs}
-
-
-def _pack_tensor(value: torch.Tensor, place: str, tensors: dict[str, torch.Tensor]) -> Any:
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-    if not plain or value.is_quantized or value.is_meta:
-        raise TypeError(
-            f"{place or 'the value'} must be a plain dense tensor, got {type(value).__name__}, {value.layout}, "
-            f"{value.dtype} on {value.device}"
-        )
-    tensor = value.detach().resolve_conj().resolve_neg()
-    if tensor.dtype in _SAFETENSORS:
-        return {"$tensor": _add(tensors, place, tensor)}
-    name = _add(tensors, place, tensor.contiguous().flatten().view(torch.uint8))
-    return {"$tensor": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-
-
-def _pack_array(value: np.ndarray | np.generic, place: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if value.dtype.kind not in _ARRAYS:
-        raise TypeError(f"{place or 'the value'} is an array of {value.dtype}, which no checkpoint can hold")
-    data = value.tobytes()
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    tag = "$array" if isinstance(value, np.ndarray) else "$scalar"
-    return {tag: _add(tensors, place, flat), "dtype": value.dtype.str, "shape": list(value.shape)}
+        if bad := [key for key in value if type(key) not in (str, int)]:
+            raise TypeError(f"{named} has the key {bad[0]!r}, which is neither string nor integer")
+        packed = {key: inside(item, key) for key, item in value.items()}
+        plain = all(type(key) is str and not key.startswith("$") for key in packed)
+        return packed if plain else {"$dict": [list(pair) for pair in packed.items()]}
+    raise TypeError(f"{named} is of type {type(value).__name__}, which no checkpoint can hold")
 
 
 def _add(tensors: dict[str, torch.Tensor], place: str, tensor: torch.Tensor) -> str:
@@ -163,56 +133,38 @@ def unpack(packed: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     content = packed[tag]
     if tag == "$float":
         return float(content)
-    if tag == "$bytes":
-        return base64.b64decode(content)
     if tag == "$tuple":
         return tuple(unpack(item, tensors) for item in content)
     if tag == "$dict":
-        return {unpack(key, tensors): unpack(item, tensors) for key, item in content}
-    if tag not in ("$tensor", "$array", "$scalar"):
+        return {key: unpack(item, tensors) for key, item in content}
+    if tag not in ("$tensor", "$array"):
         raise CheckpointError(f"{tag} is no kind of value that this version knows")
     if content not in tensors:
         raise CheckpointError(f"tensor {content} is missing")
     if tag == "$tensor":
-        return _unpack_tensor(packed, tensors[content])
-    array = np.frombuffer(tensors[content].numpy().tobytes(), np.dtype(packed["dtype"])).reshape(packed["shape"])
-    return array.copy() if tag == "$array" else array[()]
+        return tensors[content]
+    return tensors[content].numpy().view(packed["dtype"]).reshape(packed["shape"]).copy()
 
 
-def _unpack_tensor(packed: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-    if "dtype" not in packed:
-        return tensor
-    dtype = getattr(torch, packed["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"this torch has no dtype {packed['dtype']}")
-    return tensor.view(dtype).reshape(packed["shape"])
-
-
-def random_state(device: torch.device | None) -> dict[str, Any]:
+def random_state(device: torch.device) -> dict[str, Any]:
     """States of the global generators of python, numpy and torch, and of the CUDA device's if `device` is one."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
-    if device is not None and device.type == "cuda":
+    if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
-def set_random_state(state: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Continue from what `random_state` gave.
-
-    Args:
-        state: of `random_state`.
-        device: that trains; None: the current CUDA device if this process or `state` uses CUDA, else the CPU.
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Continue on `device` from what `random_state` gave.
 
     Raises:
         CheckpointError: a generator's state is missing, or `state` has one of CUDA and training goes on without CUDA.
             Nothing is set then.
     """
-    if device is None:
-        device = torch.device("cuda" if torch.cuda.is_initialized() or "cuda" in state else "cpu")
     names = ["python", "numpy", "torch"] + ["cuda"] * (device.type == "cuda")
     missing = [name for name in names if name not in state]
     if missing:
@@ -439,8 +391,9 @@ class Checkpoints:
         folder: made at the first save; on a file system that all ranks share.
         keep: how many complete ones stay; older ones are removed once a newer one is safe on disk.
         rank, world_size: of this process.
-        barrier: returns when all ranks have called it. It is called equally often on each rank, also when the save
-            fails. It may raise, for instance after a time-out because a rank died; the save is an error then.
+        exchange: takes a value of each rank and returns those of all, in the order of the ranks. It is called equally
+            often on each rank, also when the save fails. It may raise, for instance after a time-out because a rank
+            died; the save is an error then.
 
     Raises:
         ValueError: keep is below 1, or there is no such rank.
@@ -453,7 +406,7 @@ class Checkpoints:
         keep: int = 3,
         rank: int = 0,
         world_size: int = 1,
-        barrier: Callable[[], None] = lambda: None,
+        exchange: Callable[[Any], list[Any]] = lambda value: [value],
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
@@ -463,7 +416,7 @@ class Checkpoints:
         self.keep = keep
         self.rank = rank
         self.world_size = world_size
-        self._barrier = barrier
+        self._exchange = exchange
 
     def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any]) -> Path:
         """Save a checkpoint, on all ranks together; its folder.
@@ -485,29 +438,18 @@ class Checkpoints:
             raise ValueError(f"step must be an integer of at least 0, got {step!r}")
         attempt = _Attempt(self, step, shared, own)
         try:
-            for stage in (attempt.open, attempt.write, attempt.commit):
-                attempt.run(stage)
-                self._wait(attempt)
-                attempt.hear()
-            attempt.run(attempt.confirm)
-            # Nobody cleans up before all have read why it failed.
-            self._wait(attempt)
+            attempt.together(attempt.open)
+            attempt.entries = {
+                name: entry for entries in attempt.together(attempt.write) for name, entry in entries.items()
+            }
+            attempt.together(attempt.commit)
         finally:
             attempt.clean()
-        if attempt.failure is not None:
-            raise CheckpointError(attempt.failure) from attempt.cause
-        return self.folder / _name(step)
+        return self.path(step)
 
     def path(self, step: int) -> Path:
         """The folder of a step's checkpoint, be it there or not."""
         return self.folder / _name(step)
-
-    def _wait(self, attempt: _Attempt) -> None:
-        try:
-            self._barrier()
-        except Exception as error:
-            before = attempt.failure or f"step {attempt.step}"
-            raise CheckpointError(f"{before}; waiting for the other ranks failed: {error}") from error
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -518,7 +460,7 @@ class Checkpoints:
         for step in reversed(self._found()):
             reason = self._why_not(step)
             if reason is None:
-                return self.folder / _name(step)
+                return self.path(step)
             warnings.warn(f"checkpoint of step {step} passed over: {reason}", stacklevel=2)
         return None
 
@@ -574,65 +516,54 @@ class Checkpoints:
 
 @dataclass
 class _Attempt:
-    """One save on one rank.
-
-    A rank whose stage fails goes on to the barriers and leaves its reason in a file, or the others would wait for ever.
-    That file may not be writable on a full disk; then the others still fail, because what they need is not there.
-    """
+    """One save on one rank, in stages after each of which the ranks tell each other how it went."""
 
     owner: Checkpoints
     step: int
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
-    failure: str | None = None
-    cause: Exception | None = None
     files: list[_File] = field(default_factory=list)
+    # Sizes and hashes of the files of all ranks.
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     published: bool = False
 
     @property
     def target(self) -> Path:
-        return self.owner.folder / _name(self.step)
+        return self.owner.path(self.step)
 
     @property
     def partial(self) -> Path:
-        return self._hidden("partial")
+        return self._hidden(self.step, "partial")
 
-    def _hidden(self, kind: str, step: int | None = None) -> Path:
-        return self.owner.folder / f".{_name(self.step if step is None else step)}.{kind}"
+    def _hidden(self, step: int, kind: str) -> Path:
+        return self.owner.folder / f".{_name(step)}.{kind}"
 
-    def _marker(self, rank: int) -> Path:
-        return self._hidden(f"failed-rank-{rank:05d}")
+    def together(self, stage: Callable[[], Any]) -> list[Any]:
+        """What a stage returns on each rank.
 
-    def _hashes(self, rank: int) -> Path:
-        return self.partial / f"hashes.rank-{rank:05d}.json"
-
-    def run(self, stage: Callable[[], None]) -> None:
-        """A stage, unless one has failed."""
-        if self.failure is not None:
-            return
+        Raises:
+            CheckpointError: it failed on one of them, or a rank no longer answers.
+        """
+        result, failure, cause = None, None, None
         try:
-            stage()
+            result = stage()
         except Exception as error:
             known = isinstance(error, CheckpointError | OSError)
             reason = f"{error if known else repr(error)}{self._shortage(error)}"
-            self.failure = f"step {self.step} {'is complete, but' if self.published else 'was not saved'}: {reason}"
-            self.cause = error
-            if self.owner.world_size > 1:
-                self._tell(self.failure)
-
-    def _tell(self, reason: str) -> None:
-        """Leave the marker, whole: a slower rank may be reading. A full disk may take its name only."""
-        marker, new = self._own_markers()
-        with suppress(OSError):
-            new.write_text(reason)
-        with suppress(OSError):
-            os.replace(new, marker)
-
-    def _own_markers(self) -> tuple[Path, Path]:
-        """The marker, and its name while it is written."""
-        marker = self._marker(self.owner.rank)
-        return marker, marker.with_name(f"{marker.name}.new")
+            failure = f"step {self.step} {'is complete, but' if self.published else 'was not saved'}: {reason}"
+            cause = error
+        try:
+            answers = self.owner._exchange((failure, result))
+        except Exception as error:
+            raise CheckpointError(
+                f"{failure or f'step {self.step}'}; waiting for the other ranks failed: {error}"
+            ) from error
+        if failure is not None:
+            raise CheckpointError(failure) from cause
+        for rank, (theirs, _) in enumerate(answers):
+            if theirs is not None:
+                raise CheckpointError(f"rank {rank}: {theirs}")
+        return [result for _, result in answers]
 
     def _shortage(self, error: Exception) -> str:
         """What a full disk would have to hold."""
@@ -641,41 +572,24 @@ class _Attempt:
             return ""
         return f" (the files of this rank take {sum(file.size for file in self.files)} bytes)"
 
-    def hear(self) -> None:
-        """Take over the failure of another rank. To be called after a barrier."""
-        for rank in range(self.owner.world_size):
-            if self.failure is not None or rank == self.owner.rank:
-                continue
-            try:
-                reason = self._marker(rank).read_text(errors="replace")
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                reason = f"step {self.step} failed, and why cannot be read: {error}"
-            self.failure = f"rank {rank}: {reason or f'step {self.step} failed, and why is lost'}"
-
     def open(self) -> None:
         """Make the hidden folder, after what dead runs left has gone."""
-        owner = self.owner
         self._gather()
-        _make_folder(owner.folder)
-        self._discard(self._marker(owner.rank))
-        damage = owner._why_not(self.step) if self.target.exists() else ""
-        if damage is None:
-            raise CheckpointError(f"{self.target} exists and is not overwritten")
-        if owner.rank:
+        if self.owner.rank:
             return
-        if damage and self.target.exists():
+        folder = self.owner.folder
+        _make_folder(folder)
+        if self.target.exists():
+            damage = self.owner._why_not(self.step)
+            if damage is None:
+                raise CheckpointError(f"{self.target} exists and is not overwritten")
             aside = self.target.with_name(f"{self.target.name}.damaged")
             warnings.warn(f"a damaged checkpoint is moved to {aside}: {damage}", stacklevel=4)
             _move(self.target, aside)
-        with _naming(owner.folder):
-            leftovers = [path for path in owner.folder.iterdir() if _HIDDEN.fullmatch(path.name)]
-        # Other ranks see to their markers, at any moment from now.
-        theirs = {self._marker(rank) for rank in range(1, owner.world_size)}
+        with _naming(folder):
+            leftovers = [path for path in folder.iterdir() if path.name.startswith(".step-")]
         for path in leftovers:
-            if theirs.isdisjoint((path, path.with_suffix(""))):
-                self._discard(path)
+            self._discard(path)
         with _naming(self.partial):
             _mkdir(self.partial)
 
@@ -700,20 +614,14 @@ class _Attempt:
             except (TypeError, ValueError, RecursionError) as error:
                 raise CheckpointError(f"part {stem}: {error}") from error
 
-    def write(self) -> None:
-        self.entries = {file.name: _write_file(self.partial, file) for file in self.files}
-        if self.owner.rank:
-            _write_file(self.partial, _text_file(self._hashes(self.owner.rank).name, self.entries))
+    def write(self) -> dict[str, dict[str, Any]]:
+        """Sizes and hashes of this rank's files."""
+        return {file.name: _write_file(self.partial, file) for file in self.files}
 
     def commit(self) -> None:
         """Rank 0: describe all files, force the folder to disk, give it its name, remove the oldest checkpoints."""
         if self.owner.rank:
             return
-        for rank in range(1, self.owner.world_size):
-            path = self._hashes(rank)
-            with _naming(path):
-                self.entries |= json.loads(path.read_text())
-                _remove(path)
         for name, entry in self.entries.items():
             with _naming(self.partial / name):
                 _check_size(self.partial / name, entry)
@@ -737,18 +645,13 @@ class _Attempt:
         if not surplus:
             return
         for step in surplus:
-            _move(self.owner.folder / _name(step), self._hidden("removed", step))
+            _move(self.owner.path(step), self._hidden(step, "removed"))
         _sync_folder(self.owner.folder)
         for step in surplus:
-            self._discard(self._hidden("removed", step))
-
-    def confirm(self) -> None:
-        """The last word has the disk: rank 0 may have failed without being able to say so."""
-        if not (self.target / MANIFEST).is_file():
-            raise CheckpointError(f"{self.target} is not there; rank 0 did not say why")
+            self._discard(self._hidden(step, "removed"))
 
     def clean(self) -> None:
         """Remove what a failed save leaves, as far as the disk lets us."""
-        for path in [*self._own_markers()] + [self.partial] * (self.owner.rank == 0):
+        if self.owner.rank == 0:
             with suppress(CheckpointError, OSError):
-                self._discard(path)
+                self._discard(self.partial)

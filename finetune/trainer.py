@@ -131,7 +131,7 @@ class Trainer:
             keep=config.checkpoints.keep,
             rank=self.ranks.rank,
             world_size=self.ranks.world,
-            barrier=self.accelerator.wait_for_everyone,
+            exchange=lambda value: gather_object([value]),
         )
         self._load()
         self.step = 0

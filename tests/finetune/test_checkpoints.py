@@ -54,7 +54,7 @@ def same(a, b):
         return False
     if isinstance(a, torch.Tensor):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and bytes(layer._view(a)) == bytes(layer._view(b))
-    if isinstance(a, np.ndarray | np.generic):
+    if isinstance(a, np.ndarray):
         return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     if isinstance(a, dict):
         return len(a) == len(b) and all(same(*pair) for pair in zip(a.items(), b.items(), strict=True))
@@ -97,16 +97,15 @@ def visible(folder):
 # Packing
 
 DTYPES = [torch.bool, torch.int8, torch.int64, torch.uint16, torch.float16, torch.bfloat16, torch.float32,
-          torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e8m0fnu]  # fmt: skip
+          torch.float64, torch.complex64, torch.float8_e4m3fn]  # fmt: skip
 VALUES = {
-    "int-keys": {0: "a", "0": "b", -1: [], None: {}, 1.5: (), True: 2, b"k": 3, (1, ("x",)): 4},
+    "int-keys": {0: "a", "0": "b", -1: [], 2**80: {}},
     "order": {"b": 1, "a": 2},
     "tags-as-keys": {"$tensor": "x", "$dict": {"$": 1}},
     "numbers": [float("nan"), float("inf"), -float("inf"), -0.0, 5e-324, 1 / 3, 2**80, True, 1, 1.0],
-    "strings": ["", "é漢𝄞", "\ud800", "\x00\n", b"", b"\xff\x00"],
+    "strings": ["", "é漢𝄞", "\ud800", "\x00\n"],
     "nested": ([(), [()], {"x": ({},)}], None),
-    "numpy": [np.arange(6, dtype=">u2").reshape(2, 3), np.float32(1 / 3), np.array("ab"), np.zeros((0, 2)), np.array(3),
-              np.asfortranarray(np.eye(3)), np.float64(np.nan), np.str_("x"), np.array(["2026"], "M8[D]")],
+    "numpy": [np.arange(6, dtype=">u2").reshape(2, 3), np.zeros((0, 2)), np.array(3), np.asfortranarray(np.eye(3))],
     "same-places": {"a/b": torch.ones(1), "a": {"b": torch.zeros(2)}, "__metadata__": torch.ones(3), "": torch.ones(4)},
     "int-and-str": {1: torch.ones(1), "1": torch.zeros(2)},
     "odd-names": {"\ud800": torch.ones(1), "\x00": torch.ones(2), "漢": torch.ones(3)},
@@ -149,9 +148,9 @@ def test_mappings_and_strings_come_back_plain():
     assert type(found["model"]) is dict and list(found["model"]) == list(given) and type(found["torch"]) is str
 
 
-keys = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.binary(max_size=2))
+keys = st.one_of(st.text(max_size=3), st.integers())
 leaves = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(),
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(),
     st.builds(lambda n, dtype: torch.arange(n).to(dtype), st.integers(0, 5), st.sampled_from(DTYPES[1:8])),
     st.builds(lambda n, dtype: np.arange(n).astype(dtype), st.integers(0, 5), st.sampled_from(["<u4", ">f8", "?"])),
 )  # fmt: skip
@@ -180,7 +179,10 @@ UNSUPPORTED = {
     "sparse": ({"a": torch.eye(2).to_sparse()}, "a must be a plain dense tensor"),
     "meta": ({"a": torch.empty(2, device="meta")}, "on meta"),
     "subclass": ({"a": torch.ones(1).as_subclass(type("Odd", (torch.Tensor,), {}))}, "got Odd"),
-    "tensor-key": ({np.float64(1): 1}, "as a key"),
+    "bytes": ({"a": b"x"}, "a is of type bytes"),
+    "numpy-number": ({"a": np.float64(1)}, "a is of type float64"),
+    "key": ({"a": {1.5: 1}}, "a has the key 1.5"),
+    "dtype": ({"a": torch.zeros(1).to(torch.complex128)}, "complex128 on cpu"),
 }
 
 
@@ -195,12 +197,10 @@ def test_what_cannot_be_saved_is_named_before_anything_is_written(name, tmp_path
     assert not checkpoints.folder.exists()
 
 
-@pytest.mark.parametrize(
-    "packed", [{"$pickle": 1}, {"$tensor": "gone"}, {"$tensor": "t", "dtype": "load", "shape": []}]
-)
+@pytest.mark.parametrize("packed", [{"$pickle": 1}, {"$tensor": "gone"}], ids=str)
 def test_what_pack_never_writes_is_an_error(packed):
     with pytest.raises(CheckpointError):
-        unpack(packed, {"t": torch.zeros(4, dtype=torch.uint8)})
+        unpack(packed, {})
 
 
 def test_other_tools_read_the_tensors(tmp_path):
@@ -264,11 +264,10 @@ def test_a_resumed_training_is_bit_equal(tmp_path):
     shutil.rmtree(path)
     resumed.train(5)
     assert same(unpack(*pack(resumed.parts())), unpack(*pack(run.parts())))
-    assert same(random_state(None)["torch"], torch.get_rng_state())
 
 
 def test_a_random_state_without_a_generator_is_an_error_and_sets_nothing():
-    given = random_state(None)
+    given = random_state(torch.device("cpu"))
     before = torch.get_rng_state()
     with pytest.raises(CheckpointError, match="lacks the generator of cuda"):
         set_random_state({**given, "torch": torch.zeros_like(before)}, torch.device("cuda"))
@@ -288,9 +287,8 @@ def test_the_cuda_generator_goes_on(tmp_path):
     wanted = torch.rand(8, device=device)
     found = checkpoints.load(path, wanted=["model", "random"])
     assert found["model"][0].device.type == "cpu" and torch.equal(found["model"][0], tensor.cpu())
-    for where in (device, None):
-        set_random_state(found["random"], where)
-        assert torch.equal(torch.rand(8, device=device), wanted)
+    set_random_state(found["random"], device)
+    assert torch.equal(torch.rand(8, device=device), wanted)
 
 
 # What is chosen and what is refused
@@ -650,10 +648,18 @@ def together(*calls):
 
 
 def two_ranks(folder, **settings):
-    barrier = threading.Barrier(2, timeout=20)
+    barrier, said = threading.Barrier(2, timeout=20), [None, None]
+
+    def exchange(rank, value):
+        said[rank] = value
+        barrier.wait()
+        found = list(said)
+        # Nobody says more before both have heard this.
+        barrier.wait()
+        return found
+
     return [
-        Checkpoints(folder, rank=rank, world_size=2, barrier=lambda: barrier.wait() and None, **settings)
-        for rank in range(2)
+        Checkpoints(folder, rank=rank, world_size=2, exchange=partial(exchange, rank), **settings) for rank in (0, 1)
     ]
 
 
@@ -706,15 +712,13 @@ STAGES = {
     "open": (0, "_mkdir", ".step-00000002.partial"),
     "write-0": (0, "_create", "model.json"),
     "write-1": (1, "_create", "loader.rank-00001.json"),
-    "hashes-1": (1, "_create", "hashes.rank-00001.json"),
     "manifest": (0, "_create", "manifest.json"),
     "rename": (0, "_rename", ".step-00000002.partial"),
 }
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told", "untold"])
 @pytest.mark.parametrize("name", STAGES)
-def test_a_disk_that_fails_on_one_rank_makes_both_fail(name, told, tmp_path, monkeypatch):
+def test_a_disk_that_fails_on_one_rank_makes_both_fail(name, tmp_path, monkeypatch):
     culprit, operation, file = STAGES[name]
     ranks = two_ranks(tmp_path)
     save_both(ranks, 1)
@@ -727,35 +731,9 @@ def test_a_disk_that_fails_on_one_rank_makes_both_fail(name, told, tmp_path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(layer, operation, fail)
-        if not told:
-            patch.setattr(layer._Attempt, "_marker", lambda self, rank: tmp_path / "no" / f"{rank}")
         found = save_both(ranks, 2)
-    assert (f"rank {culprit}: step 2 was not saved: " in str(found[1 - culprit])) == told
+    assert f"rank {culprit}: step 2 was not saved: " in str(found[1 - culprit])
     assert_both_fail(ranks, found, culprit, "Input/output error")
-
-
-def test_a_reason_appears_whole(tmp_path, monkeypatch):
-    """A rank that has just passed a barrier may look while another already fails in the next stage."""
-    seen = []
-    write_text = Path.write_text
-
-    def watched(path, text):
-        path.touch()
-        seen.append((tmp_path / ".step-00000001.failed-rank-00001").exists())
-        return write_text(path, text)
-
-    monkeypatch.setattr(Path, "write_text", watched)
-    found = save_both(two_ranks(tmp_path), 1, own=({}, {"loader": object()}))
-    assert seen == [False] and "rank 1: step 1 was not saved: part loader" in str(found[0])
-    assert hidden(tmp_path) == []
-
-
-def test_a_reason_that_cannot_be_read_is_a_failure_too(tmp_path, monkeypatch):
-    ranks = two_ranks(tmp_path / "run")
-    (tmp_path / "odd").mkdir()
-    monkeypatch.setattr(layer._Attempt, "_marker", lambda self, rank: tmp_path / ("odd" if rank else "none"))
-    found = save_both(ranks, 1, own=({}, {"loader": object()}))
-    assert "rank 1: step 1 failed, and why cannot be read: " in str(found[0]) and "type object" in str(found[1])
 
 
 def test_a_failure_after_the_commit_is_told_to_all(tmp_path, monkeypatch):
@@ -775,12 +753,10 @@ def test_a_failure_after_the_commit_is_told_to_all(tmp_path, monkeypatch):
     assert ranks[0].steps() == [2]
 
 
-def test_markers_of_a_dead_run_are_not_believed(tmp_path):
-    for rank in (0, 1, 5):
-        (tmp_path / f".step-00000001.failed-rank-{rank:05d}").write_text("long ago")
-        (tmp_path / f".step-00000009.failed-rank-{rank:05d}.new").touch()
+def test_leftovers_of_a_dead_run_are_cleared_away(tmp_path):
+    (tmp_path / ".step-00000009.failed-rank-00001").touch()
     (tmp_path / ".step-00000001.partial").mkdir()
-    (tmp_path / ".step-00000001.partial" / "hashes.rank-00001.json").write_text("{}")
+    (tmp_path / ".step-00000001.partial" / "loader.rank-00001.json").write_text("{}")
     assert save_both(two_ranks(tmp_path), 1) == [tmp_path / "step-00000001"] * 2
     assert hidden(tmp_path) == []
 
@@ -801,10 +777,10 @@ def test_ranks_at_different_steps_are_an_error(tmp_path):
 
 
 def test_a_rank_that_died_ends_the_save(tmp_path):
-    def barrier():
+    def exchange(value):
         raise RuntimeError("timed out")
 
-    checkpoints = Checkpoints(tmp_path, world_size=2, barrier=barrier)
+    checkpoints = Checkpoints(tmp_path, world_size=2, exchange=exchange)
     with pytest.raises(CheckpointError, match="waiting for the other ranks failed: timed out"):
         save(checkpoints, 1)
     with pytest.raises(CheckpointError, match="part loader.*type object.*timed out"):
@@ -828,7 +804,7 @@ AUDIT = """
     optimizer.step()
     checkpoints = Checkpoints(Path(sys.argv[1]))
     path = checkpoints.save(1, {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-                            {"random": random_state(None), "loader": numpy.arange(3)})
+                            {"random": random_state(torch.device("cpu")), "loader": numpy.arange(3)})
     loaded = checkpoints.load(checkpoints.latest(), wanted=["model", "optimizer", "random", "loader"])
     optimizer.load_state_dict(loaded["optimizer"])
     set_random_state(loaded["random"], torch.device("cpu"))
