@@ -36,23 +36,11 @@ _STEP = re.compile(r"step-(\d{8,})")
 _PART = re.compile(r"[a-z0-9_-]+")
 # Names of dtypes in safetensors.
 _SAFETENSORS = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
+    torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 # Kinds of numpy dtypes whose values are their bytes: no objects, no records.
 _ARRAYS = "?biufc"
 
@@ -243,29 +231,18 @@ def _move(source: Path, target: Path) -> None:
         _rename(source, target)
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file to be written.
-
-    Args:
-        chunks: its content in order; tensors are fetched from their device one at a time.
-        size: in bytes.
-    """
-
-    name: str
-    chunks: tuple[bytes | torch.Tensor, ...]
-    size: int
+# The content of a file in order; tensors are fetched from their device one at a time.
+_Chunks = list[bytes | torch.Tensor]
 
 
-def _part_files(stem: str, value: Any) -> list[_File]:
-    """The JSON file and the safetensors file of a part."""
+def _part_files(stem: str, value: Any) -> dict[str, _Chunks]:
+    """The JSON file and the safetensors file of a part, by their names."""
     packed, tensors = pack(value)
-    text = json.dumps(packed, allow_nan=False).encode()
-    files = [_File(f"{stem}.json", (text,), len(text))]
-    return [*files, _tensor_file(f"{stem}.safetensors", tensors)] if tensors else files
+    files: dict[str, _Chunks] = {f"{stem}.json": [json.dumps(packed, allow_nan=False).encode()]}
+    return files | ({f"{stem}.safetensors": _tensor_file(tensors)} if tensors else {})
 
 
-def _tensor_file(name: str, tensors: Mapping[str, torch.Tensor]) -> _File:
+def _tensor_file(tensors: Mapping[str, torch.Tensor]) -> _Chunks:
     """In the format of safetensors, whose own writer wants all tensors on the CPU at once and hashes nothing.
 
     Source: https://github.com/huggingface/safetensors (README, Format).
@@ -275,16 +252,13 @@ def _tensor_file(name: str, tensors: Mapping[str, torch.Tensor]) -> _File:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key in order:
-        start, end = end, end + tensors[key].numel() * tensors[key].itemsize
-        header[key] = {
-            "dtype": _SAFETENSORS[tensors[key].dtype],
-            "shape": list(tensors[key].shape),
-            "data_offsets": [start, end],
-        }
+        tensor = tensors[key]
+        start, end = end, end + tensor.nbytes
+        kind = _SAFETENSORS[tensor.dtype]
+        header[key] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    head = struct.pack("<Q", len(text)) + text
-    return _File(name, (head, *(tensors[key] for key in order)), len(head) + end)
+    return [struct.pack("<Q", len(text)) + text, *(tensors[key] for key in order)]
 
 
 def _view(chunk: bytes | torch.Tensor) -> memoryview:
@@ -295,29 +269,25 @@ def _view(chunk: bytes | torch.Tensor) -> memoryview:
     return chunk.cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _write_file(folder: Path, file: _File) -> dict[str, Any]:
+def _write_file(path: Path, chunks: _Chunks) -> dict[str, Any]:
     """Write and force to disk; size and SHA-256 of what was meant, whatever the disk made of it."""
-    digest = hashlib.sha256()
-    path = folder / file.name
+    digest, size = hashlib.sha256(), 0
     with _naming(path), _create(path) as out:
-        for chunk in file.chunks:
+        for chunk in chunks:
             data = _view(chunk)
+            size += len(data)
             for start in range(0, len(data), _PIECE):
                 piece = data[start : start + _PIECE]
                 digest.update(piece)
                 _write(out, piece)
         _sync(path, out.fileno())
-    return {"bytes": file.size, "sha256": digest.hexdigest()}
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _text_file(name: str, content: Any) -> _File:
-    text = (json.dumps(content, indent=2) + "\n").encode()
-    return _File(name, (text,), len(text))
-
-
-def _manifest_content(body: Mapping[str, Any]) -> dict[str, Any]:
+def _manifest_text(body: Mapping[str, Any]) -> bytes:
     """With a hash of itself: a wrong step or world size is otherwise believed."""
-    return {**body, "sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
+    sha256 = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({**body, "sha256": sha256}, indent=2) + "\n").encode()
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -333,7 +303,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {manifest['format']}; this version reads {FORMAT}")
         body = {key: item for key, item in manifest.items() if key != "sha256"}
-        if _text_file(MANIFEST, _manifest_content(body)).chunks != (text,):
+        if _manifest_text(body) != text:
             raise CheckpointError(f"{path} does not fit its own SHA-256")
         if folder.name != _name(manifest["step"]):
             raise CheckpointError(f"{path} is of step {manifest['step']}, not of {folder.name}")
@@ -522,7 +492,7 @@ class _Attempt:
     step: int
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
-    files: list[_File] = field(default_factory=list)
+    files: dict[str, _Chunks] = field(default_factory=dict)
     # Sizes and hashes of the files of all ranks.
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     published: bool = False
@@ -570,7 +540,9 @@ class _Attempt:
         cause = error.__cause__ if isinstance(error, CheckpointError) else error
         if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
             return ""
-        return f" (the files of this rank take {sum(file.size for file in self.files)} bytes)"
+        chunks = [chunk for file in self.files.values() for chunk in file]
+        size = sum(len(chunk) if isinstance(chunk, bytes) else chunk.nbytes for chunk in chunks)
+        return f" (the files of this rank take {size} bytes)"
 
     def open(self) -> None:
         """Make the hidden folder, after what dead runs left has gone."""
@@ -610,13 +582,13 @@ class _Attempt:
             parts |= self.shared
         for stem, value in parts.items():
             try:
-                self.files += _part_files(stem, value)
+                self.files |= _part_files(stem, value)
             except (TypeError, ValueError, RecursionError) as error:
                 raise CheckpointError(f"part {stem}: {error}") from error
 
     def write(self) -> dict[str, dict[str, Any]]:
         """Sizes and hashes of this rank's files."""
-        return {file.name: _write_file(self.partial, file) for file in self.files}
+        return {name: _write_file(self.partial / name, chunks) for name, chunks in self.files.items()}
 
     def commit(self) -> None:
         """Rank 0: describe all files, force the folder to disk, give it its name, remove the oldest checkpoints."""
@@ -631,7 +603,7 @@ class _Attempt:
             "world_size": self.owner.world_size,
             "files": dict(sorted(self.entries.items())),
         }
-        _write_file(self.partial, _text_file(MANIFEST, _manifest_content(body)))
+        _write_file(self.partial / MANIFEST, [_manifest_text(body)])
         _sync_folder(self.partial)
         _move(self.partial, self.target)
         self.published = True
