@@ -8,10 +8,8 @@ checkpoints stay in the work folder, and the command picks up from there when it
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import math
 import shutil
 import sys
 import time
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.finetune.embedded import parallel
+from vmonarch.finetune.embedded import loop, parallel
 from vmonarch.pipelines.model_folder import folder_bytes
 
 
@@ -186,32 +184,20 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.finetune.embedded", description=__doc__.splitlines()[0])
+    parser = loop.training_parser("vmonarch.finetune.embedded", str(__doc__).splitlines()[0], TrainingSettings())
     parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline to write")
     parser.add_argument("--work-dir", type=Path, required=True, help="folder for stages and checkpoints")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--no-compile", action="store_true", help="run eagerly")
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds the whole run may take")
     parser.add_argument("--continue-from", type=Path, help="folder of an embedded model to train on from")
-    parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
-    defaults = TrainingSettings()
-    for name, value in vars(defaults).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default {value}")
     options = parser.parse_args(arguments)
-    values = {name: getattr(options, name) for name in vars(defaults)}
-    for name, value in values.items():
-        may_be_zero = name in ("seed", "vae_object_weight", "vae_first_frame_weight")
-        if value < 0 or (value == 0 and not may_be_zero):
-            least = "at least 0" if may_be_zero else "positive"
-            parser.error(f"--{name.replace('_', '-')} must be {least}, got {value}")
+    zeros = ("seed", "vae_object_weight", "vae_first_frame_weight")
+    quick = {"vae_steps": 2, "vae_batch": 1, "clips": 4, "captions_per_clip": 4, "steps": 2, "batch": 2}
+    settings = loop.read_settings(parser, options, TrainingSettings(), zeros, quick)
     if options.continue_from is not None and not (options.continue_from / "model_index.json").is_file():
         parser.error(f"--continue-from must be the folder of a pipeline, got {options.continue_from}")
-    if options.quick:
-        values |= {"vae_steps": 2, "vae_batch": 1, "clips": 4, "captions_per_clip": 4, "steps": 2, "batch": 2}
     torch.backends.cudnn.benchmark = True
     with parallel.process_group(options.device) as device:
         run(
-            TrainingSettings(**values),
+            settings,
             output=options.output,
             work=options.work_dir,
             device=device,

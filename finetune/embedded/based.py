@@ -10,13 +10,11 @@ and the error of the velocity before, between and after.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import dataclasses
 import importlib.util
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,15 +26,16 @@ import torch
 import torch.nn.functional as F
 
 from vmonarch.based import BasedLayer, BasedProcessor, frame_decay
-from vmonarch.files import AtomicFiles
+from vmonarch.files import write_json
+from vmonarch.finetune.embedded import loop
 from vmonarch.finetune.embedded.data import sample_scenes
 from vmonarch.finetune.embedded.text import TEXT_LENGTH, encode_text, tokenize, write_captions
 from vmonarch.finetune.embedded.transformer import (
     TrainingAttention,
+    draw_clips,
     encode_clips,
-    flow_matching_loss,
     project,
-    sample_sigmas,
+    velocity,
 )
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.window.neighbours import neighbours
@@ -159,14 +158,8 @@ class Transfer(torch.nn.Module):
         return exact
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Noisy latents and what a model is to say of them."""
-
-    clean: torch.Tensor
-    noise: torch.Tensor
-    sigma: torch.Tensor
-    text: torch.Tensor
+# Clean latents and noise [B, C, F, Y, X], noise levels [B] and text [B, L, D]: what `velocity` takes.
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Trainer:
@@ -176,14 +169,11 @@ class Trainer:
         pipe: the embedded model; its transformer is the teacher and is not changed, but for its attention processors.
         settings, device: of the run.
         compile: whether to compile the blocks of both.
-        time_left: tells the seconds that the run may still take.
     """
 
-    def __init__(
-        self, pipe: Any, settings: BasedSettings, *, device: str, compile: bool, time_left: Callable[[], float]
-    ) -> None:
-        self.settings, self.device, self.compile, self.time_left = settings, device, compile, time_left
-        self.log: list[dict[str, float | str]] = []
+    def __init__(self, pipe: Any, settings: BasedSettings, *, device: str, compile: bool) -> None:
+        self.settings, self.device, self.compile = settings, device, compile
+        self.log: list[dict[str, Any]] = []
         self.tokenizer, self.encoder = pipe.tokenizer, pipe.text_encoder.to(device).eval().requires_grad_(False)
         self.vae = pipe.vae.to(device).eval().requires_grad_(False)
         self.teacher = pipe.transformer.to(device).eval().requires_grad_(False)
@@ -238,13 +228,10 @@ class Trainer:
         """The batch of a step, a function of seed and step alone; a tenth of the captions are empty."""
         settings = self.settings
         torch.manual_seed(settings.seed * 1_000_003 + step)
-        rows = torch.randint(len(self.latents), (settings.batch,), device=self.device)
-        clean = self.latents[rows].float()
-        ids = self.tokens[rows, torch.randint(self.tokens.shape[1], (settings.batch,), device=self.device)]
-        dropped = torch.rand(settings.batch, device=self.device) < 0.1
-        ids = torch.where(dropped[:, None], F.pad(torch.ones_like(ids[:, :1]), (0, ids.shape[1] - 1)), ids)
-        sigma = sample_sigmas(settings.batch, settings.sigma_shift, self.device)
-        return Batch(clean, torch.randn_like(clean), sigma, self._encode(ids))
+        _, clean, ids, _, noise, sigma = draw_clips(
+            self.latents, self.tokens, settings.batch, 0.1, settings.sigma_shift
+        )
+        return clean, noise, sigma, self._encode(ids)
 
     @contextlib.contextmanager
     def training_processors(self, *, transfer: bool) -> Iterator[list[Transfer]]:
@@ -277,62 +264,30 @@ class Trainer:
     def run(
         self,
         stage: str,
-        groups: Sequence[tuple[list[torch.nn.Parameter], float]],
+        parameters: list[torch.nn.Parameter],
+        learning_rate: float,
         steps: int,
         time_limit: float,
         loss_of: Callable[[Batch], torch.Tensor],
     ) -> None:
-        """Train parameter groups, each with its learning rate, and leave them at the average of the last steps.
-
-        Args:
-            time_limit: seconds; a run that cannot do all its steps in this time decays and ends earlier.
-            loss_of: the loss of a batch.
-        """
-        groups = [group for group in groups if group[0]]
+        """Train these parameters and no others, and leave them at the average of the last steps."""
         for parameter in (*self.lora, *self.own):
-            parameter.requires_grad_(any(parameter is p for group, _ in groups for p in group))
-        if not groups or steps == 0:
+            parameter.requires_grad_(any(parameter is p for p in parameters))
+        if not parameters or steps == 0:
             return
-        optimizer = torch.optim.AdamW(
-            [{"params": group, "lr": rate} for group, rate in groups], betas=(0.9, 0.98), weight_decay=0.0
-        )
-        rates = [rate for _, rate in groups]
-        parameters: list[torch.Tensor] = [parameter for group, _ in groups for parameter in group]
+        optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), weight_decay=0.0)
         average = [parameter.detach().clone() for parameter in parameters]
-        started, recent, warm_up = time.monotonic(), [], min(100, 1 + steps // 10)
-        compiling = 0.0
-        for step in range(steps):
-            elapsed = time.monotonic() - started
-            if step == 1:
-                # The first step compiles: time in which nothing is learnt is not to bring the decay nearer.
-                compiling = elapsed
-            progress = max(step / steps, (elapsed - compiling) / max(time_limit - compiling, 1e-9))
-            last = step + 1 == steps or progress >= 1
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * max(0.0, min(1, (step + 1) / warm_up, (1 - progress) / 0.5))
-            loss = loss_of(self.draw(step))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                torch._foreach_lerp_(average, parameters, 1 - min(0.99, (1 + step) / (10 + step)))
-            recent.append(loss.detach())
-            if (step + 1) % 100 == 0 or last:
-                value = torch.stack(recent).mean().item()
-                recent.clear()
-                if not math.isfinite(value):
-                    raise FloatingPointError(f"the loss is not finite at step {step} of {stage}")
-                seconds = time.monotonic() - started
-                self.log.append({"stage": stage, "step": step + 1, "loss": value, "seconds": seconds})
-                print(f"{stage} {step + 1:6d}  loss {value:.5f}  {seconds:.0f}s", flush=True)
-            if last:
-                break
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, average)
 
-    def autocast(self) -> Any:
-        return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.device != "cpu")
+        def losses(step: int) -> dict[str, torch.Tensor]:
+            batch = self.draw(step)
+            with loop.autocast(self.device):
+                return {"loss": loss_of(batch)}
+
+        rate = loop.trapezoid(learning_rate, min(100, 1 + steps // 10), 0.5)
+        limits: dict[str, Any] = {"steps": steps, "time_limit": time_limit}
+        loop.train(stage, parameters, average, [optimizer], losses, rate=rate, ema=0.99, log=self.log, **limits)
+        with torch.no_grad():
+            torch._foreach_copy_([*parameters], average)
 
     def transfer(self, time_limit: float) -> None:
         """First stage: every layer by itself."""
@@ -340,46 +295,34 @@ class Trainer:
         with self.training_processors(transfer=True) as transfers:
 
             def loss_of(batch: Batch) -> torch.Tensor:
-                with self.autocast():
-                    flow_matching_loss(self.student, batch.clean, batch.noise, batch.sigma, batch.text)
+                velocity(self.student, *batch)
                 return torch.stack([transfer.loss for transfer in transfers]).mean()
 
-            groups = [(self.own, settings.transfer_learning_rate)]
-            self.run("transfer", groups, settings.transfer_steps, time_limit, loss_of)
+            rate = settings.transfer_learning_rate
+            self.run("transfer", self.own, rate, settings.transfer_steps, time_limit, loss_of)
 
     def finetune(self, time_limit: float) -> None:
         """Second stage: the whole model."""
         settings = self.settings
 
         def loss_of(batch: Batch) -> torch.Tensor:
-            s = batch.sigma.view(-1, 1, 1, 1, 1)
-            inputs = {
-                "hidden_states": (1 - s) * batch.clean + s * batch.noise,
-                "timestep": 1000 * batch.sigma,
-                "encoder_hidden_states": batch.text,
-                "return_dict": False,
-            }
-            with self.autocast():
-                with torch.no_grad():
-                    exact = self.teacher(**inputs)[0].float()
-                ours = self.student(**inputs)[0].float()
-            flow = (ours - (batch.noise - batch.clean)).square().mean()
+            with torch.no_grad():
+                exact = velocity(self.teacher, *batch)
+            ours, (clean, noise, *_) = velocity(self.student, *batch), batch
+            flow = (ours - (noise - clean)).square().mean()
             return (1 - settings.distillation) * flow + settings.distillation * (ours - exact).square().mean()
 
         with self.training_processors(transfer=False):
-            groups = [(self.own, settings.learning_rate), (self.lora, settings.learning_rate)]
-            self.run("finetune", groups, settings.steps, time_limit, loss_of)
+            learnt = [*self.own, *self.lora]
+            self.run("finetune", learnt, settings.learning_rate, settings.steps, time_limit, loss_of)
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")
     def measure(self) -> dict[str, Any]:
         """On the clips held out, at every noise level: ‖v - v_exact‖/‖v_exact‖, and both models' flow matching loss.
 
         With the processor itself, in float32, and never compiled: that would take longer than it saves.
         """
-        with torch.compiler.set_stance("force_eager"):
-            return self._measure()
-
-    def _measure(self) -> dict[str, Any]:
         torch.manual_seed(self.settings.seed + 13)
         noise = torch.randn(self.held_out.shape, device=self.device)
         results: dict[str, Any] = {"velocity_error": {}, "flow_loss": {}, "flow_loss_exact": {}}
@@ -388,13 +331,9 @@ class Trainer:
             for start in range(0, len(self.held_out), 8):
                 span = slice(start, start + 8)
                 clean, target = self.held_out[span].float(), noise[span] - self.held_out[span].float()
-                inputs = {
-                    "hidden_states": (1 - level) * clean + level * noise[span],
-                    "timestep": torch.full((len(clean),), 1000 * level, device=self.device),
-                    "encoder_hidden_states": self.held_out_text[span],
-                    "return_dict": False,
-                }
-                ours, exact = (model(**inputs)[0].double() for model in (self.student, self.teacher))
+                sigma = torch.full((len(clean),), level, device=self.device)
+                given = (clean, noise[span], sigma, self.held_out_text[span])
+                ours, exact = (velocity(model, *given).double() for model in (self.student, self.teacher))
                 errors = (ours - exact, exact, ours - target, exact - target)
                 sums += torch.stack([error.square().sum() for error in errors])
             count = noise.numel()
@@ -421,13 +360,8 @@ def train(
     from vmonarch.pipelines.environment import environment
 
     started = time.monotonic()
-    trainer = Trainer(
-        WanPipeline.from_pretrained(model),
-        settings,
-        device=device,
-        compile=compile,
-        time_left=lambda: time_limit - (time.monotonic() - started),
-    )
+    left = lambda: time_limit - (time.monotonic() - started)
+    trainer = Trainer(WanPipeline.from_pretrained(model), settings, device=device, compile=compile)
     seconds: dict[str, float] = {}
     measured: dict[str, Any] = {}
 
@@ -440,12 +374,12 @@ def train(
     note("data")
     measured["untrained"] = trainer.measure()
     note("untrained")
-    trainer.transfer(0.2 * trainer.time_left())
+    trainer.transfer(0.2 * left())
     measured["transferred"] = trainer.measure()
     note("transferred")
     # The last measuring takes as long as the first.
     reserve = seconds["untrained"] - seconds["data"] + 5
-    trainer.finetune(max(1.0, trainer.time_left() - reserve))
+    trainer.finetune(max(1.0, left() - reserve))
     measured["finetuned"] = trainer.measure()
     note("finetuned")
     save_adapter(trainer.student, output, dtype=torch.float16, overwrite=overwrite)
@@ -458,8 +392,7 @@ def train(
         "log": trainer.log,
         "environment": environment(torch.device(device)),
     }
-    with AtomicFiles(overwrite=overwrite) as files:
-        files.stage(log_path(output)).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(output.with_suffix(".json"), report)
     return report
 
 
@@ -467,63 +400,38 @@ def _count(parameters: list[torch.nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def log_path(output: Path) -> Path:
-    """Where the log of an adapter goes."""
-    return output.with_suffix(".json")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     from vmonarch.pipelines.embedded import embedded_model_path
 
-    parser = argparse.ArgumentParser(
-        prog="python -m vmonarch.finetune.embedded.based", description=__doc__.splitlines()[0]
-    )
+    parser = loop.training_parser("vmonarch.finetune.embedded.based", str(__doc__).splitlines()[0], BasedSettings())
     parser.add_argument("--output", type=Path, required=True, help="file to write, .safetensors")
     parser.add_argument("--model", type=Path, help="folder of an embedded model; the shipped one by default")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--no-compile", action="store_true", help="run eagerly")
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds the whole run may take")
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
-    parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
-    defaults = BasedSettings()
-    for name, value in vars(defaults).items():
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            parser.add_argument(option, action="store_true")
-        elif isinstance(value, tuple):
-            parser.add_argument(option, type=int, nargs=len(value), default=value, help=f"default {value}")
-        else:
-            parser.add_argument(option, type=type(value), default=value, help=f"default {value}")
     options = parser.parse_args(arguments)
-    values = {name: getattr(options, name) for name in vars(defaults)}
-    values["window"] = tuple(values["window"])
-    for name in ("clips", "captions_per_clip", "batch", "validation_clips"):
-        if values[name] < 1:
-            parser.error(f"--{name.replace('_', '-')} must be positive, got {values[name]}")
-    for name in ("rank", "transfer_steps", "steps", "transfer_learning_rate", "learning_rate", "seed"):
-        if values[name] < 0:
-            parser.error(f"--{name.replace('_', '-')} must be at least 0, got {values[name]}")
-    if not 0 <= values["distillation"] <= 1:
-        parser.error(f"--distillation must lie between 0 and 1, got {values['distillation']}")
+    zeros = (
+        "rank", "transfer_steps", "steps", "transfer_learning_rate", "learning_rate", "distillation", "seed"
+    )  # fmt: skip
+    quick = {"clips": 2, "batch": 1, "transfer_steps": 2, "steps": 2, "validation_clips": 1}
+    settings = loop.read_settings(parser, options, BasedSettings(), zeros, quick)
+    if settings.distillation > 1:
+        parser.error(f"--distillation must lie between 0 and 1, got {settings.distillation}")
     if options.output.suffix != ".safetensors":
         parser.error(f"--output must end with .safetensors, got {options.output}")
-    for file in (options.output, log_path(options.output)):
+    for file in (options.output, options.output.with_suffix(".json")):
         if file.exists() and not options.overwrite:
             parser.error(f"--output: {file} exists; --overwrite replaces it")
-    if values["layers"] not in ("linear", "both", "conv", "based"):
-        parser.error(f"--layers must be linear, both, conv or based, which learn something, got {values['layers']}")
-    if values["rank"] and importlib.util.find_spec("peft") is None:
+    if settings.layers not in ("linear", "both", "conv", "based"):
+        parser.error(f"--layers must be linear, both, conv or based, which learn something, got {settings.layers}")
+    if settings.rank and importlib.util.find_spec("peft") is None:
         parser.error("--rank needs PEFT (pip install peft); --rank 0 trains without LoRA layers")
     if options.model is not None and not (options.model / "model_index.json").is_file():
         parser.error(f"--model must be the folder of a pipeline, got {options.model}")
-    if options.quick:
-        values |= {"clips": 2, "batch": 1, "transfer_steps": 2, "steps": 2, "validation_clips": 1}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
     train(
-        BasedSettings(**values),
+        settings,
         model=embedded_model_path() if options.model is None else options.model,
         output=options.output,
         device=options.device,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -66,12 +66,12 @@ PANNABLE = (1, 2, 4)
 COLOUR_NAMES, DIRECTION_NAMES, SIZE_NAMES, SPEED_NAMES, BACKGROUND_NAMES = (
     tuple(table) for table in (COLOURS, DIRECTIONS, SIZES, SPEEDS, BACKGROUNDS)
 )
+# What an object's and a scene's attributes are called, by their index.
+OBJECT_TABLES = {"shape": SHAPES, "colour": COLOUR_NAMES, "direction": DIRECTION_NAMES, "size": SIZE_NAMES,
+                 "speed": SPEED_NAMES}  # fmt: skip
+SCENE_TABLES = {"background": BACKGROUND_NAMES, "pattern": PATTERNS, "pan": PANS}
 SHAPE_EXTENT = 1.35
 """No shape reaches further than this many radii from its centre."""
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Attributes
 
 
 @dataclass(frozen=True)
@@ -113,27 +113,11 @@ class SceneBatch:
     def to(self, device: torch.device | str) -> SceneBatch:
         return SceneBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
-    def objects(self, index: int) -> tuple[ObjectAttributes, ...]:
-        """The named attributes of the objects in clip `index`."""
-        return tuple(
-            ObjectAttributes(
-                shape=SHAPES[self.shape[index, n]],
-                colour=COLOUR_NAMES[self.colour[index, n]],
-                direction=DIRECTION_NAMES[self.direction[index, n]],
-                size=SIZE_NAMES[self.size[index, n]],
-                speed=SPEED_NAMES[self.speed[index, n]],
-            )
-            for n in range(int(self.count[index]))
-        )
-
     def scene(self, index: int) -> SceneAttributes:
         """The named attributes of clip `index`."""
-        return SceneAttributes(
-            objects=self.objects(index),
-            background=BACKGROUND_NAMES[self.background[index]],
-            pattern=PATTERNS[self.pattern[index]],
-            pan=PANS[self.pan[index]],
-        )
+        names = lambda tables, place: {name: table[getattr(self, name)[place]] for name, table in tables.items()}
+        objects = (ObjectAttributes(**names(OBJECT_TABLES, (index, n))) for n in range(int(self.count[index])))
+        return SceneAttributes(tuple(objects), **names(SCENE_TABLES, index))
 
 
 @dataclass(frozen=True)
@@ -223,7 +207,9 @@ def sample_scenes(
     background, pattern = integers(len(BACKGROUNDS), batch), integers(len(PATTERNS), batch)
     pans = (uniform(batch) < pan * len(PATTERNS) / len(PANNABLE)) & torch.isin(pattern, torch.tensor(PANNABLE))
     pan_index = torch.where(pans, 1 + integers(len(PANS) - 1, batch), 0)
-    return _place(count, shape, colour, direction, size, speed, background, pattern, pan_index, generator)
+    drawn = {"count": count, "shape": shape, "colour": colour, "direction": direction, "size": size, "speed": speed,
+             "background": background, "pattern": pattern, "pan": pan_index}  # fmt: skip
+    return _place(drawn, generator)
 
 
 def scenes_from_attributes(scenes: Sequence[SceneAttributes], seed: int) -> SceneBatch:
@@ -232,33 +218,16 @@ def scenes_from_attributes(scenes: Sequence[SceneAttributes], seed: int) -> Scen
     Raises:
         ValueError: a scene has no object or more than two, or names an unknown attribute.
     """
-    columns: dict[str, list] = {name: [] for name in ("shape", "colour", "direction", "size", "speed")}
-    tables = {
-        "shape": SHAPES,
-        "colour": COLOUR_NAMES,
-        "direction": DIRECTION_NAMES,
-        "size": SIZE_NAMES,
-        "speed": SPEED_NAMES,
-    }
     for scene in scenes:
         if not 1 <= len(scene.objects) <= MAX_OBJECTS:
             raise ValueError(f"scenes: a scene must have 1 to {MAX_OBJECTS} objects, got {len(scene.objects)}")
-        for name, table in tables.items():
-            values = [_index(name, getattr(item, name), table) for item in scene.objects]
-            columns[name].append(values + [0] * (MAX_OBJECTS - len(values)))
-    tensors = {name: torch.tensor(values) for name, values in columns.items()}
-    return _place(
-        torch.tensor([len(scene.objects) for scene in scenes]),
-        tensors["shape"],
-        tensors["colour"],
-        tensors["direction"],
-        tensors["size"],
-        tensors["speed"],
-        torch.tensor([_index("background", scene.background, BACKGROUND_NAMES) for scene in scenes]),
-        torch.tensor([_index("pattern", scene.pattern, PATTERNS) for scene in scenes]),
-        torch.tensor([_index("pan", scene.pan, PANS) for scene in scenes]),
-        torch.Generator().manual_seed(seed),
-    )
+    drawn = {"count": torch.tensor([len(scene.objects) for scene in scenes])}
+    for name, table in OBJECT_TABLES.items():
+        rows = [[_index(name, getattr(item, name), table) for item in scene.objects] for scene in scenes]
+        drawn[name] = torch.tensor([row + [0] * (MAX_OBJECTS - len(row)) for row in rows])
+    for name, table in SCENE_TABLES.items():
+        drawn[name] = torch.tensor([_index(name, getattr(scene, name), table) for scene in scenes])
+    return _place(drawn, torch.Generator().manual_seed(seed))
 
 
 def _index(name: str, value: str, table: Sequence[str]) -> int:
@@ -267,28 +236,21 @@ def _index(name: str, value: str, table: Sequence[str]) -> int:
     return list(table).index(value)
 
 
-def _place(
-    count: torch.Tensor,
-    shape: torch.Tensor,
-    colour: torch.Tensor,
-    direction: torch.Tensor,
-    size: torch.Tensor,
-    speed: torch.Tensor,
-    background: torch.Tensor,
-    pattern: torch.Tensor,
-    pan: torch.Tensor,
-    generator: torch.Generator,
-    candidates: int = 48,
-) -> SceneBatch:
-    """Draw radii, start points, colours and pattern phases; every object stays in the frame for the whole clip."""
-    batch = count.shape[0]
+def _place(drawn: dict[str, torch.Tensor], generator: torch.Generator, candidates: int = 48) -> SceneBatch:
+    """Draw radii, start points, colours and pattern phases; every object stays in the frame for the whole clip.
+
+    Args:
+        drawn: the attributes of `SceneBatch` from `count` to `pan`.
+        candidates: start points that are tried for objects that do not touch.
+    """
+    batch, pan = len(drawn["count"]), drawn["pan"]
     uniform = lambda *dims: torch.rand(dims, generator=generator)
     between = lambda table, index: (
         torch.tensor(list(table.values()))[index][..., 0]
         + uniform(*index.shape) * torch.tensor([high - low for low, high in table.values()])[index]
     )
-    radius, travel = between(SIZES, size), between(SPEEDS, speed)  # [B, N]
-    motion = torch.tensor(list(DIRECTIONS.values()))[direction] * travel[..., None]  # [B, N, 2]
+    radius, travel = between(SIZES, drawn["size"]), between(SPEEDS, drawn["speed"])  # [B, N]
+    motion = torch.tensor(list(DIRECTIONS.values()))[drawn["direction"]] * travel[..., None]  # [B, N, 2]
     extent = SHAPE_EXTENT * radius[..., None]
     low = extent + (-motion).clamp(min=0)
     high = torch.tensor([float(WIDTH), float(HEIGHT)]) - extent - motion.clamp(min=0)
@@ -302,8 +264,9 @@ def _place(
     chosen = (clearance + 1e-3 * uniform(batch, candidates)).argmax(-1)
     start = starts[torch.arange(batch), chosen]  # [B, N, 2]
 
-    rgb = (torch.tensor(list(COLOURS.values()))[colour] + 0.03 * (2 * uniform(batch, MAX_OBJECTS, 3) - 1)).clamp(0, 1)
-    base = torch.tensor(list(BACKGROUNDS.values()))[background] + 0.02 * (2 * uniform(batch, 1) - 1)  # [B, 3]
+    rgb = torch.tensor(list(COLOURS.values()))[drawn["colour"]]
+    rgb = (rgb + 0.03 * (2 * uniform(batch, MAX_OBJECTS, 3) - 1)).clamp(0, 1)
+    base = torch.tensor(list(BACKGROUNDS.values()))[drawn["background"]] + 0.02 * (2 * uniform(batch, 1) - 1)  # [B, 3]
     contrast = 0.06 + 0.03 * uniform(batch, 1)
     background_rgb = torch.stack((base - contrast, base + contrast), 1).clamp(0, 1)  # [B, 2, 3]
     # Stripes run across the pan, or else it would not be seen: 0 vertical, 1 horizontal, 2 and 3 diagonal.
@@ -313,13 +276,10 @@ def _place(
     # The camera pans one way, what it films moves the other way.
     pan_shift = pan_vectors[pan] * (24.0 + 16.0 * uniform(batch, 1))
     return SceneBatch(
-        count, shape, colour, direction, size, speed, background, pattern, pan, stripe, radius, travel, start, motion,
-        rgb, background_rgb, 18.0 + 10.0 * uniform(batch), 64.0 * uniform(batch, 2), pan_shift,
+        **drawn, stripe=stripe, radius=radius, travel=travel, start=start, motion=motion, rgb=rgb,
+        background_rgb=background_rgb, period=18.0 + 10.0 * uniform(batch), phase=64.0 * uniform(batch, 2),
+        pan_shift=pan_shift,
     )  # fmt: skip
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Pixels
 
 
 def shape_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
@@ -420,9 +380,6 @@ def _pattern_level(
     levels = torch.stack([level.expand_as(striped) for level in (plain, striped, checkered, gradient, dotted)])
     return levels[scenes.pattern, torch.arange(len(scenes), device=time.device)]
 
-
-# --------------------------------------------------------------------------------------------------------------------
-# Captions
 
 COLOUR_WORDS: dict[str, tuple[str, ...]] = {
     "red": ("red", "red", "red", "bright red", "scarlet", "crimson"),
@@ -610,10 +567,6 @@ def misspell(text: str, rng: random.Random, rate: float) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Held-out prompts
-
-
 @dataclass(frozen=True)
 class HeldOutPrompt:
     """A prompt whose first object is a combination that training never showed, and what its video must show."""
@@ -647,10 +600,3 @@ def _attributes(triple: tuple[int, int, int], rng: random.Random) -> ObjectAttri
     return ObjectAttributes(
         SHAPES[shape], COLOUR_NAMES[colour], DIRECTION_NAMES[direction], rng.choice(SIZE_NAMES), rng.choice(SPEED_NAMES)
     )
-
-
-def caption_stream(scenes: SceneBatch, seed: int, *, complete: bool = False) -> Iterator[str]:
-    """One caption per clip of `scenes`, deterministic in `seed`."""
-    rng = random.Random(seed)
-    for index in range(len(scenes)):
-        yield caption(scenes.scene(index), rng, complete=complete)

@@ -12,19 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import nn
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from vmonarch.finetune.embedded.data import (
-    BACKGROUND_NAMES,
-    COLOUR_NAMES,
-    DIRECTION_NAMES,
-    PANS,
-    PATTERNS,
-    SHAPES,
-    SIZE_NAMES,
-    SPEED_NAMES,
-    SceneBatch,
-    caption,
-    misspell,
-)
+from vmonarch.finetune.embedded.data import OBJECT_TABLES, SCENE_TABLES, SceneBatch, caption, misspell
 
 TEXT_LENGTH = 512
 """Rows of prompt embedding the stock Wan pipeline gives the transformer; rows past the prompt's tokens are zero."""
@@ -125,8 +113,7 @@ class AttributeHeads(nn.Module):
 
     def __init__(self, dim: int = TEXT_DIM) -> None:
         super().__init__()
-        per_object = (len(SHAPES), len(COLOUR_NAMES), len(DIRECTION_NAMES), len(SIZE_NAMES), len(SPEED_NAMES))
-        self.sizes = [n + 1 for n in per_object * 2] + [len(BACKGROUND_NAMES), len(PATTERNS), len(PANS)]
+        self.sizes = [len(table) + 1 for table in OBJECT_TABLES.values()] * 2 + [len(t) for t in SCENE_TABLES.values()]
         self.hidden = nn.Linear(dim, 2 * dim)
         self.out = nn.Linear(2 * dim, sum(self.sizes))
 
@@ -139,10 +126,8 @@ class AttributeHeads(nn.Module):
 
 def attribute_targets(scenes: SceneBatch) -> torch.Tensor:
     """Targets of `AttributeHeads`: [B, 13]; an absent second object has a class of its own."""
-    sizes = (len(SHAPES), len(COLOUR_NAMES), len(DIRECTION_NAMES), len(SIZE_NAMES), len(SPEED_NAMES))
     columns = []
     for slot in range(2):
-        present = scenes.count > slot
-        for name, absent in zip(("shape", "colour", "direction", "size", "speed"), sizes, strict=True):
-            columns.append(torch.where(present, getattr(scenes, name)[:, slot], absent))
-    return torch.stack([*columns, scenes.background, scenes.pattern, scenes.pan], 1)
+        for name, table in OBJECT_TABLES.items():
+            columns.append(torch.where(scenes.count > slot, getattr(scenes, name)[:, slot], len(table)))
+    return torch.stack([*columns, *(getattr(scenes, name) for name in SCENE_TABLES)], 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from transformers import UMT5EncoderModel
 
 from vmonarch.files import AtomicFiles
-from vmonarch.finetune.embedded import parallel
+from vmonarch.finetune.embedded import loop, parallel
 from vmonarch.finetune.embedded.data import SceneBatch, render
 from vmonarch.finetune.embedded.optimizer import StackedMuon
 from vmonarch.finetune.embedded.text import TEXT_DIM, TEXT_LENGTH, AttributeHeads, encode_text
@@ -25,7 +24,6 @@ from vmonarch.finetune.embedded.vae import (
     encode_means,
     encode_parallel,
     latent_statistics,
-    update_average,
 )
 
 TRANSFORMER_CONFIG: dict[str, Any] = {
@@ -124,20 +122,42 @@ def sample_sigmas(batch: int, shift: float, device: str) -> torch.Tensor:
     return (shift * u / (1 + (shift - 1) * u)).clamp(1e-4, 1.0)
 
 
-def flow_matching_loss(
+def draw_clips(
+    latents: torch.Tensor, tokens: torch.Tensor, batch: int, caption_dropout: float, sigma_shift: float
+) -> tuple[torch.Tensor, ...]:
+    """Rows [B] of latents [N, C, F, Y, X], these, token numbers [B, L] of one of the captions (tokens [N, K, L]) or of
+    an empty one, whether it is empty [B], noise, and its levels [B].
+    """
+    device = str(latents.device)
+    rows = torch.randint(len(latents), (batch,), device=device)
+    clean = latents[rows].float()
+    ids = tokens[rows, torch.randint(tokens.shape[1], (batch,), device=device)]
+    dropped = torch.rand(batch, device=device) < caption_dropout
+    ids = torch.where(dropped[:, None], F.pad(torch.ones_like(ids[:, :1]), (0, ids.shape[1] - 1)), ids)
+    return rows, clean, ids, dropped, torch.randn_like(clean), sample_sigmas(batch, sigma_shift, device)
+
+
+def velocity(
     transformer: Callable[..., Any], clean: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor, text: torch.Tensor
 ) -> torch.Tensor:
-    """Mean squared error of the predicted velocity `noise − clean` at `x = (1 − σ)·clean + σ·noise`, one per clip.
+    """The predicted velocity at `x = (1 − σ)·clean + σ·noise`, float32 [B, C, F, Y, X].
 
     Args:
         transformer: called as `WanTransformer3DModel` is, with timestep = 1000·σ.
         clean, noise: [B, C, F, Y, X]; sigma: [B]; text: [B, 512, D].
     """
     s = sigma.view(-1, 1, 1, 1, 1)
-    velocity = transformer(
+    return transformer(
         hidden_states=(1 - s) * clean + s * noise, timestep=1000 * sigma, encoder_hidden_states=text, return_dict=False
-    )[0]
-    return (velocity.float() - (noise - clean)).square().flatten(1).mean(1)
+    )[0].float()
+
+
+def flow_matching_loss(
+    transformer: Callable[..., Any], clean: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor, text: torch.Tensor
+) -> torch.Tensor:
+    """Mean squared error of `velocity` against `noise − clean`, one per clip."""
+    predicted = velocity(transformer, clean, noise, sigma, text)
+    return (predicted - (noise - clean)).square().flatten(1).mean(1)
 
 
 def _optimizers(modules: nn.ModuleDict, learning_rate: float) -> list[torch.optim.Optimizer]:
@@ -172,7 +192,7 @@ def train_transformer(
     config: dict[str, Any] | None = None,
     on_checkpoint: Callable[[int, WanTransformer3DModel, UMT5EncoderModel], None] | None = None,
     checkpoint_every: int = 1000,
-) -> tuple[WanTransformer3DModel, UMT5EncoderModel, list[dict[str, float]]]:
+) -> tuple[WanTransformer3DModel, UMT5EncoderModel, list[dict[str, Any]]]:
     """Train from scratch, or resume from `checkpoint` where that file exists; with others inside a process group.
 
     Args:
@@ -213,61 +233,36 @@ def train_transformer(
     transformer.set_attn_processor(TrainingAttention(TEXT_LENGTH - tokens.shape[-1]))
     model = torch.compile(transformer, dynamic=False) if compile else transformer
     encoder = torch.compile(text_encoder, dynamic=False) if compile else text_encoder
-    started, elapsed = time.monotonic(), 0.0
-    recent: list[torch.Tensor] = []
-    for step in range(first, steps):
+
+    def losses(step: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(parallel.own_seed(seed * 1_000_003 + step))
-        if step % 10 == 0 or parallel.world_size() == 1:
-            elapsed = parallel.first_process_says(time.monotonic() - started, device)
-        progress = max(step / steps, elapsed / time_limit)
-        last = step + 1 == steps or progress >= 1
-        rate = learning_rate * max(0.0, min(1, (step + 1) / 200, (1 - progress) / decay_share))
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-        rows = torch.randint(len(latents), (batch,), device=device)
-        clean = latents[rows].float()
-        ids = tokens[rows, torch.randint(tokens.shape[1], (batch,), device=device)]
-        dropped = torch.rand(batch, device=device) < caption_dropout
-        ids = torch.where(dropped[:, None], F.pad(torch.ones_like(ids[:, :1]), (0, ids.shape[1] - 1)), ids)
-        noise, sigma = torch.randn_like(clean), sample_sigmas(batch, sigma_shift, device)
-        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
+        rows, clean, ids, dropped, noise, sigma = draw_clips(latents, tokens, batch, caption_dropout, sigma_shift)
+        with loop.autocast(device):
             text, pooled = encode_text(encoder, ids, padding=1)
             flow = flow_matching_loss(model, clean, noise, sigma, text.float())
             attributes = heads(pooled, targets[rows])
         loss = flow.mean() + 0.05 * (attributes * ~dropped).mean()
-        loss.backward()
-        parallel.average_gradients(modules.parameters())
-        nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        update_average(average, modules, min(0.999, (1 + step) / (10 + step)))
-        recent.append(torch.stack((flow.detach().mean(), attributes.detach().mean())))
-        if (step + 1) % 100 == 0 or last:
-            values = torch.stack(recent).mean(0).tolist()
-            recent.clear()
-            if not math.isfinite(values[0]):
-                raise FloatingPointError(f"the loss is not finite at step {step}")
-            entry = {"step": step + 1, "flow": values[0], "text": values[1], "seconds": time.monotonic() - started}
-            log.append(entry)
-            if parallel.rank() == 0:
-                print(f"transformer {step + 1:6d}  flow {values[0]:.4f}  text {values[1]:.3f}", end="  ")
-                print(f"{entry['seconds']:.0f}s", flush=True)
-        if ((step + 1) % checkpoint_every == 0 or last) and parallel.rank() == 0:
-            if checkpoint is not None:
-                state = {
-                    "modules": modules.state_dict(),
-                    "average": average.state_dict(),
-                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                    "step": step + 1,
-                    "log": log,
-                }
-                with AtomicFiles(overwrite=True) as files:
-                    torch.save(state, files.stage(checkpoint))
-            if on_checkpoint is not None:
-                on_checkpoint(step + 1, average["transformer"], average["text"])
-        if last:
-            break
+        return {"loss": loss, "flow": flow.mean(), "text": attributes.mean()}
+
+    def save(step: int, last: bool) -> None:
+        if parallel.rank() > 0 or not (last or step % checkpoint_every == 0):
+            return
+        if checkpoint is not None:
+            state = {
+                "modules": modules.state_dict(),
+                "average": average.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "step": step,
+                "log": log,
+            }
+            with AtomicFiles(overwrite=True) as files:
+                torch.save(state, files.stage(checkpoint))
+        if on_checkpoint is not None:
+            on_checkpoint(step, average["transformer"], average["text"])
+
+    rate = loop.trapezoid(learning_rate, 200, decay_share)
+    limits: dict[str, Any] = {"steps": steps, "first": first, "time_limit": time_limit}
+    learnt = modules.parameters(), average.parameters()
+    loop.train("transformer", *learnt, optimizers, losses, rate=rate, ema=0.999, log=log, after=save, **limits)
     average.eval().requires_grad_(False)
     return average["transformer"], average["text"], log

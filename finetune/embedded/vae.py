@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanUpBlock, patchify, unpatchify
 from torch import nn
 
-from vmonarch.finetune.embedded import parallel
+from vmonarch.finetune.embedded import loop, parallel
 from vmonarch.finetune.embedded.data import render, sample_scenes
 from vmonarch.finetune.embedded.optimizer import StackedMuon
 
@@ -152,7 +151,7 @@ def train_vae(
     compile: bool = False,
     config: dict[str, Any] | None = None,
     statistics_clips: int = 256,
-) -> tuple[AutoencoderKLWan, list[dict[str, float]]]:
+) -> tuple[AutoencoderKLWan, list[dict[str, Any]]]:
     """Train from scratch on whole rendered clips; sets `latents_mean` and `latents_std` in the config from data.
 
     The learning rate rises over 2 % of the steps and falls to zero along a cosine. Errors on the objects' pixels count
@@ -178,43 +177,28 @@ def train_vae(
     step_function = torch.compile(model, dynamic=False) if compile else model
     if parallel.world_size() > 1:
         torch.manual_seed(parallel.own_seed(seed))
-    log: list[dict[str, float]] = []
-    started = time.monotonic()
-    for step in range(steps):
-        progress = step / steps
+
+    def losses(step: int) -> dict[str, torch.Tensor]:
         video = render(sample_scenes(batch, parallel.own_seed(seed * 1_000_003 + step)), device)
         frames, height, width = video.shape[2:]
         noise = torch.randn(batch, vae.config.z_dim, 1 + (frames - 1) // 4, height // 8, width // 8, device=device)
-        rate = learning_rate * min(1, 50 * (progress + 1 / steps)) * 0.5 * (1 + math.cos(math.pi * progress))
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
+        with loop.autocast(device):
             output, mean, log_variance = step_function(video, noise)
         l1, mse = weighted_errors(output, video, object_weight, first_frame_weight)
         kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
-        loss = l1 + 2 * mse + kl_weight * kl
-        loss.backward()
-        parallel.average_gradients(vae.parameters())
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        update_average(average, vae, min(0.995, (1 + step) / (10 + step)))
-        if (step % 50 == 0 or step == steps - 1) and parallel.rank() == 0:
-            psnr = -10 * math.log10(max((output.detach() - video).square().mean().item() / 4, 1e-12))
-            seconds = time.monotonic() - started
-            log.append({"step": step, "l1": l1.item(), "psnr": psnr, "kl": kl.item(), "seconds": seconds})
-            print(f"vae {step:5d}  l1 {l1.item():.4f}  psnr {psnr:.2f}  kl {kl.item():.3f}  {seconds:.0f}s", flush=True)
+        psnr = -10 * torch.log10(((output.detach() - video).square().mean() / 4).clamp(min=1e-12))
+        return {"loss": l1 + 2 * mse + kl_weight * kl, "l1": l1, "psnr": psnr, "kl": kl}
+
+    def rate(step: int, progress: float) -> float:
+        return learning_rate * min(1, 50 * (step + 1) / steps) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    log: list[dict[str, Any]] = []
+    loop.train(
+        "vae", vae.parameters(), average.parameters(), optimizers, losses, steps=steps, rate=rate, ema=0.995, log=log
+    )
     average.eval().requires_grad_(False)
     set_latent_statistics(average, seed=seed + 1, device=device, clips=statistics_clips)
     return average, log
-
-
-@torch.no_grad()
-def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
-    """Move the weights of `average` towards those of `model`: an exponential moving average."""
-    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
 
 
 @torch.no_grad()
@@ -242,7 +226,7 @@ def encode_means(
     Args:
         encode: `encode_parallel`, or a compiled form of it.
     """
-    with torch.autocast(video.device.type, torch.bfloat16, enabled=video.device.type != "cpu"):
+    with loop.autocast(video.device.type):
         return encode(vae, video).float()[:, : vae.config.z_dim]
 
 

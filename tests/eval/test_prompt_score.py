@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 
 import numpy as np
 import pytest
@@ -169,9 +170,10 @@ def test_prompts_are_understood(prompt, expected):
 
 
 def test_every_caption_is_understood_as_the_scene_it_was_written_for():
-    scenes = data.sample_scenes(1000, 7)
-    for number, text in enumerate(data.caption_stream(scenes, 8, complete=True)):
-        assert ps.parse_prompt(text) == ps.expected_objects(scenes.scene(number)), text
+    scenes, rng = data.sample_scenes(1000, 7), random.Random(8)
+    for scene in map(scenes.scene, range(1000)):
+        text = data.caption(scene, rng, complete=True)
+        assert ps.parse_prompt(text) == ps.expected_objects(scene), text
 
 
 def test_the_command_refuses_bad_arguments(tmp_path, capsys):

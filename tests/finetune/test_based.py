@@ -37,9 +37,7 @@ def make_trainer(embedded):
             tokenizer=embedded.tokenizer, text_encoder=embedded.text_encoder, vae=embedded.vae, transformer=model
         )
         values = {"rank": 4, "feature_dim": 8, "window": (1, 3, 3), "batch": 2, "transfer_steps": 20, "steps": 20}
-        trainer = Trainer(
-            pipe, BasedSettings(**values | settings), device="cpu", compile=False, time_left=lambda: float("inf")
-        )
+        trainer = Trainer(pipe, BasedSettings(**values | settings), device="cpu", compile=False)
         trainer.latents = torch.randn(4, 16, 3, 4, 6).half()
         trainer.held_out = torch.randn(2, 16, 3, 4, 6).half()
         trainer.tokens = torch.randint(2, 100, (4, 3, 12))
@@ -64,12 +62,11 @@ def test_what_trains_fast_is_what_the_processor_computes(make_trainer, layers, d
     trainer = make_trainer(layers=layers, decay=decay, window=window)
     learn_something(trainer)
     student = trainer.student.double()
-    batch = trainer.draw(0)
-    clean, noise, sigma, text = (x.double() for x in (batch.clean, batch.noise, batch.sigma, batch.text))
+    batch = [x.double() for x in trainer.draw(0)]
     leaves = [*trainer.own, student.blocks[0].attn1.to_q.base_layer.bias.requires_grad_()]
 
     def results():
-        loss = based.flow_matching_loss(student, clean, noise, sigma, text)
+        loss = transformer.flow_matching_loss(student, *batch)
         return [loss, *torch.autograd.grad(loss.sum(), leaves)]
 
     expected = results()
@@ -95,17 +92,12 @@ def test_large_logits_do_not_overflow(make_trainer):
 def test_transfer_sees_exact_attention_and_compares_every_layer_with_it(make_trainer):
     trainer = make_trainer()
     batch = trainer.draw(0)
-    s = batch.sigma.view(-1, 1, 1, 1, 1)
-    inputs = {
-        "hidden_states": (1 - s) * batch.clean + s * batch.noise, "timestep": 1000 * batch.sigma,
-        "encoder_hidden_states": batch.text, "return_dict": False,
-    }  # fmt: skip
     outputs = {}
     for number, block in enumerate(trainer.teacher.blocks):
         block.attn1.register_forward_hook(lambda _, args, out, number=number: outputs.update({number: (args, out)}))
-    expected = trainer.teacher(**inputs)[0]
+    expected = transformer.velocity(trainer.teacher, *batch)
     with trainer.training_processors(transfer=True) as transfers:
-        torch.testing.assert_close(trainer.student(**inputs)[0], expected)
+        torch.testing.assert_close(transformer.velocity(trainer.student, *batch), expected)
         losses = [transfer.loss for transfer in transfers]
     for number, loss in enumerate(losses):
         (states, _, _, rotary), exact = outputs[number]
@@ -144,7 +136,7 @@ def test_transfer_makes_layers_alike(make_trainer):
     def difference():
         batch = trainer.draw(10**6)
         with trainer.training_processors(transfer=True) as transfers:
-            based.flow_matching_loss(trainer.student, batch.clean, batch.noise, batch.sigma, batch.text)
+            transformer.velocity(trainer.student, *batch)
         return sum(transfer.loss for transfer in transfers)
 
     before = difference()
@@ -198,12 +190,13 @@ def test_the_command_writes_an_adapter_that_the_embedded_model_loads(tmp_path, m
     [
         (["--clips", "0"], "--clips must be positive"),
         (["--rank", "-1"], "--rank must be at least 0"),
+        (["--feature-dim", "0"], "--feature-dim must be positive"),
         (["--distillation", "2"], "--distillation must lie between 0 and 1"),
         (["--model", "/nowhere"], "--model must be the folder of a pipeline"),
         (["--output", "x.pt"], "--output must end with .safetensors"),
         (["--layers", "window"], "--layers must be linear, both, conv or based"),
     ],
-    ids=["clips", "rank", "distillation", "model", "output", "layers"],
+    ids=["clips", "rank", "feature-dim", "distillation", "model", "output", "layers"],
 )
 def test_the_command_refuses_bad_arguments(arguments, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
