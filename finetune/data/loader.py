@@ -16,7 +16,7 @@ import json
 import logging
 import math
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, DataError, ParquetFolder
 from vmonarch.finetune.data.schema import BadRow
 
-__all__ = ["Batch", "DataError", "LatentLoader", "LoaderState"]
+__all__ = ["Batch", "DataError", "LatentLoader"]
 
 # Half of what a process keeps of row groups (`parquet.CACHE_BYTES`): batches made ahead reach into the next window.
 WINDOW_BYTES = 1 << 29
@@ -61,46 +61,20 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class LoaderState:
-    """Where a loader is, and what that position means.
+class _Position:
+    """Where a loader is.
 
     Args:
         epoch, batch: of the next batch.
         tried, bad: rows of this epoch that this rank has tried, and those of them that could not be used.
         reasons: the first reasons.
-        fingerprint, seed, batch_size, world_size, shuffle, grid: of the run; a loader that differs refuses the state.
     """
 
-    epoch: int
-    batch: int
-    tried: int
-    bad: int
-    reasons: tuple[str, ...]
-    fingerprint: str
-    seed: int
-    batch_size: int
-    world_size: int
-    shuffle: bool
-    grid: tuple[int, int, int] | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
-        grid = None if self.grid is None else list(self.grid)
-        return {**asdict(self), "reasons": list(self.reasons), "grid": grid}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LoaderState:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ValueError: a value is missing or unknown; the message names it.
-        """
-        names = {entry.name for entry in fields(cls)}
-        if names != set(values):
-            missing, unknown = sorted(names - set(values)), sorted(set(values) - names)
-            raise ValueError(f"a loader's state lacks {missing} and has the unknown {unknown}")
-        grid = None if values["grid"] is None else tuple(values["grid"])
-        return cls(**{**values, "reasons": tuple(values["reasons"]), "grid": grid})
+    epoch: int = 0
+    batch: int = 0
+    tried: int = 0
+    bad: int = 0
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -205,19 +179,14 @@ class _Rows(Dataset[_Slot]):
         if shape != wanted:
             raise BadRow(f"has latents of {list(shape)}, this run trains on {list(wanted)}")
         # Extra tensors are stored as the transformer gets them; FastVideo normalises the first frame's latents too.
-        latents = self._normalised("vae_latent", sample.latents)
+        mean, std = (x.view(-1, 1, 1, 1) for x in (self.mean, self.std))
+        latents = (_as_float("vae_latent", sample.latents) - mean) / std
         text = _as_float("text_embedding", sample.text[: self.text_length])
         extras = {name: _as_float(name, tensor, keep=torch.uint8) for name, tensor in sample.extras.items()}
         kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in extras.items()}
         if self.shape is not None and kinds != self.extras:
             raise BadRow(f"has extra tensors {_kinds_text(kinds)}, this run trains on {_kinds_text(self.extras)}")
         return _Clip(sample.id, latents, text, sample.caption, extras)
-
-    def _normalised(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape[0] != len(self.mean):
-            raise BadRow(f"{name} has {tensor.shape[0]} channels, the VAE's statistics have {len(self.mean)}")
-        per_channel = (-1, 1, 1, 1)
-        return (_as_float(name, tensor) - self.mean.view(per_channel)) / self.std.view(per_channel)
 
 
 def _as_float(name: str, tensor: torch.Tensor, keep: torch.dtype | None = None) -> torch.Tensor:
@@ -295,8 +264,8 @@ class LatentLoader:
             chance alone takes some rank over it, so leave room.
         quarantine: JSON lines file that gets every bad row once: `id` (or null), `file`, `row_group`, `row`, `reason`.
             With more than one rank each has its own, `NAME-rank-00001.jsonl`. It is appended to.
-        grid: (T, H, W) of the latents; None takes that of the first readable row of the folder. Which extra tensors
-            there are, and their shapes, are those of the first readable row as well.
+
+    The first readable row of the folder decides which extra tensors there are, their shapes and that of the latents.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -326,7 +295,6 @@ class LatentLoader:
         shuffle: bool = True,
         bad_fraction: float = 0.05,
         quarantine: Path | None = None,
-        grid: tuple[int, int, int] | None = None,
     ) -> None:
         sizes = {"batch_size": batch_size, "world_size": world_size, "text_length": text_length, "text_dim": text_dim}
         for name, value in {**sizes, "seed": seed, "workers": workers}.items():
@@ -337,10 +305,6 @@ class LatentLoader:
         for name, share in {"caption_dropout": caption_dropout, "bad_fraction": bad_fraction}.items():
             if not 0 <= share <= 1:
                 raise ValueError(f"{name} must be of 0 to 1, got {share}")
-        if grid is not None:
-            if len(grid) != 3 or min(grid) < 1:
-                raise ValueError(f"grid must be three positive sizes (T, H, W), got {grid}")
-            grid = (grid[0], grid[1], grid[2])
         mean, std = (tensor.detach().cpu().float().flatten() for tensor in (mean, std))
         if mean.shape != std.shape or not mean.isfinite().all() or not (std.isfinite() & (std > 0)).all():
             raise ValueError(
@@ -357,10 +321,10 @@ class LatentLoader:
             quarantine = Path(quarantine)
             quarantine = quarantine.with_name(f"{quarantine.stem}-rank-{rank:05d}{quarantine.suffix}")
         self.quarantine = None if quarantine is None else Path(quarantine)
-        self._state = LoaderState(
-            epoch=0, batch=0, tried=0, bad=0, reasons=(), fingerprint=folder.fingerprint(), seed=seed,
-            batch_size=batch_size, world_size=world_size, shuffle=shuffle, grid=grid,
-        )  # fmt: skip
+        # What a saved position means nothing without.
+        self._run = {"fingerprint": folder.fingerprint(), "seed": seed, "batch_size": batch_size,
+                     "world_size": world_size, "shuffle": shuffle}  # fmt: skip
+        self._state = _Position()
         self._rows = _Rows(
             folder, seed, shuffle, mean, std, text_length, text_dim, caption_dropout,
             slots=self.batches_per_epoch * batch_size * world_size,
@@ -379,30 +343,35 @@ class LatentLoader:
         self._recorded: set[str] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batches handed out so far, as plain values; see `LoaderState`.
+        """The position after the batches handed out so far, and what it depends on, as plain values.
 
         It is the same on all ranks but for the counts of bad rows, so save each rank's own.
         """
-        return self._state.to_dict()
+        return {**asdict(self._state), "reasons": list(self._state.reasons), **self._run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. Iterators made before end with an error.
 
         Raises:
-            DataError: the state is of other data, or of a run with another seed, batch size, world size, shuffle or
-                grid; the message names what differs.
+            DataError: the state is of other data, or of a run with another seed, batch size, world size or shuffle; the
+                message names what differs.
             ValueError: the state is not whole.
         """
-        found = LoaderState.from_dict(state)
-        names = ("fingerprint", "seed", "batch_size", "world_size", "shuffle", "grid")
-        pairs = [(name, getattr(found, name), getattr(self._state, name)) for name in names]
-        differing = [f"{name} is {here!r} but was {there!r}" for name, there, here in pairs if here != there]
+        # Older checkpoints have a grid, which was null in every run.
+        found = {name: value for name, value in state.items() if name != "grid"}
+        known = self.state_dict().keys()
+        if found.keys() != known:
+            missing, unknown = sorted(known - found.keys()), sorted(found.keys() - known)
+            raise ValueError(f"a loader's state lacks {missing} and has the unknown {unknown}")
+        pairs = [(name, here, found.pop(name)) for name, here in self._run.items()]
+        differing = [f"{name} is {here!r} but was {there!r}" for name, here, there in pairs if here != there]
         if differing:
             raise DataError(f"cannot resume on {self.folder.path}: {'; '.join(differing)}")
-        if found.epoch < 0 or not 0 <= found.batch < self.batches_per_epoch:
-            raise ValueError(f"a loader's state has no batch {found.batch} of epoch {found.epoch}")
+        position = _Position(**{**found, "reasons": tuple(found["reasons"])})
+        if position.epoch < 0 or not 0 <= position.batch < self.batches_per_epoch:
+            raise ValueError(f"a loader's state has no batch {position.batch} of epoch {position.epoch}")
         self._iteration += 1
-        self._state = found
+        self._state = position
 
     def __iter__(self) -> Generator[Batch, None, None]:
         self._iteration += 1
@@ -433,16 +402,12 @@ class LatentLoader:
         rows = self._rows
         if rows.shape is not None:
             return
-        grid = self._state.grid
         # More in a row than this, and the whole folder has too many.
         limit = min(len(self.folder), max(JUDGED_AFTER, int(self.bad_fraction * len(self.folder)) + 1))
         failures = []
         for index in range(limit):
             try:
                 clip = rows.clip(index)
-                if grid is not None and clip.latents.shape[1:] != grid:
-                    wanted = [len(rows.mean), *grid]
-                    raise BadRow(f"has latents of {list(clip.latents.shape)}, this run trains on {wanted}")
             except BadRow as error:
                 failures.append(rows.failure(index, error))
                 continue

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,15 +25,14 @@ import torch
 from vmonarch.files import AtomicFiles
 from vmonarch.finetune.data.schema import (
     EXTRA_TENSORS,
-    FLOATS,
-    INTEGERS,
-    STRINGS,
+    PLAIN,
     TENSORS,
     BadRow,
     Sample,
-    column_types,
     decode_row,
     encode_row,
+    row_schema,
+    tensor_columns,
 )
 
 # Row groups that a process keeps, in bytes of memory; the last one is kept whatever its size.
@@ -46,16 +44,8 @@ _EMPTY_TENSOR = "text_embedding"
 
 # What Arrow raises on damaged files: its own errors, OSError without a number, ValueError for names that are no text.
 _UNREADABLE = (pa.ArrowException, OSError, ValueError)
-_PARTS = ("bytes", "shape", "dtype")
-_REQUIRED = ("id", "caption", *(f"{name}_{part}" for name in TENSORS for part in _PARTS))
-_OPTIONAL = tuple(name for name in (*STRINGS, *INTEGERS, *FLOATS) if name not in _REQUIRED)
-_ARROW = {
-    "string": pa.string(),
-    "binary": pa.binary(),
-    "list<int64>": pa.list_(pa.int64()),
-    "int64": pa.int64(),
-    "float64": pa.float64(),
-}
+_REQUIRED = ("id", "caption", *tensor_columns(TENSORS))
+_OPTIONAL = tuple(name for name in PLAIN if name not in _REQUIRED)
 
 
 class DataError(ValueError):
@@ -81,24 +71,9 @@ def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16)
     path = Path(path)
     if rows_per_group < 1:
         raise ValueError(f"rows_per_group must be at least 1, got {rows_per_group}")
-    _refuse_existing(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not *.parquet: a reader of the folder must not see it.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        rows = _write(temporary, iter(samples), rows_per_group)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        _refuse_existing(path)
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-    return rows
+    with AtomicFiles() as files:
+        return _write(files.stage(path), iter(samples), rows_per_group)
 
 
 def write_empty_caption(folder: Path, text: torch.Tensor) -> None:
@@ -112,15 +87,8 @@ def write_empty_caption(folder: Path, text: torch.Tensor) -> None:
 
     if text.dim() != 2 or not text.isfinite().all():
         raise ValueError(f"text must be [L, D] and finite, got {list(text.shape)}")
-    path = Path(folder) / EMPTY_CAPTION
-    _refuse_existing(path)
     with AtomicFiles() as files:
-        save_file({_EMPTY_TENSOR: text.contiguous()}, files.stage(path))
-
-
-def _refuse_existing(path: Path) -> None:
-    if path.exists():
-        raise FileExistsError(errno.EEXIST, "shards are never overwritten", str(path))
+        save_file({_EMPTY_TENSOR: text.contiguous()}, files.stage(Path(folder) / EMPTY_CAPTION))
 
 
 def _write(path: Path, samples: Iterator[Sample], rows_per_group: int) -> int:
@@ -128,7 +96,7 @@ def _write(path: Path, samples: Iterator[Sample], rows_per_group: int) -> int:
     extras = tuple(chunk[0].extras) if chunk else ()
     if unknown := [name for name in extras if name not in EXTRA_TENSORS]:
         raise ValueError(f"extras must be of {', '.join(EXTRA_TENSORS)}, got {', '.join(unknown)}")
-    schema = pa.schema([(name, _ARROW[type_]) for name, type_ in column_types(extras).items()])
+    schema = row_schema(extras)
     rows = 0
     # Tensors have no repeated values worth a dictionary, and their least and greatest bytes mean nothing.
     options: dict[str, Any] = dict(
@@ -168,7 +136,8 @@ class ParquetFolder:
     """The rows of all parquet files of a folder, numbered from 0 in the order of the files' relative paths.
 
     Args:
-        path: a folder, searched for `*.parquet` in its folders too (links to folders are not followed), or one file.
+        path: a folder, searched for `*.parquet` in its folders too (hidden files are those of a writer that was
+            killed; links to folders are not followed), or one file.
 
     Raises:
         DataError: nothing at `path`; no parquet file or no row in it; a file that is not parquet or has lost its end;
@@ -186,8 +155,8 @@ class ParquetFolder:
             self.root, names = self.path.parent, [self.path.name]
         else:
             self.root = self.path
-            found = (file.relative_to(self.root).as_posix() for file in self.root.rglob("*.parquet") if file.is_file())
-            names = sorted(found)
+            files = (file for file in self.root.rglob("*.parquet") if file.is_file() and file.name[0] != ".")
+            names = sorted(file.relative_to(self.root).as_posix() for file in files)
         if not names:
             raise DataError(f"no *.parquet file in {self.path}")
         self.files = tuple(names)
@@ -249,7 +218,7 @@ class ParquetFolder:
                 raise
             raise DataError(f"{path} is not a parquet file, or its end is missing: {error}") from error
         extras = tuple(extra for extra in EXTRA_TENSORS if f"{extra}_bytes" in columns)
-        wanted = (*_REQUIRED, *(f"{extra}_{part}" for extra in extras for part in _PARTS))
+        wanted = (*_REQUIRED, *tensor_columns(extras))
         if missing := [column for column in wanted if column not in columns]:
             raise DataError(f"{path} lacks the column(s) {', '.join(missing)}")
         if twice := [column for column in (*wanted, *_OPTIONAL) if columns.count(column) > 1]:
@@ -320,7 +289,7 @@ class ParquetFolder:
             columns = {name: table.column(name)[row].as_py() for name in table.column_names}
             for extra in self.extras:
                 # What FastVideo writes for a tensor that a clip does not have.
-                if not any(columns[f"{extra}_{part}"] for part in _PARTS):
+                if not any(columns[name] for name in tensor_columns([extra])):
                     columns[f"{extra}_bytes"] = None
             return decode_row(columns)
         except BadRow:
@@ -350,7 +319,7 @@ class ParquetFolder:
             # No threads of Arrow: worker processes are forked.
             with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
                 names = file.schema_arrow.names
-                wanted = (*_REQUIRED, *_OPTIONAL, *(f"{extra}_{part}" for extra in self.extras for part in _PARTS))
+                wanted = (*_REQUIRED, *_OPTIONAL, *tensor_columns(self.extras))
                 table = file.read_row_group(number, columns=[n for n in wanted if n in names], use_threads=False)
         except _UNREADABLE as error:
             if _is_of_system(error):

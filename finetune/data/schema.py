@@ -11,10 +11,11 @@ Source: https://github.com/hao-ai-lab/FastVideo (`pyarrow_schema_t2v`, `pyarrow_
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
 import torch
 
 # Tensors that every row has, and those of image-to-video.
@@ -31,9 +32,13 @@ DTYPES = {
 }
 # Tokens of text that a transformer is trained with: shorter text is padded with zeros.
 TEXT_LENGTH = 512
-STRINGS = ("id", "file_name", "caption", "media_type")
-INTEGERS = ("width", "height", "num_frames")
-FLOATS = ("duration_sec", "fps")
+# The other columns.
+PLAIN = {
+    **dict.fromkeys(("id", "file_name", "caption", "media_type"), pa.string()),
+    **dict.fromkeys(("width", "height", "num_frames"), pa.int64()),
+    **dict.fromkeys(("duration_sec", "fps"), pa.float64()),
+}
+PARTS = {"bytes": pa.binary(), "shape": pa.list_(pa.int64()), "dtype": pa.string()}
 
 
 class BadRow(ValueError):
@@ -66,13 +71,15 @@ class Sample:
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def column_types(extras: tuple[str, ...] = ()) -> dict[str, str]:
-    """Arrow type of every column, as text: "string", "binary", "list<int64>", "int64" or "float64"."""
-    types = {"id": "string"}
-    for name in (*TENSORS, *extras):
-        types |= {f"{name}_bytes": "binary", f"{name}_shape": "list<int64>", f"{name}_dtype": "string"}
-    types |= dict.fromkeys(STRINGS[1:], "string") | dict.fromkeys(INTEGERS, "int64") | dict.fromkeys(FLOATS, "float64")
-    return types
+def tensor_columns(names: Iterable[str]) -> list[str]:
+    """Columns of the tensors with these names."""
+    return [f"{name}_{part}" for name in names for part in PARTS]
+
+
+def row_schema(extras: tuple[str, ...] = ()) -> pa.Schema:
+    """Every column and its type; that of `id` is the first."""
+    kinds = {column: PARTS[column.rpartition("_")[2]] for column in tensor_columns((*TENSORS, *extras))}
+    return pa.schema({"id": PLAIN["id"], **kinds, **PLAIN})
 
 
 def encode_row(sample: Sample) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vmonarch.finetune.data.schema import DTYPES, BadRow, Sample, column_types, decode_row, encode_row
+from vmonarch.finetune.data.schema import DTYPES, BadRow, Sample, decode_row, encode_row, row_schema
 
 
 def sample(**changes):
@@ -24,7 +24,7 @@ def sample(**changes):
 def test_a_row_keeps_every_bit(name):
     given = sample(latents=torch.randn(16, 3, 4, 5).to(DTYPES[name]), extras={"clip_feature": torch.randn(5, 6).half()})
     row = encode_row(given)
-    assert set(row) == set(column_types(("clip_feature",)))
+    assert set(row) == set(row_schema(("clip_feature",)).names)
     assert row["vae_latent_dtype"] == name and row["num_frames"] == 3
     found = decode_row(row)
     assert found.latents.dtype == DTYPES[name] and torch.equal(found.latents, given.latents)
