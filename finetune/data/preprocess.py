@@ -33,9 +33,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -208,22 +209,6 @@ def _check_size(name: str, value: int | None, factor: int, rest: int) -> None:
     raise InputError(name, f"must be {what} for this model, got {value}; nearest: {nearest}")
 
 
-class Encoders(Protocol):
-    """What turns clips and captions into what a transformer is trained on."""
-
-    def too_long(self, captions: Sequence[str]) -> list[int]:
-        """Indices of the captions that `text` cuts off."""
-
-    def text(self, caption: str) -> torch.Tensor:
-        """Float32 [L, D], without padding."""
-
-    def latents(self, video: torch.Tensor) -> torch.Tensor:
-        """Means of the posterior, float32 [C, T, y, x] on the CPU, of a clip [3, F, H, W] in [-1, 1]."""
-
-    def image(self, video: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What image-to-video adds to the row of a clip [3, F, H, W] in [-1, 1]: `Sample.extras`."""
-
-
 class PipelineEncoders:
     """Text encoder, VAE and image encoder of a stock diffusers pipeline, called as its own code calls them."""
 
@@ -346,30 +331,32 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
     return text, Clip(render(scenes)[0], float(EMBEDDED_SETTINGS.fps))
 
 
-def _procedural_items(config: PreprocessConfig) -> list[_Item]:
-    def item(number: int) -> _Item:
-        def make(stop: threading.Event) -> tuple[str, list[Clip]]:
-            text, clip = procedural_clip(config.seed, number)
-            return text, [clip]
-
-        name = f"procedural-{config.seed}-{number}"
-        return _Item(name, (name,), make)
-
-    return [item(number) for number in range(config.procedural or 0)]
-
-
-def _video_items(config: PreprocessConfig, captioned: Sequence[Captioned]) -> list[_Item]:
+def _items(config: PreprocessConfig, captioned: Sequence[Captioned]) -> list[_Item]:
+    if config.procedural is not None:
+        names = [f"procedural-{config.seed}-{number}" for number in range(config.procedural)]
+        makers = [partial(_procedural, config.seed, number) for number in range(config.procedural)]
+        return [_Item(name, (name,), make) for name, make in zip(names, makers, strict=True)]
     assert config.videos is not None and config.height and config.width and config.num_frames
-    folder = Path(config.videos)
     shape = ClipShape(config.height, config.width, config.num_frames, config.fps, config.start, config.clips_per_video)
+    return [
+        _Item(
+            entry.file,
+            tuple(f"{entry.stem}-{k}" for k in range(config.clips_per_video)),
+            partial(_decoded, entry.caption, Path(config.videos) / entry.file, shape, config.timeout),
+        )
+        for entry in captioned
+    ]
 
-    def item(entry: Captioned) -> _Item:
-        def make(stop: threading.Event) -> tuple[str, list[Clip]]:
-            return entry.caption, decode_clips(folder / entry.file, shape, timeout=config.timeout, stop=stop)
 
-        return _Item(entry.file, tuple(f"{entry.stem}-{k}" for k in range(config.clips_per_video)), make)
+def _procedural(seed: int, number: int, stop: threading.Event) -> tuple[str, list[Clip]]:
+    text, clip = procedural_clip(seed, number)
+    return text, [clip]
 
-    return [item(entry) for entry in captioned]
+
+def _decoded(
+    caption: str, path: Path, shape: ClipShape, timeout: float, stop: threading.Event
+) -> tuple[str, list[Clip]]:
+    return caption, decode_clips(path, shape, timeout=timeout, stop=stop)
 
 
 def _ahead(items: Iterable[_Item], workers: int) -> Generator[tuple[_Item, tuple[str, list[Clip]] | BadVideo]]:
@@ -438,9 +425,8 @@ class _Output:
             pass
 
     def _read(self) -> None:
-        for pattern in (".shard-*.partial.parquet", ".*.partial.json", ".*.partial.jsonl", ".*.partial.safetensors"):
-            for path in self.folder.glob(pattern):
-                path.unlink()
+        for path in self.folder.glob(".*.partial.*"):
+            path.unlink()
         shards = sorted(self.folder.glob("shard-*.parquet"), key=lambda path: (len(path.name), path.name))
         if not self._manifest.exists():
             if shards or self._quarantine.exists():
@@ -573,10 +559,8 @@ class _Progress:
             return
         self._last = now
         rate = (self._done - self._before) / (now - self._started)
-        left = round((self._total - self._done) / rate)
-        hours, minutes, seconds = left // 3600, left // 60 % 60, left % 60
-        line = f"{self._done} of {self._total} videos, {rate:.3g} a second, {hours}:{minutes:02d}:{seconds:02d} left"
-        print(f"{line}, {bad} bad", file=sys.stderr, flush=True)
+        left = timedelta(seconds=round((self._total - self._done) / rate))
+        print(f"{self._done} of {self._total} videos, {rate:.3g} a second, {left} left, {bad} bad", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -597,7 +581,9 @@ class Prepared:
     seconds: float
 
 
-def preprocess(config: PreprocessConfig, *, progress: bool = False, encoders: Encoders | None = None) -> Prepared:
+def preprocess(
+    config: PreprocessConfig, *, progress: bool = False, encoders: PipelineEncoders | None = None
+) -> Prepared:
     """Prepare all clips that `config` names and that are not in its output folder yet.
 
     Args:
@@ -637,7 +623,7 @@ def preprocess(config: PreprocessConfig, *, progress: bool = False, encoders: En
         path = prepare_output_dir(config.output)
     except InputError as error:
         raise InputError("output", error.problem) from error
-    items = _video_items(config, captioned) if config.procedural is None else _procedural_items(config)
+    items = _items(config, captioned)
     with _Output(path, about).opened() as output:
         todo = _not_done(items, output)
         _check_failures(config, output, len(items))
@@ -694,7 +680,7 @@ def _samples(
     items: Sequence[_Item],
     todo: Sequence[tuple[_Item, int]],
     output: _Output,
-    encoders: Encoders,
+    encoders: PipelineEncoders,
     report: _Progress,
 ) -> Generator[Sample]:
     """The rows still to be written, in order; bad videos go to quarantine on the way."""
@@ -715,7 +701,7 @@ def _samples(
 
 
 def _encode(
-    config: PreprocessConfig, item: _Item, skip: int, caption: str, clips: Sequence[Clip], encoders: Encoders
+    config: PreprocessConfig, item: _Item, skip: int, caption: str, clips: Sequence[Clip], encoders: PipelineEncoders
 ) -> list[Sample]:
     """The rows of a video's clips but the first `skip`.
 
