@@ -7,6 +7,7 @@ import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from vmonarch.configs import InputError, build, check_keys, deep_merge
@@ -180,8 +181,8 @@ class FinetuneConfig:
             ("optimizer.schedule", SCHEDULES),
             ("checkpoints.resume", RESUME),
         ):
-            if self._get(name) not in choices:
-                raise InputError(name, f"must be one of {', '.join(choices)}, got {self._get(name)!r}")
+            if (value := attrgetter(name)(self)) not in choices:
+                raise InputError(name, f"must be one of {', '.join(choices)}, got {value!r}")
         for name in ("steps", "batch_size", "micro_batch", "sequence_parallel_size", "log_every", "validation.clips",
                      "validation.levels", "checkpoints.every", "checkpoints.keep"):  # fmt: skip
             self._check(name, 1, math.inf)
@@ -210,14 +211,8 @@ class FinetuneConfig:
         if self.validation.videos_every and not self.validation.prompts:
             raise InputError("validation.prompts", "must hold a prompt if validation.videos_every is above 0")
 
-    def _get(self, name: str) -> Any:
-        value: Any = self
-        for part in name.split("."):
-            value = getattr(value, part)
-        return value
-
     def _check(self, name: str, low: float, high: float, *, above: bool = False, below: bool = False) -> None:
-        value = self._get(name)
+        value = attrgetter(name)(self)
         if value is None:
             return
         if not math.isfinite(value):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vmonarch.configs import InputError
-from vmonarch.files import AtomicFiles
+from vmonarch.files import write_json
 from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints, random_state, set_random_state
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
 from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
@@ -137,8 +138,6 @@ class Trainer:
         self.step = 0
         self._resume()
 
-    # ------------------------------------------------------------------------------------------------- what is made
-
     def _check_engine(self) -> None:
         kind = self.accelerator.distributed_type
         supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
@@ -194,8 +193,6 @@ class Trainer:
         self.average: dict[str, torch.Tensor] = {}
         if config.ema:
             self.average = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
-
-    # ------------------------------------------------------------------------------------------------ save and resume
 
     def save(self) -> Path:
         """Commit a checkpoint of this step."""
@@ -283,8 +280,6 @@ class Trainer:
         if "random" in parts:
             set_random_state(parts["random"], self.accelerator.device)
 
-    # -------------------------------------------------------------------------------------------------------- training
-
     def run(self) -> dict[str, Any]:
         """Train to the last step; returns what the log's last lines say.
 
@@ -358,19 +353,10 @@ class Trainer:
             size = self.ranks.group
             raise InputError("sequence_parallel_size", f"must divide the {tokens} tokens of a clip, got {size}")
         extras = {name: tensor.to(device) for name, tensor in batch.extras.items()}
-        teacher = None
-        if self.teacher is not None:
-            held = self.teacher
-            teacher = lambda **given: held(draw.expert.name, **given)
+        name = draw.expert.name
+        teacher = None if self.teacher is None else partial(self.teacher, name)
         with self.accelerator.autocast():
-            return objective.losses(
-                lambda **given: self.model(draw.expert.name, **given),
-                draw,
-                latents,
-                batch.text.to(device),
-                extras,
-                teacher,
-            )
+            return objective.losses(partial(self.model, name), draw, latents, batch.text.to(device), extras, teacher)
 
     def _stop_unless_finite(self, losses: list[torch.Tensor], seen: list[Batch], norm: torch.Tensor) -> None:
         """End the run on all ranks, before the weights change, if anything is not finite on any of them."""
@@ -388,8 +374,6 @@ class Trainer:
             f"step {self.step}: the loss or the gradient is not finite (gradient norm {float(norm):.3g});"
             f" no weight was changed. Clips of this step: {named}"
         )
-
-    # ------------------------------------------------------------------------------------------------------ validation
 
     @torch.no_grad()
     def validate(self) -> float | None:
@@ -467,8 +451,6 @@ class Trainer:
                 layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
                 tracker.log_images({video.stem: sheet[None]}, step=self.step, **layout)
 
-    # ------------------------------------------------------------------------------------------------------------- log
-
     def _record(self) -> None:
         """Write what is run, and on what, beside what comes of it: one file for each time that the run goes on."""
         if not self.accelerator.is_main_process:
@@ -480,9 +462,7 @@ class Trainer:
             "parameters": sum(parameter.numel() for parameter in self.trained.values()),
             **self.about,
         }
-        with AtomicFiles(overwrite=True) as files:
-            path = files.stage(self.output / f"run-{self.step:08d}.json")
-            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(self.output / f"run-{self.step:08d}.json", record)
 
     @contextlib.contextmanager
     def _trackers(self) -> Iterator[None]:

@@ -11,7 +11,6 @@ from vmonarch.finetune import trainer as trainer_module
 from vmonarch.finetune.__main__ import main
 from vmonarch.finetune.checkpoints import Checkpoints
 from vmonarch.finetune.data.parquet import write_shard
-from vmonarch.finetune.data.schema import Sample
 from vmonarch.finetune.export import main as export
 from vmonarch.finetune.trainer import Trainer
 from vmonarch.pipelines.environment import seconds
@@ -21,20 +20,14 @@ SETTINGS = ["batch_size=4", "micro_batch=1", "precision=fp32", "trackers=[]", "l
             "gradient_checkpointing=false", "optimizer.learning_rate=1e-3", "checkpoints.every=4"]  # fmt: skip
 
 
-def clip(number, value=None):
-    generator = torch.Generator().manual_seed(number)
-    latents = torch.randn(16, 3, 4, 6, generator=generator) if value is None else torch.full((16, 3, 4, 6), value)
-    return Sample(f"clip-{number}", latents, torch.randn(3, 16, generator=generator), caption=f"number {number}")
-
-
 @pytest.fixture(scope="module")
 def place(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("command")
     tiny.pipeline("t2v").save_pretrained(folder / "model")
     # Rows that two processes cannot share evenly.
-    write_shard(folder / "clips.parquet", (clip(n) for n in range(7)))
-    write_shard(folder / "held-out.parquet", (clip(100 + n) for n in range(3)))
-    write_shard(folder / "huge.parquet", (clip(n, 1e30 if n == 3 else None) for n in range(7)))
+    write_shard(folder / "clips.parquet", tiny.clips(0, 7))
+    write_shard(folder / "held-out.parquet", tiny.clips(100, 3))
+    write_shard(folder / "huge.parquet", tiny.clips(0, 7, huge=3))
     return folder
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from vmonarch.finetune.data.parquet import write_shard
-from vmonarch.finetune.data.schema import Sample
 from vmonarch.finetune.export import export
 
 pytestmark = [
@@ -27,13 +26,8 @@ SETTINGS = ["batch_size=4", "micro_batch=1", "trackers=[]", "log_every=1", "data
 def place(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpus")
     tiny.pipeline("t2v").save_pretrained(folder / "model")
-    for name, first, count in (("clips", 0, 7), ("held-out", 100, 3)):
-        rows = []
-        for number in range(first, first + count):
-            random = torch.Generator().manual_seed(number)
-            latents, text = torch.randn(16, 3, 4, 6, generator=random), torch.randn(3, 16, generator=random)
-            rows.append(Sample(f"clip-{number}", latents, text, caption=f"number {number}"))
-        write_shard(folder / name / "a.parquet", rows)
+    write_shard(folder / "clips" / "a.parquet", tiny.clips(0, 7))
+    write_shard(folder / "held-out" / "a.parquet", tiny.clips(100, 3))
     return folder
 
 

@@ -26,19 +26,6 @@ from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.model_folder import find_model
 
-LATENTS = (16, 3, 4, 6)
-
-
-def clip(number, *, value=None, image=False, text_dim=16):
-    generator = torch.Generator().manual_seed(number)
-    latents = torch.randn(LATENTS, generator=generator) if value is None else torch.full(LATENTS, value)
-    extras = {}
-    if image:
-        extras = {"first_frame_latent": torch.randn(LATENTS, generator=generator),
-                  "clip_feature": torch.randn(5, 16, generator=generator)}  # fmt: skip
-    text = torch.randn(1 + number % 5, text_dim, generator=generator)
-    return Sample(f"clip-{number}", latents, text, caption=f"number {number}", extras=extras)
-
 
 @pytest.fixture(scope="module")
 def place(tiny, tmp_path_factory):
@@ -46,11 +33,10 @@ def place(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finetune")
     for kind in ("t2v", "t2v-2.2", "t2v-5b", "i2v-2.1"):
         tiny.pipeline(kind).save_pretrained(folder / kind)
-    write_shard(folder / "clips" / "a.parquet", (clip(n) for n in range(13)), rows_per_group=4)
-    write_shard(folder / "held-out" / "a.parquet", (clip(100 + n) for n in range(5)))
-    write_shard(folder / "images" / "a.parquet", (clip(n, image=True) for n in range(6)))
-    # Finite as it is stored, and not when it is squared.
-    write_shard(folder / "huge" / "a.parquet", (clip(n, value=1e30 if n == 3 else None) for n in range(6)))
+    write_shard(folder / "clips" / "a.parquet", tiny.clips(0, 13), rows_per_group=4)
+    write_shard(folder / "held-out" / "a.parquet", tiny.clips(100, 5))
+    write_shard(folder / "images" / "a.parquet", tiny.clips(0, 6, image=True))
+    write_shard(folder / "huge" / "a.parquet", tiny.clips(0, 6, huge=3))
     return folder
 
 
@@ -83,9 +69,6 @@ def weights(trainer):
 
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-# ---------------------------------------------------------------------------------------------------------- training
 
 
 @pytest.mark.parametrize(
@@ -333,9 +316,6 @@ def test_validation_is_of_the_average_and_asks_each_transformer_for_its_levels(p
     assert trainer.validate() == found
 
 
-# ------------------------------------------------------------------------------------------------------------- resume
-
-
 def test_another_run_is_not_resumed(place, tmp_path):
     trainer = Trainer(settings(place, tmp_path, steps=2))
     trainer.run()
@@ -379,9 +359,6 @@ def test_bad_models_and_parts_are_named(place, tmp_path):
         Trainer(settings(place, tmp_path, objective={"image_share": 0.5}))
     with pytest.raises(InputError, match="batch_size must be a multiple"):
         Trainer(settings(place, tmp_path, batch_size=3, micro_batch=2))
-
-
-# ------------------------------------------------------------------------------------------------------------- export
 
 
 @pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
@@ -444,9 +421,6 @@ def test_a_processor_that_learns_becomes_an_adapter(tiny, place, tmp_path):
     model = diffusers.WanTransformer3DModel.from_pretrained(place / "t2v" / "transformer")
     vmonarch.load_adapter(model, file)
     torch.testing.assert_close(tiny.run(model), tiny.run(trainer.experts.parts["transformer"].eval()))
-
-
-# -------------------------------------------------------------------------------------------------- the embedded model
 
 
 def test_validation_videos_and_their_sheets(tmp_path):

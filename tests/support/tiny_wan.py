@@ -28,6 +28,8 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from vmonarch.finetune.data.schema import Sample
+
 HEIGHT, WIDTH, FRAMES = 32, 48, 9
 GRID = (3, 2, 3)  # of the size above: 3 latent frames of 4 × 6 latents, cut into patches of 2 × 2
 PROMPT, NEGATIVE = "a red circle moves right", "blurry"
@@ -253,3 +255,16 @@ def another(pipe: Any, *, own_scheduler: bool = False) -> diffusers.WanVideoToVi
     other = diffusers.WanVideoToVideoPipeline(**parts)
     other.set_progress_bar_config(disable=True)
     return other
+
+
+def clips(first: int, count: int, *, huge: int | None = None, image: bool = False) -> list[Sample]:
+    """Clips that are functions of their numbers; that of number `huge` is finite as stored, and not when squared."""
+    found = []
+    for number in range(first, first + count):
+        random = torch.Generator().manual_seed(number)
+        latents, encoded = (torch.randn(16, 3, 4, 6, generator=random) for _ in range(2))
+        feature, text = (torch.randn(tokens, 16, generator=random) for tokens in (5, 1 + number % 5))
+        latents = torch.full_like(latents, 1e30) if number == huge else latents
+        extras = {"first_frame_latent": encoded, "clip_feature": feature} if image else {}
+        found.append(Sample(f"clip-{number}", latents, text, caption=f"number {number}", extras=extras))
+    return found
