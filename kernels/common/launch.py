@@ -115,6 +115,21 @@ def use_triton(
     return reason is None
 
 
+def learns(*tensors: torch.Tensor) -> bool:
+    """Whether gradients of any of these are recorded."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def needs_operator(*tensors: torch.Tensor) -> bool:
+    """Whether torch must see a call as an operator: to differentiate it, to compile it, or if a tensor is no plain one.
+
+    For all other calls its dispatcher would only cost time.
+    """
+    if learns(*tensors) or torch.compiler.is_compiling():
+        return True
+    return any(type(tensor) is not torch.Tensor for tensor in tensors)
+
+
 def auto_takes_kernels(device: torch.device) -> bool:
     """Whether implementation="auto" is the kernels there: they are for GPUs, and the interpreter is for tests."""
     return device.type == "cuda"

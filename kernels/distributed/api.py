@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_qkv
-from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.common.launch import learns, use_triton
 from vmonarch.kernels.distributed.exchange import Link, agree, refuse, split_evenly
 from vmonarch.kernels.distributed.frame_parallel import run
 from vmonarch.kernels.distributed.stages import Call, Stages, TorchStages
@@ -96,7 +96,7 @@ def frame_parallel_vmonarch_attention(
     except Exception as error:
         refuse(group, query.device if isinstance(query, torch.Tensor) else torch.device("cpu"), error)
         raise
-    requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    requires_grad = learns(query, key, value)
     B, _, heads, head_dim = query.shape
     frames = agree(
         group,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vmonarch.kernels.common.launch import needs_operator
 from vmonarch.kernels.flash_bias.backward import flash_bias_backward as backward_kernels
 from vmonarch.kernels.flash_bias.factors import gradients_of_cut, in_dtype
 from vmonarch.kernels.flash_bias.forward import Launch
@@ -75,9 +76,7 @@ def flash_bias_backward(
 
 
 @flash_bias_backward.register_fake
-def _(
-    grad_out: torch.Tensor, grad_lse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *inputs: Any
-) -> tuple[torch.Tensor, ...]:
+def _(grad_out: Any, grad_lse: Any, out: Any, lse: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in inputs[:5])
 
 
@@ -117,8 +116,6 @@ def flash_bias_attention_triton(
         # The kernels divide the bias by the scale and take the maximum of what is left.
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     tensors = (query, key, value, query_factor, key_factor)
-    grad_needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if grad_needed or torch.compiler.is_compiling() or any(type(tensor) is not torch.Tensor for tensor in tensors):
+    if needs_operator(*tensors):
         return flash_bias_forward(*tensors, key_mask, scale, causal)
-    # Without a gradient, the dispatcher would only cost time.
     return forward_kernel(_launch(*tensors, key_mask, scale, causal).padded(backward=False))

@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 
 from vmonarch.kernels.common.checks import check_qkv
-from vmonarch.kernels.common.launch import MAX_HEAD_DIM, use_triton
+from vmonarch.kernels.common.launch import MAX_HEAD_DIM, learns, use_triton
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS, FeatureMap
 from vmonarch.kernels.taylor.reference import LinearState, taylor_attention_reference
 from vmonarch.precision import own_precision
@@ -216,8 +216,7 @@ def _why_not(
             return f"key has {dims} dimensions (supported with the Taylor map: up to {MAX_TAYLOR_DIM})"
     elif feature_map.features(dims) > MAX_HEAD_DIM:
         return f"there are {feature_map.features(dims)} features (supported: up to {MAX_HEAD_DIM})"
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if learns and (state is not None or return_state):
+    if learns(query, key, value) and (state is not None or return_state):
         return "a state is taken or returned while gradients are recorded (supported: one or the other)"
     return None
 

@@ -68,9 +68,7 @@ def window_forward(
 
 
 @window_forward.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, numbers: list[int], scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     B, Sq, H, _D = query.shape
     return query.new_empty(B, Sq, H, value.shape[3]), query.new_empty(B, H, Sq, dtype=torch.float32)
 
@@ -118,10 +116,8 @@ def window_backward(
 
 
 @window_backward.register_fake
-def _(
-    grad_out: torch.Tensor, grad_lse: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(grad_out: Any, grad_lse: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:3])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
