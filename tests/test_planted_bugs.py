@@ -56,7 +56,7 @@ BUGS = {
     "y-from-keys": (REFERENCE, "outs[1].unflatten(0, lead)", "outs[0].unflatten(0, lead)"),
     "entropy-without-z-aL": (REFERENCE, "cL = (z * aL).sum(-1) - lse", "cL = -lse"),
     "entropy-gradient-flows": (REFERENCE, "cL if entropy_grad else cL.detach()", "cL"),
-    "clamp-dropped": (REFERENCE, "max(min_mass, torch.finfo(cR.dtype).tiny)", "torch.finfo(cR.dtype).tiny"),
+    "clamp-dropped": (REFERENCE, "max(options.min_mass, torch.finfo(cR.dtype).tiny)", "torch.finfo(cR.dtype).tiny"),
     "cR-over-the-wrong-axis": (REFERENCE, "L.sum(-2)", "L.sum(-1)"),
     "exact-blocks-counted-twice": (REFERENCE, "Z = Z.masked_fill(exact, -torch.inf)", "pass"),
     "l-steps-never-aware": (REFERENCE, "exact_table if aware else None", "None"),

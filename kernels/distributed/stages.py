@@ -6,7 +6,7 @@ Shapes as in `frame_parallel.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -107,18 +107,17 @@ class TorchStages:
     def __init__(self, key: torch.Tensor, value: torch.Tensor, call: Call) -> None:
         self.call = call
         self.dtype = self.statistics_dtype = torch.promote_types(key.dtype, torch.float32)
-        cut: dict[str, Any] = dict(frames_per_block=1, tiles=(1, 1), device=key.device)
-        self.layout = grid_layout(call.own_grid, coarse=call.options.coarse, **cut)
+        cut = call.options.cut(1) | {"device": key.device}
+        self.layout = grid_layout(call.own_grid, **cut)
         self.key, self.value = (self.layout.to_blocks(x.to(self.dtype)) for x in (key, value))
         self.coarse_key: tuple[torch.Tensor, torch.Tensor | None] = self.key, None
         if self.layout.cell is not None:
             self.coarse_key = self.layout.pool(self.key)
         self.exact_table = None
         if call.key_frames is not None and call.positions[call.rank] > 0:
-            pairs = torch.tensor([[k in E for k in range(call.grid.frames)] for E in call.key_frames])
-            frame = grid_layout(call.position_grid, coarse=1, **cut).frame
+            frame = grid_layout(call.position_grid, **cut | {"coarse": 1}).frame
             assert frame is not None
-            self.exact_table = reference.exact_blocks(pairs.to(key.device), frame)
+            self.exact_table = reference.exact_blocks(call.key_frames, frame)
 
     def first_centroids(self, query: torch.Tensor) -> torch.Tensor:
         return self.layout.to_blocks(query.to(self.dtype) * self.call.scale)
@@ -137,11 +136,11 @@ class TorchStages:
         z = reference.centroids(
             self._by_position(query),
             reference.position_major(aL),
-            _statistics_by_position(cL),
+            reference.position_major(cL),
             self.exact_table if self.call.aware else None,
-            None if lse_exact is None else _statistics_by_position(lse_exact),
+            None if lse_exact is None else reference.position_major(lse_exact),
             None,
-            self.call.options.min_mass,
+            self.call.options,
         )
         return z.unflatten(0, aL.shape[:2]).transpose(2, 3)
 
@@ -151,7 +150,7 @@ class TorchStages:
         o, lse = reference.output(
             self._by_position(query),
             reference.position_major(aL),
-            _statistics_by_position(cL),
+            reference.position_major(cL),
             reference.position_major(y),
             None if self.call.whole_rows else self.exact_table,
             None,
@@ -167,8 +166,3 @@ class TorchStages:
         q, k, v = (to_groups(x.flatten(1, 2)) for x in (query, key, value))
         out, lse = reference.exact_part(q * self.call.scale, k, v, key_frames)
         return out.unflatten(0, (B, H)).transpose(1, 2).unflatten(1, (n, b)), lse.view(B, H, n, b)
-
-
-def _statistics_by_position(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, T, b_r] -> [B·H, b_r, T]."""
-    return x.transpose(2, 3).flatten(0, 1)

@@ -6,7 +6,6 @@ the sums that the backward pass of `monarch/fused.py` shares. Shapes as in `fram
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,25 +15,10 @@ from vmonarch.kernels.distributed.stages import Call, Frames
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.flash_entropy.segments import Segment
-from vmonarch.kernels.monarch.fused import exact_table_of
+from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
-from vmonarch.kernels.monarch.places import Places, grid_places
+from vmonarch.kernels.monarch.places import grid_places
 from vmonarch.kernels.monarch.r_step import RStep
-
-
-@dataclass(frozen=True)
-class _ROptions:
-    places: Places
-    coarse: int
-    scale: float
-    entropy_grad: bool
-    last: bool
-
-    def step(self, key: torch.Tensor, value: torch.Tensor) -> RStep:
-        return RStep(key, value, None, self.places, False, self.coarse, self.scale)
-
-    def pooled(self, step: RStep) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return step.pool() if self.coarse > 1 and not self.last else None
 
 
 class _RStep(torch.autograd.Function):
@@ -42,22 +26,20 @@ class _RStep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, options: _ROptions, z: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ctx: Any, call: MonarchCall, last: bool, z: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         B, _, H, D = key.shape
-        places = options.places
-        lead = (B, H, places.blocks, places.positions)
+        lead = (B, H, call.places.blocks, call.places.positions)
         aL = key.new_empty(*lead, D)
-        y = key.new_empty(*lead, value.shape[3]) if options.last else None
+        y = key.new_empty(*lead, value.shape[3]) if last else None
         cL, lse = (key.new_empty(lead, dtype=torch.float32) for _ in range(2))
-        step = options.step(key, value)
+        step = RStep(key, value, None, call)
         rows = _rows(z) if z.ndim == 5 else z
-        step.forward(
-            rows, options.pooled(step), aL=_rows(aL), cL=_rows(cL), y=None if y is None else _rows(y), lse=_rows(lse)
-        )
-        ctx.options, ctx.z_shape = options, z.shape
+        pooled = None if last else step.pooled()
+        step.forward(rows, pooled, aL=_rows(aL), cL=_rows(cL), y=None if y is None else _rows(y), lse=_rows(lse))
+        ctx.call, ctx.last, ctx.z_shape = call, last, z.shape
         ctx.save_for_backward(rows, key, value, aL, cL, lse, y)
-        if not options.entropy_grad:
+        if not call.entropy_grad:
             ctx.mark_non_differentiable(cL)
         return aL, cL, y
 
@@ -65,49 +47,36 @@ class _RStep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, daL: torch.Tensor, dcL: torch.Tensor, dy: torch.Tensor | None):
         rows, key, value, aL, cL, lse, y = ctx.saved_tensors
-        options = ctx.options
-        step = options.step(key, value)
+        last, step = ctx.last, RStep(key, value, None, ctx.call)
         # δ = daL·aL + dy·y, what is taken off the gradient of every R.
         delta = _dots(daL, aL)
         if dy is not None:
             delta += _dots(dy, y)
-        dk = torch.empty_like(key, memory_format=torch.contiguous_format) if options.last else _zeros(key)
-        dv = torch.empty_like(value, memory_format=torch.contiguous_format) if options.last else None
+        dk = torch.empty_like(key, memory_format=torch.contiguous_format) if last else _zeros(key)
+        dv = torch.empty_like(value, memory_format=torch.contiguous_format) if last else None
         arguments: dict[str, Any]
         if rows.ndim == 4:
             dz = _zeros(rows)
             arguments = dict(dq=dz)
         else:
-            # The kernel takes z for αR / max(cR, min_mass), and its daR is dz. It does not touch this dq.
+            # The kernel takes z for αR / cR, and its daR is dz. It does not touch this dq.
             dz, ones = torch.empty_like(rows), torch.ones_like(_rows(cL))
             arguments = dict(dq=dk, cR=ones, daR=dz, dcR=torch.empty_like(ones))
         step.backward(
             rows,
-            options.pooled(step),
+            None if last else step.pooled(),
             lse=_rows(lse),
             cL=_rows(cL),
             daL=_rows(daL),
             dy=None if dy is None else _rows(dy),
-            dcL=_rows(dcL) if options.entropy_grad else None,
+            dcL=_rows(dcL) if ctx.call.entropy_grad else None,
             delta=_rows(delta),
             dk=dk,
             # Written in the last iteration only.
             dv=value if dv is None else dv,
             **arguments,
         )
-        return None, dz.view(ctx.z_shape), dk, dv
-
-
-@dataclass(frozen=True)
-class _LOptions:
-    places: Places
-    scale: float
-    min_mass: float
-    whole_rows: bool
-    table: torch.Tensor | None
-
-    def step(self, query: torch.Tensor) -> LStep:
-        return LStep(query, self.places, False, self.scale, self.table, self.whole_rows)
+        return None, None, dz.view(ctx.z_shape), dk, dv
 
 
 class _Centroids(torch.autograd.Function):
@@ -116,7 +85,7 @@ class _Centroids(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        options: _LOptions,
+        call: MonarchCall,
         query: torch.Tensor,
         aL: torch.Tensor,
         cL: torch.Tensor,
@@ -125,10 +94,8 @@ class _Centroids(torch.autograd.Function):
         B, S, H, _ = query.shape
         z, cR = torch.empty_like(aL), torch.empty_like(cL)
         lse = query.new_empty(B, H, S, dtype=torch.float32)
-        options.step(query).centroids(
-            _rows(aL), _rows(cL), z=_rows(z), lse=lse, cR=_rows(cR), lse_exact=lse_exact, min_mass=options.min_mass
-        )
-        ctx.options = options
+        LStep(query, call).centroids(_rows(aL), _rows(cL), z=_rows(z), lse=lse, cR=_rows(cR), lse_exact=lse_exact)
+        ctx.call = call
         ctx.save_for_backward(query, aL, cL, lse_exact, z, cR, lse)
         return z
 
@@ -137,10 +104,10 @@ class _Centroids(torch.autograd.Function):
     def backward(ctx: Any, dz: torch.Tensor):
         query, aL, cL, lse_exact, z, cR, lse = ctx.saved_tensors
         # z = αR / max(cR, min_mass)
-        dcR = torch.where(cR >= ctx.options.min_mass, -_dots(dz, z), 0.0)
+        dcR = torch.where(cR >= ctx.call.min_mass, -_dots(dz, z), 0.0)
         dq, daL, dcL = _zeros(query), torch.empty_like(aL), torch.empty_like(cL)
         exact = {} if lse_exact is None else dict(lse_exact=lse_exact, dlse_exact=torch.zeros_like(lse))
-        ctx.options.step(query).backward(
+        LStep(query, ctx.call).backward(
             _rows(aL),
             _rows(cL),
             lse,
@@ -151,27 +118,25 @@ class _Centroids(torch.autograd.Function):
             daR=_rows(dz.to(aL.dtype)),
             dcR=_rows(dcR),
             cR=_rows(cR),
-            min_mass=ctx.options.min_mass,
             **exact,
         )
         return None, dq, daL, dcL, exact.get("dlse_exact")
 
 
 class _Output(torch.autograd.Function):
-    """(o [B, S, H, E], lse [B, H, S]) of the Monarch part, with `table` without the exact blocks."""
+    """(o [B, S, H, E], lse [B, H, S]) of the Monarch part without the exact blocks."""
 
     @staticmethod
     def forward(
-        ctx: Any, options: _LOptions, query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, y: torch.Tensor
+        ctx: Any, call: MonarchCall, query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, y: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         B, S, H, _ = query.shape
         out = query.new_empty(B, S, H, y.shape[4])
         lse = query.new_empty(B, H, S, dtype=torch.float32)
-        lse_exact, out_exact = _no_exact_part(options, out, lse)
-        options.step(query).output(
-            _rows(aL), _rows(cL), _rows(y), out=out, lse=lse, lse_exact=lse_exact, out_exact=out_exact
-        )
-        ctx.options = options
+        lse_exact, out_exact = _no_exact_part(call, out, lse)
+        step = LStep(query, call)
+        step.output(_rows(aL), _rows(cL), _rows(y), out=out, lse=lse, lse_exact=lse_exact, out_exact=out_exact)
+        ctx.call = call
         ctx.save_for_backward(query, aL, cL, y, out, lse)
         return out, lse
 
@@ -179,13 +144,13 @@ class _Output(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor):
         query, aL, cL, y, out, lse = ctx.saved_tensors
-        lse_exact, out_exact = _no_exact_part(ctx.options, out, lse)
+        lse_exact, out_exact = _no_exact_part(ctx.call, out, lse)
         exact = {}
         if lse_exact is not None:
             unused = torch.empty_like(lse), out.new_empty(out.shape[3])
             exact = dict(lse_exact=lse_exact, out_exact=out_exact, dlse_exact=unused[0], do_exact=unused[1])
         dq, daL, dcL, dy = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, aL, cL, y))
-        ctx.options.step(query).backward(
+        LStep(query, ctx.call).backward(
             _rows(aL),
             _rows(cL),
             lse,
@@ -204,14 +169,14 @@ class _Output(torch.autograd.Function):
 
 
 def _no_exact_part(
-    options: _LOptions, out: torch.Tensor, lse: torch.Tensor
+    call: MonarchCall, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(lse_exact, out_exact) that leave the exact blocks out and put nothing in their place.
 
     With weights of 0 the kernels read no row of out_exact; all its rows have one place in memory, so that what the
     backward pass writes in the same strides needs only one row, too.
     """
-    if options.table is None:
+    if call.exact is None or call.exact.whole_rows:
         return None, None
     return torch.full_like(lse, -torch.inf), out.new_zeros(out.shape[3]).expand(out.shape)
 
@@ -251,37 +216,29 @@ class TritonStages:
     def __init__(self, key: torch.Tensor, value: torch.Tensor, call: Call) -> None:
         self.key, self.value, self.call = key, value, call
         self.dtype = key.dtype
-        whole_frames: dict[str, Any] = dict(frames_per_block=1, tiles=(1, 1))
-        self.own = grid_places(call.own_grid, coarse=call.options.coarse, **whole_frames)
-        if call.positions[call.rank] == 0:
-            return
-        places = grid_places(call.position_grid, coarse=1, **whole_frames)
-        min_mass = max(call.options.min_mass, torch.finfo(torch.float32).tiny)
-        table = None
-        if call.key_frames is not None and not call.whole_rows:
-            assert call.options.pattern is not None
-            table = exact_table_of(call.options.pattern, places, key.device)
-        self.l_options = _LOptions(places, call.scale, min_mass, call.whole_rows, table)
+        numbers = call.options, call.scale, call.entropy_grad
+        cut = call.options.cut(1)
+        self.own = MonarchCall(grid_places(call.own_grid, **cut), *numbers)
+        if call.positions[call.rank] > 0:
+            self.by_position = MonarchCall(grid_places(call.position_grid, **cut | {"coarse": 1}), *numbers)
 
     def first_centroids(self, query: torch.Tensor) -> torch.Tensor:
         return query
 
     def r_step(self, z: torch.Tensor, last: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        call = self.call
-        options = _ROptions(self.own, call.options.coarse, call.scale, call.entropy_grad, last)
-        return _RStep.apply(options, z, self.key, self.value)
+        return _RStep.apply(self.own, last, z, self.key, self.value)
 
     def centroids(
         self, query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, lse_exact: torch.Tensor | None
     ) -> torch.Tensor:
         weights = None if lse_exact is None else lse_exact.flatten(2, 3)
-        return _Centroids.apply(self.l_options, query.flatten(1, 2), aL, cL, weights)
+        return _Centroids.apply(self.by_position, query.flatten(1, 2), aL, cL, weights)
 
     def output(
         self, query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, y: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         T, b = query.shape[1:3]
-        out, lse = _Output.apply(self.l_options, query.flatten(1, 2), aL, cL, y)
+        out, lse = _Output.apply(self.by_position, query.flatten(1, 2), aL, cL, y)
         return out.unflatten(1, (T, b)), lse.unflatten(2, (T, b))
 
     def exact(

@@ -10,7 +10,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_factors, check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.flash_bias.factors import extended
-from vmonarch.kernels.monarch.blocks import blocks_of_frames, exact_key_frames, grid_layout, sequence_layout
+from vmonarch.kernels.monarch.blocks import exact_key_frames, grid_layout, sequence_layout
 from vmonarch.kernels.monarch.reference import monarch_attention_reference
 from vmonarch.options import VMonarchOptions, takes_options
 from vmonarch.precision import own_precision
@@ -115,7 +115,7 @@ def vmonarch_attention(
     if bias is not None:
         query, key = _with_bias(query, key, bias, scale)
     if use_triton("vmonarch_attention", implementation, query, key, value, family="monarch"):
-        from vmonarch.kernels.monarch.fused import MonarchCall
+        from vmonarch.kernels.monarch.call import MonarchCall
         from vmonarch.kernels.monarch.op import monarch_attention_triton
         from vmonarch.kernels.monarch.places import grid_places
 
@@ -124,14 +124,6 @@ def vmonarch_attention(
         return (out, lse) if return_lse else out
 
     pattern = options.pattern
-    key_frames = key_block_frames = None
-    if pattern is not None and any(exact_frames := exact_key_frames(pattern, T, cut["frames_per_block"])):
-        key_frames = exact_frames
-        key_block_frames = tuple(
-            block
-            for block in blocks_of_frames(T, cut["frames_per_block"])
-            for _ in range(options.tiles[0] * options.tiles[1])
-        )
     out, lse = monarch_attention_reference(
         query,
         key,
@@ -140,8 +132,7 @@ def vmonarch_attention(
         options,
         scale=scale,
         entropy_grad=entropy_grad,
-        key_frames=key_frames,
-        key_block_frames=key_block_frames,
+        key_frames=None if pattern is None else exact_key_frames(pattern, T, cut["frames_per_block"]),
     )
     return (out, lse) if return_lse else out
 
@@ -214,7 +205,7 @@ def monarch_attention(
     block_size = min(block_size, S)
     scale = resolve_scale(scale, query.shape[-1])
     if use_triton("monarch_attention", implementation, query, key, value, family="monarch"):
-        from vmonarch.kernels.monarch.fused import MonarchCall
+        from vmonarch.kernels.monarch.call import MonarchCall
         from vmonarch.kernels.monarch.op import monarch_attention_triton
         from vmonarch.kernels.monarch.places import sequence_places
 

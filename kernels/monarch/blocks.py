@@ -175,14 +175,9 @@ def grid_layout(
     )
 
 
-def blocks_of_frames(frames: int, block_frames: int) -> list[tuple[int, ...]]:
-    """The latent frames of every block of `block_frames` frames; the last may be short."""
-    return [tuple(range(t, min(t + block_frames, frames))) for t in range(0, frames, block_frames)]
-
-
 def exact_key_frames(pattern: ExactBlocks, frames: int, block_frames: int) -> tuple[tuple[int, ...], ...]:
     """E(l) of every frame l (docs/attention.md, "Exact parts"), rounded outward to whole blocks of frames."""
-    blocks = blocks_of_frames(frames, block_frames)
+    blocks = [range(t, min(t + block_frames, frames)) for t in range(0, frames, block_frames)]
     return tuple(
         tuple(k for block in blocks if not attended.isdisjoint(block) for k in block)
         for attended in map(frozenset, pattern.key_frames(frames))

@@ -6,99 +6,18 @@ B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per b
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vmonarch.exact import ExactBlocks
-from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.common.launch import hopper_fits
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
-from vmonarch.kernels.flash_entropy.segments import Segment
-from vmonarch.kernels.monarch.blocks import exact_key_frames
+from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
-from vmonarch.kernels.monarch.places import Places
 from vmonarch.kernels.monarch.r_step import RStep
-from vmonarch.options import VMonarchOptions
-
-
-@dataclass(frozen=True)
-class MonarchCall:
-    """Everything about a call but its tensors.
-
-    Args:
-        entropy_grad: whether gradients flow through the entropy cL.
-    """
-
-    places: Places
-    options: VMonarchOptions
-    scale: float
-    entropy_grad: bool
-
-    @property
-    def tiled(self) -> bool:
-        """Whether a frame is cut into several blocks."""
-        return self.places.tiles_h * self.places.tiles_w > 1
-
-    def with_scale(self, scale: float) -> MonarchCall:
-        return dataclasses.replace(self, scale=scale)
-
-
-@dataclass(frozen=True)
-class _ExactPart:
-    """The exact part of a call.
-
-    Args:
-        segments: the pattern for the flash kernels.
-        table: for every frame, 1 for each of the m key blocks that is answered exactly.
-        whole_rows: whether every frame is answered exactly throughout or not at all.
-        aware: whether all L-steps know of it, or only the last.
-    """
-
-    segments: tuple[Segment, ...]
-    table: tuple[tuple[int, ...], ...]
-    whole_rows: bool
-    aware: bool
-
-
-@functools.lru_cache(maxsize=64)
-def exact_part_of(pattern: ExactBlocks | None, places: Places) -> _ExactPart | None:
-    if pattern is None:
-        return None
-    key_frames = exact_key_frames(pattern, places.frames, places.block_frames)
-    if not any(key_frames):
-        return None
-    size = places.height * places.width
-    segments = tuple(
-        Segment(l * size, (l + 1) * size, tuple((k * size, (k + 1) * size) for k in attended))
-        for l, attended in enumerate(key_frames)
-        if attended
-    )
-    tiles = places.tiles_h * places.tiles_w
-    first_frames = [block // tiles * places.block_frames for block in range(places.blocks)]
-    return _ExactPart(
-        segments,
-        tuple(tuple(int(frame in attended) for frame in first_frames) for attended in key_frames),
-        all(len(attended) in (0, places.frames) for attended in key_frames),
-        pattern.aware,
-    )
-
-
-@kept
-def exact_table_of(pattern: ExactBlocks, places: Places, device: torch.device) -> torch.Tensor | None:
-    """int32 [T, ⌈m/32⌉] on the device, a bit per block, 1 in exact ones; kept, so that repeated calls copy nothing."""
-    exact = exact_part_of(pattern, places)
-    if exact is None:
-        return None
-    table = torch.zeros(len(exact.table), -(-places.blocks // 32) * 32, dtype=torch.int64)
-    table[:, : places.blocks] = torch.tensor(exact.table)
-    words = (table.unflatten(1, (-1, 32)) << torch.arange(32)).sum(-1)
-    # Bit 31 is the sign.
-    return torch.where(words >= 2**31, words - 2**32, words).to(device, torch.int32)
 
 
 @dataclass
@@ -135,7 +54,7 @@ def saved_shapes(
     if not save:
         return [(none, dtype)] * 2 + [(none, torch.float32)] * 2 + [(none, dtype), (none, torch.float32)]
     block = (B * H * call.places.blocks, call.places.positions)
-    exact = exact_part_of(call.options.pattern, call.places)
+    exact = call.exact
     return [
         ((2 * t - 1, *block, D), dtype),
         ((*block, E), dtype),
@@ -185,7 +104,7 @@ def forward(
 
     own = t if save else 1
     saved = [query.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(query, value, call, save)]
-    exact = exact_part_of(call.options.pattern, places)
+    exact = call.exact
     out_exact = lse_exact = None
     if exact is not None:
         # Rows that are exact throughout lie in `out` already; others are merged there, unless training needs them.
@@ -204,8 +123,8 @@ def forward(
         y = blocks[1] if t > 1 and D == E else query.new_empty(groups, b, E)
         buffers = _Buffers([blocks[0]], [blocks[-1]], [stats[0]], [], [], [])
 
-    r, l = _steps(query, key, value, key_mask, call)
-    pooled = r.pool() if call.options.coarse > 1 else None
+    r, l = RStep(key, value, key_mask, call), LStep(query, call)
+    pooled = r.pooled()
     z = query
     if call.tiled and key_mask is None and hopper_fits("monarch", query, key, value, blocks):
         # Copies in the order of the blocks cost less than they save; the first z is free until the first L-step.
@@ -224,7 +143,6 @@ def forward(
             lse=buffers.lse_l[n] if save else lse,
             cR=buffers.cR[n] if save else None,
             lse_exact=lse_exact if exact is not None and exact.aware else None,
-            min_mass=_min_mass(call),
         )
     aL, cL = buffers.aL[-1], buffers.cL[-1]
     r.forward(z, None, aL=aL, cL=cL, y=y, lse=buffers.lse_r[-1] if save else None)
@@ -232,26 +150,6 @@ def forward(
     if save and lse_exact is not None:
         saved[5] = lse_exact
     return out, lse, *saved
-
-
-def _steps(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    call: MonarchCall,
-) -> tuple[RStep, LStep]:
-    places, exact = call.places, call.options.pattern
-    part = exact_part_of(exact, places)
-    table = None if exact is None else exact_table_of(exact, places, query.device)
-    return (
-        RStep(key, value, key_mask, places, call.tiled, call.options.coarse, call.scale),
-        LStep(query, places, call.tiled, call.scale, table, part is not None and part.whole_rows),
-    )
-
-
-def _min_mass(call: MonarchCall) -> float:
-    return max(call.options.min_mass, torch.finfo(torch.float32).tiny)
 
 
 @_on_its_device
@@ -270,9 +168,8 @@ def backward(
     """Gradients of query, key and value; R and L are recomputed from z, aL and the log-partitions."""
     blocks, y, stats, row_stats, out_exact, lse_exact = saved
     t = call.options.num_iterations
-    places = call.places
     buffers = _slices(call, blocks, stats, row_stats)
-    exact = exact_part_of(call.options.pattern, places)
+    exact = call.exact
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
@@ -291,8 +188,8 @@ def backward(
         exact_arguments = dict(lse_exact=lse_exact, dlse_exact=torch.empty_like(lse))
         do_exact = None if exact.whole_rows else torch.empty_like(out_exact)
 
-    r, l = _steps(query, key, value, key_mask, call)
-    pooled = r.pool() if call.options.coarse > 1 else None
+    r, l = RStep(key, value, key_mask, call), LStep(query, call)
+    pooled = r.pooled()
     l.backward(
         buffers.aL[-1],
         buffers.cL[-1],
@@ -326,7 +223,6 @@ def backward(
             cR=buffers.cR[i - 1] if i > 0 else None,
             daR=daR,
             dcR=dcR,
-            min_mass=_min_mass(call),
         )
         if i > 0:
             l.backward(
@@ -340,7 +236,6 @@ def backward(
                 daR=daR,
                 dcR=dcR,
                 cR=buffers.cR[i - 1],
-                min_mass=_min_mass(call),
                 **(exact_arguments if exact is not None and exact.aware else {}),
             )
     # The exact part needs room of its own, where its keys are split.

@@ -14,6 +14,7 @@ L is [l, k] in all products. Sums over l are taken as (qᵀ L)ᵀ, so that no ac
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, tma_fits, tma_strides
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
+from vmonarch.kernels.monarch.call import MonarchCall, exact_table_of
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at
 
 # Divided by such a mass, what float16 rounds to 0 counts for less than its precision.
@@ -450,17 +452,19 @@ class LStep:
 
     Args:
         query: [B, S, H, D].
-        tiled: whether tokens of a block are anything but consecutive.
-        exact: int32 table [T, ⌈m/32⌉] of bits, 1 where a key block is answered exactly for a query frame; or None.
-        whole_rows: whether every query frame is answered exactly throughout or not at all.
     """
 
     query: torch.Tensor
-    places: Places
-    tiled: bool
-    scale: float
-    exact: torch.Tensor | None
-    whole_rows: bool = False
+    call: MonarchCall
+
+    @property
+    def places(self) -> Places:
+        return self.call.places
+
+    @functools.cached_property
+    def exact(self) -> torch.Tensor | None:
+        """int32 [T, ⌈m/32⌉], bits that are 1 where a key block is answered exactly for a query frame; or None."""
+        return exact_table_of(self.call.options.pattern, self.places, self.query.device)
 
     def _options(self, name: str) -> dict[str, int]:
         """Launch options; BLOCK is the table's, or what holds all blocks if that is at most MAX_TILE."""
@@ -473,9 +477,10 @@ class LStep:
         return self._options(name)["BLOCK"] >= self.places.blocks
 
     def _exact_mode(self, lse_exact: torch.Tensor | None) -> str | None:
-        if lse_exact is None:
+        """Whether rows of L are exact throughout ("rows") or in some blocks ("blocks"); None without an exact part."""
+        if lse_exact is None or self.call.exact is None:
             return None
-        return "rows" if self.whole_rows else "blocks"
+        return "rows" if self.call.exact.whole_rows else "blocks"
 
     def _served_on_hopper(self, *blocks: torch.Tensor, lse_exact: torch.Tensor | None, last: bool) -> bool:
         """Whole consecutive tokens, rows of L exact throughout or not at all, and where those kernels are faster."""
@@ -484,7 +489,7 @@ class LStep:
             faster = 16 < m <= (48 if wide else 32) or 64 < m <= 128
         else:
             faster = 16 < m <= 64 and wide
-        whole = not self.tiled and m * b == self.query.shape[1] and self._exact_mode(lse_exact) != "blocks"
+        whole = not self.call.tiled and m * b == self.query.shape[1] and self._exact_mode(lse_exact) != "blocks"
         return faster and whole and hopper_fits("monarch", self.query, *blocks)
 
     def _launch(
@@ -507,7 +512,7 @@ class LStep:
                 written = tuple(x if x is None else self._descriptor(x, tile) for x in written)
         kernel[(tiles * H * b * B,)](
             *written, *tensors, *strides, H, self.places.unspecialised(), tiles, *numbers,
-            D=D, TILED=self.tiled, FULL=not self.tiled and m * b == S, ONE_TILE=tiles == 1,
+            D=D, TILED=self.call.tiled, FULL=not self.call.tiled and m * b == S, ONE_TILE=tiles == 1,
             PRECISION=dot_precision(self.query.dtype), BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=block_dim(D),
             **constants, **options,
         )  # fmt: skip
@@ -527,16 +532,15 @@ class LStep:
         lse: torch.Tensor,
         cR: torch.Tensor | None,
         lse_exact: torch.Tensor | None,
-        min_mass: float,
     ) -> None:
         """Write z [B·H·m, b, D] and, where cR is given (training), cR and the log-partitions lse [B, H, S]."""
-        relative = self.query.dtype == torch.float16 and min_mass < _LEAST_MASS_IN_FLOAT16
+        relative = self.query.dtype == torch.float16 and self.call.min_mass < _LEAST_MASS_IN_FLOAT16
         if not relative and self._served_on_hopper(aL, z, lse_exact=lse_exact, last=False):
             from vmonarch.kernels.hopper.l_step import centroids
 
             centroids(
                 self.query, aL, cL, z=z, lse=lse, cR=cR, lse_exact=lse_exact,
-                places=self.places, scale=self.scale, min_mass=min_mass,
+                places=self.places, scale=self.call.scale, min_mass=self.call.min_mass,
             )  # fmt: skip
             return
         if not self._one_tile("l_centroids"):
@@ -546,7 +550,7 @@ class LStep:
             "l_centroids",
             (self.query, aL, cL, self.exact, lse_exact, lse, cR),
             self.query.stride()[:3],
-            (log2_scale_of(self.scale), min_mass),
+            (log2_scale_of(self.call.scale), self.call.min_mass),
             (z,),
             EXACT=self._exact_mode(lse_exact),
             STORE_STATISTICS=cR is not None,
@@ -568,7 +572,8 @@ class LStep:
         if self._served_on_hopper(aL, y, lse_exact=lse_exact, last=True):
             from vmonarch.kernels.hopper.l_step import output
 
-            output(self.query, aL, cL, y, out=out, lse=lse, lse_exact=lse_exact, places=self.places, scale=self.scale)
+            places, scale = self.places, self.call.scale
+            output(self.query, aL, cL, y, out=out, lse=lse, lse_exact=lse_exact, places=places, scale=scale)
             return
         self._rows("l_output", aL, cL, y, lse=lse, lse_exact=lse_exact, out_exact=out_exact, out=out)
 
@@ -584,7 +589,7 @@ class LStep:
                 *(none if out_exact is None else out_exact.stride()[:3]),
                 *(none if out is None else out.stride()[:3]),
             ),
-            (log2_scale_of(self.scale),),
+            (log2_scale_of(self.call.scale),),
             E=E,
             BLOCK_E=block_dim(E) if y is not None else 16,
             LAST=y is not None,
@@ -609,13 +614,12 @@ class LStep:
         daR: torch.Tensor | None = None,
         dcR: torch.Tensor | None = None,
         cR: torch.Tensor | None = None,
-        min_mass: float = 0.0,
         lse_exact: torch.Tensor | None = None,
         out_exact: torch.Tensor | None = None,
         dlse_exact: torch.Tensor | None = None,
         do_exact: torch.Tensor | None = None,
     ) -> None:
-        """Backward of `output` (which has y, out, do and dy) or of `centroids` (which has daR, dcR, cR and min_mass).
+        """Backward of `output` (which has y, out, do and dy) or of `centroids` (which has daR, dcR and cR).
 
         daR and dcR are the gradients of αR and cR times max(cR, min_mass), by which αR was divided.
         Writes daL, dcL, delta_r and dy. Of the output, dq, dlse_exact and do_exact are written; of centroids added to.
@@ -644,7 +648,7 @@ class LStep:
                 *(none if out_exact is None else out_exact.stride()[:3]),
                 *dq.stride()[:3],
             ),
-            (self.scale, log2_scale_of(self.scale), min_mass),
+            (self.call.scale, log2_scale_of(self.call.scale), self.call.min_mass),
             (daL, dy),
             HAS_DLSE=dlse is not None,
             **constants,
@@ -655,7 +659,7 @@ class LStep:
                 "l_backward_columns",
                 (self.query, aL, cL, lse, v, do, dcR, cR, self.exact, lse_exact, delta, dcL, delta_r),
                 (*query_strides, *do_strides),
-                (self.scale, log2_scale_of(self.scale), min_mass),
+                (self.call.scale, log2_scale_of(self.call.scale), self.call.min_mass),
                 (daL, dy),
                 **constants,
             )

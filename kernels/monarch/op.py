@@ -6,12 +6,15 @@ Shapes: B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positio
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from vmonarch.exact import ExactBlocks
-from vmonarch.kernels.monarch.fused import MonarchCall, backward, forward, saved_shapes
+from vmonarch.kernels.common.launch import learns, needs_operator
+from vmonarch.kernels.monarch.call import MonarchCall
+from vmonarch.kernels.monarch.fused import backward, forward, saved_shapes
 from vmonarch.kernels.monarch.places import Places
 from vmonarch.options import OPTION_FIELDS, VMonarchOptions
 
@@ -46,35 +49,23 @@ def _decode(numbers: list[int], reals: list[float]) -> MonarchCall:
     return MonarchCall(places, VMonarchOptions(**options), scale, bool(entropy_grad))
 
 
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? key_mask"
+
+
 @torch.library.custom_op(
     "vmonarch::monarch_forward",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? key_mask, int[] numbers, float[] reals, bool save)"
+    schema=f"({_INPUTS}, int[] numbers, float[] reals, bool save)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def monarch_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    numbers: list[int],
-    reals: list[float],
-    save: bool,
-) -> tuple[torch.Tensor, ...]:
+def monarch_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """(out [B, S, H, E], lse [B, H, S]) and what the backward pass needs, empty unless `save`; see `fused.forward`."""
-    return forward(query, key, value, key_mask, _decode(numbers, reals), save)
+    *tensors, numbers, reals, save = inputs
+    return forward(*tensors, _decode(numbers, reals), save)
 
 
 @monarch_forward.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    numbers: list[int],
-    reals: list[float],
-    save: bool,
-) -> tuple[torch.Tensor, ...]:
+def _(query: torch.Tensor, key: Any, value: torch.Tensor, key_mask: Any, numbers: Any, reals: Any, save: bool) -> Any:
     B, S, H, _ = query.shape
     out, lse = query.new_empty(B, S, H, value.shape[3]), query.new_empty(B, H, S, dtype=torch.float32)
     shapes = saved_shapes(query, value, _decode(numbers, reals), save)
@@ -84,39 +75,19 @@ def _(
 @torch.library.custom_op(
     "vmonarch::monarch_backward",
     mutates_args=(),
-    schema="(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor out,"
-    " Tensor lse, Tensor blocks, Tensor y, Tensor stats, Tensor row_stats, Tensor out_exact, Tensor lse_exact,"
-    " int[] numbers, float[] reals) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, Tensor blocks, Tensor y,"
+    " Tensor stats, Tensor row_stats, Tensor out_exact, Tensor lse_exact, int[] numbers, float[] reals)"
+    " -> (Tensor, Tensor, Tensor)",
 )
-def monarch_backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    blocks: torch.Tensor,
-    y: torch.Tensor,
-    stats: torch.Tensor,
-    row_stats: torch.Tensor,
-    out_exact: torch.Tensor,
-    lse_exact: torch.Tensor,
-    numbers: list[int],
-    reals: list[float],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def monarch_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
-    saved = (blocks, y, stats, row_stats, out_exact, lse_exact)
-    return backward(grad_out, grad_lse, query, key, value, key_mask, out, lse, saved, _decode(numbers, reals))
+    *tensors, numbers, reals = inputs
+    return backward(*tensors[:8], saved=tuple(tensors[8:]), call=_decode(numbers, reals))
 
 
 @monarch_backward.register_fake
-def _(
-    grad_out: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    *others: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(grad_out: Any, grad_lse: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
+    return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -129,15 +100,11 @@ def _backward(
     ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None, *_: Any
 ) -> tuple[torch.Tensor | None, ...]:
     query, key, value, key_mask, out, lse, *saved = ctx.saved_tensors
-    none = (None,) * 4
-    if grad_out is None:
-        if grad_lse is None:
-            return None, None, None, *none
-        grad_out = torch.zeros_like(out)
-    dq, dk, dv = monarch_backward(
-        grad_out, grad_lse, query, key, value, key_mask, out, lse, *saved, ctx.numbers, ctx.reals
-    )
-    return dq, dk, dv, *none
+    if grad_out is None and grad_lse is None:
+        return (None,) * 7
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    tensors = (grad_out, grad_lse, query, key, value, key_mask, out, lse, *saved)
+    return *monarch_backward(*tensors, ctx.numbers, ctx.reals), None, None, None, None
 
 
 monarch_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -153,12 +120,10 @@ def monarch_attention_triton(
     """(out [B, S, H, E], lse [B, H, S]) by the kernels, arguments already checked."""
     if call.scale < 0:
         # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
-        query, call = -query, call.with_scale(-call.scale)
+        query, call = -query, dataclasses.replace(call, scale=-call.scale)
     tensors = (query, key, value)
-    grad_needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if grad_needed or torch.compiler.is_compiling() or any(type(tensor) is not torch.Tensor for tensor in tensors):
-        out, lse, *_ = monarch_forward(query, key, value, key_mask, *_encode(call), grad_needed)
-        return out, lse
-    # Without a gradient, the dispatcher would only cost time.
-    out, lse, *_ = forward(query, key, value, key_mask, call, save=False)
+    if needs_operator(*tensors):
+        out, lse, *_ = monarch_forward(*tensors, key_mask, *_encode(call), learns(*tensors))
+    else:
+        out, lse, *_ = forward(*tensors, key_mask, call, save=False)
     return out, lse

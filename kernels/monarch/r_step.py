@@ -16,6 +16,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
+from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell, tokens_before
 
 
@@ -506,19 +507,18 @@ class RStep:
 
     Args:
         key: [B, S, H, D]. value: [B, S, H, E]. key_mask: [B, S] bool or None.
-        coarse: pooling of the keys in all but the last iteration.
-        tiled: whether tokens of a block are anything but consecutive.
         packed: the same keys and values for `forward`, copied into the order of the blocks.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     key_mask: torch.Tensor | None
-    places: Places
-    tiled: bool
-    coarse: int
-    scale: float
+    call: MonarchCall
     packed: Packed | None = None
+
+    @property
+    def places(self) -> Places:
+        return self.call.places
 
     @property
     def groups(self) -> int:
@@ -529,8 +529,12 @@ class RStep:
         places = self.places
         pooled = self.key.new_empty(self.groups, places.cells, self.key.shape[3])
         bias = self.key.new_empty(places.blocks, places.cells, dtype=torch.float32)
-        self._launch(_pool_kernel, (self.key, pooled, bias), self.key, places.cells, COARSE=self.coarse)
+        self._launch(_pool_kernel, (self.key, pooled, bias), self.key, places.cells, COARSE=self.call.options.coarse)
         return pooled, bias
+
+    def pooled(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What `pool` makes for all iterations but the last; None where keys are not pooled."""
+        return self.pool() if self.call.options.coarse > 1 else None
 
     def pack(self, tokens: torch.Tensor, out: torch.Tensor, *, tokens_first: bool) -> torch.Tensor:
         """Copy `tokens` [B, S, H, D] into `out` [B·H·m, b, D]; returns the number of tokens of every block [m].
@@ -551,7 +555,7 @@ class RStep:
 
     def unpool(self, d_pooled: torch.Tensor, bias: torch.Tensor, dk: torch.Tensor) -> None:
         """Add the gradient of the pooled keys to dk [B, S, H, D]."""
-        self._launch(_unpool_kernel, (d_pooled, bias, dk), dk, self.places.cells, COARSE=self.coarse)
+        self._launch(_unpool_kernel, (d_pooled, bias, dk), dk, self.places.cells, COARSE=self.call.options.coarse)
 
     def _launch(self, kernel, tensors: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: int, **options) -> None:
         """Launch a kernel that works on so many rows of every block."""
@@ -572,7 +576,7 @@ class RStep:
         strides = (*z_strides, *key_strides, *self.value.stride()[:3], *mask_strides)
         D, E = self.key.shape[3], self.value.shape[3]
         constants = dict(
-            D=D, E=E, LAST=last, Z_IS_QUERY=z_is_query, POOLED=pooled is not None, TILED=self.tiled,
+            D=D, E=E, LAST=last, Z_IS_QUERY=z_is_query, POOLED=pooled is not None, TILED=self.call.tiled,
             HAS_MASK=self.key_mask is not None, PRECISION=dot_precision(self.key.dtype),
             BLOCK_D=block_dim(D), BLOCK_E=block_dim(E if last else 1),
         )  # fmt: skip
@@ -583,7 +587,7 @@ class RStep:
 
     def _tail_block(self, block: int, pooled: bool) -> int:
         """Keys per tile after the last whole block: as few as hold them in one tile of a power of two."""
-        if self.key_mask is not None or (self.tiled and not pooled):
+        if self.key_mask is not None or (self.call.tiled and not pooled):
             return block
         keys = self.places.cells if pooled else self.places.positions
         return min(block, max(16, triton.next_power_of_2(keys % block)))
@@ -591,14 +595,14 @@ class RStep:
     def _cells_are_full(self) -> bool:
         """Whether every pooled key is the mean of coarse × coarse keys."""
         places = self.places
-        return places.blocks * places.cells * self.coarse**2 == places.tokens
+        return places.blocks * places.cells * self.call.options.coarse**2 == places.tokens
 
     def _served_on_hopper(self, z: torch.Tensor, aL: torch.Tensor) -> bool:
         """Whether the kernel for Hopper serves `forward`: for that, tokens must be packed unless consecutive.
 
         Packed and pooled keys and y have rows like those of aL: contiguous.
         """
-        in_order = not self.tiled or (self.packed is not None and z.ndim == 3)
+        in_order = not self.call.tiled or (self.packed is not None and z.ndim == 3)
         return self.key_mask is None and in_order and hopper_fits("monarch", z, self.key, self.value, aL)
 
     def forward(
@@ -625,11 +629,11 @@ class RStep:
             if pooled is not None:
                 key, bias, counts = *pooled, None
                 if self._cells_are_full():
-                    bias, keys_per_key = None, self.coarse**2
+                    bias, keys_per_key = None, self.call.options.coarse**2
             stage = "r_step_last" if y is not None else "r_step" if pooled is None else "r_step_pooled"
             r_step(
                 z, key, value, aL=aL, cL=cL, y=y, lse=lse, counts=counts, bias=bias, keys_per_key=keys_per_key,
-                places=self.places, heads=self.key.shape[2], scale=self.scale,
+                places=self.places, heads=self.key.shape[2], scale=self.call.scale,
                 options=self._options(f"hopper_{stage}"),
             )  # fmt: skip
             return
@@ -640,7 +644,7 @@ class RStep:
         options["BLOCK_TAIL"] = self._tail_block(options["BLOCK_N"], pooled is not None)
         _r_step_kernel[(row_tiles * self.groups,)](
             z, key, self.value, bias, self.key_mask, aL, y, cL, lse, *strides,
-            self.key.shape[2], self.places.unspecialised(), row_tiles, self.scale, log2_scale_of(self.scale),
+            self.key.shape[2], self.places.unspecialised(), row_tiles, self.call.scale, log2_scale_of(self.call.scale),
             STORE_LSE=lse is not None, **constants, **options,
         )  # fmt: skip
 
@@ -661,7 +665,6 @@ class RStep:
         cR: torch.Tensor | None = None,
         daR: torch.Tensor | None = None,
         dcR: torch.Tensor | None = None,
-        min_mass: float = 0.0,
     ) -> None:
         """Write dk and dv if dy is given (the last iteration), else add to dk; add to dq where z is the query, else
         write daR and dcR.
@@ -672,20 +675,20 @@ class RStep:
         d_key = dk if pooled is None else torch.empty_like(key)
         loaded = (key, z, daL) if dy is None else (key, z, daL, self.value, dy)
         even = pooled is None or self._cells_are_full()
-        if even and self.key_mask is None and not self.tiled and hopper_fits("monarch", *loaded):
+        if even and self.key_mask is None and not self.call.tiled and hopper_fits("monarch", *loaded):
             from vmonarch.kernels.hopper.backward import r_backward
 
             r_backward(
-                key, self.value, self.places, self.key.shape[2], self.scale, z,
-                keys_per_key=1 if pooled is None else self.coarse**2, lse=lse, cL=cL, daL=daL, dy=dy, dcL=dcL,
-                delta=delta, dq=dq, dk=d_key, dv=dv, cR=cR, daR=daR, dcR=dcR, min_mass=min_mass,
+                key, self.value, self.places, self.key.shape[2], self.call.scale, z,
+                keys_per_key=1 if pooled is None else self.call.options.coarse**2, lse=lse, cL=cL, daL=daL, dy=dy,
+                dcL=dcL, delta=delta, dq=dq, dk=d_key, dv=dv, cR=cR, daR=daR, dcR=dcR, min_mass=self.call.min_mass,
             )  # fmt: skip
             if bias is not None:
                 self.unpool(d_key, bias, dk)
             return
         strides, constants = self._shared(z, None if pooled is None else pooled[0], dy is not None)
         constants["ENTROPY_GRAD"] = dcL is not None
-        numbers = (self.scale, log2_scale_of(self.scale))
+        numbers = (self.call.scale, log2_scale_of(self.call.scale))
         saved = (daL, dy, delta, lse, cL, dcL)
         dk_strides = dk.stride()[:3] if pooled is None else (0, key.shape[-1], 0)
         options = self._options("r_backward_keys")
@@ -701,5 +704,5 @@ class RStep:
         tiles = triton.cdiv(self.places.positions, options["BLOCK_M"])
         _r_backward_z_kernel[(tiles * self.groups,)](
             z, key, self.value, bias, self.key_mask, *saved, cR, daR, dcR, dq, *strides, *dq.stride()[:3],
-            self.key.shape[2], self.places.unspecialised(), tiles, *numbers, min_mass, **constants, **options,
+            self.key.shape[2], self.places.unspecialised(), tiles, *numbers, self.call.min_mass, **constants, **options,
         )  # fmt: skip

@@ -135,14 +135,17 @@ def _in_chunks(groups: int, positions: int, rows: int, blocks: int) -> tuple[lis
     return _chunks(positions, positions_per_chunk), _chunks(rows, rows_per_chunk)
 
 
-def exact_blocks(pairs: torch.Tensor, frame: torch.Tensor) -> ExactTable:
+def exact_blocks(key_frames: tuple[tuple[int, ...], ...], frame: torch.Tensor) -> ExactTable:
     """The exact blocks of a chunk of positions and query blocks, as a function.
 
     Args:
-        pairs: [T, m] true where key block k is answered exactly for query frame l.
+        key_frames: E(l) for every frame l, whole key blocks.
         frame: [m, b] the frame of every place.
     """
-    return lambda j, l: pairs[frame.T[j, l]]
+    T = len(key_frames)
+    pairs = torch.tensor([[k in attended for k in range(T)] for attended in key_frames], device=frame.device)  # [T, T]
+    of_blocks = pairs[:, frame[:, 0]]  # [T, m]
+    return lambda j, l: of_blocks[frame.T[j, l]]
 
 
 def centroids(
@@ -152,7 +155,7 @@ def centroids(
     exact: ExactTable | None,
     lse_exact: torch.Tensor | None,
     query_valid: torch.Tensor | None,
-    min_mass: float,
+    options: VMonarchOptions,
 ) -> torch.Tensor:
     """The centroid queries z = αR / max(cR, min_mass) of all positions [G, b, m, D], by `l_step`, a chunk at a time."""
     position_chunks, row_chunks = _in_chunks(query.shape[0], query.shape[1], query.shape[2], aL.shape[2])
@@ -171,7 +174,7 @@ def centroids(
         ]
         aR, cR = (sum(parts[1:], parts[0]) for parts in zip(*sums, strict=True))
         # The clamp (VMonarch, §4.1) keeps blocks that nobody looks at from being divided by nearly nothing.
-        z.append(aR / cR.clamp(min=max(min_mass, torch.finfo(cR.dtype).tiny)).unsqueeze(-1))
+        z.append(aR / cR.clamp(min=max(options.min_mass, torch.finfo(cR.dtype).tiny)).unsqueeze(-1))
     return torch.cat(z, 1)
 
 
@@ -245,7 +248,6 @@ def monarch_attention_reference(
     entropy_grad: bool,
     key_mask: torch.Tensor | None = None,
     key_frames: tuple[tuple[int, ...], ...] | None = None,
-    key_block_frames: tuple[tuple[int, ...], ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Monarch attention over the blocks of `layout` (MonarchAttention, Fig. 7; VMonarch, Fig. 6).
 
@@ -253,7 +255,6 @@ def monarch_attention_reference(
         query, key: [B, S, H, D]. value: [B, S, H, E].
         key_mask: [B, S], true where a key may be attended.
         key_frames: E(l) for every frame l, rounded outward to whole key blocks; None for no exact block.
-        key_block_frames: the frames of each key block.
 
     Returns:
         (out [B, S, H, E] in the dtype of `query`, lse [B, H, S]).
@@ -271,11 +272,10 @@ def monarch_attention_reference(
         key_bias = torch.zeros_like(present, dtype=compute_dtype).masked_fill(~present, -torch.inf)
     coarse_key, coarse_bias = layout.pool(k) if layout.cell is not None else (k, key_bias)
 
-    exact_pairs = out_exact = lse_exact = None
-    if key_frames is not None:
-        assert key_block_frames is not None
-        blockwise = [[frames[0] in attended for frames in key_block_frames] for attended in key_frames]  # [T, m]
-        exact_pairs = torch.tensor(blockwise, device=query.device)
+    exact_table = out_exact = lse_exact = None
+    if key_frames is not None and any(key_frames):
+        assert layout.frame is not None
+        exact_table = exact_blocks(key_frames, layout.frame)
         out_exact, lse_exact = exact_part(to_groups(query) * scale, to_groups(key), to_groups(value), key_frames)
         out_exact, lse_exact = (
             position_major(layout.to_blocks(tensor.unflatten(0, (B, H)).transpose(1, 2)))
@@ -286,16 +286,12 @@ def monarch_attention_reference(
     q_positions = position_major(q)  # [B·H, b, m, D]
     query_valid = None if layout.valid is None else layout.valid.T
 
-    exact_table = None
-    if exact_pairs is not None and layout.frame is not None:
-        exact_table = exact_blocks(exact_pairs, layout.frame)
-
     # Whether all L-steps know of the exact blocks, or only the last.
     aware = options.pattern is not None and options.pattern.aware
     z = q  # L starts as the identity, so every centroid is the block's own query
     for _ in range(options.num_iterations - 1):
         aL, cL, _ = r_step(z, coarse_key, coarse_bias, None, entropy_grad)
-        aL, cL = position_major(aL), position_major(cL.unsqueeze(-1)).squeeze(-1)
+        aL, cL = position_major(aL), position_major(cL)
         z = centroids(
             q_positions,
             aL,
@@ -303,13 +299,13 @@ def monarch_attention_reference(
             exact_table if aware else None,
             lse_exact if aware else None,
             query_valid,
-            options.min_mass,
+            options,
         )
         z = z.unflatten(0, (B, H)).transpose(2, 3)
 
     aL, cL, y = r_step(z, k, key_bias, v, entropy_grad)
     assert y is not None
-    aL, cL, y = position_major(aL), position_major(cL.unsqueeze(-1)).squeeze(-1), position_major(y)
+    aL, cL, y = position_major(aL), position_major(cL), position_major(y)
     o, lse = output(q_positions, aL, cL, y, exact_table, lse_exact, out_exact)
     o = o.unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b, E]
     lse = lse.unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b]
@@ -318,5 +314,5 @@ def monarch_attention_reference(
 
 
 def position_major(blocks: torch.Tensor) -> torch.Tensor:
-    """[B, H, m, b, D] -> [B·H, b, m, D]."""
+    """[B, H, m, b, …] -> [B·H, b, m, …]."""
     return blocks.transpose(2, 3).flatten(0, 1)

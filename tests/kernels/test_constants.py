@@ -12,7 +12,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.flash_entropy.segments import Segment, column_work, row_work
 from vmonarch.kernels.hopper.schedule import even_order, schedule
-from vmonarch.kernels.monarch.fused import exact_table_of
+from vmonarch.kernels.monarch.call import exact_table_of
 from vmonarch.kernels.monarch.places import grid_places
 from vmonarch.kernels.taylor.feature_maps import performer_directions
 from vmonarch.processors import _index

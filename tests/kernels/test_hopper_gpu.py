@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
+from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, vmonarch_attention
 from vmonarch.kernels.common.launch import hopper_fits, launch_overrides
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
+from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
 from vmonarch.kernels.monarch.places import grid_places
 
@@ -137,12 +138,12 @@ def test_l_steps_with_empty_rows_of_R(frames):
     cL = torch.rand(2 * heads * frames, positions, device="cuda")
     cL[torch.rand_like(cL) < 0.1] = float("inf")
     cL.unflatten(0, (2, heads, frames))[1, 2, :, 3] = float("inf")
-    step = LStep(query, places, False, dim**-0.5, None)
+    step = LStep(query, MonarchCall(places, VMonarchOptions(exact=None), dim**-0.5, False))
 
     def run():
         z, out, cR = torch.empty_like(aL), torch.empty_like(query), torch.empty_like(cL)
         lse, last_lse = torch.empty(2, 2, heads, frames * positions, device="cuda")
-        step.centroids(aL, cL, z=z, lse=lse, cR=cR, lse_exact=None, min_mass=0.1)
+        step.centroids(aL, cL, z=z, lse=lse, cR=cR, lse_exact=None)
         step.output(aL, cL, y, out=out, lse=last_lse, lse_exact=None, out_exact=None)
         return z, out, cR, lse.exp(), last_lse.exp()
 

@@ -14,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch import ExactBlocks, LatentGrid, monarch_attention, vmonarch_attention
+from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, monarch_attention, vmonarch_attention
 from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.distributed import triton_stages
 from vmonarch.kernels.monarch.blocks import grid_layout
+from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.op import monarch_backward, monarch_forward
 from vmonarch.kernels.monarch.places import grid_places, token_at
 from vmonarch.kernels.monarch.r_step import RStep
@@ -150,8 +151,9 @@ def test_tokens_packed_in_the_order_of_blocks(grid, tiles, frames_per_block):
     grid = LatentGrid(*grid)
     tokens = qkv(grid.tokens, batch=2, heads=3, dim=8)[0].float()
     layout = grid_layout(grid, frames_per_block=frames_per_block, tiles=tiles, coarse=1, device=tokens.device)
-    places = grid_places(grid, frames_per_block=frames_per_block, tiles=tiles, coarse=1)
-    step = RStep(tokens, tokens, None, places, True, 1, 1.0)
+    options = VMonarchOptions(frames_per_block=frames_per_block, tiles=tiles)
+    places = grid_places(grid, **options.cut(grid.frames))
+    step = RStep(tokens, tokens, None, MonarchCall(places, options, 1.0, False))
     m, b = places.blocks, places.positions
     packed = torch.full((step.groups, b, 8), 9.0)
     counts = step.pack(tokens, packed, tokens_first=False)
@@ -263,9 +265,9 @@ def test_centroids_of_blocks_that_hardly_any_query_weighs_in_float16(overrides):
     z = torch.einsum("jlk,ljd->kjd", L / L.sum(1, keepdim=True), q).view_as(aL)
     z.backward(dz)
     ours = [x.requires_grad_() for x in (query.half(), aL.half(), cL.float())]
-    least = torch.finfo(torch.float32).tiny
+    call = MonarchCall(places, VMonarchOptions(exact=None, min_mass=0.0), 0.25, False)
     with launch_overrides(overrides):
-        z_ours = triton_stages._Centroids.apply(triton_stages._LOptions(places, 0.25, least, False, None), *ours, None)
+        z_ours = triton_stages._Centroids.apply(call, *ours, None)
         z_ours.backward(dz.half())
     for a, b in [(z_ours, z), *((x.grad, y.grad) for x, y in zip(ours, truth, strict=True))]:
         assert (a.double() - b).abs().max() <= 3e-3 * b.abs().max()

@@ -508,7 +508,7 @@ def test_cuda_graphs_of_repeated_blocks(tiny, dynamo, guidance, attention):
 
     from vmonarch.kernels.flash_entropy.segments import row_work
     from vmonarch.kernels.hopper.schedule import even_order, schedule
-    from vmonarch.kernels.monarch.fused import exact_table_of
+    from vmonarch.kernels.monarch.call import exact_table_of
 
     pipe = tiny.pipeline("t2v")
     pipe.transformer = tiny.transformer(num_layers=6 if attention == "plan" else 2, num_attention_heads=3)

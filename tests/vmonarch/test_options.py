@@ -8,7 +8,7 @@ import torch
 
 from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, VMonarchProcessor, vmonarch_attention
 from vmonarch.configs.methods import VMonarchAttention
-from vmonarch.kernels.monarch.fused import MonarchCall
+from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.op import _decode, _encode
 from vmonarch.kernels.monarch.places import grid_places
 from vmonarch.options import OPTION_FIELDS

@@ -1,0 +1,97 @@
+"""Everything about a call of Monarch attention but its tensors, and its exact part as the kernels take it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from vmonarch.exact import ExactBlocks
+from vmonarch.kernels.common.constants import kept
+from vmonarch.kernels.flash_entropy.segments import Segment
+from vmonarch.kernels.monarch.blocks import exact_key_frames
+from vmonarch.kernels.monarch.places import Places
+from vmonarch.options import VMonarchOptions
+
+
+@dataclass(frozen=True)
+class _ExactPart:
+    """The exact part of a call.
+
+    Args:
+        segments: the pattern for the flash kernels.
+        table: for every frame, 1 for each of the m key blocks that is answered exactly.
+        whole_rows: whether every frame is answered exactly throughout or not at all.
+        aware: whether all L-steps know of it, or only the last.
+    """
+
+    segments: tuple[Segment, ...]
+    table: tuple[tuple[int, ...], ...]
+    whole_rows: bool
+    aware: bool
+
+
+@dataclass(frozen=True)
+class MonarchCall:
+    """Everything about a call but its tensors.
+
+    Args:
+        entropy_grad: whether gradients flow through the entropy cL.
+    """
+
+    places: Places
+    options: VMonarchOptions
+    scale: float
+    entropy_grad: bool
+
+    @property
+    def tiled(self) -> bool:
+        """Whether a frame is cut into several blocks, so that the tokens of a block are not consecutive."""
+        return self.places.tiles_h * self.places.tiles_w > 1
+
+    @property
+    def min_mass(self) -> float:
+        """The least that cR counts for where it divides, above 0."""
+        return max(self.options.min_mass, torch.finfo(torch.float32).tiny)
+
+    @property
+    def exact(self) -> _ExactPart | None:
+        """The exact part; None if there is none."""
+        return _exact_part(self.options.pattern, self.places)
+
+
+@functools.lru_cache(maxsize=64)
+def _exact_part(pattern: ExactBlocks | None, places: Places) -> _ExactPart | None:
+    if pattern is None:
+        return None
+    key_frames = exact_key_frames(pattern, places.frames, places.block_frames)
+    if not any(key_frames):
+        return None
+    size = places.height * places.width
+    segments = tuple(
+        Segment(l * size, (l + 1) * size, tuple((k * size, (k + 1) * size) for k in attended))
+        for l, attended in enumerate(key_frames)
+        if attended
+    )
+    tiles = places.tiles_h * places.tiles_w
+    first_frames = [block // tiles * places.block_frames for block in range(places.blocks)]
+    return _ExactPart(
+        segments,
+        tuple(tuple(int(frame in attended) for frame in first_frames) for attended in key_frames),
+        all(len(attended) in (0, places.frames) for attended in key_frames),
+        pattern.aware,
+    )
+
+
+@kept
+def exact_table_of(pattern: ExactBlocks | None, places: Places, device: torch.device) -> torch.Tensor | None:
+    """int32 [T, ⌈m/32⌉] on the device, a bit per block, 1 in exact ones; kept, so that repeated calls copy nothing."""
+    exact = _exact_part(pattern, places)
+    if exact is None:
+        return None
+    table = torch.zeros(len(exact.table), -(-places.blocks // 32) * 32, dtype=torch.int64)
+    table[:, : places.blocks] = torch.tensor(exact.table)
+    words = (table.unflatten(1, (-1, 32)) << torch.arange(32)).sum(-1)
+    # Bit 31 is the sign.
+    return torch.where(words >= 2**31, words - 2**32, words).to(device, torch.int32)
