@@ -35,7 +35,7 @@ def frame_parallel_vmonarch_attention(
     return_lse: bool = False,
     implementation: str = "auto",
     **named: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """`vmonarch_attention` of a video whose latent frames are distributed over the ranks of a process group.
 
     Rank r has T_r ≥ 1 frames, those after the frames of rank r - 1; ranks may have different numbers, which stay the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any
 
 import torch
 
@@ -14,34 +14,6 @@ from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
 
 
-@overload
-def flash_bias_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_factor: torch.Tensor,
-    key_factor: torch.Tensor,
-    *,
-    scale: float | None = ...,
-    causal: bool = ...,
-    key_mask: torch.Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    implementation: str = ...,
-) -> torch.Tensor: ...
-@overload
-def flash_bias_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_factor: torch.Tensor,
-    key_factor: torch.Tensor,
-    *,
-    scale: float | None = ...,
-    causal: bool = ...,
-    key_mask: torch.Tensor | None = ...,
-    return_lse: Literal[True],
-    implementation: str = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
 @own_precision
 def flash_bias_attention(
     query: torch.Tensor,
@@ -55,7 +27,7 @@ def flash_bias_attention(
     key_mask: torch.Tensor | None = None,
     return_lse: bool = False,
     implementation: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Exact softmax attention with a bias of low rank: softmax(q·kᵀ·scale + φq·φkᵀ)·v.
 
     The bias [Sq, Sk] is never stored, in no implementation; all five tensors have gradients.

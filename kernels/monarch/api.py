@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
@@ -19,36 +19,6 @@ from vmonarch.validation import check_flag, check_implementation, check_positive
 PADDINGS = ("post", "pre")
 
 
-@overload
-def vmonarch_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    grid: LatentGrid | tuple[int, int, int],
-    options: VMonarchOptions | None = ...,
-    bias: tuple[torch.Tensor, torch.Tensor] | None = ...,
-    scale: float | None = ...,
-    entropy_grad: bool = ...,
-    return_lse: Literal[False] = ...,
-    implementation: str = ...,
-    **named: Any,
-) -> torch.Tensor: ...
-@overload
-def vmonarch_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    grid: LatentGrid | tuple[int, int, int],
-    options: VMonarchOptions | None = ...,
-    bias: tuple[torch.Tensor, torch.Tensor] | None = ...,
-    scale: float | None = ...,
-    entropy_grad: bool = ...,
-    return_lse: Literal[True],
-    implementation: str = ...,
-    **named: Any,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
 @takes_options
 @own_precision
 def vmonarch_attention(
@@ -64,7 +34,7 @@ def vmonarch_attention(
     return_lse: bool = False,
     implementation: str = "auto",
     **named: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Video Monarch attention: m = T frames by b = H·W positions, in place of the N×N attention map.
 
     Any T, H and W will do, primes too. No tensor of size N×N is ever built.
@@ -163,7 +133,7 @@ def monarch_attention(
     entropy_grad: bool = False,
     return_lse: bool = False,
     implementation: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """MonarchAttention on a sequence of any length: m = ⌈S / block_size⌉ blocks of block_size positions.
 
     Args:

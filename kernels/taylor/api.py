@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any
 
 import torch
 
@@ -17,70 +17,6 @@ from vmonarch.validation import check_flag, check_implementation, check_positive
 MAX_TAYLOR_DIM = 32
 
 
-@overload
-def taylor_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    causal: bool = ...,
-    feature_map: str = ...,
-    frame_weights: torch.Tensor | None = ...,
-    state: LinearState | None = ...,
-    return_lse: Literal[False] = ...,
-    return_state: Literal[False] = ...,
-    max_tokens: int | None = ...,
-    scale: float | None = ...,
-    implementation: str = ...,
-) -> torch.Tensor: ...
-@overload
-def taylor_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    causal: bool = ...,
-    feature_map: str = ...,
-    frame_weights: torch.Tensor | None = ...,
-    state: LinearState | None = ...,
-    return_lse: Literal[True],
-    return_state: Literal[False] = ...,
-    max_tokens: int | None = ...,
-    scale: float | None = ...,
-    implementation: str = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def taylor_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    causal: bool = ...,
-    feature_map: str = ...,
-    frame_weights: torch.Tensor | None = ...,
-    state: LinearState | None = ...,
-    return_lse: Literal[False] = ...,
-    return_state: Literal[True],
-    max_tokens: int | None = ...,
-    scale: float | None = ...,
-    implementation: str = ...,
-) -> tuple[torch.Tensor, LinearState]: ...
-@overload
-def taylor_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    causal: bool = ...,
-    feature_map: str = ...,
-    frame_weights: torch.Tensor | None = ...,
-    state: LinearState | None = ...,
-    return_lse: Literal[True],
-    return_state: Literal[True],
-    max_tokens: int | None = ...,
-    scale: float | None = ...,
-    implementation: str = ...,
-) -> tuple[torch.Tensor, torch.Tensor, LinearState]: ...
 @own_precision
 def taylor_attention(
     query: torch.Tensor,
@@ -96,12 +32,7 @@ def taylor_attention(
     max_tokens: int | None = None,
     scale: float | None = None,
     implementation: str = "auto",
-) -> (
-    torch.Tensor
-    | tuple[torch.Tensor, torch.Tensor]
-    | tuple[torch.Tensor, LinearState]
-    | tuple[torch.Tensor, torch.Tensor, LinearState]
-):
+) -> Any:
     """Linear attention: Σ_j w_ij v_j / Σ_j w_ij with w_ij = φ(q_i)·φ(k_j), in time and memory linear in the tokens.
 
     With the Taylor map, w = 1 + s + s²/2, s = scale·q·k, which is above 0 for any s. No weight and no feature vector

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any
 
 import torch
 
@@ -16,32 +16,6 @@ from vmonarch.precision import own_precision
 from vmonarch.validation import check_flag, check_implementation, check_positive_integer, resolve_scale
 
 
-@overload
-def window_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    window: int | Sequence[int],
-    causal: bool = ...,
-    grid: LatentGrid | tuple[int, int, int] | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    implementation: str = ...,
-) -> torch.Tensor: ...
-@overload
-def window_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    window: int | Sequence[int],
-    causal: bool = ...,
-    grid: LatentGrid | tuple[int, int, int] | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[True],
-    implementation: str = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
 @own_precision
 def window_attention(
     query: torch.Tensor,
@@ -54,7 +28,7 @@ def window_attention(
     scale: float | None = None,
     return_lse: bool = False,
     implementation: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Exact softmax attention of every query to the keys in a window around it.
 
     Args:
