@@ -228,13 +228,14 @@ class BasedAttention(_Kind):
     implementation: str = "auto"
 
     def __post_init__(self) -> None:
-        from vmonarch.based_options import check_based_options
+        from vmonarch.based_options import BasedOptions
         from vmonarch.dense import DenseSet
 
         given = self._given()
         dense_layers = given.pop("dense_layers", 0)
         with _naming_the_option():
-            check_based_options(**given, implementation=self.implementation)
+            BasedOptions(**given)
+            check_implementation(self.implementation)
             DenseSet("dense_layers", dense_layers)
             DenseSet("dense_steps", self.dense_steps)
         found = None if self.adapter is None else file_sha256(self._file())

@@ -6,19 +6,23 @@ Shapes: B batch, S = T·H·W tokens, H heads, D head dim, d' feature dim, C = he
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from vmonarch.based_options import check_based_options, resolve_layers
+from vmonarch.based_options import BasedOptions, resolve_layers
 from vmonarch.context_parallel import Share, TokenSplit
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.window.api import window_attention
 from vmonarch.merge import merge_partials
+from vmonarch.validation import check_implementation
 from vmonarch.video_processor import VideoAttentionProcessor
 
 # The paper's filters are 3 wide (Table 7); here along frames, rows and columns.
@@ -50,20 +54,18 @@ class LinearPart(torch.nn.Module):
         layer: int,
         heads: int,
         head_dim: int,
-        feature_dim: int,
-        feature_map: str,
+        options: BasedOptions,
         merged: bool,
-        decay: bool,
         implementation: str,
         like: torch.Tensor,
     ) -> None:
         super().__init__()
-        self.feature_map, self.implementation = feature_map, implementation
-        projection = initial_projection(layer, heads, head_dim, feature_dim)
+        self.options, self.implementation = options, implementation
+        projection = initial_projection(layer, heads, head_dim, options.feature_dim)
         parameter = lambda values: torch.nn.Parameter(values.to(like, copy=True))
         self.query_weight, self.key_weight = parameter(projection), parameter(projection)
         self.log_weight = parameter(torch.zeros(heads)) if merged else None
-        self.log_rate = parameter(torch.full((heads,), -math.log(FIRST_REACH))) if decay else None
+        self.log_rate = parameter(torch.full((heads,), -math.log(FIRST_REACH))) if options.decay else None
 
     def forward(
         self,
@@ -84,10 +86,15 @@ class LinearPart(torch.nn.Module):
             for x, weight in ((query, self.query_weight), (key, self.key_weight))
         )
         decay = None if self.log_rate is None else frame_decay(own(self.log_rate), frames)
-        options: dict[str, Any] = {"feature_map": self.feature_map, "implementation": self.implementation}
+        attend = functools.partial(
+            taylor_attention,
+            feature_map=self.options.feature_map,
+            frame_weights=decay,
+            implementation=self.implementation,
+        )
         if self.log_weight is None:
-            return taylor_attention(query, key, value, frame_weights=decay, **options), None
-        out, lse = taylor_attention(query, key, value, frame_weights=decay, return_lse=True, **options)
+            return attend(query, key, value), None
+        out, lse = attend(query, key, value, return_lse=True)
         return out, lse + own(self.log_weight).to(lse.dtype)[:, None]
 
 
@@ -189,25 +196,22 @@ class BasedProcessor(VideoAttentionProcessor):
     ) -> None:
         VideoAttentionProcessor.__init__(self, dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
         self._needs_apply = type(self).__name__
-        self.layers, self.window = check_based_options(
-            layers=layers,
-            feature_dim=feature_dim,
-            feature_map=feature_map,
-            window=window,
-            decay=decay,
-            implementation=implementation,
+        self.options = BasedOptions(
+            layers=layers, feature_dim=feature_dim, feature_map=feature_map, window=window, decay=decay
         )
-        self.feature_dim = int(feature_dim)
-        self.feature_map = feature_map
-        self.decay = decay
+        check_implementation(implementation)
         self.implementation = implementation
 
     def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
-        kind = resolve_layers(self.layers, layers)[layer]
+        kind = resolve_layers(self.options.layers, layers)[layer]
         if kind == "full":
             return original
         bound = BasedLayer(kind, attn, layer, **{name: getattr(self, name) for name in self._OPTIONS})
         return bound._place(context, original)
+
+
+for _field in dataclasses.fields(BasedOptions):
+    setattr(BasedProcessor, _field.name, property(operator.attrgetter(f"options.{_field.name}")))
 
 
 class BasedLayer(torch.nn.Module, BasedProcessor):
@@ -248,10 +252,8 @@ class BasedLayer(torch.nn.Module, BasedProcessor):
                 layer=layer,
                 heads=attn.heads,
                 head_dim=head_dim,
-                feature_dim=self.feature_dim,
-                feature_map=self.feature_map,
+                options=self.options,
                 merged=kind == "both",
-                decay=self.decay,
                 implementation=self.implementation,
                 like=like,
             )
@@ -307,7 +309,7 @@ class BasedLayer(torch.nn.Module, BasedProcessor):
                     query,
                     key,
                     value,
-                    window=self.window,
+                    window=self.options.window,
                     grid=grid,
                     return_lse=True,
                     implementation=self.implementation,

@@ -1,4 +1,4 @@
-"""What the layers of a transformer compute under Based: the option `layers`, and checks of the others.
+"""The options of Based, checked when they are made, and what the layers of a transformer compute under them.
 
 Here, and not with the processor, because configuration checks them before diffusers is loaded.
 """
@@ -6,11 +6,11 @@ Here, and not with the processor, because configuration checks them before diffu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS
 from vmonarch.kernels.window.api import check_window
-from vmonarch.kernels.window.neighbours import Window
-from vmonarch.validation import check_flag, check_implementation, check_positive_integer
+from vmonarch.validation import check_flag, check_positive_integer
 
 LAYERS = ("linear", "window", "both", "conv", "full")
 
@@ -39,30 +39,32 @@ def resolve_layers(layers: str | Sequence[str], blocks: int) -> tuple[str, ...]:
     return tuple(layers)
 
 
-def check_based_options(
-    *,
-    layers: object = "both",
-    feature_dim: object = 16,
-    feature_map: object = "taylor",
-    window: object = (3, 5, 5),
-    decay: object = False,
-    implementation: object = "auto",
-) -> tuple[str | tuple[str, ...], Window]:
-    """Check the options of a `BasedProcessor`; (layers, window) in the form that it keeps.
+@dataclass(frozen=True, kw_only=True)
+class BasedOptions:
+    """What Based computes; see `BasedProcessor`.
 
     Raises:
-        TypeError, ValueError: an option has an unsupported value.
+        TypeError, ValueError: an option has an unsupported value; the message begins with its name.
     """
-    checked = _check_layers(layers)
-    check_positive_integer("feature_dim", feature_dim)
-    if feature_map not in FEATURE_MAPS:
-        raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {feature_map!r}")
-    if FEATURE_MAPS[str(feature_map)].signed and "both" in (checked, *checked):
-        raise ValueError(f"feature_map must not be {feature_map!r} with layers 'both': its weights may be negative")
-    extents = check_window(window)
-    check_flag("decay", decay)
-    check_implementation(implementation)
-    return checked, extents
+
+    layers: str | Sequence[str] = "both"
+    feature_dim: int = 16
+    feature_map: str = "taylor"
+    window: Sequence[int] = (3, 5, 5)
+    decay: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", _check_layers(self.layers))
+        check_positive_integer("feature_dim", self.feature_dim)
+        object.__setattr__(self, "feature_dim", int(self.feature_dim))
+        if self.feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {self.feature_map!r}")
+        if FEATURE_MAPS[self.feature_map].signed and "both" in (self.layers, *self.layers):
+            raise ValueError(
+                f"feature_map must not be {self.feature_map!r} with layers 'both': its weights may be negative"
+            )
+        object.__setattr__(self, "window", check_window(self.window))
+        check_flag("decay", self.decay)
 
 
 def _check_layers(layers: object) -> str | tuple[str, ...]:

@@ -12,38 +12,24 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from vmonarch.grid import LatentGrid
-
-
-class Layer(Protocol):
-    """A processor of one layer."""
-
-    def attend_layer(self, *inputs: Any) -> torch.Tensor:
-        """Self-attention of all heads: query, key, value [B, S, H, D] and the grid -> [B, S, H, E]."""
-        raise NotImplementedError  # pragma: no cover
-
 
 _ABOVE_AUTOGRAD = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 _numbers = itertools.count()
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def number_of(layer: Layer) -> torch.Tensor:
-    """A new number for a layer, int64 [1] on the CPU; the layer is found by it as long as it lives."""
+def number_of(layer: Any) -> torch.Tensor:
+    """A new number for the processor of a layer, int64 [1] on the CPU; it is found by it as long as it lives."""
     number = next(_numbers)
     _layers[number] = layer
     # torch.compile saves it for backward.
     with torch.inference_mode(False):
         return torch.tensor([number])
-
-
-def _layer(number: torch.Tensor) -> Layer:
-    layer: Layer = _layers[int(number)]
-    return layer
 
 
 # A recorded CUDA graph would repeat the layer that it was recorded for: inductor leaves such operators out of graphs.
@@ -55,13 +41,11 @@ def layer_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: torch.Tensor, grid: list[int]
 ) -> torch.Tensor:
     """What the layer of this number makes of [B, S, H, D]: [B, S, H, E]."""
-    return _layer(number).attend_layer(query, key, value, LatentGrid(*grid)).contiguous()
+    return _layers[int(number)].attend_layer(query, key, value, LatentGrid(*grid)).contiguous()
 
 
 @layer_attention.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: torch.Tensor, grid: list[int]
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     return query.new_empty(*query.shape[:3], value.shape[3])
 
 
@@ -78,16 +62,14 @@ def layer_attention_backward(
     query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
     # Operators run below autograd; its graph is wanted here.
     with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
-        out = _layer(number).attend_layer(query, key, value, LatentGrid(*grid))
+        out = _layers[int(number)].attend_layer(query, key, value, LatentGrid(*grid))
     dq, dk, dv = (found.contiguous() for found in torch.autograd.grad(out, (query, key, value), gradient))
     return dq, dk, dv
 
 
 @layer_attention_backward.register_fake
-def _(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(gradient: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:3])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

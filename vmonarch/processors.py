@@ -17,7 +17,6 @@ from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
-from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.layer_operator import number_of
 from vmonarch.options import OPTION_FIELDS, VMonarchOptions, takes_options
@@ -146,14 +145,13 @@ class VMonarchProcessor(VideoAttentionProcessor):
         )
 
     def _attend_by_frames(self, split: TokenSplit, grid: LatentGrid, *tensors: torch.Tensor) -> torch.Tensor:
-        out = frame_parallel_vmonarch_attention(
+        out: torch.Tensor = frame_parallel_vmonarch_attention(
             *split.to_frames(grid, *tensors),
             grid=grid,
             group=split.group,
             options=self.options,
             implementation=self.implementation,
         )
-        assert isinstance(out, torch.Tensor)
         return split.from_frames(grid, out)
 
     def _attend_by_plan(
@@ -236,14 +234,4 @@ class FlashBiasProcessor(VideoAttentionProcessor):
         check_implementation(implementation)
         self.implementation = implementation
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        heads: Share | None = None,
-    ) -> torch.Tensor:
-        factors = self._factors(grid, query.device, heads)
-        assert factors is not None
-        return flash_bias_attention(query, key, value, *factors, implementation=self.implementation)
+    attend = VideoAttentionProcessor.attend_exactly

@@ -420,16 +420,12 @@ class VideoAttentionProcessor:
         return call
 
     def _infer_grid(self, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None, split: TokenSplit | None) -> LatentGrid:
+        instead = "use vmonarch.apply(pipe_or_transformer, processor) or pass grid=(frames, height, width)"
+        name = type(self).__name__
         if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"{type(self).__name__} cannot read the grid off the rotary embedding under torch.compile; use"
-                " vmonarch.apply(pipe_or_transformer, processor) or pass grid=(frames, height, width)"
-            )
+            raise RuntimeError(f"{name} cannot read the grid off the rotary embedding under torch.compile; {instead}")
         if rotary_emb is None:
-            raise RuntimeError(
-                f"{type(self).__name__} needs the grid, and there is no rotary_emb to read it off; use"
-                " vmonarch.apply(pipe_or_transformer, processor) or pass grid=(frames, height, width)"
-            )
+            raise RuntimeError(f"{name} needs the grid, and there is no rotary_emb to read it off; {instead}")
         cosines = rotary_emb[0]
         # By identity: grids of equal size, such as 16×30×52 and 16×52×30, differ in nothing but these values.
         if self._inferred is None or self._inferred[0]() is not cosines:
@@ -458,12 +454,4 @@ class FullAttentionProcessor(VideoAttentionProcessor):
         # Of the grid only the number of tokens matters.
         return ForwardCall(LatentGrid(1, 1, tokens), False)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        heads: Share | None = None,
-    ) -> torch.Tensor:
-        return dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+    attend = VideoAttentionProcessor.attend_exactly
