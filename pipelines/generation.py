@@ -20,10 +20,9 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines.config import GenerateConfig, SamplingConfig, complete
@@ -41,24 +40,24 @@ if TYPE_CHECKING:
 __all__ = ["GenerateConfig", "GeneratedVideo", "GenerationError", "generate", "load_record"]
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One video of a batch; only those with `write` reach the disk."""
+class _Jobs(NamedTuple):
+    """The videos of a batch, and the indices of those that reach the disk."""
 
-    prompt: str
-    seed: int
-    write: bool = True
+    prompts: Sequence[str]
+    seeds: Sequence[int]
+    written: Sequence[int]
 
 
-def _jobs(config: SamplingConfig, recorded: Recorded | None) -> list[list[_Job]]:
+def _batches(config: SamplingConfig, recorded: Recorded | None) -> list[_Jobs]:
     """The batches to sample: those of `config`, or the recorded one if `config` still asks for its video."""
-    if recorded and (config.prompts, config.seeds) == (
-        (recorded.prompts[recorded.index],),
-        (recorded.seeds[recorded.index],),
-    ):
-        pairs = zip(recorded.prompts, recorded.seeds, strict=True)
-        return [[_Job(prompt, seed, i == recorded.index) for i, (prompt, seed) in enumerate(pairs)]]
-    return [[_Job(*job) for job in batch] for batch in config.batches()]
+    if recorded:
+        index, prompts, seeds = recorded.index, recorded.prompts, recorded.seeds
+        if (config.prompts, config.seeds) == ((prompts[index],), (seeds[index],)):
+            return [_Jobs(prompts, seeds, [index])]
+    return [
+        _Jobs([prompt for prompt, _ in batch], [seed for _, seed in batch], range(len(batch)))
+        for batch in config.batches()
+    ]
 
 
 def generate(
@@ -112,14 +111,13 @@ def _generate(
     output: Path,
 ) -> list[GeneratedVideo]:
     """`generate` with everything in place."""
-    batches = _jobs(config, recorded)
+    batches = _batches(config, recorded)
     if shard.rank > 0:
         # The first process decodes and writes.
         for jobs in batches:
-            prompts, seeds = [job.prompt for job in jobs], [job.seed for job in jobs]
-            denoise(model, config, prompts, seeds, batch_guidance=config.batch_guidance)
+            denoise(model, config, jobs.prompts, jobs.seeds, batch_guidance=config.batch_guidance)
         return []
-    total = sum(job.write for batch in batches for job in batch)
+    total = sum(len(jobs.written) for jobs in batches)
     about = facts(config, model)
     about["environment"]["processes"] = shard.size
     videos: list[GeneratedVideo] = []
@@ -127,11 +125,8 @@ def _generate(
     for jobs in batches:
         reset_peak_memory(model.device)
         title = f"video {len(videos) + len(failures) + 1} of {total}" if progress else None
-        prompts, seeds = [job.prompt for job in jobs], [job.seed for job in jobs]
-        result = sample(model, config, prompts, seeds, batch_guidance=config.batch_guidance, progress=title)
-        for index, job in enumerate(jobs):
-            if not job.write:
-                continue
+        result = sample(model, config, jobs.prompts, jobs.seeds, batch_guidance=config.batch_guidance, progress=title)
+        for index in jobs.written:
             record = _record(config, model, about, jobs, index, result)
             number = len(videos) + len(failures) + 1 if config.overwrite else None
             try:
@@ -153,21 +148,21 @@ def _record(
     config: GenerateConfig,
     model: LoadedModel,
     about: dict[str, Any],
-    jobs: Sequence[_Job],
+    jobs: _Jobs,
     index: int,
     result: Batch,
 ) -> dict[str, Any]:
     from vmonarch.pipelines.environment import peak_memory_bytes
 
-    job = jobs[index]
-    values = dataclasses.replace(config, prompts=(job.prompt,), seeds=(job.seed,)).to_dict()
+    prompt, seed = jobs.prompts[index], jobs.seeds[index]
+    values = dataclasses.replace(config, prompts=(prompt,), seeds=(seed,)).to_dict()
     return {
         "format": RECORD_FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "prompt": job.prompt,
-        "seed": job.seed,
+        "prompt": prompt,
+        "seed": seed,
         "config": values,
-        "batch": {"prompts": [job.prompt for job in jobs], "seeds": [job.seed for job in jobs], "index": index},
+        "batch": {"prompts": list(jobs.prompts), "seeds": list(jobs.seeds), "index": index},
         **about,
         # Of the whole batch: its videos are sampled together.
         "seconds": {"load": model.seconds} | result.seconds,

@@ -76,7 +76,7 @@ class Latents:
     """What the denoising loop made.
 
     Args:
-        latents: [B, C, T, h, w], normalised, on the model's device.
+        latents: [B, C, T, h, w], normalised, on the model's device; of a `Batch` on the CPU.
         seconds: of the stages text, denoise, and of the transformers' forward calls within it, for the whole batch.
         transformer_calls: how many of these there were.
     """
@@ -87,20 +87,14 @@ class Latents:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Sampled videos.
+class Batch(Latents):
+    """Sampled videos, with what the denoising loop made; `seconds` also has the stages decode and total.
 
     Args:
         frames: float32 [B, F, 3, H, W] in [0, 1] on the CPU, before any encoding.
-        latents: [B, C, T, h, w] as the denoising loop left them.
-        seconds: of each stage (text, denoise, transformer, decode, total) for the whole batch.
-        transformer_calls: forward calls of the transformers.
     """
 
     frames: torch.Tensor
-    latents: torch.Tensor
-    seconds: dict[str, float]
-    transformer_calls: int
 
 
 def denoise(
@@ -184,7 +178,7 @@ def sample(
     frames = decode(model.pipe, result.latents)
     seconds = result.seconds | {"decode": _mark(model.device) - start}
     seconds["total"] = seconds["text"] + seconds["denoise"] + seconds["decode"]
-    return Batch(frames, result.latents.cpu(), seconds, result.transformer_calls)
+    return Batch(result.latents.cpu(), seconds, result.transformer_calls, frames)
 
 
 def _mark(device: torch.device) -> float:

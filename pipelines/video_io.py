@@ -12,7 +12,8 @@ import re
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,22 +151,16 @@ def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
         reason = (text.strip().splitlines() or ["no message"])[-1]
         raise VideoError(f"{path} cannot be decoded: {reason}")
     rate = re.search(r"Video: .*?([0-9.]+) fps", text)
-    frames = list(_parse_ppm(output))
-    if not frames or rate is None:
+    header = re.match(rb"P6\s(\d+)\s(\d+)\s255\s", output)
+    if header is None or rate is None:
         raise VideoError(f"{path} holds no frame")
-    return np.stack(frames), float(rate.group(1))
-
-
-def _parse_ppm(stream: bytes) -> Iterator[NDArray[np.uint8]]:
-    """Pictures [H, W, 3] of a stream of binary PPM files as ffmpeg writes them."""
-    position = 0
-    while position < len(stream):
-        header = re.compile(rb"P6\s(\d+)\s(\d+)\s255\s").match(stream, position)
-        if header is None:
-            raise VideoError("the decoder's output is no stream of pictures")
-        width, height = int(header.group(1)), int(header.group(2))
-        position = header.end() + 3 * width * height
-        yield np.frombuffer(stream, np.uint8, 3 * width * height, header.end()).reshape(height, width, 3)
+    width, height, start = int(header[1]), int(header[2]), header.end()
+    # A binary PPM file for every frame, all with the same header.
+    size = start + 3 * width * height
+    files = np.frombuffer(output, np.uint8, len(output) // size * size).reshape(-1, size)
+    if len(output) % size or not (files[:, :start] == files[0, :start]).all():
+        raise VideoError("the decoder's output is no stream of pictures")
+    return files[:, start:].reshape(-1, height, width, 3), float(rate.group(1))
 
 
 def verify_video(path: Path, frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -193,25 +188,17 @@ def evenly_spaced(frames: int, count: int) -> list[int]:
 
 def contact_sheet(frames: NDArray[np.uint8], *, title: str = "", columns: int = 4, count: int = 12) -> Image.Image:
     """A picture of `count` evenly spaced frames of a video [F, H, W, 3], each labelled with its index."""
-    from PIL import Image, ImageDraw
-
     chosen = evenly_spaced(len(frames), count)
     columns = min(columns, len(chosen))
     width, height = _cell_size(frames, 240)
-    label, heading = _font(14), _font(17)
     row_height = height + 22 + _GAP
-    sheet_width = 2 * _MARGIN + columns * width + (columns - 1) * _GAP
-    title_lines = _wrap(title, heading, sheet_width - 2 * _MARGIN)
-    top = _MARGIN + 24 * len(title_lines) + (_GAP if title_lines else 0)
     rows = -(-len(chosen) // columns)
-    sheet = Image.new("RGB", (sheet_width, top + rows * row_height - _GAP + _MARGIN), _BACKGROUND)
-    draw = ImageDraw.Draw(sheet)
-    _draw_lines(draw, (_MARGIN, _MARGIN), title_lines, heading, 24)
+    sheet, draw, top = _sheet(columns * (width + _GAP) - _GAP, rows * row_height - _GAP, title)
     for place, index in enumerate(chosen):
         x = _MARGIN + place % columns * (width + _GAP)
         y = top + place // columns * row_height
         sheet.paste(_scaled(frames[index], (width, height)), (x, y))
-        draw.text((x, y + height + 3), f"frame {index}", _FAINT, font=label)
+        draw.text((x, y + height + 3), f"frame {index}", _FAINT, font=_font(14))
     return sheet
 
 
@@ -226,42 +213,21 @@ def strips(
     Raises:
         ValueError: no video, or videos of different shapes.
     """
-    from PIL import Image, ImageDraw
-
     shape = _common_shape(videos)
     chosen = evenly_spaced(shape[0], count)
-    first = next(iter(videos.values()))
-    width, height = _cell_size(first, 200)
-    label, small, heading = _font(16), _font(13), _font(17)
-    notes = notes or {}
-    lines = {name: (_wrap(_breakable(name), label, 220), _wrap(notes.get(name, ""), small, 220)) for name in videos}
+    width, height = _cell_size(next(iter(videos.values())), 200)
+    labels = {name: _Label.of(name, notes, 220, 16, 22) for name in videos}
     # Long labels next to flat videos must not run into the row below.
-    row_height = max(height, *(22 * len(head) + 18 * len(note) for head, note in lines.values()))
-    text_width = max(
-        1,
-        *(
-            int(font.getlength(t))
-            for head, note in lines.values()
-            for font, ts in ((label, head), (small, note))
-            for t in ts
-        ),
-    )
-    left = _MARGIN + text_width + 2 * _GAP
-    sheet_width = left + len(chosen) * width + (len(chosen) - 1) * _GAP + _MARGIN
-    title_lines = _wrap(title, heading, sheet_width - 2 * _MARGIN)
-    top = _MARGIN + 24 * len(title_lines) + (_GAP if title_lines else 0) + 22
-    sheet_height = top + len(videos) * (row_height + _GAP) - _GAP + _MARGIN
-    sheet = Image.new("RGB", (sheet_width, sheet_height), _BACKGROUND)
-    draw = ImageDraw.Draw(sheet)
-    _draw_lines(draw, (_MARGIN, _MARGIN), title_lines, heading, 24)
+    row_height = max(height, *(label.height for label in labels.values()))
+    left = _MARGIN + max(1, *(label.width for label in labels.values())) + 2 * _GAP
+    content_width = left - _MARGIN + len(chosen) * (width + _GAP) - _GAP
+    sheet, draw, top = _sheet(content_width, 22 + len(videos) * (row_height + _GAP) - _GAP, title)
     for column, index in enumerate(chosen):
-        draw.text((left + column * (width + _GAP), top - 20), f"frame {index}", _FAINT, font=small)
+        draw.text((left + column * (width + _GAP), top + 2), f"frame {index}", _FAINT, font=_font(13))
     for row, (name, frames) in enumerate(videos.items()):
-        y = top + row * (row_height + _GAP)
-        head, note = lines[name]
-        text_y = y + (height - 22 * len(head) - 18 * len(note)) // 2 if row_height == height else y
-        _draw_lines(draw, (_MARGIN, text_y), head, label, 22)
-        _draw_lines(draw, (_MARGIN, text_y + 22 * len(head)), note, small, 18, _FAINT)
+        y = top + 22 + row * (row_height + _GAP)
+        label = labels[name]
+        label.draw(draw, _MARGIN, y + (height - label.height) // 2 if row_height == height else y)
         for column, index in enumerate(chosen):
             sheet.paste(_scaled(frames[index], (width, height)), (left + column * (width + _GAP), y))
     return sheet
@@ -275,33 +241,67 @@ def side_by_side(
     Raises:
         ValueError: no video, or videos of different shapes.
     """
-    from PIL import Image, ImageDraw
-
     shape = _common_shape(videos)
-    notes = notes or {}
     columns = min(columns, len(videos))
     rows = -(-len(videos) // columns)
     width, height = _cell_size(next(iter(videos.values())), 320)
-    label, small = _font(17), _font(13)
-    texts = {name: (_wrap(_breakable(name), label, width), _wrap(notes.get(name, ""), small, width)) for name in videos}
-    bar = max(24 * len(head) + 18 * len(note) for head, note in texts.values()) + 6
-    canvas_width = 2 * _MARGIN + columns * width + (columns - 1) * _GAP
-    canvas_height = 2 * _MARGIN + rows * (bar + height) + (rows - 1) * 2 * _GAP
-    size = (canvas_width + canvas_width % 2, canvas_height + canvas_height % 2)
-    empty = Image.new("RGB", size, _BACKGROUND)
-    draw = ImageDraw.Draw(empty)
+    labels = [_Label.of(name, notes, width, 17, 24) for name in videos]
+    bar = max(label.height for label in labels) + 6
+    content_width, content_height = columns * (width + _GAP) - _GAP, rows * (bar + height + 2 * _GAP) - 2 * _GAP
+    empty, draw, _ = _sheet(content_width + content_width % 2, content_height + content_height % 2)
     places = [
         (_MARGIN + i % columns * (width + _GAP), _MARGIN + i // columns * (bar + height + 2 * _GAP))
         for i in range(len(videos))
     ]
-    for (x, y), (head, note) in zip(places, texts.values(), strict=True):
-        _draw_lines(draw, (x, y), head, label, 24)
-        _draw_lines(draw, (x, y + 24 * len(head)), note, small, 18, _FAINT)
+    for (x, y), label in zip(places, labels, strict=True):
+        label.draw(draw, x, y)
     canvas = np.repeat(np.asarray(empty)[None], shape[0], axis=0)
     for (x, y), frames in zip(places, videos.values(), strict=True):
         for index, frame in enumerate(frames):
             canvas[index, y + bar : y + bar + height, x : x + width] = np.asarray(_scaled(frame, (width, height)))
     return canvas
+
+
+def _sheet(width: int, height: int, title: str = "") -> tuple[Image.Image, ImageDraw.ImageDraw, int]:
+    """A picture for so many pixels within its margins, below a title; what draws on it; where the pixels begin."""
+    from PIL import Image, ImageDraw
+
+    font = _font(17)
+    lines = _wrap(title, font, width)
+    top = _MARGIN + 24 * len(lines) + (_GAP if lines else 0)
+    sheet = Image.new("RGB", (width + 2 * _MARGIN, top + height + _MARGIN), _BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    for i, line in enumerate(lines):
+        draw.text((_MARGIN, _MARGIN + i * 24), line, _INK, font=font)
+    return sheet, draw, top
+
+
+@dataclass(frozen=True)
+class _Label:
+    """A video's label and the note under it: lines with their fonts, colours and heights."""
+
+    lines: Sequence[tuple[str, ImageFont.FreeTypeFont | ImageFont.ImageFont, tuple[int, int, int], int]]
+
+    @classmethod
+    def of(cls, name: str, notes: Mapping[str, str] | None, width: int, size: int, line_height: int) -> _Label:
+        font, small = _font(size), _font(13)
+        # A method's label, with spaces where a line may break.
+        head = _wrap(name.replace(":", ": ").replace(",", ", "), font, width)
+        note = _wrap((notes or {}).get(name, ""), small, width)
+        return cls([*((t, font, _INK, line_height) for t in head), *((t, small, _FAINT, 18) for t in note)])
+
+    @property
+    def height(self) -> int:
+        return sum(height for *_, height in self.lines)
+
+    @property
+    def width(self) -> int:
+        return max((int(font.getlength(text)) for text, font, *_ in self.lines), default=1)
+
+    def draw(self, draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
+        for text, font, colour, height in self.lines:
+            draw.text((x, y), text, colour, font=font)
+            y += height
 
 
 def _common_shape(videos: Mapping[str, NDArray[np.uint8]]) -> tuple[int, ...]:
@@ -334,23 +334,6 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     from PIL import ImageFont
 
     return ImageFont.load_default(size)
-
-
-def _draw_lines(
-    draw: ImageDraw.ImageDraw,
-    place: tuple[int, int],
-    lines: Sequence[str],
-    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
-    line_height: int,
-    colour: tuple[int, int, int] = _INK,
-) -> None:
-    for i, line in enumerate(lines):
-        draw.text((place[0], place[1] + i * line_height), line, colour, font=font)
-
-
-def _breakable(label: str) -> str:
-    """A method's label with spaces where a line may break."""
-    return label.replace(":", ": ").replace(",", ", ")
 
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int, lines: int = 3) -> list[str]:
