@@ -102,14 +102,7 @@ class SamplingConfig:
             value = getattr(self, name)
             if value is not None and value > most:
                 raise InputError(name, f"must be at most {most}, got {value}")
-        for name in ("height", "width"):
-            value = getattr(self, name)
-            if value is not None and value % 16:
-                raise InputError(name, f"must be a multiple of 16, got {value}; nearest: {_nearest(value, 16)}")
-        if self.num_frames is not None and self.num_frames % 4 != 1:
-            raise InputError(
-                "num_frames", f"must be 4·k + 1, got {self.num_frames}; {_nearest_frames(self.num_frames, 4)}"
-            )
+        self._check_sizes(16, 16, 4)
         for name in ("guidance", "guidance_2"):
             self._check_number(name, positive=False)
         for name in ("flow_shift", "fps"):
@@ -162,6 +155,22 @@ class SamplingConfig:
         repeated = sorted({seed for seed in self.seeds if self.seeds.count(seed) > 1})
         if repeated:
             raise InputError("seeds", f"must differ, or the same video is made twice; repeated: {repeated}")
+
+    def _check_sizes(self, height_multiple: int, width_multiple: int, temporal: int, where: str = "") -> None:
+        """Raise InputError unless the sizes that are given are such multiples, and num_frames is `temporal`·k + 1."""
+        for name, multiple in (("height", height_multiple), ("width", width_multiple)):
+            value = getattr(self, name)
+            if value is not None and value % multiple:
+                below = value // multiple * multiple
+                nearest = " or ".join(str(size) for size in (below, below + multiple) if size > 0)
+                raise InputError(name, f"must be a multiple of {multiple}{where}, got {value}; nearest: {nearest}")
+        frames = self.num_frames
+        if frames is not None and frames % temporal != 1 % temporal:
+            below = (frames - 1) // temporal * temporal + 1
+            raise InputError(
+                "num_frames",
+                f"must be {temporal}·k + 1{where}, got {frames}; nearest: {below} or {below + temporal}",
+            )
 
     def _check_number(self, name: str, *, positive: bool) -> None:
         value = getattr(self, name)
@@ -218,17 +227,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, AttentionMethod):
         return value.to_dict()
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _nearest(value: int, multiple: int) -> str:
-    """The multiples around `value`, in words."""
-    below = value // multiple * multiple
-    return " or ".join(str(size) for size in (below, below + multiple) if size > 0)
-
-
-def _nearest_frames(frames: int, temporal: int) -> str:
-    below = (frames - 1) // temporal * temporal + 1
-    return f"nearest: {below} or {below + temporal}"
 
 
 def build_config(schema: type[Config], *layers: Mapping[str, Any]) -> Config:
@@ -315,20 +313,7 @@ def complete(config: Config, model: ModelFolder) -> Config:
     config = dataclasses.replace(config, **missing)
     if not config.prompts:
         raise InputError("prompts", "must hold at least one prompt")
-    for name, multiple in (("height", model.height_multiple), ("width", model.width_multiple)):
-        size = getattr(config, name)
-        if size % multiple:
-            raise InputError(
-                name,
-                f"must be a multiple of {multiple} for this model, got {size}; nearest: {_nearest(size, multiple)}",
-            )
-    assert config.num_frames is not None
-    if config.num_frames % model.temporal != 1 % model.temporal:
-        raise InputError(
-            "num_frames",
-            f"must be {model.temporal}·k + 1 for this model, got {config.num_frames};"
-            f" {_nearest_frames(config.num_frames, model.temporal)}",
-        )
+    config._check_sizes(model.height_multiple, model.width_multiple, model.temporal, " for this model")
     _check_video(config, model)
     if config.guidance_2 is not None and not model.two_stage:
         raise InputError("guidance_2", "is for models with two transformers; this one has one")

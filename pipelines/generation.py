@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vmonarch.files import AtomicFiles, short_hash
-from vmonarch.pipelines.config import GenerateConfig, SamplingConfig, complete
+from vmonarch.pipelines.config import GenerateConfig, SamplingConfig
 from vmonarch.pipelines.devices import reset_peak_memory
-from vmonarch.pipelines.loading import LoadedModel, check_loaded, load_model, shorten
-from vmonarch.pipelines.model_folder import find_model
-from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, prepare_output_dir, reserve_number
+from vmonarch.pipelines.loading import LoadedModel, complete_and_load, shorten
+from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, reserve_number
 from vmonarch.pipelines.processes import Shard, check_sharing, shared_videos
-from vmonarch.pipelines.records import RECORD_FORMAT, Recorded, check_same_model, facts, frames_sha256, load_record
+from vmonarch.pipelines.records import RECORD_FORMAT, Recorded, facts, frames_sha256, load_record
 from vmonarch.pipelines.sampling import Batch, denoise, sample
 
 if TYPE_CHECKING:
@@ -88,18 +87,10 @@ def generate(
     """
     shard = shard or Shard()
     check_sharing(config, shard)
-    folder = model.folder if model else find_model(config.model, config.revision)
-    config = complete(config, folder)
-    if recorded is not None and recorded.values.get("model") == config.model:
-        check_same_model(recorded, folder)
-    output = prepare_output_dir(config.output_dir)
-    if model is None:
-        model = load_model(config, folder, shard)
-    else:
-        check_loaded(config, model)
+    config, model = complete_and_load(config, model, shard=shard, recorded=recorded)
     with shared_videos(model, config, shard):
         config.attention.install(model.pipe)
-        return _generate(config, recorded, progress, model, shard, output)
+        return _generate(config, recorded, progress, model, shard)
 
 
 def _generate(
@@ -108,7 +99,6 @@ def _generate(
     progress: bool,
     model: LoadedModel,
     shard: Shard,
-    output: Path,
 ) -> list[GeneratedVideo]:
     """`generate` with everything in place."""
     batches = _batches(config, recorded)
@@ -130,7 +120,7 @@ def _generate(
             record = _record(config, model, about, jobs, index, result)
             number = len(videos) + len(failures) + 1 if config.overwrite else None
             try:
-                video = _write(output, number, config, record, result.frames[index], result.latents[index])
+                video = _write(number, config, record, result.frames[index], result.latents[index])
             except GenerationError as error:
                 failures.append(error)
                 continue
@@ -174,7 +164,6 @@ def _record(
 
 
 def _write(
-    output: Path,
     number: int | None,
     config: GenerateConfig,
     record: dict[str, Any],
@@ -192,6 +181,7 @@ def _write(
     )
 
     assert config.fps is not None
+    output = Path(config.output_dir).expanduser()
     settings = {key: value for key, value in record["config"].items() if key not in ("output_dir", "overwrite")}
     with contextlib.ExitStack() as stack:
         stem = "video"

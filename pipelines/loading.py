@@ -12,6 +12,7 @@ from vmonarch.pipelines.devices import choose_device, choose_dtype
 from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, MODELS, ModelError, ModelFolder, find_model
 from vmonarch.pipelines.outputs import prepare_output_dir
 from vmonarch.pipelines.processes import Shard
+from vmonarch.pipelines.records import Recorded, check_same_model
 
 if TYPE_CHECKING:
     import torch
@@ -141,20 +142,26 @@ def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
     check_prompt_lengths(config, model.pipe.tokenizer)
 
 
-def complete_and_load(config: Config, model: LoadedModel | None) -> tuple[Config, LoadedModel]:
-    """The completed config and a pipeline that it can be run on; its output folder can be written to.
+def complete_and_load(
+    config: Config, model: LoadedModel | None, *, shard: Shard | None = None, recorded: Recorded | None = None
+) -> tuple[Config, LoadedModel]:
+    """The completed config and a pipeline that it can be run on; its output folder is there and can be written to.
 
     Args:
         model: a pipeline loaded before with the same model settings, or None.
+        shard: as in `load_model`.
+        recorded: a record to reproduce; if `config` names its model, that must be unchanged.
 
     Raises:
         InputError, ModelError: as `generate`.
     """
     folder = model.folder if model else find_model(config.model, config.revision)
     config = complete(config, folder)
+    if recorded is not None and recorded.values.get("model") == config.model:
+        check_same_model(recorded, folder)
     prepare_output_dir(config.output_dir)
     if model is None:
-        return config, load_model(config, folder)
+        return config, load_model(config, folder, shard)
     check_loaded(config, model)
     return config, model
 

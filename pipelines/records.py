@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, file_sha256
-from vmonarch.pipelines.config import SamplingConfig
-from vmonarch.pipelines.loading import LoadedModel
-from vmonarch.pipelines.model_folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch
 
+    from vmonarch.pipelines.config import SamplingConfig
+    from vmonarch.pipelines.loading import LoadedModel
+    from vmonarch.pipelines.model_folder import ModelFolder
 
 RECORD_FORMAT = "vmonarch-generate-1"
 

@@ -145,7 +145,7 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
     processor = _PROCESSORS[adapter.processor].from_config(adapter.config | options)
     _check_models(adapter, transformers)
     for name, transformer in transformers.items():
-        _check_names(adapter, name, _shapes_to_come(transformer, processor), lora=False)
+        _check_names(adapter, name, _learnt(transformer, bind_all(transformer, processor)), lora=False)
 
     added: list[Any] = []
     try:
@@ -257,22 +257,15 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, 
         files.stage(path).write_bytes(save(dict(tensors), metadata))
 
 
-def _learnt(transformer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of our processors, by their names in the transformer."""
+def _learnt(
+    transformer: torch.nn.Module, bound: Mapping[torch.nn.Module, Any] | None = None
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters of our processors, by their names in the transformer; with `bound`, of those that it would get."""
+    processor_of = bound.get if bound is not None else lambda module: getattr(module, "processor", None)
     return {
         f"{place}.processor.{name}": parameter
         for place, module in transformer.named_modules()
-        for name, parameter in parameters_of(getattr(module, "processor", None)).items()
-    }
-
-
-def _shapes_to_come(transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> dict[str, torch.Size]:
-    """The parameters that applying `processor` would add, by name."""
-    bound = bind_all(transformer, processor)
-    return {
-        f"{place}.processor.{name}": parameter.shape
-        for place, module in transformer.named_modules()
-        for name, parameter in parameters_of(bound.get(module)).items()
+        for name, parameter in parameters_of(processor_of(module)).items()
     }
 
 
@@ -305,9 +298,9 @@ def _check_models(adapter: _Adapter, transformers: Mapping[str, torch.nn.Module]
             raise ValueError(f"{adapter.source} is for another model than {name}: {facts}")
 
 
-def _check_names(adapter: _Adapter, component: str, shapes: Mapping[str, torch.Size], *, lora: bool) -> None:
+def _check_names(adapter: _Adapter, component: str, wanted: Mapping[str, torch.Tensor], *, lora: bool) -> None:
     """Raise ValueError unless the adapter has exactly the parameters with these names and shapes."""
-    expected = {f"{component}.{name}": shape for name, shape in shapes.items()}
+    expected = {f"{component}.{name}": parameter.shape for name, parameter in wanted.items()}
     given = {
         name: tensor.shape
         for name, tensor in adapter.tensors.items()
@@ -379,6 +372,6 @@ def _add_lora(adapter: _Adapter, name: str, transformer: Any, added: list[Any]) 
     for parameter, flag in learning:
         parameter.requires_grad_(flag)
     there = get_peft_model_state_dict(transformer, adapter_name=_LORA_NAME)
-    _check_names(adapter, name, {key: value.shape for key, value in there.items()}, lora=True)
+    _check_names(adapter, name, there, lora=True)
     layers = {key: adapter.tensors[f"{name}.{key}"] for key in there}
     set_peft_model_state_dict(transformer, layers, adapter_name=_LORA_NAME)

@@ -346,11 +346,13 @@ def restore(pipe_or_transformer: Any) -> None:
 
 def is_applied(pipe_or_transformer: Any) -> bool:
     """Whether one of our processors is at work in any of the transformers."""
-    return any(
-        hasattr(transformer, _ATTRIBUTE)
-        or any(isinstance(getattr(m, "processor", None), VideoAttentionProcessor) for m in transformer.modules())
-        for transformer in find_transformers(pipe_or_transformer).values()
-    )
+    transformers = find_transformers(pipe_or_transformer).values()
+    return any(hasattr(transformer, _ATTRIBUTE) or _with_ours(transformer) for transformer in transformers)
+
+
+def _with_ours(transformer: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that have a processor of ours, applied or not."""
+    return [m for m in transformer.modules() if isinstance(getattr(m, "processor", None), VideoAttentionProcessor)]
 
 
 def _remove_hooks(transformer: torch.nn.Module) -> None:
@@ -375,11 +377,7 @@ def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
             record.context.forget()
             _remove_lora(transformer, record.lora)
         else:
-            originals = [
-                (module, _original_processor(module))
-                for module in transformer.modules()
-                if isinstance(getattr(module, "processor", None), VideoAttentionProcessor)
-            ]
+            originals = [(module, _original_processor(module)) for module in _with_ours(transformer)]
         for attn, original in originals:
             _set_processor(attn, original)
         _share_parallel_config(transformer)

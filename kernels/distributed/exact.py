@@ -98,23 +98,11 @@ class ExactPart:
         if self.queries_travel or any(map(any, routes.keys)):
             first = call.own_frames.start
             tokens = (query, key, value)
-            numbers = [(self.answered[r], self.borrowed[r], self.borrowed[r]) for r in ranks]
+            sent = [(self.asked[r], lent[r], lent[r]) for r in ranks]
+            coming = [(self.answered[r], self.borrowed[r], self.borrowed[r]) for r in ranks]
             self.transfer = link.start(
-                [
-                    [
-                        take_frames(x, [l - first for l in of], 1)
-                        for x, of in zip(tokens, (self.asked[r], lent[r], lent[r]), strict=True)
-                    ]
-                    if r != me
-                    else []
-                    for r in ranks
-                ],
-                [
-                    [(x.shape[0], len(n), *x.shape[2:]) for x, n in zip(tokens, numbers[r], strict=True)]
-                    if r != me
-                    else []
-                    for r in ranks
-                ],
+                [[take_frames(x, [l - first for l in of], 1) for x, of in zip(tokens, s, strict=True)] for s in sent],
+                [[(x.shape[0], len(of), *x.shape[2:]) for x, of in zip(tokens, c, strict=True)] for c in coming],
                 [query.dtype] * 3,
                 (True, True, True),
             )
@@ -150,14 +138,9 @@ class ExactPart:
             key_frames = tuple(tuple(k - own.start for k in self.key_frames[l] if k in own) for l in frames)
             out, lse = stages.exact(queries, self.key, self.value, key_frames)
         numbers = [len(asked) for asked in self.answered]
-        others = [r != self.call.rank for r in range(self.link.peers.size)]
-        pieces = zip(others, out.split(numbers, 1), lse.split(numbers, 2), strict=True)
         return self.link.start(
-            [[o, w] if other else [] for other, o, w in pieces],
-            [
-                [(B, len(asked), b, H, E), (B, H, len(asked), b)] if other else []
-                for other, asked in zip(others, self.asked, strict=True)
-            ],
+            list(zip(out.split(numbers, 1), lse.split(numbers, 2), strict=True)),
+            [[(B, len(asked), b, H, E), (B, H, len(asked), b)] for asked in self.asked],
             [stages.dtype, stages.statistics_dtype],
             (True, True),
         )

@@ -64,6 +64,11 @@ class _Join(torch.autograd.Function):
         return None, *d_whole.split(ctx.sizes, ctx.dim)
 
 
+def _resized(x: torch.Tensor, dim: int, size: int) -> Shape:
+    """The shape of x with another size along one dimension."""
+    return (*x.shape[:dim], size, *x.shape[dim + 1 :])
+
+
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:
     """Sizes that differ by at most one, the larger ones first."""
     few, more = divmod(total, parts)
@@ -267,12 +272,14 @@ class Link:
         dtypes: Sequence[torch.dtype],
         differentiable: tuple[bool, ...],
     ) -> Transfer:
-        """Begin to send, by rank, pieces of as many tensors as there are `dtypes`; nothing for this rank.
+        """Begin to send, by rank, pieces of as many tensors as there are `dtypes`; those for this rank are left out.
 
         Args:
             shapes: by rank, the shapes of the pieces that will come from it.
             differentiable: for every tensor, whether gradients flow back; the same on all ranks.
         """
+        sent = [[] if r == self.peers.rank else pieces for r, pieces in enumerate(sent)]
+        shapes = [[] if r == self.peers.rank else pieces for r, pieces in enumerate(shapes)]
         return Transfer(self, _Message(self.peers, sent, shapes, dtypes), sent, differentiable)
 
     def redistribute(self, moved: Sequence[Moved], split: Sequence[int], cat: Sequence[int]) -> Redistribution:
@@ -283,19 +290,14 @@ class Link:
             cat: by rank, the size along `cat_dim` that it has.
         """
         parts = [m.tensor.split(list(split), m.split_dim) for m in moved]
-        rank, size = self.peers.rank, self.peers.size
-        sent: list[list[torch.Tensor]] = [[] for _ in range(size)]
-        shapes: list[list[Shape]] = [[] for _ in range(size)]
-        for r in range(size):
-            if r == rank:
-                continue
-            sent[r] = [part[r] for part in parts]
-            for m, part in zip(moved, parts, strict=True):
-                shape = list(part[rank].shape)
-                shape[m.cat_dim] = cat[r]
-                shapes[r].append(tuple(shape))
-        transfer = self.start(sent, shapes, [m.tensor.dtype for m in moved], tuple(m.differentiable for m in moved))
-        return Redistribution(transfer, [part[rank] for part in parts], [m.cat_dim for m in moved])
+        own = [part[self.peers.rank] for part in parts]
+        transfer = self.start(
+            list(zip(*parts, strict=True)),
+            [[_resized(x, m.cat_dim, size) for x, m in zip(own, moved, strict=True)] for size in cat],
+            [m.tensor.dtype for m in moved],
+            tuple(m.differentiable for m in moved),
+        )
+        return Redistribution(transfer, own, [m.cat_dim for m in moved])
 
     def regroup(
         self, tensors: Sequence[torch.Tensor], before: Sequence[int], after: Sequence[int], dim: int
@@ -314,10 +316,9 @@ class Link:
         for r in range(self.peers.size):
             leaving, coming = _common(own, places_of(after, r)), _common(wanted, places_of(before, r))
             parts.append([x.narrow(dim, leaving.start - own.start, len(leaving)) for x in tensors])
-            shapes.append([(*x.shape[:dim], len(coming), *x.shape[dim + 1 :]) for x in tensors])
-        stays, parts[rank], shapes[rank] = parts[rank], [], []
+            shapes.append([_resized(x, dim, len(coming)) for x in tensors])
         received = self.start(parts, shapes, [x.dtype for x in tensors], (True,) * len(tensors)).finish()
-        received[rank] = stays
+        received[rank] = parts[rank]
         return [_Join.apply(dim, *pieces) for pieces in zip(*received, strict=True)]
 
     def close(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:

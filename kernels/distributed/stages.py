@@ -6,7 +6,7 @@ Shapes as in `frame_parallel.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -17,7 +17,11 @@ from vmonarch.kernels.monarch import reference
 from vmonarch.kernels.monarch.blocks import grid_layout
 from vmonarch.options import VMonarchOptions
 
+if TYPE_CHECKING:
+    from vmonarch.kernels.distributed.triton_stages import TritonStages
+
 Frames = tuple[int, ...]
+Stages: TypeAlias = "TorchStages | TritonStages"
 
 
 @dataclass(frozen=True)
@@ -64,45 +68,12 @@ class Call:
         return self.key_frames is not None and pattern is not None and pattern.aware
 
 
-class Stages(Protocol):
-    """The local computations of a call, in plain torch or by the kernels; layouts as in `frame_parallel.py`.
+class TorchStages:
+    """What a rank computes of a call, by `monarch/reference.py` in at least float32; layouts as in `frame_parallel.py`.
 
     Attributes:
         dtype: of blocks and of partial outputs. statistics_dtype: of cL and of log-partitions.
     """
-
-    dtype: torch.dtype
-    statistics_dtype: torch.dtype
-
-    def first_centroids(self, query: torch.Tensor) -> torch.Tensor:
-        """The z of the first iteration, in whatever form `r_step` takes, of the tokens [B, S, H, D]."""
-        ...
-
-    def r_step(self, z: torch.Tensor, last: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(aL, cL, y, None unless last) by frames, of what `first_centroids` returned or of z by frames."""
-        ...
-
-    def centroids(
-        self, query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, lse_exact: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The next z by positions, of tokens, blocks and log-weights [B, H, T, b_r] by positions."""
-        ...
-
-    def output(
-        self, query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o, tokens by positions, lse [B, H, T, b_r]) of the Monarch part alone."""
-        ...
-
-    def exact(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_frames: tuple[Frames, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, n, b, H, E], lse [B, H, n, b]) of n frames of queries; E(l) as indices of the frames of `key`."""
-        ...
-
-
-class TorchStages:
-    """The stages of `monarch/reference.py`, in at least float32."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, call: Call) -> None:
         self.call = call
@@ -120,9 +91,11 @@ class TorchStages:
             self.exact_table = reference.exact_blocks(call.key_frames, frame)
 
     def first_centroids(self, query: torch.Tensor) -> torch.Tensor:
+        """The z of the first iteration, in whatever form `r_step` takes, of the tokens [B, S, H, D]."""
         return self.layout.to_blocks(query.to(self.dtype) * self.call.scale)
 
     def r_step(self, z: torch.Tensor, last: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(aL, cL, y, None unless last) by frames, of what `first_centroids` returned or of z by frames."""
         key, bias = (self.key, None) if last else self.coarse_key
         return reference.r_step(z, key, bias, self.value if last else None, self.call.entropy_grad)
 
@@ -133,6 +106,7 @@ class TorchStages:
     def centroids(
         self, query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, lse_exact: torch.Tensor | None
     ) -> torch.Tensor:
+        """The next z by positions, of tokens, blocks and log-weights [B, H, T, b_r] by positions."""
         z = reference.centroids(
             self._by_position(query),
             reference.position_major(aL),
@@ -147,6 +121,7 @@ class TorchStages:
     def output(
         self, query: torch.Tensor, aL: torch.Tensor, cL: torch.Tensor, y: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o, tokens by positions, lse [B, H, T, b_r]) of the Monarch part alone."""
         o, lse = reference.output(
             self._by_position(query),
             reference.position_major(aL),
@@ -162,6 +137,7 @@ class TorchStages:
     def exact(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_frames: tuple[Frames, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [B, n, b, H, E], lse [B, H, n, b]) of n frames of queries; E(l) as indices of the frames of `key`."""
         B, n, b, H, _ = query.shape
         q, k, v = (to_groups(x.flatten(1, 2)) for x in (query, key, value))
         out, lse = reference.exact_part(q * self.call.scale, k, v, key_frames)

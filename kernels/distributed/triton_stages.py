@@ -1,4 +1,4 @@
-"""The stages of frame-parallel attention (`stages.Stages`) by the kernels, each differentiable on its own.
+"""The stages of frame-parallel attention by the kernels, each differentiable on its own.
 
 Between two stages tensors may travel to other ranks, so that gradients are what the stages hand each other, and not
 the sums that the backward pass of `monarch/fused.py` shares. Shapes as in `frame_parallel.py`.
@@ -209,7 +209,7 @@ class _Exact(torch.autograd.Function):
 
 
 class TritonStages:
-    """The stages by the kernels; arguments already checked, the scale not negative."""
+    """The methods of `TorchStages` by the kernels; arguments already checked, the scale not negative."""
 
     statistics_dtype = torch.float32
 
