@@ -535,8 +535,11 @@ def flash_backward(
     dq = _new_gradient(query, rows.covered) if dq is None else dq
     dk = _new_gradient(key, columns.covered) if dk is None else dk
     dv = _new_gradient(value, columns.covered) if dv is None else dv
-    both_dims = {"HEAD_DIM": D, "BLOCK_D": block_dim(D), "VALUE_DIM": Dv, "BLOCK_DV": block_dim(Dv)}
-    precision = dot_precision(query.dtype)
+    strides = [stride for x in (query, key, value, grad_out) for stride in x.stride()[:3]]
+    constants = {
+        "HEAD_DIM": D, "BLOCK_D": block_dim(D), "VALUE_DIM": Dv, "BLOCK_DV": block_dim(Dv),
+        "ENTROPY_GRAD": grad_entropy is not None, "PRECISION": dot_precision(query.dtype),
+    }  # fmt: skip
     parts = None
     if rows.merges is not None:
         parts = query.new_empty(B * H, rows.slots, BLOCK_M, D, dtype=torch.float32)
@@ -551,54 +554,17 @@ def flash_backward(
             )  # fmt: skip
         elif num_items > 0:
             _backward_q_kernel[(num_items * B * H,)](
-                query,
-                key,
-                value,
-                grad_out,
-                lse,
-                delta,
-                grad_entropy,
-                dq,
-                parts,
-                rows.items,
-                rows.ranges,
-                *query.stride()[:3],
-                *key.stride()[:3],
-                *value.stride()[:3],
-                *grad_out.stride()[:3],
-                *dq.stride()[:3],
-                num_items,
-                rows.slots,
-                H,
-                Sq,
-                scale,
-                log2_scale_of(scale),
-                ENTROPY_GRAD=grad_entropy is not None,
-                HAS_PARTS=rows.merges is not None,
-                ACCUMULATE=add_to_q,
-                PRECISION=precision,
-                **both_dims,
-                **row_options,
-            )
+                query, key, value, grad_out, lse, delta, grad_entropy, dq, parts, rows.items, rows.ranges, *strides,
+                *dq.stride()[:3], num_items, rows.slots, H, Sq, scale, log2_scale_of(scale),
+                HAS_PARTS=rows.merges is not None, ACCUMULATE=add_to_q, **constants, **row_options,
+            )  # fmt: skip
         if rows.merges is not None:
             num_blocks = rows.merges.shape[0] * (BLOCK_M // COMBINE_ROWS)
+            # The kernel for Hopper has the scale in already.
             _sum_parts_kernel[(num_blocks * B * H,)](
-                dq,
-                parts,
-                rows.merges,
-                *dq.stride()[:3],
-                num_blocks,
-                rows.slots,
-                H,
-                # The kernel for Hopper has it in already.
-                1.0 if on_hopper else scale,
-                HEAD_DIM=D,
-                BLOCK_D=block_dim(D),
-                BLOCK_M=BLOCK_M,
-                ROWS=COMBINE_ROWS,
-                ACCUMULATE=add_to_q,
-                num_warps=4,
-            )
+                dq, parts, rows.merges, *dq.stride()[:3], num_blocks, rows.slots, H, 1.0 if on_hopper else scale,
+                HEAD_DIM=D, BLOCK_D=block_dim(D), BLOCK_M=BLOCK_M, ROWS=COMBINE_ROWS, ACCUMULATE=add_to_q, num_warps=4,
+            )  # fmt: skip
         num_items = columns.items.shape[0]
         if num_items > 0 and on_hopper:
             hopper_kernels.launch_keys(
@@ -607,35 +573,10 @@ def flash_backward(
             )  # fmt: skip
         elif num_items > 0:
             _backward_kv_kernel[(num_items * B * H,)](
-                query,
-                key,
-                value,
-                grad_out,
-                lse,
-                delta,
-                grad_entropy,
-                dk,
-                dv,
-                columns.items,
-                columns.ranges,
-                *query.stride()[:3],
-                *key.stride()[:3],
-                *value.stride()[:3],
-                *grad_out.stride()[:3],
-                *dk.stride()[:3],
-                *dv.stride()[:3],
-                num_items,
-                H,
-                Sq,
-                scale,
-                log2_scale_of(scale),
-                ENTROPY_GRAD=grad_entropy is not None,
-                ACCUMULATE_K=add_to_k,
-                ACCUMULATE_V=add_to_v,
-                PRECISION=precision,
-                **both_dims,
-                **column_options,
-            )
+                query, key, value, grad_out, lse, delta, grad_entropy, dk, dv, columns.items, columns.ranges, *strides,
+                *dk.stride()[:3], *dv.stride()[:3], num_items, H, Sq, scale, log2_scale_of(scale),
+                ACCUMULATE_K=add_to_k, ACCUMULATE_V=add_to_v, **constants, **column_options,
+            )  # fmt: skip
     return dq, dk, dv
 
 

@@ -356,45 +356,15 @@ def flash_forward(
     with torch.cuda.device_of(query):
         if on_hopper and num_items > 0:
             hopper_kernels.flash(
-                query,
-                key,
-                value,
-                cast("Schedule", work),
-                scale=scale,
-                out=out,
-                lse=lse,
-                entropy=row_entropy,
-                parts=parts,
-                options=options,
-            )
+                query, key, value, cast("Schedule", work), scale=scale, out=out, lse=lse, entropy=row_entropy,
+                parts=parts, options=options,
+            )  # fmt: skip
         elif num_items > 0:
             _forward_kernel[(num_items * B * H,)](
-                query,
-                key,
-                value,
-                out,
-                lse,
-                row_entropy,
-                *parts,
-                work.items,
-                work.ranges,
-                *query.stride()[:3],
-                *key.stride()[:3],
-                *value.stride()[:3],
-                *out_strides,
-                num_items,
-                work.slots,
-                H,
-                Sq,
-                log2_scale_of(scale),
-                HEAD_DIM=D,
-                VALUE_DIM=Dv,
-                BLOCK_D=block_dim(D),
-                BLOCK_DV=block_dim(Dv),
-                ENTROPY=entropy,
-                HAS_PARTS=work.merges is not None,
-                PRECISION=dot_precision(query.dtype),
-                **options,
-            )
+                query, key, value, out, lse, row_entropy, *parts, work.items, work.ranges, *query.stride()[:3],
+                *key.stride()[:3], *value.stride()[:3], *out_strides, num_items, work.slots, H, Sq,
+                log2_scale_of(scale), HEAD_DIM=D, VALUE_DIM=Dv, BLOCK_D=block_dim(D), BLOCK_DV=block_dim(Dv),
+                ENTROPY=entropy, HAS_PARTS=work.merges is not None, PRECISION=dot_precision(query.dtype), **options,
+            )  # fmt: skip
         combine_parts(parts, work.merges, BLOCK_M, tables, out, lse, row_entropy)
     return out, lse, row_entropy
