@@ -29,7 +29,7 @@ from vmonarch.context_parallel import (
     context_parallel_config,
     split_tokens,
 )
-from vmonarch.dense import Dense, DenseSet
+from vmonarch.dense import DenseSet
 from vmonarch.forward_context import ForwardCall, ForwardContext, infer_grid
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
@@ -78,13 +78,11 @@ class VideoAttentionProcessor:
     def __init__(
         self, *, dense_steps: object = 0, dense_layers: object = 0, refresh: object = None, grid: object = None
     ) -> None:
-        self.dense_steps: Dense = DenseSet("dense_steps", dense_steps).dense
-        self.dense_layers: Dense = DenseSet("dense_layers", dense_layers).dense
+        steps, layers = DenseSet("dense_steps", dense_steps), DenseSet("dense_layers", dense_layers)
+        self.dense_steps, self.dense_layers = steps.dense, layers.dense
         self.refresh = Refresh.parse(refresh)
         self.grid = None if grid is None else LatentGrid.parse(grid)
-        self._dense = next(
-            (name for name in ("dense_steps", "dense_layers") if DenseSet(name, getattr(self, name)).some), None
-        )
+        self._dense = next((dense.argument for dense in (steps, layers) if dense.some), None)
         self._needs_apply = self._dense if self.refresh is None else "refresh"
         self._bias: BiasOption | None = None
         # By which torch.compile finds the layer when it runs; None where it is to look inside.
