@@ -59,16 +59,9 @@ def _(x: torch.Tensor, weight: Any, cosines: Any, sines: Any, heads: int, eps: f
     schema="(Tensor grad, Tensor x, Tensor weight, Tensor cosines, Tensor sines, float eps, bool with_weight)"
     " -> (Tensor, Tensor)",
 )
-def norm_rotary_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    cosines: torch.Tensor,
-    sines: torch.Tensor,
-    eps: float,
-    with_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_rotary_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx [B, S, C], dw [C], or an empty dw without `with_weight`), in the dtypes of x and weight."""
+    grad, x, weight, cosines, sines, eps, with_weight = inputs
     B, S, C = x.shape
     grad, x, cosines, sines = _rows(grad.flatten(2)), _rows(x), _rows(cosines), _rows(sines)
     dx = x.new_empty(B, S, C)

@@ -239,16 +239,9 @@ def _launch(
 @torch.library.custom_op(
     "vmonarch::taylor_forward", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-def taylor_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    frame_weights: torch.Tensor | None,
-    s: torch.Tensor | None,
-    z: torch.Tensor | None,
-    *numbers: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def taylor_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out [B, Sq, H, E], weight [B, H, Sq], s [B·H, F, E] and z [B·H, F] after all keys)."""
+    query, key, value, frame_weights, s, z, *numbers = inputs
     B, Sq, H, _ = query.shape
     launch = _launch(query, value, frame_weights, *numbers)
     with torch.cuda.device_of(query):
@@ -273,15 +266,10 @@ def _(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, frame_weights: Any, s: Any, z: Any, *numbers: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     B, Sq, H, _d = query.shape
-    E = value.shape[3]
-    F = _launch(query, value, frame_weights, *numbers).rows
-    wide = query.new_empty(0, dtype=torch.float32)
-    return (
-        query.new_empty(B, Sq, H, E),
-        wide.new_empty(B, H, Sq),
-        wide.new_empty(B * H, F, E),
-        wide.new_empty(B * H, F),
-    )
+    E, F = value.shape[3], _launch(query, value, frame_weights, *numbers).rows
+    shapes = (B, H, Sq), (B * H, F, E), (B * H, F)
+    weight, s, z = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return query.new_empty(B, Sq, H, E), weight, s, z
 
 
 @torch.library.custom_op(
@@ -290,18 +278,9 @@ def _(
     schema="(Tensor grad_out, Tensor? grad_weight, Tensor query, Tensor key, Tensor value, Tensor? frame_weights,"
     " Tensor out, Tensor weight, float scale, bool causal, bool taylor) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def taylor_backward(
-    grad_out: torch.Tensor,
-    grad_weight: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    frame_weights: torch.Tensor | None,
-    out: torch.Tensor,
-    weight: torch.Tensor,
-    *numbers: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def taylor_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, gradient of the frames' weights), each like its input; the last one is empty without them."""
+    grad_out, grad_weight, query, key, value, frame_weights, out, weight, *numbers = inputs
     launch = _launch(query, value, frame_weights, *numbers)
     d_frames = query.new_empty(0)
     with torch.cuda.device_of(query):

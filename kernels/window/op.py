@@ -79,18 +79,9 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
     schema="(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,"
     " int[] numbers, float scale) -> (Tensor, Tensor, Tensor)",
 )
-def window_backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    numbers: list[int],
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def window_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
+    grad_out, grad_lse, query, key, value, out, lse, numbers, scale = inputs
     B, Sq, H, _ = query.shape
     n = Neighbourhood(*numbers)
     # Gradients of sums and of slices come expanded or strided.
