@@ -97,7 +97,7 @@ def save_adapter(
         layers, settings = _lora_of(name, transformer)
         tensors |= {f"{name}.{key}": _to_save(f"{name}.{key}", x, dtype) for key, x in (learnt | layers).items()}
         lora_settings |= {f"{name}.{key}": value for key, value in settings.items()}
-        facts[name] = _facts_of(transformer)
+        facts[name] = _facts(type(transformer).__name__, transformer.config)
         applied[name] = transformer.config[CONFIG_ENTRY]  # type: ignore[assignment,index]
     first, *others = applied.values()
     if any(other != first for other in others):
@@ -211,7 +211,7 @@ def _read_folder(path: Path, names: list[str]) -> _Adapter:
         if CONFIG_ENTRY not in config:
             raise ValueError(f"{folder} was saved without a processor that learns: its config has no {CONFIG_ENTRY}")
         entries.append(config[CONFIG_ENTRY])
-        facts[name] = {"class": config["_class_name"], **{key: config[key] for key in _FACTS if key in config}}
+        facts[name] = _facts(config["_class_name"], config)
         weights = _read_weights(folder)
         if any(".lora_" in key for key in weights):
             raise ValueError(f"{folder} was saved with LoRA layers, which no model loads; use vmonarch.save_adapter")
@@ -278,11 +278,9 @@ def _to_save(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torc
     return saved
 
 
-def _facts_of(transformer: Any) -> dict[str, Any]:
-    config = transformer.config
-    facts = {key: config[key] for key in _FACTS if key in config}
-    # As JSON has them.
-    return {"class": type(transformer).__name__, **json.loads(json.dumps(facts))}
+def _facts(kind: str, config: Any) -> dict[str, Any]:
+    """What must be the same in the transformer that an adapter is loaded to, as JSON has it."""
+    return {"class": kind, **json.loads(json.dumps({key: config[key] for key in _FACTS if key in config}))}
 
 
 def _check_models(adapter: _Adapter, transformers: Mapping[str, torch.nn.Module]) -> None:
@@ -291,7 +289,7 @@ def _check_models(adapter: _Adapter, transformers: Mapping[str, torch.nn.Module]
             f"{adapter.source} is for {' and '.join(adapter.transformers)}, but there is {' and '.join(transformers)}"
         )
     for name, transformer in transformers.items():
-        saved, here = adapter.transformers[name], _facts_of(transformer)
+        saved, here = adapter.transformers[name], _facts(type(transformer).__name__, transformer.config)
         different = [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
         if different:
             facts = ", ".join(f"{key} {saved.get(key)} (here {here.get(key)})" for key in different)
