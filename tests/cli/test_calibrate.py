@@ -1,10 +1,10 @@
 """`vmonarch calibrate`: from prompts to a diagnosis, a plan that runs, and a report; and what it refuses."""
 
-import html.parser
 import json
 from pathlib import Path
 
 import pytest
+from html_page import check_whole
 
 from vmonarch import AttentionPlan
 from vmonarch.configs import InputError, read_yaml
@@ -12,30 +12,6 @@ from vmonarch.eval.calibrate.run import CANDIDATES, CalibrateConfig
 from vmonarch.pipelines.config import build_config
 
 PROMPT = "a <b>red</b> circle & more"
-
-
-class Page(html.parser.HTMLParser):
-    """Tags and text of a page; everything that was opened is closed."""
-
-    VOID = ("meta", "img", "br", "rect", "line")
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.text = [], [], []
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
 
 
 def test_a_model_is_diagnosed_planned_and_reported(cli):
@@ -53,11 +29,14 @@ def test_a_model_is_diagnosed_planned_and_reported(cli):
     assert diagnosis["about"]["config"]["prompts"] == [PROMPT]
     plan = AttentionPlan.parse(folder / "plan.json")
     assert plan.about["measure"] == "kl" and plan.about["predicted"]["flops_of_vmonarch"] <= 1.2 + 1e-6
-    page = Page((folder / "report.html").read_text())
-    # Maps of full attention and of two candidates; no link leads out of the page.
-    pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
-    assert len(pictures) == 3 and all(source.startswith("data:image/png;base64,") for source in pictures)
-    assert not [tag for tag, _ in page.tags if tag in ("script", "link", "b")] and PROMPT in "".join(page.text)
+    page = check_whole((folder / "report.html").read_text())
+    # Maps of full attention and of two candidates.
+    pictures = page.of("img")
+    assert len(pictures) == 3 and all(picture["src"].startswith("data:image/png;base64,") for picture in pictures)
+    assert not page.of("b") and PROMPT in "".join(text for _, text in page.texts)
+    # The plan, three maps of full attention, three measures of two candidates: 2 layers of 2 heads each.
+    titles = [text for tag, text in page.texts if tag == "title" and text.startswith("layer 1, head 1: ")]
+    assert len(titles) == 1 + 3 + 3 * 2
     code, out, _ = cli("compare", "a red circle", "--methods", "full", f"vmonarch:plan={folder / 'plan.json'}")
     assert code == 0
 

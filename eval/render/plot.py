@@ -1,0 +1,154 @@
+"""Figures of reports and documents, through matplotlib's object interface: the same numbers give the same bytes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike
+from PIL import Image
+
+from vmonarch.files import AtomicFiles
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; what has one carries a number or marker too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#999999")
+# CSS pixels of an inch, and points of text in reports.
+_INCH, _TEXT = 96, 8
+# Of a cell of a heat map, and what its axes and colour bar take, in CSS pixels.
+_CELL, _LEFT, _RIGHT, _BOTTOM = 14, 40, 76, 36
+
+
+def colour(number: int) -> str:
+    """Of what has this number, from 1."""
+    return COLOURS[(number - 1) % len(COLOURS)]
+
+
+def tidy(axes: Axes, grid: str = "both") -> None:
+    """Pale grid lines along `grid` ("x", "y" or "both") behind everything, and no frame above and to the right."""
+    axes.grid(axis=grid, color="#e4e4e4", lw=0.6)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def write_pngs(figures: Mapping[Path, Figure], dpi: int = 110) -> None:
+    """Write all of the pictures or none; without a date or version in them."""
+    with AtomicFiles(overwrite=True) as files:
+        for path, figure in figures.items():
+            figure.savefig(files.stage(path), dpi=dpi, metadata={"Software": None})
+
+
+def svg(figure: Figure, label: str, titles: Mapping[Artist, str] | None = None) -> Markup:
+    """A figure as an element of a page.
+
+    Args:
+        label: what it shows, for readers who cannot see it; every figure of a page has its own.
+        titles: of parts of it, for a pointer that rests on them.
+    """
+    shown: dict[str, Markup] = {}
+    for artist, title in (titles or {}).items():
+        artist.set_gid(f"titled-{len(shown)}")
+        shown[f"titled-{len(shown)}"] = Markup("<title>{}</title>").format(title)
+    text = io.StringIO()
+    # Names of parts are hashes of them and of the label.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "font.sans-serif": ["DejaVu Sans"]}):
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    # Without the head of a file, and without names of groups, which several figures share.
+    element = text.getvalue().partition("<svg ")[2]
+    element = re.sub(r'<g id="([^"]*)">', lambda group: f"<g>{shown.get(group[1], '')}", element)
+    return Markup('<svg role="img" aria-label="{}" ').format(label) + Markup(element)
+
+
+def _panel(width: int, height: int, grid: str) -> tuple[Figure, Axes]:
+    """A figure of so many CSS pixels with one panel."""
+    figure = Figure(figsize=(width / _INCH, height / _INCH), layout="constrained")
+    axes = figure.subplots()
+    axes.tick_params(labelsize=_TEXT, color="#999999")
+    tidy(axes, grid)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    return figure, axes
+
+
+def numbered_points(points: Sequence[tuple[int, float, float, float, float, str]], title: str, across: str) -> Markup:
+    """Points (number, x, y, low and high end of its interval, what it is), each with its number in it."""
+    figure, axes = _panel(396, 280, "y")
+    titles: dict[Artist, str] = {}
+    for number, x, y, low, high, about in points:
+        axes.errorbar(x, y, [[max(y - low, 0)], [max(high - y, 0)]], color=colour(number), elinewidth=0.8)
+        (dot,) = axes.plot(x, y, "o", ms=12, color=colour(number), mew=0, zorder=3)
+        axes.text(x, y, str(number), color="white", fontsize=_TEXT, ha="center", va="center_baseline", zorder=4)
+        titles[dot] = about
+    axes.margins(x=0.08, y=0.12)
+    axes.set_xlim(left=0)
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel(across, fontsize=_TEXT, loc="right")
+    return svg(figure, f"{title}: {across}", titles)
+
+
+def numbered_lines(lines: Mapping[str, Sequence[float]], places: Sequence[int], title: str, across: str) -> Markup:
+    """Lines over `places`, from 0 up; where there are several, each has its number, from 1, at its points."""
+    figure, axes = _panel(440, 300, "y")
+    titles: dict[Artist, str] = {}
+    for number, (name, values) in enumerate(lines.items(), start=1):
+        dashes = "-" if number <= len(COLOURS) else "--"
+        (line,) = axes.plot(places, values, dashes, color=colour(number), lw=1)
+        titles[line] = name
+        if len(lines) > 1:
+            axes.plot(places, values, "o", ms=8, color="white", mew=0)
+            axes.plot(places, values, marker=f"${number}$", ms=5, ls="none", color=colour(number), mew=0.2)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel(across, fontsize=_TEXT)
+    return svg(figure, title, titles)
+
+
+def heat_map(values: ArrayLike, label: str, top: float) -> Markup:
+    """Values [layers, heads] as cells, a row for each layer, from white (0) to dark (`top`), with a bar of colours."""
+    cells = np.asarray(values)
+    layers, heads = cells.shape
+    width, height = _LEFT + heads * _CELL + _RIGHT, layers * _CELL + _BOTTOM + 8
+    figure = Figure(figsize=(width / _INCH, height / _INCH))
+    place = _LEFT / width, _BOTTOM / height, heads * _CELL / width, layers * _CELL / height
+    axes = figure.add_axes(place)
+    mesh = ScalarMappable(Normalize(0, top), "OrRd")
+    titles: dict[Artist, str] = {}
+    for (layer, head), value in np.ndenumerate(cells):
+        cell = axes.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, color=mesh.to_rgba(value), lw=0))
+        titles[cell] = f"layer {layer}, head {head}: {value:.4g}"
+    axes.set(xlim=(-0.5, heads - 0.5), ylim=(layers - 0.5, -0.5))
+    axes.set_xlabel("head", fontsize=_TEXT)
+    axes.set_ylabel("layer", fontsize=_TEXT)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=True))
+    bar_axes = figure.add_axes((place[0] + place[2] + 8 / width, place[1], 8 / width, place[3]))
+    figure.colorbar(mesh, cax=bar_axes)
+    for panel in (axes, bar_axes):
+        panel.tick_params(labelsize=_TEXT, length=2, color="#999999")
+    return svg(figure, label, titles)
+
+
+def shades(values: ArrayLike, low: float, high: float) -> str:
+    """A picture [rows, columns] from white (`low` and less) to black (`high` and more), as a data URI."""
+    share = (np.asarray(values) - low) / max(high - low, 1e-6)
+    levels = (255 * (1 - share.clip(0, 1))).round().astype(np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(levels).save(data, "PNG", optimize=True)
+    return data_uri("image/png", data.getvalue())
+
+
+def data_uri(kind: str, data: bytes) -> str:
+    """A file of a media type as an address, so that the page holds it."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
