@@ -6,16 +6,17 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from vmonarch.configs import InputError, read_document
+from vmonarch.eval.render.plot import tidy, write_pngs
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.studies.collect import FORMAT
 from vmonarch.eval.summary import MEASURES, sampled, shown_number
-from vmonarch.files import AtomicFiles
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("embedded", "proxy")
@@ -149,9 +150,6 @@ def points(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def draw(collections: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """PSNR and row-KL over attention FLOPs, a row for each model; the same JSON gives the same bytes."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter
-
     figure = Figure(figsize=(11, 4.4 * len(collections)), layout="constrained")
     grid = figure.subplots(len(collections), 2, squeeze=False)
     handles: dict[str, Any] = {}
@@ -177,8 +175,7 @@ def draw(collections: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     for panel, entries in panels:
         _name(panel, entries)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with AtomicFiles(overwrite=True) as files:
-        figure.savefig(files.stage(path), dpi=110, metadata={"Software": None})
+    write_pngs({path: figure})
 
 
 def _panel(axes: Axes, values: Sequence[tuple[dict[str, Any], float, Any]], handles: dict[str, Any]) -> None:
@@ -200,9 +197,7 @@ def _panel(axes: Axes, values: Sequence[tuple[dict[str, Any], float, Any]], hand
         )
         handles.setdefault(point["family"], made)
     axes.set_xlabel("attention FLOPs, % of full attention")
-    axes.grid(color="#e4e4e4", lw=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
 
 
 def _name(axes: Axes, values: Sequence[tuple[dict[str, Any], float, Any]]) -> None:

@@ -11,7 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vmonarch.files import AtomicFiles
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from vmonarch.eval.render.plot import write_pngs
 
 ROOT = Path(__file__).resolve().parents[2]
 # Heading, colour, and the boxes from left to right: what happens, and the file in which.
@@ -59,9 +62,6 @@ def draw(path: Path) -> None:
     Raises:
         FileNotFoundError: a box names a file that does not exist.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import FancyBboxPatch
-
     columns = max(len(boxes) for _, _, boxes in WAYS)
     figure = Figure(figsize=(12, 4.2))
     axes = figure.add_axes((0, 0, 1, 1))
@@ -89,9 +89,7 @@ def draw(path: Path) -> None:
                     arrowprops={"arrowstyle": "-" if label else "->", "color": "#333333"},
                 )
                 axes.text(x - _GAP / 2, y + _HEIGHT / 2 + 0.12, label, ha="center", fontsize=9)
-    with AtomicFiles(overwrite=True) as files:
-        # Without a date or version, the same picture has the same bytes.
-        figure.savefig(files.stage(path), dpi=110, metadata={"Software": None})
+    write_pngs({path: figure})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from vmonarch.eval.bench.kernels import FORMAT
 from vmonarch.eval.bench.tables import digits, good_rows
+from vmonarch.eval.render.plot import tidy, write_pngs
 from vmonarch.eval.render.table import markdown
-from vmonarch.files import AtomicFiles
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = {
@@ -93,6 +94,13 @@ def _head_dims(results: dict[str, Any]) -> list[int]:
     return sorted({case["head_dim"] for case in results["cases"]}, reverse=True)
 
 
+def _series_of_cases(results: dict[str, Any]) -> Iterator[tuple[int, str, list[dict[str, Any]]]]:
+    """Head dimension, pass and their cases."""
+    for head_dim in _head_dims(results):
+        for kind in PASSES:
+            yield head_dim, kind, _cases(results, head_dim, kind)
+
+
 def _methods(cases: Sequence[dict[str, Any]]) -> list[str]:
     """Methods with a good result in any case, in the order of LABELS."""
     found = {method for case in cases for method in good_rows(case)}
@@ -102,49 +110,38 @@ def _methods(cases: Sequence[dict[str, Any]]) -> list[str]:
 def kernels_table(results: dict[str, Any]) -> str:
     """Times and ratios over cuDNN by shape and method, memory, the stages of VMonarch, and how it was measured."""
     parts = []
-    for head_dim in _head_dims(results):
-        for kind in PASSES:
-            cases = _cases(results, head_dim, kind)
-            methods = _methods(cases)
-            if not methods:
-                continue
-            rows = []
-            for case in cases:
-                good = good_rows(case)
-                status = {row["method"]: row["status"] for row in case["rows"]}
-                cells = []
-                for method in methods:
-                    if method not in good:
-                        cells.append("–" if method not in status else status[method])
-                        continue
-                    row = good[method]
-                    ratio = row["over_cudnn"]
-                    shown = "" if ratio is None or method == "cudnn" else f" ({digits(ratio)}×)"
-                    cells.append(digits(row["ms"]["median"]) + shown)
-                rows.append([shape_label(case), f"{case['tokens']:,}", *cells])
-            heading = ["frames × height × width", "tokens", *map(_label, methods)]
+    for head_dim, kind, cases in _series_of_cases(results):
+        methods = _methods(cases)
+        rows = [
+            [shape_label(case), f"{case['tokens']:,}", *(_time_cell(case, method) for method in methods)]
+            for case in cases
+        ]
+        heading = ["frames × height × width", "tokens", *map(_label, methods)]
+        if methods:
             parts.append(f"d = {head_dim}, {kind}; milliseconds (times as fast as cuDNN):\n\n{markdown(heading, rows)}")
     tables = (_plain_torch_table, _efficiency_table, _memory_table, _stage_table)
     parts += [text for text in (table(results) for table in tables) if text]
     return "\n".join([*parts, _about(results)])
 
 
+def _time_cell(case: dict[str, Any], method: str) -> str:
+    """Milliseconds and the ratio over cuDNN, or why there are none."""
+    row = good_rows(case).get(method)
+    if row is None:
+        return next((row["status"] for row in case["rows"] if row["method"] == method), "–")
+    ratio = "" if row["over_cudnn"] is None or method == "cudnn" else f" ({digits(row['over_cudnn'])}×)"
+    return digits(row["ms"]["median"]) + ratio
+
+
 def _efficiency_table(results: dict[str, Any]) -> str:
     """TFLOP/s and distance to the floor of VMonarch, and the error that was found."""
     rows = []
-    for head_dim in _head_dims(results):
-        for kind in PASSES:
-            for case in _cases(results, head_dim, kind):
-                row = good_rows(case).get("vmonarch")
-                if row is None:
-                    continue
+    for head_dim, kind, cases in _series_of_cases(results):
+        for case in cases:
+            row = good_rows(case).get("vmonarch")
+            if row is not None:
                 error = max(error["relative"] for error in row["check"]["errors"].values())
-                numbers = [
-                    f"{row['tflops']:.0f}",
-                    digits(row["floor_ms"]),
-                    f"{row['over_floor']:.2f}×",
-                    f"{error:.1e}",
-                ]
+                numbers = f"{row['tflops']:.0f}", digits(row["floor_ms"]), f"{row['over_floor']:.2f}×", f"{error:.1e}"
                 rows.append([shape_label(case), str(head_dim), kind, *numbers])
     heading = ["VMonarch", "d", "pass", "TFLOP/s", "floor ms", "time / floor", "largest relative error"]
     return markdown(heading, rows) if rows else ""
@@ -249,19 +246,16 @@ def _style(method: str) -> dict[str, Any]:
     return {"color": colour, "marker": marker}
 
 
-def _token_axis(axes: Axes, cases: Sequence[dict[str, Any]]) -> None:
+def _token_axis(axes: Axes, series: Sequence[dict[str, Any]]) -> None:
     """Logarithmic, with ticks where there are points, and the frames under each."""
-    from matplotlib.ticker import NullLocator
-
     axes.set_xscale("log")
-    ticks = sorted({(case["tokens"], case["grid"][0]) for case in cases})
+    ticks = sorted({(case["tokens"], case["grid"][0]) for case in series})
     axes.set_xticks([tokens for tokens, _ in ticks], [f"{tokens / 1000:.0f}k\n{frames}" for tokens, frames in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("tokens, latent frames" + (f" of {series[0]['grid'][1]}×{series[0]['grid'][2]}" if series else ""))
 
 
 def _ratio_axis(axes: Axes, values: Sequence[float]) -> None:
-    from matplotlib.ticker import NullLocator
-
     axes.set_yscale("log")
     low, high = min([*values, 1.0]) * 0.85, max([*values, 1.0]) * 1.5
     ticks = [tick for tick in (0.1, 0.25, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 100) if low <= tick <= high]
@@ -270,9 +264,34 @@ def _ratio_axis(axes: Axes, values: Sequence[float]) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _write_above(axes: Axes, place: tuple[float, float], ratio: float) -> None:
+def _bars(
+    axes: Axes,
+    cases: Sequence[dict[str, Any]],
+    methods: Sequence[str],
+    number: str,
+    handles: dict[str, Any],
+    *,
+    scale: float = 1.0,
+    unit: str = "",
+) -> list[tuple[float, float]]:
+    """A group of bars for each case, of a number of its good rows; returns the place and height of each bar."""
+    width = 0.84 / max(1, len(methods))
+    tops = []
+    for place, case in enumerate(cases):
+        for i, method in enumerate(methods):
+            height = good_rows(case).get(method, {}).get(number)
+            if height is not None:
+                tops.append((place + (i - (len(methods) - 1) / 2) * width, height / scale))
+                bar = axes.bar(*tops[-1], width * 0.92, color=_style(method)["color"])
+                handles.setdefault(_label(method), bar)
+    axes.set_xticks(range(len(cases)), [f"{shape_label(case)}\n{case['tokens'] / 1000:.0f}k{unit}" for case in cases])
+    axes.tick_params(axis="x", length=0, labelsize=8)
+    return tops
+
+
+def _write_above(axes: Axes, top: tuple[float, float]) -> None:
     """A ratio above its bar, at a distance that does not depend on the scale."""
-    axes.annotate(f"{ratio:.3g}×", place, (0, 3), textcoords="offset points", ha="center", rotation=90, fontsize=7)
+    axes.annotate(f"{top[1]:.3g}×", top, (0, 3), textcoords="offset points", ha="center", rotation=90, fontsize=7)
 
 
 def _write_at_top(axes: Axes, at: float, ratio: float) -> None:
@@ -300,7 +319,14 @@ def _series(results: dict[str, Any], head_dim: int, kind: str) -> tuple[list[dic
     return series, [case for case in cases if case not in series]
 
 
-def _finish(figure: Figure, title: str, results: dict[str, Any]) -> None:
+def _finish(
+    figure: Figure, title: str, results: dict[str, Any], handles: dict[str, Any], columns: int = 4, size: int = 9
+) -> None:
+    """Title, what it was measured on, and a legend below."""
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=min(columns, len(handles)), frameon=False,
+        fontsize=size,
+    )  # fmt: skip
     figure.suptitle(title, fontsize=13, x=0.01, ha="left", fontweight="bold")
     versions = results["versions"]
     source = (
@@ -310,21 +336,8 @@ def _finish(figure: Figure, title: str, results: dict[str, Any]) -> None:
     figure.text(0.995, 0.993, source, fontsize=8, color="#666666", ha="right", va="top")
 
 
-def _legend_below(figure: Figure, handles: dict[str, Any]) -> None:
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=min(4, len(handles)),
-        frameon=False,
-        fontsize=9,
-    )
-
-
 def speedup_figure(results: dict[str, Any], head_dim: int) -> Figure:
     """Speed-up over cuDNN against tokens (lines, one frame size) and at other grids (bars), a row per pass."""
-    from matplotlib.figure import Figure
-
     kinds = [kind for kind in PASSES if _cases(results, head_dim, kind)]
     figure = Figure(figsize=(11, 3.9 * len(kinds) + 0.9), layout="constrained")
     panels = figure.subplots(len(kinds), 2, squeeze=False, width_ratios=(1.25, 1))
@@ -346,47 +359,24 @@ def speedup_figure(results: dict[str, Any], head_dim: int) -> Figure:
                 for at, ratio in points:
                     _write_at_top(left, at, ratio)
         _token_axis(left, series)
-        left.set_xlabel(
-            "tokens, latent frames" + (f" of {series[0]['grid'][1]}×{series[0]['grid'][2]}" if series else "")
-        )
         present = [case for case in others if any(row.get("over_cudnn") for row in good_rows(case).values())]
-        width = 0.84 / max(1, len(methods))
-        for place, case in enumerate(present):
-            good = good_rows(case)
-            for i, method in enumerate(methods):
-                ratio = good.get(method, {}).get("over_cudnn")
-                if ratio is None:
-                    continue
-                values.append(ratio)
-                colour = _style(method)["color"]
-                at = place + (i - (len(methods) - 1) / 2) * width
-                bar = right.bar(at, ratio, width * 0.92, color=colour)
-                _write_above(right, (at, ratio), ratio)
-                handles.setdefault(_label(method), bar)
-        right.set_xticks(
-            range(len(present)), [f"{shape_label(case)}\n{case['tokens'] / 1000:.0f}k" for case in present]
-        )
-        right.tick_params(axis="x", length=0, labelsize=8)
+        for top in _bars(right, present, methods, "over_cudnn", handles):
+            values.append(top[1])
+            _write_above(right, top)
         for axes in (left, right):
             _ratio_axis(axes, [*values, max(values, default=1) * 1.15])
             axes.axhline(1, color="#555555", lw=1, ls="--")
-            axes.grid(axis="y", color="#e4e4e4", lw=0.6)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
+            tidy(axes, "y")
         left.set_ylabel("speed-up over cuDNN")
         left.set_title(kind, loc="left", fontsize=11)
         if not present:
             right.set_visible(False)
-    _legend_below(figure, handles)
-    _finish(figure, f"Speed-up over exact attention (cuDNN), d = {head_dim}", results)
+    _finish(figure, f"Speed-up over exact attention (cuDNN), d = {head_dim}", results, handles)
     return figure
 
 
 def time_figure(results: dict[str, Any], head_dim: int) -> Figure:
     """Milliseconds against tokens, both logarithmic, a panel per pass; other grids as points of their own."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     kinds = [kind for kind in PASSES if _cases(results, head_dim, kind)]
     figure = Figure(figsize=(5.6 * len(kinds), 5.2), layout="constrained")
     handles: dict[str, Any] = {}
@@ -406,35 +396,21 @@ def time_figure(results: dict[str, Any], head_dim: int) -> Figure:
         _token_axis(axes, series)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_title(kind, loc="left", fontsize=11)
-        axes.set_xlabel(
-            "tokens, latent frames" + (f" of {series[0]['grid'][1]}×{series[0]['grid'][2]}" if series else "")
-        )
         axes.set_ylabel("milliseconds")
-        axes.grid(color="#e4e4e4", lw=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    _legend_below(figure, handles)
-    _finish(figure, f"Time of one attention call, d = {head_dim} (hollow: other frame sizes)", results)
+        tidy(axes)
+    _finish(figure, f"Time of one attention call, d = {head_dim} (hollow: other frame sizes)", results, handles)
     return figure
 
 
 def stage_figure(results: dict[str, Any], head_dim: int) -> Figure | None:
     """Stacked bars of the stages' times as shares of the call, VMonarch at every shape; None without stages."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     kinds = []
     for kind in PASSES:
-        found = [
-            (case, good_rows(case)["vmonarch"])
-            for case in _cases(results, head_dim, kind)
-            if "vmonarch" in good_rows(case)
-        ]
-        found = [(case, row) for case, row in found if row.get("stages")]
-        if found:
+        rows = [(case, good_rows(case).get("vmonarch", {})) for case in _cases(results, head_dim, kind)]
+        if found := [(case, row) for case, row in rows if row.get("stages")]:
             kinds.append((kind, found))
     if not kinds:
         return None
@@ -485,67 +461,41 @@ def stage_figure(results: dict[str, Any], head_dim: int) -> Figure | None:
         for name, (colour, hatch, alpha) in used.items()
     }
     handles["between stages"] = Patch(facecolor="#eeeeee")
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=7, frameon=False, fontsize=8)
-    _finish(figure, f"Stages of VMonarch, d = {head_dim}, in milliseconds", results)
+    _finish(figure, f"Stages of VMonarch, d = {head_dim}, in milliseconds", results, handles, columns=7, size=8)
     return figure
 
 
 def memory_figure(results: dict[str, Any], head_dim: int) -> Figure | None:
     """Peak memory beyond the inputs, a group of bars per shape and a panel per pass; None where it was not measured."""
-    from matplotlib.figure import Figure
-
     kinds = []
     for kind in PASSES:
         cases = _cases(results, head_dim, kind)
-        measured = [case for case in cases if any("peak_extra_bytes" in row for row in good_rows(case).values())]
-        if measured:
+        if measured := [c for c in cases if any("peak_extra_bytes" in row for row in good_rows(c).values())]:
             kinds.append((kind, measured))
     if not kinds:
         return None
     figure = Figure(figsize=(11, 3.3 * len(kinds) + 0.9), layout="constrained")
     handles: dict[str, Any] = {}
     for axes, (kind, cases) in zip(figure.subplots(len(kinds), 1, squeeze=False)[:, 0], kinds, strict=True):
-        methods = _methods(cases)
-        width = 0.84 / len(methods)
-        for place, case in enumerate(cases):
-            for i, method in enumerate(methods):
-                size = good_rows(case).get(method, {}).get("peak_extra_bytes")
-                if size is not None:
-                    at = place + (i - (len(methods) - 1) / 2) * width
-                    bar = axes.bar(at, size / 1e9, width * 0.92, color=_style(method)["color"])
-                    handles.setdefault(_label(method), bar)
-        axes.set_xticks(
-            range(len(cases)), [f"{shape_label(case)}\n{case['tokens'] / 1000:.0f}k tokens" for case in cases]
-        )
-        axes.tick_params(axis="x", length=0, labelsize=8)
+        _bars(axes, cases, _methods(cases), "peak_extra_bytes", handles, scale=1e9, unit=" tokens")
         axes.set_ylabel("GB beyond the inputs")
         axes.set_title(kind, loc="left", fontsize=11)
-        axes.grid(axis="y", color="#e4e4e4", lw=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    _legend_below(figure, handles)
-    _finish(figure, f"Peak memory, d = {head_dim}", results)
+        tidy(axes, "y")
+    _finish(figure, f"Peak memory, d = {head_dim}", results, handles)
     return figure
 
 
 def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
     """Write `kernels-{speedup,time,stages,memory}-d{D}.png`, all or none, and return their paths."""
-    figures = {}
-    for head_dim in _head_dims(results):
-        for name, make in (
-            ("speedup", speedup_figure),
-            ("time", time_figure),
-            ("stages", stage_figure),
-            ("memory", memory_figure),
-        ):
-            figure = make(results, head_dim)
-            if figure is not None:
-                figures[folder / f"kernels-{name}-d{head_dim}.png"] = figure
+    kinds = {"speedup": speedup_figure, "time": time_figure, "stages": stage_figure, "memory": memory_figure}
+    figures = {
+        folder / f"kernels-{name}-d{head_dim}.png": figure
+        for head_dim in _head_dims(results)
+        for name, draw in kinds.items()
+        if (figure := draw(results, head_dim)) is not None
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    with AtomicFiles(overwrite=True) as files:
-        for path, figure in figures.items():
-            # No date or version in the file: the same JSON gives the same bytes.
-            figure.savefig(files.stage(path), dpi=130, metadata={"Software": None})
+    write_pngs(figures, dpi=130)
     return list(figures)
 
 

@@ -24,11 +24,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 
 from vmonarch.configs import InputError, suggest
 from vmonarch.eval.bench.machine import versions
+from vmonarch.eval.render.plot import write_pngs
 from vmonarch.eval.render.table import markdown
-from vmonarch.files import AtomicFiles, check_output, write_json
+from vmonarch.files import check_output, write_json
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS
 from vmonarch.kernels.window.api import window_attention
@@ -387,8 +389,6 @@ _STYLES = {
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """State against recall on the long sequences, for as many pairs as were trained on and for most (Based, Fig. 2)."""
-    from matplotlib.figure import Figure
-
     settings = results["settings"]
     long, most = str(settings["test_tokens"]), max(settings["test_pairs"])
     trained = max((n for n in settings["test_pairs"] if n <= max(settings["pairs"])), default=most)
@@ -409,8 +409,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         ax.grid(alpha=0.3)
     figure.axes[0].set_ylabel("queries answered rightly, %")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    with AtomicFiles(overwrite=True) as files:
-        figure.savefig(files.stage(path), dpi=110)
+    write_pngs({path: figure})
 
 
 def _device(name: str) -> torch.device:

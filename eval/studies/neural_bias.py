@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from vmonarch.bias import NeuralFactors, fit_neural_factors
+from vmonarch.eval.render.plot import write_pngs
 from vmonarch.files import AtomicFiles
 from vmonarch.pipelines.environment import device_name, package_versions
 
@@ -101,8 +103,6 @@ def fit(task: Task, steps: int) -> tuple[dict[str, Any], torch.Tensor, torch.Ten
 
 def draw(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], path: Path) -> None:
     """The biases beside what the factors give."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(7.4, 3.5 * len(pairs)), layout="constrained")
     axes = figure.subplots(len(pairs), 2, squeeze=False)
     for row, (name, (wanted, found)) in zip(axes, pairs.items(), strict=True):
@@ -114,8 +114,7 @@ def draw(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], path: Path) -> Non
             ax.set_xlabel("key, sorted by the first coordinate")
             ax.set_ylabel("query")
         figure.colorbar(image, ax=list(row), shrink=0.85)
-    with AtomicFiles(overwrite=True) as files:
-        figure.savefig(files.stage(path), dpi=110)
+    write_pngs({path: figure})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -502,7 +502,6 @@ runpy.run_module("vmonarch.cli", run_name="__main__", alter_sys=True)
 
 
 def test_tables_and_pictures_come_from_the_json(tmp_path):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "kernels-h200.json"
     path.write_text(json.dumps(synthetic()))
     pictures = tmp_path / "pictures"
@@ -549,7 +548,6 @@ def wrong_at(results, shape):
 
 
 def test_wrong_results_are_in_no_picture(tmp_path):
-    pytest.importorskip("matplotlib")
     results = wrong_at(synthetic(), "43x28x52")
     assert 62608 not in kernel_plots.speedup_figure(results, 128).axes[0].lines[1].get_xdata()
     assert 62608 in kernel_plots.speedup_figure(synthetic(), 128).axes[0].lines[1].get_xdata()
