@@ -42,11 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 if VBench cannot do it, 2 if an argument cannot be used."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    commands = {"install": _install, "weights": _weights, "prompts": _prompts, "score": _score}
     # So that what runs in the environment ends with us.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        commands[options.command](options)
+        options.run(options)
     except InputError as error:
         parser.error(str(error))
     except (VBenchError, VideoError, OSError) as error:
@@ -62,32 +61,40 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    dimensions, environment, weights = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    dimensions.add_argument(
+        "--dimensions",
+        nargs="+",
+        default=list(PAPER_DIMENSIONS),
+        metavar="DIMENSION",
+        help=f"of {', '.join(DIMENSIONS)} (default: the five of the VMonarch paper, {', '.join(PAPER_DIMENSIONS)})",
+    )
+    environment.add_argument("--environment", type=Path, metavar="FOLDER", help=f"default: {default_folder()}")
+    weights.add_argument("--weights", type=Path, metavar="FOLDER", help=f"default: {default_weights()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     command = commands.add_parser("install", help="make the environment that VBench runs in (about 6 GB)")
+    command.set_defaults(run=_install)
     command.add_argument("--python", help="interpreter to make it with, 3.10 to 3.12 (default: this one)")
     command.add_argument("--folder", type=Path, help=f"of the environment (default: {default_folder()})")
     command.add_argument(
         "--requirements", type=Path, default=REQUIREMENTS, help="other pinned packages, for another torch, say"
     )
 
-    command = commands.add_parser("weights", help="download the files that dimensions load, where they are missing")
-    _add_dimensions(command)
-    _add_weights(command)
+    told = "download the files that dimensions load, where they are missing"
+    commands.add_parser("weights", help=told, parents=[dimensions, weights]).set_defaults(run=_weights)
 
-    command = commands.add_parser("prompts", help="write what to generate: prompt, index and seed of every video")
-    _add_dimensions(command)
-    _add_environment(command)
+    told = "write what to generate: prompt, index and seed of every video"
+    command = commands.add_parser("prompts", help=told, parents=[dimensions, environment])
+    command.set_defaults(run=_prompts)
     command.add_argument("--prompt-file", type=Path, help="a prompt per line, instead of VBench's")
     command.add_argument("--videos-per-prompt", type=int, default=VIDEOS_PER_PROMPT, metavar="N", help="default 5")
     command.add_argument("--seed", type=int, default=0, help="first seed; every video has its own (default 0)")
     command.add_argument("--output", type=Path, required=True, help="JSON Lines file to write")
 
-    command = commands.add_parser("score", help="score videos")
+    command = commands.add_parser("score", help="score videos", parents=[dimensions, environment, weights])
+    command.set_defaults(run=_score)
     command.add_argument("list", type=Path, help="JSON Lines file, or JSON list, of file, prompt and index")
-    _add_dimensions(command)
-    _add_environment(command)
-    _add_weights(command)
     command.add_argument("--videos", type=Path, metavar="FOLDER", help="of the files (default: that of the list)")
     command.add_argument(
         "--standard",
@@ -110,24 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--output", type=Path, required=True, help="JSON to write")
     return parser
-
-
-def _add_dimensions(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--dimensions",
-        nargs="+",
-        default=list(PAPER_DIMENSIONS),
-        metavar="DIMENSION",
-        help=f"of {', '.join(DIMENSIONS)} (default: the five of the VMonarch paper, {', '.join(PAPER_DIMENSIONS)})",
-    )
-
-
-def _add_environment(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--environment", type=Path, metavar="FOLDER", help=f"default: {default_folder()}")
-
-
-def _add_weights(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--weights", type=Path, metavar="FOLDER", help=f"default: {default_weights()}")
 
 
 def _install(options: argparse.Namespace) -> None:

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 
 from vmonarch.configs import InputError, suggest
 
-_CLIP = "https://openaipublic.azureedge.net/clip/models"
-_DINO = "https://raw.githubusercontent.com/facebookresearch/dino/7c446df5b9f45747937fb0d72314eb9f7b66930a"
-_DINO_FOLDER = "dino_model/facebookresearch_dino_main"
-
 
 @dataclass(frozen=True)
 class WeightFile:
@@ -47,6 +43,16 @@ class Dimension:
     per_video_range: tuple[float, float] = (0.0, 1.0)
 
 
+def _clip(name: str, sha256: str) -> WeightFile:
+    url = f"https://openaipublic.azureedge.net/clip/models/{sha256}/{name}"
+    return WeightFile(f"clip_model/{name}", url, sha256=sha256)
+
+
+def _dino_code(name: str, sha256: str) -> WeightFile:
+    commit = "https://raw.githubusercontent.com/facebookresearch/dino/7c446df5b9f45747937fb0d72314eb9f7b66930a"
+    return WeightFile(f"dino_model/facebookresearch_dino_main/{name}", f"{commit}/{name}", sha256=sha256)
+
+
 PAPER_DIMENSIONS = (
     "aesthetic_quality",
     "background_consistency",
@@ -58,11 +64,7 @@ PAPER_DIMENSIONS = (
 DIMENSIONS = {
     "aesthetic_quality": Dimension(
         weights=(
-            WeightFile(
-                "clip_model/ViT-L-14.pt",
-                f"{_CLIP}/b8cca3fd41ae0c99ba7e8951adf17d267cdb84cd88be6f7c2e0eca1737a03836/ViT-L-14.pt",
-                sha256="b8cca3fd41ae0c99ba7e8951adf17d267cdb84cd88be6f7c2e0eca1737a03836",
-            ),
+            _clip("ViT-L-14.pt", "b8cca3fd41ae0c99ba7e8951adf17d267cdb84cd88be6f7c2e0eca1737a03836"),
             WeightFile(
                 "aesthetic_model/emb_reader/sa_0_4_vit_l_14_linear.pth",
                 "https://github.com/LAION-AI/aesthetic-predictor/blob/main/sa_0_4_vit_l_14_linear.pth?raw=true",
@@ -70,13 +72,7 @@ DIMENSIONS = {
         )
     ),
     "background_consistency": Dimension(
-        weights=(
-            WeightFile(
-                "clip_model/ViT-B-32.pt",
-                f"{_CLIP}/40d365715913c9da98579312b702a82c18be219cc2a73407c4526f58eba950af/ViT-B-32.pt",
-                sha256="40d365715913c9da98579312b702a82c18be219cc2a73407c4526f58eba950af",
-            ),
-        ),
+        weights=(_clip("ViT-B-32.pt", "40d365715913c9da98579312b702a82c18be219cc2a73407c4526f58eba950af"),),
         frames=2,
     ),
     "dynamic_degree": Dimension(
@@ -106,21 +102,9 @@ DIMENSIONS = {
                 "dino_model/dino_vitbase16_pretrain.pth",
                 "https://dl.fbaipublicfiles.com/dino/dino_vitbase16_pretrain/dino_vitbase16_pretrain.pth",
             ),
-            WeightFile(
-                f"{_DINO_FOLDER}/hubconf.py",
-                f"{_DINO}/hubconf.py",
-                sha256="fa80babf82c71d2123e23b05061eb1991a1fbc9877238f250b2a25023e910f72",
-            ),
-            WeightFile(
-                f"{_DINO_FOLDER}/vision_transformer.py",
-                f"{_DINO}/vision_transformer.py",
-                sha256="b1f998d5f49ab43666b9fc6d007c5f6540c3ead2e8645e144f74045f63ff44d7",
-            ),
-            WeightFile(
-                f"{_DINO_FOLDER}/utils.py",
-                f"{_DINO}/utils.py",
-                sha256="962a97e1acda1c986dfd921275325e4083f9016dddadcf018f1ccf03fa600eab",
-            ),
+            _dino_code("hubconf.py", "fa80babf82c71d2123e23b05061eb1991a1fbc9877238f250b2a25023e910f72"),
+            _dino_code("vision_transformer.py", "b1f998d5f49ab43666b9fc6d007c5f6540c3ead2e8645e144f74045f63ff44d7"),
+            _dino_code("utils.py", "962a97e1acda1c986dfd921275325e4083f9016dddadcf018f1ccf03fa600eab"),
         ),
         frames=2,
     ),

@@ -20,6 +20,12 @@ VERSION = "0.1.5"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 _MANIFEST = "environment.json"
+# Imports what loads no weights, and tells the versions in its last line.
+_VERSIONS = """
+import importlib.metadata, json, platform, vbench.temporal_flickering
+found = {package.name.lower(): package.version for package in importlib.metadata.distributions()}
+print(json.dumps({"python": platform.python_version(), **found}))
+"""
 _TAIL = 20
 
 
@@ -109,13 +115,10 @@ def _make(folder: Path, python: str, requirements: Path) -> dict[str, str]:
     inside = [str(folder / "bin" / "python"), "-I"]
     pip = [*inside, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     run([*pip, "install", "--no-deps", "--requirement", str(requirements)])
-    run([*inside, "-c", "import vbench.temporal_flickering"])
-    listed = json.loads(run([*pip, "list", "--format", "json"], keep_errors=False))
-    versions = {package["name"].lower(): package["version"] for package in listed}
-    if versions.get("vbench") != VERSION:
-        raise VBenchError(f"it must pin vbench=={VERSION}, not {versions.get('vbench')}")
-    about = run([*inside, "-c", "import platform; print(platform.python_version())"])
-    return {"python": about.strip(), **versions}
+    versions: dict[str, str] = json.loads(run([*inside, "-c", _VERSIONS]).splitlines()[-1])
+    if versions["vbench"] != VERSION:
+        raise VBenchError(f"it must pin vbench=={VERSION}, not {versions['vbench']}")
+    return versions
 
 
 def load_environment(folder: Path | None = None) -> VBenchEnvironment:
@@ -140,30 +143,23 @@ def _manifest(folder: Path) -> tuple[dict[str, str], str]:
         raise InputError("environment", f"{folder} was not made by `{command}`; give another folder") from error
 
 
-def run(
-    command: Sequence[str],
-    *,
-    timeout: float | None = None,
-    variables: Mapping[str, str] | None = None,
-    keep_errors: bool = True,
-) -> str:
-    """The output of a command that runs in a process group of its own, which ends with it or with us.
+def run(command: Sequence[str], *, timeout: float | None = None, variables: Mapping[str, str] | None = None) -> str:
+    """What a command writes, which runs in a process group of its own that ends with it or with us.
 
     Args:
         timeout: seconds after which the group is killed.
         variables: of the environment, added to ours.
-        keep_errors: return what it wrote to stderr too.
 
     Raises:
         VBenchError: it failed or ran into the time-out; tells the lines that pip marks as errors, or the last ones.
         OSError: it cannot be started.
     """
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=output if keep_errors else errors,
+            stderr=output,
             env={**os.environ, **(variables or {})},
             process_group=0,
         )
@@ -177,7 +173,7 @@ def run(
             raise
         if code:
             reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            raise VBenchError(f"failed ({reason})\n{_tail(output if keep_errors else errors)}")
+            raise VBenchError(f"failed ({reason})\n{_tail(output)}")
         return _text(output)
 
 

@@ -183,22 +183,13 @@ def _compute(
         folder, output = Path(temporary) / "videos", Path(temporary) / "output"
         folder.mkdir()
         # The package takes a prompt from a file's name unless it is given one; ours say nothing.
-        names = [f"{place:06d}.mp4" for place in range(len(videos))]
-        for name, video in zip(names, videos, strict=True):
+        named = {f"{place:06d}.mp4": video for place, video in enumerate(videos)}
+        for name, video in named.items():
             (folder / name).symlink_to(video.path.absolute())
+        prompts = {name: video.prompt for name, video in named.items()}
+        asked = {"videos": str(folder), "prompts": prompts, "dimension": dimension, "device": device}
         job = Path(temporary) / "job.json"
-        job.write_text(
-            json.dumps(
-                {
-                    "videos": str(folder),
-                    "prompts": {name: video.prompt for name, video in zip(names, videos, strict=True)},
-                    "dimension": dimension,
-                    "device": device,
-                    "output": str(output),
-                }
-            ),
-            encoding="utf-8",
-        )
+        job.write_text(json.dumps({**asked, "output": str(output)}), encoding="utf-8")
         hub = Path(temporary) / "torch"
         _link_dino(hub, weights)
         try:
@@ -212,7 +203,7 @@ def _compute(
         results = output / "scores_eval_results.json"
         if not results.is_file():
             raise VBenchError(f"VBench's {dimension} ended without results")
-        return _parse(json.loads(results.read_text(encoding="utf-8")), dimension, names, videos)
+        return _parse(json.loads(results.read_text(encoding="utf-8")), dimension, named)
 
 
 def _link_dino(hub: Path, weights: Path) -> None:
@@ -222,9 +213,7 @@ def _link_dino(hub: Path, weights: Path) -> None:
     (checkpoints / "dino_vitbase16_pretrain.pth").symlink_to(weights / "dino_model" / "dino_vitbase16_pretrain.pth")
 
 
-def _parse(
-    results: dict[str, Any], dimension: str, names: Sequence[str], videos: Sequence[PromptedVideo]
-) -> tuple[float, list[float]]:
+def _parse(results: dict[str, Any], dimension: str, named: Mapping[str, PromptedVideo]) -> tuple[float, list[float]]:
     """Check and order what the package wrote: `{dimension: [score, [{"video_path": …, "video_results": …}, …]]}`."""
     low, high = DIMENSIONS[dimension].per_video_range
     try:
@@ -232,16 +221,16 @@ def _parse(
         found = {Path(entry["video_path"]).name: entry["video_results"] for entry in listed}
     except (KeyError, TypeError, ValueError) as error:
         raise VBenchError(f"VBench's {dimension} gave results of an unknown form: {str(results)[:200]}") from error
-    if len(found) < len(listed) or set(found) - set(names):
+    if len(found) < len(listed) or set(found) - set(named):
         raise VBenchError(f"VBench's {dimension} gave scores of other videos than it was asked for")
-    for name, video in zip(names, videos, strict=True):
+    for name, video in named.items():
         if name not in found:
             raise VBenchError(f"VBench's {dimension} gave {video.path} no score")
         if not _within(found[name], low, high):
             raise VBenchError(
                 f"VBench's {dimension} gave {video.path} the score {found[name]}, which is not in [{low:g}, {high:g}]"
             )
-    per_video = [float(found[name]) / high for name in names]
+    per_video = [float(found[name]) / high for name in named]
     # A mean, whatever its weights.
     if not _within(score, min(per_video) - _ROUNDING, max(per_video) + _ROUNDING):
         raise VBenchError(f"VBench's {dimension} gave the score {score}, which is no mean of those of the videos")

@@ -136,12 +136,11 @@ def read_videos(path: Path, folder: Path | None = None) -> list[PromptedVideo]:
 
 
 def _video(entry: Any, base: Path, where: str) -> PromptedVideo:
+    match entry:
+        case {"file": str(file), "prompt": str(prompt)}:
+            index = entry.get("index", 0)
+            # A bool is an integer, too.
+            if type(index) is int and index >= 0:
+                return PromptedVideo(base / file, prompt, index)
     form = '{"file": text, "prompt": text, "index": integer from 0, 0 if left out}'
-    if not isinstance(entry, dict):
-        raise InputError("videos", f"must be like {form}; {where} is not")
-    file, prompt, index = entry.get("file"), entry.get("prompt"), entry.get("index", 0)
-    if not isinstance(file, str) or not isinstance(prompt, str):
-        raise InputError("videos", f"must be like {form}; {where} is not")
-    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-        raise InputError("videos", f"must be like {form}; {where} is not")
-    return PromptedVideo(base / file, prompt, index)
+    raise InputError("videos", f"must be like {form}; {where} is not")

@@ -7,6 +7,7 @@ some under names that it does not look for. Here it only ever runs with every fi
 from __future__ import annotations
 
 import os
+import tempfile
 import urllib.request
 import zipfile
 from collections.abc import Callable, Sequence
@@ -83,28 +84,18 @@ def download_weights(
 
 def _download(file: WeightFile, temporary: Path, path: Path) -> None:
     try:
-        with urllib.request.urlopen(file.url, timeout=_PATIENCE) as response, open(temporary, "wb") as target:
-            copyfileobj(response, target)
-            received, announced = target.tell(), response.headers.get("Content-Length")
-        if announced is not None and received != int(announced):
-            raise OSError(f"the download ended after {received} of {announced} bytes")
-        if file.member:
-            _unpack(temporary, file.member)
+        with tempfile.TemporaryFile(dir=path.parent) as received, open(temporary, "wb") as target:
+            with urllib.request.urlopen(file.url, timeout=_PATIENCE) as response:
+                copyfileobj(response, received)
+            announced = response.headers.get("Content-Length")
+            if announced is not None and received.tell() != int(announced):
+                raise OSError(f"the download ended after {received.tell()} of {announced} bytes")
+            received.seek(0)
+            copyfileobj(zipfile.ZipFile(received).open(file.member) if file.member else received, target)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise VBenchError(f"{path} could not be downloaded; put it there by hand: {_source(file)}\n{error}") from error
     if file.sha256 and file_sha256(temporary) != file.sha256:
         raise VBenchError(f"{file.url} gave another file than its authors': its SHA-256 is not {file.sha256}")
-
-
-def _unpack(archive: Path, member: str) -> None:
-    """Replace a zip archive by one of its members."""
-    unpacked = archive.with_suffix(".member")
-    try:
-        with zipfile.ZipFile(archive) as opened, opened.open(member) as source, open(unpacked, "wb") as target:
-            copyfileobj(source, target)
-        os.replace(unpacked, archive)
-    finally:
-        unpacked.unlink(missing_ok=True)
 
 
 def _source(file: WeightFile) -> str:
