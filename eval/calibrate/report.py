@@ -78,10 +78,10 @@ def _output_change(plan: AttentionPlan) -> float | None:
     return None if mean is None else (heads * mean) ** 0.5
 
 
-def _cells(component: str, values: torch.Tensor, title: str, top: float | None = None) -> Captioned:
+def _cells(of: str, values: torch.Tensor, title: str, top: float | None = None) -> Captioned:
     """A heat map of [layers, heads]; the darkest is `top`, by default the largest value."""
     largest = values.max().item()
-    picture = heat_map(values.numpy(), f"{component}: {title}", top or max(largest, 1e-12))
+    picture = heat_map(values.numpy(), f"{of}: {title}", top or max(largest, 1e-12))
     return Captioned(picture, (title, f"mean {values.mean().item():.4g}, largest {largest:.4g}"))
 
 
@@ -89,7 +89,7 @@ def _work(diagnosis: Mapping[str, Any], plan: AttentionPlan) -> Iterator[Caption
     cost = {name: entry["flops"] for name, entry in diagnosis["candidates"].items()}
     for component, rows in plan.layers.items():
         work = torch.tensor([[cost.get(name, 1.0) for name in heads] for heads in rows])
-        yield _cells(component, work, f"{component}: work of every head, of full attention's", 1.0)
+        yield _cells("plan", work, f"{component}: work of every head, of full attention's", 1.0)
 
 
 def _charts(part: Mapping[str, Any], shown: Mapping[str, str]) -> Iterator[Markup]:

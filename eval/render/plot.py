@@ -54,7 +54,7 @@ def svg(figure: Figure, label: str, titles: Mapping[Artist, str] | None = None) 
     """A figure as an element of a page.
 
     Args:
-        label: what it shows, for readers who cannot see it; every figure of a page has its own.
+        label: what it shows, for readers who cannot see it.
         titles: of parts of it, for a pointer that rests on them.
     """
     shown: dict[str, Markup] = {}
@@ -62,8 +62,8 @@ def svg(figure: Figure, label: str, titles: Mapping[Artist, str] | None = None) 
         artist.set_gid(f"titled-{len(shown)}")
         shown[f"titled-{len(shown)}"] = Markup("<title>{}</title>").format(title)
     text = io.StringIO()
-    # Names of parts are hashes of them and of the label.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "font.sans-serif": ["DejaVu Sans"]}):
+    # Names of parts are hashes of what they hold: figures of a page share only names of equal parts.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "vmonarch", "font.sans-serif": ["DejaVu Sans"]}):
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     # Without the head of a file, and without names of groups, which several figures share.
     element = text.getvalue().partition("<svg ")[2]
