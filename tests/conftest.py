@@ -20,6 +20,7 @@ import torch
 from filelock import FileLock
 
 SUPPORT = Path(__file__).with_name("support")
+pytest.register_assert_rewrite("op_checks")
 SLOW_IMPORTS = ("torch._dynamo", "accelerate", "peft", "omegaconf", "pyarrow.parquet", "torch.utils.tensorboard",
                 "diffusers.pipelines.wan.pipeline_wan")  # fmt: skip
 

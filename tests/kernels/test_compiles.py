@@ -136,31 +136,75 @@ BIAS_CASES = {
     "wide": dict(tokens=1000, rank=256, dim=256, dtype="bfloat16"),
     "float32": dict(tokens=1000, rank=16, dim=128, dtype="float32"),
 }
+LINEAR_CASES = {
+    "taylor": dict(tokens=4096, dim=16, width=64, dtype="bfloat16"),
+    "taylor-causal": dict(tokens=4096, dim=16, width=128, dtype="float16", causal=True),
+    "taylor-wide": dict(tokens=4096, dim=32, width=64, dtype="bfloat16", causal=True),
+    "features": dict(tokens=4096, dim=64, width=64, dtype="bfloat16", causal=True, taylor=False),
+    "float32": dict(tokens=4096, dim=16, width=64, dtype="float32", causal=True),
+}
+WINDOW_CASES = {
+    "sequence": dict(grid=[1, 1, 4096], window=[0, 0, 63], dim=64, dtype="bfloat16"),
+    "video": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=128, dtype="float16"),
+    "wide": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=256, dtype="bfloat16"),
+    "float32": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=128, dtype="float32"),
+}
+NORM_CASES = {
+    f"{channels}-{dtype}": dict(tokens=4096, channels=channels, dim=128, dtype=dtype)
+    for channels, dtype in ((1536, "bfloat16"), (5120, "bfloat16"), (16384, "float32"))
+}
+RESIDUAL_CASES = {
+    f"{dim}-{dtype}-{residual}": dict(tokens=4096, dim=dim, dtype=dtype, residual=residual)
+    for dim, dtype, residual in (
+        (128, "bfloat16", "int8"), (64, "float16", "bfloat16"), (256, "float32", "bfloat16"),
+        (128, "bfloat16", "bfloat16"), (80, "float16", "int8"))
+}  # fmt: skip
+# family -> (its cases, those of other architectures than Hopper, those of Hopper, kernels in the order of launches)
+FAMILIES = {
+    "norm": (
+        NORM_CASES, {80: "1536-bfloat16", 89: "1536-bfloat16", 100: "5120-bfloat16", 120: "1536-bfloat16"}, NORM_CASES,
+        "norm_rotary norm_rotary_backward"),
+    "bias": (
+        BIAS_CASES, {80: "rank-16", 89: "narrow-causal", 100: "rank-16", 120: "rank-64"}, BIAS_CASES,
+        "flash_bias flash_bias_rows flash_bias_keys"),
+    "linear": (
+        LINEAR_CASES, {80: "taylor-causal", 89: "taylor", 100: "taylor", 120: "features"}, LINEAR_CASES,
+        "state read prepare state state gradient gradient read"),
+    "window": (
+        WINDOW_CASES, {80: "video", 89: "sequence", 100: "video", 120: "sequence"}, WINDOW_CASES,
+        "window window_rows window_keys"),
+    "residual": (
+        RESIDUAL_CASES, {80: "128-bfloat16-int8", 89: "64-float16-bfloat16", 100: "128-bfloat16-bfloat16",
+                         120: "80-float16-int8"}, ["128-bfloat16-int8", "256-float32-bfloat16"],
+        "attention_residual add_residual"),
+}  # fmt: skip
+SAMPLED = [
+    (*sample, family)
+    for first, (family, (_, others, hopper, _)) in zip((0, 1, 2, 3, 1), FAMILIES.items(), strict=True)
+    for sample in sampled(first, [*others.items(), *((90, name) for name in hopper)])
+]
 
 
-@pytest.mark.parametrize(
-    "triton,architecture,name",
-    sampled(
-        1,
-        [
-            (80, "rank-16"),
-            (89, "narrow-causal"),
-            (100, "rank-16"),
-            (120, "rank-64"),
-            *((90, name) for name in BIAS_CASES),
-        ],
-    ),
-    ids=str,
-)
-def test_kernels_with_a_bias_compile(triton, architecture, name, compile_kernels):
-    kernels = compile_kernels(triton, architecture, {**BIAS_CASES[name], "overrides": {"hopper": {"enabled": 0}}})
-    assert {kernel["kernel"] for kernel in kernels} == {
-        "_flash_bias_kernel", "_flash_bias_rows_kernel", "_flash_bias_keys_kernel"
-    }  # fmt: skip
-    limit = BIG_SHARED_MEMORY if architecture == 100 else SMALLEST_SHARED_MEMORY
+def hashes_of(tokens, triton, case, compile_kernels):
+    """Of the kernels that a call with so many tokens takes."""
+    return [kernel["hash"] for kernel in compile_kernels(triton, 80, {**case, "compile": False, "tokens": tokens})]
+
+
+@pytest.mark.parametrize("triton,architecture,name,family", SAMPLED, ids=str)
+def test_portable_kernels_of_a_family_compile(triton, architecture, name, family, compile_kernels):
+    cases, _, _, launches = FAMILIES[family]
+    case = cases[name]
+    overrides = {"overrides": {"hopper": {"enabled": 0}}} if family in ("bias", "linear") else {}
+    kernels = compile_kernels(triton, architecture, {**case, **overrides})
+    assert [kernel["kernel"].strip("_").removesuffix("_kernel") for kernel in kernels] == launches.split()
+    limit = BIG_SHARED_MEMORY if family == "bias" and architecture == 100 else SMALLEST_SHARED_MEMORY
     assert not [kernel for kernel in kernels if kernel["shared"] > limit]
-    if BIAS_CASES[name]["dtype"] != "float32" and BIAS_CASES[name]["dim"] <= 128:
-        assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
+    # The most channels of a norm do not fit the registers of a program: slower, not wrong.
+    by_row = family == "residual" or family == "norm" and case["channels"] <= 5120
+    if family == "norm" or by_row or case["dtype"] != "float32" and case["dim"] <= 128:
+        assert not [kernel for kernel in kernels if kernel["spilled"] > (0 if by_row else MAX_SPILLED)]
+    if family in ("norm", "residual") and architecture == 80:
+        assert hashes_of(4096, triton, case, compile_kernels) == hashes_of(999, triton, case, compile_kernels)
 
 
 @pytest.mark.parametrize(
@@ -183,38 +227,6 @@ def test_hopper_kernels_with_a_bias_compile(triton, name, options, kernels, comp
         assert kernel["spilled"] <= spilled, kernel
 
 
-LINEAR_CASES = {
-    "taylor": dict(tokens=4096, dim=16, width=64, dtype="bfloat16"),
-    "taylor-causal": dict(tokens=4096, dim=16, width=128, dtype="float16", causal=True),
-    "taylor-wide": dict(tokens=4096, dim=32, width=64, dtype="bfloat16", causal=True),
-    "features": dict(tokens=4096, dim=64, width=64, dtype="bfloat16", causal=True, taylor=False),
-    "float32": dict(tokens=4096, dim=16, width=64, dtype="float32", causal=True),
-}
-
-
-@pytest.mark.parametrize(
-    "triton,architecture,name",
-    sampled(
-        2,
-        [
-            (80, "taylor-causal"),
-            (89, "taylor"),
-            (100, "taylor"),
-            (120, "features"),
-            *((90, name) for name in LINEAR_CASES),
-        ],
-    ),
-    ids=str,
-)
-def test_kernels_of_linear_attention_compile(triton, architecture, name, compile_kernels):
-    kernels = compile_kernels(triton, architecture, {**LINEAR_CASES[name], "overrides": {"hopper": {"enabled": 0}}})
-    forward, backward = ["state", "read"], ["prepare", "state", "state", "gradient", "gradient", "read"]
-    assert [kernel["kernel"].removesuffix("_kernel") for kernel in kernels] == forward + backward
-    assert not [kernel for kernel in kernels if kernel["shared"] > SMALLEST_SHARED_MEMORY]
-    if LINEAR_CASES[name]["dtype"] != "float32":
-        assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
-
-
 @pytest.mark.parametrize("triton,width,dtype", [(NEWEST, 64, "float16"), (OLDEST, 128, "bfloat16")])
 def test_hopper_kernels_of_linear_attention_compile(triton, width, dtype, compile_kernels):
     """Without spills, small enough for two programs on a processor, with products that run beside other things."""
@@ -228,82 +240,6 @@ def test_hopper_kernels_of_linear_attention_compile(triton, width, dtype, compil
         spilled = 64 if dtype == "float16" else kernel["allowed"]
         assert not kernel["serialized"] and kernel["spilled"] <= spilled, kernel
         assert kernel["shared"] <= BIG_SHARED_MEMORY // 2, kernel
-
-
-WINDOW_CASES = {
-    "sequence": dict(grid=[1, 1, 4096], window=[0, 0, 63], dim=64, dtype="bfloat16"),
-    "video": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=128, dtype="float16"),
-    "wide": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=256, dtype="bfloat16"),
-    "float32": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=128, dtype="float32"),
-}
-
-
-@pytest.mark.parametrize(
-    "triton,architecture,name",
-    sampled(
-        3, [(80, "video"), (89, "sequence"), (100, "video"), (120, "sequence"), *((90, name) for name in WINDOW_CASES)]
-    ),
-    ids=str,
-)
-def test_kernels_of_window_attention_compile(triton, architecture, name, compile_kernels):
-    kernels = compile_kernels(triton, architecture, WINDOW_CASES[name])
-    assert [kernel["kernel"] for kernel in kernels] == ["window_kernel", "window_rows_kernel", "window_keys_kernel"]
-    assert not [kernel for kernel in kernels if kernel["shared"] > SMALLEST_SHARED_MEMORY]
-    if WINDOW_CASES[name]["dtype"] != "float32" and WINDOW_CASES[name]["dim"] <= 128:
-        assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
-
-
-def hashes_of(tokens, triton, case, compile_kernels):
-    """Of the kernels that a call with so many tokens takes."""
-    return [kernel["hash"] for kernel in compile_kernels(triton, 80, {**case, "compile": False, "tokens": tokens})]
-
-
-@pytest.mark.parametrize(
-    "triton,architecture,channels,dtype",
-    sampled(
-        0,
-        [
-            (80, 1536, "bfloat16"),
-            (89, 1536, "bfloat16"),
-            *((90, channels, "bfloat16") for channels in (1536, 5120)),
-            (90, 16384, "float32"),
-            (100, 5120, "bfloat16"),
-            (120, 1536, "bfloat16"),
-        ],
-    ),
-)
-def test_norm_and_rotary_embedding_compile(triton, architecture, channels, dtype, compile_kernels):
-    case = {"tokens": 4096, "channels": channels, "dim": 128, "dtype": dtype}
-    kernels = compile_kernels(triton, architecture, case)
-    assert [kernel["kernel"] for kernel in kernels] == ["norm_rotary_kernel", "norm_rotary_backward_kernel"]
-    assert not [kernel for kernel in kernels if kernel["shared"] > SMALLEST_SHARED_MEMORY]
-    # The most channels do not fit the registers of a program: slower, not wrong.
-    assert not [kernel for kernel in kernels if kernel["spilled"] > (MAX_SPILLED if channels > 5120 else 0)]
-    if architecture == 80:
-        assert hashes_of(4096, triton, case, compile_kernels) == hashes_of(999, triton, case, compile_kernels)
-
-
-@pytest.mark.parametrize(
-    "triton,architecture,dim,dtype,residual",
-    sampled(
-        1,
-        [
-            (80, 128, "bfloat16", "int8"),
-            (89, 64, "float16", "bfloat16"),
-            (90, 128, "bfloat16", "int8"),
-            (90, 256, "float32", "bfloat16"),
-            (100, 128, "bfloat16", "bfloat16"),
-            (120, 80, "float16", "int8"),
-        ],
-    ),
-)
-def test_residuals_compile(triton, architecture, dim, dtype, residual, compile_kernels):
-    case = {"tokens": 4096, "dim": dim, "dtype": dtype, "residual": residual}
-    kernels = compile_kernels(triton, architecture, case)
-    assert [kernel["kernel"] for kernel in kernels] == ["attention_residual_kernel", "add_residual_kernel"]
-    assert not [kernel for kernel in kernels if kernel["spilled"] or kernel["shared"] > SMALLEST_SHARED_MEMORY]
-    if architecture == 80:
-        assert hashes_of(4096, triton, case, compile_kernels) == hashes_of(999, triton, case, compile_kernels)
 
 
 @pytest.mark.parametrize(

@@ -1,78 +1,631 @@
-"""Flash-Entropy-Attention against softmax attention and the definition of entropy, in float64."""
+"""Flash-Entropy-Attention against softmax attention and the definition of entropy, in float64.
+
+Of the kernels the error of plain torch is the budget. Here they run through Triton's interpreter, on tiles of 16 × 16,
+so that small sizes cross several tiles; the tests marked `gpu` run them compiled, at real sizes.
+"""
+
+import functools
+import math
 
 import pytest
 import torch
+from op_checks import (
+    assert_bits,
+    in_interpreter,
+    quiet,
+    with_gradients,
+)
 
-from vmonarch import flash_entropy_attention
+from vmonarch import ExactBlocks, flash_entropy_attention
+from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.flash_entropy import reference
+from vmonarch.kernels.flash_entropy.segments import (
+    Segment,
+    column_work,
+    row_work,
+    simplified,
+    split_counts,
+    transposed,
+)
+from vmonarch.kernels.monarch.reference import exact_part
 
+pytest.importorskip("triton")
+flash_forward = pytest.importorskip("vmonarch.kernels.flash_entropy.forward").flash_forward
+flash_backward = pytest.importorskip("vmonarch.kernels.flash_entropy.backward").flash_backward
+
+CPU = torch.device("cpu")
+LN_2 = math.log(2)
+NAMES = ("out", "lse", "entropy", "dq", "dk", "dv")
+pytestmark = quiet
 SHAPES = [(1, 1, 1), (2, 7, 63), (3, 111, 5), (1, 64, 64)]
-by_shape = pytest.mark.parametrize(("heads", "queries", "keys"), SHAPES, ids=lambda n: str(n))
+ENTROPY_GRAD = pytest.mark.parametrize("entropy_grad", [False, True], ids=["stopped", "flowing"])
 
 
-def qkv(heads, queries, keys, *, dim=8, value_dim=5, dtype=torch.float64, spread=1.0):
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((queries, dim), (keys, dim), (keys, value_dim))
+def qkv(queries, keys, dim=32, value_dim=None, *, batch=2, heads=2, dtype=torch.float32, device=CPU, spread=1.0):
+    generator = torch.Generator().manual_seed(queries * 1000 + keys)
+    shapes = ((queries, dim), (keys, dim), (keys, value_dim or dim))
     return tuple(
-        (torch.randn(2, n, heads, d, generator=generator, dtype=torch.float64) * spread).to(dtype) for n, d in shapes
+        (torch.randn(batch, n, heads, d, generator=generator) * spread).to(device=device, dtype=dtype)
+        for n, d in shapes
     )
 
 
-def literal(q, k, v, scale):
-    scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
-    P = scores.softmax(-1)
-    return torch.einsum("bhst,bthd->bshd", P, v), scores.logsumexp(-1), -torch.xlogy(P, P).sum(-1)
+def plain(q, k, v, scale, dtype=torch.float64):
+    """Softmax attention by torch, with sums in float32 or float64 and operands of products rounded to `dtype`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    scores = torch.einsum("bshd,bthd->bhst", q.to(wide), k.to(wide)) * scale
+    log_p = scores.log_softmax(-1)
+    P = log_p.exp()
+    out = torch.einsum("bhst,bthd->bshd", P.to(dtype).to(wide), v.to(wide)).to(dtype)
+    return out, scores.logsumexp(-1), -(P * log_p).sum(-1)
+
+
+def plain_gradients(q, k, v, scale, dtype, results, grads):
+    """Its gradients by torch from what a flash kernel keeps: P is 2 to the logit minus the log-partition (Algorithm 2).
+
+    Where logits are large, a float32 log-partition and its change of unit limit the precision of P, here as there.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v, (out, lse, entropy), (grad_out, grad_lse, grad_entropy) = (
+        x.to(wide) if isinstance(x, torch.Tensor) else [None if y is None else y.to(wide).unsqueeze(-1) for y in x]
+        for x in (q, k, v, results, grads)
+    )
+    log2_p = torch.einsum("bshd,bthd->bhst", q, k) * (scale / LN_2) - lse / LN_2
+    P, log_p = log2_p.exp2(), log2_p * LN_2
+    grad_out, out = grad_out.squeeze(-1), out.squeeze(-1)
+    grad_s = torch.einsum("bshd,bthd->bhst", grad_out, v) - (grad_out * out).sum(-1).transpose(1, 2).unsqueeze(-1)
+    grad_s = grad_s + grad_lse
+    if grad_entropy is not None:
+        grad_s = grad_s - grad_entropy * (log_p + entropy)
+    grad_s = (P * grad_s).to(dtype).to(wide)
+    dq = torch.einsum("bhst,bthd->bshd", grad_s, k) * scale
+    dk = torch.einsum("bhst,bshd->bthd", grad_s, q) * scale
+    dv = torch.einsum("bhst,bshd->bthd", P.to(dtype).to(wide), grad_out)
+    return tuple(x.to(dtype) for x in (dq, dk, dv))
+
+
+def cotangents(results):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(x.shape, generator=generator).to(x) for x in results]
+
+
+by_shape = pytest.mark.parametrize(("heads", "queries", "keys"), SHAPES, ids=str)
+torch_tensors = functools.partial(qkv, dim=8, value_dim=5, dtype=torch.float64)
 
 
 @by_shape
 @pytest.mark.parametrize("spread", [1e-3, 1.0, 5.0])
 def test_output_log_partition_and_entropy_follow_their_definitions(heads, queries, keys, spread):
-    q, k, v = qkv(heads, queries, keys, spread=spread)
-    for actual, expected in zip(flash_entropy_attention(q, k, v), literal(q, k, v, 8**-0.5), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+    q, k, v = torch_tensors(queries, keys, heads=heads, spread=spread)
+    results, expected = flash_entropy_attention(q, k, v), plain(q, k, v, 8**-0.5)
+    torch.testing.assert_close(results, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_the_entropy_is_between_zero_and_that_of_the_uniform_distribution():
-    q, k, v = qkv(2, 9, 31)
+    q, k, v = torch_tensors(9, 31)
     entropy = flash_entropy_attention(q, k, v)[2]
     assert (entropy > 0).all() and (entropy < torch.tensor(31.0).log()).all()
     uniform = flash_entropy_attention(torch.zeros_like(q), k, v)[2]
     torch.testing.assert_close(uniform, torch.full_like(uniform, 31.0).log())
 
 
-@pytest.mark.parametrize("entropy_grad", [False, True], ids=["stopped", "flowing"])
+@ENTROPY_GRAD
 def test_gradients_match_autograd_of_the_definition(entropy_grad):
-    q, k, v = (x.requires_grad_() for x in qkv(2, 7, 11))
+    q, k, v = (x.requires_grad_() for x in torch_tensors(7, 11))
 
     def loss(out, lse, entropy):
         return out.sin().sum() + lse.cos().sum() + (entropy if entropy_grad else entropy.detach()).square().sum()
 
-    expected = torch.autograd.grad(loss(*literal(q, k, v, 0.3)), (q, k, v))
+    expected = torch.autograd.grad(loss(*plain(q, k, v, 0.3)), (q, k, v))
     results = flash_entropy_attention(q, k, v, scale=0.3, entropy_grad=entropy_grad)
     assert results[2].requires_grad == entropy_grad
-    for actual, wanted in zip(torch.autograd.grad(loss(*results), (q, k, v)), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.autograd.grad(loss(*results), (q, k, v)), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("budget", [1, 30, 500])
 def test_chunks_change_neither_results_nor_gradients(monkeypatch, budget):
-    q, k, v = (x.requires_grad_() for x in qkv(3, 13, 17))
-
-    def run():
-        results = flash_entropy_attention(q, k, v, entropy_grad=True)
-        return *results, *torch.autograd.grad(sum(x.sin().sum() for x in results), (q, k, v))
-
+    run = lambda: with_gradients(
+        lambda *x: flash_entropy_attention(*x, entropy_grad=True), torch_tensors(13, 17, heads=3)
+    )
     whole = run()
     monkeypatch.setattr(reference, "MAX_CHUNK_SCORES", budget)
-    for chunked, expected in zip(run(), whole, strict=True):
-        torch.testing.assert_close(chunked, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(run(), whole, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_large_logits_stay_finite(dtype):
-    q, k, v = qkv(2, 17, 33, dtype=dtype, spread=60.0)
+    q, k, v = torch_tensors(17, 33, dtype=dtype, spread=60.0)
     assert (torch.einsum("bshd,bthd->bhst", q.double(), k.double()) * 8**-0.5).abs().max() > 5e3
     out, lse, entropy = flash_entropy_attention(q, k, v)
     assert out.dtype == dtype and lse.dtype == entropy.dtype == torch.float32
     assert out.isfinite().all() and lse.isfinite().all()
     assert entropy.isfinite().all() and (entropy >= 0).all()
+
+
+# The kernels.
+
+
+def assert_within_budget(actual, budgeted, expected):
+    """Error of at most twice that of plain torch plus a few units in the last place of the largest element."""
+    for name, ours, theirs, exact in zip(NAMES, actual, budgeted, expected, strict=False):
+        assert ours.dtype == theirs.dtype and ours.shape == exact.shape, name
+        error, budget = ((x.double() - exact).abs().max().item() for x in (ours, theirs))
+        ulps = 8 if name.startswith("d") else 4
+        # A log-partition or an entropy is a difference of logarithms: it may be 0 where these are of order 1.
+        largest = max(exact.abs().max().item(), 1.0 if name in ("lse", "entropy") else 0.0)
+        budget = 2 * budget + ulps * torch.finfo(ours.dtype).eps * largest
+        assert error <= budget, f"{name}: error {error:.3g} > {budget:.3g}"
+
+
+def kernels(**options):
+    return lambda *x: flash_entropy_attention(*x, implementation="triton", **options)
+
+
+def check(tensors, *, scale=None, entropy_grad=False):
+    """Compare the kernels' results and gradients with float64."""
+    scale = tensors[0].shape[-1] ** -0.5 if scale is None else scale
+    dtype = tensors[0].dtype
+    budgeted = plain(*tensors, scale, dtype)
+    grads = cotangents(budgeted)
+    used = grads if entropy_grad else grads[:2]
+    expected = with_gradients(lambda *x: plain(*x, scale), [x.double() for x in tensors], used)
+    budgeted += plain_gradients(*tensors, scale, dtype, budgeted, grads if entropy_grad else [*used, None])
+    attend = kernels(scale=scale, entropy_grad=entropy_grad)
+    actual = with_gradients(attend, tensors, used)
+    assert all(x.isfinite().all() for x in actual)
+    assert_within_budget(actual, budgeted, expected)
+    with torch.no_grad():
+        assert_bits(attend(*tensors), actual[:3])
+
+
+FLOAT32 = [
+    (1, 1, 32, 32, True), (7, 63, 32, 32, False), (16, 16, 64, 64, True), (17, 17, 72, 72, True),
+    (63, 7, 80, 80, False), (1, 111, 40, 24, True), (111, 1, 24, 40, False), (63, 63, 96, 96, False),
+    (111, 63, 40, 24, True), (16, 111, 1, 5, True), (9, 33, 256, 130, False),
+]  # fmt: skip
+FLOAT16 = [(7, 16, 64, 64, False), (63, 111, 72, 80, True), (17, 63, 32, 96, False)]
+
+
+@in_interpreter
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [*((x, torch.float32) for x in FLOAT32), *((x, torch.float16) for x in FLOAT16)], ids=str
+)
+def test_results_and_gradients_match_float64(sizes, dtype):
+    *sizes, entropy_grad = sizes
+    check(qkv(*sizes, dtype=dtype), entropy_grad=entropy_grad)
+
+
+@in_interpreter
+@pytest.mark.parametrize("scale", [-0.4, 0.0, 2.0])
+@ENTROPY_GRAD
+def test_any_scale_will_do(scale, entropy_grad):
+    check(qkv(17, 23, 24, batch=1), scale=scale, entropy_grad=entropy_grad)
+
+
+@in_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_logits_of_ten_thousand_stay_finite_and_right(dtype):
+    q, k, v = qkv(17, 33, 32, batch=1, spread=40.0, dtype=dtype)
+    logits = torch.einsum("bshd,bthd->bhst", q.double(), k.double()) * 1.2
+    assert logits.max() > 1e4 and logits.min() < -1e4
+    check((q, k, v), scale=1.2, entropy_grad=True)
+
+
+@in_interpreter
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_far_from_zero_keep_their_precision(sign):
+    q, k, v = qkv(17, 33, 32, batch=1)
+    q[..., 0], k[..., 0] = 100.0, sign * 100.0
+    check((q, k, v), scale=1.0, entropy_grad=True)
+
+
+@in_interpreter
+def test_fused_views_give_the_same_bits_as_contiguous_tensors():
+    fused = torch.randn(2, 19, 3, 2, 24, generator=torch.Generator().manual_seed(0))
+    views = fused.unbind(2)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in views]
+    grads = cotangents(plain(*views, 0.2, torch.float32))
+    run = lambda tensors, grads=grads: with_gradients(kernels(scale=0.2, entropy_grad=True), tensors, grads)
+    whole = run([x.contiguous() for x in views])
+    strided_grads = [torch.stack((g, g), -1)[..., 0] for g in grads]
+    amid_nan = [torch.nn.functional.pad(x, (3, 9, 0, 0, 17, 17), value=torch.nan)[:, 17:-17, :, 3:-9] for x in views]
+    grad_amid_nan = torch.nn.functional.pad(grads[0], (0, 9, 0, 0, 17, 17), value=torch.nan)[:, 17:-17, :, :-9]
+    runs = (run(views), run(heads_first), run(views, strided_grads), run(amid_nan, [grad_amid_nan, *grads[1:]]))
+    for results in runs:
+        assert_bits(results, whole)
+
+
+FAR = {
+    "batch": ((3, 5, 1, 16), (2**30 + 16, 16, 16, 1)),
+    "heads": ((1, 5, 3, 16), (16, 16, 2**30 + 16, 1)),
+    "tiles": ((1, 18, 1, 16), (16, 2**27, 16, 1)),
+    "rows-of-a-tile": ((1, 10, 1, 16), (16, 2**28, 16, 1)),
+}
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", FAR)
+def test_offsets_pass_two_to_the_thirty_one(tmp_path, name):
+    shape, strides = FAR[name]
+    S = shape[1]
+    # The file is sparse: only the pages that hold elements take any room.
+    space = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2**31 + 2**29, dtype=torch.float16)
+    close = qkv(S, S, 16, batch=shape[0], heads=shape[2], dtype=torch.float16)
+    views = [space.as_strided(shape, strides, 2**20 * i) for i in range(3)]
+    for view, x in zip(views, close, strict=True):
+        view.copy_(x)
+    segments = (Segment(0, S, ((0, S),)),)
+    for splits in (1, 2):
+        results = [
+            flash_forward(*tensors, segments, scale=0.3, entropy=True, splits=splits) for tensors in (close, views)
+        ]
+        assert_bits(*results)
+        out, lse, entropy = results[0]
+        gradients = [
+            flash_backward(out, lse, None, *tensors, out, lse, entropy, segments, scale=0.3, splits=splits)
+            for tensors in (close, views)
+        ]
+        assert_bits(*gradients)
+
+
+@in_interpreter
+def test_gradients_of_sums_arrive_expanded():
+    tensors = [x.requires_grad_() for x in qkv(17, 20, 24)]
+    results = flash_entropy_attention(*tensors, entropy_grad=True, implementation="triton")
+    expected = flash_entropy_attention(*tensors, entropy_grad=True, implementation="torch")
+    for used in ((0,), (1,), (2,), (0, 1, 2)):
+        ours, theirs = (
+            torch.autograd.grad(sum(r[i].sum() for i in used), tensors, retain_graph=True, materialize_grads=True)
+            for r in (results, expected)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@in_interpreter
+def test_a_head_full_of_nan_leaves_the_others_as_they_are():
+    tensors = qkv(33, 20, 32, heads=3)
+    grads = cotangents(plain(*tensors, 0.2, torch.float32))
+    run = lambda *x: with_gradients(kernels(scale=0.2, entropy_grad=True), x, grads)
+    clean = run(*tensors)
+    poisoned = [x.clone() for x in tensors]
+    for x in poisoned:
+        x[1, 3, 1] = torch.nan
+    for name, x, y in zip(NAMES, run(*poisoned), clean, strict=True):
+        heads_first = name in ("lse", "entropy")
+        x, y = (t if heads_first else t.transpose(1, 2) for t in (x, y))
+        others = torch.ones(2, 3, dtype=torch.bool)
+        others[1, 1] = False
+        assert torch.equal(x[others], y[others]), name
+        assert x[1, 1].isnan().any(), name
+
+
+PATTERNS = {
+    "first-frame": ExactBlocks(rows=(0,)),
+    "band": ExactBlocks(band=1),
+    "sink-and-own-frame": ExactBlocks(columns=(0,), band=0),
+    "rows-and-columns": ExactBlocks(rows=(3,), columns=(1, 4)),
+    "everything": ExactBlocks(band=5),
+}
+FRAMES, POSITIONS = 5, 21
+
+
+def segments_of(pattern, frames=FRAMES, positions=POSITIONS):
+    P = positions
+    return tuple(
+        Segment(l * P, (l + 1) * P, tuple((k * P, (k + 1) * P) for k in keys))
+        for l, keys in enumerate(pattern.key_frames(frames))
+        if keys
+    )
+
+
+def mask_of(segments, queries, keys):
+    mask = torch.zeros(queries, keys, dtype=torch.bool)
+    for segment in segments:
+        for start, stop in segment.key_ranges:
+            mask[segment.query_start : segment.query_stop, start:stop] = True
+    return mask
+
+
+def masked_plain(q, k, v, scale, mask):
+    """(out, lse, entropy) of attention to the keys of a mask that leaves no row empty."""
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
+    log_p = scores.masked_fill(~mask, -torch.inf).log_softmax(-1)
+    P = log_p.exp()
+    lse = scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
+    return torch.einsum("bhst,bthd->bshd", P, v), lse, -(P * log_p.masked_fill(~mask, 0.0)).sum(-1)
+
+
+@in_interpreter
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_exact_blocks_match_the_reference_however_their_keys_are_split(name, splits):
+    S = FRAMES * POSITIONS
+    q, k, v = qkv(S, S, 24, 40, batch=1)
+    segments = segments_of(PATTERNS[name])
+    out, lse, entropy = flash_forward(q, k, v, segments, scale=0.3, entropy=True, splits=splits)
+
+    q64, k64, v64 = (x.double().transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    expected_out, expected_lse = exact_part(q64 * 0.3, k64, v64, PATTERNS[name].key_frames(FRAMES))
+    torch.testing.assert_close(out.transpose(1, 2)[0].double(), expected_out, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(lse[0].double(), expected_lse, rtol=1e-6, atol=1e-6)
+    mask = mask_of(segments, S, S)
+    rows = mask.any(1)
+    expected_entropy = masked_plain(q.double()[:, rows], k.double(), v.double(), 0.3, mask[rows])[2]
+    torch.testing.assert_close(entropy[..., rows].double(), expected_entropy, rtol=1e-6, atol=2e-6)
+    assert (entropy[..., ~rows] == 0).all() and (out[:, ~rows] == 0).all() and (lse[..., ~rows] == -torch.inf).all()
+    bare = flash_forward(q, k, v, segments, scale=0.3, entropy=False, splits=splits)
+    assert torch.equal(bare[0], out) and torch.equal(bare[1], lse) and bare[2] is None
+
+
+@in_interpreter
+@ENTROPY_GRAD
+@pytest.mark.parametrize("name", PATTERNS)
+def test_gradients_of_exact_blocks_match_float64(name, entropy_grad):
+    S = FRAMES * POSITIONS
+    tensors = qkv(S, S, 24, 40, batch=1)
+    segments = segments_of(PATTERNS[name])
+    mask = mask_of(segments, S, S)
+    rows = mask.any(1)
+    out, lse, entropy = flash_forward(*tensors, segments, scale=0.3, entropy=True)
+    grads = cotangents((out, lse, entropy))
+    # Rows without any key have no gradient, whatever stands there.
+    for grad in grads[1:]:
+        grad[..., ~rows] = torch.nan
+    grads[0][:, ~rows] = torch.nan
+
+    leaves = [x.double().requires_grad_() for x in tensors]
+    results = masked_plain(leaves[0][:, rows], *leaves[1:], 0.3, mask[rows])
+    used = 3 if entropy_grad else 2
+    present = [grads[0][:, rows], grads[1][..., rows], grads[2][..., rows]]
+    expected = torch.autograd.grad(results[:used], leaves, [g.double() for g in present][:used])
+
+    arguments = (grads[0], grads[1], grads[2] if entropy_grad else None, *tensors, out, lse, entropy, segments)
+    fresh = flash_backward(*arguments, scale=0.3)
+    torch.testing.assert_close([x.double() for x in fresh], list(expected), rtol=1e-5, atol=1e-5)
+    given = {n: torch.randn(*x.shape[:3], x.shape[3] + 1)[..., :-1] for n, x in zip(NAMES[3:], tensors, strict=True)}
+    before = [x.clone() for x in given.values()]
+    added = flash_backward(*arguments, scale=0.3, splits=3 if entropy_grad else 1, **given)
+    for accumulator, result, old, new in zip(given.values(), added, before, fresh, strict=True):
+        assert accumulator is result
+        torch.testing.assert_close(accumulator, old + new, rtol=1e-6, atol=2e-6)
+
+
+@in_interpreter
+def test_a_given_output_keeps_the_rows_that_no_segment_holds():
+    q, k, v = qkv(60, 60, 24, dtype=torch.float16)
+    segments = (Segment(20, 41, ((0, 60),)),)
+    whole = flash_forward(q, k, v, segments, scale=0.3, entropy=False)
+    for splits in (1, 3):
+        out = torch.full((2, 60, 2, 26), 7.0)[..., :-2]
+        returned, lse, _ = flash_forward(q, k, v, segments, scale=0.3, entropy=False, out=out, splits=splits)
+        assert returned is out
+        assert (out[:, :20] == 7).all() and (out[:, 41:] == 7).all()
+        torch.testing.assert_close(out[:, 20:41].half(), whole[0][:, 20:41], rtol=2e-3, atol=1e-3)
+        torch.testing.assert_close(lse, whole[1], rtol=1e-6, atol=1e-6)
+
+
+@in_interpreter
+def test_segments_without_keys_or_queries_give_nothing():
+    q, k, v = qkv(20, 20, 16)
+    for segments in ((), (Segment(0, 20, ()),), (Segment(5, 5, ((0, 20),)),), (Segment(3, 9, ((4, 4),)),)):
+        out, lse, entropy = flash_forward(q, k, v, segments, scale=0.3, entropy=True)
+        assert (out == 0).all() and (lse == -torch.inf).all() and (entropy == 0).all()
+        gradients = flash_backward(out, lse, None, q, k, v, out, lse, entropy, segments, scale=0.3)
+        assert all((x == 0).all() for x in gradients)
+
+
+@in_interpreter
+@pytest.mark.parametrize("entropy", [False, True])
+def test_splitting_gives_the_same_bits_every_time(entropy):
+    q, k, v = qkv(12, 90, 16, batch=1, heads=1)
+    segments = (Segment(0, 12, ((0, 50), (60, 90))),)
+    first = flash_forward(q, k, v, segments, scale=0.3, entropy=entropy, splits=5)
+    gradients = flash_backward(first[0], first[1], None, q, k, v, *first, segments, scale=0.3, splits=5)
+    fresh = flash_backward(first[0], first[1], None, q, k, v, *first, segments, scale=0.3)
+    torch.testing.assert_close(gradients, fresh, rtol=1e-5, atol=1e-6)
+    for _ in range(9):
+        again = flash_forward(q, k, v, segments, scale=0.3, entropy=entropy, splits=5)
+        assert_bits(first, again)
+        again = flash_backward(first[0], first[1], None, q, k, v, *first, segments, scale=0.3, splits=5)
+        assert_bits(gradients, again)
+
+
+@in_interpreter
+@pytest.mark.parametrize("block", [(16, 64), (32, 16)], ids=str)
+def test_block_sizes_change_nothing_but_rounding(block):
+    options = {"BLOCK_M": block[0], "BLOCK_N": block[1]}
+    with launch_overrides({name: options for name in ("flash_forward", "flash_backward_q", "flash_backward_kv")}):
+        check(qkv(50, 70, 24), entropy_grad=True)
+        q, k, v = qkv(50, 150, 24)
+        parts = flash_forward(q, k, v, (Segment(0, 50, ((0, 150),)),), scale=0.3, entropy=True, splits=2)
+    whole = flash_entropy_attention(q, k, v, scale=0.3, implementation="torch")
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+def attended(work, queries, keys):
+    """How often the items of a table make each query attend to each key."""
+    count = torch.zeros(queries, keys, dtype=torch.long)
+    ranges = work.ranges.tolist()
+    for start, stop, first, last, _ in work.items.tolist():
+        assert start < stop
+        for a, b in ranges[first:last]:
+            assert a < b
+            count[start:stop, a:b] += 1
+    return count
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 100])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_work_tables_hold_every_pair_once(name, splits):
+    S = FRAMES * POSITIONS
+    segments = segments_of(PATTERNS[name])
+    mask = mask_of(segments, S, S).long()
+    rows = row_work(segments, 16, 8, 1, 1, splits, CPU)
+    assert torch.equal(attended(rows, S, S), mask)
+    assert torch.equal(attended(column_work(segments, 16, 8, CPU), S, S), mask.T)
+    assert rows.covered == mask.any(1).sum()
+    used = [slot for *_, slot in rows.items.tolist() if slot >= 0]
+    merged = [] if rows.merges is None else rows.merges.tolist()
+    assert sorted(used) == list(range(rows.slots))
+    assert sorted(s for *_, first, n in merged for s in range(first, first + n)) == sorted(used)
+    assert row_work(segments, 16, 8, 1, 1, splits, CPU) is rows
+
+
+def test_overlapping_and_neighbouring_ranges_are_joined():
+    segments = (Segment(8, 16, ((3, 9), (0, 4), (9, 12))), Segment(0, 8, ((0, 12),)), Segment(20, 24, ((5, 6),)))
+    assert simplified(segments) == (Segment(0, 16, ((0, 12),)), Segment(20, 24, ((5, 6),)))
+    assert transposed(simplified(segments)) == (
+        Segment(0, 5, ((0, 16),)),
+        Segment(5, 6, ((0, 16), (20, 24))),
+        Segment(6, 12, ((0, 16),)),
+    )
+
+
+def test_keys_are_split_where_rows_are_too_few_to_fill_the_device():
+    [first_frame] = split_counts([12], [979], heads=12, processors=132)
+    assert 4 <= first_frame <= 16
+    assert split_counts([490], [979], heads=12, processors=132) == [1]
+    assert split_counts([12] * 43, [46] * 43, heads=12, processors=132) == [1] * 43
+    assert split_counts([12], [979], heads=12, processors=1) == [1]
+    mixed = split_counts([12] * 43, [979] + [46] * 42, heads=12, processors=132)
+    assert mixed[0] > 1 and mixed[1:] == [1] * 42
+    assert split_counts([], [], heads=1, processors=132) == [] and split_counts([3], [0], 1, 132) == [1]
+
+
+@in_interpreter
+def test_operators_pass_the_checks_of_torch():
+    from vmonarch.kernels.flash_entropy.op import flash_entropy_backward, flash_entropy_forward
+
+    tensors = qkv(17, 9, 16, batch=1)
+    for entropy_grad in (False, True):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        torch.library.opcheck(flash_entropy_forward, (*leaves, 0.3, entropy_grad))
+    results = flash_entropy_forward(*tensors, 0.3, True)
+    for grads in ((results[0], None, None), results):
+        torch.library.opcheck(flash_entropy_backward, (*grads, *tensors, *results, 0.3))
+
+
+@in_interpreter
+@ENTROPY_GRAD
+def test_compiled_without_graph_break_it_gives_the_same_bits(entropy_grad):
+    tensors = [x.requires_grad_() for x in qkv(17, 20, 16)]
+
+    def attend(q, k, v):
+        out, lse, entropy = flash_entropy_attention(
+            q * 2, k, v, scale=-0.3, entropy_grad=entropy_grad, implementation="triton"
+        )
+        return out.sin().sum() + lse.cos().sum() + entropy.square().sum(), out, lse, entropy
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    eager, graph = ((*r[1:], *torch.autograd.grad(r[0], tensors)) for r in (attend(*tensors), compiled(*tensors)))
+    assert_bits(eager, graph)
+    with torch.no_grad():
+        assert_bits(attend(*tensors), compiled(*tensors))
+
+
+@in_interpreter
+def test_without_entropy_grad_the_entropy_carries_no_gradient():
+    tensors = [x.requires_grad_() for x in qkv(5, 6, 16)]
+    out, lse, entropy = flash_entropy_attention(*tensors, implementation="triton")
+    assert out.requires_grad and lse.requires_grad and not entropy.requires_grad
+    assert flash_entropy_attention(*tensors, entropy_grad=True, implementation="triton")[2].requires_grad
+    results = torch.ops.vmonarch.flash_entropy_forward(*tensors, 0.3, False)
+    gradients = torch.autograd.grad(results[2].sum(), tensors, allow_unused=True, materialize_grads=True)
+    assert all((x == 0).all() for x in gradients)
+
+
+UNSUPPORTED = {
+    "float64": (lambda: qkv(3, 3, 8, dtype=torch.float64), "the dtype is float64"),
+    "bfloat16-in-the-interpreter": (lambda: qkv(3, 3, 8, dtype=torch.bfloat16), "interpreter computes bfloat16"),
+    "meta": (lambda: qkv(3, 3, 8, device="meta"), r"the tensors are on meta \(supported: CUDA\)"),
+    "wide-head": (lambda: qkv(3, 3, 257), r"a head dimension is 257 \(supported: up to 256\)"),
+    "wide-value": (lambda: qkv(3, 3, 8, 300), r"a head dimension is 300"),
+    "strided-head": (lambda: [torch.ones(1, 3, 2, 16)[..., ::2]] * 3, "head dimension of a tensor is not contiguous"),
+}
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_the_kernels_cannot_take_is_named_and_left_to_torch(name):
+    tensors, message = UNSUPPORTED[name]
+    with pytest.raises(NotImplementedError, match=f'flash_entropy_attention with implementation="triton": .*{message}'):
+        flash_entropy_attention(*tensors(), implementation="triton")
+    results = flash_entropy_attention(*tensors(), implementation="auto")
+    expected = flash_entropy_attention(*tensors(), implementation="torch")
+    assert all(x.is_meta or torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+
+
+def test_without_the_interpreter_the_cpu_is_named(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(NotImplementedError, match="the tensors are on the CPU"):
+        flash_entropy_attention(*qkv(3, 3, 8), implementation="triton")
+
+
+# The compiled kernels, at real sizes: three latent frames of 28 × 52 tokens.
+
+GPU_SHAPES = [(4368, 4368, 64, 64), (4368, 4368, 128, 128), (1456, 4368, 128, 64), (111, 4367, 72, 40), (1, 1, 256, 8)]
+gpu_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+
+
+@pytest.mark.gpu
+@gpu_dtypes
+@ENTROPY_GRAD
+@pytest.mark.parametrize(("queries", "keys", "dim", "value_dim"), GPU_SHAPES, ids=lambda n: str(n))
+def test_on_the_device_results_and_gradients_match_float64(queries, keys, dim, value_dim, entropy_grad, dtype):
+    check(qkv(queries, keys, dim, value_dim, batch=1, heads=3, dtype=dtype, device="cuda"), entropy_grad=entropy_grad)
+
+
+@pytest.mark.gpu
+@gpu_dtypes
+@pytest.mark.parametrize("splits", [None, 1, 2, 5])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_on_the_device_exact_blocks_match_the_reference(name, splits, dtype):
+    P = 1456
+    S = FRAMES * P
+    q, k, v = qkv(S, S, 128, batch=1, heads=2, dtype=dtype, device="cuda")
+    segments = segments_of(PATTERNS[name], positions=P)
+    out, lse, entropy = flash_forward(q, k, v, segments, scale=128**-0.5, entropy=True, splits=splits)
+    again = flash_forward(q, k, v, segments, scale=128**-0.5, entropy=True, splits=splits)
+    assert_bits((out, lse, entropy), again)
+    q64, k64, v64 = (x.double().transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    expected_out, expected_lse = exact_part(q64 * 128**-0.5, k64, v64, PATTERNS[name].key_frames(FRAMES))
+    error = (out.transpose(1, 2)[0].double() - expected_out).norm() / expected_out.norm()
+    assert error <= max(2 * torch.finfo(dtype).eps, 4e-6)
+    torch.testing.assert_close(lse[0].double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_on_the_device_gradients_repeat_bit_by_bit():
+    tensors = [x.requires_grad_() for x in qkv(4368, 4368, 128, batch=1, dtype=torch.bfloat16, device="cuda")]
+
+    def gradients():
+        results = flash_entropy_attention(*tensors, entropy_grad=True, implementation="triton")
+        return torch.autograd.grad(sum(x.float().square().sum() for x in results), tensors)
+
+    first = gradients()
+    for _ in range(9):
+        assert_bits(gradients(), first)
+
+
+@pytest.mark.gpu
+def test_on_the_device_a_repeated_call_can_be_captured_in_a_graph():
+    q, k, v = qkv(1456, 4368, 128, batch=1, dtype=torch.bfloat16, device="cuda")
+    expected = flash_entropy_attention(q, k, v, implementation="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = flash_entropy_attention(q, k, v, implementation="triton")
+    graph.replay()
+    assert_bits(results, expected)
+
+
+@pytest.mark.gpu
+def test_on_the_device_inductor_gives_the_same_numbers():
+    tensors = [x.requires_grad_() for x in qkv(300, 1456, 64, dtype=torch.bfloat16, device="cuda")]
+
+    def attend(q, k, v):
+        out, lse, entropy = flash_entropy_attention(q, k, v, entropy_grad=True, implementation="triton")
+        return out.float().sin().sum() + lse.cos().sum() + entropy.sin().sum()
+
+    compiled = torch.compile(attend, fullgraph=True)
+    ours, theirs = (torch.autograd.grad(f(*tensors), tensors) for f in (compiled, attend))
+    torch.testing.assert_close(ours, theirs)

@@ -9,12 +9,15 @@ import math
 
 import pytest
 import torch
+from op_checks import call_of, in_interpreter, quiet, refuses, with_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vmonarch import ExactBlocks, monarch_attention, vmonarch_attention
+from vmonarch import ExactBlocks, LatentGrid, monarch_attention, vmonarch_attention
+from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.kernels.flash_entropy import reference as flash_entropy_reference
 from vmonarch.kernels.monarch.reference import r_step
 
+pytestmark = quiet
 RAGGED_GRIDS = [(1, 1, 1), (1, 7, 3), (2, 1, 1), (7, 1, 1), (3, 7, 5), (5, 2, 11), (4, 6, 6)]
 by_grid = pytest.mark.parametrize("grid", RAGGED_GRIDS, ids=lambda g: "x".join(map(str, g)))
 
@@ -211,16 +214,12 @@ def test_vmonarch_attention_is_figure_6_with_clamp_and_first_frame_recomputation
     q, k, v = qkv(60, spread=3.0)
     scale = q.shape[-1] ** -0.5
     expected = per_head(lambda q, k, v: figure_6(q * scale, k, v, 4, 15, T, clamp=0.1), q, k, v)
-    assert_equal(vmonarch_attention(q, k, v, grid=grid, num_iterations=T, exact=None), expected)
+    out = vmonarch_attention(q, k, v, grid=grid, num_iterations=T, exact=None)
+    assert_equal(out, expected)
+    unclamped = vmonarch_attention(q, k, v, grid=grid, num_iterations=T, exact=None, min_mass=0.0)
+    assert T == 1 or (out - unclamped).abs().max() > 1e-3, "the clamp matters"
     expected[:, :15] = softmax_attention(q[:, :15], k, v)[0]
     assert_equal(vmonarch_attention(q, k, v, grid=grid, num_iterations=T), expected)
-
-
-def test_the_clamp_matters_in_the_test_above():
-    q, k, v = qkv(60, spread=3.0)
-    clamped = vmonarch_attention(q, k, v, grid=(4, 3, 5), exact=None)
-    unclamped = vmonarch_attention(q, k, v, grid=(4, 3, 5), exact=None, min_mass=0.0)
-    assert (clamped - unclamped).abs().max() > 1e-3
 
 
 # --- Every option against the token-by-token oracle ---
@@ -282,21 +281,13 @@ def test_ragged_blocks_and_key_masks_match_the_oracle(tokens, block_size, paddin
     key_mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(1)) > 0.4 if masked else None
     size = min(block_size, tokens)
     place = torch.arange(tokens) + (-tokens % size if padding == "pre" else 0)
-    expected = torch.stack(
-        [
-            torch.cat(monarch_map_columns(q[i, :, 0], k[i, :, 0], v[i, :, 0], place, size, key_mask, i), -1)
-            for i in range(2)
-        ]
-    )
     out, lse = monarch_attention(q, k, v, block_size=block_size, padding=padding, key_mask=key_mask, return_lse=True)
-    assert_equal(out[:, :, 0], expected[..., :-1])
-    assert_equal(lse[:, 0], expected[..., -1])
-
-
-def monarch_map_columns(q, k, v, place, size, key_mask, i):
-    attended = None if key_mask is None else key_mask[i]
-    M, lse = monarch_map(q * q.shape[-1] ** -0.5, k, place // size, place % size, 2, 0.0, attended=attended)
-    return M @ v, lse[:, None]
+    for i in range(2):
+        attended = None if key_mask is None else key_mask[i]
+        Q, K, V = (x[i, :, 0] for x in (q * q.shape[-1] ** -0.5, k, v))
+        M, expected_lse = monarch_map(Q, K, place // size, place % size, 2, 0.0, attended=attended)
+        assert_equal(out[i, :, 0], M @ V)
+        assert_equal(lse[i, 0], expected_lse)
 
 
 def test_rows_without_any_key_are_zero_with_empty_log_weight():
@@ -375,12 +366,8 @@ def test_one_block_or_one_position_is_softmax(grid, T):
 def test_more_iterations_raise_the_bound():
     """Alternating maximisation climbs the sum of the rows' objectives."""
     q, k, v = qkv(60, spread=2.0)
-    bounds = [
-        vmonarch_attention(q, k, v, grid=(5, 3, 4), num_iterations=t, exact=None, min_mass=0.0, return_lse=True)[
-            1
-        ].sum()
-        for t in (1, 2, 3, 5, 8)
-    ]
+    options = {"grid": (5, 3, 4), "exact": None, "min_mass": 0.0, "return_lse": True}
+    bounds = [vmonarch_attention(q, k, v, num_iterations=t, **options)[1].sum() for t in (1, 2, 3, 5, 8)]
     assert bounds == sorted(bounds) and bounds[0] < bounds[-1]
 
 
@@ -520,17 +507,11 @@ def test_no_tensor_grows_beyond_the_budget_or_the_inputs(monkeypatch, options):
 
 @pytest.mark.parametrize("budget", [1, 40, 700])
 def test_chunks_change_neither_result_nor_gradients(monkeypatch, budget):
-    q, k, v = (x.requires_grad_() for x in qkv(5 * 15))
     options = {"grid": (5, 3, 5), "exact": ExactBlocks(band=0, columns=(0,)), "coarse": 2, "return_lse": True}
-
-    def run():
-        out, lse = vmonarch_attention(q, k, v, entropy_grad=True, **options)
-        return out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), (q, k, v))
-
+    run = lambda: with_gradients(lambda *x: vmonarch_attention(*x, entropy_grad=True, **options), qkv(5 * 15))
     whole = run()
     monkeypatch.setattr(flash_entropy_reference, "MAX_CHUNK_SCORES", budget)
-    for chunked, expected in zip(run(), whole, strict=True):
-        assert_equal(chunked, expected, 1e-11)
+    torch.testing.assert_close(run(), whole, rtol=1e-11, atol=1e-11)
 
 
 # --- Gradients ---
@@ -569,6 +550,114 @@ def test_the_entropy_gradient_is_stopped_unless_asked_for():
     for ours, theirs in zip(stopped, expected, strict=True):
         assert_equal(ours, theirs)
     assert (stopped[0] - flowing[0]).abs().max() > 1e-3
+
+
+# --- A low-rank bias gives what it gives written out as a matrix. ---
+
+S, P = 15, 5
+GRID = (3, 1, 5)
+
+
+def with_factors(*, B=1, H=2, D=6, R=4, shared=True, dtype=torch.float64, factors=None):
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(B, S, H, D)] * 3 + [(1 if shared else B, S, 1 if shared else H, R)] * 2
+    dtypes = [dtype] * 3 + [factors or dtype] * 2
+    return [
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    ]
+
+
+def map_of_logits(G, T, min_mass, exact_rows=()):
+    """The Monarch map of one head [S, S] from its matrix of logits alone, bias and all, token by token.
+
+    A centroid query is a mean of queries, so that its logits are the mean of their rows of G.
+    """
+    m, b = S // P, P
+    z = {(k, j): G[k * b + j] for k in range(m) for j in range(b)}
+    for _ in range(T):
+        M = torch.zeros(S, S, dtype=G.dtype)
+        R = {(k, j): z[k, j][k * b : (k + 1) * b].softmax(0) for k, j in z}
+        L = torch.zeros(m, m, b, dtype=G.dtype)
+        for l, j in itertools.product(range(m), range(b)):
+            row = G[l * b + j]
+            logits = [row[k * b : (k + 1) * b] @ R[k, j] - torch.xlogy(R[k, j], R[k, j]).sum() for k in range(m)]
+            L[l, :, j] = torch.stack(logits).softmax(0)
+            for k in range(m):
+                M[l * b + j, k * b : (k + 1) * b] = L[l, k, j] * R[k, j]
+        for k, j in z:
+            mean = sum(L[l, k, j] * G[l * b + j] for l in range(m))
+            z[k, j] = mean / L[:, k, j].sum().clamp(min=min_mass)
+    for l in exact_rows:
+        M[l * b : (l + 1) * b] = G[l * b : (l + 1) * b].softmax(-1)
+    return M
+
+
+@pytest.mark.parametrize("exact", [None, "first_frame"])
+@pytest.mark.parametrize("num_iterations", [1, 2, 3])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "by-head"])
+def test_a_bias_gives_what_it_gives_written_out(exact, num_iterations, shared):
+    q, k, v, fq, fk = with_factors(B=2, shared=shared)
+    out = vmonarch_attention(q, k, v, grid=GRID, exact=exact, num_iterations=num_iterations, bias=(fq, fk))
+    logits = torch.einsum("bshd,bthd->bhst", q, k) * 6**-0.5
+    logits = logits + torch.einsum("bshr,bthr->bhst", fq.expand(2, -1, 2, -1), fk.expand(2, -1, 2, -1))
+    rows = () if exact is None else (0,)
+    maps = torch.stack([torch.stack([map_of_logits(G, num_iterations, 0.1, rows) for G in heads]) for heads in logits])
+    torch.testing.assert_close(out, torch.einsum("bhst,bthd->bshd", maps, v), rtol=1e-10, atol=1e-12)
+    plain = vmonarch_attention(q, k, v, grid=GRID, exact=exact, num_iterations=num_iterations)
+    assert (out - plain).abs().max() > 0.1
+
+
+def test_everything_exact_it_is_attention_with_the_bias():
+    q, k, v, fq, fk = with_factors()
+    out, lse = vmonarch_attention(
+        q, k, v, grid=GRID, exact=ExactBlocks(band=2), bias=(fq, fk), scale=-0.3, return_lse=True
+    )
+    logits = torch.einsum("bshd,bthd->bhst", q, k) * -0.3 + torch.einsum("bshr,bthr->bst", fq, fk)[:, None]
+    torch.testing.assert_close(out, torch.einsum("bhst,bthd->bshd", logits.softmax(-1), v))
+    torch.testing.assert_close(lse, logits.logsumexp(-1))
+
+
+@in_interpreter
+@pytest.mark.parametrize("options", [{}, {"exact": ExactBlocks(band=1), "coarse": 2}], ids=["paper", "band-coarse"])
+def test_with_a_bias_the_kernels_agree_with_plain_torch(options):
+    inputs = [x.requires_grad_() for x in with_factors(dtype=torch.float32)]
+    results = []
+    for implementation in ("triton", "torch"):
+        out = vmonarch_attention(*inputs[:3], grid=GRID, bias=inputs[3:], implementation=implementation, **options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert all(x.abs().max() > 0 for x in results[0])
+
+
+def test_float32_factors_of_a_bias_stay_exact_in_16_bit():
+    grid = LatentGrid(3, 20, 20)
+    fq, fk = SpatioTemporalDecay(1, reach=(4.0, 1.0, 1.0))(grid)
+    q, k, v = (torch.randn(1, grid.tokens, 1, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    exact, ours, rounded = (
+        vmonarch_attention(*x, grid=grid, bias=bias, exact=ExactBlocks(band=2)).double()
+        for x, bias in (
+            ((q.double(), k.double(), v.double()), (fq.double(), fk.double())),
+            ((q, k, v), (fq, fk)),
+            ((q, k, v), (fq.bfloat16(), fk.bfloat16())),
+        )
+    )
+    assert (ours - exact).norm() < 0.003 * exact.norm() and (rounded - exact).norm() > 0.03 * exact.norm()
+
+
+Q, F = torch.randn(1, S, 2, 4), torch.randn(1, S, 1, 2)
+bad = call_of(vmonarch_attention, Q, Q, Q, grid=GRID)
+BAD = {
+    "no-pair": (bad(bias=F), TypeError, "bias must be None or a pair"),
+    "one-factor": (bad(bias=(F,)), TypeError, "bias must be None or a pair"),
+    "other-length": (bad(bias=(F, F[:, :3])), ValueError, "key_factor must be"),
+    "no-scale": (bad(bias=(F, F), scale=0.0), ValueError, "scale must not be 0"),
+    "too-wide": (
+        bad(*[torch.randn(1, S, 1, 250)] * 3, bias=(F[..., :1].repeat(1, 1, 1, 8),) * 2, implementation="triton"),
+        NotImplementedError, "a head dimension is 258 .supported: up to 256"),
+}  # fmt: skip
+test_a_bad_bias_is_named = in_interpreter(refuses(BAD))
 
 
 # --- Compilation ---

@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from op_checks import assert_bits, call_of, in_interpreter, refuses
 
 from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, monarch_attention, vmonarch_attention
 from vmonarch.kernels.common.launch import launch_overrides
@@ -23,7 +24,6 @@ from vmonarch.kernels.monarch.op import monarch_backward, monarch_forward
 from vmonarch.kernels.monarch.places import grid_places, token_at
 from vmonarch.kernels.monarch.r_step import RStep
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 L_KERNELS = ("l_centroids", "l_rows", "l_output", "l_backward_rows", "l_backward_columns")
 SEVERAL_L_TILES = {kernel: {"MAX_TILE": 8} for kernel in L_KERNELS}
 
@@ -61,18 +61,19 @@ def assert_as_good_as_torch(ours, plain, truth, *, slack, max_factor=2.0, mean_f
             assert error.mean() <= mean_factor * budget.mean() + slack * size, (name, error.mean(), budget.mean())
 
 
-def check_float32(tensors, op, overrides=None, **options):
-    run = lambda how: lambda *t: op(*t, return_lse=True, implementation=how, **options)
-    truth = with_gradients(run("torch"), tensors, torch.float64)
-    plain = with_gradients(run("torch"), tensors, torch.float32)
+def run(how, op=vmonarch_attention, **options):
+    return lambda *tensors: op(*tensors, return_lse=True, implementation=how, **options)
+
+
+def check_float32(tensors, op=vmonarch_attention, overrides=None, **options):
+    truth, plain = (with_gradients(run("torch", op, **options), tensors, x) for x in (torch.float64, torch.float32))
     with launch_overrides(overrides or {}):
-        ours = with_gradients(run("triton"), tensors, torch.float32)
+        ours = with_gradients(run("triton", op, **options), tensors, torch.float32)
         with torch.no_grad():
-            inference = run("triton")(*(tensor.float() for tensor in tensors))
+            inference = run("triton", op, **options)(*(tensor.float() for tensor in tensors))
     assert_as_good_as_torch(ours, plain, truth, slack=2e-6)
     # Inference uses its buffers again, training does not: the arithmetic is the same.
-    for a, b in zip(inference, ours[:2], strict=True):
-        assert torch.equal(a, b)
+    assert_bits(inference, ours[:2])
 
 
 FIRST_FRAME = {"exact": "first_frame"}
@@ -112,35 +113,35 @@ CASES = {
 }
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_vmonarch_forward_and_backward(options):
-    check_float32(qkv(math.prod(options["grid"])), vmonarch_attention, **options)
+    check_float32(qkv(math.prod(options["grid"])), **options)
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("dims", [(20, 20), (8, 24), (80, 40), (96, 72)], ids=lambda d: f"{d[0]}-{d[1]}")
 def test_head_dimensions(dims):
     tensors = qkv(2 * 18, dim=dims[0], value_dim=dims[1])
-    check_float32(tensors, vmonarch_attention, grid=(2, 3, 6), exact=ExactBlocks(columns=(0,)))
+    check_float32(tensors, grid=(2, 3, 6), exact=ExactBlocks(columns=(0,)))
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize(
     "exact", [None, ExactBlocks(band=0), ExactBlocks(rows=(1, 17))], ids=["monarch", "band", "rows"]
 )
 def test_more_blocks_than_one_tile_of_the_l_step(exact):
-    check_float32(qkv(20 * 2), vmonarch_attention, SEVERAL_L_TILES, grid=(20, 1, 2), exact=exact, num_iterations=3)
+    check_float32(qkv(20 * 2), overrides=SEVERAL_L_TILES, grid=(20, 1, 2), exact=exact, num_iterations=3)
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("overrides", [None, SEVERAL_L_TILES], ids=["one-tile", "several"])
 def test_exact_blocks_beyond_the_first_word_of_bits(overrides):
     exact = ExactBlocks(columns=(31, 33), band=0)
-    check_float32(qkv(35 * 2), vmonarch_attention, overrides, grid=(35, 1, 2), exact=exact)
+    check_float32(qkv(35 * 2), overrides=overrides, grid=(35, 1, 2), exact=exact)
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize(
     "grid,tiles,frames_per_block",
     [((5, 5, 7), (2, 3), 2), ((3, 4, 6), (2, 2), 1), ((4, 5, 3), (1, 2), 3)],
@@ -168,24 +169,23 @@ def test_tokens_packed_in_the_order_of_blocks(grid, tiles, frames_per_block):
         assert torch.equal(own[:, :, : counts[k]], expected[:, :, k, present[k]]) and not own[:, :, counts[k] :].any()
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("grid", [(3, 2, 7), (20, 1, 2)], ids=["one-tile", "several-tiles"])
 def test_hoppers_way_of_storing_changes_nothing(grid):
     tensors = [tensor.float() for tensor in qkv(math.prod(grid), heads=2, dim=12)]
-    run = lambda *t: run_triton(*t, grid=grid, exact=ExactBlocks(columns=(0,)))
+    attend = run("triton", grid=grid, exact=ExactBlocks(columns=(0,)))
     with launch_overrides(SEVERAL_L_TILES):
-        expected = with_gradients(run, tensors, torch.float32)
+        expected = with_gradients(attend, tensors, torch.float32)
     with launch_overrides({kernel: {**options, "TMA": 1} for kernel, options in SEVERAL_L_TILES.items()}):
-        for a, b in zip(with_gradients(run, tensors, torch.float32), expected, strict=True):
-            assert torch.equal(a, b)
+        assert_bits(with_gradients(attend, tensors, torch.float32), expected)
 
 
-@interpreted
+@in_interpreter
 def test_batch_and_heads():
-    check_float32(qkv(2 * 6, batch=2, heads=3), vmonarch_attention, grid=(2, 2, 3))
+    check_float32(qkv(2 * 6, batch=2, heads=3), grid=(2, 2, 3))
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("padding", ["post", "pre"])
 @pytest.mark.parametrize("masked", [False, True], ids=["all-keys", "key-mask"])
 def test_plain_sequences(padding, masked):
@@ -195,7 +195,7 @@ def test_plain_sequences(padding, masked):
     check_float32(qkv(43, batch=2), monarch_attention, block_size=20, padding=padding, key_mask=mask)
 
 
-@interpreted
+@in_interpreter
 def test_a_row_without_any_key_is_zero():
     tensors = [tensor.float() for tensor in qkv(12)]
     mask = torch.zeros(1, 12, dtype=torch.bool)
@@ -230,26 +230,24 @@ def plain_vmonarch(query, key, value, *, grid, num_iterations=2):
 def test_plain_vmonarch_is_the_reference():
     tensors = qkv(3 * 20, heads=2)
     expected = vmonarch_attention(*tensors, grid=(3, 4, 5), return_lse=True, implementation="torch")
-    for a, b in zip(plain_vmonarch(*tensors, grid=(3, 4, 5)), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(plain_vmonarch(*tensors, grid=(3, 4, 5)), expected, rtol=1e-9, atol=1e-9)
 
 
 def check_half(tensors, dtype, grid, slack, **factors):
-    run = lambda how: lambda *t: vmonarch_attention(*t, grid=grid, return_lse=True, implementation=how)
-    truth = with_gradients(run("torch"), tensors, torch.float64)
+    truth = with_gradients(run("torch", grid=grid), tensors, torch.float64)
     plain = with_gradients(lambda *t: plain_vmonarch(*t, grid=grid), tensors, dtype)
-    ours = with_gradients(run("triton"), tensors, dtype)
+    ours = with_gradients(run("triton", grid=grid), tensors, dtype)
     assert ours[0].dtype == dtype and ours[1].dtype == torch.float32
     assert_as_good_as_torch(ours, plain, truth, slack=slack, **factors)
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("grid", [(3, 3, 6), (2, 7, 5)], ids=str)
 def test_float16(grid):
     check_half(qkv(math.prod(grid), heads=2), torch.float16, grid, slack=5e-4)
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("overrides", [{}, SEVERAL_L_TILES], ids=["one-tile", "several-tiles"])
 def test_centroids_of_blocks_that_hardly_any_query_weighs_in_float16(overrides):
     """Without a least mass z is a mean of queries even where each of their weights rounds to 0."""
@@ -276,11 +274,7 @@ def test_centroids_of_blocks_that_hardly_any_query_weighs_in_float16(overrides):
 # --- Memory layouts, extreme values, independence. ---
 
 
-def run_triton(query, key, value, **options):
-    return vmonarch_attention(query, key, value, return_lse=True, implementation="triton", **options)
-
-
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("options", [dict(tiles=(1, 2), coarse=2), dict()], ids=["tiles-coarse", "plain"])
 def test_fused_qkv_and_other_strides_change_nothing(options):
     options = dict(grid=(2, 3, 4), exact=ExactBlocks(columns=(0,)), **options)
@@ -288,60 +282,53 @@ def test_fused_qkv_and_other_strides_change_nothing(options):
     tensors = [tensor.float() for tensor in qkv(tokens, batch=2, heads=2)]
     fused = torch.stack(tensors, 2).unbind(2)  # views of [B, S, 3, H, D]
     head_major = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
-    expected = with_gradients(lambda *t: run_triton(*t, **options), tensors, torch.float32)
+    expected = with_gradients(run("triton", **options), tensors, torch.float32)
     for views in (fused, head_major):
         leaves = [view.detach().requires_grad_(True) for view in views]
         assert not leaves[0].is_contiguous()
-        out, lse = run_triton(*leaves, **options)
-        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+        out, lse = run("triton", **options)(*leaves)
         generator = torch.Generator().manual_seed(1)
         grad_out = torch.randn(out.shape, generator=generator).bfloat16().to(out)
         grad_lse = torch.randn(lse.shape, generator=generator).bfloat16().to(lse)
         # A gradient that is a view, too.
         torch.autograd.backward((out, lse), (grad_out.transpose(1, 2).contiguous().transpose(1, 2), grad_lse))
-        for leaf, gradient in zip(leaves, expected[2:], strict=True):
-            assert torch.equal(leaf.grad, gradient)
+        assert_bits([out, lse, *(leaf.grad for leaf in leaves)], expected)
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("exact", [None, "first_frame", ExactBlocks(band=0)], ids=["none", "first-frame", "band"])
 def test_large_logits(exact):
     tensors = qkv(2 * 18, spread=160.0)  # logits of ±1e4 and beyond
     logits = torch.einsum("bshd,bthd->bhst", tensors[0], tensors[1]) * 0.25
     assert logits.abs().max() > 1e4
     options = dict(grid=(2, 3, 6), exact=exact)
-    ours = with_gradients(lambda *t: run_triton(*t, **options), tensors, torch.float32)
-    run = lambda *t: vmonarch_attention(*t, return_lse=True, implementation="torch", **options)
-    truth, plain = (with_gradients(run, tensors, dtype) for dtype in (torch.float64, torch.float32))
+    ours = with_gradients(run("triton", **options), tensors, torch.float32)
+    truth, plain = (with_gradients(run("torch", **options), tensors, x) for x in (torch.float64, torch.float32))
     # Probabilities are recomputed from log-partitions that float32 holds to one unit in the last place.
     ulp = 2.0 ** (math.floor(math.log2(truth[1].abs().max())) - 23)
     assert_as_good_as_torch(ours, plain, truth, slack=2 * ulp)
 
 
-@interpreted
+@in_interpreter
 def test_a_poisoned_head_leaves_the_others_alone():
     options = dict(grid=(2, 3, 6), exact=ExactBlocks(columns=(0,)))
     clean = [tensor.float() for tensor in qkv(36, heads=3)]
     poisoned = [tensor.clone() for tensor in clean]
     for tensor in poisoned:
         tensor[:, :, 1] = float("nan")
-    a = with_gradients(lambda *t: run_triton(*t, **options), clean, torch.float32)
-    b = with_gradients(lambda *t: run_triton(*t, **options), poisoned, torch.float32)
-    others = [0, 2]
+    a, b = (with_gradients(run("triton", **options), x, torch.float32) for x in (clean, poisoned))
+    others = torch.tensor([0, 2])
     for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), a, b, strict=True):
         heads = 1 if name == "lse" else 2
-        assert torch.equal(x.index_select(heads, torch.tensor(others)), y.index_select(heads, torch.tensor(others)))
+        assert torch.equal(x.index_select(heads, others), y.index_select(heads, others))
         assert y.select(heads, 1).isnan().all(), name
 
 
-@interpreted
+@in_interpreter
 def test_repeated_runs_are_bit_equal():
-    tensors = qkv(36, heads=2)
-    run = lambda: with_gradients(
-        lambda *t: run_triton(*t, grid=(2, 3, 6), exact=ExactBlocks(band=0)), tensors, torch.float32
-    )
-    first = run()
-    assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+    attend = run("triton", grid=(2, 3, 6), exact=ExactBlocks(band=0))
+    first, again = (with_gradients(attend, qkv(36, heads=2), torch.float32) for _ in range(2))
+    assert_bits(again, first)
 
 
 # --- The operator. ---
@@ -357,87 +344,68 @@ def op_arguments(requires_grad=False, save=True, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vmonarch.kernels.monarch.op.monarch_forward", capture)
         leaves = [tensor.float().requires_grad_(True) for tensor in qkv(12)]
-        run_triton(*leaves, grid=(2, 2, 3), **options)
-    query, key, value, mask, numbers, reals, _ = captured[0]
-    leaves = [tensor.detach().requires_grad_(requires_grad) for tensor in (query, key, value)]
-    return (*leaves, mask, numbers, reals, save)
+        run("triton", grid=(2, 2, 3), **options)(*leaves)
+    *tensors, mask, numbers, reals, _ = captured[0]
+    return (*(x.detach().requires_grad_(requires_grad) for x in tensors), mask, numbers, reals, save)
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("exact", [None, "first_frame", ExactBlocks(band=0)], ids=["none", "first-frame", "band"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_opcheck_forward(exact, training):
     torch.library.opcheck(monarch_forward, op_arguments(requires_grad=training, save=training, exact=exact))
 
 
-@interpreted
+@in_interpreter
 def test_opcheck_backward():
     arguments = op_arguments(exact=ExactBlocks(band=0))
     out, lse, *saved = monarch_forward(*arguments)
-    query, key, value, mask, numbers, reals, _ = arguments
-    torch.library.opcheck(
-        monarch_backward,
-        (
-            torch.ones_like(out),
-            torch.ones_like(lse),
-            query,
-            key,
-            value,
-            mask,
-            out,
-            lse,
-            *saved,
-            numbers,
-            reals,
-        ),
-    )
+    *tensors, numbers, reals, _ = arguments
+    grads = torch.ones_like(out), torch.ones_like(lse)
+    torch.library.opcheck(monarch_backward, (*grads, *tensors, out, lse, *saved, numbers, reals))
 
 
-@interpreted
+@in_interpreter
 def test_compiled_without_graph_breaks_or_recompilation():
-    options = dict(grid=(2, 3, 6), exact=ExactBlocks(band=0))
+    attention = run("triton", grid=(2, 3, 6), exact=ExactBlocks(band=0))
     compilations = []
 
     def backend(graph, example_inputs):
         compilations.append(graph)
         return graph
 
-    attention = lambda *t: run_triton(*t, **options)
     torch._dynamo.reset()
     compiled = torch.compile(attention, fullgraph=True, backend=backend)
     for _ in range(3):
         results = with_gradients(compiled, qkv(36), torch.float32)
     assert len(compilations) == 1
     expected = with_gradients(attention, qkv(36), torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert_bits(results, expected)
     traced = with_gradients(torch.compile(attention, fullgraph=True, backend="aot_eager"), qkv(36), torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(traced, expected, strict=True))
+    assert_bits(traced, expected)
 
 
-@interpreted
+@in_interpreter
 def test_no_gradient_no_saved_tensors():
     tensors = [tensor.float().requires_grad_(True) for tensor in qkv(36)]
+    attend = run("triton", grid=(2, 3, 6))
     with torch.no_grad():
-        out, lse = run_triton(*tensors, grid=(2, 3, 6))
+        out, lse = attend(*tensors)
     assert not out.requires_grad and not lse.requires_grad
     only_value = [tensor.detach() for tensor in tensors[:2]] + [tensors[2]]
-    out, _ = run_triton(*only_value, grid=(2, 3, 6))
-    out.sum().backward()
+    attend(*only_value)[0].sum().backward()
     assert tensors[2].grad is not None and only_value[0].grad is None
 
 
-@interpreted
+@in_interpreter
 def test_a_loss_of_the_log_partition_alone():
     tensors = [tensor.float().requires_grad_(True) for tensor in qkv(36)]
-    gradients = []
-    for how in ("triton", "torch"):
-        _, lse = vmonarch_attention(*tensors, grid=(2, 3, 6), return_lse=True, implementation=how)
-        gradients.append(torch.autograd.grad(lse.sum(), tensors[:2]))
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    lses = [run(how, grid=(2, 3, 6))(*tensors)[1] for how in ("triton", "torch")]
+    gradients = [torch.autograd.grad(lse.sum(), tensors[:2]) for lse in lses]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-BAD = {
+CANNOT = {
     "float64": (lambda: qkv(36), "the dtype is float64 .supported: float16, bfloat16, float32."),
     "wide-head": (lambda: [t.float() for t in qkv(36, dim=257)], "a head dimension is 257 .supported: up to 256."),
     "bfloat16-interpreted": (lambda: [t.bfloat16() for t in qkv(36)], "computes bfloat16 products wrongly"),
@@ -447,24 +415,21 @@ BAD = {
     ),
     "meta": (lambda: [t.float().to("meta") for t in qkv(36)], "the tensors are on meta .supported: CUDA."),
 }
-
-
-@interpreted
-@pytest.mark.parametrize("tensors,message", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("op", ["vmonarch_attention", "monarch_attention"])
-def test_what_the_kernels_cannot_do_is_said(op, tensors, message):
-    call = {
-        "vmonarch_attention": lambda: vmonarch_attention(*tensors(), grid=(2, 3, 6), implementation="triton"),
-        "monarch_attention": lambda: monarch_attention(*tensors(), block_size=6, implementation="triton"),
-    }[op]
-    with pytest.raises(NotImplementedError, match=f'{op} with implementation="triton": .*{message}'):
-        call()
+test_what_the_kernels_cannot_do_is_said = in_interpreter(
+    refuses({
+        f"{op.__name__}-{name}": (
+            call_of(op, *tensors(), implementation="triton", **options)(), NotImplementedError,
+            f'{op.__name__} with implementation="triton": .*{message}')
+        for name, (tensors, message) in CANNOT.items()
+        for op, options in ((vmonarch_attention, {"grid": (2, 3, 6)}), (monarch_attention, {"block_size": 6}))
+    })
+)  # fmt: skip
 
 
 def test_the_cpu_is_refused_without_the_interpreter(monkeypatch):
     monkeypatch.setattr("vmonarch.kernels.common.launch.interpreted", lambda: False)
     with pytest.raises(NotImplementedError, match="the tensors are on the CPU .supported: CUDA"):
-        run_triton(*(tensor.float() for tensor in qkv(36)), grid=(2, 3, 6))
+        run("triton", grid=(2, 3, 6))(*(tensor.float() for tensor in qkv(36)))
 
 
 # --- Places: arithmetic and index tables agree. ---
@@ -478,7 +443,7 @@ def _places_kernel(token_ptr, valid_ptr, places, n, TILED: tl.constexpr, BLOCK: 
     tl.store(valid_ptr + place, valid.to(tl.int8), mask=place < n)
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("grid", [(1, 1, 1), (3, 4, 5), (5, 7, 3), (4, 7, 7)], ids=str)
 @pytest.mark.parametrize("frames_per_block", [1, 2, 3])
 def test_places_agree_with_the_layout(grid, frames_per_block):
@@ -533,7 +498,16 @@ GPU_CASES = {
                                       (128, "entropy-gradient-coarse"), (256, "band")])  # fmt: skip
 def test_gpu_float32(shared_gpu, dim, name):
     options = GPU_CASES[name]
-    check_float32(qkv(math.prod(options["grid"]), heads=2, dim=dim, device="cuda"), vmonarch_attention, **options)
+    check_float32(qkv(math.prod(options["grid"]), heads=2, dim=dim, device="cuda"), **options)
+
+
+def check_bfloat16(tensors, **options):
+    """Close to the float64 reference by the measure of one bfloat16 rounding."""
+    truth = with_gradients(run("torch", **options), tensors, torch.float64)
+    ours = with_gradients(run("triton", **options), tensors, torch.bfloat16)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, truth, strict=True):
+        error, size = (a.double() - b).norm(), b.norm()
+        assert error <= 0.02 * size, (name, error, size)
 
 
 # Every kernel is compiled for every option and head dimension, so that few head dimensions see all options.
@@ -545,16 +519,9 @@ GPU_OPTIONS = [(128, name) for name in GPU_CASES] + [
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim,name", GPU_OPTIONS)
 def test_gpu_options_in_bfloat16(shared_gpu, dim, name):
-    """Every option at a larger grid, close to the float64 reference by the measure of one bfloat16 rounding."""
+    """Every option at a larger grid."""
     T, H, W = (3 * size for size in GPU_CASES[name]["grid"])
-    tensors = qkv(T * H * W, heads=2, dim=dim, device="cuda")
-    options = {**GPU_CASES[name], "grid": (T, H, W)}
-    run = lambda how: lambda *t: vmonarch_attention(*t, return_lse=True, implementation=how, **options)
-    truth = with_gradients(run("torch"), tensors, torch.float64)
-    ours = with_gradients(run("triton"), tensors, torch.bfloat16)
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, truth, strict=True):
-        error, size = (a.double() - b).norm(), b.norm()
-        assert error <= 0.02 * size, (name, error, size)
+    check_bfloat16(qkv(T * H * W, heads=2, dim=dim, device="cuda"), **GPU_CASES[name] | {"grid": (T, H, W)})
 
 
 @pytest.mark.gpu
@@ -564,33 +531,23 @@ def test_gpu_options_in_bfloat16(shared_gpu, dim, name):
 def test_gpu_tiles_of_the_l_step(shared_gpu, frames, dim, exact):
     """Every size of a tile, and several tiles."""
     tensors = qkv(frames * 3 * 5, heads=3, dim=dim, device="cuda")
-    options = dict(grid=(frames, 3, 5), exact=exact)
-    run = lambda how: lambda *t: vmonarch_attention(*t, return_lse=True, implementation=how, **options)
-    truth = with_gradients(run("torch"), tensors, torch.float64)
-    ours = with_gradients(run("triton"), tensors, torch.bfloat16)
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, truth, strict=True):
-        error, size = (a.double() - b).norm(), b.norm()
-        assert error <= 0.02 * size, (name, error, size)
+    check_bfloat16(tensors, grid=(frames, 3, 5), exact=exact)
 
 
 @pytest.mark.gpu
 def test_gpu_repeated_runs_are_bit_equal(shared_gpu):
     tensors = qkv(5 * 1456, heads=4, dim=128, device="cuda")
-    run = lambda: with_gradients(
-        lambda *t: run_triton(*t, grid=(5, 28, 52), exact=ExactBlocks(rows=(0,), band=1)), tensors, torch.bfloat16
-    )
-    first = run()
+    attend = run("triton", grid=(5, 28, 52), exact=ExactBlocks(rows=(0,), band=1))
+    first = with_gradients(attend, tensors, torch.bfloat16)
     for _ in range(250):
-        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+        assert_bits(with_gradients(attend, tensors, torch.bfloat16), first)
 
 
 @pytest.mark.gpu
 def test_gpu_fused_qkv_is_bit_equal(shared_gpu):
     tensors = [tensor.bfloat16() for tensor in qkv(4 * 391, batch=2, heads=3, dim=72, device="cuda")]
-    options = dict(grid=(4, 17, 23), exact=ExactBlocks(columns=(0,)))
-    expected = run_triton(*tensors, **options)
-    for a, b in zip(run_triton(*torch.stack(tensors, 2).unbind(2), **options), expected, strict=True):
-        assert torch.equal(a, b)
+    attend = run("triton", grid=(4, 17, 23), exact=ExactBlocks(columns=(0,)))
+    assert_bits(attend(*torch.stack(tensors, 2).unbind(2)), attend(*tensors))
 
 
 @pytest.mark.gpu
@@ -639,11 +596,11 @@ def test_gpu_cuda_graph(shared_gpu):
 
 @pytest.mark.gpu
 def test_gpu_compiled_equals_eager(shared_gpu):
-    attention = lambda *t: run_triton(*t, grid=(4, 17, 23))
+    attention = run("triton", grid=(4, 17, 23))
     tensors = qkv(4 * 391, heads=2, dim=64, device="cuda")
     expected = with_gradients(attention, tensors, torch.bfloat16)
     compiled = with_gradients(torch.compile(attention, fullgraph=True), tensors, torch.bfloat16)
-    assert all(torch.equal(a, b) for a, b in zip(compiled, expected, strict=True))
+    assert_bits(compiled, expected)
 
 
 @pytest.mark.gpu

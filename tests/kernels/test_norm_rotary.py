@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from op_checks import assert_bits, call_of, in_interpreter, refuses
 
-from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.norm_rotary.api import MAX_CHANNELS, norm_rotary
 from vmonarch.kernels.norm_rotary.reference import norm_rotary_reference
 
@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+@in_interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_float64(name, dtype):
@@ -75,7 +75,7 @@ def test_kernels_equal_float64_on_the_gpu(name, dtype):
     x, weight, cosines, sines = inputs(**case, dtype=dtype, device="cuda", weight_dtype=torch.float32)
     first = check(x, weight, cosines, sines, case["heads"])
     again = both_ways(x, weight, cosines, sines, case["heads"], implementation="auto")
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert_bits(first, again)
 
 
 @ON_GPU
@@ -91,7 +91,7 @@ def test_more_than_2_to_the_31_elements():
         assert torch.equal(out, norm_rotary(small, weight, cosines, sines, heads=12, eps=1e-6))
 
 
-@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+@in_interpreter
 def test_strided_inputs_and_gradients_give_the_same():
     x, weight, cosines, sines = inputs()
     expected = both_ways(x, weight, cosines, sines, 3, implementation="triton")
@@ -99,7 +99,7 @@ def test_strided_inputs_and_gradients_give_the_same():
     views = (qkv.chunk(3, -1)[1], x.transpose(0, 1).contiguous().transpose(0, 1), x.mT.contiguous().mT)
     for view in views:
         found = both_ways(view, weight, cosines.expand(1, -1, 1, -1), sines, 3, implementation="triton")
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert_bits(found, expected)
     x.requires_grad_()
     # An expanded gradient, whose strides are all 0.
     norm_rotary(x, weight, cosines, sines, heads=3, eps=1e-6, implementation="triton").sum().backward()
@@ -130,7 +130,7 @@ def test_the_reference_is_what_diffusers_computes():
     torch.testing.assert_close(found, seen[0], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+@in_interpreter
 def test_the_operator_keeps_the_rules_of_torch():
     x, weight, cosines, sines = inputs(S=3)
     x.requires_grad_(), weight.requires_grad_()
@@ -139,7 +139,7 @@ def test_the_operator_keeps_the_rules_of_torch():
     torch.library.opcheck(norm_rotary_forward, (x, weight, cosines, sines, 3, 1e-6))
 
 
-@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+@in_interpreter
 @pytest.mark.parametrize("frozen", ["x", "weight"])
 def test_only_the_gradients_that_are_needed(frozen):
     x, weight, cosines, sines = inputs()
@@ -148,26 +148,21 @@ def test_only_the_gradients_that_are_needed(frozen):
     assert (x.grad is None) == (frozen == "x") and (weight.grad is None) == (frozen == "weight")
 
 
+bad = call_of(norm_rotary, heads=3, eps=1e-6, **dict(zip(("x", "weight", "cosines", "sines"), inputs(), strict=True)))
 BAD = {
-    "x-rank": (dict(x=torch.zeros(3, 30)), "x must be"),
-    "x-heads": (dict(heads=4), "x must be .* multiple of 2·heads = 8"),
-    "x-empty": (dict(x=torch.zeros(0, 7, 30)), "x must be .* not empty"),
-    "weight": (dict(weight=torch.zeros(29)), r"weight must be \[C\] = \[30\], got \(29,\)"),
-    "cosines": (dict(cosines=torch.zeros(1, 7, 1, 5)), r"cosines must be \[1, S, 1, D\]"),
-    "sines-gradient": (dict(sines=torch.zeros(1, 7, 1, 10, requires_grad=True)), "sines must not require a gradient"),
-    "implementation": (dict(implementation="cuda"), "implementation must be one of"),
-}
+    "x-rank": (bad(x=torch.zeros(3, 30)), ValueError, "x must be"),
+    "x-heads": (bad(heads=4), ValueError, "x must be .* multiple of 2·heads = 8"),
+    "x-empty": (bad(x=torch.zeros(0, 7, 30)), ValueError, "x must be .* not empty"),
+    "weight": (bad(weight=torch.zeros(29)), ValueError, r"weight must be \[C\] = \[30\], got \(29,\)"),
+    "cosines": (bad(cosines=torch.zeros(1, 7, 1, 5)), ValueError, r"cosines must be \[1, S, 1, D\]"),
+    "sines-gradient": (
+        bad(sines=torch.zeros(1, 7, 1, 10, requires_grad=True)), ValueError, "sines must not require a gradient"),
+    "implementation": (bad(implementation="cuda"), ValueError, "implementation must be one of"),
+}  # fmt: skip
+test_bad_arguments_are_named = refuses(BAD)
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_named(name):
-    changes, message = BAD[name]
-    values = dict(zip(("x", "weight", "cosines", "sines"), inputs(), strict=True)) | {"heads": 3, "eps": 1e-6} | changes
-    with pytest.raises(ValueError, match=message):
-        norm_rotary(**values)
-
-
-@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+@in_interpreter
 def test_what_the_kernels_cannot_take_is_said():
     x, weight, cosines, sines = inputs()
     with pytest.raises(NotImplementedError, match="a dtype is float64"):

@@ -2,18 +2,18 @@
 
 import pytest
 import torch
+from op_checks import assert_bits, call_of, in_interpreter, refuses
 
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.residual.api import DTYPES, Residual, add_residual, attention_residual, residual_bytes
 from vmonarch.kernels.residual.reference import add_residual_reference, attention_residual_reference
 
-IN_INTERPRETER = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
 ON_GPU = pytest.mark.gpu
 EVERYWHERE = pytest.mark.parametrize(
     "implementation, device",
     [
         ("torch", "cpu"),
-        pytest.param("triton", "cpu", marks=IN_INTERPRETER),
+        pytest.param("triton", "cpu", marks=in_interpreter),
         pytest.param("triton", "cuda", marks=ON_GPU),
     ],
 )
@@ -104,7 +104,7 @@ CASES = {
 }
 
 
-@IN_INTERPRETER
+@in_interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_give_the_bits_of_the_reference(name, dtype):
@@ -147,8 +147,8 @@ def test_strided_inputs_give_the_same(implementation, device, dtype):
     for layouts in (("heads-first", "heads-first"), ("contiguous", "part"), ("part", "heads-first")):
         views = (strided(x, layout) for x, layout in zip(tensors, layouts, strict=True))
         found = attention_residual(*views, dtype=dtype, implementation=implementation)
-        for x, y in zip(found, expected, strict=True):
-            assert x is y is None or (x.is_contiguous() and torch.equal(x, y))
+        assert_bits(found, expected)
+        assert all(x is None or x.is_contiguous() for x in found)
 
 
 @EVERYWHERE
@@ -205,34 +205,29 @@ def test_the_memory_is_what_is_said(dtype):
 SMALL = torch.zeros(1, 2, 3, 4)
 INT8 = Residual(SMALL.to(torch.int8), SMALL[..., 0])
 LEARNS = SMALL.clone().requires_grad_()
+made = call_of(attention_residual, SMALL, SMALL)
+added = call_of(add_residual, SMALL, INT8)
 BAD = {
-    "exact-type": (attention_residual, (None, SMALL), {}, TypeError, "exact must be a torch.Tensor"),
-    "exact-rank": (attention_residual, (SMALL[0], SMALL), {}, ValueError, r"exact must be \[B, S, H, E\]"),
-    "exact-empty": (attention_residual, (SMALL[:0], SMALL), {}, ValueError, "exact must be .* none of them 0"),
-    "exact-dtype": (attention_residual, (SMALL.int(), SMALL), {}, TypeError, "exact must be one of .*, got int32"),
-    "shape": (attention_residual, (SMALL, SMALL[:, :1]), {}, ValueError, "approximate must have the shape of exact"),
-    "dtypes": (attention_residual, (SMALL, SMALL.half()), {}, ValueError, "approximate must be torch.float32"),
-    "devices": (attention_residual, (SMALL, SMALL.to("meta")), {}, ValueError, "approximate must lie on the device of"),
-    "dtype": (attention_residual, (SMALL, SMALL), {"dtype": "int4"}, ValueError, "dtype must be one of int8, bfloat16"),
-    "bytes-dtype": (residual_bytes, (1, 2, 3, 4, torch.int8), {}, ValueError, "dtype must be one of int8, bfloat16"),
-    "implementation": (
-        attention_residual, (SMALL, SMALL), {"implementation": "cuda"}, ValueError, "implementation must be one of"),
-    "gradient": (
-        attention_residual, (SMALL, LEARNS), {}, RuntimeError, "approximate must not .* is for inference"),
-    "out-gradient": (add_residual, (LEARNS, INT8), {}, RuntimeError, "out must not .* is for inference"),
-    "out-expanded": (add_residual, (SMALL[:, :1].expand(1, 2, 3, 4), INT8), {}, ValueError, "out must have a place"),
-    "residual-type": (add_residual, (SMALL, tuple(INT8)), {}, TypeError, "residual must be a Residual, got tuple"),
-    "residual-shape": (add_residual, (SMALL[:, :1], INT8), {}, ValueError, "residual.values must have the shape"),
-    "residual-dtype": (add_residual, (SMALL, Residual(INT8[0], None)), {}, ValueError, "values must be torch.bfloat16"),
-    "scale-shape": (add_residual, (SMALL, Residual(INT8[0], SMALL)), {}, ValueError, "residual.scale must have"),
+    "exact-type": (made(None, SMALL), TypeError, "exact must be a torch.Tensor"),
+    "exact-rank": (made(SMALL[0], SMALL), ValueError, r"exact must be \[B, S, H, E\]"),
+    "exact-empty": (made(SMALL[:0], SMALL), ValueError, "exact must be .* none of them 0"),
+    "exact-dtype": (made(SMALL.int(), SMALL), TypeError, "exact must be one of .*, got int32"),
+    "shape": (made(SMALL, SMALL[:, :1]), ValueError, "approximate must have the shape of exact"),
+    "dtypes": (made(SMALL, SMALL.half()), ValueError, "approximate must be torch.float32"),
+    "devices": (made(SMALL, SMALL.to("meta")), ValueError, "approximate must lie on the device of"),
+    "dtype": (made(dtype="int4"), ValueError, "dtype must be one of int8, bfloat16"),
+    "bytes-dtype": (
+        call_of(residual_bytes, 1, 2, 3, 4, torch.int8)(), ValueError, "dtype must be one of int8, bfloat16"),
+    "implementation": (made(implementation="cuda"), ValueError, "implementation must be one of"),
+    "gradient": (made(SMALL, LEARNS), RuntimeError, "approximate must not .* is for inference"),
+    "out-gradient": (added(LEARNS, INT8), RuntimeError, "out must not .* is for inference"),
+    "out-expanded": (added(SMALL[:, :1].expand(1, 2, 3, 4), INT8), ValueError, "out must have a place"),
+    "residual-type": (added(SMALL, tuple(INT8)), TypeError, "residual must be a Residual, got tuple"),
+    "residual-shape": (added(SMALL[:, :1], INT8), ValueError, "residual.values must have the shape"),
+    "residual-dtype": (added(SMALL, Residual(INT8[0], None)), ValueError, "values must be torch.bfloat16"),
+    "scale-shape": (added(SMALL, Residual(INT8[0], SMALL)), ValueError, "residual.scale must have"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_named(name):
-    function, arguments, options, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        function(*arguments, **options)
+test_bad_arguments_are_named = refuses(BAD)
 
 
 def test_gradients_may_be_required_where_they_are_off():
@@ -240,7 +235,7 @@ def test_gradients_may_be_required_where_they_are_off():
         add_residual(LEARNS.clone(), attention_residual(LEARNS, LEARNS))
 
 
-@IN_INTERPRETER
+@in_interpreter
 def test_what_the_kernels_cannot_take_is_said():
     for tensor, message in ((SMALL.double(), "the dtype is float64"), (torch.zeros(1, 1, 1, 257), "dimension is 257")):
         residual = attention_residual(tensor, tensor)

@@ -7,16 +7,25 @@ import math
 
 import pytest
 import torch
+from op_checks import (
+    assert_bits,
+    assert_compiles,
+    assert_precise,
+    assert_training_may_follow_inference,
+    call_of,
+    in_interpreter,
+    quiet,
+    refuses,
+    with_gradients,
+)
 
 from vmonarch import merge_partials, taylor_attention
-from vmonarch.kernels.common.launch import interpreted, launch_overrides
+from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.taylor import reference
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS, performer_directions
 from vmonarch.kernels.taylor.reference import LinearState
 
-in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
-# The interpreter computes masked elements too, and NumPy complains about theirs.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = quiet
 by_map = pytest.mark.parametrize("name", FEATURE_MAPS)
 
 
@@ -56,13 +65,7 @@ def written_out(name, q, k, v, *, causal=False, scale=None, max_tokens=None):
 
 @by_map
 def test_training_may_follow_inference(name):
-    inputs = qkv(9, 9, dims=5)
-    with torch.inference_mode():
-        expected = taylor_attention(*inputs, feature_map=name)
-    query, key, value = (x.requires_grad_() for x in inputs)
-    out = taylor_attention(query, key, value, feature_map=name)
-    assert torch.equal(out, expected)
-    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), inputs))
+    assert_training_may_follow_inference(lambda *x: taylor_attention(*x, feature_map=name), qkv(9, 9, dims=5))
 
 
 @pytest.fixture(params=[7, 256], ids=["many-chunks", "one-chunk"])
@@ -87,8 +90,7 @@ def test_it_is_what_the_weights_give(name, Sq, Sk, causal, chunk):
         gradients = torch.autograd.grad(torch.where(valid, out, 0.0).sin().sum(), inputs)
         results.append([torch.where(valid, out, 0.0), *(torch.nan_to_num(g) for g in gradients)])
     compared = results if name in ("taylor", "elu", "performer", "identity") else [r[:1] for r in results]
-    for ours, theirs in zip(*compared, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(*compared, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0])
@@ -124,8 +126,7 @@ def test_decoding_from_a_state_is_the_same_as_all_at_once(name, pieces):
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs, 1), whole)
     assert state.tokens == after.tokens == 12
-    torch.testing.assert_close(state.kv, after.kv)
-    torch.testing.assert_close(state.k, after.k)
+    torch.testing.assert_close((state.kv, state.k), (after.kv, after.k))
 
 
 def test_queries_also_attend_to_what_the_state_holds():
@@ -157,17 +158,13 @@ def test_lse_is_the_logarithm_of_the_weights_sum(name, Sq, Sk, causal, chunk):
     gradients = [
         torch.autograd.grad(torch.where(some, x, 0.0).sum(), (q, k)) for x in (lse, torch.where(some, total, 1).log())
     ]
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-9)
 
 
 def test_lse_joins_parts_of_the_keys():
     q, k, v = qkv(9, 20)
     parts = [taylor_attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 13), slice(13, 20))]
-    out, lse = merge_partials(*parts)
-    whole = taylor_attention(q, k, v, return_lse=True)
-    for ours, expected in zip((out, lse), whole, strict=True):
-        torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(merge_partials(*parts), taylor_attention(q, k, v, return_lse=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -210,8 +207,7 @@ def test_frame_weights_multiply_the_weights_of_pairs(name, T, P, chunk):
     if name in ("taylor", "elu", "performer"):
         leaves = (q, k, v, frames)
         gradients = [torch.autograd.grad(x.sin().sum(), leaves) for x in (ours, theirs)]
-        for x, y in zip(*gradients, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-9)
         lse = taylor_attention(q, k, v, feature_map=name, frame_weights=frames, return_lse=True)[1]
         torch.testing.assert_close(lse, w.sum(-1).log())
 
@@ -239,19 +235,18 @@ def test_states__are_summed_in_float32(dtype):
     torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=0)
 
 
-def with_gradients(inputs, frame_weights=None, return_lse=False, dout=None, **options):
+def run(inputs, frame_weights=None, return_lse=False, dout=None, **options):
     """out, lse if asked for, dq, dk, dv and, if there are any, the gradient of frame_weights.
 
     The gradient of the output is `dout`, or that of an objective.
     """
-    leaves = [x.detach().requires_grad_() for x in (*inputs, *([] if frame_weights is None else [frame_weights]))]
-    more = {} if frame_weights is None else {"frame_weights": leaves[3]}
-    results = taylor_attention(*leaves[:3], return_lse=return_lse, **more, **options)
-    out, *lse = results if return_lse else (results,)
-    if dout is not None:
-        return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
-    objective = out.sin().sum() + sum(x.cos().sum() for x in lse)
-    return out.detach(), *(x.detach() for x in lse), *torch.autograd.grad(objective, leaves)
+
+    def attend(q, k, v, *frames):
+        more = {"frame_weights": frames[0]} if frames else {}
+        return taylor_attention(q, k, v, return_lse=return_lse, **more, **options)
+
+    frames = [] if frame_weights is None else [frame_weights]
+    return with_gradients(attend, [*inputs, *frames], None if dout is None else [dout])
 
 
 CASES = {
@@ -268,7 +263,6 @@ CASES = {
 
 
 def check_kernels(case, name, dtype=torch.float32, device="cpu"):
-    """Their error is at most twice that of plain torch in the same precision, plus some units in the last place."""
     case = dict(case)
     T, lse = case.pop("T", 0), case.pop("return_lse", False) and name != "identity"
     options = {"causal": case.pop("causal", False), "feature_map": name, "return_lse": lse}
@@ -285,15 +279,10 @@ def check_kernels(case, name, dtype=torch.float32, device="cpu"):
         # Weights of either sign cancel at times, and then nothing of the precision is left.
         inputs = [x.abs() for x in inputs]
     frames = frame_weights_of(T, q.shape[2]).to(device, torch.float32) if T else None
-    exact = with_gradients([x.double() for x in inputs], frames.double() if T else None, **options)
-    results = (with_gradients(inputs, frames, implementation=i, **options) for i in ("triton", "torch"))
-    labels = ("out", *(("lse",) * lse), "dq", "dk", "dv", *(("dframes",) * bool(T)))
-    for label, ours, plain, expected in zip(labels, *results, exact, strict=True):
-        assert ours.dtype == (torch.float32 if label in ("lse", "dframes") else dtype)
-        assert ours.shape == expected.shape
-        error, allowed = ((x.double() - expected).norm().item() for x in (ours, plain))
-        allowed = 2 * allowed + 8 * torch.finfo(dtype).eps * expected.norm().item()
-        assert error <= allowed, f"{label}: error {error:.3g} > {allowed:.3g}"
+    exact = run([x.double() for x in inputs], frames.double() if T else None, **options)
+    results = (run(inputs, frames, implementation=i, **options) for i in ("triton", "torch"))
+    names = ("out", *(("lse",) * lse), "dq", "dk", "dv", *(("dframes",) * bool(T)))
+    assert_precise(names, *results, exact, dtype)
 
 
 @in_interpreter
@@ -383,8 +372,8 @@ def test_the_kernels_go_on_from_a_state(name, pieces):
             out, state = taylor_attention(*piece, state=state, implementation=implementation, **options)
             outs.append(out)
         assert state.tokens == 42
-        for ours, expected in ((torch.cat(outs, 1), whole), (state.kv, after.kv), (state.k, after.k)):
-            torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+        found = [x.double() for x in (torch.cat(outs, 1), state.kv, state.k)]
+        torch.testing.assert_close(found, [whole, after.kv, after.k], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -414,11 +403,9 @@ def test_gpu_decoding_matches_float64(name, dims, E, dtype):
 @pytest.mark.parametrize("name", ["relu", "square"])
 def test_where_nothing_weighs_the_kernels_give_zeros_and_no_gradient(name):
     q, k, v = qkv(20, 20, dtype=torch.float32)
-    results = [
-        with_gradients((q * 0, k, v), feature_map=name, causal=True, implementation=i) for i in ("triton", "torch")
-    ]
-    for ours, plain in zip(*results, strict=True):
-        assert (ours == 0).all() and (plain == 0).all()
+    for implementation in ("triton", "torch"):
+        results = run((q * 0, k, v), feature_map=name, causal=True, implementation=implementation)
+        assert all((x == 0).all() for x in results)
 
 
 @in_interpreter
@@ -426,9 +413,7 @@ def test_strided_views_give_the_same_bits():
     fused = torch.randn(2, 37, 3, 2, 20, generator=torch.Generator().manual_seed(0))
     q, k, v = fused[..., :6].unbind(2)[0], fused[..., 6:12].unbind(2)[1], fused.unbind(2)[2]
     options = {"causal": True, "implementation": "triton"}
-    whole = with_gradients([x.contiguous() for x in (q, k, v)], **options)
-    for x, y in zip(with_gradients((q, k, v), **options), whole, strict=True):
-        assert torch.equal(x, y)
+    assert_bits(run((q, k, v), **options), run([x.contiguous() for x in (q, k, v)], **options))
 
 
 def check_nan(implementation, dtype, device="cpu"):
@@ -437,12 +422,12 @@ def check_nan(implementation, dtype, device="cpu"):
     for causal in (False, True):
         options = {"causal": causal, "return_lse": True, "implementation": implementation}
         tensors = [x.to(device) for x in qkv(Sq, Sq, dims=4, E=8, B=1, H=2, dtype=dtype)]
-        clean = with_gradients(tensors, **options)
+        clean = run(tensors, **options)
         later, earlier = (slice(at, None), slice(None, at + 1)) if causal else (slice(None), slice(None))
         for poisoned in range(3):
             x = [x.clone() for x in tensors]
             x[poisoned][0, at, 0, channel] = torch.nan
-            out, lse, dq, dk, dv = results = with_gradients(x, **options)
+            out, lse, dq, dk, dv = results = run(x, **options)
             reached = {
                 0: (out[:, at, 0], lse[:, 0, at], dq[:, at, 0], dk[:, earlier, 0], dv[:, earlier, 0]),
                 1: (out[:, later, 0], lse[:, 0, later], dq[:, later, 0], dk[:, :, 0], dv[:, :, 0]),
@@ -464,13 +449,13 @@ def check_nan(implementation, dtype, device="cpu"):
             assert poisoned == 0 or after.kv[0, 0].isnan().any()
 
 
-def test_plain_torch_shows_nan():
-    check_nan("torch", torch.float64)
-
-
-@in_interpreter
-def test_the_kernels_show_nan():
-    check_nan("triton", torch.float16)
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("torch", torch.float64), pytest.param("triton", torch.float16, marks=in_interpreter)],
+    ids=str,
+)
+def test_it_shows_nan(implementation, dtype):
+    check_nan(implementation, dtype)
 
 
 @pytest.mark.gpu
@@ -503,77 +488,48 @@ def test_the_operator_of_a_step_keeps_torchs_rules():
 
 @in_interpreter
 def test_compiled_it_gives_the_same_without_a_graph_break():
-    inputs = qkv(40, 40, dtype=torch.float32)
-
-    def attend(*x):
-        return taylor_attention(*x, causal=True, implementation="triton")
-
-    leaves = [x.requires_grad_() for x in inputs]
-    results = []
-    for function in (torch.compile(attend, backend="aot_eager", fullgraph=True), attend):
-        out = function(*leaves)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
-    for x, y in zip(*results, strict=True):
-        torch.testing.assert_close(x, y)
+    attend = lambda *x: taylor_attention(*x, causal=True, implementation="triton")
+    assert_compiles(attend, qkv(40, 40, dtype=torch.float32))
 
 
 Q = torch.randn(1, 4, 2, 3)
 M = torch.ones(2, 2, 2)
 STATE = LinearState(torch.zeros(1, 2, 13, 3), torch.zeros(1, 2, 13), 5)
+bad = call_of(taylor_attention, Q, Q, Q)
 BAD = {
-    "map": (lambda: taylor_attention(Q, Q, Q, feature_map="exp"), ValueError, "feature_map must be one of taylor"),
-    "causal": (lambda: taylor_attention(Q, Q, Q, causal=1), TypeError, "causal must be True or False"),
-    "causal-lengths": (
-        lambda: taylor_attention(Q, Q[:, :3], Q[:, :3], causal=True), ValueError, "key must have as many tokens"),
-    "state-kind": (lambda: taylor_attention(Q, Q, Q, state=(1, 2)), TypeError, "state must be None or what"),
-    "state-shape": (
-        lambda: taylor_attention(Q, Q, Q, state=STATE, feature_map="relu"), ValueError, r"state.kv must be \(1, 2, 3"),
-    "state-device": (
-        lambda: taylor_attention(Q, Q, Q, state=STATE._replace(kv=STATE.kv.to("meta"))), ValueError, "state.kv must"),
-    "max-tokens": (
-        lambda: taylor_attention(Q, Q, Q, feature_map="cosformer", max_tokens=3), ValueError, "max_tokens=3, but"),
-    "scale": (lambda: taylor_attention(Q, Q, Q, scale=-1.0), ValueError, "scale must be above 0"),
-    "return-state": (lambda: taylor_attention(Q, Q, Q, return_state=None), TypeError, "return_state must be True or"),
-    "return-lse": (lambda: taylor_attention(Q, Q, Q, return_lse=1), TypeError, "return_lse must be True or False"),
+    "map": (bad(feature_map="exp"), ValueError, "feature_map must be one of taylor"),
+    "causal": (bad(causal=1), TypeError, "causal must be True or False"),
+    "causal-lengths": (bad(Q, Q[:, :3], Q[:, :3], causal=True), ValueError, "key must have as many tokens"),
+    "state-kind": (bad(state=(1, 2)), TypeError, "state must be None or what"),
+    "state-shape": (bad(state=STATE, feature_map="relu"), ValueError, r"state.kv must be \(1, 2, 3"),
+    "state-device": (bad(state=STATE._replace(kv=STATE.kv.to("meta"))), ValueError, "state.kv must"),
+    "max-tokens": (bad(feature_map="cosformer", max_tokens=3), ValueError, "max_tokens=3, but"),
+    "scale": (bad(scale=-1.0), ValueError, "scale must be above 0"),
+    "return-state": (bad(return_state=None), TypeError, "return_state must be True or"),
+    "return-lse": (bad(return_lse=1), TypeError, "return_lse must be True or False"),
     "lse-of-signed-weights": (
-        lambda: taylor_attention(Q, Q, Q, return_lse=True, feature_map="identity"), ValueError,
+        bad(return_lse=True, feature_map="identity"), ValueError,
         "return_lse must be False with feature_map='identity'"),
-    "frames-kind": (
-        lambda: taylor_attention(Q, Q, Q, frame_weights=[[1.0]]), TypeError, "frame_weights must be None or a"),
-    "frames-integer": (
-        lambda: taylor_attention(Q, Q, Q, frame_weights=M.int()), TypeError, "frame_weights .* got torch.int32"),
-    "frames-heads": (
-        lambda: taylor_attention(Q, Q, Q, frame_weights=M[:1]), ValueError, r"frame_weights must be \[2, T, T\]"),
-    "frames-square": (
-        lambda: taylor_attention(Q, Q, Q, frame_weights=M[:, :1]), ValueError, r"got \(2, 1, 2\)"),
-    "frames-device": (
-        lambda: taylor_attention(Q, Q, Q, frame_weights=M.to("meta")), ValueError, "frame_weights must lie on"),
-    "frames-causal": (
-        lambda: taylor_attention(Q, Q, Q, frame_weights=M, causal=True), ValueError, "causal must be False with"),
-    "frames-state": (
-        lambda: taylor_attention(Q, Q, Q, frame_weights=M, state=STATE), ValueError, "frame_weights cannot be"),
-    "frames-return-state": (
-        lambda: taylor_attention(Q, Q, Q, frame_weights=M, return_state=True), ValueError, "frame_weights cannot be"),
-    "frames-lengths": (
-        lambda: taylor_attention(Q[:, :2], Q, Q, frame_weights=M), ValueError, "key must have as many tokens as query"),
+    "frames-kind": (bad(frame_weights=[[1.0]]), TypeError, "frame_weights must be None or a"),
+    "frames-integer": (bad(frame_weights=M.int()), TypeError, "frame_weights .* got torch.int32"),
+    "frames-heads": (bad(frame_weights=M[:1]), ValueError, r"frame_weights must be \[2, T, T\]"),
+    "frames-square": (bad(frame_weights=M[:, :1]), ValueError, r"got \(2, 1, 2\)"),
+    "frames-device": (bad(frame_weights=M.to("meta")), ValueError, "frame_weights must lie on"),
+    "frames-causal": (bad(frame_weights=M, causal=True), ValueError, "causal must be False with"),
+    "frames-state": (bad(frame_weights=M, state=STATE), ValueError, "frame_weights cannot be"),
+    "frames-return-state": (bad(frame_weights=M, return_state=True), ValueError, "frame_weights cannot be"),
+    "frames-lengths": (bad(Q[:, :2], Q, Q, frame_weights=M), ValueError, "key must have as many tokens as query"),
     "frames-divide": (
-        lambda: taylor_attention(Q[:, :3], Q[:, :3], Q[:, :3], frame_weights=M), ValueError,
+        bad(*[Q[:, :3]] * 3, frame_weights=M), ValueError,
         "frame_weights has 2 frames, which do not divide the 3 tokens"),
     "triton-dims": (
-        lambda: taylor_attention(*[torch.randn(1, 4, 1, 33)] * 3, implementation="triton"), NotImplementedError,
+        bad(*[torch.randn(1, 4, 1, 33)] * 3, implementation="triton"), NotImplementedError,
         "key has 33 dimensions .supported with the Taylor map: up to 32"),
     "triton-features": (
-        lambda: taylor_attention(*[torch.randn(1, 4, 1, 200)] * 3, feature_map="cosformer", implementation="triton"),
-        NotImplementedError, "there are 400 features .supported: up to 256"),
+        bad(*[torch.randn(1, 4, 1, 200)] * 3, feature_map="cosformer", implementation="triton"), NotImplementedError,
+        "there are 400 features .supported: up to 256"),
     "triton-learning-states": (
-        lambda: taylor_attention(Q.clone().requires_grad_(), Q, Q, return_state=True, implementation="triton"),
-        NotImplementedError, "a state is taken or returned while gradients"),
+        bad(Q.clone().requires_grad_(), Q, Q, return_state=True, implementation="triton"), NotImplementedError,
+        "a state is taken or returned while gradients"),
 }  # fmt: skip
-
-
-@in_interpreter
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named(name):
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        call()
+test_bad_input_is_named = in_interpreter(refuses(BAD))

@@ -7,15 +7,23 @@ import math
 
 import pytest
 import torch
+from op_checks import (
+    assert_bits,
+    assert_compiles,
+    assert_precise,
+    assert_training_may_follow_inference,
+    call_of,
+    in_interpreter,
+    quiet,
+    refuses,
+    with_gradients,
+)
 
 from vmonarch import LatentGrid, merge_partials, window_attention
-from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.window import reference
 from vmonarch.kernels.window.neighbours import neighbours
 
-in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
-# The interpreter computes masked elements too, and NumPy complains about theirs.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = quiet
 
 
 def qkv(Sq, Sk, D=6, E=5, *, B=2, H=2, dtype=torch.float64):
@@ -51,12 +59,8 @@ def grid_mask(grid, window, causal):
 
 
 def check(inputs, mask, **options):
-    inputs = [x.requires_grad_() for x in inputs]
-    results = []
-    for out, lse in (window_attention(*inputs, return_lse=True, **options), masked(*inputs, mask)):
-        results.append([out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), inputs)])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    ours = with_gradients(lambda *x: window_attention(*x, return_lse=True, **options), inputs)
+    torch.testing.assert_close(ours, with_gradients(lambda *x: masked(*x, mask), inputs))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -84,13 +88,7 @@ def test_a_window_lists_no_more_keys_than_there_are(grid, causal_axis):
 
 
 def test_training_may_follow_inference():
-    inputs = qkv(13, 13)
-    with torch.inference_mode():
-        expected = window_attention(*inputs, window=4)
-    query, key, value = (x.requires_grad_() for x in inputs)
-    out = window_attention(query, key, value, window=4)
-    assert torch.equal(out, expected)
-    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), inputs))
+    assert_training_may_follow_inference(lambda *x: window_attention(*x, window=4), qkv(13, 13))
 
 
 def test_a_step_of_decoding_needs_only_the_keys_of_its_window():
@@ -110,10 +108,8 @@ def test_parts_merge_by_their_log_partitions():
     logits = logits.masked_fill(~mask, -torch.inf)
     P = torch.nan_to_num(logits.softmax(-1))
     far = torch.einsum("bhst,bthe->bshe", P, v), logits.logsumexp(-1)
-    out, lse = merge_partials(near, far)
     expected = window_attention(q, k, v, window=12, causal=True, return_lse=True)
-    torch.testing.assert_close(out, expected[0])
-    torch.testing.assert_close(lse, expected[1])
+    torch.testing.assert_close(merge_partials(near, far), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -126,21 +122,10 @@ def test_lower_precisions_stay_close(dtype):
 
 
 def check_kernels(inputs, **options):
-    """Their error is at most twice that of plain torch in the same precision, plus some units in the last place."""
-    dtype = inputs[0].dtype
-
-    def results(inputs, implementation):
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        out, lse = window_attention(*leaves, return_lse=True, implementation=implementation, **options)
-        return out.detach(), lse.detach(), *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)
-
-    exact = results([x.double() for x in inputs], "torch")
-    ours, plain = results(inputs, "triton"), results(inputs, "torch")
-    for name, x, y, expected in zip(("out", "lse", "dq", "dk", "dv"), ours, plain, exact, strict=True):
-        assert x.shape == expected.shape and x.dtype == y.dtype
-        error, allowed = ((z.double() - expected).norm().item() for z in (x, y))
-        allowed = 2 * allowed + 8 * torch.finfo(dtype).eps * expected.norm().item()
-        assert error <= allowed, f"{name}: error {error:.3g} > {allowed:.3g}"
+    attend = lambda how: lambda *x: window_attention(*x, return_lse=True, implementation=how, **options)
+    exact = with_gradients(attend("torch"), [x.double() for x in inputs])
+    ours, plain = (with_gradients(attend(how), inputs) for how in ("triton", "torch"))
+    assert_precise(("out", "lse", "dq", "dk", "dv"), ours, plain, exact, inputs[0].dtype)
 
 
 @in_interpreter
@@ -179,14 +164,10 @@ def test_the_kernels_take_float16_and_any_head_dimension():
 @in_interpreter
 def test_strided_views_give_the_same_bits():
     fused = torch.randn(2, 30, 3, 2, 24, generator=torch.Generator().manual_seed(0))
-
-    def run(tensors):
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        out, lse = window_attention(*leaves, window=(2, 3, 3), grid=(2, 3, 5), return_lse=True, implementation="triton")
-        return out, lse, *torch.autograd.grad(out.sin().sum() + lse.sum(), leaves)
-
-    for x, y in zip(run(fused.unbind(2)), run([x.contiguous() for x in fused.unbind(2)]), strict=True):
-        assert torch.equal(x, y)
+    options = {"window": (2, 3, 3), "grid": (2, 3, 5), "return_lse": True, "implementation": "triton"}
+    attend = lambda *x: window_attention(*x, **options)
+    whole = with_gradients(attend, [x.contiguous() for x in fused.unbind(2)])
+    assert_bits(with_gradients(attend, fused.unbind(2)), whole)
 
 
 @in_interpreter
@@ -199,17 +180,8 @@ def test_the_operator_keeps_torchs_rules():
 
 @in_interpreter
 def test_compiled_it_gives_the_same_without_a_graph_break():
-    leaves = [x.requires_grad_() for x in qkv(20, 20, dtype=torch.float32)]
-
-    def attend(*x):
-        return window_attention(*x, window=5, causal=True, implementation="triton")
-
-    results = []
-    for function in (torch.compile(attend, backend="aot_eager", fullgraph=True), attend):
-        out = function(*leaves)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
-    for x, y in zip(*results, strict=True):
-        torch.testing.assert_close(x, y)
+    attend = lambda *x: window_attention(*x, window=5, causal=True, implementation="triton")
+    assert_compiles(attend, qkv(20, 20, dtype=torch.float32))
 
 
 @pytest.mark.gpu
@@ -230,28 +202,20 @@ def test_gpu_results_and_gradients_match_float64(D, E, options, dtype):
 
 
 Q = torch.randn(1, 12, 2, 4)
+VIDEO = {"grid": (3, 2, 2)}
+bad = call_of(window_attention, Q, Q, Q)
 BAD = {
-    "no-window": (lambda: window_attention(Q, Q, Q), TypeError, "window"),
-    "window-zero": (lambda: window_attention(Q, Q, Q, window=0), ValueError, "window must be at least 1"),
-    "window-of-a-grid": (lambda: window_attention(Q, Q, Q, window=(1, 2, 3)), TypeError, "window must be a positive"),
-    "window-of-a-sequence": (
-        lambda: window_attention(Q, Q, Q, window=3, grid=(3, 2, 2)), TypeError, "window must be three integers"),
-    "window-of-two": (
-        lambda: window_attention(Q, Q, Q, window=(3, 3), grid=(3, 2, 2)), ValueError, "window must have three entries"),
-    "window-with-zero": (
-        lambda: window_attention(Q, Q, Q, window=(3, 0, 3), grid=(3, 2, 2)), ValueError, r"window\[1\] must be"),
-    "grid": (lambda: window_attention(Q, Q, Q, window=(1, 1, 1), grid=(3, 2, 3)), ValueError, "has 18 tokens, but key"),
-    "few-keys": (lambda: window_attention(Q, Q[:, :5], Q[:, :5], window=3), ValueError, "key must have at least"),
-    "causal": (lambda: window_attention(Q, Q, Q, window=3, causal="yes"), TypeError, "causal must be True or False"),
+    "no-window": (bad(), TypeError, "window"),
+    "window-zero": (bad(window=0), ValueError, "window must be at least 1"),
+    "window-of-a-grid": (bad(window=(1, 2, 3)), TypeError, "window must be a positive"),
+    "window-of-a-sequence": (bad(window=3, **VIDEO), TypeError, "window must be three integers"),
+    "window-of-two": (bad(window=(3, 3), **VIDEO), ValueError, "window must have three entries"),
+    "window-with-zero": (bad(window=(3, 0, 3), **VIDEO), ValueError, r"window\[1\] must be"),
+    "grid": (bad(window=(1, 1, 1), grid=(3, 2, 3)), ValueError, "has 18 tokens, but key"),
+    "few-keys": (bad(Q, Q[:, :5], Q[:, :5], window=3), ValueError, "key must have at least"),
+    "causal": (bad(window=3, causal="yes"), TypeError, "causal must be True or False"),
     "triton-last-frames": (
-        lambda: window_attention(Q[:, :4], Q, Q, window=(1, 1, 1), grid=(3, 2, 2), implementation="triton"),
+        bad(Q[:, :4], Q, Q, window=(1, 1, 1), implementation="triton", **VIDEO),
         NotImplementedError, "queries are the last tokens of a video"),
 }  # fmt: skip
-
-
-@in_interpreter
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named(name):
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        call()
+test_bad_input_is_named = in_interpreter(refuses(BAD))

@@ -1,0 +1,75 @@
+"""What the tests of several ops share. Gradients are those of an objective, unless those of the results are given."""
+
+import pytest
+import torch
+
+from vmonarch.kernels.common.launch import interpreted
+
+in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
+# The interpreter computes masked elements too, and NumPy complains about theirs.
+quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def call_of(function, *good, **options):
+    """bad(*tensors, **changes): a call of `function` that differs from the good one in what is given."""
+    return lambda *tensors, **changes: lambda: function(*(tensors or good), **options | changes)
+
+
+def refuses(catalogue):
+    """The test that every bad call, by its name (call, error, pattern of its message), raises its error."""
+
+    @pytest.mark.parametrize(("call", "error", "message"), catalogue.values(), ids=catalogue)
+    def test(call, error, message):
+        with pytest.raises(error, match=message):
+            call()
+
+    return test
+
+
+def with_gradients(function, tensors, grads=None):
+    """(*results, *gradients of the tensors): those that `grads` of the first results cause, or an objective.
+
+    A log-partition that is infinite has no gradient.
+    """
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    results = function(*leaves)
+    results = (results,) if isinstance(results, torch.Tensor) else results
+    if grads is None:
+        total = results[0].sin().sum() + sum(x.cos().sum() for x in results[1:])
+        gradients = torch.autograd.grad(total, leaves)
+    else:
+        grads = [grad.to(x.dtype) for grad, x in zip(grads, results, strict=False)]
+        infinite = [x.isneginf() for x in results]
+        # Elsewhere the memory layout of what is given is kept.
+        grads = [torch.where(i, 0.0, grad) if i.any() else grad for grad, i in zip(grads, infinite, strict=False)]
+        gradients = torch.autograd.grad(results[: len(grads)], leaves, grads, materialize_grads=True)
+    return *(x.detach() for x in results), *gradients
+
+
+def assert_bits(results, expected):
+    """Equal bit by bit, or both None."""
+    assert all(x is y is None or torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+
+
+def assert_precise(names, ours, plain, exact, dtype):
+    """Errors are at most twice those of plain torch in the same precision, plus some units in the last place."""
+    for name, x, y, expected in zip(names, ours, plain, exact, strict=True):
+        assert x.dtype == (torch.float32 if name in ("lse", "dframes") else dtype), name
+        assert x.shape == expected.shape, name
+        error, allowed = ((z.double() - expected).norm().item() for z in (x, y))
+        allowed = 2 * allowed + 8 * torch.finfo(dtype).eps * expected.norm().item()
+        assert error <= allowed, f"{name}: error {error:.3g} > {allowed:.3g}"
+
+
+def assert_training_may_follow_inference(attend, tensors):
+    """What is kept from a call in inference mode serves one that learns, too."""
+    with torch.inference_mode():
+        expected = attend(*tensors)
+    out, *gradients = with_gradients(attend, tensors)
+    assert torch.equal(out, expected) and all(x.isfinite().all() for x in gradients)
+
+
+def assert_compiles(attend, tensors, grads=None):
+    """Without a graph break, to the same results and gradients."""
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(with_gradients(compiled, tensors, grads), with_gradients(attend, tensors, grads))
