@@ -1,10 +1,14 @@
 """What the tests of benchmarks share."""
 
+import json
 import multiprocessing.forkserver
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from vmonarch.cli import main
 
 TINY = """
 num_attention_heads: 2
@@ -27,6 +31,18 @@ def tiny_yaml(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model") / "tiny.yaml"
     path.write_text(TINY)
     return str(path)
+
+
+@pytest.fixture
+def run_command(tmp_path: Path) -> Callable[..., tuple[int, Any]]:
+    """run_command(name, *words) of `vmonarch bench`, on the CPU: (exit code, the JSON that it wrote, or None)."""
+
+    def run(name: str, *words: str) -> tuple[int, Any]:
+        output = tmp_path / f"{name}.json"
+        code = main(["bench", name, "--device", "cpu", "--output", str(output), *words])
+        return code, json.loads(output.read_text()) if output.exists() else None
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -18,26 +18,6 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import step_kinds
 from vmonarch.eval.bench import e2e
 from vmonarch.eval.bench.clock import Clock
-from vmonarch.eval.bench.e2e import (
-    PARTS,
-    REST_KERNELS,
-    SETTINGS,
-    Denoiser,
-    E2EConfig,
-    Row,
-    StepTimes,
-    choose_settings,
-    e2e_table,
-    measure_rows,
-    merge,
-    part_of,
-    ratio,
-    run_bench,
-    share_weights,
-    steps_to_measure,
-    timed_parts,
-    video_table,
-)
 from vmonarch.eval.wan_models import read_model
 from vmonarch.installation import is_applied
 from vmonarch.kernels.common.launch import interpreted
@@ -62,8 +42,8 @@ def bench(tiny_yaml, tmp_path):
     def config(*methods, **changes):
         options = {"modes": ("eager",), "rounds": 1, "transformer_only": True, "device": "cpu"}
         options |= {"compile_backend": "eager", **changes}
-        options.setdefault("settings", choose_settings(["5x32x64"], tiny_yaml))
-        return E2EConfig(tmp_path / "e2e.json", methods=tuple(map(resolve_method, methods)), **options)
+        options.setdefault("settings", e2e.choose_settings(["5x32x64"], tiny_yaml))
+        return e2e.E2EConfig(tmp_path / "e2e.json", methods=tuple(map(resolve_method, methods)), **options)
 
     return config
 
@@ -88,10 +68,10 @@ def test_all_rows_are_measured_and_seconds_follow_from_steps(document, tiny_yaml
         assert row["denoise_s"] == pytest.approx(30 * row["step_s"]["median"])
         extra = case["vae"]["seconds"] + 2 * case["text_encoder"]["seconds"]
         assert extra > 0 and row["video_s"] == pytest.approx(row["denoise_s"] + extra)
-        assert list(row["parts"]) == list(PARTS) and sum(row["parts"].values()) == pytest.approx(row["parts_of_ms"])
+        assert list(row["parts"]) == list(e2e.PARTS) and sum(row["parts"].values()) == pytest.approx(row["parts_of_ms"])
         if mode == "compiled":
             assert 0 < max(row["rest_ms"].values()) <= sum(row["rest_ms"].values()) <= 1.0001 * row["parts"]["rest"]
-            assert len(row["rest_ms"]) <= REST_KERNELS
+            assert len(row["rest_ms"]) <= e2e.REST_KERNELS
         if mode == "eager":
             assert all(ms > 0 for ms in row["parts"].values())
         if method == "full" and mode == "compiled":
@@ -111,17 +91,17 @@ def test_blocks_are_compiled_and_a_wrong_compiler_is_noticed(bench):
         return lambda *inputs: tuple(1.5 * out for out in graph(*inputs))
 
     torch._dynamo.register_backend(watched, name="wrong_by_half")
-    results = run_bench(bench("full", modes=("compiled",), compile_backend="wrong_by_half"))
+    results = e2e.run_bench(bench("full", modes=("compiled",), compile_backend="wrong_by_half"))
     assert any("scaled_dot_product_attention" in target for target in graphs[0])
     row = rows_of(results)["full", "compiled"]
     assert row["status"] == "wrong" and "step_s" not in row, "what is wrong has no speed"
     assert row["errors"]["to_stock"] > 0.01
-    assert e2e.wrong_rows(results) and "wrong" in e2e_table(results)
+    assert e2e.wrong_rows(results) and "wrong" in e2e.e2e_table(results)
 
 
 def test_blocks_that_are_not_compiled_are_not_called_compiled(bench, monkeypatch):
     monkeypatch.setattr(WanTransformer3DModel, "compile_repeated_blocks", lambda *_, **__: None)
-    row = rows_of(run_bench(bench("full", modes=("compiled",))))["full", "compiled"]
+    row = rows_of(e2e.run_bench(bench("full", modes=("compiled",))))["full", "compiled"]
     assert row["status"] == "failed" and "compiled nothing" in row["problem"]
 
 
@@ -137,11 +117,11 @@ def test_a_failing_method_is_recorded_and_leaves_the_others_alone(bench, monkeyp
         return inputs[2]
 
     monkeypatch.setattr(VMonarchProcessor, "attend", fail)
-    results = run_bench(bench("vmonarch", "full"))
+    results = e2e.run_bench(bench("vmonarch", "full"))
     rows = rows_of(results)
     assert rows["vmonarch", "eager"]["status"] == "out of memory" and "step_s" not in rows["vmonarch", "eager"]
     assert rows["full", "eager"]["status"] == "ok"
-    assert "out of memory" in e2e_table(results)
+    assert "out of memory" in e2e.e2e_table(results)
     assert json.loads(Path(bench("full").output).read_text()) == json.loads(json.dumps(results))
 
 
@@ -150,7 +130,7 @@ def test_a_vae_that_fails_leaves_the_steps(bench, monkeypatch):
         raise torch.OutOfMemoryError("too large")
 
     monkeypatch.setattr(e2e.WanModel, "build_vae", fail)
-    results = run_bench(bench("full", transformer_only=False))
+    results = e2e.run_bench(bench("full", transformer_only=False))
     assert results["runs"][0]["cases"][0]["vae"]["status"] == "out of memory"
     row = rows_of(results)["full", "eager"]
     assert row["denoise_s"] > 0 and row["video_s"] is None
@@ -161,17 +141,17 @@ def test_a_model_that_cannot_be_built_fails_all_rows(bench, monkeypatch):
         raise torch.OutOfMemoryError("too large")
 
     monkeypatch.setattr(e2e.WanModel, "build_transformer", fail)
-    results = run_bench(bench("full", "vmonarch"))
+    results = e2e.run_bench(bench("full", "vmonarch"))
     assert [row["status"] for row in rows_of(results).values()] == ["out of memory"] * 2
-    assert e2e_table(results).count("| out of memory |") == 2
+    assert e2e.e2e_table(results).count("| out of memory |") == 2
 
 
 def test_nothing_is_begun_after_the_budget(bench):
-    results = run_bench(bench("full", budget=1e-9))
+    results = e2e.run_bench(bench("full", budget=1e-9))
     assert results["runs"][0]["cases"] == []
     (left,) = results["runs"][0]["left_out"]
     assert left["case"] == "tiny.yaml-5x32x64" and "budget" in left["why"]
-    assert "left out: tiny.yaml-5x32x64" in e2e_table(results)
+    assert "left out: tiny.yaml-5x32x64" in e2e.e2e_table(results)
 
 
 @pytest.mark.parametrize("seconds, rounds, warm", [(5, 0, False), (2.4, 1, False), (1.4, 3, False), (0.6, 3, True)])
@@ -179,7 +159,7 @@ def test_as_many_rounds_as_fit(bench, monkeypatch, seconds, rounds, warm):
     # Two rows in 9 seconds: a round takes twice as long as a turn.
     steps = {name: [] for name in "ab"}
 
-    class Stub(Row):
+    class Stub(e2e.Row):
         def turn(self):
             steps[self.record["method"]].append(1)
 
@@ -196,7 +176,7 @@ def test_as_many_rounds_as_fit(bench, monkeypatch, seconds, rounds, warm):
         stubs.append(stub)
     case = {"vae": {}, "text_encoder": {}}
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    measure_rows(stubs, case, config, Clock(CPU), 109.0)
+    e2e.measure_rows(stubs, case, config, Clock(CPU), 109.0)
     assert case["warm_up"] == warm and [len(found) for found in steps.values()] == [rounds + warm] * 2
     for stub in stubs:
         assert stub.record["status"] == ("ok" if rounds else "left out")
@@ -207,7 +187,7 @@ def test_as_many_rounds_as_fit(bench, monkeypatch, seconds, rounds, warm):
 
 def test_rows_share_weights_and_nothing_else(tiny_yaml):
     stock = read_model(tiny_yaml).build_transformer("transformer", CPU, torch.float32)
-    shells = [share_weights(stock) for _ in range(2)]
+    shells = [e2e.share_weights(stock) for _ in range(2)]
     for shell in shells:
         assert all(a is b for a, b in zip(shell.parameters(), stock.parameters(), strict=True))
     vmonarch.apply(shells[0], VMonarchProcessor())
@@ -235,7 +215,7 @@ def test_a_step_calls_the_transformer_as_the_pipeline_does(tiny, expand):
     expected, calls[:] = list(calls), []
     model = read_model("wan2.1-1.3b")
     model = dataclasses.replace(model, expand_timesteps=expand)
-    denoiser = Denoiser(
+    denoiser = e2e.Denoiser(
         pipe.transformer, model, expected[0]["hidden_states"], [c["encoder_hidden_states"] for c in expected[:2]], 3,
         Clock(CPU),
     )  # fmt: skip
@@ -284,7 +264,7 @@ def test_parts_are_timed_around_what_they_are_named_after(tiny, monkeypatch):
         if processor is not None:
             vmonarch.apply(model, processor)
         before, hooks = Ticks.now, [dict(module._forward_hooks) for module in model.modules()]
-        with timed_parts(model, Ticks(CPU)) as milliseconds:
+        with e2e.timed_parts(model, Ticks(CPU)) as milliseconds:
             assert not model.blocks[0].attn1.norm_q._forward_hooks
             tiny.run(model)
         parts = e2e.with_rest(milliseconds(), Ticks.now - before)
@@ -304,14 +284,14 @@ def test_parts_are_timed_around_what_they_are_named_after(tiny, monkeypatch):
     vmonarch.apply(model, VMonarchProcessor(refresh=1))
     inputs = tiny.inputs()
     texts = [inputs["encoder_hidden_states"]] * 2
-    denoiser = Denoiser(model, read_model("wan2.1-1.3b"), inputs["hidden_states"], texts, 3, Ticks(CPU))
+    denoiser = e2e.Denoiser(model, read_model("wan2.1-1.3b"), inputs["hidden_states"], texts, 3, Ticks(CPU))
     with torch.no_grad():
         denoiser()
-        with timed_parts(model, denoiser.clock) as milliseconds:
+        with e2e.timed_parts(model, denoiser.clock) as milliseconds:
             denoiser.forward()
     assert milliseconds()["attention"] == 20.0
     denoiser.marks = [(4, (0.0, 1e3, 3e3, 7e3))]
-    assert denoiser.step_times() == [StepTimes(step=4, whole=7.0, forward=(1.0, 2.0))]
+    assert denoiser.step_times() == [e2e.StepTimes(step=4, whole=7.0, forward=(1.0, 2.0))]
 
 
 @pytest.mark.parametrize(
@@ -334,8 +314,8 @@ def test_kinds_of_steps_and_the_fewest_that_hold_them(method, second, kinds, ran
     transformers = ["transformer" if step < second else "transformer_2" for step in range(6)]
     found = step_kinds(resolve_method(method).parameters, transformers)
     assert "".join(kind[0] for kind in found) == kinds
-    assert sorted(map(tuple, steps_to_measure(found))) == sorted(ranges)
-    assert "a" not in kinds or steps_to_measure(found)[-1][-1] == kinds.index("a")
+    assert sorted(map(tuple, e2e.steps_to_measure(found))) == sorted(ranges)
+    assert "a" not in kinds or e2e.steps_to_measure(found)[-1][-1] == kinds.index("a")
 
 
 REFRESH = "vmonarch:refresh=[0,1,4]"
@@ -351,7 +331,7 @@ def forwards(monkeypatch):
         sharing = None if record is None else record.context.sharing
         return 0 if sharing is None else sum(len(branch.residuals) for branch in sharing._branches)
 
-    class Watched(Denoiser):
+    class Watched(e2e.Denoiser):
         def __init__(self, *inputs):
             super().__init__(*inputs)
             made.append(self)
@@ -377,7 +357,7 @@ def forwards(monkeypatch):
 
 
 def test_each_kind_of_step_is_measured_as_it_is_in_a_run(bench, forwards, monkeypatch):
-    prepared = []
+    prepared, measure_rows = [], e2e.measure_rows
 
     def measure_prepared(rows, *others):
         prepared.extend(rows)
@@ -385,7 +365,7 @@ def test_each_kind_of_step_is_measured_as_it_is_in_a_run(bench, forwards, monkey
         measure_rows(rows, *others)
 
     monkeypatch.setattr(e2e, "measure_rows", measure_prepared)
-    results = run_bench(bench(REFRESH, "full", modes=e2e.MODES, steps=8, rounds=2))
+    results = e2e.run_bench(bench(REFRESH, "full", modes=e2e.MODES, steps=8, rounds=2))
     # What each forward call does in two layers, and the residuals after it, by text.
     expected = {
         "exact": ({"attend_exactly": 2}, (0, 0)),
@@ -394,7 +374,7 @@ def test_each_kind_of_step_is_measured_as_it_is_in_a_run(bench, forwards, monkey
     }
     kinds = step_kinds(resolve_method(REFRESH).parameters, ["transformer"] * 8)
     rounds = 2 + results["runs"][0]["cases"][0]["warm_up"]
-    rows = rows_of(results)
+    rows, table = rows_of(results), e2e.e2e_table(results)
     # The first is stock diffusers.
     _, *denoisers = dict.fromkeys(denoiser for denoiser, *_ in forwards)
     for mode, denoiser, ready in zip(e2e.MODES, denoisers, prepared, strict=False):
@@ -412,7 +392,7 @@ def test_each_kind_of_step_is_measured_as_it_is_in_a_run(bench, forwards, monkey
         total = sum(found["steps"] * found["step_s"]["median"] for found in row["kinds"].values())
         assert row["denoise_s"] == pytest.approx(total) == pytest.approx(8 * row["step_s"]["median"])
         assert row["errors"]["to_stock"] < 1e-5, "the first step is exact"
-        assert f"| {REFRESH}, {mode} | – | 1 × {row['kinds']['exact']['step_s']['median']:.3f} |" in e2e_table(results)
+        assert f"| {REFRESH}, {mode} | – | 1 × {row['kinds']['exact']['step_s']['median']:.3f} |" in table
     assert row["errors"]["to_eager_approximate"] < 1e-5 and row["attention_operators"] == ["vmonarch::layer_attention"]
     assert row["parts"]["attention"] > 0
     assert "kinds" not in rows["full", "eager"] and list(rows["full", "compiled"]["errors"]) == ["to_stock", "to_eager"]
@@ -424,9 +404,9 @@ def test_dense_steps_and_a_second_transformer_count(bench, forwards, tiny_yaml, 
     path = tmp_path / "two.yaml"
     path.write_text(Path(tiny_yaml).read_text() + "boundary_ratio: 0.875\n")
     config = bench(
-        "vmonarch:refresh=1", "vmonarch:dense_steps=1", steps=6, settings=choose_settings(["5x32x64"], str(path))
+        "vmonarch:refresh=1", "vmonarch:dense_steps=1", steps=6, settings=e2e.choose_settings(["5x32x64"], str(path))
     )
-    rows = rows_of(run_bench(config)).values()
+    rows = rows_of(e2e.run_bench(config)).values()
     counts = [{kind: found["steps"] for kind, found in row["kinds"].items()} for row in rows]
     assert counts == [{"kept": 2, "approximate": 4}, {"dense": 1, "approximate": 5}]
     dense = forwards[-1][0]
@@ -443,16 +423,16 @@ def test_what_is_compiled_for_a_kind_of_step_is_not_taken_apart(bench, monkeypat
         return found
 
     monkeypatch.setattr(e2e, "profiled_parts", profiled)
-    run_bench(bench("vmonarch:dense_steps=1", modes=("compiled",), steps=2))
+    e2e.run_bench(bench("vmonarch:dense_steps=1", modes=("compiled",), steps=2))
     assert counts == [0]
 
 
 def test_seconds_of_a_video_are_those_of_its_steps(bench):
     config = bench(REFRESH, steps=8)
-    row = Row(config.methods[0], "eager", config, 0)
+    row = e2e.Row(config.methods[0], "eager", config, 0)
     row.kinds = ["exact", "kept", *["approximate"] * 6]
     seconds = {0: [5.0, 4.0, 6.0], 1: [7.0, 9.0, 8.0], 2: [1.0, 3.0, 2.5]}
-    times = [StepTimes(step, whole, (whole / 4, whole / 4)) for step, wholes in seconds.items() for whole in wholes]
+    times = [e2e.StepTimes(step, whole, (whole / 4, whole / 4)) for step, wholes in seconds.items() for whole in wholes]
     row.denoiser = SimpleNamespace(step_times=lambda: times)
     row.finish(3, {"status": "ok", "seconds": 10.0}, {"status": "ok", "seconds": 1.0})
     assert row.record["denoise_s"] == 5.0 + 8.0 + 6 * 2.5 and row.record["video_s"] == 28.0 + 10.0 + 2.0
@@ -476,7 +456,7 @@ def test_an_approximate_step_that_is_wrong_or_fails_is_recorded(bench, forwards,
 
     monkeypatch.setattr(residuals, "add_residual", add)
     methods, modes = (["full"], ("eager",)) if error else ([], e2e.MODES)
-    rows = rows_of(run_bench(bench("vmonarch:refresh=1", *methods, modes=modes, steps=3)))
+    rows = rows_of(e2e.run_bench(bench("vmonarch:refresh=1", *methods, modes=modes, steps=3)))
     row = rows["vmonarch:refresh=1", modes[-1]]
     if error is None:
         assert row["status"] == "wrong" and "to eager approximate it is off by" in row["problem"]
@@ -504,29 +484,29 @@ def test_an_approximate_step_that_is_wrong_or_fails_is_recorded(bench, forwards,
     ],
 )
 def test_operators_of_compiled_blocks_are_told_apart(name, shapes, part):
-    assert part_of(name, shapes, tokens=99, width=24, ffn_dim=64) == part
+    assert e2e.part_of(name, shapes, tokens=99, width=24, ffn_dim=64) == part
 
 
 def test_profiled_kernels_that_add_up_to_more_than_the_call_are_said_to(document):
     changed = copy.deepcopy(document)
     for row in changed["runs"][0]["cases"][0]["rows"]:
         row["parts_of_ms"] = 1.05e3 * row["single_forward_s"]
-    assert "add up" not in e2e_table(changed)
+    assert "add up" not in e2e.e2e_table(changed)
     row["parts_of_ms"] *= 1.2
-    assert "vmonarch, compiled: the profiled kernels add up to 1.26 times a forward call" in e2e_table(changed)
+    assert "vmonarch, compiled: the profiled kernels add up to 1.26 times a forward call" in e2e.e2e_table(changed)
 
 
 def test_the_table_holds_ratios_of_one_run_and_the_aims_beside_them(document, tmp_path):
-    first = copy.deepcopy(document)
+    first, name = copy.deepcopy(document), e2e.SETTINGS[0].name
     case = first["runs"][0]["cases"][0]
-    case.update(setting=SETTINGS[0].name, aims=list(SETTINGS[0].aims), paper_s=list(SETTINGS[0].paper))
+    case.update(setting=name, aims=list(e2e.SETTINGS[0].aims), paper_s=list(e2e.SETTINGS[0].paper))
     for row, step in zip(case["rows"], (4.0, 3.0, 2.5, 1.0), strict=True):
         row["step_s"]["median"] = step
-    lines = e2e_table(first).splitlines()
+    lines = e2e.e2e_table(first).splitlines()
     line = next(line for line in lines if "vmonarch, compiled" in line)
     assert "4.00× (aim 2.2×) | 3.00× (aim 1.8×)" in line
     assert "| 1.60× | 1.20× |" in next(line for line in lines if "vmonarch, eager" in line)
-    assert "paper 63.4 → 47.7 s" in e2e_table(first)
+    assert "paper 63.4 → 47.7 s" in e2e.e2e_table(first)
     # A later piece without full attention: its row replaces the first one's, and has nothing to be compared with.
     second = copy.deepcopy(first)
     piece = second["runs"][0]["cases"][0]
@@ -537,33 +517,32 @@ def test_the_table_holds_ratios_of_one_run_and_the_aims_beside_them(document, tm
         path.write_text(json.dumps(part))
     assert main(["bench", "merge", *map(str, paths), "--output", str(tmp_path / "all.json")]) == 0
     together = json.loads((tmp_path / "all.json").read_text())
-    assert together == merge([first, second]) and len(together["runs"]) == 2
-    line = next(line for line in e2e_table(together).splitlines() if "vmonarch, compiled" in line)
+    assert together == e2e.merge([first, second]) and len(together["runs"]) == 2
+    line = next(line for line in e2e.e2e_table(together).splitlines() if "vmonarch, compiled" in line)
     assert "| 0.500 |" in line and "– (aim 2.2×)" in line
     for row, video in zip(case["rows"], (8.0, 6.0, 5.0, 2.0), strict=True):
         row["video_s"] = video
     for row, gigabytes in zip(case["rows"], (4, 3, 4, 3.5), strict=True):
         row["peak_bytes"] = gigabytes * 1e9
-    line = f"| {SETTINGS[0].name} | 16 | 6.0 | 2.0 (3.00×) | 3.0 | 3.5 |"
-    assert line in video_table(first) and "VMonarch, every step, s" in video_table(first)
-    assert "near-lossless" not in video_table(first)
+    line = f"| {name} | 16 | 6.0 | 2.0 (3.00×) | 3.0 | 3.5 |"
+    assert line in e2e.video_table(first) and "VMonarch, every step, s" in e2e.video_table(first)
+    assert "near-lossless" not in e2e.video_table(first)
     # Of another run, without what it could be compared with, it does not take the place of the first.
-    assert line in video_table(merge([first, second]))
+    assert line in e2e.video_table(e2e.merge([first, second]))
     # Where another case has a method that this one lacks, the cells are empty.
     more = copy.deepcopy(first)
     more["runs"][0]["cases"][0]["setting"] = "another"
     _, stock, _, compiled = more["runs"][0]["cases"][0]["rows"]
     more["runs"][0]["cases"][0]["rows"] = [stock, {**compiled, "method": "vmonarch-refresh", "peak_bytes": 5e9}]
-    both = video_table(merge([first, more]))
-    assert f"| {SETTINGS[0].name} | 16 | 6.0 | – | 2.0 (3.00×) | 3.0 | – |" in both
+    both = e2e.video_table(e2e.merge([first, more]))
+    assert f"| {name} | 16 | 6.0 | – | 2.0 (3.00×) | 3.0 | – |" in both
     assert "| another | 16 | 6.0 | 2.0 (3.00×) | – | 3.0 | 5.0 |" in both
     # What another run has measured is no longer left out.
-    second["runs"][0]["left_out"] = [{"case": f"{SETTINGS[0].name} full eager", "why": "a"}, {"case": "b", "why": "c"}]
-    assert [line for line in e2e_table(merge([first, second])).splitlines() if "left out" in line] == [
-        "- left out: b (c)"
-    ]
+    second["runs"][0]["left_out"] = [{"case": f"{name} full eager", "why": "a"}, {"case": "b", "why": "c"}]
+    left_out = [line for line in e2e.e2e_table(e2e.merge([first, second])).splitlines() if "left out" in line]
+    assert left_out == ["- left out: b (c)"]
     failed = {"status": "failed", "method": "full", "mode": "eager"}
-    assert ratio(case["rows"][3], {"rows": [failed, case["rows"][3]]}, "eager") is None
+    assert e2e.ratio(case["rows"][3], {"rows": [failed, case["rows"][3]]}, "eager") is None
 
 
 def test_pieces_of_another_kind_are_refused(tmp_path, capsys):
@@ -572,53 +551,18 @@ def test_pieces_of_another_kind_are_refused(tmp_path, capsys):
     assert "is no JSON of `vmonarch bench e2e`" in capsys.readouterr().err
 
 
-E2E = ["bench", "e2e", "--device", "cpu", "--output", "x.json"]
-USAGE = {
-    "unknown setting": ([*E2E, "--settings", "1.3b-61x448x833"], ["--settings", "did you mean 1.3b-61x448x832?"]),
-    "size without a model": ([*E2E, "--settings", "5x32x64"], ["--settings", "with --model"]),
-    "model without sizes": ([*E2E, "--model", "wan2.1-14b"], ["--settings", "must be given with --model"]),
-    "setting twice": ([*E2E, "--settings", "5b-93x704x1280", "5b-93x704x1280"], ["--settings", "different"]),
-    "frames": ([*E2E, "--model", "wan2.1-1.3b", "--settings", "60x32x64"], ["--settings", "multiple of 4, got 60"]),
-    "height": ([*E2E, "--model", "wan2.2-5b", "--settings", "5x48x64"], ["--settings", "multiple of 32, got 48"]),
-    "unknown model": ([*E2E, "--model", "wan9", "--settings", "5x32x64"], ["--model", "hub id", "'wan9'"]),
-    "unknown method": ([*E2E, "--methods", "vmonach"], ["--methods", "did you mean vmonarch"]),
-    "method twice": ([*E2E, "--methods", "full", "full"], ["--methods", "different"]),
-    "too many dense steps": ([*E2E, "--methods", "vmonarch:dense_steps=51"], ["--methods", "there are only 50 steps"]),
-    "too many refreshes": ([*E2E, "--steps", "7", "--methods", "vmonarch:refresh=8"], ["--methods", "only 7 steps"]),
-    "unknown mode": ([*E2E, "--modes", "fast"], ["--modes", "eager, compiled", "fast"]),
-    "no rounds": ([*E2E, "--rounds", "0"], ["--rounds", "above 0"]),
-    "no steps": ([*E2E, "--steps", "-1"], ["--steps", "above 0"]),
-    "no budget": ([*E2E, "--budget", "0"], ["--budget", "above 0"]),
-    "output is a folder": ([*E2E[:-1], "."], ["--output", "folder"]),
-    "device": (["bench", "e2e", "--device", "tpu9"], ["--device", "cuda:N", "tpu9"]),
-    "option of the other benchmark": ([*E2E, "--shapes", "2x4x4"], ["unrecognized arguments: --shapes 2x4x4"]),
-    "the other way round": (["bench", "kernels", "--transformer-only"], ["unrecognized arguments: --transformer-only"]),
-}
-
-
-@pytest.mark.parametrize(("words", "fragments"), USAGE.values(), ids=USAGE)
-def test_bad_arguments_are_named(words, fragments, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    captured = capsys.readouterr()
-    message = captured.err.strip().splitlines()[-1]
-    assert captured.out == "" and "vmonarch bench: error: " in message
-    for fragment in fragments:
-        assert fragment in message, message
-    assert not list(tmp_path.rglob("*.json"))
-
-
 def test_a_model_that_main_memory_cannot_hold_is_refused(tiny_yaml, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(e2e, "memory_bytes", lambda: 2**16)
-    assert main([*E2E, "--model", tiny_yaml, "--settings", "5x32x64"]) == 2
+    words = ["--device", "cpu", "--output", "x.json", "--model", tiny_yaml, "--settings", "5x32x64"]
+    assert main(["bench", "e2e", *words]) == 2
     err = capsys.readouterr().err
     assert "--device cpu has not the memory for" in err and "smaller --model" in err and not list(tmp_path.iterdir())
 
 
 def test_the_settings_are_those_of_the_paper():
     grids = {}
-    for setting in choose_settings(None, None):
+    for setting in e2e.choose_settings(None, None):
         model = read_model(setting.model)
         latents = model.latents(setting.frames, setting.height, setting.width, argument="settings")
         grids[setting.name] = (tuple(model.grid(latents)), model.transformer["num_attention_heads"])
@@ -629,4 +573,4 @@ def test_the_settings_are_those_of_the_paper():
         "14b-93x704x1280": ((24, 44, 80), 40),
         "5b-93x704x1280": ((24, 22, 40), 24),
     }
-    assert [setting.name for setting in choose_settings(None, None, quick=True)] == ["1.3b-61x448x832"]
+    assert [setting.name for setting in e2e.choose_settings(None, None, quick=True)] == ["1.3b-61x448x832"]

@@ -1,13 +1,10 @@
 """The benchmark of guidance: all ways compute both predictions, and its table shows what was measured."""
 
-import json
-
 import pytest
 import torch
 import yaml
 from diffusers import WanTransformer3DModel
 
-from vmonarch.cli import main
 from vmonarch.eval.bench import guidance
 from vmonarch.eval.bench.guidance import METHODS, Case, ways
 from vmonarch.processors import VMonarchProcessor
@@ -50,17 +47,15 @@ def test_every_way_computes_both_predictions(small):
     assert small == 2 * [compiled | {"mode": None}] + 2 * [compiled | {"mode": "reduce-overhead"}]
 
 
-def test_the_command_writes_what_the_table_shows(small, tmp_path, monkeypatch):
-    output = tmp_path / "guidance.json"
-    words = ["--device", "cpu", "--output", str(output), "--rounds", "3", "--methods", "two-eager", "one-eager"]
-    assert main(["bench", "guidance", *words]) == 0
-    results = json.loads(output.read_text())
+def test_the_command_writes_what_the_table_shows(small, run_command, monkeypatch):
+    words = ["guidance", "--rounds", "3", "--methods", "two-eager", "one-eager"]
+    code, results = run_command(*words)
+    assert code == 0
     two, one = results["cases"][0]["rows"]
     two["ms"]["median"], one["ms"]["median"] = 30.0, 20.0
     row = guidance.guidance_table(results).splitlines()[2]
     assert row == "| 9×32×48 | 30.0 | 20.0 (1.50×) | – | – | – | – | – | – |"
     half = lambda predictions: tuple(0.5 * out for out in guidance.Predictions.two(predictions))
     monkeypatch.setattr(guidance.Predictions, "one", half)
-    assert main(["bench", "guidance", *words]) == 1
-    row = guidance.guidance_table(json.loads(output.read_text())).splitlines()[2]
-    assert "| wrong |" in row
+    code, results = run_command(*words)
+    assert code == 1 and "| wrong |" in guidance.guidance_table(results).splitlines()[2]

@@ -38,70 +38,9 @@ def bench(tmp_path, *words, tiny=TINY):
     return code, json.loads(output.read_text()) if output.exists() else None
 
 
-def synthetic():
-    """A complete result at the real shapes, with made-up times: what tables and pictures are tested with."""
-    efficiency = {"cudnn": 0.75, "fa2": 0.45, "vmonarch": 0.6, "vmonarch-torch": 0.05}
-    cases = []
-    for head_dim in (128, 64):
-        for training in (False, True):
-            for shape in kernels.SHAPES:
-                if shape.name == kernels.FIGURE_8 and head_dim != 64:
-                    continue
-                case = kernels.Case(shape, head_dim, training)
-                methods = [method for method in kernels.METHODS if method.measured_on(shape, head_dim)]
-                works = {method.name: kernels.method_work(method, case, 2) for method in methods}
-                rows = []
-                for method in methods:
-                    share = efficiency.get(method.name, 0.55) * (0.7 if training else 1)
-                    floors = [kernels.floor_ms(stage.flops, stage.bytes, RATES) for stage in works[method.name]]
-                    ms = sum(floors) / share
-                    errors = {"out": {"relative": 4.5e-3, "row": 9e-3}}
-                    row = {
-                        "method": method.name,
-                        "kind": method.kind,
-                        "options": method.options,
-                        "status": "ok",
-                        "check": {"ok": True, "errors": errors, "heads": [0], "rows": 9, "problem": None},
-                        "ms": {"median": ms, "min": 0.98 * ms, "p20": 0.99 * ms, "p80": 1.02 * ms},
-                        "host_ms": 0.2,
-                        "rounds": 15,
-                        "peak_extra_bytes": int((6 if training else 2.5) * shape.tokens * shape.heads * head_dim * 2),
-                    }
-                    if method.kind == "vmonarch":
-                        row["stages"] = [
-                            {
-                                "stage": stage.stage,
-                                "ms": 0.97 * floor / share,
-                                "flops": stage.flops,
-                                "bytes": stage.bytes,
-                            }
-                            for stage, floor in zip(works[method.name], floors, strict=True)
-                        ]
-                    rows.append(row)
-                cases.append(
-                    {
-                        "shape": shape.name,
-                        "grid": list(shape.grid),
-                        "heads": shape.heads,
-                        "tokens": shape.tokens,
-                        "head_dim": head_dim,
-                        "pass": kernels.PASSES["backward" if training else "forward"],
-                        "rows": kernels.finish_rows(rows, works, RATES),
-                    }
-                )
-    return {
-        "format": kernels.FORMAT,
-        "date": "2000-01-01T00:00:00+00:00",
-        "hardware": "Synthetic chip",
-        "versions": {"torch_build": "0.0", "triton": "0.0"},
-        "command": "vmonarch bench kernels",
-        "settings": {"dtype": "bfloat16", "timing": "made up"},
-        "rates": RATES,
-        "formulae": kernels.FORMULAE,
-        "cases": cases,
-        "left_out": [],
-        "complete": True,
-    }
+def committed():
+    """The complete result that the documents show: what tables and pictures are tested with."""
+    return json.loads((tables.ROOT / "docs" / "benchmarks" / "kernels-h200.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -503,7 +442,7 @@ runpy.run_module("vmonarch.cli", run_name="__main__", alter_sys=True)
 
 def test_tables_and_pictures_come_from_the_json(tmp_path):
     path = tmp_path / "kernels-h200.json"
-    path.write_text(json.dumps(synthetic()))
+    path.write_text(json.dumps(committed()))
     pictures = tmp_path / "pictures"
     assert kernel_plots.main(["--input", str(path), "--output-dir", str(pictures)]) == 0
     expected = [f"kernels-{name}-d{d}.png" for d in (128, 64) for name in ("memory", "speedup", "stages", "time")]
@@ -514,7 +453,7 @@ def test_tables_and_pictures_come_from_the_json(tmp_path):
 
 
 def test_the_tables_follow_the_numbers(tmp_path):
-    results = synthetic()
+    results = committed()
     text = kernel_plots.kernels_table(results)
     case = next(c for c in results["cases"] if (c["shape"], c["head_dim"], c["pass"]) == ("43x28x52", 128, "forward"))
     row = next(row for row in case["rows"] if row["method"] == "vmonarch")
@@ -525,7 +464,7 @@ def test_the_tables_follow_the_numbers(tmp_path):
         "plain torch ms",
         "Peak memory",
         "Stages of VMonarch",
-        "Synthetic chip",
+        results["hardware"],
         "4·S²·d",
     ):
         assert part in text
@@ -548,14 +487,14 @@ def wrong_at(results, shape):
 
 
 def test_wrong_results_are_in_no_picture(tmp_path):
-    results = wrong_at(synthetic(), "43x28x52")
+    results = wrong_at(committed(), "43x28x52")
     assert 62608 not in kernel_plots.speedup_figure(results, 128).axes[0].lines[1].get_xdata()
-    assert 62608 in kernel_plots.speedup_figure(synthetic(), 128).axes[0].lines[1].get_xdata()
+    assert 62608 in kernel_plots.speedup_figure(committed(), 128).axes[0].lines[1].get_xdata()
 
 
 def test_the_table_comes_from_its_json(tmp_path):
     block = "<!-- table: kernels-h200 -->\n<!-- end -->"
-    (tmp_path / "kernels-h200.json").write_text(json.dumps(synthetic()))
+    (tmp_path / "kernels-h200.json").write_text(json.dumps(committed()))
     assert "| 43×28×52 |" in tables.render(block, tmp_path)
 
 
@@ -563,9 +502,9 @@ def test_the_table_comes_from_its_json(tmp_path):
 def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, contents):
     path = tmp_path / "x.json"
     if contents == "interpreter":
-        contents = json.dumps({**synthetic(), "rates": None})
+        contents = json.dumps({**committed(), "rates": None})
     elif contents == "nothing good":
-        contents = json.dumps({**synthetic(), "cases": []})
+        contents = json.dumps({**committed(), "cases": []})
     if contents is not None:
         path.write_text(contents)
     assert kernel_plots.main(["--input", str(path), "--output-dir", str(tmp_path / "pictures")]) == 2

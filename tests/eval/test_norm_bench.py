@@ -1,11 +1,8 @@
 """The benchmark of norm and rotary embedding: what it compares, and that it can call a result wrong."""
 
-import json
-
 import pytest
 import torch
 
-from vmonarch.cli import main
 from vmonarch.eval.bench import norm
 from vmonarch.eval.bench.norm import Case, Inputs, diffusers_code, judge, standard_cases, way
 from vmonarch.grid import LatentGrid
@@ -83,20 +80,18 @@ def test_more_than_twice_the_error_of_diffusers_is_wrong(ours, status):
 
 
 @pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
-def test_the_command_writes_what_the_table_shows(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_what_the_table_shows(run_command, monkeypatch):
     monkeypatch.setattr(norm, "standard_cases", lambda: SMALL)
-    output = tmp_path / "norm.json"
-    words = ["--device", "cpu", "--output", str(output), "--rounds", "2", "--methods", "vmonarch", "diffusers"]
-    assert main(["bench", "norm", *words]) == 0
-    document = json.loads(output.read_text())
-    assert [case["case"] for case in document["cases"]] == ["small forward", "small forward+backward"]
+    words = ["norm", "--rounds", "2", "--methods", "vmonarch", "diffusers"]
+    code, document = run_command(*words)
+    assert code == 0 and [case["case"] for case in document["cases"]] == ["small forward", "small forward+backward"]
     assert "float64" in document["settings"]["reference"]
     row = document["cases"][1]["rows"][0]
     row["ms"]["median"] = 2.0
     table = norm.norm_table(document)
     assert f"2.00 ({row['bytes'] / 2e6:.0f} GB/s)" in table and "forward+backward" in table
     monkeypatch.setattr(norm, "norm_rotary", lambda *tensors, **_: 1.00001 * diffusers_code(*tensors, heads=2))
-    assert main(["bench", "norm", *words]) == 1, "within the general bound, but more than twice what diffusers errs"
-    document = json.loads(output.read_text())
+    code, document = run_command(*words)
+    assert code == 1, "within the general bound, but more than twice what diffusers errs"
     assert {row["status"] for case in document["cases"] for row in case["rows"]} == {"wrong", "ok"}
     assert "wrong" in norm.norm_table(document)

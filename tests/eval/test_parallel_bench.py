@@ -11,44 +11,33 @@ import torch.distributed as dist
 from vmonarch.cli import main
 from vmonarch.eval.bench import parallel
 from vmonarch.eval.bench.e2e import Setting
-from vmonarch.eval.bench.parallel import (
-    WAYS,
-    Case,
-    Job,
-    Model,
-    SharedClock,
-    add_efficiency,
-    parallel_table,
-    run_job,
-    run_model,
-)
 from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.distributed.traffic import frame_parallel_bytes, ulysses_bytes
 
 # Heads that two ranks cannot divide evenly, frames neither; fewer heads than ranks.
 CASES = (
-    Case(LatentGrid(5, 2, 3), 4, 16),
-    Case(LatentGrid(5, 2, 3), 3, 16, training=True),
-    Case(LatentGrid(3, 2, 2), 1, 16),
+    parallel.Case(LatentGrid(5, 2, 3), 4, 16),
+    parallel.Case(LatentGrid(5, 2, 3), 3, 16, training=True),
+    parallel.Case(LatentGrid(3, 2, 2), 1, 16),
 )
 
 
 @pytest.fixture(scope="module")
 def results(tiny_yaml, made_once, forkserver):
-    models = tuple(Model(Setting("tiny", tiny_yaml, 5, 32, 64), mode) for mode in ("eager", "compiled"))
+    models = tuple(parallel.Model(Setting("tiny", tiny_yaml, 5, 32, 64), mode) for mode in ("eager", "compiled"))
     # The last one ends all processes.
-    cases = (*CASES, Case(LatentGrid(2, 1, 1), 2, head_dim=0))
+    cases = (*CASES, parallel.Case(LatentGrid(2, 1, 1), 2, head_dim=0))
 
     def measure(folder):
-        job = Job(folder, "cpu", cases, models, rounds=1, seconds=100.0, compile_backend="eager")
+        job = parallel.Job(folder, "cpu", cases, models, rounds=1, seconds=100.0, compile_backend="eager")
         said = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
             start = functools.partial(torch.multiprocessing.start_processes, start_method=forkserver.get_start_method())
             patch.setattr(torch.multiprocessing, "spawn", start)
             patch.setattr(parallel, "run_rank", parallel_bench_rank.rank)
-            found = run_job(job, (1, 2), folder / "parallel.json", "the command", said.append)
+            found = parallel.run_job(job, (1, 2), folder / "parallel.json", "the command", said.append)
         assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2"]
         assert ["Traceback" in text for text in said] == [False, True] * 2, "what went wrong is shown whole"
         assert json.loads((folder / "parallel.json").read_text()) == json.loads(json.dumps(found))
@@ -73,7 +62,7 @@ def test_every_way_is_right_and_timed(results):
     labels = [*(case.label for case in CASES), "tiny", "tiny compiled"]
     assert len(results["rows"]) == 2 * 3 * len(labels)
     for label in labels:
-        for way in WAYS:
+        for way in parallel.WAYS:
             for ranks in (1, 2):
                 found = row(results, label, way, ranks)
                 if label == CASES[2].label and ranks == 2 and way != "frames":
@@ -87,8 +76,8 @@ def test_every_way_is_right_and_timed(results):
 
 
 def test_only_what_is_to_be_compiled_is_compiled(results):
-    assert [row(results, "tiny", way, ranks)["graphs"] for way in WAYS for ranks in (1, 2)] == [0] * 6
-    compiled = {way: row(results, "tiny compiled", way, 2)["graphs"] for way in WAYS}
+    assert [row(results, "tiny", way, ranks)["graphs"] for way in parallel.WAYS for ranks in (1, 2)] == [0] * 6
+    compiled = {way: row(results, "tiny compiled", way, 2)["graphs"] for way in parallel.WAYS}
     # VMonarch's blocks are in two parts, around self-attention, and by frames both are those by heads.
     assert compiled["heads"] > compiled["full"] > 0 == compiled["frames"]
 
@@ -98,16 +87,16 @@ def test_bytes_are_those_of_the_formulae(results):
     by_heads = max(ulysses_bytes(tokens=(18, 12), rank=rank, **sizes) for rank in (0, 1))
     options = sizes | {"implementation": "torch"}
     by_frames = max(frame_parallel_bytes(grid, frames=(3, 2), rank=rank, **options) for rank in (0, 1))
-    found = {way: row(results, CASES[0].label, way, 2)["bytes"] for way in WAYS}
+    found = {way: row(results, CASES[0].label, way, 2)["bytes"] for way in parallel.WAYS}
     assert found == {"full": by_heads, "heads": by_heads, "frames": by_frames}
-    assert all(row(results, CASES[0].label, way, 1)["bytes"] == 0 for way in WAYS)
+    assert all(row(results, CASES[0].label, way, 1)["bytes"] == 0 for way in parallel.WAYS)
     # Two layers; eight tokens for each rank.
     sizes |= {"heads": 2}
     assert row(results, "tiny", "heads", 2)["bytes"] == 2 * ulysses_bytes(tokens=(8, 8), rank=0, **sizes)
 
 
 def test_the_table_tells_all_of_it(results):
-    table = parallel_table(results)
+    table = parallel.parallel_table(results)
     assert "| 1 GPU | 2 GPUs | MB sent, 2 GPUs |" in table and "the command" in table and "no speed" in table
     assert len([line for line in table.splitlines() if line.startswith("| ")]) == 2 + 3 * (len(CASES) + 2)
     assert "| left out |" in table
@@ -132,7 +121,7 @@ def test_efficiency_needs_the_same_way_alone():
         {"case": "a", "way": "frames", "ranks": 4, "ms": {"median": 2.5}},
         {"case": "b", "way": "heads", "ranks": 4, "status": "left out"},
     ]
-    add_efficiency(rows)
+    parallel.add_efficiency(rows)
     assert [r.get("efficiency") for r in rows] == [1.0, 0.8, None, None]
 
 
@@ -140,45 +129,26 @@ def test_processes_that_fail_are_told_and_what_was_measured_stands(results):
     assert [entry["ranks"] for entry in results["failed"]] == [1, 2]
     for entry in results["failed"]:
         assert entry["status"] == "failed" and "no empty dimension" in entry["problem"]
-    table = parallel_table(results | {"rows": []})
+    table = parallel.parallel_table(results | {"rows": []})
     assert "- 1 processes failed: " in table and "- 2 processes failed: " in table
 
 
 def test_a_transformer_that_cannot_be_compiled_says_so(tiny_yaml, tmp_path, alone):
-    job = Job(tmp_path, "cpu", (), (), rounds=1, seconds=100.0, compile_backend="none-such")
-    case = Model(Setting("tiny", tiny_yaml, 5, 32, 64), "compiled")
-    rows = run_model(case, read_model(tiny_yaml), job, SharedClock(torch.device("cpu")))
-    assert [row["way"] for row in rows] == list(WAYS)
+    job = parallel.Job(tmp_path, "cpu", (), (), rounds=1, seconds=100.0, compile_backend="none-such")
+    case = parallel.Model(Setting("tiny", tiny_yaml, 5, 32, 64), "compiled")
+    rows = parallel.run_model(case, read_model(tiny_yaml), job, parallel.SharedClock(torch.device("cpu")))
+    assert [row["way"] for row in rows] == list(parallel.WAYS)
     assert all(row["status"] == "failed" and "InvalidBackend" in row["problem"] and "ms" not in row for row in rows)
 
 
 def test_without_what_one_process_computed_nothing_is_built(tiny_yaml, tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(WanModel, "build_transformer", lambda *arguments: pytest.fail("a transformer was built"))
-    job = Job(tmp_path, "cpu", (), (), rounds=1, seconds=100.0)
-    case = Model(Setting("tiny", tiny_yaml, 5, 32, 64))
-    rows = run_model(case, read_model(tiny_yaml), job, SharedClock(torch.device("cpu")))
-    assert [row["way"] for row in rows] == list(WAYS)
+    job = parallel.Job(tmp_path, "cpu", (), (), rounds=1, seconds=100.0)
+    case = parallel.Model(Setting("tiny", tiny_yaml, 5, 32, 64))
+    rows = parallel.run_model(case, read_model(tiny_yaml), job, parallel.SharedClock(torch.device("cpu")))
+    assert [row["way"] for row in rows] == list(parallel.WAYS)
     assert all(row["status"] == "left out" and "did not come to it" in row["problem"] for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--cases", "attention"], "--cases must be of attention 33x45x80 12 heads forward;"),
-        (["--cases", "--models"], "--cases and --models leave nothing to measure"),
-        (["--models", "14b"], "settings must be of"),
-        (["--modes", "fast"], "--modes must be of eager, compiled; got 'fast'"),
-        (["--rounds", "0"], "--rounds must be above 0"),
-        (["--ranks", "2", "4"], "--ranks must be different numbers, 1 among them"),
-        (["--ranks", "1", "1"], "--ranks must be different numbers"),
-        (["--ranks", "0", "1"], "--ranks must be different numbers"),
-        (["--output", "."], "output must be a file"),
-    ],
-)
-def test_what_is_refused(capsys, words, problem):
-    assert main(["bench", "parallel", "--device", "cpu", *words]) == 2
-    assert problem in capsys.readouterr().err
 
 
 def test_more_processes_than_gpus_are_refused(capsys, monkeypatch):
@@ -188,11 +158,6 @@ def test_more_processes_than_gpus_are_refused(capsys, monkeypatch):
     assert "--ranks must be at most 2, a GPU for each; got 4" in capsys.readouterr().err
 
 
-def test_a_gpu_is_needed(capsys):
-    assert main(["bench", "parallel"]) == 2
-    assert "--device" in capsys.readouterr().err
-
-
 def test_every_number_of_processes_gets_its_share_of_the_time(monkeypatch, tmp_path):
     given = []
 
@@ -200,7 +165,7 @@ def test_every_number_of_processes_gets_its_share_of_the_time(monkeypatch, tmp_p
         given.append((nprocs, args[1].seconds))
 
     monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
-    job = Job(tmp_path, "cpu", CASES, (), rounds=1, seconds=90.0)
-    run_job(job, (1, 2, 4), tmp_path / "parallel.json", "", lambda text: None)
+    job = parallel.Job(tmp_path, "cpu", CASES, (), rounds=1, seconds=90.0)
+    parallel.run_job(job, (1, 2, 4), tmp_path / "parallel.json", "", lambda text: None)
     # Who needs less leaves more to the others.
     assert given == [(1, pytest.approx(30, abs=1)), (2, pytest.approx(45, abs=1)), (4, pytest.approx(90, abs=1))]

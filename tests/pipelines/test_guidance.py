@@ -5,6 +5,7 @@ from __future__ import annotations
 import accelerate
 import diffusers
 import pytest
+import tiny_wan
 import torch
 from diffusers import FirstBlockCacheConfig
 from diffusers.hooks import HookRegistry, ModelHook
@@ -12,28 +13,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 import vmonarch
 from vmonarch import VMonarchProcessor, batched_guidance
 
-KINDS = [
-    "t2v",
-    "t2v-2.2",
-    "t2v-2.2-low-noise-only",
-    "t2v-5b",
-    "i2v-2.1",
-    "i2v-2.2",
-    "i2v-5b",
-    "vace",
-    "vace-2.2",
-    "v2v",
-    "animate",
-    "chronoedit",
-    "skyreels",
-    "lucy-edit",
-]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-
-
-def transformers_of(pipe):
-    components = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
-    return [component for component in components if component is not None]
 
 
 @pytest.fixture
@@ -42,7 +22,7 @@ def batches():
 
     def watch(pipe):
         sizes = []
-        for model in transformers_of(pipe):
+        for model in tiny_wan.transformers_of(pipe):
             model.blocks[0].register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
         return sizes
 
@@ -51,13 +31,12 @@ def batches():
 
 def unguided(pipe):
     """Whether nothing of a block is left behind."""
-    return "encode_prompt" not in vars(pipe) and all("forward" not in vars(m) for m in transformers_of(pipe))
+    return "encode_prompt" not in vars(pipe) and all("forward" not in vars(m) for m in tiny_wan.transformers_of(pipe))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*tiny_wan.KINDS, *tiny_wan.RELATIVES])
 def test_one_call_a_step_gives_the_same_video(tiny, batches, kind):
-    pipe = tiny.pipeline(kind)
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1]))
+    pipe = tiny.applied(kind, dense_steps=[1])
     sizes = batches(pipe)
     # The part of the schedule that is left to video-to-video has two steps then.
     steps = 4 if kind == "v2v" else 3
@@ -78,8 +57,7 @@ def test_one_call_a_step_gives_the_same_video(tiny, batches, kind):
 @pytest.mark.parametrize("kind", ["t2v", "i2v-2.2"])
 @pytest.mark.parametrize("guidance", [0.0, 1.0])
 def test_without_guidance_nothing_is_batched(tiny, batches, kind, guidance):
-    pipe = tiny.pipeline(kind)
-    vmonarch.apply(pipe, VMonarchProcessor())
+    pipe = tiny.applied(kind)
     expected = tiny.generate(pipe, guidance=guidance)
     sizes = batches(pipe)
     with batched_guidance(pipe):
@@ -91,8 +69,7 @@ def test_without_guidance_nothing_is_batched(tiny, batches, kind, guidance):
 
 
 def test_two_scales_two_transformers_and_dense_steps(tiny, batches):
-    pipe = tiny.pipeline("t2v-2.2")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[0, 3]))
+    pipe = tiny.applied("t2v-2.2", dense_steps=[0, 3])
     options = {"steps": 5, "guidance": 3.0, "guidance_scale_2": 7.0}
     expected = tiny.generate(pipe, **options)
     other_scale = tiny.generate(pipe, **options | {"guidance_scale_2": 3.0})
@@ -105,8 +82,7 @@ def test_two_scales_two_transformers_and_dense_steps(tiny, batches):
 
 
 def test_several_videos_embeddings_and_calls_in_one_block(tiny, batches):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor())
+    pipe = tiny.applied("t2v")
     prompts = {"prompt": [tiny.PROMPT, "a blue square"], "negative_prompt": [tiny.NEGATIVE, ""]}
     generators = lambda: [torch.Generator().manual_seed(seed) for seed in (0, 1)]
     two = tiny.generate(pipe, generator=generators(), **prompts)
@@ -124,8 +100,7 @@ def test_several_videos_embeddings_and_calls_in_one_block(tiny, batches):
 
 
 def test_a_negative_prompt_changed_by_a_callback_is_followed(tiny, batches):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor())
+    pipe = tiny.applied("t2v")
     other = pipe.encode_prompt("a blue square", do_classifier_free_guidance=False, max_sequence_length=512)[0]
 
     def change(pipe, step, timestep, tensors):
@@ -194,17 +169,10 @@ def test_compiled(tiny, dynamo, batches, scope):
 
 @pytest.mark.parametrize("offload", ["block_level", "sequential"])
 def test_offloaded(tiny, batches, offload):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor())
+    pipe = tiny.applied("t2v")
     expected = tiny.generate(pipe)
     sizes = batches(pipe)
-    cpu = torch.device("cpu")
-    if offload == "sequential":
-        accelerate.cpu_offload(pipe.transformer, execution_device=cpu)
-    else:
-        pipe.transformer.enable_group_offload(
-            onload_device=cpu, offload_device=cpu, offload_type=offload, num_blocks_per_group=1
-        )
+    tiny.offload(pipe.transformer, offload)
     with batched_guidance(pipe):
         torch.testing.assert_close(tiny.generate(pipe), expected, **CLOSE)
     assert sizes == [2, 2, 2]
@@ -220,18 +188,7 @@ def test_on_the_gpu(tiny, batches, kind, offload):
     expected = tiny.generate(pipe)
     sizes = batches(pipe)
     if offload != "none":
-        pipe.to("cpu")
-    if offload == "model":
-        pipe.enable_model_cpu_offload()
-    elif offload == "sequential":
-        pipe.enable_sequential_cpu_offload()
-    elif offload != "none":
-        options = {"offload_type": "leaf_level", "use_stream": True} if offload == "stream" else {}
-        pipe.enable_group_offload(
-            onload_device=torch.device("cuda"),
-            offload_device=torch.device("cpu"),
-            **{"offload_type": "block_level", "num_blocks_per_group": 1} | options,
-        )
+        tiny.offload_from_gpu(pipe, offload)
     for _ in range(2):
         with batched_guidance(pipe):
             torch.testing.assert_close(tiny.generate(pipe), expected, rtol=1e-3, atol=1e-3)

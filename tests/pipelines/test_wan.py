@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 import json
 
 import diffusers
 import numpy as np
 import pytest
+import tiny_wan
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
@@ -15,31 +16,8 @@ import vmonarch
 from vmonarch import ExactBlocks, VMonarchProcessor, pipelines
 from vmonarch.video_processor import VideoAttentionProcessor
 
-KINDS = [
-    "t2v",
-    "t2v-2.2",
-    "t2v-2.2-low-noise-only",
-    "t2v-5b",
-    "i2v-2.1",
-    "i2v-2.2",
-    "i2v-5b",
-    "vace",
-    "vace-2.2",
-    "v2v",
-    "animate",
-]
 
-
-def transformers_of(pipe):
-    components = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
-    return [component for component in components if component is not None]
-
-
-def test_every_kind_of_tiny_pipeline_is_tested(tiny):
-    assert tuple(KINDS) == tiny.KINDS
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiny_wan.KINDS)
 def test_three_ways_on_and_bit_identical_off(tiny, kind):
     stock = tiny.pipeline(kind)
     expected = tiny.generate(stock)
@@ -53,7 +31,7 @@ def test_three_ways_on_and_bit_identical_off(tiny, kind):
     vmonarch.restore(stock)
     assert torch.equal(tiny.generate(stock), expected)
 
-    for model in transformers_of(stock):
+    for model in tiny_wan.transformers_of(stock):
         model.set_attn_processor(VMonarchProcessor())
     assert torch.equal(tiny.generate(stock), applied)
     vmonarch.restore(stock)
@@ -67,7 +45,7 @@ def test_three_ways_on_and_bit_identical_off(tiny, kind):
     assert torch.equal(tiny.generate(ours), expected)
 
 
-@pytest.mark.parametrize("kind", ["chronoedit", "skyreels", "lucy-edit"])
+@pytest.mark.parametrize("kind", tiny_wan.RELATIVES)
 def test_relatives_of_wan(tiny, kind):
     pipe = tiny.pipeline(kind)
     expected = tiny.generate(pipe)
@@ -86,7 +64,7 @@ def test_relatives_of_wan(tiny, kind):
     assert torch.equal(tiny.generate(pipe), applied)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiny_wan.KINDS)
 def test_all_blocks_exact_equals_full_attention(tiny, kind):
     pipe = tiny.pipeline(kind)
     expected = tiny.generate(pipe)
@@ -96,8 +74,7 @@ def test_all_blocks_exact_equals_full_attention(tiny, kind):
 
 @pytest.mark.parametrize("kind", ["t2v", "i2v-2.1"])
 def test_batches_and_guidance(tiny, kind):
-    pipe = tiny.pipeline(kind)
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    pipe = tiny.applied(kind, dense_steps=1)
     with_guidance = tiny.generate(pipe, guidance=5.0)
     without = tiny.generate(pipe, guidance=1.0)
     assert not torch.equal(with_guidance, without)
@@ -131,7 +108,7 @@ def test_sizes_may_change_from_call_to_call(tiny):
         assert torch.equal(tiny.generate(pipe, steps=1, **size), output)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiny_wan.KINDS)
 def test_what_is_saved_names_the_stock_class_and_loads_either_way(tiny, kind, tmp_path):
     ours = tiny.pipeline(kind, pipelines)
     expected = tiny.generate(ours)
@@ -196,17 +173,6 @@ def test_from_pipe(tiny, dense_steps):
     assert torch.equal(tiny.generate(stock), expected)
 
 
-def test_a_deep_copy_is_independent(tiny):
-    ours = tiny.pipeline("t2v-2.2", pipelines)
-    expected = tiny.generate(ours)
-    ours.set_attn_processor(VMonarchProcessor(dense_steps=1))
-    applied = tiny.generate(ours)
-    twin = copy.deepcopy(ours)
-    ours.set_attn_processor(None)
-    assert torch.equal(tiny.generate(twin), applied)
-    assert torch.equal(tiny.generate(ours), expected)
-
-
 @pytest.mark.parametrize("off", [None, WanAttnProcessor()], ids=["None", "stock-processor"])
 def test_switching_off_is_idempotent(tiny, off):
     ours = tiny.pipeline("t2v-2.2", pipelines)
@@ -220,13 +186,8 @@ def test_switching_off_is_idempotent(tiny, off):
 
 def test_attn_processors_name_every_module(tiny):
     ours = tiny.pipeline("t2v-2.2", pipelines)
-    names = [
-        f"{t}.blocks.{i}.{a}.processor"
-        for t in ("transformer", "transformer_2")
-        for i in (0, 1)
-        for a in ("attn1", "attn2")
-    ]
-    assert list(ours.attn_processors) == names
+    places = itertools.product(("transformer", "transformer_2"), (0, 1), ("attn1", "attn2"))
+    assert list(ours.attn_processors) == [f"{t}.blocks.{i}.{a}.processor" for t, i, a in places]
     ours.set_attn_processor(VMonarchProcessor(dense_layers=[1]))
     changed = {name for name, p in ours.attn_processors.items() if isinstance(p, VideoAttentionProcessor)}
     assert changed == {"transformer.blocks.0.attn1.processor", "transformer_2.blocks.0.attn1.processor"}
@@ -254,17 +215,16 @@ def test_bfloat16(tiny):
     applied = tiny.generate(pipe)
     pipe.set_attn_processor(None)
     assert torch.equal(tiny.generate(pipe), expected)
-    for model in transformers_of(pipe):
+    for model in tiny_wan.transformers_of(pipe):
         model.set_attn_processor(VMonarchProcessor())
     assert torch.equal(tiny.generate(pipe), applied)
     assert applied.isfinite().all() and not torch.equal(applied, expected)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiny_wan.KINDS)
 def test_on_the_gpu(tiny, kind):
-    pipe = tiny.pipeline(kind)
-    vmonarch.apply(pipe, VMonarchProcessor())
+    pipe = tiny.applied(kind)
     expected = tiny.generate(pipe)
     pipe.to("cuda")
     torch.testing.assert_close(tiny.generate(pipe).cpu(), expected, rtol=1e-2, atol=1e-2)

@@ -35,13 +35,11 @@ def train(model, std=0.3):
 def adapted(tiny, kind="t2v", *, lora=True, **options):
     """A pipeline that learnt something, and its video."""
     pipe = tiny.pipeline(kind)
-    for model in (pipe.transformer, pipe.transformer_2):
-        if model is not None and lora:
-            model.add_adapter(LoraConfig(r=2, lora_alpha=3, target_modules=["to_q", "to_out.0"]))
+    for model in tiny.transformers_of(pipe) if lora else ():
+        model.add_adapter(LoraConfig(r=2, lora_alpha=3, target_modules=["to_q", "to_out.0"]))
     vmonarch.apply(pipe, BasedProcessor(**{"layers": LAYERS, "feature_dim": 8, "decay": True} | options))
-    for model in (pipe.transformer, pipe.transformer_2):
-        if model is not None:
-            train(model)
+    for model in tiny.transformers_of(pipe):
+        train(model)
     return pipe, tiny.generate(pipe)
 
 
@@ -51,6 +49,11 @@ def saved(tiny, tmp_path):
     pipe, video = adapted(tiny)
     save_adapter(pipe, tmp_path / "adapter.safetensors")
     return tmp_path / "adapter.safetensors", video
+
+
+@pytest.fixture
+def file(saved):
+    return saved[0]
 
 
 def rewrite(file, change=lambda tensors: None, entry=lambda entry: None):
@@ -64,10 +67,6 @@ def rewrite(file, change=lambda tensors: None, entry=lambda entry: None):
     save_file(tensors, file, metadata)
 
 
-def names_of(pipe):
-    return [set(model.state_dict()) for model in (pipe.transformer, pipe.transformer_2) if model is not None]
-
-
 @pytest.mark.parametrize("lora", [False, True], ids=["no-lora", "lora"])
 @pytest.mark.parametrize("kind", ["t2v", "t2v-2.2"])
 def test_a_pipeline_goes_through_a_file(tiny, tmp_path, kind, lora):
@@ -75,6 +74,7 @@ def test_a_pipeline_goes_through_a_file(tiny, tmp_path, kind, lora):
     save_adapter(pipe, tmp_path / "adapter.safetensors")
     fresh = tiny.pipeline(kind)
     stock = tiny.generate(fresh)
+    names_of = lambda pipe: [set(model.state_dict()) for model in tiny.transformers_of(pipe)]
     before = names_of(fresh)
     fresh.transformer.blocks[0].ffn.requires_grad_(False)
     flags = [(p, p.requires_grad) for p in fresh.transformer.parameters()]
@@ -97,9 +97,8 @@ def test_a_pipeline_goes_through_a_file(tiny, tmp_path, kind, lora):
 def test_every_kind_of_pipeline_goes_through_a_file(tiny, tmp_path, kind):
     pipe = tiny.pipeline(kind)
     vmonarch.apply(pipe, BasedProcessor(feature_dim=8))
-    for model in (pipe.transformer, getattr(pipe, "transformer_2", None)):
-        if model is not None:
-            train(model)
+    for model in tiny.transformers_of(pipe):
+        train(model)
     expected = tiny.generate(pipe)
     save_adapter(pipe, tmp_path / "adapter.safetensors")
     fresh = tiny.pipeline(kind)
@@ -117,8 +116,7 @@ def test_a_transformer_alone_goes_through_a_file(tiny, tmp_path):
     assert torch.equal(tiny.run(twin), tiny.run(model))
 
 
-def test_the_lora_part_is_diffusers_own(tiny, saved):
-    file, _ = saved
+def test_the_lora_part_is_diffusers_own(tiny, file):
     layers = {name: tensor for name, tensor in load_file(file).items() if ".lora_" in name}
     with safe_open(file, "pt") as opened:
         settings = json.loads(opened.metadata()["lora_adapter_metadata"])
@@ -151,8 +149,7 @@ def test_the_options_that_no_parameter_depends_on_may_differ(tiny, saved):
     assert torch.equal(tiny.generate(pipe), stock) and not torch.equal(stock, video)
 
 
-def test_restore_leaves_the_lora_layers_of_others(tiny, saved):
-    file, _ = saved
+def test_restore_leaves_the_lora_layers_of_others(tiny, file):
     pipe = tiny.pipeline("t2v")
     load_adapter(pipe, file)
     pipe.transformer.add_adapter(LoraConfig(r=1, target_modules=["to_k"]), adapter_name="style")
@@ -165,8 +162,7 @@ def test_restore_leaves_the_lora_layers_of_others(tiny, saved):
     assert before and before == {name for name in trained.transformer.state_dict() if ".lora_" in name}
 
 
-def test_nothing_is_overwritten_unless_asked_for(tiny, saved):
-    file, _ = saved
+def test_nothing_is_overwritten_unless_asked_for(tiny, file):
     before = file.read_bytes()
     pipe, expected = adapted(tiny, lora=False)
     with pytest.raises(FileExistsError, match="adapter.safetensors exists"):
@@ -218,20 +214,18 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_what_does_not_fit_is_named_and_changes_nothing(tiny, saved, name):
-    file, _ = saved
+def test_what_does_not_fit_is_named_and_changes_nothing(tiny, file, name):
     damage, message = DAMAGE[name]
     rewrite(file, **damage)
     pipe = tiny.pipeline("t2v")
-    stock, before = tiny.generate(pipe), names_of(pipe)
+    stock, before = tiny.generate(pipe), set(pipe.transformer.state_dict())
     with pytest.raises(ValueError, match=message):
         load_adapter(pipe, file)
-    assert names_of(pipe) == before and torch.equal(tiny.generate(pipe), stock)
+    assert set(pipe.transformer.state_dict()) == before and torch.equal(tiny.generate(pipe), stock)
     assert not getattr(pipe.transformer, "peft_config", None)
 
 
-def test_files_for_other_transformers_are_refused(tiny, saved, tmp_path):
-    file, _ = saved
+def test_files_for_other_transformers_are_refused(tiny, file, tmp_path):
     with pytest.raises(ValueError, match="is for transformer, but there is transformer and transformer_2"):
         load_adapter(tiny.pipeline("t2v-2.2"), file)
     with pytest.raises(ValueError, match=r"num_attention_heads 2 \(here 3\)"):
@@ -257,15 +251,13 @@ def test_files_that_are_no_adapters_are_refused(tiny, tmp_path):
     assert not [name for name in model.state_dict() if "processor" in name]
 
 
-def test_half_a_file_is_refused(tiny, saved):
-    file, _ = saved
+def test_half_a_file_is_refused(tiny, file):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match="no complete safetensors file"):
         load_adapter(tiny.pipeline("t2v"), file)
 
 
-def test_what_is_there_already_is_not_lost_to_loading(tiny, saved):
-    file, _ = saved
+def test_what_is_there_already_is_not_lost_to_loading(tiny, file):
     pipe, expected = adapted(tiny, lora=False, layers="both")
     with pytest.raises(ValueError, match="transformer has a processor with parameters.*vmonarch.restore"):
         load_adapter(pipe, file)
@@ -279,22 +271,19 @@ def test_what_is_there_already_is_not_lost_to_loading(tiny, saved):
 
 def test_loading_replaces_a_processor_without_parameters(tiny, saved):
     file, expected = saved
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor())
+    pipe = tiny.applied("t2v")
     load_adapter(pipe, file)
     assert torch.equal(tiny.generate(pipe), expected)
 
 
-def test_lora_layers_need_peft(tiny, saved, monkeypatch):
-    file, _ = saved
+def test_lora_layers_need_peft(tiny, file, monkeypatch):
     pipe = tiny.pipeline("t2v")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match="has LoRA layers, which need PEFT: pip install peft"):
         load_adapter(pipe, file)
 
 
-def test_bad_arguments_are_named(tiny, tmp_path, saved):
-    file, _ = saved
+def test_bad_arguments_are_named(tiny, tmp_path, file):
     pipe, _ = adapted(tiny)
     cases = [
         (lambda: save_adapter(pipe, tmp_path / "x.pt"), ValueError, "path must end with .safetensors"),
@@ -375,9 +364,8 @@ def test_a_saved_pipeline_gets_its_processors_back(tiny, tmp_path, kind):
     fresh = diffusers.WanPipeline.from_pretrained(tmp_path)
     fresh.set_progress_bar_config(disable=True)
     load_adapter(fresh, tmp_path)
-    for model in (fresh.transformer, fresh.transformer_2, fresh.text_encoder):
-        if model is not None:
-            in_memory(model)
+    for model in (*tiny.transformers_of(fresh), fresh.text_encoder):
+        in_memory(model)
     assert torch.equal(tiny.generate(fresh), expected)
 
 

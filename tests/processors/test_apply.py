@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import diffusers
 import pytest
@@ -32,11 +34,7 @@ def snapshot(model):
 
 def during_forward(model, action):
     """Do something after the pre-hook of each forward call and before its blocks."""
-
-    def hook(*_):
-        action()
-
-    model.condition_embedder.register_forward_hook(hook)
+    model.condition_embedder.register_forward_hook(lambda *_: action() and None)
 
 
 def is_ours(processor):
@@ -62,7 +60,7 @@ def test_restore_leaves_nothing_behind_and_cross_attention_is_never_touched(tiny
 @pytest.mark.parametrize("kind", ["t2v", "t2v-2.2", "t2v-2.2-low-noise-only"])
 def test_both_transformers_are_changed_and_restored(tiny, kind):
     pipe = tiny.pipeline(kind)
-    present = [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]
+    present = tiny.transformers_of(pipe)
     expected = tiny.generate(pipe)
     outputs = []
     for model in present:
@@ -174,12 +172,18 @@ def test_the_users_processor_is_not_changed_and_serves_several_models(tiny):
     assert len({id(p) for p in bound}) == len(bound) == 2 + 5
 
 
-def test_a_deep_copy_of_a_transformer_is_independent(tiny):
+TWINS = pytest.mark.parametrize(
+    "twin", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
+)
+
+
+@TWINS
+def test_a_copy_of_a_transformer_is_independent(tiny, twin):
     model = tiny.transformer()
     stock = tiny.run(model)
     vmonarch.apply(model, VMonarchProcessor())
     small, large = tiny.run(model, (3, 2, 4)), tiny.run(model, (4, 2, 3))
-    twin = copy.deepcopy(model)
+    twin = twin(model)
     for _ in range(2):
         assert torch.equal(tiny.run(twin, (4, 2, 3)), large)
         assert torch.equal(tiny.run(model, (3, 2, 4)), small)
@@ -193,17 +197,18 @@ def test_a_deep_copy_of_a_transformer_is_independent(tiny):
 
 def test_a_deep_copy_whose_blocks_run_inside_the_originals_forward_is_independent(tiny):
     # The copy runs on another grid between the original's pre-hook and its blocks.
-    model = tiny.transformer()
-    vmonarch.apply(model, VMonarchProcessor())
+    model = tiny.applied_transformer()
     expected = tiny.run(model, (3, 2, 4))
     twin = copy.deepcopy(model)
     during_forward(model, lambda: tiny.run(twin, (4, 2, 3)))
     assert torch.equal(tiny.run(model, (3, 2, 4)), expected)
 
 
-@pytest.mark.parametrize("dense_steps", [0, 1])
-def test_a_deep_copy_of_a_pipeline_is_independent(tiny, dense_steps):
-    pipe = tiny.pipeline("t2v-2.2")
+@pytest.mark.parametrize(
+    "module, dense_steps", [(diffusers, 0), (diffusers, 1), (vmonarch.pipelines, 1)], ids=["sparse", "dense", "ours"]
+)
+def test_a_deep_copy_of_a_pipeline_is_independent(tiny, module, dense_steps):
+    pipe = tiny.pipeline("t2v-2.2", module)
     stock = tiny.generate(pipe)
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=dense_steps))
     expected = tiny.generate(pipe)
@@ -278,8 +283,7 @@ def test_a_replaced_transformer_is_stock_until_applied_again(tiny):
 
 
 def test_replacing_one_of_two_transformers_restores_the_other(tiny):
-    pipe = tiny.pipeline("t2v-2.2")
-    vmonarch.apply(pipe, VMonarchProcessor())
+    pipe = tiny.applied("t2v-2.2")
     pipe.transformer = tiny.transformer()
     vmonarch.restore(pipe)
     assert not any(is_ours(p) for p in pipe.transformer_2.attn_processors.values())
@@ -288,27 +292,16 @@ def test_replacing_one_of_two_transformers_restores_the_other(tiny):
 @pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
 def test_two_threads_share_a_transformer(tiny, way):
     model = tiny.transformer()
-    if way == "apply":
-        vmonarch.apply(model, VMonarchProcessor())
-    else:
-        model.set_attn_processor(VMonarchProcessor())
+    tiny.switch(model, VMonarchProcessor(), way)
     grids = [(3, 2, 4), (4, 2, 3)]
     expected = [tiny.run(model, grid) for grid in grids]
     # Both threads are inside forward before either reaches its blocks.
     barrier = threading.Barrier(2, timeout=20)
     during_forward(model, barrier.wait)
-    outputs = [None, None]
-
-    def work(index):
-        outputs[index] = [tiny.run(model, grids[index]) for _ in range(3)]
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index in range(2):
-        assert all(torch.equal(output, expected[index]) for output in outputs[index])
+    with ThreadPoolExecutor(2) as threads:
+        outputs = list(threads.map(lambda grid: [tiny.run(model, grid) for _ in range(3)], grids))
+    for found, wanted in zip(outputs, expected, strict=True):
+        assert all(torch.equal(output, wanted) for output in found)
 
 
 def test_wrapped_transformers_are_found(tiny):

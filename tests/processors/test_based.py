@@ -7,7 +7,6 @@ import json
 import math
 import pickle
 
-import accelerate
 import diffusers
 import pytest
 import torch
@@ -338,9 +337,7 @@ def test_parameters_take_the_dtype_of_the_module_and_move_with_it(tiny, dtype):
     late.to(dtype)
     vmonarch.apply(late, based(decay=True))
     early.to(dtype)
-    inputs = tiny.inputs()
-    inputs["hidden_states"] = inputs["hidden_states"].to(dtype)
-    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"].to(dtype)
+    inputs = tiny.inputs(dtype=dtype)
     assert {parameter.dtype for model in (late, early) for parameter in learnt(model).values()} == {dtype}
     with torch.no_grad():
         outputs = [model(**inputs)[0] for model in (late, early)]
@@ -354,10 +351,7 @@ def test_parameters_in_float32_train_a_model_in_bfloat16(tiny, layers):
     model = applied(tiny, layers=layers).bfloat16()
     for parameter in learnt(model).values():
         parameter.data = parameter.data.float()
-    inputs = tiny.inputs()
-    inputs["hidden_states"] = inputs["hidden_states"].bfloat16()
-    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"].bfloat16()
-    model(**inputs)[0].float().square().mean().backward()
+    model(**tiny.inputs(dtype=torch.bfloat16))[0].float().square().mean().backward()
     assert all(p.grad.dtype == torch.float32 and (p.grad != 0).any() for p in learnt(model).values())
 
 
@@ -460,21 +454,13 @@ def test_both_transformers_of_a_pipeline_learn_for_themselves(tiny):
 def test_compiled_whole_without_graph_break(tiny, dynamo, layers):
     model = tiny.transformer(num_layers=1)
     vmonarch.apply(model, based(layers=layers, decay=True))
-    expected = tiny.run(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for _ in range(3):
-        torch.testing.assert_close(tiny.run(compiled), expected)
-    assert dynamo["stats"]["unique_graphs"] == 1 and not dynamo["graph_break"]
+    tiny.check_one_graph(model, dynamo, whole=True)
 
 
 def test_compiled_repeated_blocks_share_one_graph(tiny, dynamo):
     model = tiny.transformer(num_layers=4)
     vmonarch.apply(model, based())
-    expected = tiny.run(model)
-    model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        torch.testing.assert_close(tiny.run(model), expected)
-    assert dynamo["stats"]["unique_graphs"] == 1 and not dynamo["graph_break"]
+    tiny.check_one_graph(model, dynamo)
 
 
 def gradients(model, inputs):
@@ -505,26 +491,16 @@ def test_offloading_moves_what_it_learnt(tiny, offload):
     vmonarch.apply(pipe, based(layers=["both", "conv"], decay=True))
     randomise(pipe.transformer)
     expected = tiny.generate(pipe)
-    cpu = torch.device("cpu")
-    if offload == "sequential":
-        accelerate.cpu_offload(pipe.transformer, execution_device=cpu)
-        assert pipe.transformer.blocks[0].attn1.processor.linear.query_weight.device.type == "meta"
-    else:
-        size = {"num_blocks_per_group": 1} if offload == "block_level" else {}
-        pipe.transformer.enable_group_offload(
-            onload_device=cpu, offload_device=cpu, offload_type=offload, use_stream=False, **size
-        )
+    tiny.offload(pipe.transformer, offload)
+    weight = pipe.transformer.blocks[0].attn1.processor.linear.query_weight
+    assert (weight.device.type == "meta") == (offload == "sequential")
     assert torch.equal(tiny.generate(pipe), expected)
 
 
 @pytest.mark.parametrize("offload", ["block_level", "leaf_level", "sequential"])
 def test_offloaded_weights_are_refused_instead_of_left_behind(tiny, offload):
-    model, cpu = tiny.transformer(), torch.device("cpu")
-    if offload == "sequential":
-        accelerate.cpu_offload(model, execution_device=cpu)
-    else:
-        size = {"num_blocks_per_group": 1} if offload == "block_level" else {}
-        model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type=offload, **size)
+    model = tiny.transformer()
+    tiny.offload(model, offload)
     with pytest.raises(ValueError, match="apply.* before"):
         vmonarch.apply(model, based())
     assert not learnt(model)
@@ -551,17 +527,12 @@ def test_layerwise_casting(tiny):
 
 
 def test_adapters_of_peft_reach_the_projections(tiny):
-    from peft import LoraConfig
-
     model = applied(tiny, layers=["both", "conv"])
     expected = tiny.run(model)
-    with torch.random.fork_rng(devices=[]):
-        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    tiny.add_lora(model, "to_q", "to_v")
     assert not torch.equal(tiny.run(model), expected)
-    assert {name.split(".lora")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora" in name} == {
-        "to_q",
-        "to_v",
-    }
+    adapted = {name.split(".lora")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora" in name}
+    assert adapted == {"to_q", "to_v"}
 
 
 # -------------------------------------------------------------------------------------------------------- bad input
@@ -578,51 +549,23 @@ def test_config_goes_through_json(options):
     assert again.config == processor.config and repr(again) == repr(processor)
 
 
-BAD_OPTIONS = {
-    "layers-name": ({"layers": "linaer"}, ValueError, "layers must be based, one of linear, window"),
-    "layers-kind": ({"layers": 3}, TypeError, "layers must be based, one of .* got int"),
-    "layers-entry": ({"layers": ["both", "based"]}, ValueError, r"layers\[1\] must be one of .* got 'based'"),
-    "feature-dim": ({"feature_dim": 0}, ValueError, "feature_dim must be at least 1"),
-    "feature-map": ({"feature_map": "exp"}, ValueError, "feature_map must be one of taylor"),
-    "signed": ({"feature_map": "identity"}, ValueError, "feature_map must not be 'identity' with layers 'both'"),
-    "signed-in-a-list": (
-        {"feature_map": "identity", "layers": ["linear", "both"]}, ValueError, "feature_map must not be 'identity'"),
-    "window": ({"window": 3}, TypeError, "window must be three integers"),
-    "window-two": ({"window": (3, 3)}, ValueError, "window must have three entries"),
-    "window-zero": ({"window": (3, 0, 3)}, ValueError, r"window\[1\] must be at least 1"),
-    "decay": ({"decay": 1}, TypeError, "decay must be True or False"),
-    "implementation": ({"implementation": "cuda"}, ValueError, "implementation must be one of"),
-    "dense": ({"dense_steps": -1}, ValueError, "dense_steps as a count"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD_OPTIONS)
-def test_bad_options_fail_when_the_processor_is_made(name):
-    options, error, message = BAD_OPTIONS[name]
-    with pytest.raises(error, match=message):
-        BasedProcessor(**options)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"feature_dim": 13}, "feature_dim=13, but heads have only 12 dimensions"),
         ({"layers": ["both"] * 3}, "layers has 3 entries, but there are 2 transformer blocks"),
+        ({"layers": "based", "num_layers": 1}, "layers='based' needs at least 2 transformer blocks"),
     ],
-    ids=["feature_dim", "layers"],
+    ids=["feature_dim", "layers", "mixture"],
 )
 def test_options_that_do_not_fit_the_transformer_change_nothing(tiny, options, message):
-    model = tiny.transformer()
+    options = dict(options)
+    model = tiny.transformer(num_layers=options.pop("num_layers", 2))
     before, names = tiny.run(model), set(model.state_dict())
     with pytest.raises(ValueError, match=message):
         vmonarch.apply(model, based(**options))
     assert torch.equal(tiny.run(model), before) and set(model.state_dict()) == names
     assert "_vmonarch_processor" not in model.config
-
-
-def test_the_mixture_needs_two_blocks(tiny):
-    with pytest.raises(ValueError, match="layers='based' needs at least 2 transformer blocks"):
-        vmonarch.apply(tiny.transformer(num_layers=1), based(layers="based"))
 
 
 def test_weights_on_the_meta_device_are_refused(tiny):

@@ -107,7 +107,7 @@ CHANGES = {
 def test_a_bias_that_has_changed_is_used_as_it_is_now(tiny, change, module, way):
     decay, model = SpatioTemporalDecay(1), tiny.transformer()
     processor = FlashBiasProcessor(decay if module else lambda grid: decay(grid))
-    vmonarch.apply(model, processor) if way == "apply" else model.set_attn_processor(processor)
+    tiny.switch(model, processor, way)
     before = tiny.run(model)
     with torch.no_grad():
         CHANGES[change](decay)
@@ -136,13 +136,17 @@ def test_a_bias_that_is_no_config_says_so(tiny):
             _ = FlashBiasProcessor(bias).config
 
 
-@pytest.mark.parametrize("make", PROCESSORS.values(), ids=PROCESSORS)
-def test_compiled_it_gives_the_same(tiny, make):
+@by_processor
+def test_compiled_it_gives_the_same(tiny, dynamo, make):
     model = tiny.transformer()
     vmonarch.apply(model, make(SpatioTemporalDecay(2, reach=(2.0, 3.0, 3.0))))
-    expected = tiny.run(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(tiny.run(compiled), expected, rtol=1e-4, atol=1e-5)
+    tiny.check_one_graph(model, dynamo, whole=True)
+
+
+def run(tiny, bias, **options):
+    model = tiny.transformer()
+    vmonarch.apply(model, FlashBiasProcessor(bias))
+    return tiny.run(model, **options)
 
 
 BAD = {
@@ -152,20 +156,12 @@ BAD = {
     "config": (lambda tiny: FlashBiasProcessor({"kind": "alibi"}), ValueError, "bias as a config must be .*decay"),
     "implementation": (lambda tiny: FlashBiasProcessor(no_bias, implementation="x"), ValueError, "must be one of auto"),
     "other-grid": (
-        lambda tiny: tiny.run(applied(tiny, factors(tiny)), grid=(1, 2, 2)), ValueError, "query_factor must be .1, 4,"),
-    "other-heads": (
-        lambda tiny: tiny.run(applied(tiny, factors(tiny, heads=5))), ValueError, "query_factor must be"),
+        lambda tiny: run(tiny, factors(tiny), grid=(1, 2, 2)), ValueError, "query_factor must be .1, 4,"),
+    "other-heads": (lambda tiny: run(tiny, factors(tiny, heads=5)), ValueError, "query_factor must be"),
 }  # fmt: skip
 
 
-def applied(tiny, bias):
-    model = tiny.transformer()
-    vmonarch.apply(model, FlashBiasProcessor(bias))
-    return model
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named(tiny, name):
-    call, error, message = BAD[name]
+@pytest.mark.parametrize("call, error, message", BAD.values(), ids=BAD)
+def test_bad_input_is_named(tiny, call, error, message):
     with pytest.raises(error, match=message):
         call(tiny)

@@ -170,40 +170,45 @@ def three_layers(tiny):
 
 def with_each_guidance(names):
     # diffusers' pyramid counts calls, not steps: the second of guidance would be given what the first computed.
-    return [(name, "none" if name == "pyramid" else "two-calls") for name in names] + [
-        (name, "batched") for name in names
+    return [
+        *((name, "none" if name == "pyramid" else "two-calls", "apply") for name in names),
+        *((name, "batched", "apply") for name in names),
+        # Which knows no step.
+        ("first-block", "two-calls", "set_attn_processor"),
     ]
 
 
-@pytest.mark.parametrize("name, guidance", with_each_guidance(CACHES))
+@pytest.mark.parametrize("name, guidance, way", with_each_guidance(CACHES))
 @pytest.mark.parametrize("applied", ["before", "after"])
-def test_a_cache_reuses_what_vmonarch_computed(tiny, name, guidance, applied):
+def test_a_cache_reuses_what_vmonarch_computed(tiny, name, guidance, way, applied):
     never, often, where, predict = CACHES[name]
     pipe = three_layers(tiny)
     stock = generate(tiny, pipe, guidance)
-    attention = VMonarchProcessor(dense_steps=DENSE_STEPS)
+    dense_steps = DENSE_STEPS if way == "apply" else ()
+    attention = VMonarchProcessor(dense_steps=dense_steps)
+    switch = lambda pipe: tiny.switch(pipe if way == "apply" else pipe.transformer, attention, way)
     plain = three_layers(tiny)
-    vmonarch.apply(plain, attention)
+    switch(plain)
     uncached = generate(tiny, plain, guidance)
 
     if applied == "before":
-        vmonarch.apply(pipe, attention)
+        switch(pipe)
     pipe.transformer.enable_cache(never(pipe))
     if applied == "after":
-        vmonarch.apply(pipe, attention)
+        switch(pipe)
     assert torch.equal(generate(tiny, pipe, guidance), uncached), "a cache that is never used changes nothing"
     pipe.transformer.disable_cache()
 
     if applied == "after":
         vmonarch.restore(pipe)
     pipe.transformer.enable_cache(often(pipe))
-    vmonarch.apply(pipe, attention)
+    switch(pipe)
     computed, exact = watch(pipe.transformer)
     cached = generate(tiny, pipe, guidance)
     calls = 1 if guidance == "none" else 2
     assert len(computed) == calls * STEPS and set(computed[::calls]) == {False, True}
-    assert all(dense == (call // calls in DENSE_STEPS) for call, dense in exact)
-    assert any(dense for _, dense in exact)
+    assert all(dense == (call // calls in dense_steps) for call, dense in exact)
+    assert any(dense for _, dense in exact) == bool(dense_steps)
     assert torch.equal(generate(tiny, pipe, guidance), cached), "every run begins with an empty cache"
 
     # The batch's answers go to both calls.
@@ -290,8 +295,7 @@ def test_faster_cache_needs_batched_guidance(tiny, skips):
 
 @pytest.mark.parametrize("name", ["mag", "taylor"])
 def test_a_cache_of_two_transformers(tiny, name):
-    pipe = tiny.pipeline("t2v-2.2")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[2]))
+    pipe = tiny.applied("t2v-2.2", dense_steps=[2])
     uncached = generate(tiny, pipe, "two-calls")
     never, often = CACHES[name][:2]
     for config in (never, often):

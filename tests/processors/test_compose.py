@@ -7,23 +7,12 @@ import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import accelerate
 import diffusers
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig
 
 import vmonarch
 from vmonarch import VMonarchProcessor
-
-
-def switch(model, way, **options):
-    processor = VMonarchProcessor(**options)
-    if way == "apply":
-        vmonarch.apply(model, processor)
-    else:
-        model.set_attn_processor(processor)
-
 
 WAYS = pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
 
@@ -33,12 +22,12 @@ WAYS = pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
 def test_fused_projections(tiny, way, when):
     model = tiny.transformer()
     stock = tiny.run(model)
-    switch(model, way)
+    tiny.switch(model, VMonarchProcessor(), way)
     expected = tiny.run(model)
     if when == "before":
         vmonarch.restore(model)
         model.fuse_qkv_projections()
-        switch(model, way)
+        tiny.switch(model, VMonarchProcessor(), way)
     else:
         model.fuse_qkv_projections()
     assert hasattr(model.blocks[0].attn1, "to_qkv")
@@ -51,26 +40,18 @@ def test_fused_projections(tiny, way, when):
 @WAYS
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora_loaded_fused_and_unloaded(tiny, way, when, tmp_path):
-    from peft import LoraConfig, get_peft_model_state_dict
-
-    donor = tiny.pipeline("t2v")
-    config = LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        donor.transformer.add_adapter(config)
-    layers = {name: 3 * weight for name, weight in get_peft_model_state_dict(donor.transformer).items()}
-    donor.save_lora_weights(tmp_path, transformer_lora_layers=layers)
-
+    save_lora(tiny, tmp_path)
     pipe = tiny.pipeline("t2v")
     close = {"rtol": 1e-4, "atol": 1e-4}
-    switch(pipe.transformer, way)
+    switch = lambda: tiny.switch(pipe.transformer, VMonarchProcessor(), way)
+    switch()
     without = tiny.generate(pipe)
     if when == "before":
         vmonarch.restore(pipe)
     pipe.load_lora_weights(tmp_path)
     if when == "before":
         stock = tiny.generate(pipe)
-        switch(pipe.transformer, way)
+        switch()
     with_lora = tiny.generate(pipe)
     assert (with_lora - without).abs().max() > 1e-2
     pipe.fuse_lora()
@@ -80,19 +61,19 @@ def test_lora_loaded_fused_and_unloaded(tiny, way, when, tmp_path):
         vmonarch.restore(pipe)
         torch.testing.assert_close(tiny.generate(pipe), stock, **close)
         assert (stock - with_lora).abs().max() > 1e-2
-        switch(pipe.transformer, way)
+        switch()
     pipe.unload_lora_weights()
     torch.testing.assert_close(tiny.generate(pipe), without, **close)
 
 
-def add_lora(model, name, seed):
-    from peft import LoraConfig
+def save_lora(tiny, folder):
+    """Layers that change the video, as a file of diffusers."""
+    from peft import get_peft_model_state_dict
 
-    targets = ["to_q", "to_k", "to_v", "to_out.0"]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        config = LoraConfig(r=2, lora_alpha=3, target_modules=targets, init_lora_weights=False)
-        model.add_adapter(config, adapter_name=name)
+    donor = tiny.pipeline("t2v")
+    tiny.add_lora(donor.transformer)
+    layers = {name: 3 * weight for name, weight in get_peft_model_state_dict(donor.transformer).items()}
+    donor.save_lora_weights(folder, transformer_lora_layers=layers)
 
 
 def merged(tiny, model, weights, **shape):
@@ -110,23 +91,24 @@ def merged(tiny, model, weights, **shape):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_two_weighted_lora_adapters_equal_merged_weights(tiny, way, when):
     model, plain = tiny.transformer(), tiny.transformer()
-    switch(plain, way)
+    switch = lambda model: tiny.switch(model, VMonarchProcessor(), way)
+    switch(plain)
     without = tiny.run(plain)
     if when == "after":
-        switch(model, way)
-    add_lora(model, "a", 1)
-    add_lora(model, "b", 2)
+        switch(model)
+    for seed, name in enumerate("ab", 1):
+        tiny.add_lora(model, seed=seed, adapter_name=name)
     if when == "before":
-        switch(model, way)
+        switch(model)
     close = {"rtol": 1e-4, "atol": 1e-5}
     for weights in ({"a": 0.5, "b": 2.0}, {"b": 1.0}):
         model.set_adapters(list(weights), list(weights.values()))
         twin = merged(tiny, model, weights)
-        switch(twin, way)
+        switch(twin)
         torch.testing.assert_close(tiny.run(model), tiny.run(twin), **close)
         assert (tiny.run(twin) - without).abs().max() > 1e-2
     half = merged(tiny, model, {"b": 0.25})
-    switch(half, way)
+    switch(half)
     with torch.no_grad():
         scaled = model(**tiny.inputs(), attention_kwargs={"scale": 0.25})[0]
     torch.testing.assert_close(scaled, tiny.run(half), **close)
@@ -137,9 +119,8 @@ def test_two_weighted_lora_adapters_equal_merged_weights(tiny, way, when):
 
 
 def test_lora_fused_below_fused_projections(tiny):
-    model = tiny.transformer()
-    vmonarch.apply(model, VMonarchProcessor())
-    add_lora(model, "a", 1)
+    model = tiny.applied_transformer()
+    tiny.add_lora(model, adapter_name="a")
     expected = merged(tiny, model, {"a": 1.0})
     vmonarch.apply(expected, VMonarchProcessor())
     model.fuse_lora()
@@ -149,9 +130,8 @@ def test_lora_fused_below_fused_projections(tiny):
 
 
 def test_compiled_with_lora(tiny, dynamo):
-    model = tiny.transformer(num_layers=3)
-    vmonarch.apply(model, VMonarchProcessor())
-    add_lora(model, "a", 1)
+    model = tiny.applied_transformer(num_layers=3)
+    tiny.add_lora(model, adapter_name="a")
     expected = merged(tiny, model, {"a": 1.0}, num_layers=3)
     vmonarch.apply(expected, VMonarchProcessor())
     model.compile_repeated_blocks(backend="eager", fullgraph=True)
@@ -160,14 +140,8 @@ def test_compiled_with_lora(tiny, dynamo):
 
 
 def test_lora_of_either_transformer(tiny, tmp_path):
-    from peft import get_peft_model_state_dict
-
-    donor = tiny.pipeline("t2v")
-    add_lora(donor.transformer, "default", 1)
-    layers = {name: 3 * weight for name, weight in get_peft_model_state_dict(donor.transformer).items()}
-    donor.save_lora_weights(tmp_path, transformer_lora_layers=layers)
-    pipe = tiny.pipeline("t2v-2.2")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    save_lora(tiny, tmp_path)
+    pipe = tiny.applied("t2v-2.2", dense_steps=1)
     outputs = [tiny.generate(pipe)]
     for second in (False, True):
         pipe.load_lora_weights(tmp_path, adapter_name=f"style-{second}", load_into_transformer_2=second)
@@ -195,7 +169,7 @@ def gradients(model, batches, checkpointing):
 )
 def test_gradient_checkpointing_gives_the_same_gradients(tiny, way, grids):
     model = tiny.transformer()
-    switch(model, way)
+    tiny.switch(model, VMonarchProcessor(), way)
     batches = [tiny.inputs(grid, batch=2) for grid in grids]
     expected = gradients(model, batches, False)
     actual = gradients(model, batches, True)
@@ -208,8 +182,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(tiny, way, grids):
 
 
 def test_reentrant_checkpointing_with_interleaved_grids(tiny):
-    model = tiny.transformer()
-    vmonarch.apply(model, VMonarchProcessor())
+    model = tiny.applied_transformer()
     batches = [tiny.inputs(grid) for grid in ((3, 2, 4), (4, 2, 3))]
     for inputs in batches:
         inputs["hidden_states"].requires_grad_()
@@ -227,51 +200,16 @@ def test_reentrant_checkpointing_with_interleaved_grids(tiny):
 
 
 def test_checkpointing_through_a_run_with_dense_steps_is_refused(tiny):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    pipe = tiny.applied("t2v", dense_steps=1)
     pipe.transformer.enable_gradient_checkpointing()
     pipe.transformer.train()
     sample = type(pipe).__call__.__wrapped__  # past its no_grad
     video = sample(
-        pipe,
-        prompt=tiny.PROMPT,
-        height=tiny.HEIGHT,
-        width=tiny.WIDTH,
-        num_frames=tiny.FRAMES,
-        num_inference_steps=2,
-        guidance_scale=1.0,
-        output_type="latent",
-    ).frames
+        pipe, tiny.PROMPT, height=tiny.HEIGHT, width=tiny.WIDTH, num_frames=tiny.FRAMES, num_inference_steps=2,
+        guidance_scale=1.0, output_type="latent",
+    ).frames  # fmt: skip
     with pytest.raises(RuntimeError, match="dense_steps cannot be combined with gradient checkpointing"):
         video.sum().backward()
-
-
-@WAYS
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_first_block_cache(tiny, way, when):
-    pipe = tiny.pipeline("t2v")
-    pipe.transformer = tiny.transformer(num_layers=3)
-    calls = []
-    # The cache replaces the forward of blocks, not of what is in them.
-    pipe.transformer.blocks[2].ffn.register_forward_hook(lambda *_: calls.append(1))
-    stock = tiny.generate(pipe, steps=4)
-    uncached = len(calls)
-    if when == "after":
-        switch(pipe.transformer, way)
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-    if when == "before":
-        switch(pipe.transformer, way)
-    exact_cache = tiny.generate(pipe, steps=4)
-    pipe.transformer.disable_cache()
-    assert torch.equal(tiny.generate(pipe, steps=4), exact_cache), "a cache that is never used changes nothing"
-
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=100.0))
-    calls.clear()
-    assert not torch.equal(tiny.generate(pipe, steps=4), exact_cache)
-    assert len(calls) < uncached, "the cache was never used"
-    pipe.transformer.disable_cache()
-    vmonarch.restore(pipe)
-    assert torch.equal(tiny.generate(pipe, steps=4), stock)
 
 
 @pytest.mark.parametrize(
@@ -285,21 +223,9 @@ def test_offloading_on_the_cpu(tiny, way, options, offload):
     # inputs are all in place and run. `test_offloading_on_the_gpu` moves them to a device.
     pipe = tiny.pipeline("t2v")
     stock = tiny.generate(pipe)
-    switch(pipe.transformer, way, **options)
+    tiny.switch(pipe.transformer, VMonarchProcessor(**options), way)
     expected = tiny.generate(pipe)
-    cpu = torch.device("cpu")
-    if offload.endswith("level"):
-        size = {"num_blocks_per_group": 1} if offload == "block_level" else {}
-        pipe.transformer.enable_group_offload(
-            onload_device=cpu, offload_device=cpu, offload_type=offload, use_stream=False, **size
-        )
-        assert hasattr(pipe.transformer, "_diffusers_hook")
-    elif offload == "sequential":
-        accelerate.cpu_offload(pipe.transformer, execution_device=cpu)
-        assert pipe.transformer.blocks[0].attn1.to_q.weight.device.type == "meta"
-    else:
-        accelerate.cpu_offload_with_hook(pipe.transformer, execution_device=cpu)
-        assert hasattr(pipe.transformer, "_hf_hook")
+    tiny.offload(pipe.transformer, offload)
     assert torch.equal(tiny.generate(pipe), expected)
     assert torch.equal(tiny.generate(pipe, width=64), tiny.generate(pipe, width=64))
     vmonarch.restore(pipe)
@@ -316,19 +242,7 @@ def test_offloading_on_the_gpu(tiny, kind, options, offload):
     stock = tiny.generate(pipe)
     vmonarch.apply(pipe, VMonarchProcessor(**options))
     expected = tiny.generate(pipe)
-    pipe.to("cpu")
-    if offload == "model":
-        pipe.enable_model_cpu_offload()
-    elif offload == "sequential":
-        pipe.enable_sequential_cpu_offload()
-    else:
-        options = {"offload_type": "leaf_level"} if offload != "block_level" else {"num_blocks_per_group": 1}
-        pipe.enable_group_offload(
-            onload_device=torch.device("cuda"),
-            offload_device=torch.device("cpu"),
-            **{"offload_type": "block_level"} | options,
-            use_stream=offload == "stream",
-        )
+    tiny.offload_from_gpu(pipe, offload)
     for _ in range(2):
         torch.testing.assert_close(tiny.generate(pipe), expected, rtol=1e-3, atol=1e-3)
     vmonarch.restore(pipe)
@@ -361,33 +275,20 @@ def test_compiled_whole_without_graph_break_or_recompilation(tiny, dynamo, way, 
     inputs = tiny.inputs()
     if build.startswith("vace"):
         inputs["control_hidden_states"] = torch.randn(1, 96, 3, 4, 6)
-    options = {"grid": tiny.GRID} if way == "grid" else {}
-    switch(model, way, **options)
-    with torch.no_grad():
-        expected = model(**inputs)[0]
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        for _ in range(3):
-            torch.testing.assert_close(compiled(**inputs)[0], expected)
-    assert dynamo["stats"]["unique_graphs"] == 1
-    assert not dynamo["graph_break"]
+    tiny.switch(model, VMonarchProcessor(grid=tiny.GRID if way == "grid" else None), way)
+    tiny.check_one_graph(model, dynamo, whole=True, given=inputs)
 
 
 @pytest.mark.parametrize("way", ["apply", "grid"])
 def test_compiled_repeated_blocks_share_one_graph(tiny, dynamo, way):
     model = tiny.transformer(num_layers=4)
-    switch(model, way, **({"grid": tiny.GRID} if way == "grid" else {}))
-    expected = tiny.run(model)
-    model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
-    for _ in range(3):
-        torch.testing.assert_close(tiny.run(model), expected)
-    assert dynamo["stats"]["unique_graphs"] == 1
-    assert not dynamo["graph_break"]
+    tiny.switch(model, VMonarchProcessor(grid=tiny.GRID if way == "grid" else None), way)
+    tiny.check_one_graph(model, dynamo)
 
 
 @pytest.mark.parametrize("scope", ["whole", "blocks"])
 def test_compiled_on_another_grid(tiny, dynamo, scope):
-    model = tiny.transformer(num_layers=1)
-    vmonarch.apply(model, VMonarchProcessor())
+    model = tiny.applied_transformer(num_layers=1)
     # A whole model takes seconds for each grid.
     grids = [(3, 2, 4), (4, 2, 3), *([] if scope == "whole" else [(2, 3, 3)]), (3, 2, 4)]
     expected = [tiny.run(model, grid) for grid in grids]
@@ -439,8 +340,7 @@ def test_compiled_pipeline_with_residuals(tiny, dynamo):
 @pytest.mark.parametrize("scope", ["wrapped", "in place"])
 @pytest.mark.parametrize("option", ["dense_steps", "refresh"])
 def test_whole_in_one_graph_no_step_is_known(tiny, dynamo, scope, option):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(**{option: 2}))
+    pipe = tiny.applied("t2v", **{option: 2})
     if scope == "wrapped":
         pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
     else:
@@ -450,8 +350,7 @@ def test_whole_in_one_graph_no_step_is_known(tiny, dynamo, scope, option):
 
 
 def test_compiled_blocks_of_two_threads_are_told_apart(tiny, dynamo):
-    model = tiny.transformer(num_layers=1)
-    vmonarch.apply(model, VMonarchProcessor())
+    model = tiny.applied_transformer(num_layers=1)
     # As many tokens in both: nothing but the grid tells them apart.
     grids = [(3, 2, 4), (4, 3, 2)]
     expected = [tiny.run(model, grid) for grid in grids]
@@ -491,8 +390,7 @@ def test_compiled_without_a_grid_says_what_to_do(tiny, dynamo):
 
 @pytest.mark.slow
 def test_compiled_by_inductor(tiny, dynamo):
-    model = tiny.transformer(num_layers=1)
-    vmonarch.apply(model, VMonarchProcessor())
+    model = tiny.applied_transformer(num_layers=1)
     expected = tiny.run(model)
     # A pool of processes would take longer to start than it saves.
     model.compile_repeated_blocks(fullgraph=True, options={"compile_threads": 1})
@@ -550,8 +448,7 @@ def test_cuda_graphs_of_repeated_blocks(tiny, dynamo, guidance, attention):
 
 
 def test_compiled_training_step_with_checkpointing(tiny, dynamo):
-    model = tiny.transformer()
-    vmonarch.apply(model, VMonarchProcessor())
+    model = tiny.applied_transformer()
     batches = [tiny.inputs(batch=2)]
     expected = gradients(model, batches, False)
     model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
@@ -561,8 +458,7 @@ def test_compiled_training_step_with_checkpointing(tiny, dynamo):
 
 
 def test_layerwise_casting(tiny):
-    model = tiny.transformer()
-    vmonarch.apply(model, VMonarchProcessor())
+    model = tiny.applied_transformer()
     expected = tiny.run(model)
     model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
     torch.testing.assert_close(tiny.run(model), expected, rtol=0.05, atol=0.05)

@@ -87,7 +87,7 @@ def test_dense_layers_of_vace_include_their_control_blocks(tiny):
 
 def by_hand(tiny, pipe, dense, order=1, steps=3, **options):
     """Generate, with apply and restore called by hand between the steps: the oracle for dense_steps."""
-    transformers = [m for m in (pipe.transformer, getattr(pipe, "transformer_2", None)) if m is not None]
+    transformers = tiny.transformers_of(pipe)
 
     def choose(step):
         for model in transformers:
@@ -128,8 +128,7 @@ def test_dense_steps_follow_the_pipeline(tiny, kind, dense_steps, dense):
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("kind", ["t2v", "i2v-2.2", "v2v"])
 def test_dense_steps_follow_a_scheduler_swapped_after_apply(tiny, scheduler, kind):
-    pipe = tiny.pipeline(kind)
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1]))
+    pipe = tiny.applied(kind, dense_steps=[1])
     tiny.generate(pipe, steps=4)
     pipe.scheduler = SCHEDULERS[scheduler]()
     actual = tiny.generate(pipe, steps=4)
@@ -171,8 +170,7 @@ def test_all_steps_dense_is_bit_identical_to_stock(tiny, kind):
 
 
 def test_dense_steps_and_dense_layers_combine(tiny):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1, dense_layers=1))
+    pipe = tiny.applied("t2v", dense_steps=1, dense_layers=1)
     both = tiny.generate(pipe)
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
     assert not torch.equal(tiny.generate(pipe), both)
@@ -180,11 +178,10 @@ def test_dense_steps_and_dense_layers_combine(tiny):
     assert not torch.equal(tiny.generate(pipe), both)
 
 
-def test_more_dense_steps_than_steps_are_refused(tiny):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=4))
-    with pytest.raises(ValueError, match="dense_steps=4, but there are only 3 steps"):
-        tiny.generate(pipe, steps=3)
+@pytest.mark.parametrize("option", ["dense_steps", "refresh"])
+def test_more_steps_than_there_are_are_refused(tiny, option):
+    with pytest.raises(ValueError, match=f"{option}=4, but there are only 3 steps"):
+        tiny.generate(tiny.applied("t2v", **{option: 4}), steps=3)
 
 
 def watched(model):
@@ -196,13 +193,6 @@ def watched(model):
     return seen
 
 
-def taken(seen):
-    """Whether the calls since the last time were exact."""
-    exact = [exact for _, exact in seen]
-    seen.clear()
-    return exact
-
-
 @pytest.mark.parametrize("given", ["pipeline", "transformer"])
 @pytest.mark.parametrize("own_scheduler", [False, True], ids=["one-scheduler", "two-schedulers"])
 def test_pipelines_that_share_a_transformer_take_turns(tiny, own_scheduler, given):
@@ -212,9 +202,9 @@ def test_pipelines_that_share_a_transformer_take_turns(tiny, own_scheduler, give
     seen = watched(pipe.transformer)
     for _ in range(2):
         tiny.quickly(other, 5)
-        assert taken(seen) == [True, True, False], "three of five steps run"
+        assert tiny.taken(seen) == [True, True, False], "three of five steps run"
         tiny.quickly(pipe, 4)
-        assert taken(seen) == [True, True, False, False]
+        assert tiny.taken(seen) == [True, True, False, False]
 
 
 @pytest.mark.parametrize("own_scheduler", [False, True], ids=["one-scheduler", "two-schedulers"])
@@ -223,25 +213,15 @@ def test_an_interrupted_run_leaves_no_trace(tiny, own_scheduler):
     other = tiny.another(pipe, own_scheduler=own_scheduler)
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=2))
     seen = watched(pipe.transformer)
-
-    def fail(pipe, step, timestep, tensors):
-        if step == 2:
-            raise KeyboardInterrupt
-        return {}
-
-    def stop(pipe, step, timestep, tensors):
-        pipe._interrupt = step == 1
-        return {}
-
     with pytest.raises(KeyboardInterrupt):
-        tiny.quickly(pipe, 6, callback_on_step_end=fail)
-    assert taken(seen) == [True, True, False]
+        tiny.quickly(pipe, 6, callback_on_step_end=tiny.fail_after(2))
+    assert tiny.taken(seen) == [True, True, False]
     tiny.quickly(other, 5)
-    assert taken(seen) == [True, True, False]
-    tiny.quickly(pipe, 4, callback_on_step_end=stop)
-    assert taken(seen) == [True, True]
+    assert tiny.taken(seen) == [True, True, False]
+    tiny.quickly(pipe, 4, callback_on_step_end=tiny.stop_after(1))
+    assert tiny.taken(seen) == [True, True]
     tiny.quickly(pipe, 3)
-    assert taken(seen) == [True, True, False]
+    assert tiny.taken(seen) == [True, True, False]
 
 
 def test_a_pipeline_runs_in_the_callback_of_another(tiny):
@@ -262,7 +242,7 @@ def test_a_pipeline_runs_in_the_callback_of_another(tiny):
 
     tiny.quickly(pipe, 3, callback_on_step_end=callback)
     assert within == [[], [True, False, True, False], []], "in step 1; then three steps of video to video"
-    assert taken(seen) == [False, True, False]
+    assert tiny.taken(seen) == [False, True, False]
 
 
 def test_a_schedule_that_another_pipeline_has_replaced_is_refused(tiny):
@@ -274,8 +254,7 @@ def test_a_schedule_that_another_pipeline_has_replaced_is_refused(tiny):
 
 
 def test_pipelines_of_two_threads_are_told_apart(tiny):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1, 2]))
+    pipe = tiny.applied("t2v", dense_steps=[1, 2])
     seen = watched(pipe.transformer)
     together = threading.Barrier(2, timeout=60)
     pipes = [pipe, tiny.another(pipe, own_scheduler=True)]
@@ -295,23 +274,23 @@ def test_pipelines_of_two_threads_are_told_apart(tiny):
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"])
 def test_copies_of_a_pipeline_count_their_own_steps(tiny, twin):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    pipe = tiny.applied("t2v", dense_steps=1)
     tiny.quickly(pipe, 2)
     copied = twin(pipe)
     del pipe
     seen = watched(copied.transformer)
     tiny.quickly(copied, 3)
-    assert taken(seen) == [True, False, False]
+    assert tiny.taken(seen) == [True, False, False]
     with pytest.raises(RuntimeError, match="dense_steps.*no pipeline"):
         tiny.run(copy.deepcopy(copied.transformer))
 
 
-def test_a_transformer_called_without_a_pipeline_has_no_step(tiny):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+@pytest.mark.parametrize("option, off", [("dense_steps", "dense_steps=0"), ("refresh", "refresh=None")])
+def test_a_transformer_called_without_a_pipeline_has_no_step(tiny, option, off):
+    pipe = tiny.applied("t2v", **{option: 1})
+    message = f"{option} needs the denoising step, but no pipeline calls this transformer.*{off}"
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="no pipeline calls this transformer.*dense_steps=0"):
+        with pytest.raises(RuntimeError, match=message):
             tiny.run(pipe.transformer)
         tiny.quickly(pipe, 1)
 
@@ -340,7 +319,9 @@ def test_a_step_that_a_pipeline_does_not_tell_is_refused(tiny, kind, message):
         tiny.quickly(pipe, 2)
 
 
-@pytest.mark.parametrize("option", [{"dense_steps": 1}, {"dense_layers": 1}, {"dense_layers": [0]}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"dense_steps": 1}, {"dense_layers": 1}, {"dense_layers": [0]}, {"refresh": 1}], ids=str
+)
 def test_direct_use_knows_neither_step_nor_layer(tiny, option):
     model = tiny.transformer()
     model.set_attn_processor(VMonarchProcessor(**option))
@@ -348,12 +329,12 @@ def test_direct_use_knows_neither_step_nor_layer(tiny, option):
         tiny.run(model)
 
 
-def test_diffusion_forcing_has_no_common_step(tiny):
+@pytest.mark.parametrize("option", ["dense_steps", "refresh"])
+def test_diffusion_forcing_has_no_common_step(tiny, option):
     class SkyReelsV2DiffusionForcingPipeline(diffusers.WanPipeline):
         pass
 
-    parts = tiny.pipeline("t2v").components
-    pipe = SkyReelsV2DiffusionForcingPipeline(**parts)
-    with pytest.raises(ValueError, match="dense_steps is not supported"):
-        vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    pipe = SkyReelsV2DiffusionForcingPipeline(**tiny.pipeline("t2v").components)
+    with pytest.raises(ValueError, match=f"{option} is not supported with SkyReelsV2Diffusion"):
+        vmonarch.apply(pipe, VMonarchProcessor(**{option: 1}))
     vmonarch.apply(pipe, VMonarchProcessor())

@@ -62,15 +62,7 @@ def test_what_is_no_whole_grid_is_refused(damage):
 @pytest.mark.parametrize("grid", [(3, 2, 3), (1, 3, 2), (2, 1, 5), (5, 4, 1), (7, 1, 1)], ids=str)
 def test_the_three_ways_agree(tiny, grid, dtype):
     model = tiny.transformer().to(dtype)
-
-    def run():
-        inputs = tiny.inputs(grid)
-        inputs["hidden_states"], inputs["encoder_hidden_states"] = (
-            inputs[name].to(dtype) for name in ("hidden_states", "encoder_hidden_states")
-        )
-        with torch.no_grad():
-            return model(**inputs)[0]
-
+    run = lambda: tiny.run(model, grid, dtype=dtype)
     installation = vmonarch.apply(model, VMonarchProcessor())
     applied = run()
     assert installation.grid == grid
@@ -92,8 +84,7 @@ def test_grids_of_equal_size_are_told_apart(tiny, way):
         model.set_attn_processor(VMonarchProcessor(grid=grid, **options))
         expected.append(tiny.run(model, grid))
     vmonarch.restore(model)
-    processor = VMonarchProcessor(**options)
-    vmonarch.apply(model, processor) if way == "apply" else model.set_attn_processor(processor)
+    tiny.switch(model, VMonarchProcessor(**options), way)
     for grid, output in zip(grids, expected, strict=True):
         assert torch.equal(tiny.run(model, grid), output), grid
     # The same latents on the wrong grid would give something else.
@@ -123,21 +114,22 @@ def test_inference_happens_once_per_forward_and_keeps_no_tensor_alive(tiny, monk
     assert len(calls) == 2, "the hook knows the grid; nothing should be inferred"
 
 
-@pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
-def test_grid_that_does_not_fit_is_refused(tiny, way):
+@pytest.mark.parametrize(
+    "way, message",
+    [
+        ("apply", r"grid=\(3, 3, 3\), but the transformer"),
+        ("set_attn_processor", "27 tokens, but self-attention was given 18"),
+    ],
+)
+def test_grid_that_does_not_fit_is_refused(tiny, way, message):
     model = tiny.transformer()
-    processor = VMonarchProcessor(grid=(3, 3, 3))
-    vmonarch.apply(model, processor) if way == "apply" else model.set_attn_processor(processor)
-    message = (
-        r"grid=\(3, 3, 3\), but the transformer" if way == "apply" else "27 tokens, but self-attention was given 18"
-    )
+    tiny.switch(model, VMonarchProcessor(grid=(3, 3, 3)), way)
     with pytest.raises(ValueError, match=message):
         tiny.run(model)
 
 
 def test_grid_of_equal_size_is_refused_where_the_hook_knows_better(tiny):
-    model = tiny.transformer()
-    vmonarch.apply(model, VMonarchProcessor(grid=(3, 3, 2)))
+    model = tiny.applied_transformer(grid=(3, 3, 2))
     with pytest.raises(ValueError, match=r"\(3, 3, 2\).*\(3, 2, 3\)"):
         tiny.run(model)
 

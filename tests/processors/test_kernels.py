@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from op_checks import in_interpreter
 
 import vmonarch
 from vmonarch import ExactBlocks, VMonarchProcessor, projections
 from vmonarch.kernels.common import launch, trust
 
 GRID = (2, 3, 3)
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 
 
 def outputs_and_gradients(tiny, implementation, device="cpu", compiled=False, num_layers=2, **options):
@@ -24,21 +24,19 @@ def outputs_and_gradients(tiny, implementation, device="cpu", compiled=False, nu
     return [out.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("options", [{}, {"exact": ExactBlocks(band=0)}], ids=["first-frame", "own-frame"])
 def test_kernels_and_torch_train_the_same_model(tiny, options):
     expected, actual = (outputs_and_gradients(tiny, how, num_layers=1, **options) for how in ("torch", "triton"))
     assert len(actual) == len(expected) > 20
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
-@interpreted
+@in_interpreter
 def test_a_model_with_kernels_compiles_without_graph_breaks(tiny):
     expected, compiled = (outputs_and_gradients(tiny, "triton", compiled=c, num_layers=1) for c in (False, True))
     assert len(expected) > 20
-    for a, b in zip(compiled, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_a_model_that_the_kernels_cannot_serve_says_so(tiny, monkeypatch):
@@ -47,15 +45,11 @@ def test_a_model_that_the_kernels_cannot_serve_says_so(tiny, monkeypatch):
         outputs_and_gradients(tiny, "triton")
 
 
-@interpreted
+@in_interpreter
 def test_a_model_runs_without_kernels_that_fail_a_check(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in {
-        "TESTED_TRITON": (),
-        "check": lambda kernels: "planted",
-        "_verdicts": {},
-        "_warned": set(),
-    }.items():
+    planted = {"TESTED_TRITON": (), "check": lambda kernels: "planted", "_verdicts": {}, "_warned": set()}
+    for name, value in planted.items():
         monkeypatch.setattr(trust, name, value)
     for module in (launch, projections):
         monkeypatch.setattr(module, "auto_takes_kernels", lambda device: True)
@@ -63,13 +57,11 @@ def test_a_model_runs_without_kernels_that_fail_a_check(tiny, monkeypatch, tmp_p
         actual = outputs_and_gradients(tiny, "auto")
     families = [str(warning.message).split(" for ")[0] for warning in caught if "planted" in str(warning.message)]
     assert families == ["the portable kernels of norm_rotary", "the portable kernels of flash_entropy"]
-    for a, b in zip(actual, outputs_and_gradients(tiny, "torch"), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual, outputs_and_gradients(tiny, "torch"), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_gpu_kernels_and_torch_train_the_same_model(tiny, compiled):
-    expected = outputs_and_gradients(tiny, "torch", "cuda")
-    for a, b in zip(outputs_and_gradients(tiny, "triton", "cuda", compiled=compiled), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    actual = outputs_and_gradients(tiny, "triton", "cuda", compiled=compiled)
+    torch.testing.assert_close(actual, outputs_and_gradients(tiny, "torch", "cuda"), rtol=1e-3, atol=1e-5)

@@ -8,13 +8,13 @@ import copy
 import pytest
 import torch
 from diffusers.models.transformers import transformer_wan
+from op_checks import in_interpreter
 
 import vmonarch
 from vmonarch import BasedProcessor, VMonarchProcessor, vmonarch_attention
 
 KINDS = ["float8-packed", "float8-weight", "int8-weight", "int8-dynamic"]
 TORCHAO = KINDS[1:]
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 
 
 class PackedLinear(torch.nn.Module):
@@ -80,8 +80,7 @@ def inside_diffusers(monkeypatch):
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("applied", ["before", "after"])
 def test_projections_are_computed_by_their_modules(tiny, inside_diffusers, kind, autocast, applied):
-    model = tiny.transformer()
-    vmonarch.apply(model, VMonarchProcessor())
+    model = tiny.applied_transformer()
     unquantised = tiny.run(model)
     if applied == "after":
         vmonarch.restore(model)
@@ -133,7 +132,7 @@ def test_residuals_are_shared_as_with_plain_layers(tiny):
     assert (outputs[0] - outputs[2]).abs().max() > 1e-2
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("kind", ["float8-packed", "float8-weight"])
 def test_norm_and_rotation_stay_fused(tiny, monkeypatch, kind):
     grid, calls = (2, 3, 3), []
@@ -167,12 +166,10 @@ def test_adapters_go_through_a_file(tiny, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", TORCHAO)
 def test_lora_on_quantised_layers(tiny, inside_diffusers, kind):
-    from peft import LoraConfig
-
     model = quantise(tiny.transformer(), kind)
     vmonarch.apply(model, VMonarchProcessor())
     without = tiny.run(model)
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False))
+    tiny.add_lora(model)
     actual = tiny.run(model)
     assert (actual - without).abs().max() > 1e-2
     vmonarch.restore(model)
@@ -184,11 +181,7 @@ def test_lora_on_quantised_layers(tiny, inside_diffusers, kind):
 def test_compiled_repeated_blocks_share_one_graph(tiny, dynamo, kind):
     model = quantise(tiny.transformer(num_layers=3), kind)
     vmonarch.apply(model, VMonarchProcessor())
-    expected = tiny.run(model)
-    model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        torch.testing.assert_close(tiny.run(model), expected)
-    assert dynamo["stats"]["unique_graphs"] == 1 and not dynamo["graph_break"]
+    tiny.check_one_graph(model, dynamo)
 
 
 @pytest.mark.gpu

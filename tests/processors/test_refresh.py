@@ -68,33 +68,6 @@ def test_what_the_option_means(refresh, schedule):
     assert VMonarchProcessor.from_config(processor.config).refresh == processor.refresh == Refresh.parse(refresh)
 
 
-@pytest.mark.parametrize(
-    "refresh, error, message",
-    [
-        (0, ValueError, "refresh must name at least one step"),
-        (0.0, ValueError, "refresh must name at least one step"),
-        ([], ValueError, "refresh must name at least one step"),
-        (-1, ValueError, "refresh as a count must be at least 0"),
-        (True, TypeError, "refresh must be a count"),
-        ("8", TypeError, "refresh must be a count"),
-        ({"steps": 2, "type": "int8"}, TypeError, "refresh must have steps, and of steps, dtype"),
-        ({"dtype": "int8"}, TypeError, "refresh must have steps"),
-        ({"steps": 2, "dtype": "int4"}, ValueError, "refresh.dtype must be one of int8, bfloat16, got 'int4'"),
-    ],
-    ids=str,
-)
-def test_an_option_that_is_not_understood_is_refused(refresh, error, message):
-    with pytest.raises(error, match=message):
-        VMonarchProcessor(refresh=refresh)
-
-
-def test_more_refreshes_than_steps_are_refused(tiny):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=4))
-    with pytest.raises(ValueError, match="refresh=4, but there are only 3 steps"):
-        tiny.generate(pipe, steps=3)
-
-
 class ByHand(VMonarchProcessor):
     """The oracle: it counts its calls, which a pipeline makes once for each step and guidance branch."""
 
@@ -162,12 +135,8 @@ def test_with_other_options(tiny, name, dtype):
 
 
 def test_with_lora_layers(tiny):
-    from peft import LoraConfig
-
     pipe = tiny.pipeline("t2v")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    tiny.add_lora(pipe.transformer, "to_q", "to_v")
     options = [{"steps": 4, "guidance": 1.0, "attention_kwargs": {"scale": scale}} for scale in (1.0, 0.5)]
     expected = [by_hand(tiny, pipe, (0, 2), **each) for each in options]
     assert (expected[0] - expected[1]).abs().max() > 1e-3
@@ -192,11 +161,10 @@ def test_it_comes_nearer_to_full_attention(tiny):
 
 
 def test_dense_steps_come_first_and_keep_nothing(tiny):
-    pipe = tiny.pipeline("t2v")
-    seen = watched(pipe, VMonarchProcessor(dense_steps=2, refresh=[0, 4]))
+    pipe, seen = watched(tiny.pipeline("t2v"), dense_steps=2, refresh=[0, 4])
     tiny.quickly(pipe, 6)
     # The two first are the model's own attention.
-    assert taken(seen) == [True, False, True, False]
+    assert tiny.taken(seen) == [True, False, True, False]
 
 
 class Watching(VMonarchProcessor):
@@ -218,19 +186,18 @@ class Watching(VMonarchProcessor):
         return bound
 
 
-def watched(pipe_or_transformer, processor):
-    """(thread, whether exact) of each call of the first layer with a processor of these options."""
-    watching = Watching(**{name: getattr(processor, name) for name in processor._OPTIONS})
+def watched(pipe, **options):
+    """(pipe with these options, (thread, whether exact) of each call of the first layer)."""
+    watching = Watching(**options)
     watching.seen = []
-    vmonarch.apply(pipe_or_transformer, watching)
-    return watching.seen
+    vmonarch.apply(pipe, watching)
+    return pipe, watching.seen
 
 
-def taken(seen):
-    """Whether the calls since the last time were exact."""
-    exact = [exact for _, exact in seen]
-    seen.clear()
-    return exact
+def tensors_of(transformer):
+    """Weak references to the residuals that there are."""
+    (branch,) = transformer._vmonarch_record.context.sharing._branches
+    return [weakref.ref(kept.residual.values) for kept in branch.residuals.values()]
 
 
 def held(transformer):
@@ -239,8 +206,7 @@ def held(transformer):
 
 
 def test_the_last_step_frees_them(tiny):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    pipe = tiny.applied("t2v", refresh=1)
     counts = []
     tiny.generate(pipe, steps=3, callback_on_step_end=lambda *_: counts.append(held(pipe.transformer)) or {})
     # Two layers, two branches.
@@ -248,8 +214,7 @@ def test_the_last_step_frees_them(tiny):
 
 
 def test_the_second_transformer_takes_the_place_of_the_first(tiny):
-    pipe = tiny.pipeline("t2v-2.2")
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    pipe = tiny.applied("t2v-2.2", refresh=1)
     holders = []
 
     def callback(pipe, step, timestep, tensors):
@@ -313,23 +278,15 @@ def test_memory_that_will_not_suffice_is_told_at_once(tiny, monkeypatch, dtype, 
 
 @pytest.mark.parametrize("end", ["restore", "apply", "next run"])
 def test_those_of_an_interrupted_run_are_freed(tiny, end):
-    pipe = tiny.pipeline("t2v")
-    seen = watched(pipe, VMonarchProcessor(refresh=1))
-
-    def stop(pipe, step, timestep, tensors):
-        pipe._interrupt = step == 1
-        return {}
-
+    pipe, seen = watched(tiny.pipeline("t2v"), refresh=1)
     expected = tiny.quickly(pipe, 3)
-    assert taken(seen) == [True, False, False]
-    tiny.quickly(pipe, 4, callback_on_step_end=stop)
-    assert taken(seen) == [True, False] and held(pipe.transformer) == 2
-    (branch,) = pipe.transformer._vmonarch_record.context.sharing._branches
-    kept = [weakref.ref(kept.residual.values) for kept in branch.residuals.values()]
-    del branch
+    assert tiny.taken(seen) == [True, False, False]
+    tiny.quickly(pipe, 4, callback_on_step_end=tiny.stop_after(1))
+    assert tiny.taken(seen) == [True, False] and held(pipe.transformer) == 2
+    kept = tensors_of(pipe.transformer)
     if end == "next run":
         assert torch.equal(tiny.quickly(pipe, 3), expected)
-        assert taken(seen) == [True, False, False], "the residual of the run before is not used"
+        assert tiny.taken(seen) == [True, False, False], "the residual of the run before is not used"
     elif end == "restore":
         vmonarch.restore(pipe)
     else:
@@ -338,27 +295,19 @@ def test_those_of_an_interrupted_run_are_freed(tiny, end):
 
 
 def test_an_error_inside_the_transformer_leaves_nothing_to_use(tiny):
-    pipe = tiny.pipeline("t2v")
-    seen = watched(pipe, VMonarchProcessor(refresh=[0, 3]))
+    pipe, seen = watched(tiny.pipeline("t2v"), refresh=[0, 3])
     expected = tiny.quickly(pipe, 4)
-    taken(seen)
-
-    def fail(pipe, step, timestep, tensors):
-        if step == 2:
-            raise KeyboardInterrupt
-        return {}
-
+    tiny.taken(seen)
     with pytest.raises(KeyboardInterrupt):
-        tiny.quickly(pipe, 6, callback_on_step_end=fail)
-    assert taken(seen) == [True, False, False]
+        tiny.quickly(pipe, 6, callback_on_step_end=tiny.fail_after(2))
+    assert tiny.taken(seen) == [True, False, False]
     assert torch.equal(tiny.quickly(pipe, 4), expected)
-    assert taken(seen) == [True, False, False, True]
+    assert tiny.taken(seen) == [True, False, False, True]
 
 
 def test_an_error_that_is_at_hand_holds_no_residuals(tiny, monkeypatch):
     """In a notebook the last error's frames stay, and what they hold: the run's timesteps, the branch."""
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    pipe = tiny.applied("t2v", refresh=1)
 
     def fail(*_, **options):
         raise torch.OutOfMemoryError
@@ -366,9 +315,7 @@ def test_an_error_that_is_at_hand_holds_no_residuals(tiny, monkeypatch):
     monkeypatch.setattr(residuals, "add_residual", fail)
     with pytest.raises(torch.OutOfMemoryError) as error:
         tiny.quickly(pipe, 3)
-    (branch,) = pipe.transformer._vmonarch_record.context.sharing._branches
-    kept = [weakref.ref(kept.residual.values) for kept in branch.residuals.values()]
-    del branch
+    kept = tensors_of(pipe.transformer)
     tiny.quickly(pipe, 1)
     # The first layer had its own in its hands.
     assert error.tb is not None and [reference() is None for reference in kept] == [False, True]
@@ -378,9 +325,9 @@ def test_an_error_that_is_at_hand_holds_no_residuals(tiny, monkeypatch):
 def test_runs_that_interleave_keep_their_own(tiny):
     pipe = tiny.pipeline("t2v")
     other = tiny.another(pipe, own_scheduler=True)
-    seen = watched(pipe, VMonarchProcessor(refresh=1))
+    _, seen = watched(pipe, refresh=1)
     expected, expected_of_other = tiny.quickly(pipe, 3), tiny.quickly(other, 5)
-    taken(seen)
+    tiny.taken(seen)
     within = []
 
     def callback(outer, step, timestep, tensors):
@@ -391,16 +338,16 @@ def test_runs_that_interleave_keep_their_own(tiny):
         return {}
 
     assert torch.equal(tiny.quickly(pipe, 3, callback_on_step_end=callback), expected)
-    assert within == [[True, False, False]] * 3 and taken(seen) == [True, False, False]
+    assert within == [[True, False, False]] * 3 and tiny.taken(seen) == [True, False, False]
 
 
 def test_pipelines_of_two_threads_keep_their_own(tiny):
     pipe = tiny.pipeline("t2v")
     pipes = [pipe, tiny.another(pipe, own_scheduler=True)]
-    seen = watched(pipe, VMonarchProcessor(refresh=1))
+    _, seen = watched(pipe, refresh=1)
     options = lambda: {"generator": torch.Generator().manual_seed(0)}
     expected = [tiny.quickly(pipes[i], (3, 6)[i], **options()) for i in (0, 1)]
-    taken(seen)
+    tiny.taken(seen)
     together = threading.Barrier(2, timeout=60)
 
     def work(index):
@@ -410,13 +357,12 @@ def test_pipelines_of_two_threads_keep_their_own(tiny):
     with ThreadPoolExecutor(2) as threads:
         for actual, alone in zip(threads.map(work, (0, 1)), expected, strict=True):
             assert torch.equal(actual, alone)
-    assert sorted(taken(seen)) == [False] * 4 + [True] * 2
+    assert sorted(tiny.taken(seen)) == [False] * 4 + [True] * 2
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"])
 def test_a_copy_holds_nothing(tiny, twin):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    pipe = tiny.applied("t2v", refresh=1)
     expected, twins = tiny.generate(pipe, steps=3), []
 
     def callback(pipe, step, timestep, tensors):
@@ -454,9 +400,9 @@ def test_what_a_callback_changes(tiny, changes, exact):
     pipe = tiny.pipeline("t2v")
     # It remembers nothing of the latents' old size.
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    seen = watched(pipe, VMonarchProcessor(refresh=1))
+    _, seen = watched(pipe, refresh=1)
     tiny.quickly(pipe, 4, **replace(**changes))
-    assert taken(seen) == [True, False, exact, False]
+    assert tiny.taken(seen) == [True, False, exact, False]
 
 
 def test_prompt_and_negative_prompt_may_be_the_same(tiny):
@@ -468,8 +414,7 @@ def test_prompt_and_negative_prompt_may_be_the_same(tiny):
 
 def test_guidance_in_some_steps(tiny):
     """A branch that sits out steps finds its residual again; after many it has none."""
-    pipe = tiny.pipeline("t2v")
-    seen = watched(pipe, VMonarchProcessor(refresh=[0]))
+    pipe, seen = watched(tiny.pipeline("t2v"), refresh=[0])
 
     def guidance_between(first, stop):
         def callback(pipe, step, timestep, tensors):
@@ -479,46 +424,43 @@ def test_guidance_in_some_steps(tiny):
         return callback
 
     tiny.generate(pipe, steps=5, callback_on_step_end=guidance_between(1, 3))
-    assert taken(seen) == [True, True, False, False, False, False, False, False]
+    assert tiny.taken(seen) == [True, True, False, False, False, False, False, False]
     tiny.generate(pipe, steps=6, callback_on_step_end=guidance_between(1, 5))
-    assert taken(seen) == [True, True] + [False] * 5 + [True]
+    assert tiny.taken(seen) == [True, True] + [False] * 5 + [True]
 
 
 def test_a_scheduler_that_evaluates_twice(tiny):
     """Both evaluations of a step refresh if the next one does, the first if residuals are of use."""
     pipe = tiny.pipeline("t2v")
     pipe.scheduler = FlowMatchHeunDiscreteScheduler(shift=3.0)
-    seen = watched(pipe, VMonarchProcessor(refresh=[0, 1, 3]))
+    _, seen = watched(pipe, refresh=[0, 1, 3])
     tiny.quickly(pipe, 5)
-    assert taken(seen) == [True, True, True, False, False, False, True, False, False]
+    assert tiny.taken(seen) == [True, True, True, False, False, False, True, False, False]
 
 
 def test_batched_guidance(tiny):
-    pipe = tiny.pipeline("t2v")
-    seen = watched(pipe, VMonarchProcessor(refresh=1))
+    pipe, seen = watched(tiny.pipeline("t2v"), refresh=1)
     expected = tiny.generate(pipe, steps=4)
-    taken(seen)
+    tiny.taken(seen)
     with batched_guidance(pipe):
         torch.testing.assert_close(tiny.generate(pipe, steps=4), expected, rtol=1e-4, atol=2e-5)
-    assert taken(seen) == [True, False, False, False]
+    assert tiny.taken(seen) == [True, False, False, False]
 
 
 def test_a_step_that_a_cache_skips_refreshes_in_the_next(tiny, monkeypatch):
-    pipe = tiny.pipeline("t2v")
-    seen = watched(pipe, VMonarchProcessor(refresh=[0, 2]))
+    pipe, seen = watched(tiny.pipeline("t2v"), refresh=[0, 2])
     layer = pipe.transformer.blocks[1].attn1.processor
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
     skipped = iter([False, False, True, False, False])
     decide = lambda self, *_: not next(skipped)
     monkeypatch.setattr(first_block_cache.FBCHeadBlockHook, "_should_compute_remaining_blocks", decide)
     tiny.quickly(pipe, 5)
-    assert taken(seen) == [True, False, True, False, False]
+    assert tiny.taken(seen) == [True, False, True, False, False]
     assert [exact for _, exact in layer.seen] == [True, False, True, False], "of steps 0, 1, 3 and 4"
 
 
 def test_compiled_blocks_are_one_graph(tiny, dynamo):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 2]))
+    pipe = tiny.applied("t2v", refresh=[0, 2])
     expected = tiny.generate(pipe, steps=4)
     pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
     torch.testing.assert_close(tiny.generate(pipe, steps=4), expected)
@@ -531,8 +473,7 @@ def test_compiled_blocks_are_one_graph(tiny, dynamo):
 
 
 def test_faster_cache_leaves_half_of_a_batch_out(tiny):
-    pipe = tiny.pipeline("t2v")
-    seen = watched(pipe, VMonarchProcessor(refresh=[0, 4]))
+    pipe, seen = watched(tiny.pipeline("t2v"), refresh=[0, 4])
     samples = []
     pipe.transformer.blocks[0].register_forward_hook(lambda module, inputs, output: samples.append(len(output)))
     config = FasterCacheConfig(
@@ -547,7 +488,7 @@ def test_faster_cache_leaves_half_of_a_batch_out(tiny):
         tiny.generate(pipe, steps=7)
     assert samples == [2, 1, 1, 2, 1, 1, 2]
     # Each of the two sizes has residuals of its own.
-    assert taken(seen) == [True, True, False, False, True, False, True]
+    assert tiny.taken(seen) == [True, True, False, False, True, False, True]
 
 
 def test_a_rank_without_tokens_takes_part_in_all_exchanges():
@@ -575,14 +516,13 @@ def test_arguments_by_name_and_by_place(tiny, places):
     pipe = tiny.pipeline("t2v")
     pipe.transformer.__class__ = Subclass
     pipe.transformer.register_forward_pre_hook(place, with_kwargs=True)
-    seen = watched(pipe, VMonarchProcessor(refresh=1))
+    _, seen = watched(pipe, refresh=1)
     tiny.quickly(pipe, 4, **replace(prompt_embeds=lambda x: x + 1))
-    assert taken(seen) == [True, False, True, False]
+    assert tiny.taken(seen) == [True, False, True, False]
 
 
 def test_gradients_are_refused(tiny):
-    pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    pipe = tiny.applied("t2v", refresh=1)
 
     def train(pipe, step, timestep, tensors):
         with torch.enable_grad():
@@ -599,23 +539,6 @@ def test_gradients_are_refused(tiny):
             callback_on_step_end=train,
             callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"],
         )
-
-
-def test_it_needs_a_pipeline_that_tells_the_step(tiny):
-    model = tiny.transformer()
-    model.set_attn_processor(VMonarchProcessor(refresh=1))
-    with pytest.raises(RuntimeError, match=r"refresh needs vmonarch\.apply"):
-        tiny.run(model)
-    vmonarch.apply(model, VMonarchProcessor(refresh=1))
-    with pytest.raises(RuntimeError, match="refresh needs the denoising step, but no pipeline.*refresh=None"):
-        tiny.run(model)
-
-    class SkyReelsV2DiffusionForcingPipeline(diffusers.WanPipeline):
-        pass
-
-    pipe = SkyReelsV2DiffusionForcingPipeline(**tiny.pipeline("t2v").components)
-    with pytest.raises(ValueError, match="refresh is not supported with SkyReelsV2Diffusion"):
-        vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
 
 
 @pytest.mark.gpu

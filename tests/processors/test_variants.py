@@ -305,6 +305,14 @@ def test_a_share_of_the_blocks_is_rounded_up():
     assert kept_blocks(7, 0.0) == 7 and kept_blocks(10, 0.7) == 3
 
 
+def in_bfloat16(function, low, grid):
+    out = function(*low, grid=grid)
+    assert out.dtype == torch.bfloat16 and out.shape == (2, 60, 3, 5)
+    with pytest.raises(ValueError, match="grid"):
+        function(*low, grid=(5, 4, 4))
+    return out
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -318,13 +326,10 @@ def test_a_share_of_the_blocks_is_rounded_up():
 def test_sums_are_in_float32_and_the_result_in_the_dtype_of_the_query(function):
     grid = (5, 4, 3)
     low = qkv(grid, dtype=torch.bfloat16)
-    out = function(*low, grid=grid)
-    assert out.dtype == torch.bfloat16 and out.shape == (2, 60, 3, 5)
     # float32 inside: nothing but the last rounding is of bfloat16.
     exact = function(*(x.double() for x in low), grid=grid)
+    out = in_bfloat16(function, low, grid)
     assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
-    with pytest.raises(ValueError, match="grid"):
-        function(*low, grid=(5, 4, 4))
 
 
 @pytest.mark.parametrize(
@@ -339,13 +344,10 @@ def test_block_sparse_controls_are_as_precise_as_the_exact_attention_of_torch(fu
     grid = (5, 4, 3)
     low = qkv(grid, dtype=torch.bfloat16)
     high = [x.double() for x in low]
-    out = function(*low, grid=grid)
-    assert out.dtype == torch.bfloat16 and out.shape == (2, 60, 3, 5)
+    out = in_bfloat16(function, low, grid)
     attend = lambda *x: F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in x)).transpose(1, 2)
     error = lambda x, y: float((x.double() - y).norm() / y.norm())
     assert error(out, function(*high, grid=grid)) <= 1.5 * error(attend(*low), attend(*high))
-    with pytest.raises(ValueError, match="grid"):
-        function(*low, grid=(5, 4, 4))
 
 
 # --------------------------------------------------------------------------------------------------------- methods
@@ -396,14 +398,8 @@ def test_work_is_that_of_the_pairs_and_blocks_that_are_kept(transformer):
     # 5 frames of 3×4 tokens.
     grid = LatentGrid(5, 3, 4)
     names = ["local", "local:exact={columns: [0], band: 0}", "block-topk:cube=[1, 3, 4],sparsity=0.6"]
-    names += [
-        "vmonarch-sink-average",
-        "vmonarch-controlled:recompute=true",
-        "vmonarch-controlled",
-        "monarch-t4:blocks=5",
-        "two-resolution:tile=[3, 2],share=0.25",
-        "two-resolution:share=null,beta=1.0",
-    ]
+    names += ["vmonarch-sink-average", "vmonarch-controlled:recompute=true", "vmonarch-controlled"]
+    names += ["monarch-t4:blocks=5", "two-resolution:tile=[3, 2],share=0.25", "two-resolution:share=null,beta=1.0"]
     found = relative_flops(call, [resolve_method(name) for name in names], ["transformer"])
     near, sink, cubes, average, recomputed, plain, blocks, tiles, unknown = found.values()
     default, without = (vmonarch_flops(grid, 1, exact=exact) / full_flops(grid, 1) for exact in ("first_frame", None))

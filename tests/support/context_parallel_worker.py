@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from count_sent import Sent
 from diffusers import FirstBlockCacheConfig, MagCacheConfig
 
 import vmonarch
@@ -319,17 +320,6 @@ SAME = {
 }
 
 
-class Sent:
-    """`all_to_all_single`, which counts the bytes that this rank sends to others."""
-
-    def __init__(self):
-        self.bytes, self.all_to_all_single = 0, dist.all_to_all_single
-
-    def __call__(self, output, tensor, output_splits, input_splits, *, group, **options):
-        self.bytes += tensor.element_size() * (sum(input_splits) - input_splits[dist.get_rank(group)])
-        return self.all_to_all_single(output, tensor, output_splits, input_splits, group=group, **options)
-
-
 def sent(tiny, ranks):
     """Bytes that this rank sends in a forward call of one layer, by what is shared."""
     found = {}
@@ -344,13 +334,12 @@ def sent(tiny, ranks):
     return found
 
 
-def refused_on(build, grid=(5, 2, 3), **options):
-    """The error of a model under parallelism: when it is made, or when it runs."""
+def refused(act):
+    """The error of `act(tiny, ranks)`."""
 
     def case(tiny, ranks):
-        model = build(tiny, lambda model: ranks.enable(model, **options))
         try:
-            tiny.run(model, grid)
+            act(tiny, ranks)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return "no error"
@@ -358,15 +347,22 @@ def refused_on(build, grid=(5, 2, 3), **options):
     return case
 
 
-def refused_by_apply(tiny, ranks, processor=None, heads=2, **options):
-    model = tiny.transformer(num_attention_heads=heads)
-    ranks.enable(model, **options)
-    try:
-        vmonarch.apply(model, processor or VMonarchProcessor())
-    except Exception as error:
-        assert not hasattr(model, "_vmonarch_record")
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+def refused_on(build, grid=(5, 2, 3), **options):
+    """A model under parallelism: when it is made, or when it runs."""
+    return refused(lambda tiny, ranks: tiny.run(build(tiny, lambda model: ranks.enable(model, **options)), grid))
+
+
+def refused_by_apply(processor=None, heads=2, **options):
+    def act(tiny, ranks):
+        model = tiny.transformer(num_attention_heads=heads)
+        ranks.enable(model, **options)
+        try:
+            vmonarch.apply(model, processor or VMonarchProcessor())
+        except Exception:
+            assert not hasattr(model, "_vmonarch_record")
+            raise
+
+    return refused(act)
 
 
 def applied(processor, heads=2):
@@ -412,26 +408,40 @@ def compiled_whole(tiny, enable):
 
 
 RING = {"ulysses_degree": 1, "ring_degree": RANKS, "mesh": None}
+NO_RING = "NotImplementedError: ring_degree=2 is not supported"
+NO_HEAD = "ValueError: ulysses_degree=2, but every rank needs a head of self-attention"
+# name -> (what is tried, its error)
 REFUSED = {
-    "ring": refused_on(applied(VMonarchProcessor()), **RING),
-    "ring-before-apply": functools.partial(refused_by_apply, **RING),
-    "few-heads": refused_on(applied(VMonarchProcessor(), heads=1)),
-    "few-heads-before-apply": functools.partial(refused_by_apply, heads=1),
-    "few-heads-refresh-frames": functools.partial(refused_by_apply, processor=by_frames(refresh=1), heads=1),
-    "dense-layers-of-odd-heads": lambda tiny, ranks: refused_by_apply(
-        tiny, ranks, VMonarchProcessor(dense_layers=1), 3
-    ),
-    "ring-frames": refused_on(applied(by_frames()), **RING),
-    "few-frames": refused_on(applied(by_frames()), grid=(1, 2, 3)),
-    "odd-tokens": refused_on(applied(VMonarchProcessor()), grid=(5, 3, 3)),
-    "bias-of-other-heads": refused_on(applied(FlashBiasProcessor(table(2, 30)), heads=4)),
-    "other-grid": refused_on(with_a_grid),
+    "ring": (refused_on(applied(VMonarchProcessor()), **RING), NO_RING),
+    "ring-before-apply": (refused_by_apply(**RING), NO_RING),
+    "ring-frames": (refused_on(applied(by_frames()), **RING), NO_RING),
+    "few-heads": (refused_on(applied(VMonarchProcessor(), heads=1)), NO_HEAD),
+    "few-heads-before-apply": (refused_by_apply(heads=1), NO_HEAD),
+    "few-heads-refresh-frames": (
+        refused_by_apply(by_frames(refresh=1), heads=1), "has 1: use at most 1 ranks, or refresh=None"),
+    "dense-layers-of-odd-heads": (
+        refused_by_apply(VMonarchProcessor(dense_layers=1), heads=3),
+        "ValueError: dense_layers keeps the model's own attention, which shares heads evenly"),
+    "few-frames": (
+        refused_on(applied(by_frames()), grid=(1, 2, 3)),
+        "ValueError: parallel_by='frames' needs a latent frame for each of the 2 ranks"),
+    "odd-tokens": (
+        refused_on(applied(VMonarchProcessor()), grid=(5, 3, 3)),
+        "AssertionError: Tensor size along dimension to be sharded must be divisible by mesh size"),
+    "bias-of-other-heads": (
+        refused_on(applied(FlashBiasProcessor(table(2, 30)), heads=4)),
+        "ValueError: bias has 2 heads, but attention has 4"),
+    "other-grid": (
+        refused_on(with_a_grid), "ValueError: grid (5, 1, 3) has 15 tokens, but self-attention was given 30"),
     **{
-        f"first-block-cache-{'-'.join(steps)}": refused_on(with_first_block_cache(*steps))
+        f"first-block-cache-{'-'.join(steps)}": (
+            refused_on(with_first_block_cache(*steps)),
+            "NotImplementedError: First Block Cache is not supported under context parallelism")
         for steps in (("apply", "cache", "parallel"), ("set", "cache", "parallel"), ("parallel", "cache", "set"))
     },
-    "compiled-whole": refused_on(compiled_whole),
-}
+    "compiled-whole": (
+        refused_on(compiled_whole), "attention under context parallelism exchanges tokens between processes"),
+}  # fmt: skip
 
 
 def stand_for_accelerators():
@@ -457,7 +467,8 @@ def main(tiny, folder, names):
     ranks, results = Rank(), {}
     for name in names:
         try:
-            results[name] = (SAME | REFUSED | {"sent": sent})[name](tiny, ranks)
+            case = REFUSED[name][0] if name in REFUSED else (SAME | {"sent": sent})[name]
+            results[name] = case(tiny, ranks)
         except Exception:
             results[name] = traceback.format_exc()
     torch.save(results, Path(folder) / f"{dist.get_rank()}.pt")

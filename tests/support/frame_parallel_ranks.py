@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from count_sent import Sent
 from interpreter import faster
 from torch.utils.checkpoint import checkpoint
 
@@ -135,22 +136,6 @@ def leaked(attention, own):
     return len(saved), sum(reference() is not None for reference in saved)
 
 
-class Counted:
-    """`all_to_all_single`, which counts the bytes that this rank sends to others."""
-
-    def __init__(self):
-        self.bytes, self.all_to_all_single = 0, dist.all_to_all_single
-
-    def __call__(self, output, tensor, output_splits, input_splits, *, group, **options):
-        assert tensor.dtype == torch.uint8 and sum(input_splits) == tensor.numel()
-        self.bytes += sum(size for r, size in enumerate(input_splits) if r != dist.get_rank(group))
-        return self.all_to_all_single(output, tensor, output_splits, input_splits, group=group, **options)
-
-    def since_last(self):
-        count, self.bytes = self.bytes, 0
-        return count
-
-
 def sequences():
     """Two tensors of 12 places along their second dimension, and weights for them."""
     generator = torch.Generator().manual_seed(0)
@@ -206,7 +191,7 @@ def main():
     rank = dist.get_rank()
     groups = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), 3: None}
     report = {"errors": disagreements(rank, None), "results": {}, "sent": {}, "sent_back": {}}
-    counted = dist.all_to_all_single = Counted()
+    counted = dist.all_to_all_single = Sent()
     for name, (frames, sizes, dtype, options) in CASES.items():
         if rank >= len(frames):
             report["outsider"] = error_of(*tensors(sizes, dtype)[:3], group=groups[len(frames)], **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import accelerate
 import diffusers
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from diffusers import (
     WanTransformer3DModel,
     WanVACETransformer3DModel,
 )
+from peft import LoraConfig
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -28,6 +30,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+import vmonarch
 from vmonarch.finetune.data.schema import Sample
 
 HEIGHT, WIDTH, FRAMES = 32, 48, 9
@@ -93,14 +96,16 @@ def animate_transformer(seed: int = 0, **overrides: Any) -> WanAnimateTransforme
     return _seeded(WanAnimateTransformer3DModel, seed, **_TRANSFORMER | config | overrides)
 
 
-def inputs(grid: tuple[int, int, int] = GRID, batch: int = 1, seed: int = 0, channels: int = 16) -> dict[str, Any]:
+def inputs(
+    grid: tuple[int, int, int] = GRID, batch: int = 1, seed: int = 0, channels: int = 16, dtype: Any = torch.float32
+) -> dict[str, Any]:
     """Keyword arguments of a transformer's forward for a latent grid of tokens, patches of 1×2×2."""
     generator = torch.Generator().manual_seed(seed)
     frames, height, width = grid
     return {
-        "hidden_states": torch.randn(batch, channels, frames, 2 * height, 2 * width, generator=generator),
+        "hidden_states": torch.randn(batch, channels, frames, 2 * height, 2 * width, generator=generator).to(dtype),
         "timestep": torch.full((batch,), 500),
-        "encoder_hidden_states": torch.randn(batch, 7, 16, generator=generator),
+        "encoder_hidden_states": torch.randn(batch, 7, 16, generator=generator).to(dtype),
         "return_dict": False,
     }
 
@@ -188,19 +193,114 @@ def pipeline(kind: str = "t2v", module: Any = diffusers) -> Any:
     return pipe
 
 
-KINDS = (
-    "t2v",
-    "t2v-2.2",
-    "t2v-2.2-low-noise-only",
-    "t2v-5b",
-    "i2v-2.1",
-    "i2v-2.2",
-    "i2v-5b",
-    "vace",
-    "vace-2.2",
-    "v2v",
-    "animate",
-)
+KINDS = ("t2v", "t2v-2.2", "t2v-2.2-low-noise-only", "t2v-5b", "i2v-2.1", "i2v-2.2", "i2v-5b", "vace", "vace-2.2",
+         "v2v", "animate")  # fmt: skip
+RELATIVES = ("chronoedit", "skyreels", "lucy-edit")
+
+
+def transformers_of(pipe: Any) -> list[Any]:
+    components = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
+    return [component for component in components if component is not None]
+
+
+def applied(kind: str = "t2v", **options: Any) -> Any:
+    """A pipeline with VMonarch of these options."""
+    pipe = pipeline(kind)
+    vmonarch.apply(pipe, vmonarch.VMonarchProcessor(**options))
+    return pipe
+
+
+def applied_transformer(num_layers: int = 2, **options: Any) -> WanTransformer3DModel:
+    model = transformer(num_layers=num_layers)
+    vmonarch.apply(model, vmonarch.VMonarchProcessor(**options))
+    return model
+
+
+def switch(model: Any, processor: Any, way: str = "apply") -> None:
+    """Self-attention by `processor`, by one of two ways."""
+    vmonarch.apply(model, processor) if way == "apply" else model.set_attn_processor(processor)
+
+
+def add_lora(model: Any, *targets: str, seed: int = 5, **options: Any) -> None:
+    """LoRA layers that have learnt something."""
+    targets = targets or ("to_q", "to_k", "to_v", "to_out.0")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=2, lora_alpha=3, target_modules=list(targets), init_lora_weights=False)
+        model.add_adapter(config, **options)
+
+
+def offload(model: Any, kind: str) -> None:
+    """With the hooks that move weights, as on a machine whose accelerator is the CPU."""
+    cpu = torch.device("cpu")
+    if kind == "sequential":
+        accelerate.cpu_offload(model, execution_device=cpu)
+        assert model.blocks[0].attn1.to_q.weight.device.type == "meta"
+    elif kind == "model":
+        accelerate.cpu_offload_with_hook(model, execution_device=cpu)
+        assert hasattr(model, "_hf_hook")
+    else:
+        size = {"num_blocks_per_group": 1} if kind == "block_level" else {}
+        model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type=kind, **size)
+        assert hasattr(model, "_diffusers_hook")
+
+
+def offload_from_gpu(pipe: Any, kind: str) -> None:
+    pipe.to("cpu")
+    if kind == "model":
+        pipe.enable_model_cpu_offload()
+    elif kind == "sequential":
+        pipe.enable_sequential_cpu_offload()
+    else:
+        size = {"num_blocks_per_group": 1} if kind == "block_level" else {"use_stream": kind == "stream"}
+        pipe.enable_group_offload(
+            onload_device=torch.device("cuda"),
+            offload_device=torch.device("cpu"),
+            offload_type="block_level" if kind == "block_level" else "leaf_level",
+            **size,
+        )
+
+
+def check_one_graph(model: Any, counters: Any, whole: bool = False, given: dict[str, Any] | None = None) -> None:
+    """Compiled, whole or its repeated blocks, a model computes the same, without a graph break, in one graph."""
+    given = inputs() if given is None else given
+    with torch.no_grad():
+        expected = model(**given)[0]
+        if whole:
+            model = torch.compile(model, backend="eager", fullgraph=True)
+        else:
+            model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+        for _ in range(3):
+            torch.testing.assert_close(model(**given)[0], expected)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def stop_after(step: int) -> Any:
+    """A callback that ends a pipeline's run after a step."""
+
+    def callback(pipe: Any, number: int, timestep: Any, tensors: Any) -> dict[str, Any]:
+        pipe._interrupt = number == step
+        return {}
+
+    return callback
+
+
+def fail_after(step: int) -> Any:
+    """A callback that breaks a pipeline's run off after a step."""
+
+    def callback(pipe: Any, number: int, timestep: Any, tensors: Any) -> dict[str, Any]:
+        if number == step:
+            raise KeyboardInterrupt
+        return {}
+
+    return callback
+
+
+def taken(seen: list[tuple[Any, bool]]) -> list[bool]:
+    """Whether the calls since the last time, (thread, whether exact), were exact."""
+    exact = [exact for _, exact in seen]
+    seen.clear()
+    return exact
 
 
 def image(seed: int = 0, height: int = HEIGHT, width: int = WIDTH) -> Image.Image:

@@ -306,22 +306,6 @@ def refreshed(parallel_by, heads=3, height=32):
     return case
 
 
-class Event:
-    """A CUDA event, where there is no CUDA."""
-
-    def __init__(self, **options):
-        pass
-
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, other):
-        return 0.0
-
-
 def runner(tiny, ranks):
     """xfuser's runner on a tiny model, with arguments as on the command line: the frames of its video."""
     pipe = tiny.pipeline("t2v")
@@ -366,7 +350,8 @@ def runner(tiny, ranks):
     words += ["--attention", "vmonarch:coarse=2"]
     with contextlib.ExitStack() as stack:
         if ranks.device == "cpu":
-            for name, value in {"Event": Event, "synchronize": lambda: None, "empty_cache": lambda: None}.items():
+            clock = lambda **options: mock.Mock(elapsed_time=lambda other: 0.0)
+            for name, value in {"Event": clock, "synchronize": lambda: None, "empty_cache": lambda: None}.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(sys, "argv", ["vmonarch.xfuser"]))
         vmonarch.xfuser.main(words)
@@ -393,26 +378,13 @@ SAME = {
 }
 
 
-def refused(act):
-    """The error of `act(tiny, ranks)`."""
-
-    def case(tiny, ranks):
-        try:
-            act(tiny, ranks)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
-
-    return case
-
-
 def run_backend(processor=None, grid=(5, 2, 3), heads=2, **options):
     def act(tiny, ranks):
         model = ranks.transformer(build(tiny, num_attention_heads=heads), **options)
         ranks.choose(model, VMonarchProcessor() if processor is None else processor())
         output(tiny, ranks, model, grid)
 
-    return refused(act)
+    return parts.refused(act)
 
 
 def ring(by_apply):
@@ -428,7 +400,7 @@ def ring(by_apply):
         finally:
             ranks.spread(ulysses=RANKS)
 
-    return refused(act)
+    return parts.refused(act)
 
 
 def few_heads(tiny, ranks):
@@ -453,11 +425,11 @@ def call(keys=30, attention_kwargs=None, processor=None, **options):
             **options,
         )
 
-    return refused(act)
+    return parts.refused(act)
 
 
 def register(*arguments):
-    return refused(lambda tiny, ranks: vmonarch.xfuser.register(*(argument() for argument in arguments)))
+    return parts.refused(lambda tiny, ranks: vmonarch.xfuser.register(*(argument() for argument in arguments)))
 
 
 def without(module, attribute):
@@ -475,35 +447,68 @@ def without(module, attribute):
         finally:
             setattr(owner, name, kept)
 
-    return refused(act)
+    return parts.refused(act)
 
 
 VIDEO = {"thw": (5, 2, 3)}
+NO_RING = "NotImplementedError: ring_degree=2 is not supported"
+NO_MASK = "ValueError: xfuser's backend vmonarch supports no dropout, no causal attention"
+# name -> (what is tried, its error)
 REFUSED = {
-    "ring": ring(by_apply=False),
-    "ring-by-apply": ring(by_apply=True),
-    "few-heads": refused(few_heads),
-    "few-heads-refresh": refused(refreshed("frames", heads=1)),
-    "uneven-heads": run_backend(heads=3),
-    "no-grid": run_backend(attention_kwargs=None),
-    "other-grid": run_backend(lambda: VMonarchProcessor(grid=(5, 3, 2))),
-    "bias-of-other-heads": run_backend(lambda: FlashBiasProcessor(parts.table(2, 30)), heads=4),
-    "other-tokens": call(attention_kwargs={"thw": (5, 3, 3)}),
-    "other-keys": call(keys=28, attention_kwargs=VIDEO),
-    "causal": call(attention_kwargs=VIDEO, is_causal=True),
-    "dropout": call(attention_kwargs=VIDEO, dropout_p=0.1),
-    "mask": call(attention_kwargs=VIDEO | {"attn_mask": torch.ones(1)}),
-    "dense-steps": register(lambda: VMonarchProcessor(dense_steps=2)),
-    "dense-layers": register(lambda: VMonarchProcessor(dense_layers=0.5)),
-    "refresh": register(lambda: VMonarchProcessor(refresh=2)),
-    "plan": register(lambda: VMonarchProcessor(plan=parts.plan_of(2))),
-    "by-frames": register(lambda: VMonarchProcessor(parallel_by="frames")),
-    "based": register(lambda: BasedProcessor()),
-    "name-of-theirs": register(VMonarchProcessor, lambda: "sdpa"),
-    "name-of-two-words": register(VMonarchProcessor, lambda: "two words"),
-    "no-registry": without("xfuser.core.distributed.attention_backend", "ATTENTION_FUNCTION_REGISTRY"),
-    "no-choice": without("xfuser.core.distributed.runtime_state", "RuntimeState._select_attention_backend"),
-}
+    "ring": (ring(by_apply=False), NO_RING),
+    "ring-by-apply": (ring(by_apply=True), NO_RING),
+    "few-heads": (
+        parts.refused(few_heads), "ValueError: ulysses_degree=2, but every rank needs a head of self-attention"),
+    "few-heads-refresh": (
+        parts.refused(refreshed("frames", heads=1)), "has 1: use at most 1 ranks, or refresh=None"),
+    "uneven-heads": (run_backend(heads=3), "AssertionError: h must be divisible by world_size, got 3 and 2"),
+    "no-grid": (
+        run_backend(attention_kwargs=None),
+        "RuntimeError: xfuser's backend vmonarch was given 30 tokens without a grid"),
+    "other-grid": (
+        run_backend(lambda: VMonarchProcessor(grid=(5, 3, 2))),
+        "ValueError: grid=(5, 3, 2), but xfuser's transformer was given the grid (5, 2, 3)"),
+    "bias-of-other-heads": (
+        run_backend(lambda: FlashBiasProcessor(parts.table(2, 30)), heads=4),
+        "ValueError: bias has 2 heads, but attention has 4"),
+    "other-tokens": (
+        call(attention_kwargs={"thw": (5, 3, 3)}),
+        "ValueError: grid (5, 3, 3) has 45 tokens, but xfuser's self-attention was given 30 queries"),
+    "other-keys": (
+        call(keys=28, attention_kwargs=VIDEO),
+        "ValueError: grid (5, 2, 3) has 30 tokens, but xfuser's self-attention was given 30 queries and 28"),
+    "causal": (call(attention_kwargs=VIDEO, is_causal=True), NO_MASK),
+    "dropout": (call(attention_kwargs=VIDEO, dropout_p=0.1), NO_MASK),
+    "mask": (call(attention_kwargs=VIDEO | {"attn_mask": torch.ones(1)}), NO_MASK + " and no attention mask"),
+    "dense-steps": (
+        register(lambda: VMonarchProcessor(dense_steps=2)),
+        "ValueError: dense_steps must be 0 in a backend of xfuser, whose hybrid schedule"),
+    "dense-layers": (
+        register(lambda: VMonarchProcessor(dense_layers=0.5)),
+        "ValueError: dense_layers must be 0 in a backend of xfuser"),
+    "refresh": (
+        register(lambda: VMonarchProcessor(refresh=2)),
+        "ValueError: refresh must be None in a backend of xfuser, which is told neither layer nor step"),
+    "plan": (
+        register(lambda: VMonarchProcessor(plan=parts.plan_of(2))),
+        "ValueError: plan must be None in a backend of xfuser"),
+    "by-frames": (
+        register(lambda: VMonarchProcessor(parallel_by="frames")),
+        "ValueError: parallel_by must be 'heads' in a backend of xfuser, which shares heads itself"),
+    "based": (
+        register(lambda: BasedProcessor()),
+        "TypeError: processor must be a VMonarchProcessor or FlashBiasProcessor, got BasedProcessor"),
+    "name-of-theirs": (
+        register(VMonarchProcessor, lambda: "sdpa"),
+        "ValueError: name must not be that of a backend of xfuser's own, got 'SDPA'"),
+    "name-of-two-words": (register(VMonarchProcessor, lambda: "two words"), "ValueError: name must be one word"),
+    "no-registry": (
+        without("xfuser.core.distributed.attention_backend", "ATTENTION_FUNCTION_REGISTRY"),
+        "ImportError: xfuser 0.7.0 has no xfuser.core.distributed.attention_backend.ATTENTION_FUNCTION_REG"),
+    "no-choice": (
+        without("xfuser.core.distributed.runtime_state", "RuntimeState._select_attention_backend"),
+        "ImportError: xfuser 0.7.0 has no RuntimeState._select_attention_backend; supported is xfuser>=0.7"),
+}  # fmt: skip
 
 
 def import_xfuser(device):
@@ -535,7 +540,7 @@ def main(tiny, device, folder, rank, names):
     # The runner ends with the groups.
     for name in sorted(names, key=lambda name: name == "runner"):
         try:
-            results[name] = (SAME | REFUSED)[name](tiny, ranks)
+            results[name] = (SAME[name] if name in SAME else REFUSED[name][0])(tiny, ranks)
         except Exception:
             results[name] = traceback.format_exc()
     torch.save(results, Path(folder) / f"{rank}.pt")

@@ -1,11 +1,18 @@
-"""Every unusable call of the attention ops fails with an error that names the argument and what is supported."""
+"""Whatever cannot be used fails with an error that names the argument and what is supported, and changes nothing."""
 
+import diffusers
 import pytest
+import tiny_wan
 import torch
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from op_checks import call_of, refuses
 
+import vmonarch
 from vmonarch import (
+    BasedProcessor,
     ExactBlocks,
     LatentGrid,
+    VMonarchProcessor,
     flash_entropy_attention,
     merge_partials,
     monarch_attention,
@@ -13,148 +20,263 @@ from vmonarch import (
 )
 
 Q = torch.randn(1, 12, 2, 4)
-GRID = (3, 2, 2)
 OUT, LSE = torch.zeros(1, 12, 2, 4), torch.zeros(1, 2, 12)
-
-
-def vm(query=Q, key=Q, value=Q, **options):
-    return vmonarch_attention(query, key, value, **{"grid": GRID, **options})
-
-
-def mono(**options):
-    return monarch_attention(Q, Q, Q, **{"block_size": 4, **options})
-
-
+NAN, INF = float("nan"), float("inf")
+vm = call_of(vmonarch_attention, Q, Q, Q, grid=(3, 2, 2))
+mono = call_of(monarch_attention, Q, Q, Q, block_size=4)
+flash = call_of(flash_entropy_attention, Q, Q, Q)
+merge = call_of(merge_partials)
+blocks = call_of(ExactBlocks)
 CALLS = {
-    "query-not-a-tensor": (lambda: vm(query=[1.0]), TypeError, "query must be a torch.Tensor"),
-    "query-of-three-dimensions": (
-        lambda: vm(query=Q[0]),
-        ValueError,
-        r"query must have four dimensions \[B, S, H, D\]",
-    ),
-    "key-of-five-dimensions": (lambda: vm(key=Q[None]), ValueError, "key must have four dimensions"),
-    "value-of-integers": (lambda: vm(value=Q.long()), TypeError, "value must be one of float16, bfloat16, float32"),
-    "complex-query": (lambda: vm(query=Q.to(torch.complex64)), TypeError, "query must be one of .*, got complex64"),
-    "mixed-dtypes": (lambda: vm(key=Q.double()), ValueError, "key must have the dtype of query"),
-    "mixed-devices": (lambda: vm(value=Q.to("meta")), ValueError, r"value must lie on the device of query \(cpu\)"),
-    "another-batch": (lambda: vm(key=Q.repeat(2, 1, 1, 1)), ValueError, r"key must have the batch size of query \(1\)"),
-    "other-heads": (lambda: vm(value=Q[:, :, :1]), ValueError, r"value must have as many heads as query \(2\)"),
-    "another-head-dimension": (lambda: vm(key=Q[..., :3]), ValueError, r"key must have the head dimension of query"),
-    "fewer-values-than-keys": (lambda: vm(value=Q[:, :8]), ValueError, "value must have as many tokens as key"),
-    "fewer-keys-than-queries": (
-        lambda: vm(key=Q[:, :8], value=Q[:, :8]),
-        ValueError,
-        "key must have as many tokens as query",
-    ),
-    "no-token": (lambda: vm(query=Q[:, :0], key=Q[:, :0], value=Q[:, :0]), ValueError, "no empty dimension"),
-    "no-head": (lambda: vm(query=Q[:, :, :0]), ValueError, "query must have no empty dimension"),
-    "grid-missing": (lambda: vmonarch_attention(Q, Q, Q), TypeError, "grid"),
-    "grid-a-number": (lambda: vm(grid=12), TypeError, "grid must be a LatentGrid or three integers"),
-    "grid-a-string": (lambda: vm(grid="3x2x2"), TypeError, "grid must be a LatentGrid or three integers"),
-    "grid-of-two": (lambda: vm(grid=(3, 4)), ValueError, "grid must have three entries"),
-    "grid-of-floats": (lambda: vm(grid=(3.0, 2, 2)), TypeError, "grid.frames must be an integer, got 3.0"),
-    "grid-without-frames": (lambda: vm(grid=(0, 2, 2)), ValueError, "grid.frames must be at least 1"),
-    "grid-with-negative-height": (lambda: vm(grid=(3, -2, -2)), ValueError, "grid.height must be at least 1"),
-    "grid-of-other-length": (
-        lambda: vm(grid=(3, 2, 3)),
-        ValueError,
-        r"grid \(3, 2, 3\) has 18 tokens, but query has 12",
-    ),
-    "no-iteration": (lambda: vm(num_iterations=0), ValueError, "num_iterations must be at least 1"),
-    "half-an-iteration": (lambda: vm(num_iterations=1.5), TypeError, "num_iterations must be a positive integer"),
-    "iterations-true": (lambda: vm(num_iterations=True), TypeError, "num_iterations must be a positive integer"),
-    "no-frame-per-block": (lambda: vm(frames_per_block=0), ValueError, "frames_per_block must be at least 1"),
-    "tiles-a-number": (lambda: vm(tiles=2), TypeError, "tiles must be a pair"),
-    "tiles-of-three": (lambda: vm(tiles=(1, 1, 1)), TypeError, "tiles must be a pair"),
-    "tiles-of-zero": (lambda: vm(tiles=(1, 0)), ValueError, r"tiles\[1\] must be at least 1"),
-    "more-tiles-than-rows": (lambda: vm(tiles=(3, 1)), ValueError, r"tiles \(3, 1\) must not exceed"),
-    "coarse-zero": (lambda: vm(coarse=0), ValueError, "coarse must be at least 1"),
-    "coarse-without-effect": (lambda: vm(coarse=2, num_iterations=1), ValueError, "with num_iterations=1 it must be 1"),
-    "unknown-exact": (lambda: vm(exact="last_frame"), ValueError, 'exact must be None, "first_frame" or an Exact'),
-    "exact-true": (lambda: vm(exact=True), TypeError, 'exact must be None, "first_frame" or an ExactBlocks'),
-    "exact-row-outside": (lambda: vm(exact=ExactBlocks(rows=(3,))), ValueError, "rows names frame 3, but there are 3"),
-    "exact-column-outside": (lambda: vm(exact=ExactBlocks(columns=7)), ValueError, "columns names frame 7"),
-    "exact-row-negative": (lambda: ExactBlocks(rows=(-1,)), ValueError, "rows must hold frame indices of at least 0"),
-    "exact-row-a-float": (lambda: ExactBlocks(rows=(0.5,)), TypeError, "rows must hold frame indices"),
-    "exact-row-a-string": (lambda: ExactBlocks(rows="all"), TypeError, "rows must hold frame indices"),
-    "exact-band-negative": (lambda: ExactBlocks(band=-1), ValueError, "band must be at least 0"),
-    "exact-band-a-float": (lambda: ExactBlocks(band=1.0), TypeError, "band must be None or an integer"),
-    "exact-aware-a-string": (lambda: ExactBlocks(aware="yes"), TypeError, "aware must be True or False"),
-    "negative-min-mass": (lambda: vm(min_mass=-0.1), ValueError, "min_mass must be finite and at least 0"),
-    "nan-min-mass": (lambda: vm(min_mass=float("nan")), ValueError, "min_mass must be finite"),
-    "min-mass-a-string": (lambda: vm(min_mass="0.1"), TypeError, "min_mass must be a number"),
-    "infinite-scale": (lambda: vm(scale=float("inf")), ValueError, "scale must be finite"),
-    "scale-a-tensor": (lambda: vm(scale=torch.ones(1)), TypeError, "scale must be None or a number"),
-    "entropy-grad-a-number": (lambda: vm(entropy_grad=1), TypeError, "entropy_grad must be True or False"),
-    "return-lse-a-string": (lambda: vm(return_lse="lse"), TypeError, "return_lse must be True or False"),
-    "unknown-implementation": (lambda: vm(implementation="cuda"), ValueError, "must be one of auto, triton, torch"),
-    "implementation-none": (lambda: vm(implementation=None), TypeError, "implementation must be a string"),
+    "query-not-a-tensor": (vm([1.0], Q, Q), TypeError, "query must be a torch.Tensor"),
+    "query-of-three-dimensions": (vm(Q[0], Q, Q), ValueError, r"query must have four dimensions \[B, S, H, D\]"),
+    "key-of-five-dimensions": (vm(Q, Q[None], Q), ValueError, "key must have four dimensions"),
+    "value-of-integers": (vm(Q, Q, Q.long()), TypeError, "value must be one of float16, bfloat16, float32"),
+    "complex-query": (vm(Q.to(torch.complex64), Q, Q), TypeError, "query must be one of .*, got complex64"),
+    "mixed-dtypes": (vm(Q, Q.double(), Q), ValueError, "key must have the dtype of query"),
+    "mixed-devices": (vm(Q, Q, Q.to("meta")), ValueError, r"value must lie on the device of query \(cpu\)"),
+    "another-batch": (vm(Q, Q.repeat(2, 1, 1, 1), Q), ValueError, r"key must have the batch size of query \(1\)"),
+    "other-heads": (vm(Q, Q, Q[:, :, :1]), ValueError, r"value must have as many heads as query \(2\)"),
+    "another-head-dimension": (vm(Q, Q[..., :3], Q), ValueError, r"key must have the head dimension of query"),
+    "fewer-values-than-keys": (vm(Q, Q, Q[:, :8]), ValueError, "value must have as many tokens as key"),
+    "fewer-keys-than-queries": (vm(Q, Q[:, :8], Q[:, :8]), ValueError, "key must have as many tokens as query"),
+    "no-token": (vm(*[Q[:, :0]] * 3), ValueError, "no empty dimension"),
+    "no-head": (vm(Q[:, :, :0], Q, Q), ValueError, "query must have no empty dimension"),
+    "grid-missing": (call_of(vmonarch_attention, Q, Q, Q)(), TypeError, "grid"),
+    "grid-of-other-length": (vm(grid=(3, 2, 3)), ValueError, r"grid \(3, 2, 3\) has 18 tokens, but query has 12"),
+    "more-tiles-than-rows": (vm(tiles=(3, 1)), ValueError, r"tiles \(3, 1\) must not exceed"),
+    "exact-row-outside": (vm(exact=ExactBlocks(rows=(3,))), ValueError, "rows names frame 3, but there are 3"),
+    "exact-column-outside": (vm(exact=ExactBlocks(columns=7)), ValueError, "columns names frame 7"),
+    "exact-row-negative": (blocks(rows=(-1,)), ValueError, "rows must hold frame indices of at least 0"),
+    "exact-row-a-float": (blocks(rows=(0.5,)), TypeError, "rows must hold frame indices"),
+    "exact-row-a-string": (blocks(rows="all"), TypeError, "rows must hold frame indices"),
+    "exact-band-negative": (blocks(band=-1), ValueError, "band must be at least 0"),
+    "exact-band-a-float": (blocks(band=1.0), TypeError, "band must be None or an integer"),
+    "exact-aware-a-string": (blocks(aware="yes"), TypeError, "aware must be True or False"),
+    "infinite-scale": (vm(scale=INF), ValueError, "scale must be finite"),
+    "scale-a-tensor": (vm(scale=torch.ones(1)), TypeError, "scale must be None or a number"),
+    "entropy-grad-a-number": (vm(entropy_grad=1), TypeError, "entropy_grad must be True or False"),
+    "return-lse-a-string": (vm(return_lse="lse"), TypeError, "return_lse must be True or False"),
     "triton-of-float64": (
-        lambda: vmonarch_attention(*(t.double() for t in (Q, Q, Q)), grid=GRID, implementation="triton"),
-        NotImplementedError,
-        "the dtype is float64 .supported: float16, bfloat16, float32.",
-    ),
-    "an-attention-mask": (lambda: vm(attn_mask=None), TypeError, "attn_mask"),
-    "block-size-missing": (lambda: monarch_attention(Q, Q, Q), TypeError, "block_size"),
-    "block-size-zero": (lambda: mono(block_size=0), ValueError, "block_size must be at least 1"),
-    "unknown-padding": (lambda: mono(padding="both"), ValueError, "padding must be one of post, pre"),
-    "key-mask-of-floats": (lambda: mono(key_mask=torch.ones(1, 12)), TypeError, "key_mask must be a boolean tensor"),
-    "key-mask-of-other-shape": (
-        lambda: mono(key_mask=torch.ones(12, dtype=torch.bool)),
-        ValueError,
-        r"key_mask must be \[B, S\]",
-    ),
+        vm(*[Q.double()] * 3, implementation="triton"), NotImplementedError,
+        "the dtype is float64 .supported: float16, bfloat16, float32."),
+    "an-attention-mask": (vm(attn_mask=None), TypeError, "attn_mask"),
+    "block-size-missing": (call_of(monarch_attention, Q, Q, Q)(), TypeError, "block_size"),
+    "block-size-zero": (mono(block_size=0), ValueError, "block_size must be at least 1"),
+    "unknown-padding": (mono(padding="both"), ValueError, "padding must be one of post, pre"),
+    "key-mask-of-floats": (mono(key_mask=torch.ones(1, 12)), TypeError, "key_mask must be a boolean tensor"),
+    "key-mask-of-other-shape": (mono(key_mask=torch.ones(12) > 0), ValueError, r"key_mask must be \[B, S\]"),
     "key-mask-elsewhere": (
-        lambda: mono(key_mask=torch.ones(1, 12, dtype=torch.bool, device="meta")),
-        ValueError,
-        "key_mask must lie on the device of query",
-    ),
+        mono(key_mask=torch.ones(1, 12, device="meta") > 0), ValueError, "key_mask must lie on the device of query"),
     "flash-triton-of-float64": (
-        lambda: flash_entropy_attention(Q.double(), Q.double(), Q.double(), implementation="triton"),
-        NotImplementedError,
-        'flash_entropy_attention with implementation="triton": the',
-    ),
-    "flash-entropy-grad": (lambda: flash_entropy_attention(Q, Q, Q, entropy_grad=None), TypeError, "entropy_grad"),
-    "merge-nothing": (lambda: merge_partials(), ValueError, "at least one partial result"),
-    "merge-a-tensor": (lambda: merge_partials(OUT), TypeError, "partial result 0 must be a pair"),
-    "merge-without-lse": (
-        lambda: merge_partials((OUT, None)),
-        TypeError,
-        "lse of partial result 0 must be a torch.Ten",
-    ),
-    "merge-integers": (
-        lambda: merge_partials((OUT.long(), LSE)),
-        TypeError,
-        "out of partial result 0 must be floating",
-    ),
-    "merge-rank": (
-        lambda: merge_partials((OUT[0], LSE)),
-        ValueError,
-        r"out of partial result 0 must be \[B, S, H, D\]",
-    ),
-    "merge-lse-shape": (lambda: merge_partials((OUT, LSE.transpose(1, 2))), ValueError, r"must be \[B, H, S\]"),
+        flash(*[Q.double()] * 3, implementation="triton"), NotImplementedError,
+        'flash_entropy_attention with implementation="triton": the'),
+    "flash-entropy-grad": (flash(entropy_grad=None), TypeError, "entropy_grad"),
+    "merge-nothing": (merge(), ValueError, "at least one partial result"),
+    "merge-a-tensor": (merge(OUT), TypeError, "partial result 0 must be a pair"),
+    "merge-without-lse": (merge((OUT, None)), TypeError, "lse of partial result 0 must be a torch.Ten"),
+    "merge-integers": (merge((OUT.long(), LSE)), TypeError, "out of partial result 0 must be floating"),
+    "merge-rank": (merge((OUT[0], LSE)), ValueError, r"out of partial result 0 must be \[B, S, H, D\]"),
+    "merge-lse-shape": (merge((OUT, LSE.transpose(1, 2))), ValueError, r"must be \[B, H, S\]"),
     "merge-other-shape": (
-        lambda: merge_partials((OUT, LSE), (OUT[:, :6], LSE[..., :6])),
-        ValueError,
-        "partial result 1 must have the shape of the first",
-    ),
+        merge((OUT, LSE), (OUT[:, :6], LSE[..., :6])), ValueError, "partial result 1 must have the shape of the first"),
     "merge-elsewhere": (
-        lambda: merge_partials((OUT, LSE), (OUT.to("meta"), LSE.to("meta"))),
-        ValueError,
-        "partial result 1 must lie on the device of the first",
-    ),
+        merge((OUT, LSE), (OUT.to("meta"), LSE.to("meta"))), ValueError,
+        "partial result 1 must lie on the device of the first"),
     "latent-grid-none": (lambda: LatentGrid.parse(None), TypeError, "grid must be a LatentGrid"),
+}  # fmt: skip
+
+EXACT = 'exact must be None, "first_frame" or an ExactBlocks'
+# Of the op and of the processor.
+OPTIONS = {
+    "num_iterations-zero": ({"num_iterations": 0}, ValueError, "num_iterations must be at least 1"),
+    "num_iterations-float": ({"num_iterations": 2.0}, TypeError, "num_iterations must be a positive integer"),
+    "num_iterations-half": ({"num_iterations": 1.5}, TypeError, "num_iterations must be a positive integer"),
+    "num_iterations-bool": ({"num_iterations": True}, TypeError, "num_iterations must be a positive integer"),
+    "frames_per_block-zero": ({"frames_per_block": 0}, ValueError, "frames_per_block must be at least 1"),
+    "frames_per_block-negative": ({"frames_per_block": -1}, ValueError, "frames_per_block must be at least 1"),
+    "frames_per_block-text": ({"frames_per_block": "2"}, TypeError, "frames_per_block must be a positive integer"),
+    "tiles-number": ({"tiles": 2}, TypeError, "tiles must be a pair"),
+    "tiles-triple": ({"tiles": (1, 1, 1)}, TypeError, "tiles must be a pair"),
+    "tiles-zero": ({"tiles": (1, 0)}, ValueError, r"tiles\[1\] must be at least 1"),
+    "coarse-zero": ({"coarse": 0}, ValueError, "coarse must be at least 1"),
+    "coarse-useless": ({"coarse": 2, "num_iterations": 1}, ValueError, "coarse.*with num_iterations=1 it must be 1"),
+    "exact-unknown": ({"exact": "last_frame"}, ValueError, EXACT),
+    "exact-bool": ({"exact": True}, TypeError, EXACT),
+    "min_mass-negative": ({"min_mass": -0.1}, ValueError, "min_mass must be finite and at least 0"),
+    "min_mass-nan": ({"min_mass": NAN}, ValueError, "min_mass must be finite"),
+    "min_mass-text": ({"min_mass": "0.1"}, TypeError, "min_mass must be a number"),
+    "implementation-unknown": (
+        {"implementation": "cuda"}, ValueError, "implementation must be one of auto, triton, torch"),
+    "implementation-none": ({"implementation": None}, TypeError, "implementation must be a string"),
+    "grid-two-entries": ({"grid": (3, 4)}, ValueError, "grid must have three entries"),
+    "grid-zero": ({"grid": (0, 2, 2)}, ValueError, "grid.frames must be at least 1"),
+    "grid-negative": ({"grid": (3, -2, -2)}, ValueError, "grid.height must be at least 1"),
+    "grid-float": ({"grid": (3.0, 2, 2)}, TypeError, "grid.frames must be an integer, got 3.0"),
+    "grid-another-float": ({"grid": (3, 2.0, 3)}, TypeError, "grid.height must be an integer"),
+    "grid-number": ({"grid": 12}, TypeError, "grid must be a LatentGrid or three integers"),
+    "grid-text": ({"grid": "3x2x2"}, TypeError, "grid must be a LatentGrid or three integers"),
+}  # fmt: skip
+NO_STEP = "refresh must name at least one step"
+OF_PROCESSORS = {
+    "dense_steps-too-large-fraction": ({"dense_steps": 1.5}, ValueError, "dense_steps as a fraction"),
+    "dense_steps-negative-fraction": ({"dense_steps": -0.1}, ValueError, "dense_steps as a fraction"),
+    "dense_steps-nan": ({"dense_steps": NAN}, ValueError, "dense_steps as a fraction"),
+    "dense_steps-negative": ({"dense_steps": -1}, ValueError, "dense_steps as a count must be at least 0"),
+    "dense_steps-bool": ({"dense_steps": True}, TypeError, "dense_steps must be a count"),
+    "dense_steps-none": ({"dense_steps": None}, TypeError, "dense_steps must be a count"),
+    "dense_steps-text": ({"dense_steps": "first"}, TypeError, "dense_steps must be a count"),
+    "dense_steps-mixed": ({"dense_steps": [0, 0.5]}, TypeError, "dense_steps as a collection must hold integers"),
+    "dense_layers-negative-index": ({"dense_layers": [-1]}, ValueError, "dense_layers as a collection"),
+    "dense_layers-dict": ({"dense_layers": {0: True}}, TypeError, "dense_layers must be a count"),
+    "dense_layers-bool-index": ({"dense_layers": [True]}, TypeError, "dense_layers as a collection"),
+    "parallel_by-unknown": ({"parallel_by": "rows"}, ValueError, "parallel_by must be one of heads, frames"),
+    "parallel_by-none": ({"parallel_by": None}, TypeError, "parallel_by must be a string"),
+    "refresh-zero": ({"refresh": 0}, ValueError, NO_STEP),
+    "refresh-no-fraction": ({"refresh": 0.0}, ValueError, NO_STEP),
+    "refresh-empty": ({"refresh": []}, ValueError, NO_STEP),
+    "refresh-negative": ({"refresh": -1}, ValueError, "refresh as a count must be at least 0"),
+    "refresh-bool": ({"refresh": True}, TypeError, "refresh must be a count"),
+    "refresh-text": ({"refresh": "8"}, TypeError, "refresh must be a count"),
+    "refresh-other-key": (
+        {"refresh": {"steps": 2, "type": "int8"}}, TypeError, "refresh must have steps, and of steps, dtype"),
+    "refresh-without-steps": ({"refresh": {"dtype": "int8"}}, TypeError, "refresh must have steps"),
+    "refresh-dtype": (
+        {"refresh": {"steps": 2, "dtype": "int4"}}, ValueError,
+        "refresh.dtype must be one of int8, bfloat16, got 'int4'"),
+    "unknown-option": ({"iterations": 2}, TypeError, "iterations"),
+}  # fmt: skip
+OF_BASED = {
+    "layers-name": ({"layers": "linaer"}, ValueError, "layers must be based, one of linear, window"),
+    "layers-kind": ({"layers": 3}, TypeError, "layers must be based, one of .* got int"),
+    "layers-entry": ({"layers": ["both", "based"]}, ValueError, r"layers\[1\] must be one of .* got 'based'"),
+    "feature-dim": ({"feature_dim": 0}, ValueError, "feature_dim must be at least 1"),
+    "feature-map": ({"feature_map": "exp"}, ValueError, "feature_map must be one of taylor"),
+    "signed": ({"feature_map": "identity"}, ValueError, "feature_map must not be 'identity' with layers 'both'"),
+    "signed-in-a-list": (
+        {"feature_map": "identity", "layers": ["linear", "both"]}, ValueError, "feature_map must not be 'identity'"),
+    "window": ({"window": 3}, TypeError, "window must be three integers"),
+    "window-two": ({"window": (3, 3)}, ValueError, "window must have three entries"),
+    "window-zero": ({"window": (3, 0, 3)}, ValueError, r"window\[1\] must be at least 1"),
+    "decay": ({"decay": 1}, TypeError, "decay must be True or False"),
+    "implementation": ({"implementation": "cuda"}, ValueError, "implementation must be one of"),
+    "dense": ({"dense_steps": -1}, ValueError, "dense_steps as a count"),
+}  # fmt: skip
+MADE = ((vm, "op", OPTIONS), (call_of(VMonarchProcessor), "processor", OPTIONS | OF_PROCESSORS),
+        (call_of(BasedProcessor), "based", OF_BASED))  # fmt: skip
+CALLS |= {
+    f"{name}-{of}": (make(**options), error, message)
+    for make, of, table in MADE
+    for name, (options, error, message) in table.items()
+}
+test_a_bad_call_names_the_argument_and_what_is_supported = refuses(CALLS)
+
+
+def test_the_calls_that_the_bad_ones_are_made_from_are_good():
+    assert vm()().shape == mono()().shape == flash()()[0].shape == Q.shape
+    assert merge((OUT, LSE))()[0].shape == OUT.shape
+    assert blocks()() == ExactBlocks() and VMonarchProcessor() and BasedProcessor()
+
+
+def test_options_are_keyword_only_and_unknown_keys_of_a_config_are_named():
+    with pytest.raises(TypeError):
+        VMonarchProcessor(2)
+    with pytest.raises(TypeError, match="no option iterations, steps; it has num_iterations"):
+        VMonarchProcessor.from_config({"steps": 1, "iterations": 2})
+
+
+class Pipe:
+    def __init__(self, transformer=None):
+        self.transformer = transformer
+
+
+def cogvideo():
+    return diffusers.CogVideoXTransformer3DModel(num_layers=1, num_attention_heads=1, attention_head_dim=16)
+
+
+TARGETS = {
+    "other-pipeline": (lambda: Pipe(cogvideo()), TypeError, "Pipe.transformer must be .*got CogVideoX"),
+    "none": (lambda: None, TypeError, "pipe_or_transformer must be .*WanTransformer3DModel.*got None"),
+    "text": (lambda: "Wan-AI/Wan2.1", TypeError, "pipe_or_transformer must be .*got 'Wan-AI/Wan2.1'"),
+    "pipeline-class": (lambda: diffusers.WanPipeline, TypeError, "got the class WanPipeline"),
+    "vae": (lambda: torch.nn.Linear(1, 1), TypeError, "pipe_or_transformer must be .*got Linear"),
+    "block": (lambda: tiny_wan.transformer().blocks, TypeError, "pipe_or_transformer must be .*got ModuleList"),
+    "no-transformer": (Pipe, ValueError, "transformer and transformer_2 are both None"),
+    "odd-transformer": (lambda: Pipe("a path"), TypeError, "Pipe.transformer must be one of .*got str"),
+    "two-transformers": (
+        lambda: torch.nn.ModuleList([tiny_wan.transformer(), tiny_wan.transformer()]), TypeError,
+        "pipe_or_transformer must be .*got ModuleList"),
+    "another-transformer": (cogvideo, TypeError, "WanTransformer3DModel.*SkyReelsV2.*got CogVideoXTransformer3DModel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("build, error, message", TARGETS.values(), ids=TARGETS)
+def test_bad_targets(build, error, message):
+    target = build()
+    for act in (lambda: vmonarch.apply(target, VMonarchProcessor()), lambda: vmonarch.restore(target)):
+        with pytest.raises(error, match=message):
+            act()
+
+
+PROCESSORS = {
+    "text": ("vmonarch", "processor must be a VMonarchProcessor.*got 'vmonarch'"),
+    "none": (None, "processor must be a VMonarchProcessor.*got None.*vmonarch.restore switches it off"),
+    "class": (VMonarchProcessor, "got the class VMonarchProcessor .not an instance"),
+    "stock": (WanAttnProcessor(), "got WanAttnProcessor"),
+    "dict": ({"num_iterations": 2}, "got dict"),
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_bad_call_names_the_argument_and_what_is_supported(name):
-    call, error, message = CALLS[name]
-    with pytest.raises(error, match=message):
-        call()
+@pytest.mark.parametrize("processor, message", PROCESSORS.values(), ids=PROCESSORS)
+def test_bad_processors(processor, message):
+    pipe = tiny_wan.pipeline("t2v")
+    before = dict(vars(pipe.transformer))
+    with pytest.raises(TypeError, match=message):
+        vmonarch.apply(pipe, processor)
+    assert vars(pipe.transformer) == before
 
 
-def test_the_call_that_the_bad_ones_are_made_from_is_good():
-    assert vm().shape == Q.shape
-    assert mono().shape == Q.shape
-    assert merge_partials((OUT, LSE))[0].shape == OUT.shape
+@pytest.mark.parametrize(
+    "dense, message",
+    [
+        (3, "dense_layers=3, but there are only 2 layers"),
+        ([0, 2], r"dense_layers names index 2, but there are only 2 layers \(0 to 1\)"),
+    ],
+    ids=["count", "index"],
+)
+def test_layers_that_do_not_exist(dense, message):
+    model = tiny_wan.transformer()
+    with pytest.raises(ValueError, match=message):
+        vmonarch.apply(model, VMonarchProcessor(dense_layers=dense))
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"exact": ExactBlocks(rows=(5,))}, "rows names frame 5.* 3 latent frames"),
+        ({"tiles": (3, 1)}, r"tiles \(3, 1\) must not exceed"),
+    ],
+    ids=["frames", "tiles"],
+)
+def test_what_a_video_does_not_have(options, message):
+    model = tiny_wan.applied_transformer(**options)
+    with pytest.raises(ValueError, match=message):
+        tiny_wan.run(model)
+
+
+def test_attention_of_other_models_is_refused():
+    processor = VMonarchProcessor()
+    attention = diffusers.models.attention_processor.Attention(8, heads=1, dim_head=8)
+    with pytest.raises(TypeError, match="supports the attention of Wan.*got Attention"):
+        processor(attention, torch.randn(1, 6, 8))
+    with pytest.raises(TypeError, match="got WanAttention called with image_rotary_emb"):
+        processor(tiny_wan.transformer().blocks[0].attn1, torch.randn(1, 6, 24), image_rotary_emb=None)
+
+
+def test_a_transformer_called_without_latents_says_what_stock_says():
+    model = tiny_wan.applied_transformer()
+    with pytest.raises(TypeError, match="hidden_states"):
+        model()
+    with pytest.raises(ValueError, match="not enough values|unpack|5"):
+        model(torch.randn(1, 16, 4, 4), torch.tensor([1]), torch.randn(1, 7, 16))

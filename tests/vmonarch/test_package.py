@@ -18,17 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_python(code, *, cwd, path=()):
-    return subprocess.run(
-        [sys.executable, "-c", f"import sys\nsys.path[:0] = {[str(p) for p in path]!r}\n{textwrap.dedent(code)}"],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = f"import sys\nsys.path[:0] = {[str(p) for p in path]!r}\n{textwrap.dedent(code)}"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_importing_the_package_loads_little_and_costs_under_a_second_beyond_torch(tmp_path):
-    result = run_python(
+    run_python(
         """
         import sys, time
         start = time.perf_counter()
@@ -45,7 +41,6 @@ def test_importing_the_package_loads_little_and_costs_under_a_second_beyond_torc
         """,
         cwd=tmp_path,
     )
-    assert result.returncode == 0, result.stderr
 
 
 def test_every_public_name_resolves_and_has_a_docstring():
@@ -68,14 +63,13 @@ def test_the_root_folder_kernels_does_not_hide_the_package_of_that_name(tmp_path
     package = tmp_path / "kernels"
     package.mkdir()
     (package / "__init__.py").write_text("REAL = True\n")
-    result = run_python("import kernels; assert kernels.REAL", cwd=ROOT, path=["", tmp_path])
-    assert result.returncode == 0, result.stderr
+    run_python("import kernels; assert kernels.REAL", cwd=ROOT, path=["", tmp_path])
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
 def test_importing_the_package_is_enough_to_name_its_parts():
     """Started from the root, too, where diffusers must not find our folder `kernels`."""
-    result = run_python(
+    run_python(
         """
         import vmonarch
         vmonarch.bias.alibi_slopes, vmonarch.configs.InputError, vmonarch.finetune.export.export
@@ -86,7 +80,6 @@ def test_importing_the_package_is_enough_to_name_its_parts():
         """,
         cwd=ROOT,
     )
-    assert result.returncode == 0, result.stderr
 
 
 def test_info_looks_for_the_packages_of_every_extra():

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from op_checks import assert_bits
 
 from vmonarch import flash_bias_attention, vmonarch_attention
 from vmonarch.eval.studies import fuzz
@@ -19,12 +20,9 @@ def autocast():
 
 def case_of(op):
     """The first random case of an op in float32 with gradients of all results."""
-    cases = (fuzz.make_case(number, ops=[op]) for number in itertools.count())
-    return next(
-        case
-        for case in cases
-        if case.dtype == torch.float32 and not case.forward_only and case.cotangents.keys() - {"lse", "entropy"}
-    )
+    for case in (fuzz.make_case(number, ops=[op]) for number in itertools.count()):
+        if case.dtype == torch.float32 and not case.forward_only and case.cotangents.keys() - {"lse", "entropy"}:
+            return case
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -54,8 +52,7 @@ def test_large_factors_and_a_backward_pass_outside():
     with autocast():
         actual = flash_bias_attention(*tensors)
     assert torch.equal(actual, expected)
-    for a, b in zip(*(torch.autograd.grad(x.sin().sum(), tensors) for x in (actual, expected)), strict=True):
-        assert torch.equal(a, b)
+    assert_bits(*(torch.autograd.grad(x.sin().sum(), tensors) for x in (actual, expected)))
 
 
 def test_gradients_may_be_taken_twice_but_not_differentiated():
@@ -64,7 +61,7 @@ def test_gradients_may_be_taken_twice_but_not_differentiated():
         out, lse = vmonarch_attention(query, key, value, grid=(2, 3, 4), return_lse=True)
         first = torch.autograd.grad(lse.sum(), (query, key), retain_graph=True)
         again = torch.autograd.grad(lse.sum(), (query, key), retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert_bits(first, again)
         with pytest.raises(RuntimeError, match="does not require grad|differentiate twice"):
             torch.autograd.grad(torch.autograd.grad(out.sum(), query, create_graph=True)[0].sum(), query)
 
@@ -101,7 +98,7 @@ def test_checkpointed_it_is_the_same():
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
             out = checkpoint(flash_bias_attention, *tensors, use_reentrant=False)
             gradients.append(torch.autograd.grad(out.sin().sum(), tensors))
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert_bits(*gradients)
 
 
 def test_compiled_there_is_no_graph_break(dynamo):
@@ -112,5 +109,4 @@ def test_compiled_there_is_no_graph_break(dynamo):
     with autocast(), torch._functorch.config.patch(backward_pass_autocast="off"):
         actual = compiled(*tensors)
     torch.testing.assert_close(actual, expected)
-    for a, b in zip(*(torch.autograd.grad(x.sin().sum(), tensors) for x in (actual, expected)), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sin().sum(), tensors) for x in (actual, expected)))
