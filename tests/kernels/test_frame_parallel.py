@@ -10,17 +10,7 @@ import frame_parallel_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from frame_parallel_ranks import (
-    CASES,
-    DIM,
-    RANKS,
-    REGROUPED,
-    RESULTS,
-    VALUE_DIM,
-    sequences,
-    tensors,
-    with_gradients,
-)  # fmt: skip
+from frame_parallel_ranks import CASES, RANKS, REGROUPED, RESULTS, sequences, tensors, with_gradients
 
 from vmonarch import ExactBlocks, vmonarch_attention
 from vmonarch.exact import FIRST_FRAME
@@ -102,7 +92,8 @@ def test_nothing_outlives_the_results(reports):
 def expected_bytes(name, rank):
     frames, (grid, B, H), dtype, options = CASES[name]
     wanted = {key: options[key] for key in ("num_iterations", "exact", "implementation") if key in options}
-    wanted |= {"batch": B, "heads": H, "head_dim": DIM, "value_dim": VALUE_DIM, "dtype": dtype}
+    dims = {"head_dim": frame_parallel_ranks.DIM, "value_dim": frame_parallel_ranks.VALUE_DIM}
+    wanted |= {"batch": B, "heads": H, "dtype": dtype, **dims}
     return frame_parallel_bytes(grid, frames=frames, rank=rank, **wanted)
 
 
