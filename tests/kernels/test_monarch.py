@@ -17,7 +17,6 @@ from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.kernels.flash_entropy import reference as flash_entropy_reference
 from vmonarch.kernels.monarch.reference import r_step
 
-pytestmark = quiet
 RAGGED_GRIDS = [(1, 1, 1), (1, 7, 3), (2, 1, 1), (7, 1, 1), (3, 7, 5), (5, 2, 11), (4, 6, 6)]
 by_grid = pytest.mark.parametrize("grid", RAGGED_GRIDS, ids=lambda g: "x".join(map(str, g)))
 
@@ -619,6 +618,7 @@ def test_everything_exact_it_is_attention_with_the_bias():
 
 
 @in_interpreter
+@quiet
 @pytest.mark.parametrize("options", [{}, {"exact": ExactBlocks(band=1), "coarse": 2}], ids=["paper", "band-coarse"])
 def test_with_a_bias_the_kernels_agree_with_plain_torch(options):
     inputs = [x.requires_grad_() for x in with_factors(dtype=torch.float32)]
