@@ -34,7 +34,11 @@ def snapshot(model):
 
 def during_forward(model, action):
     """Do something after the pre-hook of each forward call and before its blocks."""
-    model.condition_embedder.register_forward_hook(lambda *_: action() and None)
+
+    def hook(*_):
+        action()
+
+    model.condition_embedder.register_forward_hook(hook)
 
 
 def is_ours(processor):
