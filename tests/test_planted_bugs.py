@@ -207,7 +207,7 @@ BUGS = {
     "residual-never-freed": (RESIDUALS, "if branch is not None and branch.last:", "if False:"),
     "guidance-answers-the-last-run": (GUIDANCE, "        self._prepared = None\n", ""),
     "plan-heads-not-put-back": (PLAN, "key=order.__getitem__", "key=lambda head: head"),
-    "flops-of-the-last-r-step": (FLOPS, "6 * b * grid.tokens", "4 * b * grid.tokens"),
+    "flops-of-the-last-r-step": (FLOPS, "6 * b * S * d", "4 * b * S * d"),
     "diagnosis-kl-the-other-way": (DIAGNOSIS, "(lse.double() - weight.double())", "(weight.double() - lse.double())"),
     "diagnosis-own-frame-is-the-next": (DIAGNOSIS, "own=distance[:, 0]", "own=distance[:, 1]"),
     "planning-allows-twice-the-error": (PLANNING, "choices.values > budget", "choices.values > 2 * budget"),

@@ -1,6 +1,8 @@
-"""Floating-point operations of attention, forward, for one head; a multiply-add counts 2.
+"""Work of attention: floating-point operations (a multiply-add counts 2) and bytes moved. All that counts asks here.
 
-    full attention    4·S²·d
+Forward, of one head; a backward pass has every product once, the recomputed scores too:
+
+    full attention    4·S²·d, +10·S²·d backward; a bias of rank R adds 2·S²·R, +6·S²·R
     R-steps           4·b·c·d each, c keys or pooled cells; the last, which also multiplies values, 6·b·S·d
     L-steps           4·S·m·d each
     exact blocks      4·d for every pair of tokens in them
@@ -10,6 +12,7 @@ S tokens, m blocks of at most b positions, d head dim. Source: docs/attention.md
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from vmonarch.grid import LatentGrid
@@ -17,9 +20,31 @@ from vmonarch.kernels.monarch.blocks import exact_key_frames
 from vmonarch.options import VMonarchOptions
 
 
+@dataclass(frozen=True)
+class StageWork:
+    """FLOPs and bytes of one stage, all heads."""
+
+    stage: str
+    flops: float
+    bytes: float
+
+
+def pair_flops(pairs: float, head_dim: int, *, rank: int = 0, training: bool = False) -> float:
+    """Of softmax attention over so many pairs of a query and a key, with a bias of that rank."""
+    forward = pairs * (4 * head_dim + 2 * rank)
+    return forward + pairs * (10 * head_dim + 6 * rank) if training else forward
+
+
 def full_flops(grid: LatentGrid, head_dim: int) -> float:
     """Of exact attention between all tokens."""
-    return 4.0 * grid.tokens**2 * head_dim
+    return float(pair_flops(grid.tokens**2, head_dim))
+
+
+def full_attention_work(tokens: int, heads: int, head_dim: int, *, itemsize: int, training: bool) -> StageWork:
+    """Work of exact attention over all pairs: q, k, v, out and lse; in the backward pass also dq, dk, dv, do."""
+    flops = pair_flops(tokens**2, head_dim, training=training)
+    elements = (4 + 8 * training) * tokens * head_dim
+    return StageWork("attention", heads * flops, heads * (elements * itemsize + 4 * tokens * (1 + training)))
 
 
 def block_sizes(grid: LatentGrid, tiles: tuple[int, int], coarse: int) -> tuple[int, int, int]:
@@ -37,25 +62,72 @@ def block_sizes(grid: LatentGrid, tiles: tuple[int, int], coarse: int) -> tuple[
     return T * len(sizes), max(h for h, _ in sizes) * max(w for _, w in sizes), cells
 
 
-def vmonarch_flops(
+def vmonarch_work(
     grid: LatentGrid,
+    heads: int,
     head_dim: int,
     options: VMonarchOptions | None = None,
+    *,
+    itemsize: int,
+    training: bool = False,
     **named: Any,
-) -> float:
-    """Of `vmonarch_attention` with these options, ragged tiles, cells and last blocks counted at their size.
+) -> list[StageWork]:
+    """Work of `vmonarch_attention` with these options by stage, forward and with `training` backward.
+
+    Ragged tiles, cells and last blocks count at their size. Bytes are those of every tensor that a stage reads or
+    writes, once per stage.
 
     Raises:
         TypeError, ValueError: an option has an unsupported value, or `exact` names a frame that the grid has not.
     """
-    T, H, W = grid
     options = VMonarchOptions.of(options, named)
-    frames_per_block, num_iterations = min(options.frames_per_block, T), options.num_iterations
-
-    blocks, positions, cells = block_sizes(grid, options.tiles, options.coarse)
+    T, S, P = grid.frames, grid.tokens, grid.tokens_per_frame
+    d, t, coarse, frames_per_block = head_dim, options.num_iterations, options.coarse, min(options.frames_per_block, T)
+    blocks, positions, cells = block_sizes(grid, options.tiles, coarse)
     m, b = blocks // T * -(-T // frames_per_block), positions * frames_per_block
-    flops = (num_iterations - 1) * 4 * b * cells + 6 * b * grid.tokens + num_iterations * 4 * grid.tokens * m
-    if options.pattern is not None:
-        pairs = sum(len(keys) for keys in exact_key_frames(options.pattern, T, frames_per_block))
-        flops += 4 * pairs * (H * W) ** 2
-    return float(flops * head_dim)
+    places = m * b
+    exact = [] if options.pattern is None else exact_key_frames(options.pattern, T, frames_per_block)
+    # Pairs of an exact query and its exact key, such queries, and such keys.
+    pairs = sum(map(len, exact)) * P**2
+    n, n_keys = sum(map(bool, exact)) * P, len(set().union(*exact)) * P
+
+    def stage(name: str, flops: float, elements: float, statistics: float) -> StageWork:
+        return StageWork(name, heads * flops, heads * (elements * d * itemsize + statistics * 4))
+
+    pool = [stage("pool", 0, S + cells, 0)] if coarse > 1 else []
+    stages = [stage("exact", 4 * pairs * d, 2 * n + 2 * n_keys, n)] if exact else []
+    stages += pool
+    for i in range(t):
+        z = S if i == 0 else places
+        if i < t - 1:
+            stages.append(stage(f"R{i + 1}", 4 * b * cells * d, z + cells + places, places))
+            stages.append(stage(f"L{i + 1}", 4 * S * m * d, S + 2 * places, places + (S + places) * training))
+        else:
+            stages.append(stage(f"R{i + 1}", 6 * b * S * d, z + 2 * S + 2 * places, places))
+            stages.append(stage(f"L{i + 1}", 4 * S * m * d, 2 * S + n + 2 * places, places + S))
+    if not training:
+        return stages
+
+    # Gradients that a stage adds to are read and written.
+    stages += pool
+    for i in reversed(range(t)):
+        z = S if i == 0 else places
+        dz = 2 * S if i == 0 else places
+        if i == t - 1:
+            # q, do, out, dq; aL, y, daL, dy
+            stages.append(stage(f"L{i + 1} backward", 10 * S * m * d, 4 * S + n + 4 * places, 2 * S + 3 * places))
+            # k, v, dk, dv; daL, dy
+            stages.append(stage(f"R{i + 1} backward", 14 * b * S * d, z + dz + 6 * S + 2 * places, 4 * places))
+        else:
+            # q, dq (added to); aL, daR, daL
+            stages.append(stage(f"L{i + 1} backward", 10 * S * m * d, 3 * S + 3 * places, 2 * S + 4 * places))
+            # k, dk (added to); daL
+            keys = cells * 2 + 2 * S if coarse > 1 else 3 * S
+            stages.append(stage(f"R{i + 1} backward", 10 * b * cells * d, z + dz + keys + places, 4 * places))
+    # q, do, out and dq of the rows; k, v, dk, dv
+    return stages + ([stage("exact backward", 10 * pairs * d, 5 * n + 6 * n_keys, 2 * n)] if exact else [])
+
+
+def vmonarch_flops(grid: LatentGrid, head_dim: int, options: VMonarchOptions | None = None, **named: Any) -> float:
+    """Of the forward pass of one head with these options; see `vmonarch_work`."""
+    return float(sum(stage.flops for stage in vmonarch_work(grid, 1, head_dim, options, itemsize=1, **named)))

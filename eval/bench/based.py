@@ -19,6 +19,7 @@ import torch
 
 from vmonarch.eval.bench.gate import NAMES
 from vmonarch.eval.bench.runner import Bench, Tensors, Way, Ways, flex, sdpa, with_gradients
+from vmonarch.flops import pair_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.reference import in_row_chunks, softmax_parts, to_groups
 from vmonarch.kernels.taylor.api import taylor_attention
@@ -124,9 +125,9 @@ class Case:
         """FLOPs and bytes of attention to `pairs` keys; see FORMULAE."""
         E, groups = self.head_dim, self.batch * self.heads
         if self.kind == "decode":
-            return groups * 4 * pairs * E, groups * 2 * pairs * E * itemsize
+            return pair_flops(groups * pairs, E), groups * 2 * pairs * E * itemsize
         numbers = (4 + 8 * self.training) * self.tokens * E
-        return groups * (14 if self.training else 4) * pairs * E, groups * numbers * itemsize
+        return pair_flops(groups * pairs, E, training=self.training), groups * numbers * itemsize
 
 
 def _times(sizes: Any) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from vmonarch.eval.bench.gate import NAMES
 from vmonarch.eval.bench.runner import Bench, Tensors, Way, Ways, flex, with_gradients
+from vmonarch.flops import pair_flops
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.flash_bias.op import flash_bias_attention_triton
 from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
@@ -62,8 +63,7 @@ class Case:
     def flops(self) -> float:
         """Of FlashBias, and with rank 0 of the others; see FORMULAE."""
         pairs = self.batch * self.heads * self.tokens**2 * (0.5 if self.causal else 1.0)
-        forward = pairs * (4 * self.head_dim + 2 * self.rank)
-        return forward + (pairs * (10 * self.head_dim + 6 * self.rank) if self.training else 0.0)
+        return pair_flops(pairs, self.head_dim, rank=self.rank, training=self.training)
 
 
 def standard_cases() -> list[Case]:

@@ -33,9 +33,9 @@ from vmonarch.eval.bench.machine import (
     provenance,
 )
 from vmonarch.eval.bench.runner import sdpa
-from vmonarch.eval.bench.stages import StageWork, call_stages, measure_stages
+from vmonarch.eval.bench.stages import call_stages, measure_stages
 from vmonarch.files import check_output, write_json
-from vmonarch.flops import block_sizes
+from vmonarch.flops import StageWork, full_attention_work, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
@@ -191,72 +191,6 @@ FORMULAE = {
     "bytes": "every tensor that a stage reads or writes, once per stage",
     "floor": "max(FLOPs / measured bf16 matmul rate, bytes / measured copy rate)",
 }
-
-
-def vmonarch_work(
-    grid: LatentGrid,
-    heads: int,
-    head_dim: int,
-    *,
-    itemsize: int,
-    training: bool,
-    num_iterations: int = 2,
-    tiles: tuple[int, int] = (1, 1),
-    coarse: int = 1,
-) -> list[StageWork]:
-    """Work of `vmonarch_attention(exact="first_frame")` by stage, forward and with `training` backward (FORMULAE).
-
-    Source: docs/attention.md, "FLOPs", for ragged tiles and cells too.
-    """
-    S, d, t, f = grid.tokens, head_dim, num_iterations, 4
-    m, b, cells = block_sizes(grid, tiles, coarse)
-    places, n = m * b, grid.tokens_per_frame
-    s = itemsize
-
-    def stage(name: str, flops: float, elements: float, statistics_: float) -> StageWork:
-        return StageWork(name, heads * flops, heads * (elements * d * s + statistics_ * f))
-
-    pool = stage("pool", 0, S + cells, 0)
-    stages = [stage("exact", 4 * n * S * d, 2 * n + 2 * S, n)]
-    if coarse > 1:
-        stages.append(pool)
-    for i in range(t):
-        z = S if i == 0 else places
-        if i < t - 1:
-            stages.append(stage(f"R{i + 1}", 4 * b * cells * d, z + cells + places, places))
-            stages.append(stage(f"L{i + 1}", 4 * S * m * d, S + 2 * places, places + (S + places) * training))
-        else:
-            stages.append(stage(f"R{i + 1}", 6 * b * S * d, z + 2 * S + 2 * places, places))
-            stages.append(stage(f"L{i + 1}", 4 * S * m * d, 2 * S + n + 2 * places, places + S))
-    if not training:
-        return stages
-
-    # Gradients that a stage adds to are read and written.
-    stages += [pool] if coarse > 1 else []
-    for i in reversed(range(t)):
-        z = S if i == 0 else places
-        dz = 2 * S if i == 0 else places
-        if i == t - 1:
-            # q, do, out, dq; aL, y, daL, dy
-            stages.append(stage(f"L{i + 1} backward", 10 * S * m * d, 4 * S + n + 4 * places, 2 * S + 3 * places))
-            # k, v, dk, dv; daL, dy
-            stages.append(stage(f"R{i + 1} backward", 14 * b * S * d, z + dz + 6 * S + 2 * places, 4 * places))
-        else:
-            # q, dq (added to); aL, daR, daL
-            stages.append(stage(f"L{i + 1} backward", 10 * S * m * d, 3 * S + 3 * places, 2 * S + 4 * places))
-            # k, dk (added to); daL
-            keys = cells * 2 + 2 * S if coarse > 1 else 3 * S
-            stages.append(stage(f"R{i + 1} backward", 10 * b * cells * d, z + dz + keys + places, 4 * places))
-    # q, do, out and dq of the rows; k, v, dk, dv
-    stages.append(stage("exact backward", 10 * n * S * d, 5 * n + 6 * S, 2 * n))
-    return stages
-
-
-def full_attention_work(tokens: int, heads: int, head_dim: int, *, itemsize: int, training: bool) -> StageWork:
-    """Work of exact attention over all pairs: q, k, v, out and lse; in the backward pass also dq, dk, dv, do."""
-    flops = (14 if training else 4) * tokens**2 * head_dim
-    elements = (4 + 8 * training) * tokens * head_dim
-    return StageWork("attention", heads * flops, heads * (elements * itemsize + 4 * tokens * (1 + training)))
 
 
 def method_work(method: Method, case: Case, itemsize: int) -> list[StageWork]:

@@ -11,15 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vmonarch.eval.bench.clock import Clock
-
-
-@dataclass(frozen=True)
-class StageWork:
-    """FLOPs and bytes of one stage, all heads."""
-
-    stage: str
-    flops: float
-    bytes: float
+from vmonarch.flops import StageWork
 
 
 @dataclass(frozen=True)

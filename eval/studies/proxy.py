@@ -34,6 +34,7 @@ from vmonarch.finetune.embedded.__main__ import save_pipeline
 from vmonarch.finetune.embedded.data import sample_scenes
 from vmonarch.finetune.embedded.text import attribute_targets, tokenize, write_captions
 from vmonarch.finetune.embedded.transformer import TRANSFORMER_CONFIG, encode_clips, train_transformer
+from vmonarch.flops import pair_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, GenerationSettings, embedded_model_path
 from vmonarch.pipelines.environment import environment, shown_command
@@ -96,7 +97,7 @@ def proxy_grid(settings: GenerationSettings) -> LatentGrid:
 def clip_flops(parameters: int, tokens: int, config: dict[str, Any]) -> float:
     """FLOPs of training on one clip: every parameter meets every token, and attention over all pairs of tokens."""
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    return 6 * parameters * tokens + 14 * tokens**2 * width * config["num_layers"]
+    return 6 * parameters * tokens + config["num_layers"] * pair_flops(tokens**2, width, training=True)
 
 
 def expected_steps(seconds: float, batch: int, parameters: int, tokens: int, config: dict[str, Any]) -> float:
