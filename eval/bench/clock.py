@@ -46,6 +46,14 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def time(self, run: Callable[[], Any]) -> float:
+        """Milliseconds of one call."""
+        start = self.mark()
+        run()
+        stop = self.mark()
+        self.wait()
+        return self.between(start, stop)
+
 
 def release_memory(device: torch.device) -> None:
     """Give what nothing refers to back to a GPU."""

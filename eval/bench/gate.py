@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -13,13 +13,11 @@ BOUNDS = {
     torch.float32: {"out": 1e-4, "gradient": 1e-3},
 }
 ROW_FACTOR = 10
+NAMES = ("out", "dq", "dk", "dv")
 
 
 class WrongResultError(RuntimeError):
     """A kernel gave a result outside the stated bounds, or failed: the run measured something else than attention."""
-
-
-NAMES = ("out", "dq", "dk", "dv")
 
 
 def relative_errors(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
@@ -33,7 +31,40 @@ def relative_errors(found: torch.Tensor, expected: torch.Tensor) -> dict[str, fl
     }
 
 
-def failure(error: Exception) -> dict[str, Any]:
-    memory = isinstance(error, torch.OutOfMemoryError)
-    text = " ".join(str(error).split())[:300] or type(error).__name__
-    return {"status": "out of memory" if memory else "failed", "problem": f"{type(error).__name__}: {text}"}
+def bound(name: str, dtype: torch.dtype) -> float:
+    """What a result may err; names of gradients begin with a d."""
+    return BOUNDS[dtype]["gradient" if name.startswith("d") else "out"]
+
+
+def compare(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[dict[str, dict[str, float]], str]:
+    """(`relative_errors` by name, what is wrong with them; empty if nothing)."""
+    errors = {name: relative_errors(x, expected[name]) for name, x in found.items()}
+    problems = []
+    for name, error in errors.items():
+        most = bound(name, dtype)
+        # Written so that NaN is wrong too.
+        if not error["relative"] <= most:
+            problems.append(f"{name} is off by {error['relative']:.2g} (at most {most:.2g})")
+        elif not error["row"] <= ROW_FACTOR * most:
+            problems.append(f"a row of {name} is off by {error['row']:.2g} (at most {ROW_FACTOR * most:.2g})")
+    return errors, "; ".join(problems)
+
+
+def lost(error: Exception) -> bool:
+    """Whether the device is lost to this process, and with it every later measurement."""
+    return "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def reason(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """What the row of a way says that failed; an error that lost the device is raised again."""
+    if lost(error):
+        raise error
+    status = "out of memory" if isinstance(error, torch.OutOfMemoryError) else "failed"
+    return {"status": status, "problem": reason(error)}

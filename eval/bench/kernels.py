@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock, measure, release_memory, summary
-from vmonarch.eval.bench.gate import BOUNDS, NAMES, ROW_FACTOR, failure, relative_errors
+from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock, release_memory
+from vmonarch.eval.bench.gate import BOUNDS, NAMES, ROW_FACTOR, failure
 from vmonarch.eval.bench.machine import (
     COMPILE_SHARE,
     check_device,
@@ -31,9 +31,11 @@ from vmonarch.eval.bench.machine import (
     measure_rates,
     measured_dtype,
     provenance,
+    shown_rates,
 )
-from vmonarch.eval.bench.runner import sdpa
+from vmonarch.eval.bench.runner import Way, measure_ways, sdpa, with_gradients
 from vmonarch.eval.bench.stages import call_stages, measure_stages
+from vmonarch.eval.render.table import aligned
 from vmonarch.files import check_output, write_json
 from vmonarch.flops import StageWork, full_attention_work, vmonarch_work
 from vmonarch.grid import LatentGrid
@@ -257,11 +259,9 @@ def attention(method: Method, inputs: Inputs, grid: LatentGrid, implementation: 
 
 def call(method: Method, inputs: Inputs, case: Case, implementation: str = "") -> tuple[torch.Tensor, ...]:
     """(out,) or, in training, (out, dq, dk, dv)."""
-    if not case.training:
-        with torch.no_grad():
-            return (attention(method, inputs, case.shape.grid, implementation),)
-    out = attention(method, inputs, case.shape.grid, implementation)
-    return (out.detach(), *torch.autograd.grad(out, (inputs.query, inputs.key, inputs.value), inputs.grad_out))
+    leaves = (inputs.query, inputs.key, inputs.value)
+    attend = partial(attention, method, inputs, case.shape.grid, implementation)
+    return with_gradients(attend, leaves, inputs.grad_out if case.training else None)()
 
 
 def _exact_rows(inputs: Inputs, heads: list[int], rows: torch.Tensor, training: bool) -> tuple[torch.Tensor, ...]:
@@ -276,41 +276,28 @@ def _exact_rows(inputs: Inputs, heads: list[int], rows: torch.Tensor, training: 
     return (out.detach(), *torch.autograd.grad(out, query, some.grad_out[:, rows]))
 
 
-def check_result(method: Method, inputs: Inputs, case: Case) -> dict[str, Any]:
-    """Compare a method's results on a few heads with float32 (VMonarch: the plain-torch reference, all rows).
-
-    Returns:
-        {"ok", "errors": {name: {"relative", "row"}}, "heads", "rows", "problem" or None}.
-    """
-    dtype = inputs.query.dtype
-    results = call(method, inputs, case)
-    last = case.shape.heads - 1
-    heads = [0] if case.training or last == 0 else [0, last]
+def way(method: Method, inputs: Inputs, case: Case) -> Way:
+    """A method, checked on a few heads: VMonarch on all rows, exact attention on some."""
+    heads, tokens = checked_heads(case), case.shape.tokens
     if method.kind in ("cudnn", "flash"):
-        count = min(EXACT_ROWS, case.shape.tokens)
-        rows = torch.linspace(0, case.shape.tokens - 1, count, device=inputs.query.device).long()
-        expected = _exact_rows(inputs, heads, rows, case.training)
-        found = tuple(result[:, rows][:, :, heads] for result in results[: len(expected)])
+        rows = torch.linspace(0, tokens - 1, min(EXACT_ROWS, tokens), device=inputs.query.device).long()
+        compared = NAMES[: 1 + case.training]
+        expected = partial(_exact_rows, inputs, heads, rows, case.training)
     else:
-        expected = call(method, inputs.of_heads(heads), case, implementation="torch")
-        found = tuple(result[:, :, heads] for result in results)
-    errors = {name: relative_errors(x, y) for name, x, y in zip(NAMES, found, expected, strict=False)}
-    problems = []
-    for name, error in errors.items():
-        bound = BOUNDS[dtype]["out" if name == "out" else "gradient"]
-        # Written so that NaN is a problem too.
-        if not error["relative"] <= bound:
-            problems.append(f"{name} is off by {error['relative']:.2g} (at most {bound:.2g})")
-        elif not error["row"] <= ROW_FACTOR * bound:
-            problems.append(f"a row of {name} is off by {error['row']:.2g} (at most {ROW_FACTOR * bound:.2g})")
-    compared = EXACT_ROWS if method.kind in ("cudnn", "flash") else case.shape.tokens
-    return {
-        "ok": not problems,
-        "errors": errors,
-        "heads": heads,
-        "rows": min(compared, case.shape.tokens),
-        "problem": "; ".join(problems) or None,
-    }
+        rows, compared = slice(None), NAMES
+        expected = lambda: call(method, inputs.of_heads(heads), case, implementation="torch")
+    return Way(
+        run=partial(call, method, inputs, case),
+        found=lambda results: {name: x[:, rows][:, :, heads] for name, x in zip(compared, results, strict=False)},
+        expected=lambda: dict(zip(compared, expected(), strict=False)),
+        # Work is that of the stages; see `finish_rows`.
+        flops=0.0,
+    )
+
+
+def checked_heads(case: Case) -> list[int]:
+    last = case.shape.heads - 1
+    return [0] if case.training or last == 0 else [0, last]
 
 
 # Stages that one process compiles, as patterns: one process for all of a backward pass would be the last to finish.
@@ -363,43 +350,6 @@ def compile_ahead(config: BenchConfig, device: torch.device, seconds: float) -> 
     return map_in_processes(_compile_task, compile_tasks(config, str(device)), seconds).count(None)
 
 
-def _prepare(
-    method: Method, case: Case, inputs: Inputs, clock: Clock, rounds: int
-) -> tuple[dict[str, Any], Callable[[], Any] | None, int]:
-    """Check and warm up a method: (what the row says so far, what to time or None, rounds)."""
-    row: dict[str, Any] = {"method": method.name, "kind": method.kind, "options": method.options}
-    device = clock.device
-
-    def run() -> Any:
-        return call(method, inputs, case)
-
-    seconds = 0.0
-    try:
-        check = check_result(method, inputs, case)
-        row["check"] = check
-        if not check["ok"]:
-            return {**row, "status": "wrong", "problem": check["problem"]}, None, 0
-        if device.type == "cuda":
-            release_memory(device)
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            run()
-            clock.wait()
-            row["peak_extra_bytes"] = torch.cuda.max_memory_allocated(device) - before
-            start = clock.mark()
-            run()
-            stop = clock.mark()
-            clock.wait()
-            seconds = clock.between(start, stop) / 1e3
-    except Exception as error:
-        if "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError):
-            # The device is lost to this process, and with it every later measurement.
-            raise
-        return {**row, **failure(error)}, None, 0
-    affordable = max(MIN_ROUNDS + 2, int(METHOD_SECONDS / max(seconds, 1e-6)))
-    return {**row, "status": "ok"}, run, min(rounds, affordable)
-
-
 def finish_rows(
     rows: list[dict[str, Any]], works: dict[str, list[StageWork]], rates: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
@@ -433,8 +383,6 @@ def _stages(run: Callable[[], Any], work: Sequence[StageWork], clock: Clock) -> 
     try:
         stages = measure_stages(run, work, clock, 7 if clock.device.type == "cuda" else 1)
     except Exception as error:
-        if "CUDA error" in str(error):
-            raise
         return {"stages_problem": failure(error)["problem"]}
     return {
         "stages": [{"stage": stage.stage, "ms": ms, "flops": stage.flops, "bytes": stage.bytes} for stage, ms in stages]
@@ -445,29 +393,28 @@ def run_case(
     case: Case, config: BenchConfig, clock: Clock, rates: dict[str, Any] | None, deadline: float
 ) -> dict[str, Any]:
     """Check, time and break down all methods on one case."""
-    device = clock.device
-    dtype = measured_dtype(device)
-    methods = [method for method in config.methods if method.measured_on(case.shape, case.head_dim)]
-    inputs = Inputs.random(case, device, dtype)
-    rows: list[dict[str, Any]] = []
-    runs: dict[str, Callable[[], Any]] = {}
-    rounds: dict[str, int] = {}
-    for method in methods:
-        row, run, turns = _prepare(method, case, inputs, clock, config.rounds)
-        rows.append(row)
-        if run is not None:
-            runs[method.name], rounds[method.name] = run, turns
-        release_memory(device)
-    times, host = measure(runs, rounds, clock, deadline) if runs else ({}, {})
-    works = {method.name: method_work(method, case, dtype.itemsize) for method in methods}
+    dtype = measured_dtype(clock.device)
+    methods = {m.name: m for m in config.methods if m.measured_on(case.shape, case.head_dim)}
+    inputs = Inputs.random(case, clock.device, dtype)
+    ways = {name: partial(way, method, inputs, case) for name, method in methods.items()}
+    rows = measure_ways(ways, clock, dtype, config.rounds, deadline, None, seconds=METHOD_SECONDS, flushes=1)
+    works = {name: method_work(method, case, dtype.itemsize) for name, method in methods.items()}
     for row in rows:
-        name = row["method"]
-        if name not in runs:
-            continue
-        row.update(ms=summary(times[name]), host_ms=statistics.median(host[name]), rounds=len(times[name]))
-        row["rounds_left_out"] = rounds[name] - row["rounds"]
-        if row["kind"] == "vmonarch":
-            row.update(_stages(runs[name], works[name], clock))
+        method = methods[row["method"]]
+        row.update(kind=method.kind, options=method.options)
+        if "errors" in row:
+            compared = min(EXACT_ROWS, case.shape.tokens) if method.kind in ("cudnn", "flash") else case.shape.tokens
+            row["check"] = {
+                "ok": row["status"] != "wrong",
+                "errors": row.pop("errors"),
+                "heads": checked_heads(case),
+                "rows": compared,
+                "problem": row.get("problem"),
+            }
+        if "peak_bytes" in row:
+            row["peak_extra_bytes"] = row.pop("peak_bytes")
+        if row["status"] == "ok" and method.kind == "vmonarch":
+            row.update(_stages(partial(call, method, inputs, case), works[method.name], clock))
     return {
         "shape": case.shape.name,
         "grid": list(case.shape.grid),
@@ -567,21 +514,18 @@ def wrong_rows(results: dict[str, Any]) -> list[str]:
 
 def text_table(results: dict[str, Any]) -> str:
     """The short table that the command prints last."""
-    heading = ["case", "method", "ms", "p20–p80", "× cuDNN", "TFLOP/s", "× floor", "extra MB", "error"]
-    lines = [heading]
+    rows = []
     for case in results["cases"]:
         name = f"{case['shape']} d={case['head_dim']} {'fwd+bwd' if '+' in case['pass'] else 'fwd'}"
         for row in case["rows"]:
             if row["status"] != "ok":
-                lines.append([name, row["method"], row["status"].upper(), *[""] * 6])
+                rows.append([name, row["method"], row["status"].upper(), *[""] * 6])
                 continue
-            ms, peak = row["ms"], row.get("peak_extra_bytes")
-            error = max(error["relative"] for error in row["check"]["errors"].values())
-
-            def number(key: str, digits: int, row: dict[str, Any] = row) -> str:
-                return "–" if row.get(key) is None else f"{row[key]:.{digits}f}"
-
-            lines.append(
+            number = lambda key, digits, factor=1.0, row=row: (
+                "–" if row.get(key) is None else f"{row[key] * factor:.{digits}f}"
+            )
+            ms, errors = row["ms"], row["check"]["errors"].values()
+            rows.append(
                 [
                     name,
                     row["method"],
@@ -590,25 +534,15 @@ def text_table(results: dict[str, Any]) -> str:
                     number("over_cudnn", 2),
                     number("tflops", 0),
                     number("over_floor", 2),
-                    "–" if peak is None else f"{peak / 1e6:.0f}",
-                    f"{error:.1e}",
+                    number("peak_extra_bytes", 0, 1e-6),
+                    f"{max(error['relative'] for error in errors):.1e}",
                 ]
             )
             name = ""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heading))]
-    table = "\n".join(
-        "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    heading = ["case", "method", "ms", "p20–p80", "× cuDNN", "TFLOP/s", "× floor", "extra MB", "error"]
     notes = [f"{results['hardware']}, {results['date'][:10]}, {results['settings']['dtype']}"]
     if results["rates"]:
-        rates = results["rates"]
-        notes.append(
-            f"measured rates: matmul {rates['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s,"
-            f" copy {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s"
-        )
+        notes.append(f"measured rates: {shown_rates(results['rates'])}")
     notes += [f"{name}: {text}" for name, text in results["formulae"].items()]
     notes += [f"left out: {entry['case']} ({entry['why']})" for entry in results["left_out"]]
-    return table + "\n\n" + "\n".join(notes)
+    return aligned(heading, rows) + "\n\n" + "\n".join(notes)

@@ -90,6 +90,12 @@ def floor_ms(flops: float, moved: float, rates: dict[str, Any]) -> float:
     return 1e3 * max(flops / rates["matmul_flops_per_second"], moved / rates["copy_bytes_per_second"])
 
 
+def shown_rates(rates: dict[str, Any]) -> str:
+    """`measure_rates` in words."""
+    matmul, copy = rates["matmul_flops_per_second"] / 1e12, rates["copy_bytes_per_second"] / 1e12
+    return f"matmul {matmul:.0f} TFLOP/s, copy {copy:.2f} TB/s"
+
+
 def _driver() -> str | None:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:

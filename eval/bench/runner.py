@@ -20,7 +20,7 @@ import torch
 
 from vmonarch.configs import InputError, suggest
 from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock, measure, release_memory, summary
-from vmonarch.eval.bench.gate import BOUNDS, ROW_FACTOR, failure, relative_errors
+from vmonarch.eval.bench.gate import BOUNDS, ROW_FACTOR, compare, failure
 from vmonarch.eval.bench.machine import (
     COMPILE_SHARE,
     check_device,
@@ -33,11 +33,9 @@ from vmonarch.files import check_output, write_json
 
 # Of the L2 before each call: together they take about a millisecond, in which the host queues all of the call.
 FLUSHES = 16
-# A way whose calls take long is measured in fewer rounds.
 WAY_SECONDS = 1.0
 # Free memory that a process waits for before it compiles: block masks of FlexAttention take that much.
 COMPILE_BYTES = 24e9
-NAMES = ("out", "dq", "dk", "dv")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -197,24 +195,20 @@ def compile_tasks(bench: Bench, cases: Sequence[Any], methods: Sequence[str], de
     return list(tasks.values())
 
 
-def _prepare(make: Callable[[], Way], clock: Clock, dtype: torch.dtype, row: dict[str, Any]) -> Way | None:
-    """Check a way, fill its row, and give it back if it may be timed."""
+def _prepare(
+    make: Callable[[], Way], clock: Clock, dtype: torch.dtype, row: dict[str, Any], seconds: float
+) -> Way | None:
+    """Check a way, fill its row, and give it back if it may be timed; as often as takes so many seconds."""
     way = make()
     began = time.perf_counter()
     results = way.run()
     clock.wait()
-    row["first_call_s"] = round(time.perf_counter() - began, 2)
-    expected = way.expected()
-    row["errors"] = {name: relative_errors(x, expected[name]) for name, x in way.found(results).items()}
-    del results, expected
-    problems = []
-    for name, error in row["errors"].items():
-        bound = BOUNDS[dtype]["gradient" if name.startswith("d") else "out"]
-        # Written so that NaN is wrong too.
-        if not (error["relative"] <= bound and error["row"] <= ROW_FACTOR * bound):
-            problems.append(f"{name} is off by {error['relative']:.2g}, a row of it by {error['row']:.2g}")
-    if problems:
-        row.update(status="wrong", problem="; ".join(problems))
+    spent = time.perf_counter() - began
+    row["first_call_s"] = round(spent, 2)
+    row["errors"], problem = compare(way.found(results), way.expected(), dtype)
+    del results
+    if problem:
+        row.update(status="wrong", problem=problem)
         return None
     release_memory(clock.device)
     if clock.device.type == "cuda":
@@ -227,17 +221,22 @@ def _prepare(make: Callable[[], Way], clock: Clock, dtype: torch.dtype, row: dic
         if way.graph:
             way = dataclasses.replace(way, run=recorded(way.run))
             row["graph"] = True
-    start = clock.mark()
-    way.run()
-    stop = clock.mark()
-    clock.wait()
-    row["rounds"] = max(MIN_ROUNDS, int(WAY_SECONDS / max(clock.between(start, stop) / 1e3, 1e-6)))
+        spent = clock.time(way.run) / 1e3
+    row["rounds"] = max(MIN_ROUNDS, int(seconds / max(spent, 1e-6)))
     row["status"] = "ok"
     return way
 
 
 def measure_ways(
-    ways: Ways, clock: Clock, dtype: torch.dtype, rounds: int, deadline: float, rates: dict[str, Any] | None
+    ways: Ways,
+    clock: Clock,
+    dtype: torch.dtype,
+    rounds: int,
+    deadline: float,
+    rates: dict[str, Any] | None,
+    *,
+    seconds: float = WAY_SECONDS,
+    flushes: int = FLUSHES,
 ) -> list[dict[str, Any]]:
     """Check and time all ways of a case.
 
@@ -245,6 +244,8 @@ def measure_ways(
         rounds: measurements of each way, at most.
         deadline: `time.monotonic()` after which no round begins, except the first few.
         rates: of `measure_rates`; None where times tell nothing of speed.
+        seconds: that a way may take; if its calls take long, it is measured in fewer rounds.
+        flushes: of the L2 before each call.
 
     Returns:
         a row for every way: its status, "ok", "wrong", "out of memory" or "failed"; errors; if ok its milliseconds,
@@ -255,21 +256,18 @@ def measure_ways(
     for name, make in ways.items():
         row = rows[name] = {"method": name}
         try:
-            way = _prepare(make, clock, dtype, row)
+            way = _prepare(make, clock, dtype, row, seconds)
             if way is not None:
                 good[name] = way
         except Exception as error:
-            if "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError):
-                # The device is lost to this process, and with it every later measurement.
-                raise
             row.update(failure(error))
         release_memory(clock.device)
     counts = {name: min(rounds, rows[name]["rounds"]) for name in good}
-    times, host = measure({name: way.run for name, way in good.items()}, counts, clock, deadline, FLUSHES)
+    times, host = measure({name: way.run for name, way in good.items()}, counts, clock, deadline, flushes)
     for name, way in good.items():
         row = rows[name]
         row.update(ms=summary(times[name]), host_ms=statistics.median(host[name]), rounds=len(times[name]))
-        row.update(flops=way.flops, bytes=way.bytes)
+        row.update(rounds_left_out=counts[name] - row["rounds"], flops=way.flops, bytes=way.bytes)
         if rates is None:
             continue
         ms = row["ms"]["median"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vmonarch.eval.bench.machine import shown_rates
 from vmonarch.eval.render.table import markdown
 
 Case = dict[str, Any]
@@ -68,9 +69,7 @@ def about(results: dict[str, Any], what: str = "", rates: str = "") -> str:
 
 
 def _about(results: dict[str, Any]) -> str:
-    rates = results["rates"]
-    matmul, copy = rates["matmul_flops_per_second"] / 1e12, rates["copy_bytes_per_second"] / 1e12
-    return about(results, rates=f"Measured there: matmul {matmul:.0f} TFLOP/s, copy {copy:.2f} TB/s.")
+    return about(results, rates=f"Measured there: {shown_rates(results['rates'])}.")
 
 
 def _all_bytes(case: Case, method: str) -> int | None:

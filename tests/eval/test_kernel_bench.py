@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vmonarch import vmonarch_attention
 from vmonarch.cli import main
 from vmonarch.configs import InputError
-from vmonarch.eval.bench import kernels, machine, stages
+from vmonarch.eval.bench import clock, gate, kernels, machine, stages
 from vmonarch.eval.studies import kernel_plots, tables
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
@@ -122,6 +122,12 @@ def test_a_wrong_kernel_gets_no_speed_up(tmp_path, monkeypatch, capsys, pass_):
     assert "WRONG" in captured.out and "error: 1 results are wrong or missing: vmonarch at 2x4x4:1" in captured.err
 
 
+def check_result(method, inputs, case):
+    way = kernels.way(method, inputs, case)
+    problem = gate.compare(way.found(way.run()), way.expected(), inputs.query.dtype)[1]
+    return {"ok": not problem, "problem": problem}
+
+
 @pytest.mark.parametrize("name", kernels.NAMES)
 def test_small_errors_everywhere_and_larger_ones_anywhere_are_seen(monkeypatch, name):
     case = kernels.Case(kernels.Shape.parse("3x8x8:1"), 16, True)
@@ -143,7 +149,7 @@ def test_small_errors_everywhere_and_larger_ones_anywhere_are_seen(monkeypatch, 
             return results
 
         monkeypatch.setattr(kernels, "call", changed)
-        return kernels.check_result(method, inputs, case)
+        return check_result(method, inputs, case)
 
     assert check()["ok"] and check(everywhere=0.5 * bound)["ok"] and check(one_row=5 * bound)["ok"]
     found = check(everywhere=3 * bound)
@@ -165,16 +171,16 @@ def test_exact_attention_is_checked_as_well(monkeypatch, kind, training):
         return factor * exact(*(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
 
     monkeypatch.setattr(kernels, "sdpa", sdpa)
-    assert kernels.check_result(kernels.Method("x", kind), inputs, case)["ok"]
+    assert check_result(kernels.Method("x", kind), inputs, case)["ok"]
     monkeypatch.setattr(kernels, "sdpa", lambda *qkv: sdpa(*qkv, factor=1.01))
-    assert not kernels.check_result(kernels.Method("x", kind), inputs, case)["ok"]
+    assert not check_result(kernels.Method("x", kind), inputs, case)["ok"]
 
 
 def test_nan_is_an_error():
     expected = torch.ones(1, 4, 1, 2)
     found = expected.clone()
     found[0, 0, 0, 0] = torch.nan
-    error = kernels.relative_errors(found, expected)
+    error = gate.relative_errors(found, expected)
     assert not error["relative"] <= 1 and not error["row"] <= 1
 
 
@@ -277,16 +283,16 @@ def test_full_attention_counts_four_and_ten_products():
 def test_methods_take_turns_and_none_is_always_first():
     calls = []
     runs = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    times, host = kernels.measure(runs, {"a": 4, "b": 2, "c": 4}, kernels.Clock(torch.device("cpu")), float("inf"))
+    times, host = clock.measure(runs, {"a": 4, "b": 2, "c": 4}, kernels.Clock(torch.device("cpu")), float("inf"))
     assert calls == ["a", "b", "c", "b", "c", "a", "c", "a", "a", "c"]
     assert {name: len(found) for name, found in times.items()} == {"a": 4, "b": 2, "c": 4} and set(host) == set("abc")
     calls.clear()
-    kernels.measure(runs, dict.fromkeys(runs, 50), kernels.Clock(torch.device("cpu")), 0.0)
+    clock.measure(runs, dict.fromkeys(runs, 50), kernels.Clock(torch.device("cpu")), 0.0)
     assert len(calls) == 3 * kernels.MIN_ROUNDS
 
 
 def test_percentiles():
-    summary = kernels.summary([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])
+    summary = clock.summary([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])
     assert summary == {"median": 3.5, "min": 1.0, "p20": 2.0, "p80": 5.0}
 
 
