@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
-from vmonarch.eval.render.table import aligned
+from vmonarch.eval.render.table import aligned, shown_number
 from vmonarch.files import AtomicFiles, file_name, short_hash
 from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
@@ -155,17 +155,11 @@ class Comparison:
 def format_table(methods: Sequence[str], means: dict[str, dict[str, Any]], reference: str) -> str:
     """Markdown table with one row for each of `methods`; columns that hold nothing are left out."""
     columns = [column for column in _COLUMNS if any(means[method][column[0]] is not None for method in methods)]
-    rows = [["method", *(heading for _, heading, _ in columns)]]
+    rows = []
     for method in methods:
-        cells = [_cell(means[method][key], decimals) for key, _, decimals in columns]
+        cells = [shown_number(means[method][key], decimals) for key, _, decimals in columns]
         rows.append([method + (" (reference)" if method == reference else ""), *cells])
-    return aligned(rows[0], rows[1:])
-
-
-def _cell(value: Any, decimals: int) -> str:
-    if value is None:
-        return "–"
-    return value if isinstance(value, str) else f"{value:.{decimals}f}"
+    return aligned(["method", *(heading for _, heading, _ in columns)], rows)
 
 
 def prompt_scorer(model: LoadedModel) -> Callable[[torch.Tensor, str], float | None]:
@@ -367,7 +361,7 @@ class _Run:
         try:
             yield
         except OSError as error:
-            text = _json(self._record(complete=False))
+            text = json_text(self._record(complete=False))
             kept = keep_elsewhere("comparison.json", lambda path: path.write_text(text, encoding="utf-8"))
             raise GenerationError(f"{self.target} cannot be written to: {error}; {kept}") from error
 
@@ -424,7 +418,7 @@ class _Run:
         record = self._record(complete=complete)
         # The record is this run's own: it replaces what it wrote itself a video ago.
         with AtomicFiles(overwrite=True) as files:
-            files.stage(self.target / "comparison.json").write_text(_json(record), encoding="utf-8")
+            files.stage(self.target / "comparison.json").write_text(json_text(record), encoding="utf-8")
             if complete:
                 table = format_table(record["methods"], record["means"], record["reference"])
                 files.stage(self.target / "table.md").write_text(table + "\n", encoding="utf-8")
@@ -454,7 +448,12 @@ def means(videos: Sequence[dict[str, Any]], labels: Sequence[str]) -> dict[str, 
     return table
 
 
-def _json(record: dict[str, Any]) -> str:
+def json_text(record: dict[str, Any]) -> str:
+    """A record as files hold it.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
     return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 

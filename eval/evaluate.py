@@ -31,6 +31,7 @@ from vmonarch.eval.compare import (
     MethodResult,
     MethodsConfig,
     in_threads,
+    json_text,
     json_values,
     load_for,
     measure,
@@ -264,8 +265,7 @@ def _check_settings(output: Path, settings: dict[str, Any]) -> None:
             raise InputError("output_dir", f"must be empty or hold an evaluation; {str(output)!r} holds something else")
         try:
             with AtomicFiles() as files:
-                text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-                files.stage(path).write_text(text, encoding="utf-8")
+                files.stage(path).write_text(json_text(settings), encoding="utf-8")
         except FileExistsError:
             # Another process was first.
             pass
@@ -353,7 +353,7 @@ class _Run:
             steps = transformers_by_step(self.model.pipe, self.config.steps)
             shares = relative_flops(call, self.config.methods, steps)
             with AtomicFiles(overwrite=True) as files:
-                files.stage(path).write_text(json.dumps(shares, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+                files.stage(path).write_text(json_text(shares), encoding="utf-8")
 
     def _write(self, item: Item, frames: Mapping[str, torch.Tensor], results: Sequence[MethodResult]) -> None:
         """Write an item's videos, measure what is read back from them, and commit it with its JSON."""
@@ -390,8 +390,7 @@ class _Run:
                 "results": [json_values(row | more) for row, more in zip(rows, further, strict=True)],
                 "environment": self.environment,
             }
-            text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-            files.stage(folder / "item.json").write_text(text, encoding="utf-8")
+            files.stage(folder / "item.json").write_text(json_text(record), encoding="utf-8")
         for left in folder.glob(".*.partial*"):
             left.unlink(missing_ok=True)
 
@@ -474,7 +473,7 @@ def _finish(config: EvalConfig, output: Path, items: Sequence[Item], command: st
         "model_files": _read(output / "settings.json")["model_files"],
         "environments": environments,
     }
-    text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json_text(record)
     # As it is read back: JSON has no tuples.
     record = json.loads(text)
     page = report(record, output)

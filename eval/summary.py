@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.eval.compare import json_values
-from vmonarch.eval.render.table import markdown, percent
+from vmonarch.eval.render.table import markdown, percent, shown_number
 from vmonarch.pipelines.outputs import GenerationError
 
 if TYPE_CHECKING:
@@ -148,9 +148,8 @@ def summary_rows(
     heading += ["Table 5 score"] if scored else []
     rows = []
     for label in record["methods"]:
-        share = record["attention_flops"][label]
         cells = [label + (" (reference)" if label == record["reference"] else "")]
-        cells.append("–" if share is None else percent(share))
+        cells.append(percent(record["attention_flops"][label]))
         cells += [shown_interval(record["statistics"][label][key], MEASURES[key].decimals) for key in shown]
         cells += [f"{record['vbench'][label][dimension]:.4f}" for dimension in dimensions]
         cells += [shown_number(record["paper_score"][label], 2)] if scored else []
@@ -177,13 +176,6 @@ def evaluation_table(results: Mapping[str, Any]) -> str:
         f" {environment['cpu_count']} cores, {results['created'][:10]}."
     )
     return f"{markdown(*summary_rows(results, measures))}\n{about} Made by `{results['command']}`.\n"
-
-
-def shown_number(value: Any, decimals: int, *, sign: bool = False) -> str:
-    """A number for people; a dash for None."""
-    if value is None or isinstance(value, str):
-        return "–" if value is None else value
-    return f"{value:{'+' if sign else ''}.{decimals}f}"
 
 
 def shown_interval(value: Mapping[str, Any] | None, decimals: int, *, sign: bool = False) -> str:

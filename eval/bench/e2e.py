@@ -449,11 +449,6 @@ def with_rest(ms: dict[str, float], total: float) -> dict[str, float]:
     return {name: ms.get(name, total - sum(ms.values())) for name in PARTS}
 
 
-def _lost(error: Exception) -> bool:
-    """Whether the device is lost to this process, and with it every later measurement."""
-    return "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError)
-
-
 def measure_component(build: Callable[[], torch.nn.Module], call: Callable[[Any], Any], clock: Clock) -> dict[str, Any]:
     """Seconds of the second call of a model that is built for it, and its peak memory; or why there are none."""
     device = clock.device
@@ -466,17 +461,11 @@ def measure_component(build: Callable[[], torch.nn.Module], call: Callable[[Any]
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             clock.wait()
-            start = clock.mark()
-            call(model)
-            stop = clock.mark()
-        clock.wait()
-        row: dict[str, Any] = {"status": "ok", "seconds": clock.between(start, stop) / 1e3}
+            row: dict[str, Any] = {"status": "ok", "seconds": clock.time(lambda: call(model)) / 1e3}
         if device.type == "cuda":
             row["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
         return row
     except Exception as error:
-        if _lost(error):
-            raise
         return failure(error)
 
 
@@ -588,11 +577,8 @@ class Row:
             apart = 1
         if self.mode == "eager":
             with timed_parts(denoiser.transformer, clock) as milliseconds:
-                start = clock.mark()
-                forward(apart)
-                stop = clock.mark()
+                total = clock.time(lambda: forward(apart))
                 parts = milliseconds()
-            total = clock.between(start, stop)
             self.record.update(parts=with_rest(parts, total), parts_of_ms=total, single_forward_s=total / 1e3)
         else:
             try:
@@ -601,16 +587,12 @@ class Row:
                 self.record.update(parts=parts, parts_of_ms=sum(parts.values()), attention_operators=names)
                 self.record["rest_ms"] = rest
             except RuntimeError as error:
-                if _lost(error) or isinstance(error, torch.OutOfMemoryError):
+                if isinstance(error, torch.OutOfMemoryError):
                     raise
                 # Without them the times of the whole still stand.
                 self.record["parts_problem"] = failure(error)["problem"]
             # Once more, because profiling takes its time.
-            start = clock.mark()
-            denoiser.forward(1)
-            stop = clock.mark()
-            clock.wait()
-            self.record["single_forward_s"] = clock.between(start, stop) / 1e3
+            self.record["single_forward_s"] = clock.time(lambda: denoiser.forward(1)) / 1e3
         if device.type == "cuda":
             self.record["peak_bytes"] = torch.cuda.max_memory_allocated(device) - self.base
         if differ and outs:
@@ -662,8 +644,6 @@ class Row:
             for steps in self.ranges:
                 self.denoiser.run(steps)
         except Exception as error:
-            if _lost(error):
-                raise
             self.record.update(failure(error))
         # The other rows need the memory of the residuals.
         self.denoiser.begin()
@@ -709,15 +689,14 @@ def run_setting(
     clock: Clock,
     deadline: float,
     text: dict[str, Any],
-    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure all rows of one setting.
 
     Args:
         text: of `measure_text_encoder`.
         deadline: `time.monotonic()` after which nothing is begun.
-        say: told what is done.
     """
+    say = bench.say
     device, dtype = clock.device, measured_dtype(clock.device)
     latents = model.latents(setting.frames, setting.height, setting.width, argument="settings")
     grid = model.grid(latents)
@@ -744,8 +723,6 @@ def run_setting(
         # All are there as in a pipeline; they are alike, so that the first one stands for all.
         transformers = [model.build_transformer(name, device, dtype) for name in model.transformers]
     except Exception as error:
-        if _lost(error):
-            raise
         for row in rows:
             row.record.update(failure(error))
         return case
@@ -769,8 +746,6 @@ def run_setting(
             try:
                 expected["full"] = make(share_weights(stock)).forward()
             except Exception as error:
-                if _lost(error):
-                    raise
                 case["reference_problem"] = failure(error)["problem"]
         for row in rows:
             if time.monotonic() > deadline:
@@ -779,8 +754,6 @@ def run_setting(
             try:
                 row.prepare(make, stock, expected)
             except Exception as error:
-                if _lost(error):
-                    raise
                 row.record.update(failure(error))
             say(f"{setting.name} {row.method.label} {row.mode}: first call {row.record.get('first_call_s', '–')} s")
             release_memory(device)
@@ -908,7 +881,7 @@ def run_bench(bench: E2EConfig) -> dict[str, Any]:
             skip = bench.transformer_only
             texts[setting.model] = _skipped("--transformer-only") if skip else measure_text_encoder(model, clock)
             say(f"{setting.name} text encoder: {texts[setting.model]['status']}")
-        case = run_setting(setting, model, bench, clock, deadline, texts[setting.model], say)
+        case = run_setting(setting, model, bench, clock, deadline, texts[setting.model])
         run["cases"].append(case)
         release_memory(device)
         for row in case["rows"]:

@@ -27,9 +27,11 @@ from typing import Any
 import torch
 
 from vmonarch.eval.bench.clock import Clock, measure, release_memory
+from vmonarch.eval.bench.gate import failure, lost, reason
 from vmonarch.eval.bench.kernels import Case, Inputs, Method, Shape, call, compiling_heads
 from vmonarch.eval.bench.machine import check_device, map_in_processes
 from vmonarch.eval.bench.stages import RETURNING, StageCall, call_stages
+from vmonarch.eval.render.table import aligned
 from vmonarch.files import AtomicFiles, check_output
 from vmonarch.kernels.common import launch
 from vmonarch.kernels.common.launch import block_dim, launch_options, launch_overrides
@@ -310,15 +312,6 @@ def _spills() -> dict[int, int]:
     return found
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
-def _lost(error: Exception) -> bool:
-    """Whether the process has lost the device."""
-    return "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError)
-
-
 @functools.lru_cache(maxsize=2)
 def _captured(
     kernel: str, workloads: tuple[Workload, ...], head_dim: int, dtype: torch.dtype, device: torch.device
@@ -363,8 +356,8 @@ def _compile(task: _Task) -> list[tuple[str | None, int] | None]:
                     stage.function(*stage.args, **stage.kwargs)
             torch.cuda.synchronize(device)
         except Exception as error:
-            results.append((_reason(error), 0))
-            if _lost(error):
+            results.append((reason(error), 0))
+            if lost(error):
                 break
             continue
         spills = [count for kernel_id, count in _spills().items() if kernel_id not in known]
@@ -464,9 +457,7 @@ def tune_kernel(
                 if not off <= BOUNDS[dtype]:
                     problem = f"wrong: results differ by {off:.2g} (at most {BOUNDS[dtype]:.2g})"
             except Exception as error:
-                if _lost(error):
-                    raise
-                problem = _reason(error)
+                problem = failure(error)["problem"]
         if problem is None:
             runs.append({**default, **candidate})
         else:
@@ -642,10 +633,11 @@ def run_tune(config: TuneConfig) -> dict[str, Any]:
 
 def text_table(result: dict[str, Any]) -> str:
     """Times before and after, and why candidates were rejected."""
-    lines = [["kernel", "d", "before ms", "after ms", "faster", "tried", "rejected", "options"]]
+    heading = ["kernel", "d", "before ms", "after ms", "faster", "tried", "rejected", "options"]
+    rows = []
     for tuned in result["tuned"]:
         changed = {key: value for key, value in tuned.after.items() if tuned.before.get(key) != value}
-        lines.append(
+        rows.append(
             [
                 tuned.kernel,
                 str(tuned.head_dim),
@@ -657,8 +649,7 @@ def text_table(result: dict[str, Any]) -> str:
                 ", ".join(f"{key}={value}" for key, value in changed.items()) or "as before",
             ]
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    text = aligned(heading, rows)
     for tuned in result["tuned"]:
         for entry in tuned.rejected:
             if entry["problem"].startswith(("wrong", "not ")):

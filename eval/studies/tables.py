@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from vmonarch.eval import summary
 from vmonarch.eval.bench import e2e, guidance, norm, parallel, tables, train
 from vmonarch.eval.compare import format_table
-from vmonarch.eval.render.table import markdown, percent
+from vmonarch.eval.render.table import made, markdown, percent, shown_number
 from vmonarch.eval.studies import (
     ablations,
     finetune_scores,
@@ -65,7 +65,7 @@ def embedded_model_table(results: dict[str, Any]) -> str:
         [
             names.get(method, method),
             *(percent(scores[key]) for key in ("colour", "shape", "direction", "all")),
-            *(f"{scores[key]:.{digits}f}" if key in scores else "–" for key, digits in (("psnr_db", 2), ("ssim", 3))),
+            *(shown_number(scores.get(key), digits) for key, digits in (("psnr_db", 2), ("ssim", 3))),
         ]
         for method, scores in results["summary"].items()
     ]
@@ -73,9 +73,9 @@ def embedded_model_table(results: dict[str, Any]) -> str:
     settings = results["settings"]
     about = (
         f"{settings['prompts']} prompts, {settings['num_frames']}×{settings['height']}×{settings['width']},"
-        f" {settings['steps']} steps, guidance {settings['guidance_scale']}; {results['hardware']}, {results['date']}."
+        f" {settings['steps']} steps, guidance {settings['guidance_scale']}; "
     )
-    return f"{table}\n{about} Made by `{results['command']}`.\n"
+    return made(results, table, about)
 
 
 def commands_table(results: dict[str, Any]) -> str:
@@ -84,9 +84,7 @@ def commands_table(results: dict[str, Any]) -> str:
         ["making the environment" if key == "install" else f"`make {key}` after that", f"{seconds:.0f} s"]
         for key, seconds in results["seconds"].items()
     ]
-    return (
-        f"{markdown(['', 'time'], rows)}\n{results['hardware']}, {results['date']}. Made by `{results['command']}`.\n"
-    )
+    return made(results, markdown(["", "time"], rows))
 
 
 def demo_table(results: dict[str, Any]) -> str:
@@ -117,9 +115,9 @@ def neural_bias_table(results: dict[str, Any]) -> str:
     table = markdown(["bias", "two networks", "SVD of the matrix", "a constant"], rows)
     about = (
         f"Relative error (Frobenius norm) on {settings['fresh_points']} points that were not trained on, rank"
-        f" {settings['rank']}; {results['hardware']}, {results['date']}."
+        f" {settings['rank']}; "
     )
-    return f"{table}\n{about} Made by `{results['command']}`.\n"
+    return made(results, table, about)
 
 
 def fidelity_table(results: dict[str, Any]) -> str:
@@ -133,9 +131,8 @@ def fidelity_table(results: dict[str, Any]) -> str:
         line = [name]
         for evaluation in evaluations.values():
             numbers = evaluation["statistics"][method]
-            psnr = "–" if method == "full" else f"{numbers['psnr']['mean']:.1f}"
-            score = percent(numbers["prompt_score"]["mean"])
-            line += [percent(evaluation["attention_flops"][method]), psnr, score]
+            psnr = shown_number(None if method == "full" else numbers["psnr"]["mean"])
+            line += [percent(evaluation["attention_flops"][method]), psnr, percent(numbers["prompt_score"]["mean"])]
         rows.append(line)
     columns = ("attention FLOPs", "PSNR dB", "prompt score")
     table = markdown(["", *(f"{model}: {column}" for model in evaluations for column in columns)], rows)

@@ -76,8 +76,8 @@ def test_exact_steps_have_no_error_and_the_table_has_the_means(monkeypatch, tmp_
 
 def test_bad_options_are_named_before_anything_is_computed(tmp_path, capsys):
     for words, message in (
-        (["--methods", "vmonarch"], "methods must be full and others"),
-        (["--methods", "full", "local", "local"], "methods must be full and others that differ"),
+        (["--methods", "vmonarch"], "methods must begin with full"),
+        (["--methods", "full", "local", "local"], "methods must differ"),
         (["--model", "no/such/folder"], "model must be"),
     ):
         with pytest.raises(SystemExit):
