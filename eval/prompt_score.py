@@ -9,8 +9,6 @@ Shapes in comments: F frames, Y height, X width.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import functools
 import json
 import math
@@ -27,7 +25,8 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
-from vmonarch.files import AtomicFiles, file_name
+from vmonarch.eval.record import script_parser, script_record
+from vmonarch.files import file_name, write_json
 from vmonarch.finetune.embedded.data import (
     COLOUR_NAMES,
     COLOUR_WORDS,
@@ -45,7 +44,6 @@ from vmonarch.finetune.embedded.data import (
     sample_scenes,
     shape_distance,
 )
-from vmonarch.pipelines.environment import environment
 from vmonarch.pipelines.loading import read_pipeline
 from vmonarch.pipelines.model_folder import ModelError, find_model
 
@@ -258,9 +256,6 @@ def score_video(video: torch.Tensor | np.ndarray, prompt: str | SceneAttributes)
     return score_readings(read_video(video), expected)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# From English to attributes
-
 _WORDS: dict[str, tuple[str, str]] = {}
 for _kind, _table in (("colour", COLOUR_WORDS), ("shape", SHAPE_WORDS), ("direction", DIRECTION_WORDS)):
     for _name, _phrases in _table.items():
@@ -300,10 +295,6 @@ def parse_prompt(prompt: str) -> tuple[ExpectedObject, ...]:
             owner = min(range(len(anchors)), key=lambda n: abs(anchors[n] - at))
         values[owner].setdefault(kind, name)
     return tuple(ExpectedObject(value.get("colour"), value.get("shape"), value.get("direction")) for value in values)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The scoring command
 
 
 def reader_accuracy(clips: int, seed: int, vae: Any = None, device: str = "cpu") -> dict[str, float]:
@@ -398,7 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Generate the held-out prompts with each method, score them, and write the JSON."""
     from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS as settings
 
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.prompt_score", description=main.__doc__)
+    parser = script_parser("prompt_score", main.__doc__)
     parser.add_argument("--model", type=Path, help="folder of a Wan pipeline (default: the embedded model)")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     parser.add_argument(
@@ -470,12 +461,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reader["rendered"] = reader_accuracy(options.reader_clips, 31_337, None, options.device)
         reader["reconstructed"] = reader_accuracy(options.reader_clips, 31_337, pipe.vae, options.device)
         print("reader", json.dumps(reader), flush=True)
-    about = environment(options.device)
     document = {
-        "date": datetime.date.today().isoformat(),
-        "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
-        "environment": about,
-        "command": "python -m vmonarch.eval.prompt_score " + " ".join(arguments or sys.argv[1:]),
+        **script_record("prompt_score", arguments, options.device),
         "settings": {
             "prompts": options.prompts,
             "seed": options.seed,
@@ -492,8 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "prompts": results,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with AtomicFiles(overwrite=True) as files:
-        files.stage(options.output).write_text(json.dumps(document, indent=1) + "\n")
+    write_json(options.output, document)
     return 0
 
 

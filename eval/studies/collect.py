@@ -9,7 +9,6 @@ and seeds follow from the settings, their numbers are in the means and intervals
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from vmonarch.configs import InputError, read_document
 from vmonarch.eval.calibrate.run import read_diagnosis
 from vmonarch.eval.evaluate import EVALUATION_FORMAT
+from vmonarch.eval.record import script_parser
 from vmonarch.eval.summary import evaluation_table
 from vmonarch.files import check_output, write_json
 
@@ -69,9 +69,7 @@ def collection_table(results: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vmonarch.eval.studies.collect", description=__doc__.splitlines()[0]
-    )
+    parser = script_parser("studies.collect", __doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="output folders of `vmonarch eval`")
     parser.add_argument("--diagnosis", type=Path, help="diagnosis.json of `vmonarch calibrate`")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")

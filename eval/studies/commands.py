@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vmonarch.pipelines.environment import environment
+from vmonarch.eval.record import script_parser, script_record
+from vmonarch.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 # `make .venv/.ready` installs; the others then find the environment ready.
@@ -33,23 +32,16 @@ def time_commands(root: Path) -> dict[str, Any]:
             started = time.perf_counter()
             subprocess.run(["make", target], cwd=clone, check=True)
             seconds[name] = round(time.perf_counter() - started, 1)
-    about = environment("cpu")
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": "python -m vmonarch.eval.studies.commands",
-        "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
-        "environment": about,
-        "seconds": seconds,
-    }
+    return {**script_record("studies.commands", [], "cpu"), "seconds": seconds}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.commands", description=__doc__)
+    parser = script_parser("studies.commands", __doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "benchmarks" / "commands.json")
     options = parser.parse_args(arguments)
     result = time_commands(ROOT)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.output, result)
     print(json.dumps(result["seconds"]))
 
 

@@ -11,7 +11,6 @@ Legend: B batch, S tokens, H heads, D head dim, E value dim, R bias rank, T fram
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from vmonarch import (
     vmonarch_attention,
     window_attention,
 )
+from vmonarch.eval.record import script_parser
 from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
@@ -203,9 +203,7 @@ def launches() -> Iterator[set[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vmonarch.eval.studies.every_kernel", description=__doc__.splitlines()[0]
-    )
+    parser = script_parser("studies.every_kernel", __doc__)
     families = {family.__name__: family for family in FAMILIES}
     parser.add_argument("family", nargs="?", choices=list(families), help="default: all")
     parser.add_argument("form", nargs="?", choices=list(FORMS), help="default: all that the family has")

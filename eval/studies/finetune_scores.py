@@ -9,8 +9,6 @@ the control. Before and after: validation loss on clips that are never trained o
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import math
 import multiprocessing
@@ -29,7 +27,8 @@ from safetensors.torch import load_file, save_file
 from vmonarch.configs import InputError, deep_merge, parse_overrides, read_yaml
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.prompt_score import generate, score_videos
-from vmonarch.eval.render.table import markdown
+from vmonarch.eval.record import script_parser, script_record
+from vmonarch.eval.render.table import made, markdown, shown_number
 from vmonarch.files import check_output, write_json
 from vmonarch.finetune.config import finetune_config
 from vmonarch.finetune.data.parquet import write_empty_caption, write_shard
@@ -42,7 +41,6 @@ from vmonarch.finetune.embedded.vae import latent_statistics
 from vmonarch.finetune.export import export
 from vmonarch.finetune.trainer import Trainer
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
-from vmonarch.pipelines.environment import environment, shown_command
 from vmonarch.pipelines.loading import read_pipeline
 from vmonarch.pipelines.model_folder import find_model
 
@@ -195,35 +193,23 @@ def finetune_table(results: dict[str, Any]) -> str:
         for key in ("all", "direction"):
             cells += [f"{100 * result[when][key]:.0f} %" for when in ("before", "after")]
         for key, digits in (("psnr_db", 1), ("ssim", 3)):
-            cells += [f"{result[when][key]:.{digits}f}" if key in result[when] else "–" for when in ("before", "after")]
+            cells += [shown_number(result[when].get(key), digits) for when in ("before", "after")]
         rows.append(cells)
-    heading = [
-        "",
-        "loss before",
-        "after",
-        "more than full",
-        "all three before",
-        "after",
-        "direction before",
-        "after",
-    ]
+    heading = ["", "loss before", "after", "more than full", "all three before", "after", "direction before", "after"]
     table = markdown([*heading, "PSNR dB before", "after", "SSIM before", "after"], rows)
     settings = results["settings"]
     weight = settings["objective"]["distillation"]
     distilled = f", distillation from full attention with weight {weight:g}" if weight else ""
     about = (
         f"{settings['steps']} updates of {settings['batch_size']} clips, {results['clips']} clips,"
-        f" {results['prompts']} prompts of {results['sampling_steps']} sampling steps{distilled};"
-        f" {results['hardware']}, {results['date']}."
+        f" {results['prompts']} prompts of {results['sampling_steps']} sampling steps{distilled}; "
     )
-    return f"{table}\n{about} Made by `{results['command']}`.\n"
+    return made(results, table, about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vmonarch.eval.studies.finetune_scores", description=__doc__.splitlines()[0]
-    )
+    parser = script_parser("studies.finetune_scores", __doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help="as `vmonarch compare` takes them")
     parser.add_argument("--clips", type=int, default=4096, help="to train on")
@@ -247,12 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.processes < 1:
         parser.error(f"--processes must be at least 1, got {options.processes}")
     deadline = time.time() + options.budget
-    about = environment(options.device)
     document: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
-        "environment": about,
-        "command": shown_command(("python", "-m", "vmonarch.eval.studies.finetune_scores"), arguments),
+        **script_record("studies.finetune_scores", arguments, options.device),
         "clips": options.clips,
         "prompts": options.prompts,
         "sampling_steps": options.sampling_steps,

@@ -10,13 +10,11 @@ Legend: B batch, H heads, m frames, b positions, D head dim, E value dim, P unno
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,9 +22,10 @@ from unittest import mock
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.eval.bench.machine import versions
+from vmonarch.eval.bench.machine import provenance
 from vmonarch.eval.bench.runner import sdpa
-from vmonarch.eval.render.table import markdown
+from vmonarch.eval.record import script_parser
+from vmonarch.eval.render.table import made, markdown
 from vmonarch.files import check_output, write_json
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch import reference
@@ -211,15 +210,14 @@ def float8_table(results: dict[str, Any]) -> str:
     heading = ["", *(case["case"] for case in cases)]
     about = (
         "‖x − x₀‖ / ‖x₀‖ of the output, x₀ in float64 (× that of bfloat16; allowed are"
-        f" {results['settings']['allowed']:g}×). {results['hardware']}, {results['date'][:10]}. Made by"
-        f" `{results['command']}`."
+        f" {results['settings']['allowed']:g}×). "
     )
-    return f"{markdown(heading, rows)}\n{about}\n"
+    return made(results, markdown(heading, rows), about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.float8", description=__doc__.splitlines()[0])
+    parser = script_parser("studies.float8", __doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     parser.add_argument("--quick", action="store_true", help="small frames, few steps: to see that it runs")
     options = parser.parse_args(arguments)
@@ -237,10 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     results = {
         "format": FORMAT,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": device_name(torch.device("cpu")),
-        "versions": versions(torch.device("cpu")),
-        "command": shown_command(("python", "-m", "vmonarch.eval.studies.float8"), arguments),
+        **provenance(torch.device("cpu"), shown_command(("python", "-m", "vmonarch.eval.studies.float8"), arguments)),
+        "hardware": device_name("cpu"),
         "settings": {"float8": str(FLOAT8).removeprefix("torch."), "rows_of_a_scale": BLOCK, "allowed": ALLOWED},
         "cases": cases,
     }

@@ -22,8 +22,6 @@ Legend: B batch, S tokens, H heads, D head dim of query and key, E of value, R r
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import multiprocessing
 import random
@@ -35,7 +33,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -53,11 +50,12 @@ from vmonarch import (
     vmonarch_attention,
     window_attention,
 )
-from vmonarch.files import AtomicFiles
+from vmonarch.eval.record import script_parser, script_record
+from vmonarch.eval.render.table import aligned
+from vmonarch.files import write_json
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
 from vmonarch.kernels.taylor.reference import LinearState
-from vmonarch.pipelines.environment import environment
 
 Tensors = dict[str, torch.Tensor]
 
@@ -883,19 +881,19 @@ def run(
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """A line for every op: cases, failures, and the largest error over its budget of the cases that have one."""
-    lines = [f"{'op':<26}{'cases':>7}{'failed':>8}{'worst ratio':>13}  its case"]
+    rows = []
     for op in [*OPS, "?"]:
         of_op = [outcome for outcome in outcomes if outcome.op == op]
         if of_op:
             worst = max(of_op, key=lambda outcome: outcome.ratio)
             failed = sum(bool(outcome.failure) for outcome in of_op)
-            lines.append(f"{op:<26}{len(of_op):>7}{failed:>8}{worst.ratio:>13.3g}  {worst.number}")
-    return "\n".join(lines)
+            rows.append([op, str(len(of_op)), str(failed), f"{worst.ratio:.3g}", str(worst.number)])
+    return aligned(["op", "cases", "failed", "worst ratio", "its case"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 if a case failed."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.fuzz", description=__doc__.splitlines()[0])
+    parser = script_parser("studies.fuzz", __doc__)
     parser.add_argument("--cases", type=int, default=1000, help="how many (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="number of the first case (default: 0)")
     parser.add_argument("--only", type=int, nargs="+", help="check these cases, and print all about them")
@@ -931,9 +929,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = [outcome for outcome in outcomes if outcome.failure]
     if options.output:
         record = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "command": " ".join(["python -m vmonarch.eval.studies.fuzz", *(arguments or sys.argv[1:])]),
-            "environment": environment(options.device),
+            **script_record("studies.fuzz", arguments, options.device),
             "budget": BUDGET,
             "seconds": round(time.monotonic() - start, 1),
             "cases": len(outcomes),
@@ -950,8 +946,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "replay": f"{again} NUMBER",
             "failed": [asdict(outcome) | {"ratio": str(outcome.ratio)} for outcome in failed],
         }
-        with AtomicFiles(overwrite=True) as files:
-            files.stage(options.output).write_text(json.dumps(record, indent=1) + "\n")
+        write_json(options.output, record)
     for outcome in failed[:20]:
         print(f"\ncase {outcome.number}: {outcome.case}\n{outcome.failure.rstrip()}")
     print(f"\n{table(outcomes)}")

@@ -5,7 +5,6 @@ CI has no GPU, so the JSON and the log that this writes are committed beside the
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -17,7 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vmonarch.files import AtomicFiles
+from vmonarch.eval.record import script_parser
+from vmonarch.files import write_json
 from vmonarch.pipelines.environment import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,16 +88,13 @@ def run(tests: Sequence[str], log: Path, processes: int = 1) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 if a test failed or none passed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vmonarch.eval.studies.gpu_tests", description=__doc__.splitlines()[0]
-    )
+    parser = script_parser("studies.gpu_tests", __doc__)
     parser.add_argument("tests", nargs="*", default=["tests"], help="test files or folders (default: tests)")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write; the log goes beside it")
     parser.add_argument("--processes", type=int, default=1, help="run the tests in this many processes")
     options = parser.parse_args(arguments)
     record = run(options.tests, options.output.with_suffix(".log"), options.processes)
-    with AtomicFiles(overwrite=True) as files:
-        files.stage(options.output).write_text(json.dumps(record, indent=1) + "\n")
+    write_json(options.output, record)
     print(json.dumps({"hardware": record["hardware"], **record["counts"], "seconds": record["seconds"]}))
     for name in record["failed"]:
         print("failed", name)

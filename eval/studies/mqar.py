@@ -11,14 +11,12 @@ V vocabulary.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,11 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 
 from vmonarch.configs import InputError, suggest
-from vmonarch.eval.bench.machine import versions
+from vmonarch.eval.bench.gate import failure
+from vmonarch.eval.bench.machine import provenance
+from vmonarch.eval.record import script_parser
 from vmonarch.eval.render.plot import write_pngs
-from vmonarch.eval.render.table import markdown
+from vmonarch.eval.render.table import made, markdown
 from vmonarch.files import check_output, write_json
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS
@@ -364,13 +364,14 @@ def mqar_table(results: dict[str, Any]) -> str:
     ]
     table = markdown(["two layers of", "state, KiB", *(f"{count} pairs" for count in counts)], rows)
     left = f" Left out for time: {', '.join(results['left_out'])}." if results["left_out"] else ""
-    return (
-        f"{table}\nPercent of the queries answered rightly in sequences of {long} tokens, after"
+    about = (
+        f"Percent of the queries answered rightly in sequences of {long} tokens, after"
         f" {settings['steps']:,} steps of {settings['batch']} sequences of {settings['tokens']} tokens with"
         f" {min(settings['pairs'])} to {max(settings['pairs'])} pairs; vocabulary {settings['vocabulary']:,}, width"
         f" {results['models'][0]['width']}, the best of {len(settings['rates'])} learning rates at the length trained"
-        f" on.{left} {results['hardware']}, {results['date'][:10]}. Made by `{results['command']}`.\n"
+        f" on.{left} "
     )
+    return made(results, table, about)
 
 
 # Okabe and Ito's colours, and a marker each for prints in grey.
@@ -440,7 +441,7 @@ def choose(names: Sequence[str]) -> list[Model]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; exit code 1 if a model failed."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.mqar", description=__doc__)
+    parser = script_parser("studies.mqar", __doc__, whole=True)
     for field in dataclasses.fields(Settings):
         many = isinstance(field.default, tuple)
         kind = float if field.name == "rates" else int
@@ -471,10 +472,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if on_gpu:
         torch.backends.cuda.matmul.allow_tf32 = True
     results: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance(device, shown_command(("python", "-m", "vmonarch.eval.studies.mqar"), arguments)),
         "hardware": device_name(device),
-        "versions": versions(device),
-        "command": shown_command(("python", "-m", "vmonarch.eval.studies.mqar"), arguments),
         "settings": {
             **dataclasses.asdict(settings),
             "implementation": implementation,
@@ -495,10 +494,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             record = measure(model, settings, device, implementation, getattr(torch, dtype))
         except Exception as error:
-            # After an error of CUDA itself nothing runs any more.
-            if "CUDA error" in str(error):
-                raise
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            problem = failure(error)["problem"]
             results["failed"].append({"name": model.name, "problem": problem})
             print(f"{model.name} failed: {problem}", file=sys.stderr)
             continue

@@ -6,7 +6,6 @@ like its Fig. 9. Runs on a CPU in minutes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -21,8 +20,9 @@ import torch
 from matplotlib.figure import Figure
 
 from vmonarch.bias import NeuralFactors, fit_neural_factors
+from vmonarch.eval.record import script_parser
 from vmonarch.eval.render.plot import write_pngs
-from vmonarch.files import AtomicFiles
+from vmonarch.files import write_json
 from vmonarch.pipelines.environment import device_name, package_versions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +119,7 @@ def draw(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], path: Path) -> Non
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.neural_bias", description=__doc__)
+    parser = script_parser("studies.neural_bias", __doc__, whole=True)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--output", type=Path, default=ROOT / "docs/benchmarks/neural-bias.json")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/neural-bias.png")
@@ -137,8 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "settings": {"rank": RANK, "points_per_step": POINTS, "fresh_points": FRESH_POINTS, "seed": SEED},
         "biases": records,
     }
-    with AtomicFiles(overwrite=True) as files:
-        files.stage(options.output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_json(options.output, results)
     draw(pairs, options.picture)
     return 0
 

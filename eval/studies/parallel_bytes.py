@@ -6,7 +6,6 @@ rank's part and those of its frames, `places_leaving`; the tests compare them wi
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.context_parallel import whole_frames
 from vmonarch.eval.bench.parallel import sent_by_frames, sent_by_heads
+from vmonarch.eval.record import script_parser
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.files import check_output, write_json
@@ -96,9 +96,7 @@ def parallel_bytes_table(results: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vmonarch.eval.studies.parallel_bytes", description=__doc__.splitlines()[0]
-    )
+    parser = script_parser("studies.parallel_bytes", __doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     options = parser.parse_args(arguments)
     try:

@@ -13,8 +13,6 @@ At that rate seven of ten minutes, the others being for clips, compiling and sav
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import math
 import os
@@ -29,6 +27,7 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError
+from vmonarch.eval.record import script_parser, script_record
 from vmonarch.files import write_json
 from vmonarch.finetune.embedded.__main__ import save_pipeline
 from vmonarch.finetune.embedded.data import sample_scenes
@@ -37,7 +36,6 @@ from vmonarch.finetune.embedded.transformer import TRANSFORMER_CONFIG, encode_cl
 from vmonarch.flops import pair_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, GenerationSettings, embedded_model_path
-from vmonarch.pipelines.environment import environment, shown_command
 from vmonarch.pipelines.model_folder import PROXY_RECORD
 
 SCALE = 2
@@ -112,14 +110,14 @@ def train(
     device: str,
     compile: bool = False,
     checkpoint: Path | None = None,
-    command: str = "",
+    arguments: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Train and write the folder; it appears whole or not at all.
 
     Args:
         output: folder of the pipeline; must not exist.
         checkpoint: file to keep the training state in, and to go on from where it exists.
-        command: the record's.
+        arguments: of the command, for the record.
 
     Returns:
         what `PROXY_RECORD` holds.
@@ -173,15 +171,11 @@ def train(
         checkpoint=checkpoint,
     )
     assert isinstance(transformer, WanTransformer3DModel)
-    about = environment(device)
     parameters = sum(parameter.numel() for parameter in transformer.parameters())
     frames, height, width = latents.shape[2:]
     grid = LatentGrid(frames, height // 2, width // 2)
     record: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "hardware": about["device_name"],
-        "environment": about,
-        "command": command,
+        **script_record("studies.proxy", arguments, device),
         "training": asdict(training) | {"config": config},
         "generation": asdict(PROXY_SETTINGS) | {"height": 8 * height, "width": 8 * width},
         "parameters": parameters,
@@ -211,7 +205,7 @@ def train(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.proxy", description=__doc__.splitlines()[0])
+    parser = script_parser("studies.proxy", __doc__)
     command = parser.add_subparsers(dest="command", required=True).add_parser("train", help="train and write a folder")
     command.add_argument("--output", type=Path, required=True, help="folder of the pipeline to write; must not exist")
     command.add_argument("--checkpoint", type=Path, help="file of the training state; it goes on from there")
@@ -222,7 +216,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default = getattr(ProxyTraining, name)
         command.add_argument(f"--{name.replace('_', '-')}", type=type(default), help=f"default {default}")
     options = parser.parse_args(arguments)
-    shown = shown_command(("python", "-m", "vmonarch.eval.studies.proxy"), arguments)
     base = QUICK if options.quick else ProxyTraining()
     given = {name: value for name in asdict(base) if (value := getattr(options, name, None)) is not None}
     torch.backends.cudnn.benchmark = True
@@ -233,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             device=options.device,
             compile=not options.no_compile and options.device != "cpu",
             checkpoint=options.checkpoint,
-            command=shown,
+            arguments=arguments,
         )
     except InputError as error:
         command.error(str(error))

@@ -18,14 +18,11 @@ Legend: B videos, S tokens, H heads, E value dim.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +32,12 @@ import vmonarch
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.eval.compare import prompt_scorer
-from vmonarch.eval.render.table import markdown, percent
+from vmonarch.eval.record import script_parser, script_record
+from vmonarch.eval.render.table import markdown, percent, shown_number
 from vmonarch.eval.similarity import similarity
-from vmonarch.files import AtomicFiles
+from vmonarch.files import write_json
 from vmonarch.finetune.embedded.data import held_out_prompts
 from vmonarch.pipelines.config import SamplingConfig
-from vmonarch.pipelines.environment import environment
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.sampling import decode, denoise
 from vmonarch.residuals import Branch, Refresh, ResidualSharing, spaced_steps
@@ -209,7 +206,7 @@ def study_table(results: dict[str, Any]) -> str:
     """Work, similarity to full attention and prompt score of every strategy."""
     rows = []
     for word, row in results["results"].items():
-        near = [f"{row[key]:.{digits}f}" if key in row else "–" for key, digits in (("psnr", 2), ("ssim", 4))]
+        near = [shown_number(row.get(key), digits) for key, digits in (("psnr", 2), ("ssim", 4))]
         rows.append([word, percent(row.get("work", 1.0)), *near, f"{row['prompt_score']:.3f}"])
     table = markdown(["", "attention FLOPs", "PSNR dB", "SSIM", "prompt score"], rows)
     about = f"{results['videos']} videos; {results['environment']['device_name']}, {results['date']}."
@@ -218,11 +215,7 @@ def study_table(results: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vmonarch.eval.studies.residual_sharing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("studies.residual_sharing", __doc__, whole=True)
     parser.add_argument("strategies", nargs="+", help="such as schedule:8 layer:0.05")
     parser.add_argument("--method", default="vmonarch-plain:num_iterations=1", help="of kind vmonarch, without refresh")
     parser.add_argument("--model", default="embedded")
@@ -239,13 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prompts=("a red circle",), model=options.model, steps=options.steps, batch_size=options.batch_size
     )
     record = study(options.strategies, options.method, options.prompts, options.rows, config)
-    record |= {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": f"python -m vmonarch.eval.studies.residual_sharing {' '.join(arguments or sys.argv[1:])}",
-        "environment": environment(record.pop("device")),
-    }
-    with AtomicFiles(overwrite=True) as files:
-        files.stage(options.output).write_text(json.dumps(record, indent=1) + "\n")
+    record |= script_record("studies.residual_sharing", arguments, record.pop("device"))
+    write_json(options.output, record)
     for word, row in record["results"].items():
         print(f"{word:24s}", *(f"{name} {value:.4g}" for name, value in row.items()))
     return 0

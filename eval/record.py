@@ -1,0 +1,38 @@
+"""What scripts have in common: how they are called, and what their JSON begins with."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from vmonarch.pipelines.environment import environment, shown_command
+
+
+def script_parser(name: str, doc: str | None, *, whole: bool = False) -> argparse.ArgumentParser:
+    """A parser for `python -m vmonarch.eval.NAME`.
+
+    Args:
+        doc: of the module, whose first line is the description; all of it with `whole`.
+    """
+    return argparse.ArgumentParser(
+        prog=f"python -m vmonarch.eval.{name}",
+        description=doc if whole else (doc or "").partition("\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def script_record(name: str, arguments: Sequence[str] | None, device: Any) -> dict[str, Any]:
+    """When and where a script runs, with what and how it was called; ask before it takes its time.
+
+    Args:
+        arguments: None for those of this process.
+    """
+    about = environment(device)
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": f"{about['device_name']}, {about['cpu_count']} cores",
+        "environment": about,
+        "command": shown_command(("python", "-m", f"vmonarch.eval.{name}"), arguments),
+    }
