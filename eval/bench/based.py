@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vmonarch.eval.bench.gate import NAMES
-from vmonarch.eval.bench.runner import Bench, Tensors, Way, Ways, flex, sdpa, with_gradients
+from vmonarch.eval.bench.runner import ATTENTION, Bench, Tensors, Way, Ways, flex, sdpa, with_gradients
 from vmonarch.flops import pair_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.reference import in_row_chunks, softmax_parts, to_groups
@@ -414,4 +414,5 @@ def bench() -> Bench:
         ways=ways,
         compiled=compiled,
         formulae=FORMULAE,
+        settings=ATTENTION,
     )

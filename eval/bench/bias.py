@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vmonarch.eval.bench.gate import NAMES
-from vmonarch.eval.bench.runner import Bench, Tensors, Way, Ways, flex, with_gradients
+from vmonarch.eval.bench.runner import ATTENTION, Bench, Tensors, Way, Ways, flex, with_gradients
 from vmonarch.flops import pair_flops
 from vmonarch.kernels.common.launch import block_dim
 from vmonarch.kernels.flash_bias.op import flash_bias_attention_triton
@@ -236,4 +236,5 @@ def bench() -> Bench:
         ways=ways,
         compiled=compiled,
         formulae=FORMULAE,
+        settings=ATTENTION,
     )

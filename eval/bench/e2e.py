@@ -32,7 +32,7 @@ from vmonarch.configs.methods import AttentionMethod
 from vmonarch.eval.attention_flops import STEP_KINDS, step_kinds, transformers_by_step
 from vmonarch.eval.bench.clock import Clock, measure, release_memory, summary
 from vmonarch.eval.bench.gate import failure, relative_errors
-from vmonarch.eval.bench.kernels import METHODS, BenchConfig, Shape, compile_ahead
+from vmonarch.eval.bench.kernels import METHODS, Selection, Shape, compile_ahead
 from vmonarch.eval.bench.machine import check_device, measured_dtype, provenance
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import WanModel, read_model
@@ -908,7 +908,7 @@ def _compile_ahead(bench: E2EConfig, models: Sequence[tuple[Setting, WanModel]],
     missing = 0
     for head_dim, found in shapes.items():
         if methods:
-            ahead = BenchConfig(bench.output, tuple(found), methods, (head_dim,), ("forward",))
+            ahead = Selection(tuple(found), methods, (head_dim,), ("forward",))
             missing += compile_ahead(ahead, device, COMPILE_SHARE * bench.budget / len(shapes))
     return missing
 

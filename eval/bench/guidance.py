@@ -112,8 +112,6 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
             predictions.two if calls == "two" else predictions.one,
             lambda results: dict(zip(("negative", "positive"), results, strict=True)),
             expected,
-            # Of a whole transformer: times are what counts.
-            flops=0.0,
             input_bytes=sum(tensor.numel() * tensor.element_size() for tensor in inputs),
         )
 
@@ -154,9 +152,9 @@ def bench() -> Bench:
         ours=METHODS,
         cases=CASES,
         ways=ways,
-        compiled=lambda case, method: None,
         formulae=FORMULAE,
         settings={
+            "inputs": "standard normal",
             "layout": "latents [1, C, T, h, w]",
             "attention": "VMonarch with its default options",
             "reference": "two eager calls, of the same dtype",

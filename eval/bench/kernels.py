@@ -1,8 +1,7 @@
 """Time the attention kernels against exact attention and plain torch, in one run: `vmonarch bench kernels`.
 
-A case is a latent grid, a number of heads, a head dimension and a pass; its methods take turns, round after round, so
-that a chip which slows down or is shared slows all of them. Times are CUDA events with a cold L2. What is wrong is not
-timed: every VMonarch result is first compared with the float32 plain-torch reference on a few heads.
+A case is a latent grid, a number of heads, a head dimension and a pass. Every VMonarch result is first compared with
+the float32 plain-torch reference on a few heads, and VMonarch's times are also taken apart by stage.
 
 Legend: B batch (always 1), S tokens, H heads, D head dim, m blocks, b positions per block, t iterations.
 """
@@ -11,32 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock, release_memory
-from vmonarch.eval.bench.gate import BOUNDS, NAMES, ROW_FACTOR, failure
-from vmonarch.eval.bench.machine import (
-    COMPILE_SHARE,
-    check_device,
-    floor_ms,
-    map_in_processes,
-    measure_rates,
-    measured_dtype,
-    provenance,
-    shown_rates,
-)
-from vmonarch.eval.bench.runner import Way, measure_ways, sdpa, with_gradients
+from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock
+from vmonarch.eval.bench.gate import NAMES, failure
+from vmonarch.eval.bench.machine import compiling, floor_ms, map_in_processes, measured_dtype, shown_rates
+from vmonarch.eval.bench.runner import ATTENTION, Bench, Way, Ways, sdpa, with_gradients
 from vmonarch.eval.bench.stages import call_stages, measure_stages
 from vmonarch.eval.render.table import aligned
-from vmonarch.files import check_output, write_json
 from vmonarch.flops import StageWork, full_attention_work, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
@@ -45,8 +32,6 @@ from vmonarch.kernels.monarch.api import vmonarch_attention
 FORMAT = "vmonarch-kernel-bench-1"
 PASSES = {"forward": "forward", "backward": "forward+backward"}
 HEAD_DIMS = (128, 64)
-# A method whose calls take seconds is measured in fewer rounds than the others.
-METHOD_SECONDS = 5.0
 # Rows of exact attention that are compared: the whole map would take longer than the measurement.
 EXACT_ROWS = 256
 
@@ -99,6 +84,11 @@ class Method:
     only: tuple[str, ...] = ()
     head_dims: tuple[int, ...] = ()
 
+    @property
+    def exact(self) -> bool:
+        """Whether it is exact attention, by SDPA."""
+        return self.kind in ("cudnn", "flash")
+
     def measured_on(self, shape: Shape, head_dim: int) -> bool:
         return (not self.only or shape.name in self.only) and (not self.head_dims or head_dim in self.head_dims)
 
@@ -142,31 +132,18 @@ class Case:
     training: bool
 
     @property
-    def name(self) -> str:
+    def label(self) -> str:
         return f"{self.shape.name} d={self.head_dim} {PASSES['backward' if self.training else 'forward']}"
 
 
 @dataclass(frozen=True)
-class BenchConfig:
-    """What `run_bench` measures, and where the result goes.
+class Selection:
+    """What is measured."""
 
-    Args:
-        device: "cuda", "cuda:N", or "cpu" (only through Triton's interpreter: a test of the benchmark itself).
-        budget: seconds after which no case and no round is added.
-        rounds: measurements of every method in a case, at most.
-        say: told what is done.
-    """
-
-    output: Path
     shapes: tuple[Shape, ...] = SHAPES
     methods: tuple[Method, ...] = METHODS
     head_dims: tuple[int, ...] = HEAD_DIMS
     passes: tuple[str, ...] = tuple(PASSES)
-    rounds: int = 15
-    budget: float = 480.0
-    device: str = "cuda"
-    command: str = ""
-    say: Callable[[str], None] = lambda text: None
 
     def cases(self) -> list[Case]:
         """All cases, the most telling first: forward before backward, head dimension 128 before 64."""
@@ -198,7 +175,7 @@ FORMULAE = {
 def method_work(method: Method, case: Case, itemsize: int) -> list[StageWork]:
     """Work of a method on a case, by stage."""
     shape = case.shape
-    if method.kind in ("cudnn", "flash"):
+    if method.exact:
         return [
             full_attention_work(shape.tokens, shape.heads, case.head_dim, itemsize=itemsize, training=case.training)
         ]
@@ -246,7 +223,7 @@ class Inputs:
 
 def attention(method: Method, inputs: Inputs, grid: LatentGrid, implementation: str = "") -> torch.Tensor:
     """Output [1, S, H, D] of a method; `implementation` overrides that of VMonarch."""
-    if method.kind in ("cudnn", "flash"):
+    if method.exact:
         return sdpa(method.kind, inputs.query, inputs.key, inputs.value)
     if method.kind == "flash_bias":
         factors = inputs.factors(method.options["rank"])
@@ -279,19 +256,22 @@ def _exact_rows(inputs: Inputs, heads: list[int], rows: torch.Tensor, training: 
 def way(method: Method, inputs: Inputs, case: Case) -> Way:
     """A method, checked on a few heads: VMonarch on all rows, exact attention on some."""
     heads, tokens = checked_heads(case), case.shape.tokens
-    if method.kind in ("cudnn", "flash"):
+    if method.exact:
         rows = torch.linspace(0, tokens - 1, min(EXACT_ROWS, tokens), device=inputs.query.device).long()
         compared = NAMES[: 1 + case.training]
         expected = partial(_exact_rows, inputs, heads, rows, case.training)
     else:
         rows, compared = slice(None), NAMES
         expected = lambda: call(method, inputs.of_heads(heads), case, implementation="torch")
+    work = method_work(method, case, inputs.query.dtype.itemsize)
+    run = partial(call, method, inputs, case)
     return Way(
-        run=partial(call, method, inputs, case),
+        run=run,
         found=lambda results: {name: x[:, rows][:, :, heads] for name, x in zip(compared, results, strict=False)},
         expected=lambda: dict(zip(compared, expected(), strict=False)),
-        # Work is that of the stages; see `finish_rows`.
-        flops=0.0,
+        flops=sum(stage.flops for stage in work),
+        bytes=sum(stage.bytes for stage in work),
+        more=partial(_stages, run, work) if method.kind == "vmonarch" else lambda clock: {},
     )
 
 
@@ -307,18 +287,11 @@ _PARTS = {False: (r"[RL]\d+",), True: (r"[RL]\d+", r"R\d+ backward", r"L\d+ back
 def _compile_task(task: tuple[Case, str, str, str]) -> bool:
     """Run some stages of one method once, so that their kernels are in the cache."""
     case, name, stages, device_text = task
-    device = torch.device(device_text)
-    torch.cuda.set_device(device)
     method = next(method for method in METHODS if method.name == name)
-    shape = case.shape
-    expected = (25 if case.training else 12) * 2 * shape.tokens * shape.heads * case.head_dim
-    waited = time.monotonic()
-    while torch.cuda.mem_get_info(device)[0] < 2 * expected and time.monotonic() < waited + 60:
-        time.sleep(0.5)
-    inputs = Inputs.random(case, device, measured_dtype(device))
-    call_stages(lambda: call(method, inputs, case), stages)
-    torch.cuda.synchronize(device)
-    release_memory(device)
+    expected = (25 if case.training else 12) * 2 * case.shape.tokens * case.shape.heads * case.head_dim
+    with compiling(device_text, 2 * expected) as device:
+        inputs = Inputs.random(case, device, measured_dtype(device))
+        call_stages(lambda: call(method, inputs, case), stages)
     return True
 
 
@@ -327,55 +300,27 @@ def compiling_heads(heads: int) -> int:
     return 1 if heads == 1 else 16 if heads % 16 == 0 else 2
 
 
-def compile_tasks(config: BenchConfig, device: str) -> list[tuple[Case, str, str, str]]:
+def compile_tasks(selection: Selection, device: str) -> list[tuple[Case, str, str, str]]:
     """(case, method, stages, device) of what the cases need.
 
     Only how the exact part is split depends on the number of heads; all else is compiled with few, to save memory.
     """
     tasks: dict[tuple[Case, str, str, str], None] = {}
     # Method by method, so that tasks at work at the same time share few kernels, and later ones find theirs compiled.
-    for method in config.methods:
-        for case in config.cases():
+    for method in selection.methods:
+        for case in selection.cases():
             if method.kind != "vmonarch" or not method.measured_on(case.shape, case.head_dim):
                 continue
             few = Shape(case.shape.grid, compiling_heads(case.shape.heads))
             for stages in _PARTS[case.training]:
                 tasks[dataclasses.replace(case, shape=few), method.name, stages, device] = None
-    exact = [(dataclasses.replace(case, training=False), "vmonarch", "exact", device) for case in config.cases()]
+    exact = [(dataclasses.replace(case, training=False), "vmonarch", "exact", device) for case in selection.cases()]
     return [*dict.fromkeys(exact), *tasks] if tasks else []
 
 
-def compile_ahead(config: BenchConfig, device: torch.device, seconds: float) -> int:
+def compile_ahead(selection: Selection, device: torch.device, seconds: float) -> int:
     """Compile what the cases need in several processes; returns how many tasks were not done."""
-    return map_in_processes(_compile_task, compile_tasks(config, str(device)), seconds).count(None)
-
-
-def finish_rows(
-    rows: list[dict[str, Any]], works: dict[str, list[StageWork]], rates: dict[str, Any] | None
-) -> list[dict[str, Any]]:
-    """Add what follows from times, work and rates; rows that are not "ok" get none, nor are others compared with them.
-
-    Args:
-        rates: None where times tell nothing of speed; then no speed is derived.
-    """
-    medians = {row["method"]: row["ms"]["median"] for row in rows if row["status"] == "ok"}
-    for row in rows:
-        work = works[row["method"]]
-        flops, moved = sum(stage.flops for stage in work), sum(stage.bytes for stage in work)
-        row.update(flops=flops, bytes=moved)
-        if row["status"] != "ok" or rates is None:
-            continue
-        ms = row["ms"]["median"]
-        row["tflops"] = flops / ms / 1e9
-        row["floor_ms"] = floor_ms(flops, moved, rates)
-        row["over_floor"] = ms / row["floor_ms"]
-        for key, baseline in (("over_cudnn", "cudnn"), ("over_fa2", "fa2"), ("over_torch", "vmonarch-torch")):
-            row[key] = medians[baseline] / ms if baseline in medians else None
-        for stage in row.get("stages", ()):
-            if stage["flops"] or stage["bytes"]:
-                stage["tflops"] = stage["flops"] / stage["ms"] / 1e9
-                stage["floor_ms"] = floor_ms(stage["flops"], stage["bytes"], rates)
-    return rows
+    return map_in_processes(_compile_task, compile_tasks(selection, str(device)), seconds).count(None)
 
 
 def _stages(run: Callable[[], Any], work: Sequence[StageWork], clock: Clock) -> dict[str, Any]:
@@ -389,32 +334,51 @@ def _stages(run: Callable[[], Any], work: Sequence[StageWork], clock: Clock) -> 
     }
 
 
-def run_case(
-    case: Case, config: BenchConfig, clock: Clock, rates: dict[str, Any] | None, deadline: float
-) -> dict[str, Any]:
-    """Check, time and break down all methods on one case."""
-    dtype = measured_dtype(clock.device)
-    methods = {m.name: m for m in config.methods if m.measured_on(case.shape, case.head_dim)}
-    inputs = Inputs.random(case, clock.device, dtype)
-    ways = {name: partial(way, method, inputs, case) for name, method in methods.items()}
-    rows = measure_ways(ways, clock, dtype, config.rounds, deadline, None, seconds=METHOD_SECONDS, flushes=1)
-    works = {name: method_work(method, case, dtype.itemsize) for name, method in methods.items()}
+def ways(methods: Sequence[Method], case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
+    """The methods that are measured on a case; they share the inputs."""
+    inputs = Inputs.random(case, device, dtype)
+    return {m.name: partial(way, m, inputs, case) for m in methods if m.measured_on(case.shape, case.head_dim)}
+
+
+def finish(
+    methods: Sequence[Method], case: Case, rows: list[dict[str, Any]], rates: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Add what follows from times, work and rates; rows that are not "ok" get none, nor are others compared with them.
+
+    Args:
+        rates: None where times tell nothing of speed; then no speed is derived.
+    """
+    named = {method.name: method for method in methods}
+    medians = {row["method"]: row["ms"]["median"] for row in rows if row["status"] == "ok"}
     for row in rows:
-        method = methods[row["method"]]
+        method = named[row["method"]]
         row.update(kind=method.kind, options=method.options)
         if "errors" in row:
-            compared = min(EXACT_ROWS, case.shape.tokens) if method.kind in ("cudnn", "flash") else case.shape.tokens
             row["check"] = {
                 "ok": row["status"] != "wrong",
                 "errors": row.pop("errors"),
                 "heads": checked_heads(case),
-                "rows": compared,
+                "rows": min(EXACT_ROWS if method.exact else case.shape.tokens, case.shape.tokens),
                 "problem": row.get("problem"),
             }
         if "peak_bytes" in row:
             row["peak_extra_bytes"] = row.pop("peak_bytes")
-        if row["status"] == "ok" and method.kind == "vmonarch":
-            row.update(_stages(partial(call, method, inputs, case), works[method.name], clock))
+        if row["status"] != "ok" or rates is None:
+            continue
+        ms = row["ms"]["median"]
+        row["floor_ms"] = floor_ms(row["flops"], row["bytes"], rates)
+        row["over_floor"] = ms / row["floor_ms"]
+        for key, baseline in (("over_cudnn", "cudnn"), ("over_fa2", "fa2"), ("over_torch", "vmonarch-torch")):
+            row[key] = medians[baseline] / ms if baseline in medians else None
+        for stage in row.get("stages", ()):
+            if stage["flops"] or stage["bytes"]:
+                stage["tflops"] = stage["flops"] / stage["ms"] / 1e9
+                stage["floor_ms"] = floor_ms(stage["flops"], stage["bytes"], rates)
+    return rows
+
+
+def describe(case: Case) -> dict[str, Any]:
+    """What the JSON says of a case."""
     return {
         "shape": case.shape.name,
         "grid": list(case.shape.grid),
@@ -422,94 +386,46 @@ def run_case(
         "tokens": case.shape.tokens,
         "head_dim": case.head_dim,
         "pass": PASSES["backward" if case.training else "forward"],
-        "rows": finish_rows(rows, works, rates),
     }
 
 
-def _predicted_seconds(case: Case, config: BenchConfig, rates: dict[str, Any] | None) -> float:
+def _least_seconds(methods: Sequence[Method], case: Case, rates: dict[str, Any]) -> float:
     """A guess of what the least of a case takes: MIN_ROUNDS and the warm-up, at a third of the matmul's rate."""
-    if rates is None:
-        return 0.0
-    methods = [method for method in config.methods if method.measured_on(case.shape, case.head_dim)]
-    flops = sum(stage.flops for method in methods for stage in method_work(method, case, 2))
+    measured = [method for method in methods if method.measured_on(case.shape, case.head_dim)]
+    flops = sum(stage.flops for method in measured for stage in method_work(method, case, 2))
     return 0.5 + (MIN_ROUNDS + 4) * flops / (rates["matmul_flops_per_second"] / 3)
 
 
-def run_bench(config: BenchConfig) -> dict[str, Any]:
-    """Measure all cases of `config` and write the JSON after each.
-
-    Returns:
-        what was written: {"format", "date", "hardware", "versions", "command", "settings", "rates", "formulae",
-        "cases": [{"shape", "grid", "heads", "tokens", "head_dim", "pass", "rows": [{"method", "status", "ms", …}]}],
-        "left_out", "complete"}. Times are milliseconds.
+def bench(selection: Selection = Selection()) -> Bench:
+    """The benchmark of what is selected.
 
     Raises:
-        InputError: the device or the output cannot be used.
+        InputError: no method is measured on any of the shapes.
     """
-    started = time.monotonic()
-    deadline = started + config.budget
-    device = check_device(config.device)
-    check_output(config.output)
-    cases = config.cases()
+    methods, cases = selection.methods, selection.cases()
     if not cases:
         raise InputError("methods", f"are measured on none of the shapes; {FIGURE_8} with d=64 has them all")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    real = device.type == "cuda"
-
-    if real:
-        missing = compile_ahead(config, device, COMPILE_SHARE * config.budget)
-        config.say(f"kernels compiled; {missing} left to compile when they are met" if missing else "kernels compiled")
-    rates = measure_rates(device)
-    dtype = measured_dtype(device)
-    results: dict[str, Any] = {
-        "format": FORMAT,
-        **provenance(device, config.command),
-        "settings": {
-            "dtype": str(dtype).removeprefix("torch."),
+    return Bench(
+        methods=tuple(method.name for method in methods),
+        ours=tuple(method.name for method in methods if method.kind == "vmonarch"),
+        cases=cases,
+        ways=partial(ways, methods),
+        formulae=FORMULAE,
+        settings={
+            **ATTENTION,
             "batch": 1,
-            "layout": "[B, S, H, D]; SDPA gets transposed views of it",
             "exact": "first_frame",
-            "inputs": "standard normal",
-            "timing": "CUDA events, L2 overwritten before each call, methods in turns" if real else "no speed",
-            "rounds": config.rounds,
-            "budget_s": config.budget,
-            "bounds": {**BOUNDS[dtype], "row_factor": ROW_FACTOR},
             "reference": "float32 plain torch on heads 0 and H-1 (backward: head 0);"
             f" exact attention: on {EXACT_ROWS} rows, out and dq",
         },
-        "rates": rates,
-        "formulae": FORMULAE,
-        "cases": [],
-        "left_out": [],
-        "complete": False,
-    }
-    clock = Clock(device)
-    write_json(config.output, results)
-    for case in cases:
-        left = deadline - time.monotonic()
-        if left <= _predicted_seconds(case, config, rates):
-            results["left_out"].append({"case": case.name, "why": f"the budget of {config.budget:g} s was used up"})
-            continue
-        results["cases"].append(run_case(case, config, clock, rates, deadline))
-        if cut := max(row.get("rounds_left_out", 0) for row in results["cases"][-1]["rows"]):
-            results["left_out"].append({"case": case.name, "why": f"{cut} rounds did not fit the budget"})
-        write_json(config.output, results)
-        config.say(case.name)
-    results["complete"] = not results["left_out"]
-    results["seconds"] = round(time.monotonic() - started, 1)
-    write_json(config.output, results)
-    return results
-
-
-def wrong_rows(results: dict[str, Any]) -> list[str]:
-    """What makes a run fail: wrong results of any method, and VMonarch kernels that did not run."""
-    return [
-        f"{row['method']} at {case['shape']} d={case['head_dim']} {case['pass']}: {row['problem']}"
-        for case in results["cases"]
-        for row in case["rows"]
-        if row["status"] == "wrong" or (row["status"] != "ok" and row["kind"] == "vmonarch")
-    ]
+        finish=partial(finish, methods),
+        describe=describe,
+        ahead=partial(compile_ahead, selection),
+        least_seconds=partial(_least_seconds, methods),
+        format=FORMAT,
+        way_seconds=5.0,
+        flushes=1,
+    )
 
 
 def text_table(results: dict[str, Any]) -> str:

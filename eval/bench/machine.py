@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -10,14 +11,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.eval.bench.clock import Clock, measure
+from vmonarch.eval.bench.clock import Clock, measure, release_memory
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.pipelines.environment import device_name, git_commit, package_versions
 
@@ -130,6 +131,22 @@ def provenance(device: torch.device, command: str) -> dict[str, Any]:
         "versions": versions(device),
         "command": command,
     }
+
+
+@contextlib.contextmanager
+def compiling(device: str, needed: float) -> Iterator[torch.device]:
+    """In a process of its own: waits until so many bytes are free; at the end the device is done, its memory free."""
+    on = torch.device(device)
+    real = on.type == "cuda"
+    if real:
+        torch.cuda.set_device(on)
+        waited = time.monotonic()
+        while torch.cuda.mem_get_info(on)[0] < needed and time.monotonic() < waited + 60:
+            time.sleep(0.5)
+    yield on
+    if real:
+        torch.cuda.synchronize(on)
+        release_memory(on)
 
 
 def map_in_processes(

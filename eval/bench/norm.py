@@ -136,8 +136,6 @@ def way(method: str, case: Case, device: torch.device, dtype: torch.dtype) -> Wa
         with_gradients(attend, (inputs.x, inputs.weight), inputs.grad),
         lambda results: dict(zip(NAMES, results, strict=False)),
         inputs.expected,
-        # Memory decides.
-        flops=0.0,
         bytes=case.bytes(dtype.itemsize),
         input_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
     )
@@ -199,11 +197,11 @@ def bench() -> Bench:
         ours=("vmonarch",),
         cases=standard_cases(),
         ways=ways,
-        compiled=lambda case, method: None,
         formulae=FORMULAE,
         settings={
+            "inputs": "standard normal",
             "layout": "x [1, S, C], result [1, S, H, D]; angles of Wan, float32",
             "reference": f"float64 plain torch, all rows; ours at most {ERROR_FACTOR:g} × diffusers' error",
         },
-        judge=judge,
+        finish=lambda case, rows, rates: judge(rows),
     )

@@ -1,6 +1,7 @@
-"""What the benchmarks of single operators share: check all ways to compute a case, time them in turns, write JSON.
+"""The runner of the benchmarks: check all ways to compute a case, time them in turns, write JSON.
 
-A result that differs from float32 has no speed. Clock, rounds, bounds and rates are those of `vmonarch bench kernels`.
+A benchmark says what its cases are and how each can be computed (`Bench`). A result that differs from float32 has no
+speed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from vmonarch.eval.bench.gate import BOUNDS, ROW_FACTOR, compare, failure
 from vmonarch.eval.bench.machine import (
     COMPILE_SHARE,
     check_device,
+    compiling,
     map_in_processes,
     measure_rates,
     measured_dtype,
@@ -31,12 +33,16 @@ from vmonarch.eval.bench.machine import (
 )
 from vmonarch.files import check_output, write_json
 
-# Of the L2 before each call: together they take about a millisecond, in which the host queues all of the call.
-FLUSHES = 16
-WAY_SECONDS = 1.0
 # Free memory that a process waits for before it compiles: block masks of FlexAttention take that much.
 COMPILE_BYTES = 24e9
 Tensors = dict[str, torch.Tensor]
+# Settings of the benchmarks of attention.
+ATTENTION = {
+    "layout": "[B, S, H, D]; SDPA and FlexAttention get transposed views of it",
+    "inputs": "standard normal",
+    "reference": "float32 plain torch, all rows of the first and the last head; gradients of the first head, or of all"
+    " where they share factors",
+}
 
 
 @dataclass(frozen=True)
@@ -47,18 +53,20 @@ class Way:
         run: the call; gives (out,) or (out, dq, dk, dv, …).
         found: of what `run` gave, the parts that are compared, by name; names of gradients begin with a d.
         expected: the same parts in float32, and maybe others.
-        flops, bytes: its work; 0 bytes if they are not counted.
+        flops, bytes: its work; 0 if they are not counted.
         input_bytes: of all tensors that must exist before the call.
         graph: record the call as a CUDA graph, because launching takes longer than computing.
+        more: what else its row says, by the clock that timed it.
     """
 
     run: Callable[[], tuple[torch.Tensor, ...]]
     found: Callable[[tuple[torch.Tensor, ...]], Tensors]
     expected: Callable[[], Tensors]
-    flops: float
+    flops: float = 0.0
     bytes: float = 0.0
     input_bytes: int = 0
     graph: bool = False
+    more: Callable[[Clock], dict[str, Any]] = lambda clock: {}
 
 
 Ways = Mapping[str, Callable[[], Way]]
@@ -75,18 +83,30 @@ class Bench:
             processes call it too.
         compiled: (case, method) -> what its code depends on, None where nothing is to be compiled beforehand.
         formulae: of FLOPs and bytes.
-        settings: of the JSON's, where others than attention's hold.
-        judge: looks at all rows of a case, and calls wrong what is by comparison with the others.
+        settings: further ones of the JSON.
+        finish: (case, its rows, rates) -> None; adds to the rows what follows from all of them.
+        describe: what the JSON says of a case.
+        ahead: (device, seconds) -> how many tasks were not done; compiles what all cases need, in place of `compiled`.
+        least_seconds: a guess of what the least of a case takes, by the rates.
+        format: of the JSON, if it has a name.
+        way_seconds: that a way may take; one whose calls take long is measured in fewer rounds.
+        flushes: of the L2 before each call. Sixteen take about a millisecond, in which the host queues all of the call.
     """
 
     methods: tuple[str, ...]
     ours: tuple[str, ...]
     cases: Sequence[Any]
     ways: Callable[[Any, torch.device, torch.dtype], Ways]
-    compiled: Callable[[Any, str], Hashable | None]
-    formulae: dict[str, str]
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    judge: Callable[[Sequence[dict[str, Any]]], None] = lambda rows: None
+    compiled: Callable[[Any, str], Hashable | None] = lambda case, method: None
+    formulae: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    finish: Callable[[Any, list[dict[str, Any]], dict[str, Any] | None], None] = lambda case, rows, rates: None
+    describe: Callable[[Any], dict[str, Any]] = dataclasses.asdict
+    ahead: Callable[[torch.device, float], int] | None = None
+    least_seconds: Callable[[Any, dict[str, Any]], float] = lambda case, rates: 0.0
+    format: str = ""
+    way_seconds: float = 1.0
+    flushes: int = 16
 
 
 def with_gradients(
@@ -171,16 +191,8 @@ def compile_task(task: Task) -> bool:
     ways, case, method, device_text = task
     # There is a process for every core already.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    device = torch.device(device_text)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        waited = time.monotonic()
-        while torch.cuda.mem_get_info(device)[0] < COMPILE_BYTES and time.monotonic() < waited + 60:
-            time.sleep(0.5)
-    ways(case, device, measured_dtype(device))[method]().run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        release_memory(device)
+    with compiling(device_text, COMPILE_BYTES) as device:
+        ways(case, device, measured_dtype(device))[method]().run()
     return True
 
 
@@ -235,8 +247,8 @@ def measure_ways(
     deadline: float,
     rates: dict[str, Any] | None,
     *,
-    seconds: float = WAY_SECONDS,
-    flushes: int = FLUSHES,
+    seconds: float = Bench.way_seconds,
+    flushes: int = Bench.flushes,
 ) -> list[dict[str, Any]]:
     """Check and time all ways of a case.
 
@@ -244,8 +256,7 @@ def measure_ways(
         rounds: measurements of each way, at most.
         deadline: `time.monotonic()` after which no round begins, except the first few.
         rates: of `measure_rates`; None where times tell nothing of speed.
-        seconds: that a way may take; if its calls take long, it is measured in fewer rounds.
-        flushes: of the L2 before each call.
+        seconds, flushes: see `Bench`.
 
     Returns:
         a row for every way: its status, "ok", "wrong", "out of memory" or "failed"; errors; if ok its milliseconds,
@@ -267,12 +278,13 @@ def measure_ways(
     for name, way in good.items():
         row = rows[name]
         row.update(ms=summary(times[name]), host_ms=statistics.median(host[name]), rounds=len(times[name]))
-        row.update(rounds_left_out=counts[name] - row["rounds"], flops=way.flops, bytes=way.bytes)
+        row.update(rounds_left_out=counts[name] - row["rounds"], flops=way.flops, bytes=way.bytes, **way.more(clock))
         if rates is None:
             continue
         ms = row["ms"]["median"]
-        row["tflops"] = way.flops / ms / 1e9
-        row["flop_floor_ms"] = 1e3 * way.flops / rates["matmul_flops_per_second"]
+        if way.flops:
+            row["tflops"] = way.flops / ms / 1e9
+            row["flop_floor_ms"] = 1e3 * way.flops / rates["matmul_flops_per_second"]
         if way.bytes:
             row["byte_floor_ms"] = 1e3 * way.bytes / rates["copy_bytes_per_second"]
             row["over_byte_floor"] = ms / row["byte_floor_ms"]
@@ -300,14 +312,14 @@ def run_bench(
     *,
     output: Path,
     methods: Sequence[str],
-    cases: str,
+    cases: str = "",
     rounds: int,
     budget: float,
     device: str,
     command: str,
     say: Callable[[str], None],
-) -> list[str]:
-    """Measure, write the JSON after each case, and return what is wrong, or of ours missing.
+) -> dict[str, Any]:
+    """Measure, and write the JSON after each case.
 
     Args:
         methods: of the benchmark's. cases: a regular expression that is found in the labels of those to measure.
@@ -315,10 +327,16 @@ def run_bench(
         budget: seconds after which no case is begun.
         command: as documents show it. say: told what is done.
 
+    Returns:
+        what was written: {"format", "date", "hardware", "versions", "command", "settings", "rates", "formulae",
+        "cases": [{"case", "rows": [{"method", "status", "ms", …}], …}], "left_out": [{"case", "why"}], "complete",
+        "seconds"}. Times are milliseconds.
+
     Raises:
         InputError: an argument cannot be used.
     """
     started = time.monotonic()
+    deadline = started + budget
     choose("methods", methods, {name: name for name in bench.methods})
     try:
         chosen = [case for case in bench.cases if re.search(cases, case.label)]
@@ -331,26 +349,27 @@ def run_bench(
     dtype, real = measured_dtype(on), on.type == "cuda"
     if real:
         torch.cuda.set_device(on)
-        tasks = compile_tasks(bench, chosen, methods, str(on))
-        missing = map_in_processes(compile_task, tasks, COMPILE_SHARE * budget).count(None)
-        say(f"compiled; {missing} of {len(tasks)} left for later")
+        if bench.ahead is not None:
+            missing = bench.ahead(on, COMPILE_SHARE * budget)
+        else:
+            tasks = compile_tasks(bench, chosen, methods, str(on))
+            missing = map_in_processes(compile_task, tasks, COMPILE_SHARE * budget).count(None)
+        say(f"compiled; {missing} tasks left for later")
     clock = Clock(on)
     rates = measure_rates(on)
+    flushed = "" if bench.flushes == 1 else f"{bench.flushes} times "
     results: dict[str, Any] = {
+        **({"format": bench.format} if bench.format else {}),
         **provenance(on, command),
         "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(on))) if real else None,
         "settings": {
             "dtype": str(dtype).removeprefix("torch."),
-            "layout": "[B, S, H, D]; SDPA and FlexAttention get transposed views of it",
-            "inputs": "standard normal",
-            "timing": f"CUDA events, L2 overwritten {FLUSHES} times before each call, methods in turns"
+            "timing": f"CUDA events, L2 overwritten {flushed}before each call, methods in turns"
             if real
             else "no speed",
             "rounds": rounds,
             "budget_s": budget,
             "bounds": {**BOUNDS[dtype], "row_factor": ROW_FACTOR},
-            "reference": "float32 plain torch, all rows of the first and the last head; gradients of the first head, or"
-            " of all where they share factors",
             "memory": "peak_bytes: the most that was allocated during a call beyond what was before it, results"
             " counted; input_bytes: tensors that must exist before it, a written-out bias counted",
             **bench.settings,
@@ -359,15 +378,26 @@ def run_bench(
         "formulae": bench.formulae,
         "cases": [],
         "left_out": [],
+        "complete": False,
     }
+
+    def leave_out(case: Any, why: str) -> None:
+        results["left_out"].append({"case": case.label, "why": why})
+        say(f"left out: {case.label} ({why})")
+
+    write_json(output, results)
     for case in chosen:
-        if time.monotonic() - started > budget:
-            results["left_out"].append(case.label)
+        if deadline - time.monotonic() <= (bench.least_seconds(case, rates) if rates else 0.0):
+            leave_out(case, f"the budget of {budget:g} s was used up")
             continue
         ways = {name: way for name, way in bench.ways(case, on, dtype).items() if name in methods}
-        rows = measure_ways(ways, clock, dtype, rounds, started + budget, rates)
-        bench.judge(rows)
-        results["cases"].append({"case": case.label, **dataclasses.asdict(case), "rows": rows})
+        rows = measure_ways(
+            ways, clock, dtype, rounds, deadline, rates, seconds=bench.way_seconds, flushes=bench.flushes
+        )
+        bench.finish(case, rows, rates)
+        results["cases"].append({"case": case.label, **bench.describe(case), "rows": rows})
+        if cut := max((row.get("rounds_left_out", 0) for row in rows), default=0):
+            leave_out(case, f"{cut} rounds did not fit the budget")
         # Inputs of several gigabytes hang on these.
         del ways
         release_memory(clock.device)
@@ -375,13 +405,17 @@ def run_bench(
         for row in rows:
             ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
             say(f"{case.label:48s} {row['method']:14s} {ms}")
+    results["complete"] = not results["left_out"]
     results["seconds"] = round(time.monotonic() - started, 1)
     write_json(output, results)
-    for label in results["left_out"]:
-        say(f"left out after {budget:g} s: {label}")
+    return results
+
+
+def wrong_rows(results: dict[str, Any], ours: Sequence[str]) -> list[str]:
+    """What makes a run fail: wrong results of any method, and `ours` that did not run."""
     return [
         f"{row['method']} at {case['case']}: {row['problem']}"
         for case in results["cases"]
         for row in case["rows"]
-        if row["status"] == "wrong" or (row["method"] in bench.ours and row["status"] != "ok")
+        if row["status"] == "wrong" or (row["status"] != "ok" and row["method"] in ours)
     ]

@@ -19,7 +19,8 @@ def digits(value: float) -> str:
 
 
 def good_rows(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["method"]: row for row in case["rows"] if row["status"] == "ok"}
+    """Those with times, by method; the first JSON of `vmonarch bench train` has no status."""
+    return {row["method"]: row for row in case["rows"] if row.get("status", "ok") == "ok"}
 
 
 def _ms(case: Case, method: str) -> float | None:
@@ -64,7 +65,8 @@ def about(results: dict[str, Any], what: str = "", rates: str = "") -> str:
         *(f"- {name}: {text}" for name, text in results["formulae"].items()),
     ]
     if results["left_out"]:
-        lines += ["", f"Left out when the time was over: {'; '.join(results['left_out'])}."]
+        left = [entry if isinstance(entry, str) else entry["case"] for entry in results["left_out"]]
+        lines += ["", f"Left out when the time was over: {'; '.join(left)}."]
     return "\n".join(lines) + "\n"
 
 

@@ -7,23 +7,21 @@ Full attention is cuDNN's.
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod
-from vmonarch.eval.bench.clock import Clock, measure, summary
-from vmonarch.eval.bench.kernels import BenchConfig, Method, Shape, compile_ahead
-from vmonarch.eval.bench.machine import check_device, provenance
-from vmonarch.eval.render.table import markdown
+from vmonarch.eval.bench.clock import Clock
+from vmonarch.eval.bench.kernels import Method, Selection, Shape, compile_ahead
+from vmonarch.eval.bench.runner import Bench, Way, Ways
+from vmonarch.eval.bench.tables import good_rows
+from vmonarch.eval.render.table import markdown, shown_number
 from vmonarch.eval.wan_models import WanModel, read_model_config
-from vmonarch.files import check_output, write_json
 from vmonarch.finetune.config import OptimizerConfig
 from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.models import Experts
@@ -106,47 +104,45 @@ def kernels(step: TrainingStep, count: int = 24) -> list[dict[str, Any]]:
     ]
 
 
-def run_case(
-    model: WanModel,
-    frames: int,
-    size: tuple[int, int],
-    methods: Sequence[AttentionMethod],
-    clock: Clock,
-    rounds: int,
-    deadline: float,
-) -> dict[str, Any]:
-    """Measure all methods on clips of one size."""
-    device = clock.device
-    latents = model.latents(frames, *size, argument="--frames, --size")
-    grid = model.grid(latents)
+@dataclass(frozen=True)
+class Case:
+    """Clips of one size; `grid` is the transformer's, which has so many parameters."""
+
+    frames: int
+    size: tuple[int, int]
+    grid: tuple[int, int, int]
+    tokens: int
+    parameters: int
+    training: bool = True
+
+    @property
+    def label(self) -> str:
+        return "x".join(map(str, (self.frames, *self.size)))
+
+
+def ways(
+    model: WanModel, methods: Sequence[AttentionMethod], case: Case, device: torch.device, dtype: torch.dtype
+) -> Ways:
+    """A step by every method, all on the same transformer."""
+    latents = model.latents(case.frames, *case.size, argument="frames")
     step = TrainingStep(model.transformer, latents, device, "bf16" if device.type == "cuda" else "fp32")
-    rows: dict[str, dict[str, Any]] = {}
-    for method in methods:
-        row = rows[method.label] = {"method": method.label}
-        method.parameters.install(step.transformer)
-        started = time.monotonic()
-        step()
-        clock.wait()
-        row["first_step_s"] = round(time.monotonic() - started, 2)
-        if device.type == "cuda":
-            row["memory_bytes"] = memory(step, device)
-            row["kernels"] = kernels(step)
 
-    def run(method: AttentionMethod) -> None:
+    def run(method: AttentionMethod) -> tuple[torch.Tensor, ...]:
         method.parameters.install(step.transformer)
         step()
+        return ()
 
-    runs: dict[str, Callable[[], Any]] = {method.label: partial(run, method) for method in methods}
-    times, _ = measure(runs, dict.fromkeys(runs, rounds), clock, deadline)
-    for name, row in rows.items():
-        row.update(ms=summary(times[name]), rounds=len(times[name]))
+    def more(method: AttentionMethod, clock: Clock) -> dict[str, Any]:
+        if device.type != "cuda":
+            return {}
+        method.parameters.install(step.transformer)
+        return {"memory_bytes": memory(step, device), "kernels": kernels(step)}
+
+    # What is computed is attention's own benchmarks' to check: here there is nothing to compare with.
+    unchecked = lambda *_: {}
     return {
-        "frames": frames,
-        "size": list(size),
-        "grid": list(grid),
-        "tokens": grid.tokens,
-        "parameters": sum(parameter.numel() for parameter in step.parameters),
-        "rows": list(rows.values()),
+        method.label: partial(Way, partial(run, method), unchecked, unchecked, more=partial(more, method))
+        for method in methods
     }
 
 
@@ -154,23 +150,23 @@ def train_table(results: dict[str, Any]) -> str:
     """A row for every number of frames and method."""
     rows = []
     for case in results["cases"]:
-        base = next(row for row in case["rows"] if row["method"] == "full")
+        found = good_rows(case)
+        base = found.get("full", {})
         for row in case["rows"]:
-            seconds = row["ms"]["median"] / 1e3
-            ours = row is not base
-            peak = row.get("memory_bytes", {}).get("peak")
-            more = "" if not ours or peak is None else f"{100 * (peak / base['memory_bytes']['peak'] - 1):+.1f} %"
-            rows.append(
-                [
-                    f"{case['frames']}×{case['size'][0]}×{case['size'][1]}",
-                    f"{case['tokens']:,}",
-                    {"full": "full (cuDNN)"}.get(row["method"], row["method"]),
-                    f"{seconds:.2f} s",
-                    f"{base['ms']['median'] / row['ms']['median']:.2f}×" if ours else "",
-                    "–" if peak is None else f"{peak / 1e9:.1f} GB",
-                    more,
-                ]
-            )
+            name = [
+                f"{case['frames']}×{case['size'][0]}×{case['size'][1]}",
+                f"{case['tokens']:,}",
+                {"full": "full (cuDNN)"}.get(row["method"], row["method"]),
+            ]
+            if row["method"] not in found:
+                rows.append([*name, row["status"], *["–"] * 3])
+                continue
+            seconds, peak = row["ms"]["median"] / 1e3, row.get("memory_bytes", {}).get("peak")
+            faster = more = ""
+            if base and row is not base:
+                faster = f"{base['ms']['median'] / row['ms']['median']:.2f}×"
+                more = "" if peak is None else f"{100 * (peak / base['memory_bytes']['peak'] - 1):+.1f} %"
+            rows.append([*name, f"{seconds:.2f} s", faster, shown_number(peak, 1, "{} GB", factor=1e-9), more])
     table = markdown(["clip", "tokens", "attention", "step", "faster", "peak memory", "more"], rows)
     settings = results["settings"]
     parameters = results["cases"][0]["parameters"] / 1e9
@@ -182,80 +178,45 @@ def train_table(results: dict[str, Any]) -> str:
     return f"{table}\n{about} Made by `{results['command']}`.\n"
 
 
-def run_bench(
-    *,
-    output: Path,
-    model: str,
-    frames: Sequence[int],
-    size: tuple[int, int],
-    methods: Sequence[AttentionMethod],
-    rounds: int,
-    budget: float,
-    device: str,
-    command: str,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """Measure clips of all numbers of frames, write the JSON after each, and return what was written.
+def bench(model: str, frames: Sequence[int], size: Sequence[int], methods: Sequence[AttentionMethod]) -> Bench:
+    """The benchmark of clips of so many frames.
 
     Args:
         model: of configs/models/, or a YAML file.
         size: height and width of the clips.
         methods: full attention among them, which the others are compared with.
-        rounds: measurements of each method. budget: seconds after which no number of frames is begun.
-        command: as documents show it. say: told what is done.
 
     Raises:
         InputError: an argument cannot be used.
     """
-    started = time.monotonic()
     wan = read_model_config(model, argument="model")
-    config = wan.transformer
-    latents = [wan.latents(count, *size, argument="frames") for count in frames]
-    on = check_device(device)
-    check_output(output)
-    if "full" not in [method.label for method in methods]:
+    config, (height, width) = wan.transformer, size
+    grids = [wan.grid(wan.latents(count, height, width, argument="frames")) for count in frames]
+    labels = tuple(method.label for method in methods)
+    if "full" not in labels:
         raise InputError("methods", "must hold full, which the others are compared with")
-    if on.type == "cuda":
-        torch.cuda.set_device(on)
-        ahead = BenchConfig(
-            output,
-            tuple(Shape(wan.grid(latent), config["num_attention_heads"]) for latent in latents),
-            (Method("vmonarch", "vmonarch"),),
-            head_dims=(config["attention_head_dim"],),
-        )
-        say(f"compiled; {compile_ahead(ahead, on, budget / 3)} left for later")
-    clock = Clock(on)
-    results: dict[str, Any] = {
-        **provenance(on, command),
-        "settings": {
+    parameters = wan.parameters(transformer_only=True) // len(wan.transformers)
+    shapes = tuple(Shape(grid, config["num_attention_heads"]) for grid in grids)
+    ahead = Selection(shapes, (Method("vmonarch", "vmonarch"),), (config["attention_head_dim"],))
+    return Bench(
+        methods=labels,
+        ours=labels,
+        cases=[
+            Case(count, (height, width), tuple(grid), grid.tokens, parameters)
+            for count, grid in zip(frames, grids, strict=True)
+        ],
+        ways=partial(ways, wan, methods),
+        settings={
             "model": model,
             "config": config,
             "batch": 1,
-            "precision": "bfloat16 products, float32 weights and AdamW" if on.type == "cuda" else "float32",
+            "precision": "bfloat16 products (float32 on a CPU), float32 weights and AdamW",
             "gradient_checkpointing": True,
             "timing": "device events around whole steps (draw, forward, backward, clip, update), methods in turns",
             "memory": "memory_bytes: allocated before a step, most during forward and backward, most of all",
         },
-        "cases": [],
-        "left_out": [],
-    }
-    for count in frames:
-        if time.monotonic() - started > budget:
-            results["left_out"].append(count)
-            continue
-        case = run_case(wan, count, size, methods, clock, rounds, started + budget)
-        # The transformer and its hooks hold each other.
-        gc.collect()
-        results["cases"].append(case)
-        write_json(output, results)
-        for row in case["rows"]:
-            for kernel in row.get("kernels", []):
-                say(f"{kernel['ms']:9.2f} ms {kernel['calls']:6d} × {kernel['kernel']}")
-            seconds, peak = row["ms"]["median"] / 1e3, row.get("memory_bytes", {}).get("peak", 0)
-            say(
-                f"{count} frames {row['method']:12s} {seconds:8.3f} s {peak / 1e9:7.2f} GB,"
-                f" first step {row['first_step_s']} s"
-            )
-    results["seconds"] = round(time.monotonic() - started, 1)
-    write_json(output, results)
-    return results
+        ahead=partial(compile_ahead, ahead),
+        # As many rounds as are asked for.
+        way_seconds=1e6,
+        flushes=1,
+    )

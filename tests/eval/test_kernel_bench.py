@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from vmonarch.cli import main
 from vmonarch.configs import InputError
 from vmonarch.eval.bench import clock, gate, kernels, machine, stages
 from vmonarch.eval.studies import kernel_plots, tables
+from vmonarch.files import write_json
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import interpreted
 
@@ -54,8 +56,8 @@ def tiny_run(tmp_path_factory):
 def test_the_json_says_everything(tiny_run):
     code, results = tiny_run
     assert code == 0
-    keys = "format date hardware versions command settings rates formulae cases left_out complete seconds".split()
-    assert list(results) == keys
+    keys = "format date hardware versions command compute_capability settings rates formulae cases left_out complete"
+    assert list(results) == [*keys.split(), "seconds"]
     assert results["format"] == kernels.FORMAT and results["complete"] and not results["left_out"]
     assert {"torch", "triton", "python", "driver", "numpy"} <= set(results["versions"])
     assert [(case["shape"], case["pass"]) for case in results["cases"]] == [
@@ -134,7 +136,7 @@ def test_small_errors_everywhere_and_larger_ones_anywhere_are_seen(monkeypatch, 
     inputs = kernels.Inputs.random(case, torch.device("cpu"), torch.float32)
     method = kernels.Method("vmonarch", "torch")
     right = kernels.call
-    bound = kernels.BOUNDS[torch.float32]["out" if name == "out" else "gradient"]
+    bound = gate.bound(name, torch.float32)
 
     def check(everywhere=0.0, one_row=0.0):
         def changed(method, inputs, case, implementation=""):
@@ -191,18 +193,18 @@ def made_up_rows(status="ok"):
         {"method": "vmonarch", "status": "ok", "ms": {"median": 4.0}},
         {"method": "vmonarch-t1", "status": "wrong"},
     ]
-    names = [row["method"] for row in rows]
-    works = {m.name: kernels.method_work(m, case, 2) for m in kernels.METHODS if m.name in names}
-    return kernels.finish_rows(rows, works, RATES)
+    for row in rows:
+        method = next(method for method in kernels.METHODS if method.name == row["method"])
+        row.update(totals(kernels.method_work(method, case, 2)))
+    return kernels.finish(kernels.METHODS, case, rows, RATES)
 
 
 def test_speed_ups_are_over_a_right_baseline_only():
     exact, ours, wrong = made_up_rows()
     assert ours["over_cudnn"] == 10 and exact["over_cudnn"] == 1 and ours["over_fa2"] is None
-    assert ours["tflops"] == pytest.approx(ours["flops"] / 4e-3 / 1e12)
     floor = max(ours["flops"] / 786e12, ours["bytes"] / 4.3e12) * 1e3
     assert ours["floor_ms"] == pytest.approx(floor) and ours["over_floor"] == pytest.approx(4 / floor)
-    assert "over_cudnn" not in wrong and "tflops" not in wrong
+    assert "over_cudnn" not in wrong and "over_floor" not in wrong
     assert made_up_rows("wrong")[1]["over_cudnn"] is None
 
 
@@ -288,7 +290,7 @@ def test_methods_take_turns_and_none_is_always_first():
     assert {name: len(found) for name, found in times.items()} == {"a": 4, "b": 2, "c": 4} and set(host) == set("abc")
     calls.clear()
     clock.measure(runs, dict.fromkeys(runs, 50), kernels.Clock(torch.device("cpu")), 0.0)
-    assert len(calls) == 3 * kernels.MIN_ROUNDS
+    assert len(calls) == 3 * clock.MIN_ROUNDS
 
 
 def test_percentiles():
@@ -301,30 +303,18 @@ def fast_cases(monkeypatch):
     """Cases that take 10 s each by a clock of their own; `seen` tells which ran."""
     now, seen = [0.0], []
 
-    def run_case(case, *_):
+    def ways(methods, case, *_):
         now[0] += 10
-        seen.append(case.name)
-        return {
-            "shape": case.shape.name,
-            "grid": list(case.shape.grid),
-            "heads": 1,
-            "tokens": 1,
-            "head_dim": case.head_dim,
-            "pass": "forward",
-            "rows": [],
-        }
+        seen.append(case.label)
+        return {}
 
-    monkeypatch.setattr(kernels.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(kernels, "run_case", run_case)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(kernels, "ways", ways)
     monkeypatch.setattr(machine, "interpreted", lambda: True)
     return seen
 
 
-def test_the_budget_stops_the_run_and_says_what_is_left_out(tmp_path, monkeypatch, fast_cases, capsys):
-    case = kernels.run_case
-    monkeypatch.setattr(kernels, "run_case", lambda *a: {**case(*a), "rows": [{"rounds_left_out": 0}]})
-    monkeypatch.setattr(kernels, "text_table", lambda results: str(results["left_out"]))
-    monkeypatch.setattr(kernels, "wrong_rows", lambda results: [])
+def test_the_budget_stops_the_run_and_says_what_is_left_out(tmp_path, fast_cases, capsys):
     code, results = bench(tmp_path, "--shapes", "2x2x2", "3x2x2", "4x2x2", "--head-dims", "64", "--budget", "25")
     assert code == 0 and not results["complete"]
     assert fast_cases == ["2x2x2 d=64 forward", "3x2x2 d=64 forward", "4x2x2 d=64 forward"]
@@ -335,21 +325,21 @@ def test_the_budget_stops_the_run_and_says_what_is_left_out(tmp_path, monkeypatc
 
 
 def test_a_run_that_is_killed_loses_no_finished_case(tmp_path, monkeypatch, fast_cases):
-    finished = kernels.run_case
+    finished = kernels.ways
 
-    def killed(case, *arguments):
+    def killed(*arguments):
         if len(fast_cases) == 2:
             raise KeyboardInterrupt
-        return {**finished(case, *arguments), "rows": [{"rounds_left_out": 0}]}
+        return finished(*arguments)
 
-    monkeypatch.setattr(kernels, "run_case", killed)
+    monkeypatch.setattr(kernels, "ways", killed)
     code, results = bench(tmp_path, "--shapes", "2x2x2", "3x2x2", "4x2x2")
     assert code == 130 and len(results["cases"]) == 2 and not results["complete"]
     assert os.listdir(tmp_path) == ["kernels.json"]
 
 
 def test_everything_is_compiled_with_as_few_heads_as_do():
-    tasks = kernels.compile_tasks(kernels.BenchConfig(None), "cuda:0")
+    tasks = kernels.compile_tasks(kernels.Selection(), "cuda:0")
     assert len(set(tasks)) == len(tasks)
     exact = [case for case, _, stages, _ in tasks if stages == "exact"]
     # With the heads of the measurement, once per grid and head dimension.
@@ -388,7 +378,7 @@ def test_the_kernels_of_a_case_are_compiled_in_parts(monkeypatch):
     monkeypatch.setattr(stages, "watched_stages", noting)
     case = kernels.Case(kernels.Shape.parse("2x4x4:1"), 16, True)
     coarse = tuple(method for method in kernels.METHODS if method.name == "vmonarch-coarse2")
-    config = kernels.BenchConfig(None, (case.shape,), coarse, (16,), ("backward",))
+    config = kernels.Selection((case.shape,), coarse, (16,), ("backward",))
     tasks = kernels.compile_tasks(config, "cpu")
     assert [stages for _, _, stages, _ in tasks] == ["exact", *kernels._PARTS[True]]
     for task in tasks:
@@ -400,22 +390,22 @@ def test_the_kernels_of_a_case_are_compiled_in_parts(monkeypatch):
 
 def test_the_json_is_replaced_as_a_whole(tmp_path, monkeypatch):
     path = tmp_path / "kernels.json"
-    kernels.write_json(path, {"a": 1})
+    write_json(path, {"a": 1})
     with pytest.raises(TypeError):
-        kernels.write_json(path, {"a": object()})
+        write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1} and os.listdir(tmp_path) == ["kernels.json"]
 
 
 def test_all_cases_in_order_of_priority():
-    config = kernels.BenchConfig(output=None)
-    names = [case.name for case in config.cases()]
+    config = kernels.Selection()
+    names = [case.label for case in config.cases()]
     assert names[0] == "43x28x52 d=128 forward" and len(names) == len(set(names)) == 2 * (7 + 8)
     assert [name for name in names if name.startswith(kernels.FIGURE_8)] == [
         "32x32x64 d=64 forward",
         "32x32x64 d=64 forward+backward",
     ]
     torch_form = next(method for method in kernels.METHODS if method.kind == "torch")
-    assert [c.name for c in config.cases() if torch_form.measured_on(c.shape, c.head_dim)] == [
+    assert [c.label for c in config.cases() if torch_form.measured_on(c.shape, c.head_dim)] == [
         "32x32x64 d=64 forward",
         "32x32x64 d=64 forward+backward",
     ]

@@ -140,7 +140,7 @@ def head_dims(values: Sequence[str]) -> tuple[int, ...]:
 def _kernels(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
     from vmonarch.configs import InputError
     from vmonarch.eval.bench import kernels
-    from vmonarch.eval.bench.runner import choose
+    from vmonarch.eval.bench.runner import choose, run_bench, wrong_rows
 
     quick = arguments.quick
     chosen: dict[str, Any] = {}
@@ -160,10 +160,11 @@ def _kernels(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[
         chosen["head_dims"] = (128,)
     if arguments.passes is not None:
         chosen["passes"] = choose("passes", words(arguments.passes), {name: name for name in kernels.PASSES})
-    results = kernels.run_bench(kernels.BenchConfig(**_common(arguments), say=say, **chosen))
+    bench = kernels.bench(kernels.Selection(**chosen))
+    results = run_bench(bench, methods=bench.methods, say=say, **_common(arguments))
     if not arguments.quiet:
         print(kernels.text_table(results))
-    return kernels.wrong_rows(results)
+    return wrong_rows(results, bench.ours)
 
 
 def _e2e(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
@@ -192,22 +193,18 @@ def _operator(arguments: argparse.Namespace, say: Callable[[str], None]) -> list
 
     bench = importlib.import_module(f"vmonarch.eval.bench.{arguments.benchmark}").bench()
     methods = bench.methods if arguments.methods is None else words(arguments.methods)
-    return runner.run_bench(bench, methods=methods, cases=arguments.cases, say=say, **_common(arguments))
+    results = runner.run_bench(bench, methods=methods, cases=arguments.cases, say=say, **_common(arguments))
+    return runner.wrong_rows(results, bench.ours)
 
 
 def _train(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
     from vmonarch.configs.methods import resolve_method
-    from vmonarch.eval.bench import train
+    from vmonarch.eval.bench import runner, train
 
-    train.run_bench(
-        model=arguments.model,
-        frames=arguments.frames,
-        size=tuple(arguments.size),
-        methods=[resolve_method(name, argument="methods") for name in arguments.methods or train.METHODS],
-        say=say,
-        **_common(arguments),
-    )
-    return []
+    methods = [resolve_method(name, argument="methods") for name in arguments.methods or train.METHODS]
+    bench = train.bench(arguments.model, arguments.frames, arguments.size, methods)
+    results = runner.run_bench(bench, methods=bench.methods, say=say, **_common(arguments))
+    return runner.wrong_rows(results, bench.ours)
 
 
 def _parallel(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
