@@ -14,27 +14,31 @@ Legend: S tokens, C channels, T latent frames, h and w latent pixels.
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, UniPCMultistepScheduler
 
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod
 from vmonarch.eval.attention_flops import STEP_KINDS, step_kinds, transformers_by_step
 from vmonarch.eval.bench.clock import Clock, measure, release_memory, summary
+from vmonarch.eval.bench.denoiser import (
+    GUIDANCE,
+    TEXT_TOKENS,
+    Denoiser,
+    compiled_graphs,
+    settings_of_torch,
+    share_weights,
+    steps_to_measure,
+)
 from vmonarch.eval.bench.gate import failure, relative_errors
 from vmonarch.eval.bench.kernels import METHODS, Selection, Shape, compile_ahead
 from vmonarch.eval.bench.machine import check_device, measured_dtype, provenance
-from vmonarch.eval.render.table import markdown
+from vmonarch.eval.bench.parts import profiled_parts, timed_parts, with_rest
 from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.files import check_output, write_json
 from vmonarch.grid import LatentGrid
@@ -44,25 +48,9 @@ FORMAT = "vmonarch-e2e-1"
 MODES = ("eager", "compiled")
 # Of the budget, for compiling Triton's kernels beforehand.
 COMPILE_SHARE = 0.25
-# A block of the model is one function to torch.compile; every method makes a version of it.
-RECOMPILE_LIMIT = 64
-TEXT_TOKENS = 512
-GUIDANCE = 5.0
 # Relative errors (Frobenius norm) that one forward call may have where both compute the same: exact attention against
 # stock eager, and a method compiled against the same one eager. Of a whole transformer, so above those of one kernel.
 BOUNDS = {torch.bfloat16: 5e-2, torch.float32: 1e-3}
-# Of the rest, so many kernels are named.
-REST_KERNELS = 12
-# Profiled kernels that add up to more than so many forward calls are said to: their durations are not all work then.
-PROFILE_BOUND = 1.1
-# What ratios of `video_table` are to; its methods and their titles there.
-STOCK = ("full", "compiled")
-VIDEO_METHODS = {
-    "vmonarch-refresh": "VMonarch, near-lossless",
-    "vmonarch-refresh-fast": "VMonarch, fast",
-    "vmonarch": "VMonarch, every step",
-}
-PARTS = ("attention", "projections", "norms and rotary", "cross-attention", "FFN", "rest")
 FORMULAE = {
     "step": "two forward calls (prompt and negative prompt, batch 1), guidance, one step of UniPC; where steps differ,"
     " their mean, Σ number · median / steps, and so for forward",
@@ -186,267 +174,6 @@ class E2EConfig:
                 step_kinds(method.parameters, ["transformer"] * self.steps)
             except ValueError as error:
                 raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error
-
-
-def share_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the modules with the same parameters and buffers: its processors and compiled code are its own."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-class StepTimes(NamedTuple):
-    """Seconds of a denoising step and of its forward calls."""
-
-    step: int
-    whole: float
-    forward: tuple[float, float]
-
-
-class Denoiser(DiffusionPipeline):
-    """Denoising steps of one transformer on fixed random latents.
-
-    It is a pipeline, because processors ask the one that calls the transformer for the step.
-
-    Args:
-        model: says how timesteps are given.
-        latents: [1, C, T, h, w]. texts: embeddings of the prompt and of the negative prompt, [1, 512, text_dim].
-        transformer_2: of a model with two; all steps are computed by the first.
-    """
-
-    def __init__(
-        self,
-        transformer: torch.nn.Module,
-        model: WanModel,
-        latents: torch.Tensor,
-        texts: Sequence[torch.Tensor],
-        steps: int,
-        clock: Clock,
-        transformer_2: torch.nn.Module | None = None,
-    ) -> None:
-        super().__init__()
-        scheduler = UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
-        )
-        self.register_modules(transformer=transformer, transformer_2=transformer_2, scheduler=scheduler)
-        self.register_to_config(boundary_ratio=model.boundary_ratio)
-        self.model, self.latents, self.texts, self.steps, self.clock = model, latents, texts, steps, clock
-        self.input = latents.to(texts[0].dtype)
-        self.tokens = model.grid((latents.shape[2], latents.shape[3], latents.shape[4])).tokens
-        # Of each step: when its forward calls began and ended, and when it ended.
-        self.marks: list[tuple[int, tuple[Any, ...]]] = []
-        self.begin()
-
-    def begin(self, step: int = 0) -> None:
-        """Begin a run with this step; residuals of the run before are freed."""
-        self.scheduler.set_timesteps(self.steps, device=self.latents.device)
-        self.scheduler.set_begin_index(step)
-        self._num_timesteps = self.steps
-        self.next_step = step
-        record = getattr(self.transformer, "_vmonarch_record", None)
-        if record is not None:
-            record.context.forget()
-
-    def forward(self, text: int = 0) -> torch.Tensor:
-        """Velocity [1, C, T, h, w]."""
-        self._current_timestep = self.scheduler.timesteps[self.next_step]
-        timestep = self._current_timestep.expand(1)
-        if self.model.expand_timesteps:
-            timestep = (torch.ones(self.tokens, device=self.latents.device) * timestep)[None]
-        out: torch.Tensor = self.transformer(
-            hidden_states=self.input,
-            timestep=timestep,
-            encoder_hidden_states=self.texts[text],
-            return_dict=False,
-        )[0]
-        return out
-
-    def __call__(self) -> None:
-        """One step, of a new run after the last; `marks` keeps its times."""
-        if self.next_step == self.steps:
-            self.begin()
-        start = self.clock.mark()
-        prompt = self.forward(0)
-        middle = self.clock.mark()
-        negative = self.forward(1)
-        stop = self.clock.mark()
-        guided = negative + GUIDANCE * (prompt - negative)
-        self.scheduler.step(guided, self._current_timestep, self.latents, return_dict=False)
-        self.marks.append((self.next_step, (start, middle, stop, self.clock.mark())))
-        self.next_step += 1
-
-    def run(self, steps: range) -> None:
-        """Consecutive steps, with which a run begins."""
-        self.begin(steps.start)
-        for _ in steps:
-            self()
-
-    def step_times(self) -> list[StepTimes]:
-        """Of all steps in `marks`."""
-        self.clock.wait()
-        seconds = lambda start, stop: self.clock.between(start, stop) / 1e3
-        return [StepTimes(step, seconds(a, d), (seconds(a, b), seconds(b, c))) for step, (a, b, c, d) in self.marks]
-
-
-def steps_to_measure(kinds: Sequence[str]) -> list[range]:
-    """Consecutive steps, as few as possible, among which there is one of every kind; a run may begin with each range.
-
-    An approximate step comes with the steps before it, back to the one whose residual it uses. If there are approximate
-    steps, one of them is the last of the last range.
-
-    Args:
-        kinds: of all steps (`step_kinds`).
-    """
-    ranges: list[range] = []
-    for kind in reversed(STEP_KINDS):
-        if kind not in kinds or any(kinds[step] == kind for steps in ranges for step in steps):
-            continue
-        first = last = kinds.index(kind)
-        if kind == "approximate" and "kept" in kinds[:last]:
-            first = max(step for step in range(last) if kinds[step] == "kept")
-        ranges.insert(0, range(first, last + 1))
-    return ranges
-
-
-@contextlib.contextmanager
-def timed_parts(transformer: Any, clock: Clock) -> Iterator[Callable[[], dict[str, float]]]:
-    """Marks around the modules of every block, while the block of `with` runs; gives what tells milliseconds by part.
-
-    What a self-attention module does besides attention and projections is its norms and rotary embedding. Norms of
-    queries and keys get no hooks: with hooks they would not be computed by the kernel that they are timed for.
-    """
-    from diffusers.models.transformers import transformer_wan
-
-    spans: dict[str, list[tuple[Any, Any]]] = {
-        name: [] for name in ("self", "attention", "projections", "layer norms", "cross-attention", "FFN")
-    }
-    handles = []
-    in_self_attention = [False]
-
-    def watch(module: torch.nn.Module, name: str, note: bool = False) -> None:
-        starts: list[Any] = []
-
-        def before(*_: Any) -> None:
-            in_self_attention[0] = in_self_attention[0] or note
-            starts.append(clock.mark())
-
-        def after(*_: Any) -> None:
-            in_self_attention[0] = in_self_attention[0] and not note
-            spans[name].append((starts.pop(), clock.mark()))
-
-        handles.append(module.register_forward_pre_hook(before))
-        handles.append(module.register_forward_hook(after))
-
-    def marked(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = clock.mark()
-            result = function(*args, **kwargs)
-            spans["attention"].append((start, clock.mark()))
-            return result
-
-        return call
-
-    dispatch = transformer_wan.dispatch_attention_fn
-
-    def stock(*args: Any, **kwargs: Any) -> Any:
-        return (marked(dispatch) if in_self_attention[0] else dispatch)(*args, **kwargs)
-
-    changed = []
-    for block in transformer.blocks:
-        own = block.attn1
-        watch(own, "self", note=True)
-        for projection in (own.to_q, own.to_k, own.to_v, own.to_out[0]):
-            watch(projection, "projections")
-        for norm in (block.norm1, block.norm2, block.norm3):
-            watch(norm, "layer norms")
-        watch(block.attn2, "cross-attention")
-        watch(block.ffn, "FFN")
-        if hasattr(own.processor, "attend_layer"):
-            own.processor.attend_layer = marked(own.processor.attend_layer)
-            changed.append(own.processor)
-    transformer_wan.dispatch_attention_fn = stock
-
-    def milliseconds() -> dict[str, float]:
-        clock.wait()
-        ms = {name: sum(clock.between(*span) for span in found) for name, found in spans.items()}
-        rest_of_self = ms.pop("self") - ms["attention"] - ms["projections"]
-        norms = ms.pop("layer norms") + rest_of_self
-        return {**ms, "norms and rotary": norms}
-
-    try:
-        yield milliseconds
-    finally:
-        transformer_wan.dispatch_attention_fn = dispatch
-        for handle in handles:
-            handle.remove()
-        for processor in changed:
-            del processor.attend_layer
-
-
-def part_of(name: str, shapes: Sequence[Sequence[int]], tokens: int, width: int, ffn_dim: int) -> str | None:
-    """Which part an operator of a compiled block belongs to, by its name and the shapes of its inputs.
-
-    "square" is a product of all tokens with a width × width matrix: query, key, value and output of self-attention, or
-    query and output of cross-attention. None: no part, or not to be told.
-    """
-    if name.startswith("vmonarch::"):
-        return "norms and rotary" if "norm_rotary" in name else "attention"
-    if name.startswith("aten::_scaled_dot_product") and len(shapes) > 1 and len(shapes[1]) == 4:
-        return "attention" if shapes[1][2] == tokens else "cross-attention"
-    factors = shapes[1:3] if name == "aten::addmm" else shapes[:2] if name == "aten::mm" else []
-    if [len(shape) for shape in factors] != [2, 2]:
-        return None
-    (rows, inner), (_, columns) = factors
-    if inner == columns == width:
-        return "square" if rows == tokens else "cross-attention" if rows == TEXT_TOKENS else None
-    return "FFN" if rows == tokens and {inner, columns} == {width, ffn_dim} else None
-
-
-def profiled_parts(
-    run: Callable[[], Any], device: torch.device, tokens: int, config: dict[str, Any]
-) -> tuple[dict[str, float], list[str], dict[str, float]]:
-    """(milliseconds of all kernels of a call by PARTS, names of attention's operators, the rest by kernel).
-
-    Two of every six square products are cross-attention's. On a CPU, operators take the place of kernels.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    cuda = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities, record_shapes=True) as profiled:
-        run()
-        if cuda:
-            torch.cuda.synchronize(device)
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    ms = dict.fromkeys((*PARTS[:-1], "square"), 0.0)
-    names = set()
-    rest: Counter[str] = Counter()
-    waiting = [
-        event
-        for event in profiled.events()
-        if event.cpu_parent is None and event.device_type == torch.autograd.DeviceType.CPU
-    ]
-    while waiting:
-        event = waiting.pop()
-        part = part_of(event.name, event.input_shapes or [], tokens, width, config["ffn_dim"])
-        if part is None:
-            waiting.extend(event.cpu_children)
-            own = [(kernel.name, kernel.duration) for kernel in event.kernels]
-            for name, microseconds in own if cuda else [(event.name, event.self_cpu_time_total)]:
-                rest[name] += microseconds / 1e3
-        else:
-            ms[part] += (event.device_time_total if cuda else event.cpu_time_total) / 1e3
-            if part == "attention":
-                names.add(event.name)
-    square = ms.pop("square")
-    ms["projections"] += square * 4 / 6
-    ms["cross-attention"] += square * 2 / 6
-    return ms | {"rest": rest.total()}, sorted(names), dict(rest.most_common(REST_KERNELS))
-
-
-def with_rest(ms: dict[str, float], total: float) -> dict[str, float]:
-    """Milliseconds by PARTS, the rest being what is left of `total`."""
-    return {name: ms.get(name, total - sum(ms.values())) for name in PARTS}
 
 
 def measure_component(build: Callable[[], torch.nn.Module], call: Callable[[Any], Any], clock: Clock) -> dict[str, Any]:
@@ -671,13 +398,6 @@ class Row:
         self.record.update(video_seconds(self.record["step_s"]["median"], self.bench.steps, vae, text))
 
 
-def compiled_graphs() -> int:
-    """How many graphs torch.compile has made since its counters were cleared."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
-
-
 def _skipped(what: str) -> dict[str, Any]:
     return {"status": "left out", "problem": what}
 
@@ -763,15 +483,6 @@ def run_setting(
         row.denoiser = None
     torch.compiler.reset()
     return case
-
-
-@contextlib.contextmanager
-def settings_of_torch() -> Iterator[None]:
-    """Room for every method's version of a block; diffusers' attention backend returns to what it was."""
-    from diffusers.models.attention_dispatch import attention_backend
-
-    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT), attention_backend("native"):
-        yield
 
 
 def measure_rows(rows: Sequence[Row], case: dict[str, Any], bench: E2EConfig, clock: Clock, deadline: float) -> None:
@@ -938,151 +649,3 @@ def merge_files(parts: Sequence[Path], output: Path) -> None:
 def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The runs of several files in one."""
     return {"format": FORMAT, "runs": [run for part in parts for run in part["runs"]]}
-
-
-def newest_rows(results: dict[str, Any]) -> dict[str, dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]]]:
-    """{setting: {(method, mode): (row, its case)}}: of rows measured in several runs the last that has times."""
-    found: dict[str, dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]]] = {}
-    for run in results["runs"]:
-        for case in run["cases"]:
-            rows = found.setdefault(case["setting"], {})
-            for row in case["rows"]:
-                key = row["method"], row["mode"]
-                if row["status"] == "ok" or key not in rows:
-                    rows[key] = row, case
-    order = {setting.name: i for i, setting in enumerate(SETTINGS)}
-    return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
-
-
-def ratio(row: dict[str, Any], case: dict[str, Any], mode: str) -> float | None:
-    """How many times as fast as full attention in `mode` a row is, both of the same run; None if there is none."""
-    base = next((r for r in case["rows"] if (r["method"], r["mode"]) == ("full", mode)), None)
-    if base is None or base is row or base["status"] != "ok" or row["status"] != "ok":
-        return None
-    return base["step_s"]["median"] / row["step_s"]["median"]
-
-
-def e2e_table(results: dict[str, Any]) -> str:
-    """Seconds of steps and videos with the ratios that are aimed at, and what the time goes into."""
-    rows, parts, kinds, longer = [], [], [], ""
-    for setting, found in newest_rows(results).items():
-        for (method, mode), (row, case) in found.items():
-            aims = case["aims"] if (method, mode) == ("vmonarch", "compiled") and case["aims"] else (None, None)
-            over = []
-            for base, aim in zip(MODES, aims, strict=True):
-                value = ratio(row, case, base)
-                text = "–" if value is None else f"{value:.2f}×"
-                over.append(text if aim is None else f"{text} (aim {aim:g}×)")
-            name = [setting, f"{method}, {mode}"]
-            if row["status"] != "ok":
-                rows.append([*name, row["status"], *["–"] * 7])
-                continue
-            video, peak = row["video_s"], row.get("peak_bytes")
-            error = row["errors"].get("to_stock")
-            rows.append(
-                [
-                    *name,
-                    f"{row['forward_s']['median']:.3f}",
-                    f"{row['step_s']['median']:.3f}",
-                    f"{row['denoise_s']:.1f}",
-                    "–" if video is None else f"{video:.1f}",
-                    *over,
-                    "–" if peak is None else f"{peak / 1e9:.1f}",
-                    "–" if error is None else f"{error:.1e}",
-                ]
-            )
-            if "kinds" in row:
-                found_kinds = [row["kinds"].get(kind) for kind in STEP_KINDS]
-                cells = ["–" if k is None else f"{k['steps']} × {k['step_s']['median']:.3f}" for k in found_kinds]
-                kinds.append([*name, *cells])
-            if "parts" in row:
-                shares = [f"{100 * row['parts'][part] / row['parts_of_ms']:.0f} %" for part in PARTS]
-                parts.append([*name, *shares])
-                times = row["parts_of_ms"] / 1e3 / row["single_forward_s"]
-                if times > PROFILE_BOUND:
-                    longer += (
-                        f"- {', '.join(name)}: the profiled kernels add up to {times:.2f} times a forward call; their"
-                        " shares may be off\n"
-                    )
-    heading = ["setting", "method", "forward s", "step s", "denoising s", "video s"]
-    table = markdown([*heading, "× stock eager", "× stock compiled", "GB", "error"], rows)
-    shares_table = markdown(["setting", "method", *PARTS], parts)
-    kinds_table = f"\nSteps of each kind, and their seconds:\n\n{markdown(['setting', 'method', *STEP_KINDS], kinds)}"
-    return (
-        f"{table}{kinds_table if kinds else ''}\nWhere a forward call spends its time:\n\n{shares_table}\n{longer}"
-        f"{_about(results)}"
-    )
-
-
-def video_table(results: dict[str, Any]) -> str:
-    """Seconds per video alone, of the settings that have them: what a first reader wants to know.
-
-    A line is one case, the last with full attention, compiled, which ratios are to. A method has a column if any case
-    has it. Memory is that of denoising, residuals counted.
-    """
-    cases = {}
-    for run in results["runs"]:
-        for case in run["cases"]:
-            rows = {(row["method"], row["mode"]): row for row in case["rows"] if row.get("video_s")}
-            if STOCK in rows and len(rows) > 1:
-                cases[case["setting"]] = (run, case, rows)
-    order = {setting.name: i for i, setting in enumerate(SETTINGS)}
-    shown = sorted(cases.values(), key=lambda found: order.get(found[1]["setting"], len(order)))
-    named = {
-        method: title for method, title in VIDEO_METHODS.items() if any((method, "compiled") in f[2] for f in shown)
-    }
-    lines, made = [], []
-    for run, case, rows in shown:
-        stock = rows[STOCK]
-        line = [case["setting"], f"{case['tokens']:,}", f"{stock['video_s']:.1f}"]
-        memory = [stock.get("peak_bytes")]
-        for method in named:
-            row = rows.get((method, "compiled"), {})
-            seconds = row.get("video_s")
-            line.append("–" if seconds is None else f"{seconds:.1f} ({stock['video_s'] / seconds:.2f}×)")
-            memory.append(row.get("peak_bytes"))
-        lines.append([*line, *("–" if peak is None else f"{peak / 1e9:.1f}" for peak in memory[:2])])
-        versions_used = f"torch {run['versions']['torch']}, Triton {run['versions']['triton']}"
-        made.append(
-            f"{run['hardware']}, {run['date'][:10]}, {versions_used}, {run['settings']['steps']} steps."
-            f" Made by `{run['command']}`."
-        )
-    titles = list(named.values())
-    heading = ["setting", "tokens", "full attention, s", *(f"{title}, s" for title in titles)]
-    table = markdown([*heading, "full attention, GB", *(f"{title}, GB" for title in titles[:1])], lines)
-    return table + "\n" + "\n".join(dict.fromkeys(made)) + "\n"
-
-
-def _about(results: dict[str, Any]) -> str:
-    measured = {
-        name
-        for setting, found in newest_rows(results).items()
-        for (method, mode), (row, _) in found.items()
-        if row["status"] == "ok"
-        for name in (setting, f"{setting} {method} {mode}")
-    }
-    lines = []
-    for name, text in FORMULAE.items():
-        lines.append(f"- {name}: {text}")
-    for case in {case["setting"]: case for run in results["runs"] for case in run["cases"]}.values():
-        seconds = [
-            f"{name} {case[key]['seconds']:.2f} s" if case[key]["status"] == "ok" else f"{name} {case[key]['status']}"
-            for key, name in (("vae", "VAE decode"), ("text_encoder", "text encoder"))
-        ]
-        paper = f"; paper {case['paper_s'][0]:g} → {case['paper_s'][1]:g} s" if case["paper_s"] else ""
-        lines.append(
-            f"- {case['setting']}: {case['tokens']:,} tokens, {case['weights']} weights, {', '.join(seconds)}{paper}"
-        )
-    for run in results["runs"]:
-        settings = run["settings"]
-        lines.append(
-            f"- {run['hardware']}, torch {run['versions']['torch']}, Triton {run['versions']['triton']},"
-            f" {settings['dtype']}, {settings['steps']} steps, up to {settings['rounds']} rounds, {run['date'][:10]}:"
-            f" `{run['command']}`"
-        )
-        lines += [
-            f"- left out: {entry['case']} ({entry['why']})"
-            for entry in run["left_out"]
-            if entry["case"] not in measured
-        ]
-    return "\n".join(lines) + "\n"

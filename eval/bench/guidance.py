@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.eval.bench.e2e import TEXT_TOKENS, share_weights
+from vmonarch.eval.bench.denoiser import TEXT_TOKENS, share_weights
 from vmonarch.eval.bench.runner import Bench, Way, Ways
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import WanModel, read_model_config

@@ -28,18 +28,10 @@ from vmonarch import VMonarchProcessor
 from vmonarch.configs import InputError
 from vmonarch.context_parallel import TokenSplit, whole_frames
 from vmonarch.eval.bench.clock import Clock, measure, release_memory, summary
+from vmonarch.eval.bench.denoiser import TEXT_TOKENS, Denoiser, compiled_graphs, settings_of_torch, share_weights
 from vmonarch.eval.bench.e2e import BOUNDS as MODEL_BOUNDS
-from vmonarch.eval.bench.e2e import (
-    MODES,
-    TEXT_TOKENS,
-    Denoiser,
-    Setting,
-    choose_settings,
-    compiled_graphs,
-    settings_of_torch,
-    share_weights,
-)
-from vmonarch.eval.bench.gate import BOUNDS, NAMES, failure, relative_errors
+from vmonarch.eval.bench.e2e import MODES, Setting, choose_settings
+from vmonarch.eval.bench.gate import BOUNDS, NAMES, bound, failure, relative_errors
 from vmonarch.eval.bench.machine import check_device, measured_dtype, provenance
 from vmonarch.eval.bench.runner import choose, sdpa, with_gradients
 from vmonarch.eval.render.table import markdown
@@ -118,7 +110,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Model:
-    """One forward call of a whole transformer; `mode` is of e2e_bench.MODES."""
+    """One forward call of a whole transformer; `mode` is of e2e.MODES."""
 
     setting: Setting
     mode: str = "eager"
@@ -257,7 +249,7 @@ def run_case(case: Case, clock: SharedClock, rounds: int) -> list[dict[str, Any]
     ways = {"full": (exact, by_heads(exact)), "heads": (alone, by_heads(alone))}
     if ranks > 1:
         ways["frames"] = alone, by_frames
-    bounds = {name: BOUNDS[dtype]["out" if name == "out" else "gradient"] for name in NAMES}
+    bounds = {name: bound(name, dtype) for name in NAMES}
     rows: dict[str, dict[str, Any]] = {}
     runs = {}
     for name, (reference, attend) in ways.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vmonarch.eval import summary
-from vmonarch.eval.bench import e2e, guidance, norm, parallel, tables, train
+from vmonarch.eval.bench import e2e_table, guidance, norm, parallel, tables, train
 from vmonarch.eval.compare import format_table
 from vmonarch.eval.render.table import made, markdown, percent, shown_number
 from vmonarch.eval.studies import (
@@ -127,7 +127,7 @@ def fidelity_table(results: dict[str, Any]) -> str:
         "proxy": results["evaluations"]["proxy-refresh"],
     }
     rows = []
-    for method, name in {"full": "full attention", **e2e.VIDEO_METHODS}.items():
+    for method, name in {"full": "full attention", **e2e_table.VIDEO_METHODS}.items():
         line = [name]
         for evaluation in evaluations.values():
             numbers = evaluation["statistics"][method]
@@ -175,8 +175,8 @@ TABLES = {
     "based-embedded": Table(embedded_model_table, "based-embedded"),
     "mqar": Table(mqar.mqar_table, "mqar"),
     "train-h200": Table(train.train_table, "train-h200"),
-    "e2e": Table(e2e.e2e_table, "e2e"),
-    "video": Table(e2e.video_table, "e2e"),
+    "e2e": Table(e2e_table.e2e_table, "e2e"),
+    "video": Table(e2e_table.video_table, "e2e"),
     "norm": Table(norm.norm_table, "norm"),
     "float8": Table(float8.float8_table, "float8"),
     "fidelity": Table(fidelity_table, "eval-refresh"),

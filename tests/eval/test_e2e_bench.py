@@ -18,6 +18,9 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import step_kinds
 from vmonarch.eval.bench import e2e
 from vmonarch.eval.bench.clock import Clock
+from vmonarch.eval.bench.denoiser import Denoiser, StepTimes, share_weights, steps_to_measure
+from vmonarch.eval.bench.e2e_table import e2e_table, ratio, video_table
+from vmonarch.eval.bench.parts import PARTS, REST_KERNELS, part_of, timed_parts
 from vmonarch.eval.wan_models import read_model
 from vmonarch.installation import is_applied
 from vmonarch.kernels.common.launch import interpreted
@@ -68,10 +71,10 @@ def test_all_rows_are_measured_and_seconds_follow_from_steps(document, tiny_yaml
         assert row["denoise_s"] == pytest.approx(30 * row["step_s"]["median"])
         extra = case["vae"]["seconds"] + 2 * case["text_encoder"]["seconds"]
         assert extra > 0 and row["video_s"] == pytest.approx(row["denoise_s"] + extra)
-        assert list(row["parts"]) == list(e2e.PARTS) and sum(row["parts"].values()) == pytest.approx(row["parts_of_ms"])
+        assert list(row["parts"]) == list(PARTS) and sum(row["parts"].values()) == pytest.approx(row["parts_of_ms"])
         if mode == "compiled":
             assert 0 < max(row["rest_ms"].values()) <= sum(row["rest_ms"].values()) <= 1.0001 * row["parts"]["rest"]
-            assert len(row["rest_ms"]) <= e2e.REST_KERNELS
+            assert len(row["rest_ms"]) <= REST_KERNELS
         if mode == "eager":
             assert all(ms > 0 for ms in row["parts"].values())
         if method == "full" and mode == "compiled":
@@ -96,7 +99,7 @@ def test_blocks_are_compiled_and_a_wrong_compiler_is_noticed(bench):
     row = rows_of(results)["full", "compiled"]
     assert row["status"] == "wrong" and "step_s" not in row, "what is wrong has no speed"
     assert row["errors"]["to_stock"] > 0.01
-    assert e2e.wrong_rows(results) and "wrong" in e2e.e2e_table(results)
+    assert e2e.wrong_rows(results) and "wrong" in e2e_table(results)
 
 
 def test_blocks_that_are_not_compiled_are_not_called_compiled(bench, monkeypatch):
@@ -121,7 +124,7 @@ def test_a_failing_method_is_recorded_and_leaves_the_others_alone(bench, monkeyp
     rows = rows_of(results)
     assert rows["vmonarch", "eager"]["status"] == "out of memory" and "step_s" not in rows["vmonarch", "eager"]
     assert rows["full", "eager"]["status"] == "ok"
-    assert "out of memory" in e2e.e2e_table(results)
+    assert "out of memory" in e2e_table(results)
     assert json.loads(Path(bench("full").output).read_text()) == json.loads(json.dumps(results))
 
 
@@ -143,7 +146,7 @@ def test_a_model_that_cannot_be_built_fails_all_rows(bench, monkeypatch):
     monkeypatch.setattr(e2e.WanModel, "build_transformer", fail)
     results = e2e.run_bench(bench("full", "vmonarch"))
     assert [row["status"] for row in rows_of(results).values()] == ["out of memory"] * 2
-    assert e2e.e2e_table(results).count("| out of memory |") == 2
+    assert e2e_table(results).count("| out of memory |") == 2
 
 
 def test_nothing_is_begun_after_the_budget(bench):
@@ -151,7 +154,7 @@ def test_nothing_is_begun_after_the_budget(bench):
     assert results["runs"][0]["cases"] == []
     (left,) = results["runs"][0]["left_out"]
     assert left["case"] == "tiny.yaml-5x32x64" and "budget" in left["why"]
-    assert "left out: tiny.yaml-5x32x64" in e2e.e2e_table(results)
+    assert "left out: tiny.yaml-5x32x64" in e2e_table(results)
 
 
 @pytest.mark.parametrize("seconds, rounds, warm", [(5, 0, False), (2.4, 1, False), (1.4, 3, False), (0.6, 3, True)])
@@ -187,7 +190,7 @@ def test_as_many_rounds_as_fit(bench, monkeypatch, seconds, rounds, warm):
 
 def test_rows_share_weights_and_nothing_else(tiny_yaml):
     stock = read_model(tiny_yaml).build_transformer("transformer", CPU, torch.float32)
-    shells = [e2e.share_weights(stock) for _ in range(2)]
+    shells = [share_weights(stock) for _ in range(2)]
     for shell in shells:
         assert all(a is b for a, b in zip(shell.parameters(), stock.parameters(), strict=True))
     vmonarch.apply(shells[0], VMonarchProcessor())
@@ -215,7 +218,7 @@ def test_a_step_calls_the_transformer_as_the_pipeline_does(tiny, expand):
     expected, calls[:] = list(calls), []
     model = read_model("wan2.1-1.3b")
     model = dataclasses.replace(model, expand_timesteps=expand)
-    denoiser = e2e.Denoiser(
+    denoiser = Denoiser(
         pipe.transformer, model, expected[0]["hidden_states"], [c["encoder_hidden_states"] for c in expected[:2]], 3,
         Clock(CPU),
     )  # fmt: skip
@@ -264,7 +267,7 @@ def test_parts_are_timed_around_what_they_are_named_after(tiny, monkeypatch):
         if processor is not None:
             vmonarch.apply(model, processor)
         before, hooks = Ticks.now, [dict(module._forward_hooks) for module in model.modules()]
-        with e2e.timed_parts(model, Ticks(CPU)) as milliseconds:
+        with timed_parts(model, Ticks(CPU)) as milliseconds:
             assert not model.blocks[0].attn1.norm_q._forward_hooks
             tiny.run(model)
         parts = e2e.with_rest(milliseconds(), Ticks.now - before)
@@ -284,14 +287,14 @@ def test_parts_are_timed_around_what_they_are_named_after(tiny, monkeypatch):
     vmonarch.apply(model, VMonarchProcessor(refresh=1))
     inputs = tiny.inputs()
     texts = [inputs["encoder_hidden_states"]] * 2
-    denoiser = e2e.Denoiser(model, read_model("wan2.1-1.3b"), inputs["hidden_states"], texts, 3, Ticks(CPU))
+    denoiser = Denoiser(model, read_model("wan2.1-1.3b"), inputs["hidden_states"], texts, 3, Ticks(CPU))
     with torch.no_grad():
         denoiser()
-        with e2e.timed_parts(model, denoiser.clock) as milliseconds:
+        with timed_parts(model, denoiser.clock) as milliseconds:
             denoiser.forward()
     assert milliseconds()["attention"] == 20.0
     denoiser.marks = [(4, (0.0, 1e3, 3e3, 7e3))]
-    assert denoiser.step_times() == [e2e.StepTimes(step=4, whole=7.0, forward=(1.0, 2.0))]
+    assert denoiser.step_times() == [StepTimes(step=4, whole=7.0, forward=(1.0, 2.0))]
 
 
 @pytest.mark.parametrize(
@@ -314,8 +317,8 @@ def test_kinds_of_steps_and_the_fewest_that_hold_them(method, second, kinds, ran
     transformers = ["transformer" if step < second else "transformer_2" for step in range(6)]
     found = step_kinds(resolve_method(method).parameters, transformers)
     assert "".join(kind[0] for kind in found) == kinds
-    assert sorted(map(tuple, e2e.steps_to_measure(found))) == sorted(ranges)
-    assert "a" not in kinds or e2e.steps_to_measure(found)[-1][-1] == kinds.index("a")
+    assert sorted(map(tuple, steps_to_measure(found))) == sorted(ranges)
+    assert "a" not in kinds or steps_to_measure(found)[-1][-1] == kinds.index("a")
 
 
 REFRESH = "vmonarch:refresh=[0,1,4]"
@@ -331,7 +334,7 @@ def forwards(monkeypatch):
         sharing = None if record is None else record.context.sharing
         return 0 if sharing is None else sum(len(branch.residuals) for branch in sharing._branches)
 
-    class Watched(e2e.Denoiser):
+    class Watched(Denoiser):
         def __init__(self, *inputs):
             super().__init__(*inputs)
             made.append(self)
@@ -374,7 +377,7 @@ def test_each_kind_of_step_is_measured_as_it_is_in_a_run(bench, forwards, monkey
     }
     kinds = step_kinds(resolve_method(REFRESH).parameters, ["transformer"] * 8)
     rounds = 2 + results["runs"][0]["cases"][0]["warm_up"]
-    rows, table = rows_of(results), e2e.e2e_table(results)
+    rows, table = rows_of(results), e2e_table(results)
     # The first is stock diffusers.
     _, *denoisers = dict.fromkeys(denoiser for denoiser, *_ in forwards)
     for mode, denoiser, ready in zip(e2e.MODES, denoisers, prepared, strict=False):
@@ -432,7 +435,7 @@ def test_seconds_of_a_video_are_those_of_its_steps(bench):
     row = e2e.Row(config.methods[0], "eager", config, 0)
     row.kinds = ["exact", "kept", *["approximate"] * 6]
     seconds = {0: [5.0, 4.0, 6.0], 1: [7.0, 9.0, 8.0], 2: [1.0, 3.0, 2.5]}
-    times = [e2e.StepTimes(step, whole, (whole / 4, whole / 4)) for step, wholes in seconds.items() for whole in wholes]
+    times = [StepTimes(step, whole, (whole / 4, whole / 4)) for step, wholes in seconds.items() for whole in wholes]
     row.denoiser = SimpleNamespace(step_times=lambda: times)
     row.finish(3, {"status": "ok", "seconds": 10.0}, {"status": "ok", "seconds": 1.0})
     assert row.record["denoise_s"] == 5.0 + 8.0 + 6 * 2.5 and row.record["video_s"] == 28.0 + 10.0 + 2.0
@@ -484,16 +487,16 @@ def test_an_approximate_step_that_is_wrong_or_fails_is_recorded(bench, forwards,
     ],
 )
 def test_operators_of_compiled_blocks_are_told_apart(name, shapes, part):
-    assert e2e.part_of(name, shapes, tokens=99, width=24, ffn_dim=64) == part
+    assert part_of(name, shapes, tokens=99, width=24, ffn_dim=64) == part
 
 
 def test_profiled_kernels_that_add_up_to_more_than_the_call_are_said_to(document):
     changed = copy.deepcopy(document)
     for row in changed["runs"][0]["cases"][0]["rows"]:
         row["parts_of_ms"] = 1.05e3 * row["single_forward_s"]
-    assert "add up" not in e2e.e2e_table(changed)
+    assert "add up" not in e2e_table(changed)
     row["parts_of_ms"] *= 1.2
-    assert "vmonarch, compiled: the profiled kernels add up to 1.26 times a forward call" in e2e.e2e_table(changed)
+    assert "vmonarch, compiled: the profiled kernels add up to 1.26 times a forward call" in e2e_table(changed)
 
 
 def test_the_table_holds_ratios_of_one_run_and_the_aims_beside_them(document, tmp_path):
@@ -502,11 +505,11 @@ def test_the_table_holds_ratios_of_one_run_and_the_aims_beside_them(document, tm
     case.update(setting=name, aims=list(e2e.SETTINGS[0].aims), paper_s=list(e2e.SETTINGS[0].paper))
     for row, step in zip(case["rows"], (4.0, 3.0, 2.5, 1.0), strict=True):
         row["step_s"]["median"] = step
-    lines = e2e.e2e_table(first).splitlines()
+    lines = e2e_table(first).splitlines()
     line = next(line for line in lines if "vmonarch, compiled" in line)
     assert "4.00× (aim 2.2×) | 3.00× (aim 1.8×)" in line
     assert "| 1.60× | 1.20× |" in next(line for line in lines if "vmonarch, eager" in line)
-    assert "paper 63.4 → 47.7 s" in e2e.e2e_table(first)
+    assert "paper 63.4 → 47.7 s" in e2e_table(first)
     # A later piece without full attention: its row replaces the first one's, and has nothing to be compared with.
     second = copy.deepcopy(first)
     piece = second["runs"][0]["cases"][0]
@@ -518,31 +521,31 @@ def test_the_table_holds_ratios_of_one_run_and_the_aims_beside_them(document, tm
     assert main(["bench", "merge", *map(str, paths), "--output", str(tmp_path / "all.json")]) == 0
     together = json.loads((tmp_path / "all.json").read_text())
     assert together == e2e.merge([first, second]) and len(together["runs"]) == 2
-    line = next(line for line in e2e.e2e_table(together).splitlines() if "vmonarch, compiled" in line)
+    line = next(line for line in e2e_table(together).splitlines() if "vmonarch, compiled" in line)
     assert "| 0.500 |" in line and "– (aim 2.2×)" in line
     for row, video in zip(case["rows"], (8.0, 6.0, 5.0, 2.0), strict=True):
         row["video_s"] = video
     for row, gigabytes in zip(case["rows"], (4, 3, 4, 3.5), strict=True):
         row["peak_bytes"] = gigabytes * 1e9
     line = f"| {name} | 16 | 6.0 | 2.0 (3.00×) | 3.0 | 3.5 |"
-    assert line in e2e.video_table(first) and "VMonarch, every step, s" in e2e.video_table(first)
-    assert "near-lossless" not in e2e.video_table(first)
+    assert line in video_table(first) and "VMonarch, every step, s" in video_table(first)
+    assert "near-lossless" not in video_table(first)
     # Of another run, without what it could be compared with, it does not take the place of the first.
-    assert line in e2e.video_table(e2e.merge([first, second]))
+    assert line in video_table(e2e.merge([first, second]))
     # Where another case has a method that this one lacks, the cells are empty.
     more = copy.deepcopy(first)
     more["runs"][0]["cases"][0]["setting"] = "another"
     _, stock, _, compiled = more["runs"][0]["cases"][0]["rows"]
     more["runs"][0]["cases"][0]["rows"] = [stock, {**compiled, "method": "vmonarch-refresh", "peak_bytes": 5e9}]
-    both = e2e.video_table(e2e.merge([first, more]))
+    both = video_table(e2e.merge([first, more]))
     assert f"| {name} | 16 | 6.0 | – | 2.0 (3.00×) | 3.0 | – |" in both
     assert "| another | 16 | 6.0 | 2.0 (3.00×) | – | 3.0 | 5.0 |" in both
     # What another run has measured is no longer left out.
     second["runs"][0]["left_out"] = [{"case": f"{name} full eager", "why": "a"}, {"case": "b", "why": "c"}]
-    left_out = [line for line in e2e.e2e_table(e2e.merge([first, second])).splitlines() if "left out" in line]
+    left_out = [line for line in e2e_table(e2e.merge([first, second])).splitlines() if "left out" in line]
     assert left_out == ["- left out: b (c)"]
     failed = {"status": "failed", "method": "full", "mode": "eager"}
-    assert e2e.ratio(case["rows"][3], {"rows": [failed, case["rows"][3]]}, "eager") is None
+    assert ratio(case["rows"][3], {"rows": [failed, case["rows"][3]]}, "eager") is None
 
 
 def test_pieces_of_another_kind_are_refused(tmp_path, capsys):

@@ -186,6 +186,11 @@ def test_nan_is_an_error():
     assert not error["relative"] <= 1 and not error["row"] <= 1
 
 
+def totals(work):
+    flops, moved = sum(stage.flops for stage in work), sum(stage.bytes for stage in work)
+    return {"flops": flops, "bytes": moved, "tflops": 1.0}
+
+
 def made_up_rows(status="ok"):
     case = kernels.Case(kernels.SHAPES[0], 128, False)
     rows = [

@@ -169,7 +169,7 @@ def _kernels(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[
 
 def _e2e(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
     from vmonarch.configs.methods import resolve_method
-    from vmonarch.eval.bench import e2e
+    from vmonarch.eval.bench import e2e, e2e_table
 
     settings = None if arguments.settings is None else words(arguments.settings)
     config = e2e.E2EConfig(
@@ -184,7 +184,7 @@ def _e2e(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]
     )
     results = e2e.run_bench(config)
     if not arguments.quiet:
-        print(e2e.e2e_table(results))
+        print(e2e_table.e2e_table(results))
     return e2e.wrong_rows(results)
 
 
