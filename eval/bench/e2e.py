@@ -39,6 +39,7 @@ from vmonarch.eval.bench.gate import failure, relative_errors
 from vmonarch.eval.bench.kernels import METHODS, Selection, Shape, compile_ahead
 from vmonarch.eval.bench.machine import check_device, measured_dtype, provenance
 from vmonarch.eval.bench.parts import profiled_parts, timed_parts, with_rest
+from vmonarch.eval.bench.runner import choose, distinct
 from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.files import check_output, write_json
 from vmonarch.grid import LatentGrid
@@ -124,8 +125,7 @@ def choose_settings(words: Sequence[str] | None, model: str | None, quick: bool 
             chosen.append(setting)
         else:
             chosen.append(Setting(f"{Path(model).name}-{'x'.join(map(str, size))}", model, *size))
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise InputError("settings", f"must be one or several different ones, got {', '.join(words) or 'none'}")
+    distinct("settings", [setting.name for setting in chosen])
     return tuple(chosen)
 
 
@@ -162,13 +162,8 @@ class E2EConfig:
         for name in ("rounds", "steps"):
             if getattr(self, name) < 1:
                 raise InputError(name, f"must be at least 1, got {getattr(self, name)}")
-        labels = [method.label for method in self.methods]
-        if not labels or len(set(labels)) < len(labels):
-            raise InputError("methods", f"must be one or several different ones, got {', '.join(labels) or 'none'}")
-        if not self.modes or len(set(self.modes)) < len(self.modes) or not set(self.modes) <= set(MODES):
-            raise InputError(
-                "modes", f"must be of {', '.join(MODES)}, each once; got {', '.join(self.modes) or 'none'}"
-            )
+        distinct("methods", [method.label for method in self.methods])
+        choose("modes", self.modes, {mode: mode for mode in MODES})
         for method in self.methods:
             try:
                 step_kinds(method.parameters, ["transformer"] * self.steps)

@@ -302,9 +302,18 @@ def choose(argument: str, names: Sequence[str], known: dict[str, Any]) -> tuple[
     for name in names:
         if name not in known:
             raise InputError(argument, f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
-    if len(set(names)) < len(names):
-        raise InputError(argument, f"must differ from each other, got {', '.join(names)}")
+    distinct(argument, names)
     return tuple(known[name] for name in names)
+
+
+def distinct(argument: str, names: Sequence[str]) -> None:
+    """Check what somebody has chosen.
+
+    Raises:
+        InputError: nothing, or something twice.
+    """
+    if not names or len(set(names)) < len(names):
+        raise InputError(argument, f"must be one or several different ones, got {', '.join(names) or 'none'}")
 
 
 def run_bench(

@@ -409,21 +409,15 @@ def document(recorder: Recorder) -> dict[str, Any]:
         steps = sorted({step for name, step, _ in recorder.totals if name == component})
         layers = 1 + max(layer for name, _, layer in recorder.totals if name == component)
         found = [[recorder.totals[component, step, layer] for layer in range(layers)] for step in steps]
-        rows = found[0][0].rows
-
-        def of(name: str, found: list[list[Totals]] = found) -> torch.Tensor:
-            return torch.stack([torch.stack([getattr(t, name) / t.rows for t in row]) for row in found])
-
-        energy = torch.stack([torch.stack([t.energy for t in row]) for row in found])
+        energy = _stacked(found, "energy")
         output = _output_errors(found, recorder.reference) if found[0][0].output else None
         candidates = {}
         for name in recorder.candidates:
-            squares = torch.stack([torch.stack([t.squares[name] for t in row]) for row in found])
-            kl = torch.stack([torch.stack([t.kl[name] / t.rows for t in row]) for row in found])
+            squares = _stacked(found, "squares", name)
             candidates[name] = {
                 "error": _plain((squares / energy).sqrt()),
                 "layer_error": _plain(squares / energy.sum(-1, keepdim=True)),
-                "kl": _plain(kl),
+                "kl": _plain(_stacked(found, "kl", name, over="rows")),
             }
             if output is not None:
                 candidates[name]["output_error"] = _plain(output[name])
@@ -431,11 +425,11 @@ def document(recorder: Recorder) -> dict[str, Any]:
             "steps": steps,
             "layers": layers,
             "heads": energy.shape[-1],
-            "rows": rows,
-            "entropy": _plain(of("entropy")),
-            "first_frame_mass": _plain(of("first")),
-            "own_frame_mass": _plain(of("own")),
-            "distance_mass": _plain(of("distance")),
+            "rows": found[0][0].rows,
+            "entropy": _plain(_stacked(found, "entropy", over="rows")),
+            "first_frame_mass": _plain(_stacked(found, "first", over="rows")),
+            "own_frame_mass": _plain(_stacked(found, "own", over="rows")),
+            "distance_mass": _plain(_stacked(found, "distance", over="rows")),
             "candidates": candidates,
         }
     return {
@@ -452,12 +446,22 @@ def document(recorder: Recorder) -> dict[str, Any]:
     }
 
 
+def _stacked(
+    found: list[list[Totals]], what: str, candidate: str | None = None, over: str | None = None
+) -> torch.Tensor:
+    """[steps, layers, …] of an attribute, or of a candidate's entry in it; over another one if that is named."""
+
+    def of(totals: Totals) -> torch.Tensor:
+        value = getattr(totals, what)
+        value = value if candidate is None else value[candidate]
+        return value if over is None else value / getattr(totals, over)
+
+    return torch.stack([torch.stack([of(totals) for totals in row]) for row in found])
+
+
 def _output_errors(found: list[list[Totals]], reference: str) -> dict[str, torch.Tensor]:
     """[steps, layers, heads] by candidate: first order, scaled to what the reference changes in every layer."""
-    first = {
-        name: torch.stack([torch.stack([t.output[name] / t.velocity for t in row]) for row in found])
-        for name in found[0][0].output
-    }
+    first = {name: _stacked(found, "output", name, over="velocity") for name in found[0][0].output}
     change = torch.tensor([[t.change / t.velocity for t in row] for row in found], dtype=torch.float64)
     # A layer in which the reference is exact has nothing to scale to.
     expected = first[reference].sum(-1)

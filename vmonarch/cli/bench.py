@@ -128,26 +128,24 @@ def head_dims(values: Sequence[str]) -> tuple[int, ...]:
         InputError: anything else.
     """
     from vmonarch.configs import InputError
+    from vmonarch.eval.bench.runner import distinct
 
     dims = [int(word) if word.isdecimal() else 0 for word in words(values)]
     if not dims or not all(1 <= dim <= 256 for dim in dims):
         raise InputError("head_dims", f"must be integers from 1 to 256, got {', '.join(words(values)) or 'none'}")
-    if len(set(dims)) < len(dims):
-        raise InputError("head_dims", f"must differ from each other, got {', '.join(map(str, dims))}")
+    distinct("head_dims", [str(dim) for dim in dims])
     return tuple(dims)
 
 
 def _kernels(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
-    from vmonarch.configs import InputError
     from vmonarch.eval.bench import kernels
-    from vmonarch.eval.bench.runner import choose, run_bench, wrong_rows
+    from vmonarch.eval.bench.runner import choose, distinct, run_bench, wrong_rows
 
     quick = arguments.quick
     chosen: dict[str, Any] = {}
     if arguments.shapes is not None:
         shapes = tuple(kernels.Shape.parse(word) for word in words(arguments.shapes))
-        if not shapes or len(set(shapes)) < len(shapes):
-            raise InputError("shapes", f"must be one or several different ones, got {' '.join(arguments.shapes)}")
+        distinct("shapes", [shape.name for shape in shapes])
         chosen["shapes"] = shapes
     elif quick:
         chosen["shapes"] = tuple(kernels.Shape.parse(name) for name in kernels.QUICK_SHAPES)
