@@ -256,7 +256,7 @@ def measure(
     """
     from safetensors.torch import save_file
 
-    from vmonarch.eval.similarity import similarity
+    from vmonarch.eval.similarity import Similarity, similarity
     from vmonarch.pipelines.video_io import VideoError, check_frames
 
     reference = frames[config.reference.label].to(device)
@@ -271,17 +271,16 @@ def measure(
                 "frames.raw.safetensors", lambda path: save_file({"frames": video.contiguous()}, path)
             )
             raise GenerationError(f"method {label}, prompt {prompt[:40]!r}, seed {seed}: {error}; {kept}") from error
-        close = similarity(video.to(device), reference) if label != config.reference.label else None
+        close: dict[str, float | None] = dict.fromkeys(Similarity.__dataclass_fields__)
+        if label != config.reference.label:
+            close |= vars(similarity(video.to(device), reference))
         result = samples[label]
         batch = len(result.frames)
         return MethodResult(
             method=label,
             seconds=result.seconds["total"] / batch,
             transformer_seconds_per_step=result.seconds["transformer"] / batch / config.steps,
-            psnr=close.psnr if close else None,
-            ssim=close.ssim if close else None,
-            first_frame_psnr=close.first_frame_psnr if close else None,
-            first_frame_ssim=close.first_frame_ssim if close else None,
+            **close,
             prompt_score=score(video, prompt),
             frames_sha256=frames_sha256(video),
         )

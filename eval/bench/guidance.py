@@ -13,7 +13,8 @@ import torch
 
 from vmonarch.eval.bench.denoiser import TEXT_TOKENS, share_weights
 from vmonarch.eval.bench.runner import Bench, Way, Ways
-from vmonarch.eval.render.table import markdown
+from vmonarch.eval.bench.tables import about, cell, digits, good_rows
+from vmonarch.eval.render.table import markdown, shown_number
 from vmonarch.eval.wan_models import WanModel, read_model_config
 from vmonarch.installation import apply
 from vmonarch.processors import VMonarchProcessor
@@ -120,22 +121,17 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
 
 def guidance_table(results: dict[str, Any]) -> str:
     """Milliseconds per step of every way, and what a call allocates."""
-    from vmonarch.eval.bench.tables import about, digits, good_rows
-
     rows = []
     for case in results["cases"]:
-        good, status = good_rows(case), {row["method"]: row["status"] for row in case["rows"]}
-        cells = [case["case"].replace("x", "×")]
-        for method in METHODS:
-            if method not in good:
-                cells.append(status.get(method, "–"))
-                continue
-            ms, two = good[method]["ms"]["median"], good.get(method.replace("one-", "two-"))
-            gain = "" if two is None or two is good[method] else f" ({two['ms']['median'] / ms:.2f}×)"
-            cells.append(digits(ms) + gain)
+        good = good_rows(case)
+
+        def show(row: dict[str, Any], good: dict[str, Any] = good) -> str:
+            ms, two = row["ms"]["median"], good.get(row["method"].replace("one-", "two-"))
+            return digits(ms) + ("" if two is None or two is row else f" ({two['ms']['median'] / ms:.2f}×)")
+
         peaks = [good.get(f"{calls}-compiled", {}).get("peak_bytes") for calls in ("two", "one")]
-        cells += ["–" if peak is None else f"{peak / 1e9:.2f}" for peak in peaks]
-        rows.append(cells)
+        cells = [cell(case, method, show) for method in METHODS]
+        rows.append([case["case"].replace("x", "×"), *cells, *(shown_number(peak, 2, factor=1e-9) for peak in peaks)])
     names = [f"{code}, {calls} call{'s' if calls == 'two' else ''}" for code in CODES for calls in ("two", "one")]
     heading = ["video", *names, "GB, two", "GB, one"]
     what = (

@@ -16,6 +16,7 @@ import torch
 
 from vmonarch.eval.bench.e2e import SETTINGS
 from vmonarch.eval.bench.runner import Bench, Way, Ways, with_gradients
+from vmonarch.eval.bench.tables import PASSES, about, cell, digits, good_rows
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.grid import LatentGrid
@@ -166,22 +167,16 @@ def judge(rows: Sequence[dict[str, Any]]) -> None:
 
 def norm_table(results: dict[str, Any]) -> str:
     """Milliseconds and GB/s of every way, and the largest errors."""
-    from vmonarch.eval.bench.tables import about, digits, good_rows
-
     rows = []
     for case in results["cases"]:
-        good = good_rows(case)
-        status = {row["method"]: row["status"] for row in case["rows"]}
-        ours = good.get("vmonarch")
-        cells = [case["name"], "forward+backward" if case["training"] else "forward"]
-        for method in METHODS:
-            row = good.get(method)
-            if row is None:
-                cells.append(status.get(method, "–"))
-                continue
+        ours = good_rows(case).get("vmonarch")
+
+        def show(row: dict[str, Any], ours: dict[str, Any] | None = ours) -> str:
             ms = row["ms"]["median"]
             faster = "" if ours is None or row is ours else f", {ms / ours['ms']['median']:.2f}×"
-            cells.append(f"{digits(ms)} ({row['bytes'] / ms / 1e6:.0f} GB/s{faster})")
+            return f"{digits(ms)} ({row['bytes'] / ms / 1e6:.0f} GB/s{faster})"
+
+        cells = [case["name"], PASSES[case["training"]], *(cell(case, method, show) for method in METHODS)]
         for method in ("vmonarch", "diffusers"):
             errors = next((row.get("errors") for row in case["rows"] if row["method"] == method), None)
             cells.append(f"{max(error['relative'] for error in errors.values()):.1e}" if errors else "–")

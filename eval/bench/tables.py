@@ -23,6 +23,14 @@ def good_rows(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["method"]: row for row in case["rows"] if row.get("status", "ok") == "ok"}
 
 
+def cell(case: Case, method: str, show: Callable[[dict[str, Any]], str]) -> str:
+    """What `show` makes of a method's row; the status of a row without times, a dash where there is none."""
+    row = next((row for row in case["rows"] if row["method"] == method), None)
+    if row is None:
+        return "–"
+    return show(row) if method in good_rows(case) else row["status"]
+
+
 def _ms(case: Case, method: str) -> float | None:
     row = good_rows(case).get(method)
     return None if row is None else row["ms"]["median"]
@@ -30,10 +38,13 @@ def _ms(case: Case, method: str) -> float | None:
 
 def _time(case: Case, method: str, ours: str = "") -> str:
     """Milliseconds, and how many times as fast `ours` is; or why there are none."""
-    ms, our_ms = _ms(case, method), _ms(case, ours)
-    if ms is None:
-        return {row["method"]: row["status"] for row in case["rows"]}.get(method, "–")
-    return digits(ms) + ("" if our_ms is None else f" ({digits(ms / our_ms)}×)")
+    our_ms = _ms(case, ours)
+
+    def show(row: dict[str, Any]) -> str:
+        ms = row["ms"]["median"]
+        return digits(ms) + ("" if our_ms is None else f" ({digits(ms / our_ms)}×)")
+
+    return cell(case, method, show)
 
 
 def _ratio(above: float | None, below: float | None) -> str:
@@ -222,12 +233,8 @@ def _decode(cases: Sequence[Case]) -> str:
     heading = ["batch", *(names.get(m) or f"exact, {int(m.removeprefix('sdpa-')):,} keys" for m in methods)]
     rows = []
     for case in sorted(cases, key=_by("batch")):
-        times = [_ms(case, method) for method in methods]
-        cells = [
-            _time(case, method) if ms is None else f"{case['batch'] / ms:,.0f}"
-            for method, ms in zip(methods, times, strict=True)
-        ]
-        rows.append([str(case["batch"]), *cells])
+        per_ms = lambda row, batch=case["batch"]: f"{batch / row['ms']['median']:,.0f}"
+        rows.append([str(case["batch"]), *(cell(case, method, per_ms) for method in methods)])
     return f"Decoding with one layer's attention, thousands of tokens per second:\n\n{markdown(heading, rows)}"
 
 
