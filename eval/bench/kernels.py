@@ -414,6 +414,7 @@ def bench(selection: Selection = Selection()) -> Bench:
         settings={
             **ATTENTION,
             "batch": 1,
+            "memory": "peak_extra_bytes: the most that was allocated during a call beyond what was before it",
             "exact": "first_frame",
             "reference": "float32 plain torch on heads 0 and H-1 (backward: head 0);"
             f" exact attention: on {EXACT_ROWS} rows, out and dq",

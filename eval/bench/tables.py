@@ -76,7 +76,8 @@ def about(results: dict[str, Any], what: str = "", rates: str = "") -> str:
         *(f"- {name}: {text}" for name, text in results["formulae"].items()),
     ]
     if results["left_out"]:
-        left = [entry if isinstance(entry, str) else entry["case"] for entry in results["left_out"]]
+        # The first files have the cases' labels alone.
+        left = [x if isinstance(x, str) else f"{x['case']} ({x['why']})" for x in results["left_out"]]
         lines += ["", f"Left out when the time was over: {'; '.join(left)}."]
     return "\n".join(lines) + "\n"
 
