@@ -23,7 +23,7 @@ from vmonarch.eval.bench.gate import NAMES, failure
 from vmonarch.eval.bench.machine import compiling, floor_ms, map_in_processes, measured_dtype, shown_rates
 from vmonarch.eval.bench.runner import ATTENTION, Bench, Way, Ways, sdpa, with_gradients
 from vmonarch.eval.bench.stages import call_stages, measure_stages
-from vmonarch.eval.render.table import aligned
+from vmonarch.eval.render.table import aligned, shown_number
 from vmonarch.flops import StageWork, full_attention_work, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
@@ -256,12 +256,14 @@ def _exact_rows(inputs: Inputs, heads: list[int], rows: torch.Tensor, training: 
 def way(method: Method, inputs: Inputs, case: Case) -> Way:
     """A method, checked on a few heads: VMonarch on all rows, exact attention on some."""
     heads, tokens = checked_heads(case), case.shape.tokens
+    rows: Any = slice(None)
+    compared = NAMES
+    expected: Callable[[], tuple[torch.Tensor, ...]]
     if method.exact:
         rows = torch.linspace(0, tokens - 1, min(EXACT_ROWS, tokens), device=inputs.query.device).long()
         compared = NAMES[: 1 + case.training]
         expected = partial(_exact_rows, inputs, heads, rows, case.training)
     else:
-        rows, compared = slice(None), NAMES
         expected = lambda: call(method, inputs.of_heads(heads), case, implementation="torch")
     work = method_work(method, case, inputs.query.dtype.itemsize)
     run = partial(call, method, inputs, case)
@@ -438,9 +440,6 @@ def text_table(results: dict[str, Any]) -> str:
             if row["status"] != "ok":
                 rows.append([name, row["method"], row["status"].upper(), *[""] * 6])
                 continue
-            number = lambda key, digits, factor=1.0, row=row: (
-                "–" if row.get(key) is None else f"{row[key] * factor:.{digits}f}"
-            )
             ms, errors = row["ms"], row["check"]["errors"].values()
             rows.append(
                 [
@@ -448,10 +447,10 @@ def text_table(results: dict[str, Any]) -> str:
                     row["method"],
                     f"{ms['median']:.3f}",
                     f"{ms['p20']:.3f}–{ms['p80']:.3f}",
-                    number("over_cudnn", 2),
-                    number("tflops", 0),
-                    number("over_floor", 2),
-                    number("peak_extra_bytes", 0, 1e-6),
+                    shown_number(row.get("over_cudnn"), 2),
+                    shown_number(row.get("tflops"), 0),
+                    shown_number(row.get("over_floor"), 2),
+                    shown_number(row.get("peak_extra_bytes"), 0, factor=1e-6),
                     f"{max(error['relative'] for error in errors):.1e}",
                 ]
             )

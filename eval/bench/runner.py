@@ -84,7 +84,7 @@ class Bench:
         compiled: (case, method) -> what its code depends on, None where nothing is to be compiled beforehand.
         formulae: of FLOPs and bytes.
         settings: further ones of the JSON.
-        finish: (case, its rows, rates) -> None; adds to the rows what follows from all of them.
+        finish: called with a case, its rows and the rates; adds to the rows what follows from all of them.
         describe: what the JSON says of a case.
         ahead: (device, seconds) -> how many tasks were not done; compiles what all cases need, in place of `compiled`.
         least_seconds: a guess of what the least of a case takes, by the rates.
@@ -100,7 +100,7 @@ class Bench:
     compiled: Callable[[Any, str], Hashable | None] = lambda case, method: None
     formulae: Mapping[str, str] = dataclasses.field(default_factory=dict)
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    finish: Callable[[Any, list[dict[str, Any]], dict[str, Any] | None], None] = lambda case, rows, rates: None
+    finish: Callable[[Any, list[dict[str, Any]], dict[str, Any] | None], Any] = lambda case, rows, rates: None
     describe: Callable[[Any], dict[str, Any]] = dataclasses.asdict
     ahead: Callable[[torch.device, float], int] | None = None
     least_seconds: Callable[[Any, dict[str, Any]], float] = lambda case, rates: 0.0

@@ -7,7 +7,7 @@ Full attention is cuDNN's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.models import Experts
 from vmonarch.finetune.objective import NoiseLevels, Objective, experts_of
 from vmonarch.finetune.trainer import make_optimizer
+from vmonarch.grid import LatentGrid
 
 METHODS = ("full", "vmonarch")
 
@@ -110,7 +111,7 @@ class Case:
 
     frames: int
     size: tuple[int, int]
-    grid: tuple[int, int, int]
+    grid: LatentGrid
     tokens: int
     parameters: int
     training: bool = True
@@ -139,7 +140,7 @@ def ways(
         return {"memory_bytes": memory(step, device), "kernels": kernels(step)}
 
     # What is computed is attention's own benchmarks' to check: here there is nothing to compare with.
-    unchecked = lambda *_: {}
+    unchecked: Callable[..., dict[str, torch.Tensor]] = lambda *_: {}
     return {
         method.label: partial(Way, partial(run, method), unchecked, unchecked, more=partial(more, method))
         for method in methods
@@ -202,7 +203,7 @@ def bench(model: str, frames: Sequence[int], size: Sequence[int], methods: Seque
         methods=labels,
         ours=labels,
         cases=[
-            Case(count, (height, width), tuple(grid), grid.tokens, parameters)
+            Case(count, (height, width), grid, grid.tokens, parameters)
             for count, grid in zip(frames, grids, strict=True)
         ],
         ways=partial(ways, wan, methods),
@@ -212,6 +213,7 @@ def bench(model: str, frames: Sequence[int], size: Sequence[int], methods: Seque
             "batch": 1,
             "precision": "bfloat16 products (float32 on a CPU), float32 weights and AdamW",
             "gradient_checkpointing": True,
+            "reference": "none: results of whole steps are not compared",
             "timing": "device events around whole steps (draw, forward, backward, clip, update), methods in turns",
             "memory": "memory_bytes: allocated before a step, most during forward and backward, most of all",
         },
