@@ -257,7 +257,7 @@ def way(method: Method, inputs: Inputs, case: Case) -> Way:
     """A method, checked on a few heads: VMonarch on all rows, exact attention on some."""
     heads, tokens = checked_heads(case), case.shape.tokens
     rows: Any = slice(None)
-    compared = NAMES
+    compared: tuple[str, ...] = NAMES
     expected: Callable[[], tuple[torch.Tensor, ...]]
     if method.exact:
         rows = torch.linspace(0, tokens - 1, min(EXACT_ROWS, tokens), device=inputs.query.device).long()
