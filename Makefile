@@ -47,9 +47,8 @@ demo: $(READY)
 finetune-demo: $(READY)
 	$(BIN)/vmonarch preprocess --procedural 16 --model embedded --output outputs/finetune-demo/clips
 	$(BIN)/vmonarch preprocess --procedural 4 --model embedded --output outputs/finetune-demo/held-out seed=1
-	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-		-m vmonarch.finetune --config finetune/embedded-demo
-	$(BIN)/python -m vmonarch.finetune.export outputs/finetune-demo/run --output outputs/finetune-demo/model
+	ACCELERATE_USE_CPU=true $(BIN)/vmonarch finetune --config finetune/embedded-demo
+	$(BIN)/vmonarch export outputs/finetune-demo/run --output outputs/finetune-demo/model
 	$(BIN)/vmonarch compare "$(PROMPT)" --model outputs/finetune-demo/model --methods full vmonarch \
 		--output-dir outputs/finetune-demo/compare
 

@@ -1,4 +1,4 @@
-"""From a run's checkpoint to what others load: `python -m vmonarch.finetune.export RUN --output FOLDER`.
+"""From a run's checkpoint to what others load: `vmonarch export RUN --output FOLDER`.
 
 Full weights become a pipeline folder that stock diffusers loads, LoRA layers a file for `pipe.load_lora_weights` (a
 folder of them for Wan2.2's two transformers), and the parameters of an attention processor (with LoRA layers, if there
@@ -7,13 +7,11 @@ are any) a file for `vmonarch.load_adapter`.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import shutil
 import sys
 import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,9 @@ from vmonarch.configs import InputError
 from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints
 from vmonarch.finetune.config import FinetuneConfig, finetune_config
 from vmonarch.finetune.models import COMPONENTS, Experts, ModelFacts, load_experts, model_facts
-from vmonarch.pipelines.model_folder import ModelError, ModelFolder, find_model
+from vmonarch.pipelines.model_folder import ModelFolder, find_model
 
 WEIGHTS = ("auto", "last", "ema")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export(
@@ -171,34 +168,7 @@ def _narrow(part: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit codes: 0 done, 1 the export failed, 2 an argument cannot be used, 130 interrupted (Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.finetune.export", description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="output folder of the run")
-    parser.add_argument("--output", type=Path, required=True, help="folder, or .safetensors file for LoRA layers")
-    parser.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
-    parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="averaged or last ones")
-    parser.add_argument("--dtype", choices=DTYPES, help="to store in (default: the model's own)")
-    parser.add_argument("--model", help="where the model is, if it was moved")
-    options = parser.parse_args(arguments)
-    dtype = None if options.dtype is None else DTYPES[options.dtype]
-    try:
-        written = export(
-            options.run, options.output, step=options.step, weights=options.weights, dtype=dtype, model=options.model
-        )
-    except KeyboardInterrupt:
-        print(f"\n{parser.prog}: interrupted; nothing half-written is left", file=sys.stderr)
-        return 130
-    except InputError as error:
-        name = f"--{error.argument}" if error.argument in ("output", "weights", "model") else error.argument
-        print(f"{parser.prog}: error: {name} {error.problem}", file=sys.stderr)
-        return 2
-    except (CheckpointError, ModelError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 1
-    print(written)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    from vmonarch.cli import main
+
+    sys.exit(main(["export", *sys.argv[1:]]))

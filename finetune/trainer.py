@@ -1,4 +1,4 @@
-"""The training loop: `accelerate launch -m vmonarch.finetune`.
+"""The training loop of `vmonarch finetune`.
 
 accelerate brings the processes, mixed precision, gradient accumulation and the trackers; how weights are spread over
 GPUs (DDP, FSDP2) is the user's accelerate config. All that is random is a function of (seed, step, data rank), and the

@@ -102,6 +102,8 @@ def test_command_lines_are_found():
 
 
 def parsed(module: str, words: list[str]) -> argparse.Namespace:
+    if module == "vmonarch.finetune":
+        module, words = "vmonarch", ["finetune", *words]
     if module == "vmonarch":
         main = importlib.import_module("vmonarch.cli").main
     else:

@@ -133,7 +133,7 @@ def load_environment(folder: Path | None = None) -> VBenchEnvironment:
 
 def _manifest(folder: Path) -> tuple[dict[str, str], str]:
     """Versions in an environment, and the SHA-256 of the requirements that it was made of."""
-    command = "python -m vmonarch.eval.vbench install"
+    command = "vmonarch vbench install"
     if not folder.exists():
         raise InputError("environment", f"{folder} does not exist; `{command}` makes it")
     try:

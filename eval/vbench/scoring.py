@@ -18,7 +18,6 @@ from vmonarch.eval.vbench.environment import VBenchEnvironment, VBenchError, loa
 from vmonarch.eval.vbench.weights import check_weights, default_weights, weights_identity
 from vmonarch.files import AtomicFiles
 from vmonarch.pipelines.devices import choose_device
-from vmonarch.pipelines.video_io import read_video
 
 _WORKER = Path(__file__).with_name("worker.py")
 # Rounding of scores that are written as decimal numbers and averaged in float64.
@@ -150,6 +149,8 @@ def _check_lengths(hashes: Mapping[Path, str], dimensions: Sequence[str]) -> Non
 @functools.cache
 def _frames_and_rate(path: Path, sha256: str) -> tuple[int, float]:
     """Frames of a video and its frames per second; `sha256` makes a file that changed another argument."""
+    from vmonarch.pipelines.video_io import read_video
+
     frames, rate = read_video(path)
     return len(frames), rate
 

@@ -47,7 +47,7 @@ def check_weights(dimensions: Sequence[str], folder: Path) -> None:
     missing = missing_weights(dimensions, folder)
     if missing:
         listed = "\n".join(f"  {name}: {folder / file.path}\n    {_source(file)}" for name, file in missing)
-        command = "python -m vmonarch.eval.vbench weights"
+        command = "vmonarch vbench weights"
         raise VBenchError(f"weights are missing; `{command}` downloads them, or put them there:\n{listed}")
 
 

@@ -417,7 +417,7 @@ def test_without_vbench_nothing_is_sampled(loaded, tmp_path: Path, monkeypatch: 
 def test_vbench_that_is_not_installed_is_refused_at_once(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cli.folder / "cache"))
     code, _, err = cli("eval", "a red circle", "--vbench", "imaging_quality")
-    assert code == 2 and "python -m vmonarch.eval.vbench install" in err and not (cli.folder / "outputs").exists()
+    assert code == 2 and "vmonarch vbench install" in err and not (cli.folder / "outputs").exists()
 
 
 def test_lpips_is_measured_on_float_and_on_decoded_frames(loaded, tmp_path: Path, monkeypatch) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from vmonarch.cli import preprocess as preprocess_command
+from vmonarch.cli.finetune import read_settings
 from vmonarch.configs import FOLDER, InputError, preset_names, read_yaml
-from vmonarch.finetune.__main__ import read_settings
 from vmonarch.finetune.config import finetune_config
 
 DATA = {"data": {"path": "clips"}}
@@ -51,7 +51,7 @@ def size_of_preset(group, name):
 @pytest.mark.parametrize("file", ["docs/finetuning.md", "Makefile", "configs/finetune/embedded.yaml"])
 def test_the_commands_that_are_shown_make_the_clips_that_are_trained_on(file):
     made = [prepared(words) for words in commands(ROOT / file, "vmonarch preprocess")]
-    [words] = commands(ROOT / file, "-m vmonarch.finetune") or [["--config", Path(file).stem]]
+    [words] = commands(ROOT / file, "vmonarch finetune") or [["--config", Path(file).stem]]
     assert words[0] == "--config"
     run = read_settings(words[1], words[2:])
     assert {data.output for data in made} == {run.data.path, run.data.validation} - {None}

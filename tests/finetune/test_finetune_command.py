@@ -1,4 +1,4 @@
-"""`python -m vmonarch.finetune` as a user runs it, on two processes of the CPU."""
+"""`vmonarch finetune` and `vmonarch export` as a user runs them, on two processes of the CPU."""
 
 import json
 import math
@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from vmonarch.cli import main
 from vmonarch.finetune import trainer as trainer_module
-from vmonarch.finetune.__main__ import main
 from vmonarch.finetune.checkpoints import Checkpoints
 from vmonarch.finetune.data.parquet import write_shard
-from vmonarch.finetune.export import main as export
 from vmonarch.finetune.trainer import Trainer
 from vmonarch.pipelines.environment import seconds
 
@@ -80,7 +79,7 @@ def test_what_is_not_finite_on_one_process_ends_both(launch, tmp_path):
         (["optimizer.lr=3"], "optimizer.lr is no known key"),
         (["steps"], "steps is no override"),
         (["batch_size=3", "micro_batch=2"], "batch_size must be a multiple of micro_batch"),
-        (["--config", "nothing"], "config must be a YAML file or one of"),
+        (["--config", "nothing"], "--config must be a YAML file or one of"),
         (["checkpoints.resume=must"], "checkpoints.resume is must"),
         (
             ["data.path=nope"],
@@ -104,12 +103,12 @@ def test_what_is_not_finite_on_one_process_ends_both(launch, tmp_path):
 )
 def test_what_cannot_be_used_is_named_without_a_traceback(place, tmp_path, capsys, monkeypatch, words, message):
     monkeypatch.setattr("vmonarch.finetune.trainer.get_available_trackers", lambda: ["tensorboard"])
-    assert main([*words_for(place, tmp_path), *words]) == 2
-    assert f"python -m vmonarch.finetune: error: {message}" in capsys.readouterr().err
+    assert main(["finetune", *words_for(place, tmp_path), *words]) == 2
+    assert f"vmonarch finetune: error: {message}" in capsys.readouterr().err
 
 
 def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypatch):
-    words = [*words_for(place, tmp_path), "steps=2"]
+    words = ["finetune", *words_for(place, tmp_path), "steps=2"]
     update = Trainer._update
 
     def interrupted(trainer, batches):
@@ -125,7 +124,8 @@ def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypat
         assert main(words) == 0
         *steps, last = capsys.readouterr().out.splitlines()
         assert len(steps) == lines and all(line.endswith("  left 0 s") for line in steps)
-        assert last.startswith(f"{tmp_path / 'checkpoints' / 'step-00000002'} is complete; to export it: python -m ")
+        newest = tmp_path / "checkpoints" / "step-00000002"
+        assert last == f"{newest} is complete; to export it: vmonarch export {tmp_path} --output …"
     bad = {
         ("nowhere", "--output", "m"): (
             2,
@@ -141,8 +141,8 @@ def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypat
     }
     monkeypatch.chdir(tmp_path)
     for given, (code, message) in bad.items():
-        assert export(given) == code
-        assert f"python -m vmonarch.finetune.export: error: {message}" in capsys.readouterr().err
+        assert main(["export", *given]) == code
+        assert f"vmonarch export: error: {message}" in capsys.readouterr().err
         assert not list(tmp_path.glob("*m*.partial*"))
 
 
@@ -167,7 +167,7 @@ def weights(output, processes):
 
 def test_processes_that_share_clips_train_as_one_that_has_them(place, launch, tmp_path):
     words = ["steps=3", "anneal=2", f"data.validation={place / 'held-out'}.parquet", "validation.every=3"]
-    assert main([*words_for(place, tmp_path / "alone"), *words]) == 0
+    assert main(["finetune", *words_for(place, tmp_path / "alone"), *words]) == 0
     words += ["sequence_parallel_size=2"]
     by_frames = [*words_for(place, tmp_path / "frames"), *words, "attention.parallel_by=frames"]
     code, output = launch(tmp_path / "heads", *words, "--then", *by_frames, program=AS_WITH_A_GPU)

@@ -1,4 +1,4 @@
-"""`python -m vmonarch.finetune`, once for all words up to each `--then`, for clips that processes of a CPU share.
+"""`vmonarch finetune`, once for all words up to each `--then`, for clips that processes of a CPU share.
 
 diffusers takes it for granted that there is an accelerator.
 """
@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from vmonarch.finetune.__main__ import main
+from vmonarch.cli import main
 
 torch.accelerator.device_count = lambda: 1
 runs = [[]]
@@ -16,4 +16,4 @@ for word in sys.argv[1:]:
         runs.append([])
     else:
         runs[-1].append(word)
-sys.exit(max(main(words) for words in runs))
+sys.exit(max(main(["finetune", *words]) for words in runs))

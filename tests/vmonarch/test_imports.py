@@ -22,18 +22,18 @@ ABOVE = {
     "finetune": ("eval", "cli"),
     "eval": ("cli",),
 }
-# `python -m vmonarch` is a command, and `vmonarch` names what is in all of its modules.
-COMMANDS, NAMES = "__main__", "__init__"
+# `vmonarch` names what is in all of its modules. `python -m` runs a command, which nothing imports.
+NAMES, COMMAND = "__init__", "__main__"
 
 
 def imports(source: str) -> set[str]:
-    """Names that Python imports when it runs: modules, and modules with what is taken of them."""
+    """Names that a module imports, at once or later: modules, and modules with what is taken of them."""
 
     class Imports(ast.NodeVisitor):
         found: set[str] = set()
 
         def visit_If(self, node: ast.If) -> None:
-            checking = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            checking = ast.unparse(node.test) in ("TYPE_CHECKING", f"__name__ == '{COMMAND}'")
             for statement in node.orelse if checking else [*node.body, *node.orelse]:
                 self.visit(statement)
 
@@ -55,7 +55,11 @@ def graph(root: Path) -> dict[str, set[str]]:
     # Not Path.rglob, which does not follow the links that a checkout has for packages.
     found = glob.glob("**/*.py", root_dir=root, recursive=True)
     files = {path.removesuffix(".py").replace(os.sep, "."): root / path for path in found}
-    files = {name.removesuffix(".__init__"): path for name, path in files.items() if name not in (COMMANDS, NAMES)}
+    files = {
+        name.removesuffix(f".{NAMES}"): path
+        for name, path in files.items()
+        if name != NAMES and name.rpartition(".")[2] != COMMAND
+    }
     named = {
         name: {found.removeprefix("vmonarch.") for found in imports(path.read_text())} for name, path in files.items()
     }
@@ -106,7 +110,9 @@ def test_imports_are_found_wherever_they_stand(tmp_path):
         "grid": "import torch\n",
         "plan": "def save():\n    from vmonarch.pipelines.video import encode\n",
         "pipelines/__init__": "",
-        "pipelines/video": "if TYPE_CHECKING:\n    from vmonarch import plan\nelse:\n    import vmonarch.grid\n",
+        "pipelines/__main__": "from vmonarch import plan\n",
+        "pipelines/video": "if TYPE_CHECKING:\n    from vmonarch import plan\nelse:\n    import vmonarch.grid\n"
+        "if __name__ == '__main__':\n    from vmonarch import plan\n",
         "__init__": "from vmonarch import pipelines\n",
     }.items():
         (tmp_path / f"{name}.py").write_text(source)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vmonarch.cli.parser import Parser
+
 _EPILOG = """\
 examples:
   vmonarch bench kernels                                  everything, within 8 minutes on an H200
@@ -97,10 +99,6 @@ def _parallel_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="*", metavar="LABEL", help="of attention (default: all; none: no attention)")
     parser.add_argument("--models", nargs="*", metavar="SETTING", help="of `vmonarch bench e2e` (none: no model)")
     parser.add_argument("--modes", **_SEVERAL, help="of models: eager, compiled (default: both)")
-
-
-def _merge_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("parts", nargs="+", type=Path, metavar="FILE", help="JSON of `vmonarch bench e2e`")
 
 
 def words(values: Sequence[str]) -> list[str]:
@@ -245,15 +243,12 @@ BENCHES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """Declare the arguments of `vmonarch bench`, and return the parsers of the benchmarks."""
+def add_arguments(parser: Parser) -> None:
+    """Declare the benchmarks and their arguments."""
     parser.epilog = _EPILOG
-    subparsers = parser.add_subparsers(
-        dest="benchmark", required=True, metavar="|".join((*BENCHES, "merge")), title="benchmarks"
-    )
-    parsers = []
+    commands = parser.add_commands("benchmark")
     for name, bench in BENCHES.items():
-        of = subparsers.add_parser(name, help=bench.line, description=f"Time {bench.line}.")
+        of = commands.add_parser(name, help=bench.line, description=f"Time {bench.line}.")
         bench.add_arguments(of)
         quick = f", quick {bench.quick[0]}" if bench.quick else ""
         of.add_argument(
@@ -268,15 +263,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> list[argparse.ArgumentPars
         of.add_argument(
             "--device", default="cuda", metavar="DEVICE", help="cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"
         )
-        parsers.append(of)
-    merging = subparsers.add_parser("merge", help="put the JSON of several runs of `vmonarch bench e2e` together")
-    _merge_arguments(merging)
-    for of in (*parsers, merging):
-        of.add_argument(
-            "--output", type=Path, metavar="FILE", help="JSON to write (default outputs/bench/BENCHMARK.json)"
-        )
+    merging = commands.add_parser("merge", help="put the JSON of several runs of `vmonarch bench e2e` together")
+    merging.add_argument("parts", nargs="+", type=Path, metavar="FILE", help="JSON of `vmonarch bench e2e`")
+    for name, of in parser.commands.items():
+        of.set_defaults(benchmark=name)
+        of.add_argument("--output", type=Path, metavar="FILE", help=f"JSON (default outputs/bench/{name}.json)")
         of.add_argument("--quiet", action="store_true", help="no progress; print the path only")
-    return [*parsers, merging]
 
 
 def _common(arguments: argparse.Namespace) -> dict[str, Any]:

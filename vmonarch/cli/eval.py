@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from vmonarch.cli.sampling import (
     add_method_arguments,
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not config.prompts:
         raise InputError("prompts", "is missing: give one or more prompts, --prompt-file or --prompt-set")
     hide_loading_bars()
-    command = shown_command(("vmonarch",), sys.argv[1:])
+    command = shown_command(("vmonarch",), arguments.words)
     evaluation = evaluate(config, progress=not arguments.quiet, command=command)
     if evaluation.record is None:
         print(f"{evaluation.missing} items are missing; the call that finds all of them there writes the report")

@@ -1,0 +1,65 @@
+"""The parser of `vmonarch`, of its commands and of theirs: argparse, with hints and the names that users know."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from vmonarch.configs import suggest
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a command or, after `add_commands`, of a group of commands."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.commands: dict[str, Parser] = {}
+        self.called = "command"
+
+    def add_commands(self, called: str = "command") -> argparse._SubParsersAction[Parser]:
+        """Make it a group of commands that are `called` so in its help, and return what they are added to."""
+        commands = self.add_subparsers(title=f"{called}s", metavar=called.upper(), required=True)
+        self.called, self.commands = called, commands.choices
+        return commands
+
+    def leaves(self) -> Iterator[Parser]:
+        """The parsers of the commands in it that are no groups; of a command itself."""
+        if not self.commands:
+            yield self
+        for command in self.commands.values():
+            yield from command.leaves()
+
+    def parse(self, words: Sequence[str]) -> tuple[Parser, argparse.Namespace]:
+        """(parser of the command that `words` begin with, its arguments), which may stand in any order.
+
+        Prompts may follow options that take several values, which argparse cannot do for a whole tree of commands.
+        """
+        if not self.commands:
+            return self, self.parse_intermixed_args(words)
+        if words and words[0] in self.commands:
+            return self.commands[words[0]].parse(words[1:])
+        if words and words[0].startswith("-"):
+            # Help, the version, or the error that a command is missing.
+            self.parse_args(words[:1])
+        said = f"there is no {self.called} {words[0]!r}" if words else f"a {self.called} is missing"
+        hint = suggest(words[0], self.commands) if words else ""
+        self.error(f"{said}{hint}; the {self.called}s are {', '.join(self.commands)}")
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and `message`, with what a misspelt option may have meant, and exit with code 2."""
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        options = [word for word in self._words() if word[:2] == "--"]
+        hints = (suggest(word.partition("=")[0], options) for word in unknown if word[:1] == "-")
+        super().error(message + "".join(hints))
+
+    def shown(self, argument: str) -> str:
+        """How the help calls a setting: by its option (`--seed` for `seeds`), as a word (`prompt`), else by its key."""
+        key = argument.replace("_", "-")
+        one = key.removesuffix("s")
+        return next((word for word in (f"--{key}", f"--{one}", one) if word in self._words()), argument)
+
+    def _words(self) -> list[str]:
+        """Options and arguments in the usage."""
+        return re.findall(r"(?:--)?[a-z][\w-]*", self.format_usage())
