@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -104,8 +102,3 @@ def test_a_gpu_is_not_measured_through_the_interpreter(
     assert "TRITON_INTERPRET=1: unset it" in capsys.readouterr().err
     assert main(["bench", "kernels", "--device", "cuda:1"]) == 2
     assert "--device must be up to cuda:0" in capsys.readouterr().err
-
-
-def test_the_module_is_the_command() -> None:
-    run = subprocess.run([sys.executable, "-m", "vmonarch.cli", "bench", "--help"], capture_output=True, text=True)
-    assert run.returncode == 0 and "--quick" in run.stdout

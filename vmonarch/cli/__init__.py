@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    """The parser of `vmonarch` with all of its commands; `run` of what it parses is the command's function."""
+    """The parser of `vmonarch` with all of its commands; `command` of what it parses is the function to call."""
     parser = Parser(
         prog="vmonarch",
         description="VMonarch: structured attention that makes video diffusion transformers fast.",
@@ -62,7 +62,7 @@ def build_parser() -> Parser:
         module.add_arguments(command)
         for leaf in command.leaves():
             leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
-            leaf.set_defaults(run=module.run)
+            leaf.set_defaults(command=module.run)
     return parser
 
 
@@ -72,7 +72,7 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     previous = _on_terminate()
     try:
-        arguments.run(arguments)
+        arguments.command(arguments)
     except KeyboardInterrupt as stop:
         print(f"\n{parser.prog}: interrupted; {stop or 'nothing half-written is left'}", file=sys.stderr)
         return 130
