@@ -57,6 +57,13 @@ class _Kind:
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if an option does not fit videos of this latent grid."""
 
+    def _fill_in_sha256(self, option: str, found: str | None) -> None:
+        """Fill in the SHA-256 of the file that `option` names; one that was given must be the same."""
+        if getattr(self, f"{option}_sha256") not in (None, found):
+            was = getattr(self, option)
+            raise InputError(option, f"{was!r} is not the file that it was: its SHA-256 is {found}")
+        object.__setattr__(self, f"{option}_sha256", found)
+
 
 @dataclass(frozen=True)
 class FullAttention(_Kind):
@@ -67,10 +74,6 @@ class FullAttention(_Kind):
     def install(self, pipe: Any) -> None:
         """Put the stock processors back on `pipe`."""
         _clear(pipe)
-
-    def without_dense(self) -> FullAttention:
-        """Itself: it has no dense steps or layers to leave out."""
-        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +126,7 @@ class VMonarchAttention(VMonarchOptions, _Kind):
                 found = file_sha256(plan_file(self.plan))
             except (TypeError, ValueError, OSError) as error:
                 raise InputError("plan", f"{self.plan!r} cannot be used: {error}") from error
-        if self.plan_sha256 not in (None, found):
-            raise InputError("plan", f"{self.plan!r} is not the file that it was: its SHA-256 is {found}")
-        object.__setattr__(self, "plan_sha256", found)
+        self._fill_in_sha256("plan", found)
 
     def _parameters(self) -> dict[str, Any]:
         """The processor's arguments."""
@@ -238,10 +239,7 @@ class BasedAttention(_Kind):
             check_implementation(self.implementation)
             DenseSet("dense_layers", dense_layers)
             DenseSet("dense_steps", self.dense_steps)
-        found = None if self.adapter is None else file_sha256(self._file())
-        if self.adapter_sha256 not in (None, found):
-            raise InputError("adapter", f"{self.adapter!r} is not the file that it was: its SHA-256 is {found}")
-        object.__setattr__(self, "adapter_sha256", found)
+        self._fill_in_sha256("adapter", None if self.adapter is None else file_sha256(self._file()))
 
     @property
     def countable(self) -> bool:
@@ -314,6 +312,14 @@ class _Variant(_Kind):
     dense_layers: Any = 0
     refresh: Any = None
 
+    def __post_init__(self) -> None:
+        with _naming_the_option():
+            self._check_options()
+            _check_dense(self)
+
+    def _check_options(self) -> None:
+        """Raise TypeError or ValueError if an option of the function cannot be used."""
+
     def _options(self) -> dict[str, Any]:
         """The function's options."""
         common = {field.name for field in dataclasses.fields(_Variant)}
@@ -344,12 +350,10 @@ class ControlledMonarch(_Variant):
     recompute: bool = False
     min_mass: float = 0.1
 
-    def __post_init__(self) -> None:
+    def _check_options(self) -> None:
         from vmonarch.variants import check_controlled_options
 
-        with _naming_the_option():
-            check_controlled_options(**self._options())
-            _check_dense(self)
+        check_controlled_options(**self._options())
 
 
 @dataclass(frozen=True)
@@ -361,10 +365,8 @@ class SinkAverageMonarch(_Variant):
     num_iterations: int = 2
     min_mass: float = 0.1
 
-    def __post_init__(self) -> None:
-        with _naming_the_option():
-            VMonarchOptions(**self._options())
-            _check_dense(self)
+    def _check_options(self) -> None:
+        VMonarchOptions(**self._options())
 
 
 @dataclass(frozen=True)
@@ -385,12 +387,10 @@ class FactorisedMonarch(_Variant):
     recompute: bool = True
     min_mass: float = 0.1
 
-    def __post_init__(self) -> None:
+    def _check_options(self) -> None:
         from vmonarch.variants import check_factorised_options
 
-        with _naming_the_option():
-            check_factorised_options(**self._options())
-            _check_dense(self)
+        check_factorised_options(**self._options())
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if there are more blocks than the axis is long."""
@@ -411,11 +411,9 @@ class LocalAttention(_Variant):
 
     exact: Any = dataclasses.field(default_factory=lambda: {"band": 1})
 
-    def __post_init__(self) -> None:
+    def _check_options(self) -> None:
         if not isinstance(self.exact, Mapping):
             raise InputError("exact", f"must be a mapping with rows, columns or band, got {self.exact!r}")
-        with _naming_the_option():
-            _check_dense(self)
         if self.pattern.band is None and not self.pattern.columns:
             raise InputError("exact", f"must have a band or columns, or frames have no keys; got {dict(self.exact)}")
 
@@ -450,12 +448,10 @@ class BlockTopKAttention(_Variant):
     sparsity: float = 0.9
     cube: tuple[int, int, int] = (4, 4, 4)
 
-    def __post_init__(self) -> None:
+    def _check_options(self) -> None:
         from vmonarch.variants import check_topk_options
 
-        with _naming_the_option():
-            check_topk_options(**self._options())
-            _check_dense(self)
+        check_topk_options(**self._options())
 
 
 @dataclass(frozen=True)
@@ -476,12 +472,10 @@ class TwoResolutionAttention(_Variant):
     beta: float | None = None
     tile: tuple[int, int] = (4, 4)
 
-    def __post_init__(self) -> None:
+    def _check_options(self) -> None:
         from vmonarch.variants import check_two_resolution_options
 
-        with _naming_the_option():
-            check_two_resolution_options(**self._options())
-            _check_dense(self)
+        check_two_resolution_options(**self._options())
 
     @property
     def countable(self) -> bool:
@@ -494,10 +488,6 @@ class NoAttention(_Variant):
     """Nothing but what is reused of exact attention, with `refresh`; see `variants.no_attention`."""
 
     kind: ClassVar[str] = "none"
-
-    def __post_init__(self) -> None:
-        with _naming_the_option():
-            _check_dense(self)
 
 
 def _exact(exact: Any) -> ExactBlocks | str | None:

@@ -17,8 +17,8 @@ from vmonarch.pipelines.model_folder import ModelFolder
 
 PROMPT = "a red circle moving right"
 
-# Arguments after a good command line, and what the message must hold; each is a usage error (exit code 2).
-USAGE = {
+# Of each command: arguments after a prompt, and what the message must hold; each is a usage error (exit code 2).
+GENERATE = {
     "height not of 16": (["--height", "40"], ["--height", "multiple of 16", "32 or 48"]),
     "height far too large": (["--height", str(16 * 10**22)], ["--height", "at most 1024 for this model"]),
     "height by the power": (["height=1e23"], ["--height", "an integer"]),
@@ -135,6 +135,134 @@ USAGE = {
 }
 
 
+COMPARE = {
+    "unknown method": (["--methods", "full", "fast"], ["--methods", "vmonarch-t1", "'fast'"]),
+    "method twice": (["--methods", "vmonarch", "vmonarch"], ["--methods", "must differ", "vmonarch"]),
+    "unknown parameter": (["--methods", "vmonarch:steps=2"], ["methods.steps", "no known key"]),
+    "unknown reference": (["--reference", "exact"], ["--reference", "full"]),
+    "no strip": (["--strip-frames", "0"], ["--strip-frames", "at least 1"]),
+    "attention is generate's": (["attention=full"], ["attention", "no known key", "methods"]),
+    "frame that is not there": (
+        ["--methods", "full", "vmonarch:exact={rows: [99]}"],
+        ["--methods", "'vmonarch:exact={rows: [99]}'", "frame 99"],
+    ),
+    "reference with a frame that is not there": (["--reference", "vmonarch:exact={rows: [99]}"], ["--reference", "99"]),
+    "more dense steps than steps": (
+        ["--methods", "flashbias:dense_steps=[2]"],
+        ["--methods", "dense_steps", "2 steps"],
+    ),
+    "sizes are checked too": (["--height", "40"], ["--height", "multiple of 16"]),
+    "unknown preset": (["--config", "none"], ["--config", "iterations"]),
+}
+
+# Of the others: all arguments.
+ON_CPU = ["kernels", "--device", "cpu"]
+TUNING = ["--device", "cpu", "--dtype", "float32", "--output", "table.json"]
+
+EVAL = {
+    "no prompt": ([], ["prompt is missing"]),
+    "prompt twice": (["a red", "a red"], ["must differ"]),
+    "baseline": (["a red", "--baseline", "vmonarch-t9"], ["--baseline must be one of full, vmonarch"]),
+    "prompt set": (["--prompt-set", "movies"], ["--prompt-set must be one of embedded"]),
+    "no prompts of a set": (["--prompt-set", "embedded", "--num-prompts", "0"], ["--num-prompts must be an integer"]),
+    "more prompts than there are": (
+        ["--prompt-set", "embedded", "--num-prompts", "1000"],
+        ["--num-prompts must be at most 64"],
+    ),
+    "overwrite": (["a red", "--overwrite"], ["unrecognized arguments: --overwrite"]),
+    "overwrite as a key": (["a red", "overwrite=true"], ["overwrite cannot be used"]),
+    "vbench": (["a red", "--vbench", "imaging"], ["did you mean imaging_quality?"]),
+    "frame that is not there": (["a red", "--methods", "vmonarch:exact={rows: [99]}"], ["names frame 99"]),
+    "report": (["a red", "--report-items", "-1"], ["--report-items must be an integer of at least 0"]),
+    "timeout": (["a red", "vbench_timeout=0"], ["vbench_timeout must be above 0"]),
+    "unknown method": (["a red", "--methods", "vmonarch-t"], ["--methods must be one of"]),
+    "unknown config": (
+        ["a red", "--config", "table9"],
+        ["plans-embedded, refresh, refresh-plans-embedded, schedules, table2"],
+    ),
+}
+
+CALIBRATE = {
+    "no prompt": ([], ["prompt is missing"]),
+    "both budgets": (["p", "--budget", "1", "--flops", "1"], ["budget and flops exclude each other"]),
+    "another kind": (["p", "--candidates", "full"], ["candidates must be of kind vmonarch, got 'full'"]),
+    "dense": (["p", "--candidates", "vmonarch:dense_steps=1"], ["must leave dense_steps alone"]),
+    "twice": (["p", "--candidates", "vmonarch", "vmonarch"], ["candidates must differ; repeated: vmonarch"]),
+    "no step": (["p", "--every", "0"], ["every must be at least 1, got 0"]),
+    "no map": (["p", "--maps", "1-2"], ["maps must be layer:head, such as 3:0, got '1-2'"]),
+    "map outside": (["p", "--maps", "9:0"], ["maps must lie in 2 layers of 2 heads, got 9:0"]),
+    "negative budget": (["p", "--budget", "-1"], ["--budget must be finite and at least 0, got -1.0"]),
+    "no work": (["p", "--flops", "nan"], ["--flops must be finite and at least 0, got nan"]),
+    "less work than the cheapest": (["p", "--flops", "0.01"], ["--flops must be at least 0."]),
+    "unknown measure": (["p", "--measure", "klo"], ["got 'klo' (did you mean kl?)"]),
+    "limit of an unknown measure": (["p", "--limit", "lk=0.5"], ["--limit must be of error, layer_error,"]),
+    "limit without the default": (
+        ["p", "--candidates", "vmonarch-t1", "--limit", "kl=1"],
+        ["limit is relative to VMonarch"],
+    ),
+    "measure that is left out": (
+        ["p", "--measure", "output_error", "--no-sensitivity"],
+        ["--measure cannot be output_error without sensitivity"],
+    ),
+    "frame that is not there": (["p", "--candidates", "vmonarch:exact={rows: [99]}"], ["names frame 99"]),
+    "no share": (["p", "--limit", "kl"], ["limit must be measure=share with a positive share, such as kl=0.5"]),
+    "limit of what": (["p", "--budget", "1", "--limit", "kl=0.5"], ["limit is for flops"]),
+    "plan alone": (["p", "--plan", "x.json"], ["plan is for --diagnosis"]),
+}
+
+BENCH = {
+    "unknown shape": ([*ON_CPU, "--shapes", "43x28"], ["--shapes", "43x28x52", "'43x28'"]),
+    "shape of nothing": ([*ON_CPU, "--shapes", "0x28x52"], ["--shapes", "frames x height x width"]),
+    "shape twice": ([*ON_CPU, "--shapes", "2x4x4", "2x4x4:12"], ["--shapes", "different"]),
+    "no shape": ([*ON_CPU, "--shapes", ","], ["--shapes"]),
+    "unknown method": ([*ON_CPU, "--methods", "vmonarch,fa3"], ["--methods", "fa2", "'fa3'"]),
+    "method close to a known one": ([*ON_CPU, "--methods", "vmonach"], ["--methods", "did you mean vmonarch?"]),
+    "method twice": ([*ON_CPU, "--methods", "fa2", "fa2"], ["--methods", "differ"]),
+    "method measured nowhere": (
+        [*ON_CPU, "--methods", "vmonarch-torch", "--shapes", "2x4x4"],
+        ["--methods", "32x32x64"],
+    ),
+    "unknown pass": ([*ON_CPU, "--passes", "sideways"], ["--passes", "forward, backward"]),
+    "head dimension too large": ([*ON_CPU, "--head-dims", "512"], ["--head-dims", "1 to 256", "512"]),
+    "head dimension a word": ([*ON_CPU, "--head-dims", "wide"], ["--head-dims", "1 to 256"]),
+    "no rounds": ([*ON_CPU, "--rounds", "0"], ["--rounds", "above 0"]),
+    "rounds a word": ([*ON_CPU, "--rounds", "many"], ["--rounds", "int"]),
+    "no budget": ([*ON_CPU, "--budget", "0"], ["--budget", "above 0"]),
+    "budget not a number": ([*ON_CPU, "--budget", "nan"], ["--budget", "above 0"]),
+    "output is a folder": ([*ON_CPU, "--output", "."], ["--output", "folder"]),
+    "output under a file": ([*ON_CPU, "--output", "FILE/x.json"], ["--output", "cannot be written"]),
+    "unwritable output": ([*ON_CPU, "--output", "/proc/x/y.json"], ["--output", "cannot be written"]),
+    "unknown device": (["kernels", "--device", "tpu9"], ["--device", "cuda:N", "tpu9"]),
+    "another kind of device": (["kernels", "--device", "meta"], ["--device", "cuda:N", "meta"]),
+    "nothing to bench": ([], ["kernels"]),
+    "something else to bench": (["everything"], ["kernels", "everything"]),
+}
+
+TUNE = {
+    "unknown kernel": ([*TUNING, "--kernels", "r_stop"], ["--kernels", "r_step_last", "'r_stop'"]),
+    "unknown dtype": ([*TUNING, "--dtype", "int8"], ["--dtype", "bfloat16, float16, float32"]),
+    "dtype of the interpreter": ([*TUNING, "--dtype", "bfloat16"], ["--dtype", "interpreter", "float32"]),
+    "interpreter without output": (["--device", "cpu", "--dtype", "float32"], ["--output"]),
+    "head dimension": ([*TUNING, "--head-dims", "0"], ["--head-dims", "1 to 256"]),
+    "shape": ([*TUNING, "--shapes", "small"], ["--shapes", "frames x height x width"]),
+    "budget": ([*TUNING, "--budget", "-1"], ["--budget", "above 0"]),
+    "output is a folder": ([*TUNING, "--output", "."], ["--output", "folder"]),
+}
+
+CASES = {
+    f"{command}: {name}": (command, [*before, *words], fragments)
+    for command, before, table in (
+        ("generate", [PROMPT], GENERATE),
+        ("compare", [PROMPT], COMPARE),
+        ("eval", [], EVAL),
+        ("calibrate", [], CALIBRATE),
+        ("bench", [], BENCH),
+        ("tune", [], TUNE),
+    )
+    for name, (words, fragments) in table.items()
+}
+
+
 @pytest.fixture
 def files(cli) -> dict[str, str]:
     """Files that the cases name in capitals."""
@@ -163,14 +291,19 @@ def assert_refused(result: tuple[int, str, str], code: int, fragments: list[str]
     assert out == ""
 
 
-@pytest.mark.parametrize(("words", "fragments"), USAGE.values(), ids=USAGE)
+@pytest.mark.parametrize(("command", "words", "fragments"), CASES.values(), ids=CASES)
 def test_usage_errors(
-    cli, files: dict[str, str], words: list[str], fragments: list[str], monkeypatch: pytest.MonkeyPatch
+    cli, files: dict[str, str], command: str, words: list[str], fragments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ModelFolder, "read_component", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     line = [word.replace(word.split("/")[0], files.get(word.split("/")[0], word.split("/")[0])) for word in words]
-    assert_refused(cli("generate", PROMPT, *line), 2, fragments)
-    assert cli.outputs() == [] and sorted(files) == sorted(path.name for path in cli.folder.iterdir() if path.is_file())
+    result = cli(command, *line, tiny=command not in ("bench", "tune"))
+    assert_refused(result, 2, fragments)
+    assert result[2].splitlines()[-1].startswith(f"vmonarch {command}")
+    assert sorted(files) == sorted(path.name for path in cli.folder.rglob("*") if path.is_file())
+    assert cli.outputs(f"outputs/{command}") == []
+    assert command != "eval" or not (cli.folder / "outputs").exists()
 
 
 def test_the_environment_is_out_of_reach(cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,33 +460,6 @@ def test_a_scheduler_without_flow_shift(cli, broken_model: Path) -> None:
     (broken_model / "scheduler/scheduler_config.json").write_text('{"_class_name": "DDIMScheduler"}')
     line = ["generate", PROMPT, "--flow-shift", 3]
     assert_refused(cli(*line, model=broken_model), 2, ["--flow-shift", "DDIMScheduler"])
-
-
-COMPARE = {
-    "unknown method": (["--methods", "full", "fast"], ["--methods", "vmonarch-t1", "'fast'"]),
-    "method twice": (["--methods", "vmonarch", "vmonarch"], ["--methods", "must differ", "vmonarch"]),
-    "unknown parameter": (["--methods", "vmonarch:steps=2"], ["methods.steps", "no known key"]),
-    "unknown reference": (["--reference", "exact"], ["--reference", "full"]),
-    "no strip": (["--strip-frames", "0"], ["--strip-frames", "at least 1"]),
-    "attention is generate's": (["attention=full"], ["attention", "no known key", "methods"]),
-    "frame that is not there": (
-        ["--methods", "full", "vmonarch:exact={rows: [99]}"],
-        ["--methods", "'vmonarch:exact={rows: [99]}'", "frame 99"],
-    ),
-    "reference with a frame that is not there": (["--reference", "vmonarch:exact={rows: [99]}"], ["--reference", "99"]),
-    "more dense steps than steps": (
-        ["--methods", "flashbias:dense_steps=[2]"],
-        ["--methods", "dense_steps", "2 steps"],
-    ),
-    "sizes are checked too": (["--height", "40"], ["--height", "multiple of 16"]),
-    "unknown preset": (["--config", "none"], ["--config", "iterations"]),
-}
-
-
-@pytest.mark.parametrize(("words", "fragments"), COMPARE.values(), ids=COMPARE)
-def test_compare_usage_errors(cli, words: list[str], fragments: list[str]) -> None:
-    assert_refused(cli("compare", PROMPT, *words), 2, fragments)
-    assert cli.outputs("outputs/compare") == []
 
 
 @pytest.mark.parametrize(

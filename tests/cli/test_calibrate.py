@@ -58,44 +58,6 @@ def test_another_plan_is_made_from_a_diagnosis_without_sampling(cli, monkeypatch
     assert code == 2 and "is no diagnosis" in err
 
 
-BAD = {
-    "no prompt": ([], "prompt is missing"),
-    "both budgets": (["p", "--budget", 1, "--flops", 1], "budget and flops exclude each other"),
-    "another kind": (["p", "--candidates", "full"], "candidates must be of kind vmonarch, got 'full'"),
-    "dense": (["p", "--candidates", "vmonarch:dense_steps=1"], "must leave dense_steps alone"),
-    "twice": (["p", "--candidates", "vmonarch", "vmonarch"], "candidates must differ; repeated: vmonarch"),
-    "no step": (["p", "--every", 0], "every must be at least 1, got 0"),
-    "no map": (["p", "--maps", "1-2"], "maps must be layer:head, such as 3:0, got '1-2'"),
-    "map outside": (["p", "--maps", "9:0"], "maps must lie in 2 layers of 2 heads, got 9:0"),
-    "negative budget": (["p", "--budget", -1], "--budget must be finite and at least 0, got -1.0"),
-    "no work": (["p", "--flops", "nan"], "--flops must be finite and at least 0, got nan"),
-    "less work than the cheapest": (["p", "--flops", 0.01], "--flops must be at least 0."),
-    "unknown measure": (["p", "--measure", "klo"], "got 'klo' (did you mean kl?)"),
-    "limit of an unknown measure": (["p", "--limit", "lk=0.5"], "--limit must be of error, layer_error,"),
-    "limit without the default": (
-        ["p", "--candidates", "vmonarch-t1", "--limit", "kl=1"],
-        "limit is relative to VMonarch",
-    ),
-    "measure that is left out": (
-        ["p", "--measure", "output_error", "--no-sensitivity"],
-        "--measure cannot be output_error without sensitivity",
-    ),
-    "frame that is not there": (["p", "--candidates", "vmonarch:exact={rows: [99]}"], "names frame 99"),
-    "no share": (["p", "--limit", "kl"], "limit must be measure=share with a positive share, such as kl=0.5"),
-    "limit of what": (["p", "--budget", 1, "--limit", "kl=0.5"], "limit is for flops"),
-    "plan alone": (["p", "--plan", "x.json"], "plan is for --diagnosis"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_used_is_named_and_nothing_is_left(cli, name, monkeypatch):
-    monkeypatch.setattr("vmonarch.eval.calibrate.run.denoise", lambda *_, **__: pytest.fail("something was sampled"))
-    words, message = BAD[name]
-    code, _, err = cli("calibrate", *words)
-    assert code == 2 and message in err, err
-    assert cli.outputs("outputs/calibrate") == []
-
-
 def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch):
     line = ["a red circle", "--steps", 1, "--candidates", "vmonarch-t1", "vmonarch", "--no-sensitivity"]
 

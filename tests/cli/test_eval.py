@@ -476,36 +476,6 @@ def test_the_command_writes_the_report_and_prints_the_table(cli) -> None:
     assert code == 0 and out.strip() == "a folder/report.html"
 
 
-BAD = {
-    "no prompt": ([], "prompt is missing"),
-    "prompt twice": (["a red", "a red"], "must differ"),
-    "baseline": (["a red", "--baseline", "vmonarch-t9"], "--baseline must be one of full, vmonarch"),
-    "prompt set": (["--prompt-set", "movies"], "--prompt-set must be one of embedded"),
-    "no prompts of a set": (["--prompt-set", "embedded", "--num-prompts", 0], "--num-prompts must be an integer"),
-    "more prompts than there are": (
-        ["--prompt-set", "embedded", "--num-prompts", 1000],
-        "--num-prompts must be at most 64",
-    ),
-    "overwrite": (["a red", "--overwrite"], "unrecognized arguments: --overwrite"),
-    "overwrite as a key": (["a red", "overwrite=true"], "overwrite cannot be used"),
-    "vbench": (["a red", "--vbench", "imaging"], "did you mean imaging_quality?"),
-    "frame that is not there": (["a red", "--methods", "vmonarch:exact={rows: [99]}"], "names frame 99"),
-    "report": (["a red", "--report-items", -1], "--report-items must be an integer of at least 0"),
-    "timeout": (["a red", "vbench_timeout=0"], "vbench_timeout must be above 0"),
-    "unknown method": (["a red", "--methods", "vmonarch-t"], "--methods must be one of"),
-    "unknown config": (
-        ["a red", "--config", "table9"],
-        "plans-embedded, refresh, refresh-plans-embedded, schedules, table2",
-    ),
-}
-
-
-@pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD)
-def test_bad_input_is_named(cli, words: list[Any], message: str) -> None:
-    code, _, err = cli("eval", *words)
-    assert code == 2 and message in err and not (cli.folder / "outputs").exists()
-
-
 def test_settings_that_cannot_be_read_are_named(cli) -> None:
     (cli.folder / "out").mkdir()
     (cli.folder / "out" / "settings.json").write_text('{"prompts": [')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, move_overrides, sampling_layers
+from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_config, sampling_layers
 
 _EPILOG = """\
 examples:
@@ -55,7 +55,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     from vmonarch.configs import InputError
     from vmonarch.eval.calibrate.run import Budget, CalibrateConfig, calibrate, read_diagnosis
-    from vmonarch.pipelines.config import build_config
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()
@@ -73,11 +72,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.plan is not None:
         raise InputError("plan", "is for --diagnosis; otherwise the plan lies in the output folder")
-    move_overrides(arguments, "candidates")
-    own = ("candidates", "every", "maps", "budget", "flops", "measure", "limit", "sensitivity")
-    config = build_config(CalibrateConfig, *sampling_layers(arguments, group="calibrate", own=own))
-    if not config.prompts:
-        raise InputError("prompts", "is missing: give one or more prompts or --prompt-file")
+    layers = sampling_layers(CalibrateConfig, arguments, "candidates")
+    config = sampling_config(CalibrateConfig, layers, "--prompt-file")
     hide_loading_bars()
     made = calibrate(config, progress=not arguments.quiet)
     _tell(made.plan, quiet=arguments.quiet)

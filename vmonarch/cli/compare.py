@@ -8,7 +8,7 @@ from vmonarch.cli.sampling import (
     add_method_arguments,
     add_sampling_arguments,
     hide_loading_bars,
-    move_overrides,
+    sampling_config,
     sampling_layers,
 )
 
@@ -38,17 +38,12 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError, GenerationError: see `vmonarch.eval.compare.compare`.
     """
-    from vmonarch.configs import InputError
     from vmonarch.eval.compare import CompareConfig, compare
-    from vmonarch.pipelines.config import build_config
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()
-    move_overrides(arguments, "methods")
-    own = ("methods", "reference", "save_videos", "strip_frames")
-    config = build_config(CompareConfig, *sampling_layers(arguments, group="compare", own=own))
-    if not config.prompts:
-        raise InputError("prompts", "is missing: give one or more prompts or --prompt-file")
+    layers = sampling_layers(CompareConfig, arguments, "methods")
+    config = sampling_config(CompareConfig, layers, "--prompt-file")
     hide_loading_bars()
     comparison = compare(config, progress=not arguments.quiet)
     if not arguments.quiet:

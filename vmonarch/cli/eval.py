@@ -8,7 +8,7 @@ from vmonarch.cli.sampling import (
     add_method_arguments,
     add_sampling_arguments,
     hide_loading_bars,
-    move_overrides,
+    sampling_config,
     sampling_layers,
 )
 
@@ -49,16 +49,11 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError, GenerationError: see `vmonarch.eval.evaluate.evaluate`.
     """
-    from vmonarch.configs import InputError
     from vmonarch.eval.evaluate import EvalConfig, evaluate
-    from vmonarch.pipelines.config import build_config
     from vmonarch.pipelines.environment import shown_command
 
-    move_overrides(arguments, "methods", "vbench")
-    own = ("methods", "reference", "baseline", "prompt_set", "num_prompts", "lpips", "vbench", "report_items")
-    config = build_config(EvalConfig, *sampling_layers(arguments, group="eval", own=own))
-    if not config.prompts:
-        raise InputError("prompts", "is missing: give one or more prompts, --prompt-file or --prompt-set")
+    layers = sampling_layers(EvalConfig, arguments, "methods", "vbench")
+    config = sampling_config(EvalConfig, layers, "--prompt-file", "--prompt-set")
     hide_loading_bars()
     command = shown_command(("vmonarch",), arguments.words)
     evaluation = evaluate(config, progress=not arguments.quiet, command=command)

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_layers
-from vmonarch.pipelines.environment import seconds
+from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_config, sampling_layers
+from vmonarch.configs import preset_names
 
 if TYPE_CHECKING:
     from vmonarch.pipelines.config import GenerateConfig
@@ -29,8 +29,6 @@ Each video gets a number and a short hash for a name, with a contact sheet (.png
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch generate`."""
-    from vmonarch.configs import preset_names
-
     add_sampling_arguments(parser, group="generate")
     parser.add_argument(
         "--attention",
@@ -54,21 +52,16 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError, GenerationError: see `vmonarch.pipelines.generation.generate`.
     """
-    from vmonarch.configs import InputError
-    from vmonarch.pipelines.config import GenerateConfig, build_config
+    from vmonarch.pipelines.config import GenerateConfig
     from vmonarch.pipelines.generation import generate
     from vmonarch.pipelines.outputs import GenerationError
     from vmonarch.pipelines.processes import Shard
     from vmonarch.pipelines.records import environment_differences, load_record
 
-    layers = sampling_layers(arguments, group="generate", own=("attention", "batch_guidance", "contact_sheet"))
-    recorded = None
-    if arguments.from_json is not None:
-        recorded = load_record(arguments.from_json)
-        layers.insert(0, recorded.values)
-    config = build_config(GenerateConfig, *layers)
-    if not config.prompts:
-        raise InputError("prompts", "is missing: give one or more prompts, --prompt-file or --from-json")
+    layers = sampling_layers(GenerateConfig, arguments)
+    recorded = None if arguments.from_json is None else load_record(arguments.from_json)
+    below = [] if recorded is None else [recorded.values]
+    config = sampling_config(GenerateConfig, below + layers, "--prompt-file", "--from-json")
     hide_loading_bars()
     shard = Shard.of_environment()
     try:
@@ -78,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise
     _report(videos, config, quiet=arguments.quiet)
     # An overridden setting is a wish for another video, not a failure to reproduce one.
-    if recorded is not None and not any(layers[1:]):
+    if recorded is not None and not any(layers):
         for video in videos:
             if video.reproduced:
                 print("bit-identical to the recorded video", file=sys.stderr)
@@ -90,6 +83,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _report(videos: Sequence[GeneratedVideo], config: GenerateConfig, *, quiet: bool) -> None:
     """Print where the videos are."""
+    from vmonarch.pipelines.environment import seconds
+
     for video in videos:
         if quiet:
             print(video.video)

@@ -6,6 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vmonarch.cli.sampling import add_model_arguments, config_layers, hide_loading_bars
+from vmonarch.configs import InputError, is_override, preset_names
+
 if TYPE_CHECKING:
     from vmonarch.finetune.data.preprocess import PreprocessConfig
 
@@ -22,8 +25,6 @@ where it was broken off. Bad videos are listed in quarantine.jsonl; to try one a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch preprocess`."""
-    from vmonarch.configs import preset_names
-
     parser.add_argument(
         "videos", nargs="*", metavar="VIDEOS", help="folder of the videos; key=value overrides may stand here too"
     )
@@ -31,12 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--procedural", type=int, metavar="N", help="instead of videos, N clips of the embedded model's coloured shapes"
     )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="embedded (default), a folder of a Wan pipeline, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    )
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
+    add_model_arguments(parser)
     parser.add_argument("--output", metavar="FOLDER", help="for shards, manifest and quarantine list (required)")
     known = ", ".join(preset_names("preprocess"))
     parser.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {known}")
@@ -50,19 +46,14 @@ def read_settings(arguments: argparse.Namespace) -> PreprocessConfig:
     Raises:
         InputError: one of its arguments cannot be used.
     """
-    from vmonarch.configs import InputError, is_override, parse_overrides, read_yaml
-    from vmonarch.finetune.data.preprocess import preprocess_config
+    from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess_config
 
-    layers = [] if arguments.config is None else [read_yaml(arguments.config, group="preprocess")]
-    options = ("captions", "procedural", "model", "revision", "output")
-    layers.append({name: getattr(arguments, name) for name in options if getattr(arguments, name) is not None})
-    folders = [word for word in arguments.videos if not is_override(word)]
+    words = arguments.videos
+    folders = [word for word in words if not is_override(word)]
     if len(folders) > 1:
         raise InputError("videos", f"must be one folder, got {' '.join(folders)}")
-    if folders:
-        layers[-1]["videos"] = folders[0]
-    layers += [parse_overrides([word]) for word in arguments.videos if is_override(word)]
-    return preprocess_config(*layers)
+    arguments.videos = folders[0] if folders else None
+    return preprocess_config(*config_layers(PreprocessConfig, arguments, "preprocess", filter(is_override, words)))
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -71,7 +62,6 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError, PreprocessError: see `vmonarch.finetune.data.preprocess.preprocess`.
     """
-    from vmonarch.cli.sampling import hide_loading_bars
     from vmonarch.finetune.data.preprocess import preprocess
     from vmonarch.pipelines.environment import seconds
 

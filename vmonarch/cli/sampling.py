@@ -1,29 +1,36 @@
-"""Arguments that `generate` and `compare` share."""
+"""Arguments that several commands share, and the settings that they make up."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, is_override, parse_overrides, preset_names, read_yaml
+
+if TYPE_CHECKING:
+    from vmonarch.pipelines.config import SamplingConfig
+
+Config = TypeVar("Config", bound="SamplingConfig")
 
 # `num-frames=5`: one word, and but for the hyphens a key and its value.
 _LIKE_OVERRIDE = re.compile(r"([a-z][a-z0-9_]*(?:-[a-z0-9_]+)+)=(\S*)", re.ASCII)
 # One word of a script that puts blanks between words: Latin, Greek, Cyrillic.
 _BARE_WORD = re.compile(r"[!-\u052f]+")
-# dest, option, type, metavar, help: each is the field of `SamplingConfig` of that name.
-_OPTIONS: tuple[tuple[str, str, Any, str, str], ...] = (
-    ("height", "--height", int, "PIXELS", "a multiple of 16"),
-    ("width", "--width", int, "PIXELS", "a multiple of 16"),
-    ("num_frames", "--num-frames", int, "N", "4·k + 1"),
-    ("steps", "--steps", int, "N", "denoising steps"),
-    ("guidance", "--guidance", float, "SCALE", "classifier-free guidance; 1 or less turns it off"),
-    ("guidance_2", "--guidance-2", float, "SCALE", "the same for the low-noise transformer of Wan 2.2 A14B"),
-    ("flow_shift", "--flow-shift", float, "SHIFT", "shift of the scheduler's noise levels"),
-    ("negative_prompt", "--negative-prompt", str, "TEXT", "what guidance leads away from"),
-    ("fps", "--fps", float, "RATE", "frames per second of the mp4"),
-    ("max_sequence_length", "--max-sequence-length", int, "TOKENS", "text tokens that the transformer sees"),
+# option, type, metavar, help: each is the field of `SamplingConfig` of that name.
+_OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
+    ("--height", int, "PIXELS", "a multiple of 16"),
+    ("--width", int, "PIXELS", "a multiple of 16"),
+    ("--num-frames", int, "N", "4·k + 1"),
+    ("--steps", int, "N", "denoising steps"),
+    ("--guidance", float, "SCALE", "classifier-free guidance; 1 or less turns it off"),
+    ("--guidance-2", float, "SCALE", "the same for the low-noise transformer of Wan 2.2 A14B"),
+    ("--flow-shift", float, "SHIFT", "shift of the scheduler's noise levels"),
+    ("--negative-prompt", str, "TEXT", "what guidance leads away from"),
+    ("--fps", float, "RATE", "frames per second of the mp4"),
+    ("--max-sequence-length", int, "TOKENS", "text tokens that the transformer sees"),
 )
 
 
@@ -38,12 +45,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overw
         "prompts", nargs="*", metavar="prompt", help="what the video shows; key=value overrides may stand here too"
     )
     parser.add_argument("--prompt-file", metavar="FILE", help="a prompt a line, UTF-8")
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="embedded (default), a folder of a Wan pipeline, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    )
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
+    add_model_arguments(parser)
     parser.add_argument("--image", metavar="FILE", help="first frame, for image-to-video models")
     parser.add_argument(
         "--seed",
@@ -53,8 +55,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overw
         help="one or several; every prompt gets each (default 0)",
     )
     sizes = parser.add_argument_group("sampling (default: what the model recommends)")
-    for dest, option, kind, metavar, text in _OPTIONS:
-        sizes.add_argument(option, dest=dest, type=kind, metavar=metavar, help=text)
+    for option, kind, metavar, text in _OPTIONS:
+        sizes.add_argument(option, type=kind, metavar=metavar, help=text)
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--dtype",
@@ -79,6 +81,16 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overw
     output.add_argument("--quiet", action="store_true", help="no progress bars; print paths only")
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the model and its version."""
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="embedded (default), a folder of a Wan pipeline, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    )
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
+
+
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare which methods sample, and which of them is the reference."""
     parser.add_argument(
@@ -90,61 +102,64 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
 
 
-def move_overrides(arguments: argparse.Namespace, *names: str) -> None:
-    """Put the overrides among the words of some options where `sampling_layers` looks for them.
-
-    `--methods full vmonarch steps=3`: they may stand anywhere, and nothing that these options take is named like one.
-    """
-    for name in names:
-        words = getattr(arguments, name)
-        if words is not None:
-            arguments.prompts += [word for word in words if is_override(word)]
-            setattr(arguments, name, [word for word in words if not is_override(word)])
-
-
-def sampling_layers(arguments: argparse.Namespace, *, group: str, own: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Layers for `build_config`, lowest first: the YAML file, the options, the overrides.
+def sampling_layers(schema: type, arguments: argparse.Namespace, *several: str) -> list[dict[str, Any]]:
+    """`config_layers` of a command that samples.
 
     Args:
-        own: options of the command itself that are fields of its config.
+        several: options that take several words. Overrides may stand among these, as in `--methods full vmonarch
+            steps=3`: nothing that they take is named like one.
 
     Raises:
-        InputError: an unreadable file or a malformed override.
+        InputError: an unreadable file, a malformed override, prompts without quotes, or a seed that is no number.
     """
-    layers = []
-    if arguments.config is not None:
-        layers.append(read_yaml(arguments.config, group=group))
-    fields = [
-        "model",
-        "revision",
-        "image",
-        "seeds",
-        "dtype",
-        "device",
-        "offload",
-        "batch_size",
-        "output_dir",
-        "overwrite",
-    ]
-    fields += [option[0] for option in _OPTIONS] + list(own)
     words = list(arguments.prompts)
+    for name in (*several, "seeds"):
+        values = getattr(arguments, name)
+        if values is not None:
+            words += filter(is_override, values)
+            setattr(arguments, name, [value for value in values if not is_override(value)])
     if arguments.seeds is not None:
-        # `--seed 1 2 steps=3`: overrides may stand anywhere.
-        words += [word for word in arguments.seeds if is_override(word)]
-        arguments.seeds = [_seed(word) for word in arguments.seeds if not is_override(word)]
-    given = {name: value for name in fields if (value := getattr(arguments, name, None)) is not None}
+        arguments.seeds = [_seed(word) for word in arguments.seeds]
     prompts = [word for word in words if not is_override(word)]
     _check_prompt_words(prompts)
     if arguments.prompt_file is not None:
         from vmonarch.pipelines.config import read_prompts
 
         prompts += read_prompts(arguments.prompt_file)
-    if prompts:
-        given["prompts"] = prompts
-    layers.append(given)
+    arguments.prompts = prompts or None
+    return config_layers(schema, arguments, arguments.words[0], filter(is_override, words))
+
+
+def config_layers(
+    schema: type, arguments: argparse.Namespace, group: str, overrides: Iterable[str]
+) -> list[dict[str, Any]]:
+    """What makes up a config, lowest first: the YAML file, the options that are fields of `schema`, the overrides.
+
+    Raises:
+        InputError: an unreadable file or a malformed override.
+    """
+    layers = [] if arguments.config is None else [read_yaml(arguments.config, group=group)]
+    names = (field.name for field in dataclasses.fields(schema))
+    layers.append({name: value for name in names if (value := getattr(arguments, name, None)) is not None})
     # A layer each: `attention=full attention.coarse=2` has to be read in that order.
-    layers += [parse_overrides([word]) for word in words if is_override(word)]
-    return layers
+    return layers + [parse_overrides([word]) for word in overrides]
+
+
+def sampling_config(schema: type[Config], layers: Sequence[Mapping[str, Any]], *sources: str) -> Config:
+    """The config that `layers` make up, which must have prompts.
+
+    Args:
+        sources: options that give prompts.
+
+    Raises:
+        InputError: there are none, or a value cannot be used.
+    """
+    from vmonarch.pipelines.config import build_config
+
+    config = build_config(schema, *layers)
+    if not config.prompts:
+        raise InputError("prompts", f"is missing: give one or more prompts, or {' or '.join(sources)}")
+    return config
 
 
 def _check_prompt_words(prompts: list[str]) -> None:

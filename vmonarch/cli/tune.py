@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
         InputError: an argument cannot be used.
     """
     from vmonarch.configs import InputError
-    from vmonarch.eval.bench import tune as tune
+    from vmonarch.eval.bench import tune
     from vmonarch.eval.bench.kernels import Shape
     from vmonarch.eval.bench.runner import choose
 
