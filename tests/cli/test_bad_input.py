@@ -295,7 +295,13 @@ def assert_refused(result: tuple[int, str, str], code: int, fragments: list[str]
 def test_usage_errors(
     cli, files: dict[str, str], command: str, words: list[str], fragments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ModelFolder, "read_component", lambda *_: pytest.fail("a model was loaded"))
+    if command == "calibrate":
+        # The layers and heads to record are the model's.
+        monkeypatch.setattr(
+            "vmonarch.eval.calibrate.run.denoise", lambda *_, **__: pytest.fail("something was sampled")
+        )
+    else:
+        monkeypatch.setattr(ModelFolder, "read_component", lambda *_: pytest.fail("a model was loaded"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     line = [word.replace(word.split("/")[0], files.get(word.split("/")[0], word.split("/")[0])) for word in words]
     result = cli(command, *line, tiny=command not in ("bench", "tune"))
