@@ -137,7 +137,7 @@ class VMonarchAttention(VMonarchOptions, _Kind):
 
     @property
     def options(self) -> VMonarchOptions:
-        """Those of attention alone."""
+        """The options of attention alone."""
         return VMonarchOptions(**{field.name: getattr(self, field.name) for field in OPTION_FIELDS})
 
     def processor(self) -> VMonarchProcessor:
@@ -286,7 +286,7 @@ class BasedAttention(_Kind):
         _clear(pipe)
         file = self._file()
         try:
-            # As JSON has them.
+            # As the adapter's JSON gives them back.
             config = BasedProcessor(**self._given()).config
             saved = read_adapter(file).config
             for name in self._given():

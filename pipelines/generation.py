@@ -154,7 +154,7 @@ def _record(
         "config": values,
         "batch": {"prompts": list(jobs.prompts), "seeds": list(jobs.seeds), "index": index},
         **about,
-        # Of the whole batch: its videos are sampled together.
+        # These belong to the whole batch: its videos are sampled together.
         "seconds": {"load": model.seconds} | result.seconds,
         "transformer_calls": result.transformer_calls,
         "peak_memory_bytes": peak_memory_bytes(model.device),

@@ -27,7 +27,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PROXY_RECORD = "proxy.json"
 # Components that are models and so must come with weights; the others are tokenizers, schedulers and processors.
 MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
-# Of tensors that are missing or too many, so many are named.
+# Errors name at most this number of missing or unexpected tensors.
 _NAMED_TENSORS = 3
 # Up to here every weight is hashed for the record; above, their sizes must do: 60 GB would take minutes.
 _HASHED_BYTES = 256 * 2**20
@@ -82,7 +82,7 @@ class ModelFolder:
         return math.lcm(16, self.spatial * self.patch[2])
 
     def grid(self, num_frames: int, height: int, width: int) -> LatentGrid:
-        """The transformer's tokens for a video of so many frames and pixels."""
+        """The transformer's tokens for a video of this size."""
         from vmonarch.grid import LatentGrid
 
         latents = ((num_frames - 1) // self.temporal + 1, height // self.spatial, width // self.spatial)

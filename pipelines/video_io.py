@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _CONSTANT = 2 / 255
 # Mean absolute error, as a share of the range, that encoding may cost. Pure noise in 4:2:0 chroma stays well below.
 _ENCODING_ERROR = 0.15
-# So many pixels of a frame to a thread of x264; smaller frames are no faster by several.
+# Pixels of a frame for each thread of x264; smaller frames are no faster with several.
 _PIXELS_PER_THREAD = 100_000
 
 _BACKGROUND, _INK, _FAINT = (255, 255, 255), (24, 24, 27), (110, 110, 118)
@@ -263,7 +263,7 @@ def side_by_side(
 
 
 def _sheet(width: int, height: int, title: str = "") -> tuple[Image.Image, ImageDraw.ImageDraw, int]:
-    """A picture for so many pixels within its margins, below a title; what draws on it; where the pixels begin."""
+    """A picture with room for these pixels within its margins, below a title; what draws on it; where they begin."""
     from PIL import Image, ImageDraw
 
     font = _font(17)

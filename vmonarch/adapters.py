@@ -35,7 +35,7 @@ _ENTRY = "vmonarch_adapter"
 _LORA_ENTRY = "lora_adapter_metadata"
 _LORA_NAME = "vmonarch"
 _PROCESSORS: dict[str, type[VideoAttentionProcessor]] = {"BasedProcessor": BasedProcessor}
-# Of a transformer's config, what the shapes of learnt tensors and the meaning of layers depend on.
+# Entries of a transformer's config that decide the shapes of learnt tensors and the meaning of layers.
 _FACTS = ("num_layers", "num_attention_heads", "attention_head_dim", "patch_size", "in_channels", "vace_layers")
 # Options that no parameter depends on, which may differ from those that were saved.
 _FREE_OPTIONS = ("dense_steps", "grid", "implementation")

@@ -27,7 +27,7 @@ from vmonarch.video_processor import VideoAttentionProcessor
 
 # The paper's filters are 3 wide (Table 7); here along frames, rows and columns.
 FILTER = (3, 3, 3)
-# At first the linear part's keys lose a factor e over so many latent frames.
+# Latent frames over which the linear part's keys lose a factor e at first.
 FIRST_REACH = 16.0
 
 

@@ -16,10 +16,10 @@ LAYERS = ("linear", "window", "both", "conv", "full")
 
 
 def resolve_layers(layers: str | Sequence[str], blocks: int) -> tuple[str, ...]:
-    """What each of so many transformer blocks computes; `layers` as in `BasedProcessor`.
+    """What each of the transformer blocks computes; `layers` as in `BasedProcessor`.
 
     Raises:
-        ValueError: the layout does not fit so many blocks.
+        ValueError: the layout does not fit the number of blocks.
     """
     if layers == "based":
         if blocks < 2:

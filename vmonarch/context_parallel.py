@@ -65,7 +65,7 @@ class TokenSplit:
         return sum(self.tokens)
 
     def share(self, total: int) -> Share:
-        """This rank's part of so many heads or channels; the first ranks have one more where they do not divide."""
+        """This rank's part of `total` heads or channels; the first ranks have one more where they do not divide."""
         own = places_of(split_evenly(total, len(self.tokens)), self.rank)
         return Share(own.start, own.stop, total)
 
@@ -98,7 +98,7 @@ class TokenSplit:
         return moved
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The same for all ranks, of what each holds for its own tokens: [B, s, …] -> [B, S, …]; no gradient."""
+        """Gather what each rank holds for its own tokens on all ranks: [B, s, …] -> [B, S, …]; no gradient."""
         ranks = len(self.tokens)
         x = x.detach()
         copies = Moved(x.unsqueeze(0).expand(ranks, *x.shape), 0, 2)
@@ -135,7 +135,7 @@ def context_parallel_config(parallel_config: Any) -> Any:
 
 
 def check_ring(degree: int, instead: str) -> None:
-    """Raise NotImplementedError if so many ranks share the keys of ring attention; `instead` is what to use."""
+    """Raise NotImplementedError for ring attention, where `degree` > 1 ranks share the keys; `instead`: what to use."""
     if degree > 1:
         raise NotImplementedError(
             f"ring_degree={degree} is not supported: in ring attention a rank sees a part of the keys at a"
@@ -160,7 +160,7 @@ def check_no_first_block_cache() -> None:
 
 
 def check_heads(ranks: int, heads: int, instead: str) -> None:
-    """Raise ValueError unless each of so many ranks gets a head; `instead`: what to use where there are too few."""
+    """Raise ValueError unless each of the ranks gets a head; `instead`: what to use where there are too few."""
     if ranks > heads:
         raise ValueError(
             f"ulysses_degree={ranks}, but every rank needs a head of self-attention, which has {heads}: use at most"
@@ -169,7 +169,7 @@ def check_heads(ranks: int, heads: int, instead: str) -> None:
 
 
 def split_tokens(config: Any, tokens: int) -> TokenSplit:
-    """The split under a `ContextParallelConfig` that gives this rank so many tokens.
+    """The split under a `ContextParallelConfig` where this rank has this number of tokens.
 
     With `ulysses_anything` ranks may have different numbers of tokens, which they then tell each other.
     """

@@ -36,7 +36,7 @@ def pair_flops(pairs: float, head_dim: int, *, rank: int = 0, training: bool = F
 
 
 def full_flops(grid: LatentGrid, head_dim: int) -> float:
-    """Of exact attention between all tokens."""
+    """FLOPs of exact attention between all tokens."""
     return float(pair_flops(grid.tokens**2, head_dim))
 
 

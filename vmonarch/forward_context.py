@@ -60,7 +60,7 @@ class ForwardContext:
         self.component = component
         self.dense_steps = dense_steps
         self.sharing = sharing
-        # Of any thread.
+        # The latest call, in any thread.
         self.call: ForwardCall | None = None
         self._own = _Own()
         self._grids_by_tokens: dict[int, set[LatentGrid]] = {}
@@ -105,7 +105,7 @@ class ForwardContext:
             self.sharing.forget()
 
     def branch(self) -> Branch | None:
-        """Whose residuals the running thread's forward call uses; None outside of one."""
+        """The branch whose residuals the running thread's forward call uses; None outside of one."""
         return self._own.latest.get("branch")
 
     def current(self, tokens: int) -> ForwardCall | None:

@@ -110,7 +110,7 @@ class _GuidedForward:
         # A transformer inside torch.compile's wrapper is compiled as it is: the wrapper gets the new forward.
         self._owner = getattr(pipe, name)
         self._forward: Forward = self._owner.forward
-        # What of it is an attribute of the one object: that of the hooks around it, if any.
+        # The forward that hooks have set on this one object, if any.
         self._before: Forward | None = vars(self._owner).get("forward")
         # What the second call has instead of the first one's arguments; None before a prompt is encoded.
         self._other: dict[str, Any] | None = None

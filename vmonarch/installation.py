@@ -217,7 +217,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         for attn, original in originals:
             _set_processor(attn, bound.get(attn, original))
             if processor.LEARNS:
-                # Of the one module, and nothing but its arguments is bound: a copy gets its own.
+                # Bound to nothing but this module: a copy of it gets its own.
                 attn.set_processor = functools.partial(_refuse_processor, attn)
         _write_config(transformer, processor)
         if hasattr(transformer, _ATTRIBUTE):

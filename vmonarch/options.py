@@ -83,7 +83,7 @@ class VMonarchOptions:
         return resolve_exact(self.exact)
 
     def cut(self, frames: int) -> dict[str, Any]:
-        """How a video of so many latent frames is cut into blocks; arguments of `grid_layout` and `grid_places`."""
+        """How a video of this many latent frames is cut into blocks; arguments of `grid_layout` and `grid_places`."""
         return {
             "frames_per_block": min(self.frames_per_block, frames),
             "tiles": self.tiles,
@@ -99,7 +99,7 @@ class VMonarchOptions:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """`changed` as JSON has it."""
+        """`changed` as plain values for JSON."""
         found = self.changed()
         if isinstance(self.exact, ExactBlocks):
             found["exact"] = self.exact.to_dict()

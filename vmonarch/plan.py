@@ -148,7 +148,7 @@ class AttentionPlan:
             files.stage(Path(path)).write_text(text, encoding="utf-8")
 
     def heads_of(self, component: str, layer: int, layers: int, heads: int) -> tuple[str, ...]:
-        """Methods of the heads of one layer of a model with so many layers and heads.
+        """Methods of the heads of one layer; the model has `layers` layers of `heads` heads.
 
         Raises:
             ValueError: the plan is not for such a model.

@@ -24,7 +24,7 @@ from vmonarch.plan import AttentionPlan, HeadGroups
 from vmonarch.validation import check_implementation, check_parallel_by
 from vmonarch.video_processor import VideoAttentionProcessor
 
-# torch.compile makes a graph for each of a plan's layers that differ, up to so many; of more it makes one for all.
+# Up to this number of layers of a plan that differ, torch.compile makes a graph for each; beyond it, one for all.
 _LAYERS_INLINE = 4
 
 

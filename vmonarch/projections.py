@@ -24,7 +24,7 @@ def rotate(states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 
 
 def _is_plain(norm: Any, channels: int) -> bool:
-    """Whether a module is nothing but the RMS norm of so many channels, so that its weight tells all that it does.
+    """Whether a module is nothing but the RMS norm of all channels, so that its weight tells all that it does.
 
     Offloading and casting put hooks or another forward on it, adapters take its place.
     """

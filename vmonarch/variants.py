@@ -369,7 +369,7 @@ def block_topk_attention(
 
     Args:
         sparsity: share of key cubes that is dropped; `kept_blocks` says how many stay.
-        cube: at most so many (frames, rows, columns) of tokens in a block.
+        cube: the most (frames, rows, columns) of tokens that a block may have.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.

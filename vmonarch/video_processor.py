@@ -67,9 +67,9 @@ class VideoAttentionProcessor:
     _OPTIONS: tuple[str, ...] = ("dense_steps", "dense_layers", "grid")
     # Whether bound processors have parameters.
     LEARNS = False
-    # Of the ops: "auto", "triton" or "torch".
+    # What the ops are given: "auto", "triton" or "torch".
     implementation = "auto"
-    # What attention is shared by under context parallelism: "heads" or "frames".
+    # What ranks share attention by under context parallelism: "heads" or "frames".
     parallel_by = "heads"
     # Declared for diffusers, which sets them on every processor that has them.
     _attention_backend: Any = None
@@ -85,7 +85,7 @@ class VideoAttentionProcessor:
         self._dense = next((dense.argument for dense in (steps, layers) if dense.some), None)
         self._needs_apply = self._dense if self.refresh is None else "refresh"
         self._bias: BiasOption | None = None
-        # By which torch.compile finds the layer when it runs; None where it is to look inside.
+        # torch.compile finds the layer by it when it runs; None where it is to look inside.
         self._number: torch.Tensor | None = None
         self._context: ForwardContext | None = None
         self._original: Any = None
@@ -94,7 +94,7 @@ class VideoAttentionProcessor:
         self._inferred: tuple[weakref.ref[torch.Tensor], LatentGrid] | None = None
 
     def check_context_parallel(self, config: Any, heads: int) -> None:
-        """Check that self-attention with so many heads can be computed under diffusers' `ContextParallelConfig`.
+        """Check that self-attention with this number of heads works under diffusers' `ContextParallelConfig`.
 
         Raises:
             NotImplementedError: ring attention.
@@ -119,11 +119,11 @@ class VideoAttentionProcessor:
 
     @property
     def bias(self) -> GridBias | None:
-        """What makes the factors of the bias, of processors that have one."""
+        """What makes the factors of the bias, for processors that have one."""
         return None if self._bias is None else self._bias.bias
 
     def _factors(self, grid: LatentGrid, device: torch.device, heads: Share | None) -> Factors | None:
-        """Those of the bias, if there is one, for all heads (None) or some; the layers of a forward call share them."""
+        """Factors of the bias, if there is one, for some heads or all (None); layers of a forward call share them."""
         if self._bias is None:
             return None
         shared = None if self._context is None else self._context.shared()
@@ -225,7 +225,7 @@ class VideoAttentionProcessor:
     def _attend_by_frames(
         self, split: TokenSplit, grid: LatentGrid, *tensors: torch.Tensor
     ) -> torch.Tensor:  # pragma: no cover
-        """Self-attention of this rank's tokens, of processors that can be shared by frames."""
+        """Self-attention of this rank's tokens, for processors that ranks can share by frames."""
         raise NotImplementedError
 
     @property
@@ -264,7 +264,7 @@ class VideoAttentionProcessor:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self._number is not None:
-            # Of copies too: a number is of one processor.
+            # A copy needs a number of its own.
             self._number = number_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VideoAttentionProcessor:
@@ -449,7 +449,7 @@ class FullAttentionProcessor(VideoAttentionProcessor):
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
         split: TokenSplit | None,
     ) -> ForwardCall:
-        # Of the grid only the number of tokens matters.
+        # Only the number of tokens in the grid matters.
         return ForwardCall(LatentGrid(1, 1, tokens), False)
 
     attend = VideoAttentionProcessor.attend_exactly

@@ -1,4 +1,4 @@
-"""xfuser's processes: the functions of its that are called, and where its ranks hold a video's tokens.
+"""xfuser's processes: the functions of xfuser that we call, and where its ranks hold a video's tokens.
 
 Source: xfuser 0.7.0, `core/distributed/parallel_state.py` and `model_executor/models/transformers/transformer_wan.py`.
 """

@@ -87,9 +87,9 @@ def parallel_bytes_table(results: dict[str, Any]) -> str:
     heading = ["model, video", "heads", "grid", "ranks", "heads of a rank", "MB sent", "frames of a rank", "MB sent"]
     settings = results["settings"]
     about = (
-        "Of the rank that has most, and how much more that is than an even share; and of the one that sends most, in a"
-        f" forward pass of one layer, {settings['dtype']}, {settings['num_iterations']} iterations, exact:"
-        f" {settings['exact']}. Counted, not measured, by `{results['command']}`."
+        "The heads or frames of the rank that has most, and how far they exceed an even share; MB of the rank that"
+        f" sends most, in a forward pass of one layer, {settings['dtype']}, {settings['num_iterations']} iterations,"
+        f" exact: {settings['exact']}. Counted, not measured, by `{results['command']}`."
     )
     return f"{markdown(heading, rows)}\n{about}\n"
 

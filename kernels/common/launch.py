@@ -18,7 +18,7 @@ from vmonarch.kernels.common import assembler, trust
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-# Of the kernels for Hopper.
+# What the kernels for Hopper take.
 HOPPER_HEAD_DIM = 128
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 # A constant, because torch.compile would have to trace the search.

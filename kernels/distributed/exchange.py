@@ -76,7 +76,7 @@ def split_evenly(total: int, parts: int) -> tuple[int, ...]:
 
 
 def places_of(sizes: Sequence[int], rank: int) -> range:
-    """What a rank has of a sequence of which the ranks have so many places, one after the other."""
+    """The part of a sequence that a rank has, where the ranks have these numbers of places, one after the other."""
     start = sum(sizes[:rank])
     return range(start, start + sizes[rank])
 
@@ -106,7 +106,7 @@ class Peers:
     size: int
 
     def lists(self, flat: Sequence[Any], kinds: int) -> list[list[Any]]:
-        """A flat list of pieces of so many tensors, by rank; an empty list for this rank."""
+        """A flat list of pieces of `kinds` tensors, by rank; an empty list for this rank."""
         by_peer = [list(flat[n * kinds : (n + 1) * kinds]) for n in range(self.size - 1)]
         return [*by_peer[: self.rank], [], *by_peer[self.rank :]]
 

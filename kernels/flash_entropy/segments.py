@@ -88,7 +88,7 @@ def transposed(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 def one_range(segments: tuple[Segment, ...], multiple: int) -> bool:
     """Whether every query attends to consecutive keys, and every key is attended to by consecutive queries.
 
-    These queries must start at a multiple of so many.
+    These queries must start at multiples of `multiple`.
     """
     columns = transposed(segments)
     return all(len(segment.key_ranges) <= 1 for segment in (*simplified(segments), *columns)) and all(
@@ -126,7 +126,7 @@ def row_blocks_of(segment: Segment, block: int) -> list[Range]:
 
 
 def parts_of(tiles: Sequence[Range], parts: int) -> list[tuple[Range, ...]]:
-    """The tiles in so many parts of nearly equal numbers of them, each as few ranges as possible."""
+    """The tiles in `parts` parts of nearly equal numbers of tiles, each as few ranges as possible."""
     return [union(tiles[len(tiles) * i // parts : len(tiles) * (i + 1) // parts]) for i in range(parts)]
 
 

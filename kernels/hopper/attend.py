@@ -69,12 +69,12 @@ def hopper_dim(head_dim: int) -> int:
 
 
 def stages_that_fit(kept: int, stage: int, at_most: int = 4) -> int:
-    """Stages of so many bytes beside what the program keeps."""
+    """How many stages of `stage` bytes fit beside the bytes that the program keeps."""
     return max(1, min(at_most, (SHARED_MEMORY - kept) // stage))
 
 
 def rows_descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """Descriptor of tokens [B, S, H, D] or blocks [G, b, D] for tiles of so many rows; zeros are read outside.
+    """Descriptor of tokens [B, S, H, D] or blocks [G, b, D] for tiles of `rows` rows; zeros are read outside.
 
     Its indices are (batch, head, row, column) or (0, group, row, column). `columns`: of a tile; None for those that a
     head dimension takes.
@@ -89,7 +89,7 @@ def rows_descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None)
 def factor_descriptors(
     factors: tuple[torch.Tensor, torch.Tensor], rows: tuple[int, int]
 ) -> tuple[list[TensorDescriptor], tuple[int, ...]]:
-    """Descriptors of φq and φk [B or 1, S, H or 1, R] for tiles of so many rows, and what their indices are times.
+    """Descriptors of φq and φk [B or 1, S, H or 1, R] for tiles of `rows` rows, and what their indices are times.
 
     The latter are (batch, head) of φq and of φk: 0 where all share a factor, else 1.
     """
@@ -124,7 +124,7 @@ def own_items(order_ptr):
 
 @gluon.jit
 def allocate_barriers(STAGES: gl.constexpr):
-    """`full` and `empty` of so many tiles."""
+    """Barriers `full` and `empty` for STAGES tiles."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -408,7 +408,7 @@ def attend_keys(
 
 
 def tail_of(keys: int, block_n: int) -> int:
-    """BLOCK_TAIL for ranges of so many keys: as few as hold those after the last whole tile."""
+    """BLOCK_TAIL for ranges of `keys` keys: as few as hold those after the last whole tile."""
     left = keys % block_n
     tail = max(64, 1 << (left - 1).bit_length()) if left else 0
     return tail if keys > block_n and tail < block_n else 0

@@ -223,7 +223,7 @@ def r_step(
     Args:
         z: [B, S, H, D] or [B·H·m, b, D].
         key: [B, S, H, D] or [B·H·m, c, D], pooled or packed. value: like `key` if `y` is given, else not read.
-        counts: [m], the first so many of the c keys count; None for all.
+        counts: [m], how many of the c keys count, from the first on; None for all.
         bias: [m, c], log2 of the number of keys that each key stands for; None if it is `keys_per_key` for each.
         aL, y: [B·H·m, b, D]. cL, lse: [B·H·m, b].
     """

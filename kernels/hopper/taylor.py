@@ -500,7 +500,7 @@ def _hopper_gradient_kernel(
         n = first + gl.arange(0, _TILE, gl.SliceLayout(1, out))
         column = gl.arange(0, _DIM, gl.SliceLayout(0, out))
         inside = (n < stop)[:, None] & (column < D)[None, :]
-        # Of y, the last 16 columns belong to nothing.
+        # The last 16 columns of y belong to nothing.
         halves = y.reshape([_TILE, 2, _DIM])
         is_first = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, halves.type.layout))) == 0
         y = gl.sum(gl.where(is_first[None, :, None], halves, 0.0), 1)

@@ -518,7 +518,7 @@ class LStep:
         )  # fmt: skip
 
     def _descriptor(self, x: torch.Tensor, tile: int) -> TensorDescriptor:
-        """Of a block tensor, as [B·H, b, m, ·] in tiles of blocks at one position."""
+        """Descriptor of a block tensor, as [B·H, b, m, ·] in tiles of blocks at one position."""
         m, b, width = self.places.blocks, self.places.positions, x.shape[-1]
         shape, strides = [x.shape[0] // m, b, m, width], [m * b * width, width, b * width, 1]
         return TensorDescriptor(x, shape, tma_strides(strides, shape), [1, 1, tile, block_dim(width)])

@@ -558,7 +558,7 @@ class RStep:
         self._launch(_unpool_kernel, (d_pooled, bias, dk), dk, self.places.cells, COARSE=self.call.options.coarse)
 
     def _launch(self, kernel, tensors: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: int, **options) -> None:
-        """Launch a kernel that works on so many rows of every block."""
+        """Launch a kernel that works on this many rows of every block."""
         D = tokens.shape[3]
         block = 32
         tiles = triton.cdiv(rows, block)

@@ -184,7 +184,7 @@ def state_kernel(
         s2 = tl.zeros([BLOCK_E, BLOCK_A * BLOCK_D], tl.float32)
         z2 = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
         s0 = tl.zeros([BLOCK_E], tl.float32)
-        # Of every row of a tile; the rows are added at the end.
+        # One sum for every row of a tile; the rows are added at the end.
         z0 = tl.zeros([BLOCK_N], tl.float32)
     unit, c_unit = 1.0, 1.0
     if c_ptr is not None:

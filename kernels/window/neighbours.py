@@ -15,7 +15,7 @@ Window = tuple[int, int, int]
 
 
 def extents(window: int, causal: bool) -> tuple[int, int]:
-    """How far a window of so many reaches back and ahead of the query."""
+    """How far a window of this many tokens reaches back and ahead of the query."""
     return (window - 1, 0) if causal else ((window - 1) // 2, window // 2)
 
 

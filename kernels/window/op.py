@@ -20,7 +20,7 @@ from vmonarch.kernels.window.neighbours import Window, extents
 
 
 def brick_of(n: Neighbourhood, tokens: int) -> tuple[int, int, int]:
-    """Frames, rows and columns, powers of two, of a brick of so many tokens: as nearly alike as the grid allows."""
+    """Frames, rows and columns, powers of two, of a brick of `tokens` tokens: as nearly alike as the grid allows."""
     brick = [1, 1, 1]
     sizes = [triton.next_power_of_2(size) for size in n[:3]]
     while math.prod(brick) < tokens:

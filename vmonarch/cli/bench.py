@@ -226,7 +226,7 @@ def _merge(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[st
     return []
 
 
-# Under its name: of single operators, the module has a function `bench`.
+# By name. The module of a single operator is `vmonarch.eval.bench.NAME`, with a function `bench`.
 BENCHES = {
     "kernels": Benchmark(
         "attention alone, against exact attention", _kernels_arguments, _kernels, 15, 480.0, (7, 120.0)

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline", metavar="METHOD", help="what paired differences are taken to (default vmonarch, if it is there)"
     )
     parser.add_argument("--prompt-set", metavar="NAME", help="where no prompt is given: embedded, 64 held-out prompts")
-    parser.add_argument("--num-prompts", type=int, metavar="N", help="the first so many of the prompts")
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="only the first N prompts")
     parser.add_argument(
         "--lpips", action="store_true", default=None, help="also LPIPS; needs torchvision and AlexNet's weights"
     )

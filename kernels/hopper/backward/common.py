@@ -103,7 +103,7 @@ def rank_of(factors: tuple[torch.Tensor, torch.Tensor] | None) -> int:
 def bias_arguments(
     factors: tuple[torch.Tensor, torch.Tensor] | None, rows: tuple[int, int], dtype: torch.dtype, scale: float
 ) -> tuple[Sequence[TensorDescriptor | None], tuple[int, ...], float, bool]:
-    """Descriptors for tiles of so many rows of φq and of φk, what their indices are times, 1 / scale, and CHAINED."""
+    """Descriptors for tiles of `rows` rows of φq and φk, what their indices are times, 1 / scale, and CHAINED."""
     if factors is None:
         return (None, None), (0, 0, 0, 0), 1.0, False
     return *factor_descriptors(factors, rows), 1.0 / scale, divides_exactly(dtype, scale)
