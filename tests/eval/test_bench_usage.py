@@ -61,7 +61,7 @@ def test_bad_arguments_are_named(words, fragments, tiny_yaml, tmp_path, monkeypa
     assert main(words) == 2
     captured = capsys.readouterr()
     message = captured.err.strip().splitlines()[-1]
-    assert captured.out == "" and "vmonarch bench: error: " in message
+    assert captured.out == "" and message.startswith(f"vmonarch bench {words[1]}: error: ")
     for fragment in fragments:
         assert fragment in message, message
     assert not list(tmp_path.rglob("*.json"))

@@ -704,11 +704,11 @@ def test_bad_captions_are_named_before_any_work(name, tmp_path):
 
 
 BAD_WORDS = {
-    "no videos": ([], "VIDEOS must be given, or procedural=N"),
+    "no videos": ([], "videos must be given, or procedural=N"),
     "both": (["VIDEOS", "--captions", "CAPTIONS", "--procedural", "3"], "not both"),
     "no captions": (["VIDEOS"], "--captions must be given with videos"),
-    "two folders": (["VIDEOS", "more", "--captions", "CAPTIONS"], "VIDEOS must be one folder"),
-    "no folder": (["nowhere", "--captions", "CAPTIONS"], "VIDEOS must be a folder; there is none at 'nowhere'"),
+    "two folders": (["VIDEOS", "more", "--captions", "CAPTIONS"], "videos must be one folder"),
+    "no folder": (["nowhere", "--captions", "CAPTIONS"], "videos must be a folder; there is none at 'nowhere'"),
     "no file": (["VIDEOS", "--captions", "nothing.jsonl"], "--captions must be a file of JSON lines"),
     "frames": (["VIDEOS", "--captions", "CAPTIONS", "num_frames=60"], "got 60; nearest: 57 or 61"),
     "height": (["VIDEOS", "--captions", "CAPTIONS", "height=90"], "got 90; nearest: 80 or 96"),

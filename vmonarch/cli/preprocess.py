@@ -25,9 +25,7 @@ where it was broken off. Bad videos are listed in quarantine.jsonl; to try one a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch preprocess`."""
-    parser.add_argument(
-        "videos", nargs="*", metavar="VIDEOS", help="folder of the videos; key=value overrides may stand here too"
-    )
+    parser.add_argument("videos", nargs="*", help="folder of the videos; key=value overrides may stand here too")
     parser.add_argument("--captions", metavar="FILE", help="JSON lines (.jsonl) or CSV (.csv): file_name and caption")
     parser.add_argument(
         "--procedural", type=int, metavar="N", help="instead of videos, N clips of the embedded model's coloured shapes"
