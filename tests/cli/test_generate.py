@@ -406,6 +406,8 @@ def test_an_interrupted_run_leaves_complete_videos_only(cli, forks, tiny_model: 
     os.kill(process, number)
     ended, err = forks.wait()
     assert ended == code and "Traceback" not in err, err
+    said = "vmonarch generate: interrupted; nothing half-written is left" in err
+    assert said == (number == signal.SIGINT)
     names = cli.outputs()
     assert not [name for name in names if name.startswith(".")]
     stems = {name.split(".")[0] for name in names}

@@ -74,7 +74,7 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
     try:
         arguments.command(arguments)
     except KeyboardInterrupt as stop:
-        print(f"\n{parser.prog}: interrupted; {stop or 'nothing half-written is left'}", file=sys.stderr)
+        print(f"\n{parser.prog}: interrupted; {str(stop) or 'nothing half-written is left'}", file=sys.stderr)
         return 130
     except Exception as error:
         message = str(error) or type(error).__name__
