@@ -29,11 +29,12 @@ from vmonarch.configs import (
     suggest,
 )
 from vmonarch.exact import ExactBlocks
+from vmonarch.grid import LatentGrid
 from vmonarch.options import OPTION_FIELDS, VMonarchOptions
+from vmonarch.two_resolution_options import TwoResolutionOptions
 from vmonarch.validation import check_implementation, check_parallel_by
 
 if TYPE_CHECKING:
-    from vmonarch.grid import LatentGrid
     from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
 
 
@@ -434,53 +435,79 @@ class LocalAttention(_Variant):
         local_key_frames(self.pattern, grid.frames)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TwoResolutionAttention(TwoResolutionOptions, _Kind):
+    """Exact attention to the best key tiles and to the means of the others; see `vmonarch.TwoResolutionProcessor`.
+
+    Args:
+        dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
+        refresh: as in `VMonarchAttention`.
+    """
+
+    kind: ClassVar[str] = "two_resolution"
+
+    dense_steps: Any = 0
+    dense_layers: Any = 0
+    refresh: Any = None
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        with _naming_the_option():
+            super().__post_init__()
+            check_implementation(self.implementation)
+            _check_dense(self)
+
+    def install(self, pipe: Any) -> None:
+        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+        from vmonarch import TwoResolutionProcessor
+
+        _replace(pipe, TwoResolutionProcessor(**vars(self)))
+
+    @property
+    def countable(self) -> bool:
+        """Not with beta: how many tiles exceed the threshold depends on the data."""
+        return self.beta is None
+
+
 @dataclass(frozen=True)
-class BlockTopKAttention(_Variant):
-    """Exact attention to the key cubes of the highest mean score; see `variants.block_topk_attention`.
+class BlockTopKAttention(_Kind):
+    """Block-sparse attention to the key cubes of the highest mean score: two resolutions without the rest.
 
     Args:
         sparsity: share of key cubes that is dropped.
         cube: (frames, rows, columns) of tokens, at most.
+        dense_steps, dense_layers, refresh: as in `TwoResolutionAttention`.
+
+    Source: Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention (2025), §3, without its trained
+    coarse branch.
     """
 
     kind: ClassVar[str] = "block_topk"
 
     sparsity: float = 0.9
     cube: tuple[int, int, int] = (4, 4, 4)
+    dense_steps: Any = 0
+    dense_layers: Any = 0
+    refresh: Any = None
+    implementation: str = "auto"
 
-    def _check_options(self) -> None:
-        from vmonarch.variants import check_topk_options
+    def __post_init__(self) -> None:
+        with _naming_the_option():
+            if isinstance(self.sparsity, bool) or not isinstance(self.sparsity, (int, float)):
+                raise TypeError(f"sparsity must be a number, got {self.sparsity!r}")
+            if not 0 <= self.sparsity < 1:
+                raise ValueError(f"sparsity must be at least 0 and below 1, got {self.sparsity}")
+            LatentGrid.parse(self.cube, argument="cube")
+            check_implementation(self.implementation)
+            _check_dense(self)
 
-        check_topk_options(**self._options())
+    def install(self, pipe: Any) -> None:
+        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+        from vmonarch import TwoResolutionProcessor
 
-
-@dataclass(frozen=True)
-class TwoResolutionAttention(_Variant):
-    """Exact attention to the best key tiles and to one mean key of each other tile; see
-    `variants.two_resolution_attention`.
-
-    Args:
-        share: of the key tiles that are exact; null where beta is given.
-        beta: a key tile is exact where its score lies this many standard deviations above the mean; null where share is
-            given.
-        tile: (rows, columns) of tokens, at most.
-    """
-
-    kind: ClassVar[str] = "two_resolution"
-
-    share: float | None = 0.1
-    beta: float | None = None
-    tile: tuple[int, int] = (4, 4)
-
-    def _check_options(self) -> None:
-        from vmonarch.variants import check_two_resolution_options
-
-        check_two_resolution_options(**self._options())
-
-    @property
-    def countable(self) -> bool:
-        """Not with beta: how many tiles exceed the threshold depends on the data."""
-        return self.beta is None
+        options = dict(vars(self))
+        share, tile = 1 - options.pop("sparsity"), options.pop("cube")
+        _replace(pipe, TwoResolutionProcessor(share=share, tile=tile, rest=False, **options))
 
 
 @dataclass(frozen=True)
@@ -526,7 +553,7 @@ def _naming_the_option() -> Iterator[None]:
         raise InputError(argument, problem) from error
 
 
-def _check_dense(method: VMonarchAttention | FlashBiasAttention | _Variant) -> None:
+def _check_dense(method: Any) -> None:
     from vmonarch.dense import DenseSet
     from vmonarch.residuals import Refresh
 

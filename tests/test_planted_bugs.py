@@ -33,6 +33,9 @@ WINDOW_KERNELS = "kernels/window/kernels.py"
 NORM_KERNELS = "kernels/norm_rotary/kernels.py"
 NORM_OP = "kernels/norm_rotary/op.py"
 RESIDUAL = "kernels/residual/reference.py"
+TWO_RESOLUTIONS = "kernels/two_resolution/reference.py"
+SELECTION = "kernels/two_resolution/selection.py"
+TILE_KERNELS = "kernels/two_resolution/kernels.py"
 RESIDUAL_KERNELS = "kernels/residual/kernels.py"
 OBJECTIVE = "finetune/objective.py"
 SIMILARITY = "eval/similarity.py"
@@ -216,10 +219,20 @@ BUGS = {
     "held-cL-of-the-wrong-sign": (VARIANTS, "_hold(cL, -math.log", "_hold(cL, math.log"),
     "all-frames-held-but-the-first": (VARIANTS, "[held[:, :, :1], term[:, :, 1:]]", "[term[:, :, :1], held[:, :, 1:]]"),
     "top-k-means-of-empty-places": (VARIANTS, "/ valid.sum(1)[:, None]", "/ x.shape[2]"),
-    "two-resolutions-mean-key-counts-once": (VARIANTS, ", valid.sum(1)]", ", valid[:, 0]]"),
-    "two-resolutions-exact-tiles-twice": (VARIANTS, "~is_exact[..., fewest:]", "is_exact[..., fewest:] | True"),
-    "two-resolutions-deviation-of-a-sample": (VARIANTS, "correction=0", "correction=1"),
-    "top-k-empty-places-attended": (VARIANTS, "valid[picked]", "torch.ones_like(valid)[picked]"),
+    "two-resolutions-mean-key-counts-once": (
+        TWO_RESOLUTIONS, "number.to(q.dtype).log()", "number.clamp(max=1).to(q.dtype).log()"),
+    "two-resolutions-exact-tiles-twice": (TWO_RESOLUTIONS, "~is_exact[..., fewest:]", "is_exact[..., fewest:] | True"),
+    "two-resolutions-deviation-of-a-sample": (SELECTION, "correction=0", "correction=1"),
+    "two-resolutions-sink-at-the-end": (SELECTION, "(places[:, 0] == 0)", "(places[:, 0] == places[-1, 0])"),
+    "two-resolutions-kernel-exact-tiles-twice": (
+        TILE_KERNELS, 'inside, tl.where(exact != 0, -float("inf"), gain)', "inside, gain"),
+    "two-resolutions-kernel-mask-forgotten": (TILE_KERNELS, "return there & (tl.load", "return there | (tl.load"),
+    "two-resolutions-kernel-means-have-no-gradient": (TILE_KERNELS, "dk += part *", "dk += 0.0 * part *"),
+    "two-resolutions-kernel-cells-of-other-tiles": (
+        TILE_KERNELS, "exact = tl.load(exact_ptr + cell // c", "exact = tl.load(exact_ptr + cell % c"),
+    "two-resolutions-kernel-splits-of-one-head": (TILE_KERNELS, "+ bh) * cells + cell", "+ 0 * bh) * cells + cell"),
+    "two-resolutions-empty-places-attended": (
+        TWO_RESOLUTIONS, "places.present[tiles[..., :most]] & is", "places.present[tiles[..., :most]] | is"),
     "window-absent-keys-attended": (WINDOW, "masked_fill(~present, -torch.inf)", "masked_fill(~present, 0.0)"),
 }  # fmt: skip
 # Tests that see a bug soonest; the interpreter, above all, is slow.
@@ -287,7 +300,8 @@ FILE_KEYWORDS = {
     **dict.fromkeys((BIAS_FORWARD, BIAS_BACKWARD, BIAS_OP), "triton"),
     **dict.fromkeys((LINEAR_KERNELS, LINEAR_OP), "the_kernels and taylor-"),
     WINDOW_KERNELS: "the_kernels",
-    VARIANTS: "holds_the_terms or top_k_attention or two_resolutions",
+    VARIANTS: "holds_the_terms",
+    TILE_KERNELS: "the_kernels_compute",
     GUIDANCE: "callback or breaks_off",
     RESIDUALS: "last_residual and t2v or interleave or frees or callback_changes or second or offloaded",
 }
@@ -301,6 +315,7 @@ TESTS = {
     },
     **{file: ["tests/kernels/test_taylor.py"] for file in (FEATURES, LINEAR, LINEAR_KERNELS, LINEAR_OP)},
     **{file: ["tests/kernels/test_window.py"] for file in (NEIGHBOURS, WINDOW, WINDOW_KERNELS)},
+    **{file: ["tests/kernels/test_two_resolution.py"] for file in (TWO_RESOLUTIONS, SELECTION, TILE_KERNELS)},
     **{file: ["tests/kernels/test_norm_rotary.py"] for file in (NORM_KERNELS, NORM_OP)},
     **{file: ["tests/kernels/test_residual.py"] for file in (RESIDUAL, RESIDUAL_KERNELS)},
     OBJECTIVE: ["tests/finetune/test_objective.py"],
@@ -364,14 +379,23 @@ def test_a_planted_bug_is_caught(run_tests, name, tmp_path):
 def test_the_untouched_copy_passes(run_tests, tmp_path):
     copy_package(tmp_path)
     # Of the kernels' and processors' tests, which are slow, some that catch bugs above.
-    files = (R_STEP, BIAS_FORWARD, LINEAR_KERNELS, WINDOW_KERNELS, NORM_KERNELS, BASED, ADAPTERS)
+    files = (
+        R_STEP,
+        BIAS_FORWARD,
+        LINEAR_KERNELS,
+        WINDOW_KERNELS,
+        TILE_KERNELS,
+        NORM_KERNELS,
+        BASED,
+        ADAPTERS,
+    )
     files += (LOADER, CHECKPOINTS, TRAINER, PLAN, VARIANTS, CONTEXT_PARALLEL, GUIDANCE, RESIDUALS)
     slow = {test for file in files for test in TESTS[file]} | {"tests/kernels/test_flash_entropy.py"}
     others = {test for tests in TESTS.values() for test in tests} - slow
     some = "paper or strong-clamp or own-frame or ragged-triton or 7-40-5 or average or copies or missing"
     some += " or the_kernels_are and taylor-causal and not lse or many-tokens and float32"
     some += " or strided_inputs or a_dropped_caption or flipped or every_head or flops or holds_the_terms"
-    some += " or definition or top_k_attention or two_resolutions"
+    some += " or definition or the_kernels_compute"
     some += " or (a_resumed_run_is_the_same_run and t2v-0) or breaks_off"
     # The copy has no embedded model.
     for tests, keyword in ((others, "not graph_break"), (slow, f"({some}) and not its_variant")):

@@ -20,18 +20,21 @@ _EXPORTS = {
     "LatentGrid": "vmonarch.grid",
     "ExactBlocks": "vmonarch.exact",
     "VMonarchOptions": "vmonarch.options",
+    "TwoResolutionOptions": "vmonarch.two_resolution_options",
     "AttentionPlan": "vmonarch.plan",
     "merge_partials": "vmonarch.merge",
     "flash_bias_attention": "vmonarch.kernels.flash_bias.api",
     "flash_entropy_attention": "vmonarch.kernels.flash_entropy.api",
     "taylor_attention": "vmonarch.kernels.taylor.api",
     "window_attention": "vmonarch.kernels.window.api",
+    "two_resolution_attention": "vmonarch.kernels.two_resolution.api",
     "monarch_attention": "vmonarch.kernels.monarch.api",
     "vmonarch_attention": "vmonarch.kernels.monarch.api",
     "frame_parallel_vmonarch_attention": "vmonarch.kernels.distributed.api",
     "VMonarchProcessor": "vmonarch.processors",
     "Refresh": "vmonarch.residuals",
     "FlashBiasProcessor": "vmonarch.processors",
+    "TwoResolutionProcessor": "vmonarch.processors",
     "BasedProcessor": "vmonarch.based",
     "apply": "vmonarch.installation",
     "restore": "vmonarch.installation",
@@ -64,13 +67,16 @@ if TYPE_CHECKING:
     from vmonarch.kernels.monarch.api import monarch_attention as monarch_attention
     from vmonarch.kernels.monarch.api import vmonarch_attention as vmonarch_attention
     from vmonarch.kernels.taylor.api import taylor_attention as taylor_attention
+    from vmonarch.kernels.two_resolution.api import two_resolution_attention as two_resolution_attention
     from vmonarch.kernels.window.api import window_attention as window_attention
     from vmonarch.merge import merge_partials as merge_partials
     from vmonarch.options import VMonarchOptions as VMonarchOptions
     from vmonarch.plan import AttentionPlan as AttentionPlan
     from vmonarch.processors import FlashBiasProcessor as FlashBiasProcessor
+    from vmonarch.processors import TwoResolutionProcessor as TwoResolutionProcessor
     from vmonarch.processors import VMonarchProcessor as VMonarchProcessor
     from vmonarch.residuals import Refresh as Refresh
+    from vmonarch.two_resolution_options import TwoResolutionOptions as TwoResolutionOptions
 
 
 __getattr__, __dir__ = lazy_names(

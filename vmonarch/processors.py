@@ -18,9 +18,11 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
+from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.layer_operator import number_of
 from vmonarch.options import OPTION_FIELDS, VMonarchOptions, takes_options
 from vmonarch.plan import AttentionPlan, HeadGroups
+from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolutionOptions
 from vmonarch.validation import check_implementation, check_parallel_by
 from vmonarch.video_processor import VideoAttentionProcessor
 
@@ -235,3 +237,58 @@ class FlashBiasProcessor(VideoAttentionProcessor):
         self.implementation = implementation
 
     attend = VideoAttentionProcessor.attend_exactly
+
+
+class TwoResolutionProcessor(VideoAttentionProcessor):
+    """Attention in two resolutions for every Wan-family transformer in diffusers (`two_resolution_attention`).
+
+    Cross-attention, with text or with an image, stays exact.
+
+    Args:
+        dense_steps, dense_layers, refresh, grid: as in `VMonarchProcessor`.
+        implementation: as in `two_resolution_attention`.
+        **options: the `TwoResolutionOptions` by name: share, tile, rest, …
+
+    Raises:
+        TypeError, ValueError: an option has an unsupported value.
+    """
+
+    _OPTIONS = (
+        *(field.name for field in TWO_RESOLUTION_FIELDS),
+        "dense_steps",
+        "dense_layers",
+        "refresh",
+        "grid",
+        "implementation",
+    )
+
+    def __init__(
+        self,
+        *,
+        dense_steps: object = 0,
+        dense_layers: object = 0,
+        refresh: object = None,
+        grid: object = None,
+        implementation: str = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, refresh=refresh, grid=grid)
+        self.options = TwoResolutionOptions(**options)
+        check_implementation(implementation)
+        self.implementation = implementation
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> torch.Tensor:
+        return two_resolution_attention(
+            query, key, value, grid=grid, options=self.options, implementation=self.implementation
+        )
+
+
+for _field in TWO_RESOLUTION_FIELDS:
+    setattr(TwoResolutionProcessor, _field.name, property(operator.attrgetter(f"options.{_field.name}")))

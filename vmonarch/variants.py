@@ -13,7 +13,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from vmonarch.context_parallel import Share
 from vmonarch.exact import ExactBlocks
@@ -21,7 +20,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_qkv
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.kernels.monarch.blocks import BlockLayout, grid_layout
+from vmonarch.kernels.monarch.blocks import grid_layout
 from vmonarch.kernels.monarch.reference import l_step, last_l_step, r_step
 from vmonarch.options import VMonarchOptions
 from vmonarch.validation import check_flag, check_positive_integer, resolve_scale
@@ -31,8 +30,6 @@ from vmonarch.video_processor import VideoAttentionProcessor
 FIXED = ("none", "first", "all")
 # Axes of the grid, as the paper names them, and the order of tokens in which each comes first.
 AXES = {"T": (0, 1, 2), "H": (1, 2, 0), "W": (2, 1, 0)}
-# Numbers of keys that block-sparse attention gathers at a time, about.
-_GATHERED = 2**26
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: object) -> LatentGrid:
@@ -294,197 +291,6 @@ def local_attention(
     return torch.cat(parts, 1)
 
 
-def check_topk_options(*, sparsity: object, cube: object) -> None:
-    """Check what does not depend on tensors.
-
-    Raises:
-        TypeError, ValueError: an option is not as `block_topk_attention` describes; the message names it.
-    """
-    if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)):
-        raise TypeError(f"sparsity must be a number, got {sparsity!r}")
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity must be at least 0 and below 1, got {sparsity}")
-    LatentGrid.parse(cube, argument="cube")
-
-
-def _cubes(grid: LatentGrid, cube: tuple[int, int, int], device: torch.device) -> BlockLayout:
-    """Blocks of at most `cube` tokens; rows and columns are cut evenly, the last cube along time may be short."""
-    tiles = (-(-grid.height // cube[1]), -(-grid.width // cube[2]))
-    return grid_layout(grid, frames_per_block=min(cube[0], grid.frames), tiles=tiles, coarse=1, device=device)
-
-
-def _in_cubes(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    grid: object,
-    cube: tuple[int, int, int],
-) -> tuple[BlockLayout, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Layout, query, key and value [G, m, b, D], and which of their places [m, b] are tokens."""
-    parsed = _check(query, key, value, grid)
-    layout = _cubes(parsed, cube, query.device)
-    q, k, v = (layout.to_blocks(x).flatten(0, 1) for x in (query, key, value))
-    valid = layout.valid
-    if valid is None:
-        valid = torch.ones(layout.blocks, layout.positions, dtype=torch.bool, device=query.device)
-    return layout, q, k, v, valid
-
-
-def _out_of_cubes(layout: BlockLayout, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """[G, m, b, E] -> [B, S, H, E], contiguous, in the dtype of the query."""
-    blocks = out.unflatten(0, (query.shape[0], query.shape[2]))  # [B, H, m, b, E]
-    return layout.to_tokens(blocks).transpose(1, 2).to(query.dtype).contiguous()
-
-
-def _means(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Mean tokens [G, m, D] of the blocks [G, m, b, D], at least in float32."""
-    return x.sum(2, dtype=torch.promote_types(x.dtype, torch.float32)) / valid.sum(1)[:, None]
-
-
-def _picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """x[g, places[g]] of x [G, N, …] and places [G, l, n]: [G, l, n, …]."""
-    first = x.shape[1] * torch.arange(x.shape[0], device=x.device)[:, None, None]
-    # With one index whole rows are copied.
-    return x.flatten(0, 1)[first + places]
-
-
-def kept_blocks(blocks: int, sparsity: float) -> int:
-    """How many of `blocks` key blocks a query block keeps: the share 1 - sparsity, rounded up."""
-    return max(1, math.ceil((1 - sparsity) * blocks - 1e-9))
-
-
-def block_topk_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    grid: LatentGrid | tuple[int, int, int],
-    sparsity: float = 0.9,
-    cube: tuple[int, int, int] = (4, 4, 4),
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Block-sparse attention: every cube of queries attends exactly to the key cubes of the highest mean score.
-
-    Scores are products of mean query and mean key of the cubes, per head, as in VSA without its trained coarse branch.
-
-    Args:
-        sparsity: share of key cubes that is dropped; `kept_blocks` says how many stay.
-        cube: the most (frames, rows, columns) of tokens that a block may have.
-
-    Raises:
-        TypeError, ValueError: an argument is not as described; the message names it.
-
-    Source: Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention (2025), §3.
-    """
-    check_topk_options(sparsity=sparsity, cube=cube)
-    layout, q, k, v, valid = _in_cubes(query, key, value, grid, cube)
-    m = layout.blocks
-    scores = _means(q, valid) @ _means(k, valid).mT  # [G, m, m]
-    chosen = scores.topk(kept_blocks(m, sparsity), -1).indices  # [G, m, n]
-    rows = []
-    step = max(1, _GATHERED // (chosen.shape[2] * k[:, 0].numel()))
-    for l in range(0, m, step):
-        picked = chosen[:, l : l + step]  # [G, l, n]
-        keys, values = (_picked(x, picked).flatten(2, 3) for x in (k, v))  # [G, l, n·b, D]
-        present = valid[picked].flatten(2).unsqueeze(2)  # [G, l, 1, n·b]
-        rows.append(F.scaled_dot_product_attention(q[:, l : l + step], keys, values, attn_mask=present, scale=scale))
-    return _out_of_cubes(layout, torch.cat(rows, 1), query)
-
-
-def check_two_resolution_options(*, share: object, beta: object, tile: object) -> None:
-    """Check what does not depend on tensors.
-
-    Raises:
-        TypeError, ValueError: an option is not as `two_resolution_attention` describes; the message names it.
-    """
-    if (share is None) == (beta is None):
-        raise ValueError(f"share must be null where beta is given, and only there, got share={share} and beta={beta}")
-    for name, option in (("share", share), ("beta", beta)):
-        if option is not None and (isinstance(option, bool) or not isinstance(option, (int, float))):
-            raise TypeError(f"{name} must be a number or null, got {option!r}")
-    if isinstance(share, (int, float)) and not 0 < share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1, got {share}")
-    if isinstance(beta, (int, float)) and not math.isfinite(beta):
-        raise ValueError(f"beta must be finite, got {beta}")
-    if not isinstance(tile, (tuple, list)) or len(tile) != 2:
-        raise TypeError(f"tile must be a pair (rows, columns) of positive integers, got {tile!r}")
-    check_positive_integer("tile[0]", tile[0])
-    check_positive_integer("tile[1]", tile[1])
-
-
-def two_resolution_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    grid: LatentGrid | tuple[int, int, int],
-    share: float | None = 0.1,
-    beta: float | None = None,
-    tile: tuple[int, int] = (4, 4),
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Block-sparse attention in which every key tile that is dropped leaves its mean key and value.
-
-    Every tile of queries attends, in one softmax, exactly to the keys of its key tiles of the highest score and to the
-    mean key and value of each other tile, whose logit gains the log of its tokens. Scores are products of mean query
-    and mean key of the tiles, per head.
-
-    With `share` the work is the same for all data: exact products for the chosen tiles, one product per query for each
-    other tile, and the scores. With `beta` it depends on the data, so `eval.attention_flops` does not tell it.
-
-    What differs from Sol-Attn: its blocks are 64 consecutive tokens, and it always keeps a query block's own block and
-    the two beside it exact. Here only the score decides; a query tile whose scores all lie within the threshold has no
-    exact key.
-
-    Args:
-        share: of all key tiles, those that are exact, rounded up; None where `beta` is given.
-        beta: a key tile is exact where its score exceeds μ + beta·σ, mean and standard deviation of the scores of that
-            query tile over all key tiles (Sol-Attn's form); None where `share` is given.
-        tile: at most this many (rows, columns) of a frame's tokens in a tile.
-
-    Raises:
-        TypeError, ValueError: an argument is not as described; the message names it.
-
-    Source: Li et al., Sol-Attn: Accelerating Video Generation Inference via On-the-Fly Attention Sparsification (2026,
-    arXiv:2607.24027).
-    """
-    check_two_resolution_options(share=share, beta=beta, tile=tile)
-    layout, q, k, v, valid = _in_cubes(query, key, value, grid, (1, *tile))
-    m, b = layout.blocks, layout.positions
-    k_mean, v_mean = _means(k, valid), _means(v, valid)  # [G, m, D]
-    scores = _means(q, valid) @ k_mean.mT  # [G, m, m]
-    ranking = scores.argsort(-1, descending=True)
-    # The first `exact` [G, m, 1] tiles of a ranking are exact: at least `fewest` of them, at most `most`.
-    if beta is None:
-        assert share is not None
-        fewest = most = kept_blocks(m, 1 - share)
-        exact = torch.full_like(ranking[..., :1], most)
-    else:
-        std, mean = torch.std_mean(scores, -1, correction=0, keepdim=True)
-        exact = (scores > mean + beta * std).sum(-1, keepdim=True)
-        fewest, most = int(exact.min()), int(exact.max())
-    # Keys in both resolutions, one after the other, and the logs of the tokens that each stands for.
-    keys, values = (torch.cat([x.flatten(1, 2), mean.to(x.dtype)], 1) for x, mean in ((k, k_mean), (v, v_mean)))
-    log_count = torch.cat([valid.flatten(), valid.sum(1)]).to(q.dtype).log()  # [m·b + m]
-    rank = torch.arange(m, device=query.device)
-    place = torch.arange(b, device=query.device)
-    rows = []
-    step = max(1, _GATHERED // (q.shape[0] * (most * b + m - fewest) * q.shape[-1]))
-    for l in range(0, m, step):
-        tiles = ranking[:, l : l + step]  # [G, l, m]
-        fine = (tiles[..., :most, None] * b + place).flatten(2)  # [G, l, most·b]
-        chosen = torch.cat([fine, m * b + tiles[..., fewest:]], -1)  # [G, l, n]
-        is_exact = rank < exact[:, l : l + step]  # [G, l, m]
-        attended = torch.cat([is_exact[..., :most].repeat_interleave(b, -1), ~is_exact[..., fewest:]], -1)
-        bias = log_count[chosen].masked_fill(~attended, -torch.inf).unsqueeze(2)  # [G, l, 1, n]
-        rows.append(
-            F.scaled_dot_product_attention(
-                q[:, l : l + step], _picked(keys, chosen), _picked(values, chosen), attn_mask=bias, scale=scale
-            )
-        )
-    return _out_of_cubes(layout, torch.cat(rows, 1), query)
-
-
 def no_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, grid: LatentGrid | tuple[int, int, int]
 ) -> torch.Tensor:
@@ -501,8 +307,6 @@ VARIANTS = {
     "sink_average": sink_average_attention,
     "factorised": factorised_attention,
     "local": local_attention,
-    "block_topk": block_topk_attention,
-    "two_resolution": two_resolution_attention,
     "none": no_attention,
 }
 

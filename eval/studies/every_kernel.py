@@ -24,6 +24,7 @@ from vmonarch import (
     flash_entropy_attention,
     monarch_attention,
     taylor_attention,
+    two_resolution_attention,
     vmonarch_attention,
     window_attention,
 )
@@ -151,6 +152,12 @@ def window(call: Caller) -> None:
     call.attend(window_attention, 1, 300, 64, window=70, causal=True)
 
 
+def two_resolutions(call: Caller) -> None:
+    tokens = 7 * 9 * 5
+    for options in ({"cell": (2, 2, 4), "sink": True}, {"rest": False, "local": 1}, {"share": None, "beta": 0.5}):
+        call.attend(two_resolution_attention, tokens, tokens, 64, grid=(7, 9, 5), **options)
+
+
 def norms(call: Caller) -> None:
     def op(x, weight, **options):
         angles = call.tensor(1, 130, 1, 80, dtype=torch.float32)
@@ -177,6 +184,7 @@ FAMILIES: dict[Callable[[Caller], None], Sequence[str]] = {
     flash_bias: ("hopper", "portable"),
     taylor: ("hopper", "portable"),
     window: ("portable",),
+    two_resolutions: ("portable",),
     norms: ("portable",),
     residual: ("portable",),
 }

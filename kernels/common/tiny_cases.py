@@ -13,6 +13,7 @@ from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
 from vmonarch.kernels.taylor.api import taylor_attention
+from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.kernels.window.api import window_attention
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -91,6 +92,20 @@ def _window(gpu: bool) -> Case:
     return Case(_qkv(tokens, tokens, head_dim), _results(tokens, head_dim, "the log-partition"), call)
 
 
+def _two_resolution(gpu: bool) -> Case:
+    # Tiles of several sizes and cells, of which some are empty.
+    grid, tile, head_dim = ((5, 9, 12), (4, 4, 4), 64) if gpu else ((2, 1, 5), (1, 1, 3), 16)
+    cell = tuple(-(-edge // 2) for edge in tile)
+
+    def call(implementation: str, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return two_resolution_attention(
+            *qkv, grid=grid, share=0.3, tile=tile, cell=cell, return_lse=True, implementation=implementation
+        )
+
+    tokens = grid[0] * grid[1] * grid[2]
+    return Case(_qkv(tokens, tokens, head_dim), _results(tokens, head_dim, "the log-partition"), call)
+
+
 def _norm_rotary(gpu: bool) -> Case:
     tokens, heads, head_dim = (300, 12, 128) if gpu else (3, 2, 8)
 
@@ -126,6 +141,7 @@ _CASES: dict[str, Callable[[bool], Case]] = {
     "flash_bias": _flash_bias,
     "taylor": _taylor,
     "window": _window,
+    "two_resolution": _two_resolution,
     "norm_rotary": _norm_rotary,
     "residual": _residual,
 }

@@ -149,6 +149,12 @@ WINDOW_CASES = {
     "wide": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=256, dtype="bfloat16"),
     "float32": dict(grid=[16, 28, 52], window=[1, 4, 4], dim=128, dtype="float32"),
 }
+TWO_RESOLUTION_CASES = {
+    "full": dict(grid=[16, 28, 52], tile=[4, 4, 4], dim=128, dtype="bfloat16"),
+    "ragged": dict(grid=[43, 45, 52], tile=[4, 4, 4], cell=[4, 2, 2], dim=128, dtype="float16", masked=True),
+    "wide": dict(grid=[16, 28, 52], tile=[2, 4, 4], dim=256, dtype="bfloat16"),
+    "float32": dict(grid=[16, 28, 52], tile=[2, 4, 4], dim=128, dtype="float32"),
+}
 NORM_CASES = {
     f"{channels}-{dtype}": dict(tokens=4096, channels=channels, dim=128, dtype=dtype)
     for channels, dtype in ((1536, "bfloat16"), (5120, "bfloat16"), (16384, "float32"))
@@ -173,6 +179,10 @@ FAMILIES = {
     "window": (
         WINDOW_CASES, {80: "video", 89: "sequence", 100: "video", 120: "sequence"}, WINDOW_CASES,
         "window window_rows window_keys"),
+    "two resolutions": (
+        TWO_RESOLUTION_CASES, {80: "full", 89: "ragged", 100: "full", 120: "ragged"}, TWO_RESOLUTION_CASES,
+        "means means means lists two_resolution"
+        " means means lists two_resolution_rows two_resolution_cells lists two_resolution_keys"),
     "residual": (
         RESIDUAL_CASES, {80: "128-bfloat16-int8", 89: "64-float16-bfloat16", 100: "128-bfloat16-bfloat16",
                          120: "80-float16-int8"}, ["128-bfloat16-int8", "256-float32-bfloat16"],
@@ -180,7 +190,7 @@ FAMILIES = {
 }  # fmt: skip
 SAMPLED = [
     (*sample, family)
-    for first, (family, (_, others, hopper, _)) in zip((0, 1, 2, 3, 1), FAMILIES.items(), strict=True)
+    for first, (family, (_, others, hopper, _)) in zip((0, 1, 2, 3, 2, 1), FAMILIES.items(), strict=True)
     for sample in sampled(first, [*others.items(), *((90, name) for name in hopper)])
 ]
 

@@ -2,14 +2,12 @@
 
 import itertools
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
+from vmonarch import ExactBlocks, LatentGrid, TwoResolutionProcessor, vmonarch_attention
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import KINDS, resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
@@ -18,13 +16,10 @@ from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.variants import (
     FIXED,
     VariantProcessor,
-    block_topk_attention,
     controlled_attention,
     factorised_attention,
-    kept_blocks,
     local_attention,
     sink_average_attention,
-    two_resolution_attention,
 )
 
 by_grid = pytest.mark.parametrize("grid", [(3, 2, 5), (5, 7, 3), (1, 3, 2)], ids=lambda g: "x".join(map(str, g)))
@@ -193,124 +188,12 @@ def test_local_attention_refuses_frames_without_keys():
         local_attention(*qkv((3, 2, 2)), grid=(3, 2, 2), exact=ExactBlocks(rows=(0,)))
 
 
-def cubes_of(grid, cube):
-    """[N] the block of every token."""
-    parts = []
-    for axis, (length, size, number) in enumerate(zip(grid, cube, coordinates(grid), strict=True)):
-        count = -(-length // size)
-        starts = range(0, length, size) if axis == 0 else [p * length // count for p in range(count)]
-        parts.append((sum((number >= start).long() for start in starts) - 1, count))
-    (t, _), (h, height), (w, width) = parts
-    return (t * height + h) * width + w
-
-
-@pytest.mark.parametrize("grid", [(4, 4, 4), (5, 7, 3), (3, 2, 5), (7, 5, 11)], ids=lambda g: "x".join(map(str, g)))
-@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.75])
-def test_top_k_attention_is_softmax_over_the_blocks_of_the_highest_mean_score(grid, sparsity):
-    q, k, v = qkv(grid)
-    cube = (2, 3, 2)
-    block = cubes_of(grid, cube)
-    m = int(block.max()) + 1
-    inside = (block[None, :] == torch.arange(m)[:, None]).double()
-    mean = inside / inside.sum(1, keepdim=True)
-    count = math.ceil(m * (1 - sparsity))
-
-    def attention_map(Q, K):
-        scores = (mean @ Q) @ (mean @ K).T
-        kept = torch.zeros(m, m, dtype=torch.bool)
-        for l in range(m):
-            kept[l, scores[l].argsort(descending=True)[:count]] = True
-        return masked(kept[block][:, block])(Q, K)
-
-    out = block_topk_attention(q, k, v, grid=grid, sparsity=sparsity, cube=cube)
-    torch.testing.assert_close(out, per_head(attention_map, q, k, v), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("grid", [(4, 4, 4), (5, 7, 3), (3, 2, 5), (2, 5, 11)], ids=lambda g: "x".join(map(str, g)))
-@pytest.mark.parametrize(
-    "options",
-    [{"share": 0.01}, {"share": 0.4}, {"beta": 0.5}, {"beta": 100.0}],
-    ids=lambda o: "-".join(map(str, *o.items())),
-)
-def test_in_two_resolutions_tokens_of_a_tile_that_is_not_chosen_all_have_the_logit_of_their_mean_key(grid, options):
-    q, k, v = qkv(grid)
-    tile = cubes_of(grid, (1, 3, 2))
-    m = int(tile.max()) + 1
-    members = [tile == a for a in range(m)]
-    numbers = set()
-
-    def attention_map(Q, K):
-        logits = torch.empty(len(tile), len(tile), dtype=Q.dtype)
-        for queries in members:
-            scores = torch.stack([Q[queries].mean(0) @ K[keys].mean(0) for keys in members])
-            if "share" in options:
-                chosen = scores.argsort(descending=True)[: math.ceil(options["share"] * m)].tolist()
-            else:
-                deviation = (scores - scores.mean()).square().mean().sqrt()
-                chosen = (scores > scores.mean() + options["beta"] * deviation).nonzero().flatten().tolist()
-            numbers.add(len(chosen))
-            for b, keys in enumerate(members):
-                seen = K[keys] if b in chosen else K[keys].mean(0, keepdim=True).expand(int(keys.sum()), -1)
-                logits[queries.nonzero(), keys.nonzero().T] = Q[queries] @ seen.T
-        return logits.softmax(-1)
-
-    out = two_resolution_attention(q, k, v, grid=grid, tile=(3, 2), **({"share": None} | options))
-    torch.testing.assert_close(out, per_head(attention_map, q, k, v), rtol=0, atol=1e-12)
-    assert len(numbers) > 1 if options == {"beta": 0.5} else len(numbers) == 1
-
-
 @by_grid
-@pytest.mark.parametrize("options", [{"share": 0.1}, {"share": 0.6}, {"share": None, "beta": 1.0}])
-def test_a_mean_key_weighs_what_its_tokens_do(grid, options):
-    q, k, v = qkv(grid)
-    # All logits are zero: every token weighs the same, whichever tiles are chosen and however large they are.
-    out = two_resolution_attention(torch.zeros_like(q), k, v, grid=grid, tile=(3, 2), **options)
-    torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda *x, **o: block_topk_attention(*x, sparsity=0.5, cube=(2, 2, 2), **o),
-        lambda *x, **o: two_resolution_attention(*x, share=0.3, tile=(2, 2), **o),
-        lambda *x, **o: two_resolution_attention(*x, share=None, beta=0.5, tile=(2, 2), **o),
-    ],
-    ids=["top-k", "share", "beta"],
-)
-def test_keys_gathered_in_parts_give_the_same(function, monkeypatch):
-    grid = (3, 4, 5)
-    q, k, v = qkv(grid)
-    whole = function(q, k, v, grid=grid)
-    for gathered in (1, 10_000):
-        monkeypatch.setattr("vmonarch.variants._GATHERED", gathered)
-        torch.testing.assert_close(function(q, k, v, grid=grid), whole, rtol=0, atol=1e-13)
-
-
-@by_grid
-def test_with_all_blocks_kept_the_controls_are_softmax(grid):
+def test_a_local_band_of_all_frames_is_softmax(grid):
     q, k, v = qkv(grid)
     exact = per_head(masked(torch.ones(q.shape[1], q.shape[1], dtype=torch.bool)), q, k, v)
-    everything = ExactBlocks(band=grid[0])
-    for out in (
-        block_topk_attention(q, k, v, grid=grid, sparsity=0.0),
-        two_resolution_attention(q, k, v, grid=grid, share=1.0),
-        two_resolution_attention(q, k, v, grid=grid, share=None, beta=-100.0, tile=(2, 2)),
-        local_attention(q, k, v, grid=grid, exact=everything),
-    ):
-        torch.testing.assert_close(out, exact, rtol=0, atol=1e-12)
-
-
-def test_a_share_of_the_blocks_is_rounded_up():
-    assert [kept_blocks(m, 0.9) for m in (1, 9, 10, 11, 60)] == [1, 1, 1, 2, 6]
-    assert kept_blocks(7, 0.0) == 7 and kept_blocks(10, 0.7) == 3
-
-
-def in_bfloat16(function, low, grid):
-    out = function(*low, grid=grid)
-    assert out.dtype == torch.bfloat16 and out.shape == (2, 60, 3, 5)
-    with pytest.raises(ValueError, match="grid"):
-        function(*low, grid=(5, 4, 4))
-    return out
+    out = local_attention(q, k, v, grid=grid, exact=ExactBlocks(band=grid[0]))
+    torch.testing.assert_close(out, exact, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -328,26 +211,11 @@ def test_sums_are_in_float32_and_the_result_in_the_dtype_of_the_query(function):
     low = qkv(grid, dtype=torch.bfloat16)
     # float32 inside: nothing but the last rounding is of bfloat16.
     exact = function(*(x.double() for x in low), grid=grid)
-    out = in_bfloat16(function, low, grid)
+    out = function(*low, grid=grid)
+    assert out.dtype == torch.bfloat16 and out.shape == (2, 60, 3, 5)
     assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        partial(block_topk_attention, cube=(2, 2, 2), sparsity=0.5),
-        partial(two_resolution_attention, share=0.4, tile=(2, 2)),
-    ],
-    ids=["top-k", "two resolutions"],
-)
-def test_block_sparse_controls_are_as_precise_as_the_exact_attention_of_torch(function):
-    grid = (5, 4, 3)
-    low = qkv(grid, dtype=torch.bfloat16)
-    high = [x.double() for x in low]
-    out = in_bfloat16(function, low, grid)
-    attend = lambda *x: F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in x)).transpose(1, 2)
-    error = lambda x, y: float((x.double() - y).norm() / y.norm())
-    assert error(out, function(*high, grid=grid)) <= 1.5 * error(attend(*low), attend(*high))
+    with pytest.raises(ValueError, match="grid"):
+        function(*low, grid=(5, 4, 4))
 
 
 # --------------------------------------------------------------------------------------------------------- methods
@@ -358,7 +226,7 @@ NAMES = {
     "factorised": "monarch-w4:blocks=2",
     "local": "local",
     "block_topk": "block-topk:cube=[2, 2, 2],sparsity=0.5",
-    "two_resolution": "two-resolution:tile=[2, 2],share=null,beta=1.5",
+    "two_resolution": "two-resolution:tile=[1, 2, 2],share=null,beta=1.5",
 }
 
 
@@ -385,7 +253,10 @@ def test_a_method_runs_its_variant_in_every_layer_and_goes_away(transformer, kin
     assert method.parameters.without_dense() == method.parameters
     method.install(transformer)
     processors = [block.attn1.processor for block in transformer.blocks]
-    assert all(isinstance(p, VariantProcessor) and p.variant == kind for p in processors)
+    if kind in ("block_topk", "two_resolution"):
+        assert all(isinstance(p, TwoResolutionProcessor) for p in processors)
+    else:
+        assert all(isinstance(p, VariantProcessor) and p.variant == kind for p in processors)
     changed = forward(transformer)
     assert torch.isfinite(changed).all() and (changed - before).abs().max() > 1e-3
     resolve_method("full").install(transformer)
@@ -399,7 +270,7 @@ def test_work_is_that_of_the_pairs_and_blocks_that_are_kept(transformer):
     grid = LatentGrid(5, 3, 4)
     names = ["local", "local:exact={columns: [0], band: 0}", "block-topk:cube=[1, 3, 4],sparsity=0.6"]
     names += ["vmonarch-sink-average", "vmonarch-controlled:recompute=true", "vmonarch-controlled"]
-    names += ["monarch-t4:blocks=5", "two-resolution:tile=[3, 2],share=0.25", "two-resolution:share=null,beta=1.0"]
+    names += ["monarch-t4:blocks=5", "two-resolution:tile=[1, 3, 2],share=0.25", "two-resolution:share=null,beta=1.0"]
     found = relative_flops(call, [resolve_method(name) for name in names], ["transformer"])
     near, sink, cubes, average, recomputed, plain, blocks, tiles, unknown = found.values()
     default, without = (vmonarch_flops(grid, 1, exact=exact) / full_flops(grid, 1) for exact in ("first_frame", None))
@@ -437,11 +308,11 @@ def test_dense_layers_keep_full_attention(transformer):
         ("block-topk:dense_steps=-1", ["dense_steps"]),
         ("two-resolution:share=0", ["share", "above 0"]),
         ("two-resolution:share=1.5", ["share", "at most 1"]),
-        ("two-resolution:share=all", ["share", "a number or null"]),
-        ("two-resolution:beta=1.0", ["share must be null where beta is given", "share=0.1 and beta=1.0"]),
-        ("two-resolution:share=null", ["share must be null where beta is given", "share=None and beta=None"]),
+        ("two-resolution:share=all", ["share"]),
+        ("two-resolution:beta=1.0", ["share must be None where beta is given", "share=0.1 and beta=1.0"]),
+        ("two-resolution:share=null", ["share must be None where beta is given", "share=None and beta=None"]),
         ("two-resolution:share=null,beta=.nan", ["beta", "finite"]),
-        ("two-resolution:tile=[4, 0]", ["tile[1]", "at least 1"]),
+        ("two-resolution:tile=[1, 4, 0]", ["tile.width", "at least 1"]),
         ("two-resolution:dense_layers=-1", ["dense_layers"]),
     ],
 )
@@ -449,20 +320,6 @@ def test_bad_options_are_errors_that_name_them(spec, words):
     with pytest.raises(InputError) as error:
         resolve_method(spec)
     assert all(word in str(error.value) for word in words), error.value
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"share": True}, "share must be a number or null, got True"),
-        ({"share": None, "beta": "1"}, "beta must be a number or null, got '1'"),
-        ({"tile": 4}, r"tile must be a pair \(rows, columns\) of positive integers, got 4"),
-        ({"tile": (4, 4, 4)}, "tile must be a pair"),
-    ],
-)
-def test_options_of_two_resolutions_that_are_of_another_type_are_errors(options, message):
-    with pytest.raises(TypeError, match=message):
-        two_resolution_attention(*qkv((3, 2, 2)), grid=(3, 2, 2), **options)
 
 
 def test_more_blocks_than_the_axis_is_long_is_an_error():

@@ -4,6 +4,7 @@
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "rank": 9, "dim": 128, …}'    FlashBias
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "dim": 16, "width": 64, …}'   linear attention
     python compile_for_gpu.py ARCHITECTURE '{"grid": [4, 8, 8], "window": [1, 2, 2], "dim": 64, …}'   windows
+    python compile_for_gpu.py ARCHITECTURE '{"grid": [4, 8, 8], "tile": [2, 4, 4], "dim": 64, …}'     two resolutions
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "channels": 1536, "dim": 128, …}'   norm, rotary
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "residual": "int8", "dim": 128, …}'   residuals
 
@@ -53,8 +54,11 @@ from vmonarch.kernels.monarch import fused, l_step, places, r_step
 from vmonarch.kernels.norm_rotary import op as norm_op
 from vmonarch.kernels.residual import kernels as residual_kernels
 from vmonarch.kernels.taylor import op as taylor_op
+from vmonarch.kernels.two_resolution import op as two_resolution_op
+from vmonarch.kernels.two_resolution.tiling import tiling_of
 from vmonarch.kernels.window import op as window_op
 from vmonarch.options import VMonarchOptions
+from vmonarch.two_resolution_options import TwoResolutionOptions
 
 make_cubin = CUDABackend.make_cubin
 # All of Triton's files are hashed once for a process and its forks.
@@ -151,10 +155,19 @@ def main():
     def options_of_a_gpu(kernel, device, dtype, head_dim):
         return originals(kernel, torch.device("cuda"), dtype, head_dim)
 
-    for module in (bias_forward, flash_backward, flash_forward, l_step, r_step, taylor_op, window_op):
+    for module in (
+        bias_forward,
+        flash_backward,
+        flash_forward,
+        l_step,
+        r_step,
+        taylor_op,
+        two_resolution_op,
+        window_op,
+    ):
         module.launch_options = options_of_a_gpu
     hopper = (hopper_keys, hopper_rows, hopper_l_step, hopper_r_step)
-    for module in (bias_forward, flash_backward, flash_forward, *hopper):
+    for module in (bias_forward, flash_backward, flash_forward, two_resolution_op, *hopper):
         module.processors = lambda device: 132
 
     def qkv(tokens, heads):
@@ -177,6 +190,17 @@ def main():
         numbers = [*case["grid"], 0, *case["window"], *case["window"]]
         out, lse = window_op.window_forward(*tensors, numbers, 0.1)
         window_op.window_backward(out, lse, *tensors, out, lse, numbers, 0.1)
+        return
+    if "tile" in case:
+        tensors = qkv(math.prod(case["grid"]), 2)
+        options = TwoResolutionOptions(tile=case["tile"], cell=case.get("cell"), rest=case.get("rest", True))
+        tiling = tiling_of(LatentGrid(*case["grid"]), options)
+        exact = torch.zeros(1, 2, tiling.tiles, tiling.tiles, dtype=torch.bool)
+        mask = torch.ones(1, tensors[0].shape[1], dtype=torch.bool) if case.get("masked") else None
+        two_resolution_op.tile_means(tensors[0], tiling, mask)
+        numbers = (list(tiling), options.rest, 0.1)
+        out, lse = two_resolution_op.two_resolution_forward(*tensors, exact, 5, mask, *numbers)
+        two_resolution_op.two_resolution_backward(out, lse, *tensors, exact, 5, mask, out, lse, *numbers)
         return
     if "channels" in case:
         x = torch.zeros(1, case["tokens"], case["channels"], dtype=getattr(torch, case["dtype"]))

@@ -1,0 +1,155 @@
+"""Front door of attention in two resolutions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.checks import check_key_mask, check_qkv
+from vmonarch.kernels.common.launch import block_dim, use_triton
+from vmonarch.kernels.two_resolution.reference import tile_means, two_resolution_attention_reference
+from vmonarch.kernels.two_resolution.selection import Selection, select_tiles
+from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
+from vmonarch.precision import own_precision
+from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.validation import check_flag, check_implementation, resolve_scale
+
+# What a tile of keys may take of shared memory, all places and dimensions padded: four of them fit on every GPU.
+MAX_TILE_BYTES = 16 * 1024
+
+
+@overload
+def two_resolution_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid: LatentGrid | tuple[int, int, int],
+    options: TwoResolutionOptions | None = ...,
+    selection: torch.Tensor | None = ...,
+    key_mask: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: str = ...,
+    **named: Any,
+) -> torch.Tensor: ...
+@overload
+def two_resolution_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid: LatentGrid | tuple[int, int, int],
+    options: TwoResolutionOptions | None = ...,
+    selection: torch.Tensor | None = ...,
+    key_mask: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    implementation: str = ...,
+    **named: Any,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@own_precision
+def two_resolution_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid: LatentGrid | tuple[int, int, int],
+    options: TwoResolutionOptions | None = None,
+    selection: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str = "auto",
+    **named: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the best key tiles exactly, and to the mean key and value of every cell of the others.
+
+    All of it is one softmax: the logit of a mean gains the log of the tokens that it stands for. The choice of tiles
+    has no gradient; means have. Without the rest (`rest=False`) this is block-sparse attention.
+
+    Args:
+        query: [B, S, H, D], S = T·H·W tokens ordered by frame, row, column.
+        key: [B, S, H, D].
+        value: [B, S, H, E].
+        grid: (T, H, W) of the tokens.
+        options: tiles and how they are chosen; None for the defaults, or for `named`.
+        selection: bool [B or 1, H or 1, m, m], true where key tile n is exact for query tile l, in place of the choice
+            by scores; `tiling_of` says how many tiles there are, which are ordered like tokens.
+        key_mask: boolean [B, S], true where a key may be attended. A row without any key gives 0 and lse = -inf.
+        scale: softmax scale; 1/√D if None.
+        return_lse: also return the log-partition of every row, with which `merge_partials` joins other parts.
+        implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; head dimensions up to
+            256; tiles of keys of at most 16 KiB: 64 tokens of 128 dimensions in 16 bit); or "auto", see
+            `kernels.common.launch.use_triton`, which is plain torch for larger tiles.
+        **named: the `TwoResolutionOptions` by name, in place of `options`.
+
+    Returns:
+        out [B, S, H, E] in the dtype of `query`; with `return_lse` also lse [B, H, S] in nats, in float32, or float64
+        for float64 inputs.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+        NotImplementedError: implementation="triton", and the kernels cannot take this call; the message says why.
+
+    Source: Li et al., Sol-Attn (2026, arXiv:2607.24027); Zhang et al., VSA (2025), §3.
+    """
+    check_qkv(query, key, value, same_length=True)
+    grid = LatentGrid.parse(grid)
+    if options is None:
+        options = TwoResolutionOptions(**named)
+    elif not isinstance(options, TwoResolutionOptions):
+        raise TypeError(f"options must be None or TwoResolutionOptions, got {type(options).__name__}")
+    elif named:
+        raise TypeError(f"{next(iter(named))} must not be given beside options, which have it")
+    check_key_mask(key_mask, key)
+    check_flag("return_lse", return_lse)
+    check_implementation(implementation)
+    if grid.tokens != query.shape[1]:
+        raise ValueError(f"grid {tuple(grid)} has {grid.tokens} tokens, but query has {query.shape[1]}")
+    tiling = tiling_of(grid, options)
+    scale = resolve_scale(scale, query.shape[-1])
+    places, dims = block_dim(math.prod(tiling.box)), block_dim(max(query.shape[3], value.shape[3]))
+    too_large = None
+    if places * dims * query.itemsize > MAX_TILE_BYTES:
+        too_large = (
+            f"a tile of keys has {places} places × {dims} dimensions × {query.itemsize} bytes (supported: up to"
+            f" {MAX_TILE_BYTES}); choose a smaller tile"
+        )
+    attend, mean = two_resolution_attention_reference, tile_means
+    if use_triton(
+        "two_resolution_attention", implementation, query, key, value, family="two_resolution", unless=too_large
+    ):
+        # Triton is imported when it is needed, not with the package.
+        from vmonarch.kernels.two_resolution import op
+
+        attend, mean = op.two_resolution_attention_triton, op.tile_means
+    if selection is None:
+        chosen = select_tiles(mean(query, tiling), mean(key, tiling, key_mask), tiling, options)
+    else:
+        chosen = _given(selection, query, tiling)
+    out, lse = attend(query, key, value, tiling, chosen, rest=options.rest, scale=scale, key_mask=key_mask)
+    return (out, lse) if return_lse else out
+
+
+def _given(selection: object, query: torch.Tensor, tiling: Tiling) -> Selection:
+    """The caller's choice of tiles, checked."""
+    if not isinstance(selection, torch.Tensor) or selection.dtype != torch.bool:
+        kind = selection.dtype if isinstance(selection, torch.Tensor) else type(selection).__name__
+        raise TypeError(f"selection must be a boolean tensor [B or 1, H or 1, m, m], got {kind}")
+    m, (B, _, H, _) = tiling.tiles, query.shape
+    if (
+        selection.ndim != 4
+        or selection.shape[2:] != (m, m)
+        or selection.shape[0] not in (1, B)
+        or selection.shape[1] not in (1, H)
+    ):
+        raise ValueError(
+            f"selection must be [{B} or 1, {H} or 1, {m}, {m}] for these {m} tiles, got {tuple(selection.shape)}"
+        )
+    if selection.device != query.device:
+        raise ValueError(f"selection must lie on the device of query ({query.device}), got {selection.device}")
+    return Selection(selection, None)

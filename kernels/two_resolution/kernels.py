@@ -1,0 +1,355 @@
+"""Attention in two resolutions in Triton: a tile of queries takes its exact tiles from a list, and all other cells.
+
+A program takes one tile of queries of one head. It goes through the means of all cells, of which those of its exact
+tiles are masked, and then through the tokens of its exact tiles, which it finds by arithmetic where they are. Both go
+into one online softmax.
+
+One kernel owns queries (out; dq), another keys (dk, dv), a third the means (their gradients, which the keys' kernel
+hands on to the tokens), so there are no atomics and every sum has one order.
+
+Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; m tiles, c cells of a tile, M queries or N
+keys of a tile. Tensors are [B, S, H, D] with any strides but the last; lse and δ [B, H, S] in float32. Logits are in
+units of log 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vmonarch.kernels.common.softmax import log2_partition, online_softmax, row_delta
+from vmonarch.kernels.common.tiles import load_rows, store_rows
+from vmonarch.kernels.two_resolution.tiling import Tiling
+
+
+def unspecialised(n: Tiling) -> Tiling:
+    """The numbers as kernels take them, none of them 1 or a multiple of 16; `_plain` is the inverse."""
+    return Tiling(*(16 * number + 8 for number in n))
+
+
+@triton.jit
+def _plain(n):
+    return Tiling(
+        n.frames >> 4, n.rows >> 4, n.columns >> 4, n.tiles_t >> 4, n.tiles_h >> 4, n.tiles_w >> 4,
+        n.cells_t >> 4, n.cells_h >> 4, n.cells_w >> 4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tokens_of(tile, n, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens [BLOCK] of a tile of at most BT × BH × BW, whether they exist, and their cells in the tile."""
+    i = tl.arange(0, BLOCK)
+    a = tile // (n.tiles_h * n.tiles_w)
+    b = tile // n.tiles_w % n.tiles_h
+    c = tile % n.tiles_w
+    first_t = a * n.frames // n.tiles_t
+    first_h = b * n.rows // n.tiles_h
+    first_w = c * n.columns // n.tiles_w
+    size_t = (a + 1) * n.frames // n.tiles_t - first_t
+    size_h = (b + 1) * n.rows // n.tiles_h - first_h
+    size_w = (c + 1) * n.columns // n.tiles_w - first_w
+    t = i // (BH * BW)
+    h = i // BW % BH
+    w = i % BW
+    there = (t < size_t) & (h < size_h) & (w < size_w)
+    cell = ((t + 1) * n.cells_t - 1) // size_t * n.cells_h + ((h + 1) * n.cells_h - 1) // size_h
+    cell = cell * n.cells_w + ((w + 1) * n.cells_w - 1) // size_w
+    token = ((first_t + t) * n.rows + first_h + h) * n.columns + first_w + w
+    return tl.where(there, token, 0), there, cell
+
+
+@triton.jit
+def _attended(key_mask_ptr, token, there):
+    """Which of the tokens of a tile may be attended: those that exist, and that the mask, if there is one, names."""
+    if key_mask_ptr is None:
+        return there
+    else:
+        return there & (tl.load(key_mask_ptr + token, mask=there, other=0) != 0)
+
+
+@triton.jit(do_not_specialize=["H", "S"])
+def means_kernel(
+    x_ptr, key_mask_ptr, mean_ptr, log2_number_ptr, stride_b, stride_s, stride_h, H, S, tiling, c,
+    D: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Mean tokens [B, m·c, H, D] of the cells of one tile of one head, and log2 of their tokens [B, m·c]."""
+    n = _plain(tiling)
+    tiles = n.tiles_t * n.tiles_h * n.tiles_w
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    bh = (pid // tiles).to(tl.int64)
+    b = bh // H
+    h = bh % H
+    token, there, cell = _tokens_of(tile, n, BT, BH, BW, BLOCK)
+    if key_mask_ptr is not None:
+        key_mask_ptr += b * S
+    attended = _attended(key_mask_ptr, token, there)
+    x = load_rows(x_ptr + b * stride_b + h * stride_h, stride_s, token, attended, D, BLOCK_D, True).to(tl.float32)
+    dims = tl.arange(0, BLOCK_D)
+    for i in range(c):
+        own = attended & (cell == i)
+        number = tl.sum(own.to(tl.float32), 0)
+        mean = tl.sum(tl.where(own[:, None], x, 0.0), 0) / tl.maximum(number, 1.0)
+        row = (b * tiles + tile) * c + i
+        tl.store(mean_ptr + (row * H + h) * D + dims, mean.to(mean_ptr.dtype.element_ty), mask=dims < D)
+        # The log of 0 is -inf: nobody attends to an empty cell.
+        tl.store(log2_number_ptr + row, tl.where(number > 0, tl.log2(tl.maximum(number, 1.0)), -float("inf")))
+
+
+@triton.jit(do_not_specialize=["m", "width"])
+def lists_kernel(exact_ptr, list_ptr, number_ptr, stride_g, stride_row, stride_column, m, width, BLOCK: tl.constexpr):
+    """The columns at which a row of exact [G, m, m] is true, in order: [G, m, width], and their number [G, m]."""
+    pid = tl.program_id(0).to(tl.int64)
+    exact_ptr += pid // m * stride_g + pid % m * stride_row
+    number = 0
+    for start in range(0, m, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        chosen = tl.load(exact_ptr + j.to(tl.int64) * stride_column, mask=j < m, other=0).to(tl.int32)
+        place = number + tl.cumsum(chosen, 0) - 1
+        tl.store(list_ptr + pid * width + place, j.to(list_ptr.dtype.element_ty), mask=(chosen != 0) & (place < width))
+        number += tl.sum(chosen, 0)
+    tl.store(number_ptr + pid, number)
+
+
+@triton.jit
+def _cells_from(start, exact_ptr, log2_number_ptr, cells, c, BLOCK_C: tl.constexpr):
+    """Cells [BLOCK_C] from `start` on, and what their logits gain: log2 of their tokens, -inf in exact tiles.
+
+    exact_ptr: the row of a tile of queries; log2_number_ptr: of the sample.
+    """
+    cell = start + tl.arange(0, BLOCK_C)
+    inside = cell < cells
+    gain = tl.load(log2_number_ptr + cell, mask=inside, other=-float("inf"))
+    exact = tl.load(exact_ptr + cell // c, mask=inside, other=1)
+    return cell, inside, tl.where(exact != 0, -float("inf"), gain)
+
+
+@triton.jit
+def _probabilities(logits, log2_lse):
+    """p of logits, in units of log 2; 0 in a row without any key, whose lse is -inf."""
+    return tl.exp2(logits - tl.where(log2_lse == -float("inf"), float("inf"), log2_lse))
+
+
+@triton.jit(do_not_specialize=["H", "S", "width"])
+def two_resolution_kernel(
+    q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, log2_number_ptr, exact_ptr, list_ptr, number_ptr, key_mask_ptr,
+    out_ptr, lse_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    H, S, width, tiling, c, log2_scale, D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """out [B, S, H, E], contiguous, and lse of one tile of queries of one head. FULL: all tiles are full, no mask."""
+    n = _plain(tiling)
+    tiles = n.tiles_t * n.tiles_h * n.tiles_w
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    bh = (pid // tiles).to(tl.int64)
+    b = bh // H
+    h = bh % H
+    row, exists, cell_of = _tokens_of(tile, n, BT, BH, BW, BLOCK)
+    q = load_rows(q_ptr + b * stride_qb + h * stride_qh, stride_qs, row, exists, D, BLOCK_D, not FULL)
+    acc = tl.zeros([BLOCK, BLOCK_E], tl.float32)
+    row_max = tl.full([BLOCK], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK], tl.float32)
+    at = bh * tiles + tile
+    if REST:
+        cells = tiles * c
+        exact_ptr += at * tiles
+        log2_number_ptr += b * cells
+        k_mean_ptr += b * cells * H * D + h * D
+        v_mean_ptr += b * cells * H * E + h * E
+        for start in range(0, cells, BLOCK_N):
+            cell, inside, gain = _cells_from(start, exact_ptr, log2_number_ptr, cells, c, BLOCK_N)
+            k = load_rows(k_mean_ptr, H * D, cell, inside, D, BLOCK_D, True)
+            logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale + gain[None, :]
+            p, alpha, row_max, row_sum, unused = online_softmax(logits, row_max, row_sum, row_sum, 1.0, False, True)
+            v = load_rows(v_mean_ptr, H * E, cell, inside, E, BLOCK_E, True)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    k_ptr += b * stride_kb + h * stride_kh
+    v_ptr += b * stride_vb + h * stride_vh
+    if key_mask_ptr is not None:
+        key_mask_ptr += b * S
+    list_ptr += at * width
+    for i in range(tl.load(number_ptr + at)):
+        key, there, cell_of = _tokens_of(tl.load(list_ptr + i).to(tl.int32), n, BT, BH, BW, BLOCK)
+        k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, not FULL)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if not FULL:
+            logits = tl.where(_attended(key_mask_ptr, key, there)[None, :], logits, -float("inf"))
+        p, alpha, row_max, row_sum, unused = online_softmax(
+            logits, row_max, row_sum, row_sum, log2_scale, False, not FULL
+        )
+        v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, not FULL)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    out = acc * (1.0 / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
+    store_rows(out_ptr + b * S * H * E + h * E, H * E, row, exists, out, E, BLOCK_E)
+    tl.store(lse_ptr + bh * S + row, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=exists)
+
+
+@triton.jit(do_not_specialize=["H", "S", "width"])
+def two_resolution_rows_kernel(
+    q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, log2_number_ptr, exact_ptr, list_ptr, number_ptr, key_mask_ptr,
+    do_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, S, width, tiling, c, scale, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """dq [B, S, H, D], contiguous, of one tile of queries; and δ = rowsum(dO ∘ O) - dlse for the other kernels."""
+    n = _plain(tiling)
+    tiles = n.tiles_t * n.tiles_h * n.tiles_w
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    bh = (pid // tiles).to(tl.int64)
+    b = bh // H
+    h = bh % H
+    row, exists, cell_of = _tokens_of(tile, n, BT, BH, BW, BLOCK)
+    q = load_rows(q_ptr + b * stride_qb + h * stride_qh, stride_qs, row, exists, D, BLOCK_D, not FULL)
+    do = load_rows(do_ptr + b * stride_gb + h * stride_gh, stride_gs, row, exists, E, BLOCK_E, not FULL)
+    out = load_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, row, exists, E, BLOCK_E, not FULL)
+    log2_lse = tl.load(lse_ptr + bh * S + row, mask=exists, other=float("inf")) * 1.4426950408889634
+    delta = row_delta(do, out, dlse_ptr, bh * S + row, exists)
+    tl.store(delta_ptr + bh * S + row, delta, mask=exists)
+    dq = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    at = bh * tiles + tile
+    if REST:
+        cells = tiles * c
+        exact_ptr += at * tiles
+        log2_number_ptr += b * cells
+        k_mean_ptr += b * cells * H * D + h * D
+        v_mean_ptr += b * cells * H * E + h * E
+        for start in range(0, cells, BLOCK_N):
+            cell, inside, gain = _cells_from(start, exact_ptr, log2_number_ptr, cells, c, BLOCK_N)
+            k = load_rows(k_mean_ptr, H * D, cell, inside, D, BLOCK_D, True)
+            v = load_rows(v_mean_ptr, H * E, cell, inside, E, BLOCK_E, True)
+            logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale + gain[None, :]
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            ds = _probabilities(logits, log2_lse[:, None]) * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    k_ptr += b * stride_kb + h * stride_kh
+    v_ptr += b * stride_vb + h * stride_vh
+    if key_mask_ptr is not None:
+        key_mask_ptr += b * S
+    list_ptr += at * width
+    for i in range(tl.load(number_ptr + at)):
+        key, there, cell_of = _tokens_of(tl.load(list_ptr + i).to(tl.int32), n, BT, BH, BW, BLOCK)
+        k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, not FULL)
+        v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, not FULL)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale
+        if not FULL:
+            logits = tl.where(_attended(key_mask_ptr, key, there)[None, :], logits, -float("inf"))
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        ds = _probabilities(logits, log2_lse[:, None]) * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    store_rows(dq_ptr + b * S * H * D + h * D, H * D, row, exists, dq * scale, D, BLOCK_D)
+
+
+@triton.jit
+def _gradients(
+    k, v, gain, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_gs, row, exists, dk, dv, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what one tile of queries gives to dk [N, D] / scale and dv [N, E]; logits of keys gain `gain` [N]."""
+    q = load_rows(q_ptr, stride_qs, row, exists, D, BLOCK_D, True)
+    do = load_rows(do_ptr, stride_gs, row, exists, E, BLOCK_E, True)
+    # Where there is no query, lse = inf makes p = 0.
+    log2_lse = tl.load(lse_ptr + row, mask=exists, other=float("inf")) * 1.4426950408889634
+    delta = tl.load(delta_ptr + row, mask=exists, other=0.0)
+    logits = tl.dot(k, tl.trans(q), input_precision=PRECISION) * log2_scale + gain[:, None]
+    p = _probabilities(logits, log2_lse[None, :])
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    ds = p * (dp - delta[None, :])
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
+
+
+@triton.jit(do_not_specialize=["H", "S", "splits", "span"])
+def two_resolution_cells_kernel(
+    q_ptr, k_mean_ptr, v_mean_ptr, log2_number_ptr, exact_ptr, do_ptr, lse_ptr, delta_ptr, dk_mean_ptr, dv_mean_ptr,
+    stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh, H, S, splits, span, tiling, c, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Gradients [splits, B·H, m·c, D and E] of some means, by the query tiles of one split, `span` in each."""
+    n = _plain(tiling)
+    tiles = n.tiles_t * n.tiles_h * n.tiles_w
+    cells = tiles * c
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(cells, BLOCK_N)
+    start = pid % blocks * BLOCK_N
+    split = pid // blocks % splits
+    bh = (pid // blocks // splits).to(tl.int64)
+    b = bh // H
+    h = bh % H
+    cell = start + tl.arange(0, BLOCK_N)
+    inside = cell < cells
+    gain = tl.load(log2_number_ptr + b * cells + cell, mask=inside, other=-float("inf"))
+    k = load_rows(k_mean_ptr + b * cells * H * D + h * D, H * D, cell, inside, D, BLOCK_D, True)
+    v = load_rows(v_mean_ptr + b * cells * H * E + h * E, H * E, cell, inside, E, BLOCK_E, True)
+    q_ptr += b * stride_qb + h * stride_qh
+    do_ptr += b * stride_gb + h * stride_gh
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    exact_ptr += bh * tiles * tiles
+    for tile in range(split * span, tl.minimum((split + 1) * span, tiles)):
+        exact = tl.load(exact_ptr + tile * tiles + cell // c, mask=inside, other=1)
+        row, exists, cell_of = _tokens_of(tile, n, BT, BH, BW, BLOCK)
+        dk, dv = _gradients(
+            k, v, tl.where(exact != 0, -float("inf"), gain), q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S,
+            stride_qs, stride_gs, row, exists, dk, dv, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
+        )  # fmt: skip
+    target = (split * (tl.num_programs(0) // blocks // splits) + bh) * cells + cell
+    store_rows(dk_mean_ptr, D, target, inside, dk, D, BLOCK_D)
+    store_rows(dv_mean_ptr, E, target, inside, dv, E, BLOCK_E)
+
+
+@triton.jit(do_not_specialize=["H", "S"])
+def two_resolution_keys_kernel(
+    q_ptr, k_ptr, v_ptr, log2_number_ptr, list_ptr, number_ptr, key_mask_ptr, do_ptr, lse_ptr, delta_ptr,
+    dk_mean_ptr, dv_mean_ptr, dk_ptr, dv_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh, H, S, tiling, c, scale, log2_scale,
+    D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """dk [B, S, H, D] and dv [B, S, H, E], contiguous, of one tile of keys.
+
+    Its list is of the query tiles that it is exact for; a token also gets its part of the gradient of its cell's means,
+    dk_mean and dv_mean [B·H, m·c, D and E].
+    """
+    n = _plain(tiling)
+    tiles = n.tiles_t * n.tiles_h * n.tiles_w
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    bh = (pid // tiles).to(tl.int64)
+    b = bh // H
+    h = bh % H
+    key, there, cell = _tokens_of(tile, n, BT, BH, BW, BLOCK)
+    if key_mask_ptr is not None:
+        key_mask_ptr += b * S
+    attended = _attended(key_mask_ptr, key, there)
+    k = load_rows(k_ptr + b * stride_kb + h * stride_kh, stride_ks, key, there, D, BLOCK_D, True)
+    v = load_rows(v_ptr + b * stride_vb + h * stride_vh, stride_vs, key, there, E, BLOCK_E, True)
+    gain = tl.where(attended, 0.0, -float("inf"))
+    q_ptr += b * stride_qb + h * stride_qh
+    do_ptr += b * stride_gb + h * stride_gh
+    dk = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK, BLOCK_E], tl.float32)
+    at = bh * tiles + tile
+    for i in range(tl.load(number_ptr + at)):
+        other = tl.load(list_ptr + at * tiles + i).to(tl.int32)
+        row, exists, cell_of = _tokens_of(other, n, BT, BH, BW, BLOCK)
+        dk, dv = _gradients(
+            k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs, row, exists,
+            dk, dv, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
+        )  # fmt: skip
+    if REST:
+        of_cell = tile * c + cell
+        number = tl.load(log2_number_ptr + b * tiles * c + of_cell, mask=attended, other=0.0)
+        part = tl.exp2(-number)[:, None]
+        mean_row = bh * tiles * c + of_cell
+        dk += part * load_rows(dk_mean_ptr, D, mean_row, attended, D, BLOCK_D, True)
+        dv += part * load_rows(dv_mean_ptr, E, mean_row, attended, E, BLOCK_E, True)
+    store_rows(dk_ptr + b * S * H * D + h * D, H * D, key, there, dk * scale, D, BLOCK_D)
+    store_rows(dv_ptr + b * S * H * E + h * E, H * E, key, there, dv, E, BLOCK_E)

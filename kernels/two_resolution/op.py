@@ -1,0 +1,264 @@
+"""Attention in two resolutions as a torch operator: opaque to torch.compile, differentiable.
+
+Shapes: B batch, S tokens, H heads, D head dim, E value dim; m tiles, c cells of a tile. An operator takes numbers, not
+objects: a `Tiling` travels as a list of integers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.softmax import log2_scale_of
+from vmonarch.kernels.flash_entropy.segments import processors
+from vmonarch.kernels.two_resolution.kernels import (
+    lists_kernel,
+    means_kernel,
+    two_resolution_cells_kernel,
+    two_resolution_kernel,
+    two_resolution_keys_kernel,
+    two_resolution_rows_kernel,
+    unspecialised,
+)
+from vmonarch.kernels.two_resolution.selection import Selection
+from vmonarch.kernels.two_resolution.tiling import Tiling
+
+
+def _box(n: Tiling) -> dict[str, int]:
+    BT, BH, BW = n.box
+    return {"BT": BT, "BH": BH, "BW": BW, "BLOCK": block_dim(math.prod(n.box))}
+
+
+def _constants(name: str, query: torch.Tensor, value: torch.Tensor, n: Tiling) -> dict[str, Any]:
+    D, E = query.shape[3], value.shape[3]
+    return {
+        "D": D, "E": E, "BLOCK_D": block_dim(D), "BLOCK_E": block_dim(E), "PRECISION": dot_precision(query.dtype),
+        **_box(n), **launch_options(name, query.device, query.dtype, max(D, E)),
+    }  # fmt: skip
+
+
+def means(
+    x: torch.Tensor, n: Tiling, key_mask: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Means of all cells [B, m·c, H, D] of x [B, S, H, D], and log2 of the tokens of each [B, m·c]."""
+    B, S, H, D = x.shape
+    mean = x.new_empty(B, n.tiles * n.cells, H, D, dtype=dtype)
+    log2_number = x.new_empty(B, n.tiles * n.cells, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        means_kernel[(n.tiles * B * H,)](
+            x, key_mask, mean, log2_number, *x.stride()[:3], H, S, unspecialised(n), n.cells, D=D,
+            BLOCK_D=block_dim(D), **_box(n), num_warps=4,
+        )  # fmt: skip
+    return mean, log2_number
+
+
+@torch.library.custom_op(
+    "vmonarch::tile_means",
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor? key_mask, int[] numbers) -> Tensor",
+)
+def tile_means_op(tokens: torch.Tensor, key_mask: torch.Tensor | None, numbers: list[int]) -> torch.Tensor:
+    """Mean of the tokens [B, S, H, D] of every tile, [B, m, H, D] in float32; without a gradient."""
+    return means(tokens, Tiling(*numbers), key_mask, torch.float32)[0]
+
+
+@tile_means_op.register_fake
+def _(tokens: torch.Tensor, key_mask: torch.Tensor | None, numbers: list[int]) -> torch.Tensor:
+    B, _, H, D = tokens.shape
+    return tokens.new_empty(B, Tiling(*numbers).tiles, H, D, dtype=torch.float32)
+
+
+def tile_means(tokens: torch.Tensor, tiling: Tiling, key_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """As `reference.tile_means`, in float32 and without a gradient."""
+    whole = tiling._replace(cells_t=1, cells_h=1, cells_w=1)
+    mask = None if key_mask is None else key_mask.contiguous()
+    return tile_means_op(tokens.detach(), mask, list(whole)).transpose(1, 2)
+
+
+def _lists(exact: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The true columns of every row of exact [B, H, m, m], in order: [B, H, m, width]; and their number [B, H, m]."""
+    B, H, m, _ = exact.shape
+    exact = exact.flatten(0, 1)
+    lists = exact.new_empty(B, H, m, width, dtype=torch.int16 if m < 2**15 else torch.int32)
+    number = exact.new_empty(B, H, m, dtype=torch.int32)
+    with torch.cuda.device_of(exact):
+        block = min(1024, block_dim(m))
+        lists_kernel[(B * H * m,)](exact, lists, number, *exact.stride(), m, width, BLOCK=block, num_warps=4)
+    return lists, number
+
+
+def _full(n: Tiling) -> bool:
+    """Whether every place of every tile holds a token."""
+    divides = all(length % tiles == 0 for length, tiles in zip(n[:3], n[3:6], strict=True))
+    return divides and math.prod(n.box) == block_dim(math.prod(n.box))
+
+
+@torch.library.custom_op(
+    "vmonarch::two_resolution_forward",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor exact, int width, Tensor? key_mask, int[] numbers,"
+    " bool rest, float scale) -> (Tensor, Tensor)",
+)
+def two_resolution_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    exact: torch.Tensor,
+    width: int,
+    key_mask: torch.Tensor | None,
+    numbers: list[int],
+    rest: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, S, H, E], lse [B, H, S]); `width`: at least the most exact tiles of a query tile."""
+    B, S, H, _ = query.shape
+    n = Tiling(*numbers)
+    out = query.new_empty(B, S, H, value.shape[3])
+    lse = query.new_empty(B, H, S, dtype=torch.float32)
+    k_mean, v_mean, log2_number = _pooled(key, value, n, key_mask, rest)
+    lists, number = _lists(exact, width)
+    with torch.cuda.device_of(query):
+        two_resolution_kernel[(n.tiles * B * H,)](
+            query, key, value, k_mean, v_mean, log2_number, exact, lists, number, key_mask, out, lse,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], H, S, width, unspecialised(n), n.cells,
+            log2_scale_of(scale), REST=rest, FULL=_full(n) and key_mask is None,
+            **_constants("two_resolution", query, value, n),
+        )  # fmt: skip
+    return out, lse
+
+
+def _pooled(
+    key: torch.Tensor, value: torch.Tensor, n: Tiling, key_mask: torch.Tensor | None, rest: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Mean keys and values of all cells, and log2 of their tokens; nothing without the rest."""
+    if not rest:
+        return None, None, None
+    k_mean, log2_number = means(key, n, key_mask, key.dtype)
+    return k_mean, means(value, n, key_mask, value.dtype)[0], log2_number
+
+
+@two_resolution_forward.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    B, S, H, _D = query.shape
+    return query.new_empty(B, S, H, value.shape[3]), query.new_empty(B, H, S, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "vmonarch::two_resolution_backward",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor exact, int width,"
+    " Tensor? key_mask, Tensor out, Tensor lse, int[] numbers, bool rest, float scale) -> (Tensor, Tensor, Tensor)",
+)
+def two_resolution_backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    exact: torch.Tensor,
+    width: int,
+    key_mask: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    numbers: list[int],
+    rest: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), contiguous, each in the shape and dtype of its input."""
+    B, S, H, D = query.shape
+    E = value.shape[3]
+    n = Tiling(*numbers)
+    # Gradients of sums and of slices come expanded or strided.
+    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    delta = torch.empty_like(lse)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
+    k_mean, v_mean, log2_number = _pooled(key, value, n, key_mask, rest)
+    dk_mean = dv_mean = None
+    q_strides, g_strides = query.stride()[:3], grad_out.stride()[:3]
+    kv_strides = (*key.stride()[:3], *value.stride()[:3])
+    tiling, log2_scale = unspecialised(n), log2_scale_of(scale)
+    lists, number = _lists(exact, width)
+    with torch.cuda.device_of(query):
+        two_resolution_rows_kernel[(n.tiles * B * H,)](
+            query, key, value, k_mean, v_mean, log2_number, exact, lists, number, key_mask,
+            grad_out, out, lse, grad_lse, delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3],
+            H, S, width, tiling, n.cells, scale, log2_scale, REST=rest, FULL=_full(n) and key_mask is None,
+            **_constants("two_resolution_rows", query, value, n),
+        )  # fmt: skip
+        if rest:
+            constants = _constants("two_resolution_cells", query, value, n)
+            cells = n.tiles * n.cells
+            blocks = triton.cdiv(cells, constants["BLOCK_N"]) * B * H
+            # Few cells see many queries: those are split, until there is work for the whole chip.
+            splits = max(1, min(n.tiles, 4 * processors(query.device) // blocks))
+            dk_mean, dv_mean = (query.new_empty(splits, B * H, cells, dim, dtype=torch.float32) for dim in (D, E))
+            two_resolution_cells_kernel[(blocks * splits,)](
+                query, k_mean, v_mean, log2_number, exact, grad_out, lse, delta, dk_mean, dv_mean,
+                *q_strides, *g_strides, H, S, splits, triton.cdiv(n.tiles, splits), tiling, n.cells, log2_scale,
+                **constants,
+            )  # fmt: skip
+            dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
+        lists, number = _lists(exact.transpose(2, 3), n.tiles)
+        two_resolution_keys_kernel[(n.tiles * B * H,)](
+            query, key, value, log2_number, lists, number, key_mask, grad_out, lse, delta, dk_mean, dv_mean, dk, dv,
+            *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest,
+            **_constants("two_resolution_keys", query, value, n),
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+@two_resolution_backward.register_fake
+def _(
+    grad_out: torch.Tensor, grad_lse: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    query, key, value, exact, ctx.width, key_mask, *ctx.numbers = inputs
+    ctx.save_for_backward(query, key, value, exact, key_mask, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    query, key, value, exact, key_mask, out, lse = ctx.saved_tensors
+    if grad_out is None and grad_lse is None:
+        return (None,) * 9
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    gradients = two_resolution_backward(
+        grad_out, grad_lse, query, key, value, exact, ctx.width, key_mask, out, lse, *ctx.numbers
+    )
+    return *gradients, *(None,) * 6
+
+
+two_resolution_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def two_resolution_attention_triton(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tiling: Tiling,
+    selection: Selection,
+    *,
+    rest: bool,
+    scale: float,
+    key_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by the kernels; arguments as in `two_resolution_attention_reference`, already checked."""
+    if scale < 0:
+        # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
+        query, scale = -query, -scale
+    B, _, H, _ = query.shape
+    exact = selection.exact.expand(B, H, -1, -1).contiguous()
+    width = tiling.tiles if selection.number is None else selection.number
+    mask = None if key_mask is None else key_mask.contiguous()
+    return two_resolution_forward(query, key, value, exact, width, mask, list(tiling), rest, scale)

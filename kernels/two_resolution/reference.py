@@ -1,0 +1,123 @@
+"""Attention in two resolutions in plain torch: the specification of the kernels.
+
+Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; m tiles of b places, c cells of a tile.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vmonarch.kernels.flash_entropy.reference import recomputed, softmax_parts, to_groups
+from vmonarch.kernels.two_resolution.selection import Selection
+from vmonarch.kernels.two_resolution.tiling import Places, Tiling, places_of
+
+# Keys and values that one chunk of query tiles may gather, in elements.
+MAX_CHUNK_ELEMENTS = 2**26
+
+
+def cell_means(
+    tokens: torch.Tensor, places: Places, cells: int, key_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean of the tokens of every cell, in at least float32.
+
+    Args:
+        tokens: [B, S, H, D].
+        cells: m·c, of all tiles; m with the cells of `places` divided by c.
+        key_mask: [B, S], true where a token counts; None for all of them.
+
+    Returns:
+        (means [B, H, m·c, D], zero where no token counts; number of tokens that count [B or 1, m·c]).
+    """
+    B, S, H, D = tokens.shape
+    dtype = torch.promote_types(tokens.dtype, torch.float32)
+    cell = places.cell.flatten()[places.place]  # [S]
+    counts = tokens.new_ones(1, S, dtype=dtype) if key_mask is None else key_mask.to(dtype)
+    number = counts.new_zeros(counts.shape[0], cells).index_add(1, cell, counts)
+    sums = tokens.new_zeros(B, cells, H, D, dtype=dtype).index_add(1, cell, tokens * counts[..., None, None])
+    return (sums / number.clamp(min=1)[..., None, None]).transpose(1, 2), number
+
+
+def tile_means(tokens: torch.Tensor, tiling: Tiling, key_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean of the tokens [B, S, H, D] of every tile, [B, H, m, D] in at least float32."""
+    places = places_of(tiling, tokens.device)
+    return cell_means(tokens, places._replace(cell=places.cell // tiling.cells), tiling.tiles, key_mask)[0]
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query tiles [G, l, b, D], scaled, attend to the keys `chosen` [G, l, n] of [G, N, D], whose logits gain `bias`.
+
+    Returns:
+        (out [G, l, b, E], lse [G, l, b]).
+    """
+    scores = query @ _picked(key, chosen).mT + bias.unsqueeze(2)
+    p, row_sum, lse = softmax_parts(scores)
+    return p @ _picked(value, chosen) / row_sum, lse
+
+
+def _picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """x[g, places[g]] of x [G, N, …] and places [G, l, n]: [G, l, n, …]."""
+    first = x.shape[1] * torch.arange(x.shape[0], device=x.device)[:, None, None]
+    # With one index whole rows are copied.
+    return x.flatten(0, 1)[first + places]
+
+
+def two_resolution_attention_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tiling: Tiling,
+    selection: Selection,
+    *,
+    rest: bool,
+    scale: float,
+    key_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, S, H, E] in the dtype of `query`, lse [B, H, S]); arguments as in `two_resolution_attention`."""
+    B, S, H, _ = query.shape
+    m, c = tiling.tiles, tiling.cells
+    places = places_of(tiling, query.device)
+    b = places.token.shape[1]
+    q = to_groups(query) * scale
+    # What a tile may attend to: tokens, then cells; and what its logit gains, the log of the tokens that it stands for.
+    k, v = to_groups(key), to_groups(value)
+    present = query.new_ones(1, S, dtype=torch.bool) if key_mask is None else key_mask
+    gain = torch.where(present, 0.0, -torch.inf).to(q.dtype)  # [B or 1, S]
+    if rest:
+        (k_mean, number), (v_mean, _) = (cell_means(x, places, m * c, key_mask) for x in (key, value))
+        k, v = (torch.cat([x, mean.flatten(0, 1)], 1) for x, mean in ((k, k_mean), (v, v_mean)))
+        gain = torch.cat([gain, number.to(q.dtype).log()], 1)
+    gain = gain.expand(B, -1).repeat_interleave(H, 0)  # [G, N]
+
+    exact = selection.exact.expand(B, H, m, m).flatten(0, 1)
+    # Exact tiles come first in a ranking: `fewest` of them at least, `most` at most.
+    number_exact = exact.sum(-1, keepdim=True)  # [G, m, 1]
+    fewest = most = selection.number
+    if fewest is None or most is None:
+        fewest, most = int(number_exact.min()), int(number_exact.max())
+    ranking = exact.to(torch.uint8).argsort(stable=True, dim=-1, descending=True)
+    rank = torch.arange(m, device=query.device)
+
+    outs, lses = [], []
+    q_tiles = q[:, places.token.flatten()].unflatten(1, (m, b))
+    reach = most * b + (m - fewest) * c * rest
+    step = max(1, MAX_CHUNK_ELEMENTS // max(1, q.shape[0] * reach * (k.shape[2] + v.shape[2])))
+    for l in range(0, m, step):
+        tiles = ranking[:, l : l + step]  # [G, l, m]
+        is_exact = rank < (most if fewest == most else number_exact[:, l : l + step])  # [G or 1, l or 1, m]
+        is_exact = is_exact.expand(tiles.shape)
+        fine = places.token[tiles[..., :most]]  # [G, l, most, b]
+        allowed = [(places.present[tiles[..., :most]] & is_exact[..., :most, None]).flatten(2)]
+        chosen = [fine.flatten(2)]
+        if rest:
+            coarse = tiles[..., fewest:, None] * c + torch.arange(c, device=query.device)
+            chosen.append(S + coarse.flatten(2))
+            allowed.append(~is_exact[..., fewest:].repeat_interleave(c, -1))
+        index = torch.cat(chosen, -1)  # [G, l, n]
+        bias = torch.where(torch.cat(allowed, -1), _picked(gain, index), -torch.inf)
+        out, lse = recomputed(_attend, q_tiles[:, l : l + step], k, v, index, bias)
+        outs.append(out)
+        lses.append(lse)
+    out, lse = (torch.cat(parts, 1).flatten(1, 2)[:, places.place] for parts in (outs, lses))
+    return out.unflatten(0, (B, H)).transpose(1, 2).to(query.dtype).contiguous(), lse.unflatten(0, (B, H))

@@ -1,0 +1,145 @@
+"""How a video is cut into tiles, boxes of neighbouring tokens, and the tiles into cells.
+
+Every axis is cut evenly: part i of n of an axis of length L holds the places from ⌊i·L/n⌋ to ⌊(i+1)·L/n⌋, so sizes
+differ by at most one. Tokens stay where they are; tiles and cells are found by arithmetic.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.constants import kept
+from vmonarch.two_resolution_options import TwoResolutionOptions
+
+# Tokens of the tiles that `best_box` looks for: the rows of one instruction of the matrix units.
+TILE_TOKENS = 64
+# Of two boxes that fill their tiles alike to this degree, the one that is more of a cube is better.
+_SLACK = 0.05
+
+
+class Tiling(NamedTuple):
+    """Run-time numbers of a cut.
+
+    Attributes:
+        frames, rows, columns: of the grid.
+        tiles_t, tiles_h, tiles_w: tiles along each axis.
+        cells_t, cells_h, cells_w: cells of a tile along each axis.
+    """
+
+    frames: int
+    rows: int
+    columns: int
+    tiles_t: int
+    tiles_h: int
+    tiles_w: int
+    cells_t: int
+    cells_h: int
+    cells_w: int
+
+    @property
+    def tiles(self) -> int:
+        """m, the tiles of the video."""
+        return self.tiles_t * self.tiles_h * self.tiles_w
+
+    @property
+    def cells(self) -> int:
+        """c, the cells of a tile; a small tile may leave some of them empty."""
+        return self.cells_t * self.cells_h * self.cells_w
+
+    @property
+    def box(self) -> tuple[int, int, int]:
+        """(frames, rows, columns) of the largest tile."""
+        return -(-self.frames // self.tiles_t), -(-self.rows // self.tiles_h), -(-self.columns // self.tiles_w)
+
+
+def tiling_of(grid: LatentGrid, options: TwoResolutionOptions) -> Tiling:
+    """The cut of a grid by `tile` and `cell`."""
+    tile = best_box(grid) if options.tile is None else options.tile
+    tiles = [-(-size // min(size, edge)) for size, edge in zip(grid, tile, strict=True)]
+    box = [-(-size // count) for size, count in zip(grid, tiles, strict=True)]
+    cell = box if options.cell is None else options.cell
+    cells = [-(-edge // min(edge, part)) for edge, part in zip(box, cell, strict=True)]
+    return Tiling(*grid, *tiles, *cells)
+
+
+@kept
+def best_box(grid: LatentGrid) -> tuple[int, int, int]:
+    """The box of at most 64 tokens by which a grid is cut into tiles with the fewest empty places.
+
+    Of boxes that are nearly as good, it is the one with the shortest edges together.
+    """
+    boxes = [
+        (t, h, TILE_TOKENS // (t * h))
+        for t, h in itertools.product(range(1, 1 + min(grid.frames, 16)), range(1, 1 + min(grid.height, 16)))
+        if t * h <= TILE_TOKENS
+    ]
+    boxes += [(t, h, w) for t, h, most in boxes for w in range(1, most)]
+    boxes = [(t, h, min(w, grid.width)) for t, h, w in boxes]
+
+    def filled(box: tuple[int, int, int]) -> float:
+        tiles = math.prod(-(-size // edge) for size, edge in zip(grid, box, strict=True))
+        return grid.tokens / (tiles * TILE_TOKENS)
+
+    best = max(map(filled, boxes))
+    return min((box for box in boxes if filled(box) >= best - _SLACK), key=lambda box: (sum(box), -filled(box), box))
+
+
+class Places(NamedTuple):
+    """Where tokens are, as tensors.
+
+    Attributes:
+        token: [m, b] the token at each place of a tile, 0 where there is none.
+        present: [m, b] whether there is one.
+        cell: [m, b] its cell among those of all tiles, tile · c + cell of the tile.
+        place: [S] the place tile · b + place of the tile of each token.
+    """
+
+    token: torch.Tensor
+    present: torch.Tensor
+    cell: torch.Tensor
+    place: torch.Tensor
+
+
+@kept
+def places_of(tiling: Tiling, device: torch.device) -> Places:
+    """The places of a cut; b is the tokens of its largest tile."""
+    T, H, W = (
+        _axis(length, tiles, edge, cells, device)
+        for length, tiles, edge, cells in zip(tiling[:3], tiling[3:6], tiling.box, tiling[6:], strict=True)
+    )
+
+    def combined(t: torch.Tensor, h: torch.Tensor, w: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+        """[tiles_t, edge_t], [tiles_h, edge_h] and [tiles_w, edge_w] -> [m, b]: (t · sizes[0] + h) · sizes[1] + w."""
+        boxes = (t[:, None, None, :, None, None] * sizes[0] + h[:, None, None, :, None]) * sizes[1]
+        return (boxes + w[:, None, None, :]).flatten(3).flatten(0, 2)
+
+    token = combined(T.place, H.place, W.place, (tiling.rows, tiling.columns))
+    # A sum of three ones: every axis has a token there.
+    present = combined(T.present, H.present, W.present, (1, 1)) == 3
+    tile = torch.arange(tiling.tiles, device=device)[:, None]
+    cell = tile * tiling.cells + combined(T.cell, H.cell, W.cell, (tiling.cells_h, tiling.cells_w))
+    place = torch.zeros(math.prod(tiling[:3]), dtype=torch.int64, device=device)
+    everywhere = torch.arange(token.numel(), device=device).view_as(token)
+    # Of a token, the empty places that name it come from nowhere: they are sent to an element beyond the last.
+    beyond = torch.cat([place, place[:1]]).scatter(0, token.where(present, len(place)).flatten(), everywhere.flatten())
+    return Places(token.where(present, 0), present, cell.where(present, tile * tiling.cells), beyond[:-1])
+
+
+class _Axis(NamedTuple):
+    """[tiles, edge]: the coordinate at each place of the tiles, 1 where there is one, and its cell in the tile."""
+
+    place: torch.Tensor
+    present: torch.Tensor
+    cell: torch.Tensor
+
+
+def _axis(length: int, tiles: int, edge: int, cells: int, device: torch.device) -> _Axis:
+    bounds = torch.arange(tiles + 1, device=device) * length // tiles
+    start, size = bounds[:-1, None], bounds.diff()[:, None]
+    offset = torch.arange(edge, device=device)
+    return _Axis(start + offset, (offset < size).long(), ((offset + 1) * cells - 1) // size)

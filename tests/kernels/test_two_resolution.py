@@ -1,0 +1,374 @@
+"""Attention in two resolutions against a map of all pairs of tokens, in float64: plain torch, and the kernels (Triton).
+
+In the map, tokens of a tile that is not exact all have the logit of the mean key of their cell.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from vmonarch import LatentGrid, TwoResolutionOptions, merge_partials, two_resolution_attention
+from vmonarch.kernels.common.launch import interpreted
+from vmonarch.kernels.two_resolution import reference
+from vmonarch.kernels.two_resolution.selection import kept_tiles
+from vmonarch.kernels.two_resolution.tiling import best_box, tiling_of
+
+in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
+# The interpreter computes masked elements too, and NumPy complains about theirs.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+by_grid = pytest.mark.parametrize("grid", [(4, 4, 4), (5, 7, 3), (1, 2, 5), (1, 1, 1)], ids=str)
+TILE, CELL = (2, 3, 2), (1, 2, 1)
+
+
+def qkv(grid, D=6, E=5, *, B=2, H=2, dtype=torch.float64):
+    tokens = math.prod(grid)
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = ((B, tokens, H, D), (B, tokens, H, D), (B, tokens, H, E))
+    return [1.5 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def some_keys(grid, B=2):
+    """A mask that leaves no key of the first tile."""
+    mask = torch.rand(B, math.prod(grid), generator=torch.Generator().manual_seed(1)) < 0.7
+    mask[0] &= boxes_of(grid, TILE) > 0
+    return mask
+
+
+def parts_of(length, most):
+    """The part of each place of an axis that is cut evenly into parts of at most `most`, and the size of each part."""
+    count = -(-length // most)
+    sizes = [(i + 1) * length // count - i * length // count for i in range(count)]
+    return [i for i, size in enumerate(sizes) for _ in range(size)], sizes
+
+
+def boxes_of(grid, box):
+    """The number of the box of every token."""
+    parts = [parts_of(length, min(most, length))[0] for length, most in zip(grid, box, strict=True)]
+    counts = [1 + axis[-1] for axis in parts]
+    return torch.tensor([(t * counts[1] + h) * counts[2] + w for t, h, w in itertools.product(*parts)])
+
+
+def cells_of(grid, tile, cell):
+    """The number of the cell of every token: cells of a tile are numbered within it, and their number is the tile's."""
+    axes = []
+    for length, most, part in zip(grid, tile, cell, strict=True):
+        _, sizes = parts_of(length, min(most, length))
+        count = -(-max(sizes) // min(part, max(sizes)))
+        ends = [[(j + 1) * size // count for j in range(count)] for size in sizes]
+        axes.append([sum(o >= end for end in ends[i]) for i, size in enumerate(sizes) for o in range(size)])
+    inside = [(t * 100 + h) * 100 + w for t, h, w in itertools.product(*axes)]
+    return torch.unique(boxes_of(grid, tile) * 10**6 + torch.tensor(inside), return_inverse=True)[1]
+
+
+def oracle(q, k, v, exact, tile, cell, *, rest=True, key_mask=None, scale=None):
+    """(out, lse) with all pairs of tokens written out; exact [B, H, S, S], of each pair whether it is."""
+    attended = q.new_ones(*q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
+    mixing = (cell[:, None] == cell) & attended[:, None]  # [B, S, S]
+    means = mixing.to(k.dtype) / mixing.sum(-1, keepdim=True).clamp(min=1)
+    k_mean = torch.einsum("bst,bthd->bshd", means, k)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    fine, coarse = (torch.einsum("bshd,bthd->bhst", q, x) * scale for x in (k, k_mean))
+    logits = torch.where(exact, fine, coarse if rest else -torch.inf)
+    logits = logits.masked_fill(~attended[:, None, None], -torch.inf)
+    lse = logits.logsumexp(-1)
+    p = torch.where(lse[..., None] == -torch.inf, 0.0, torch.exp(logits - lse.nan_to_num(neginf=0.0)[..., None]))
+    return torch.einsum("bhst,bthe->bshe", p, v), lse
+
+
+def choice(grid, B=2, H=2, most=0.4):
+    """A choice of tiles by chance, other numbers in every row, of which one is none and one is all."""
+    m = int(boxes_of(grid, TILE).max()) + 1
+    chosen = torch.rand(B, H, m, m, generator=torch.Generator().manual_seed(m)) < most
+    chosen[0, 0, 0], chosen[-1, -1, -1] = False, True
+    return chosen
+
+
+def of_pairs(chosen, grid, tile=TILE):
+    box = boxes_of(grid, tile)
+    return chosen[..., box, :][..., box]
+
+
+def results(function, inputs, *arguments, **options):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, lse = function(*leaves, *arguments, **options)
+    some = torch.isfinite(lse)
+    gradients = torch.autograd.grad(out.sin().sum() + lse[some].cos().sum(), leaves)
+    return out.detach(), lse.detach(), *gradients
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("rest", [True, False], ids=["", "without-rest"])
+@by_grid
+def test_tokens_of_a_tile_that_is_not_exact_all_have_the_logit_of_their_mean_key(grid, rest, masked, monkeypatch):
+    inputs, chosen, mask = qkv(grid), choice(grid), some_keys(grid) if masked else None
+    cell = CELL if rest else None
+    options = dict(grid=grid, tile=TILE, cell=cell, rest=rest, selection=chosen, key_mask=mask, return_lse=True)
+    ours = results(two_resolution_attention, inputs, **options)
+    cells = cells_of(grid, TILE, CELL)
+    theirs = results(oracle, inputs, of_pairs(chosen, grid), TILE, cells, rest=rest, key_mask=mask)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    monkeypatch.setattr(reference, "MAX_CHUNK_ELEMENTS", 1)
+    for x, y in zip(results(two_resolution_attention, inputs, **options), ours, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+@by_grid
+@pytest.mark.parametrize(
+    "options",
+    [{"share": 0.01}, {"share": 0.4}, {"share": 0.2, "local": 0, "sink": True}, {"share": 0.2, "local": 1},
+     {"beta": 0.5}, {"beta": 100.0}, {"beta": 100.0, "local": 0}, {"beta": 100.0, "sink": True}],
+    ids=lambda o: "-".join(map(str, itertools.chain(*o.items()))),
+)  # fmt: skip
+def test_tiles_are_chosen_by_the_product_of_mean_query_and_mean_key(grid, options):
+    q, k, v = qkv(grid)
+    box = boxes_of(grid, TILE)
+    m = int(box.max()) + 1
+    mean = torch.nn.functional.one_hot(box, m).T.to(q.dtype)
+    mean /= mean.sum(1, keepdim=True)
+    scores = torch.einsum("ms,bshd,nt,bthd->bhmn", mean, q, mean, k)
+    counts = [1 + parts_of(length, min(most, length))[0][-1] for length, most in zip(grid, TILE, strict=True)]
+    places = torch.tensor(list(itertools.product(*map(range, counts))))
+    always = torch.zeros(m, m, dtype=torch.bool)
+    if "local" in options:
+        always |= (places[:, None] - places).abs().amax(-1) <= options["local"]
+    if options.get("sink"):
+        always[:, places[:, 0] == 0] = True
+    if "share" in options:
+        count = max(math.ceil(options["share"] * m), int(always.sum(1).max()))
+        ranked = scores.masked_fill(always, torch.inf).argsort(-1, descending=True)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, ranked[..., :count], True)
+    else:
+        deviation = (scores - scores.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
+        chosen = (scores > scores.mean(-1, keepdim=True) + options["beta"] * deviation) | always
+    ours = two_resolution_attention(q, k, v, grid=grid, tile=TILE, **({"share": None} | options))
+    expected, _ = oracle(q, k, v, of_pairs(chosen, grid), TILE, box)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"share": 1.0}, {"share": None, "beta": -100.0}, {"local": 9}], ids=str)
+def test_with_all_tiles_exact_it_is_softmax_attention(options):
+    grid = (3, 4, 5)
+    q, k, v = qkv(grid)
+    out, lse = two_resolution_attention(q, k, v, grid=grid, tile=TILE, return_lse=True, **options)
+    everything = torch.ones(2, 2, 60, 60, dtype=torch.bool)
+    expected, expected_lse = oracle(q, k, v, everything, TILE, torch.arange(60))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sums_are_in_float32_and_the_result_in_the_dtype_of_the_query(dtype):
+    grid = (5, 4, 3)
+    low, chosen = qkv(grid, dtype=dtype), choice(grid)
+    options = dict(grid=grid, tile=TILE, cell=CELL, selection=chosen)
+    exact = two_resolution_attention(*(x.double() for x in low), **options)
+    out, lse = two_resolution_attention(*low, return_lse=True, **options)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    # Nothing but the last rounding is in 16 bit.
+    assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 1e-4).all()
+
+
+def test_a_share_of_the_tiles_is_rounded_up():
+    assert [kept_tiles(m, 0.1) for m in (1, 9, 10, 11, 60)] == [1, 1, 1, 2, 6]
+    assert kept_tiles(7, 1.0) == 7 and kept_tiles(10, 0.3) == 3
+
+
+def test_parts_merge_by_their_log_partitions():
+    grid = (3, 4, 5)
+    q, k, v = qkv(grid)
+    chosen = choice(grid)
+    options = dict(grid=grid, tile=TILE, rest=False, return_lse=True)
+    parts = [two_resolution_attention(q, k, v, selection=part, **options) for part in (chosen, ~chosen)]
+    out, lse = merge_partials(*parts)
+    expected, expected_lse = two_resolution_attention(q, k, v, selection=chosen | True, **options)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize(
+    ("grid", "box"),
+    [((16, 28, 52), (4, 4, 4)), ((24, 44, 80), (4, 4, 4)), ((16, 45, 80), (4, 2, 8)), ((1, 1, 7), (1, 1, 7))],
+    ids=str,
+)
+def test_tiles_leave_few_places_empty(grid, box):
+    assert best_box(LatentGrid(*grid)) == box
+
+
+@pytest.mark.parametrize("grid", [(21, 30, 52), (43, 28, 52), (5, 7, 3), (1, 17, 97), (81, 45, 80)], ids=str)
+def test_tiles_of_any_grid_are_filled(grid):
+    tiling = tiling_of(LatentGrid(*grid), TwoResolutionOptions())
+    assert math.prod(tiling.box) <= 64
+    assert math.prod(grid) >= 0.75 * 64 * tiling.tiles
+
+
+def check_kernels(inputs, **options):
+    """Their error is at most twice that of plain torch in the same precision, plus some units in the last place."""
+    dtype = inputs[0].dtype
+
+    def run(inputs, implementation):
+        return results(two_resolution_attention, inputs, implementation=implementation, return_lse=True, **options)
+
+    exact = run([x.double() for x in inputs], "torch")
+    ours, plain = run(inputs, "triton"), run(inputs, "torch")
+    for name, x, y, expected in zip(("out", "lse", "dq", "dk", "dv"), ours, plain, exact, strict=True):
+        assert x.shape == expected.shape and x.dtype == y.dtype
+        some = torch.isfinite(expected)
+        assert torch.equal(torch.isfinite(x), some)
+        error, allowed = ((z.double() - expected)[some].norm().item() for z in (x, y))
+        allowed = 2 * allowed + 8 * torch.finfo(dtype).eps * expected[some].norm().item()
+        assert error <= allowed, f"{name}: error {error:.3g} > {allowed:.3g}"
+
+
+KERNEL_CASES = {
+    "cells": dict(cell=CELL),
+    "tiles": dict(),
+    "masked-cells": dict(cell=CELL, masked=True),
+    "without-rest": dict(rest=False),
+    "masked-without-rest": dict(rest=False, masked=True),
+    "negative-scale": dict(scale=-0.7),
+}
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_the_kernels_compute_the_same(name):
+    grid, options = (3, 4, 3), dict(KERNEL_CASES[name])
+    if options.pop("masked", False):
+        options["key_mask"] = some_keys(grid)
+    check_kernels(qkv(grid, dtype=torch.float32), grid=grid, tile=TILE, selection=choice(grid), **options)
+
+
+@in_interpreter
+def test_the_kernels_choose_the_same_tiles_in_full_tiles_and_in_float16():
+    check_kernels(qkv((4, 2, 4), 16, 16, B=1, dtype=torch.float32), grid=(4, 2, 4), tile=(2, 2, 4), share=0.3)
+    check_kernels(qkv((2, 2, 5), 72, 80, B=1, H=1, dtype=torch.float16), grid=(2, 2, 5), tile=(1, 2, 3), local=0)
+    check_kernels(
+        qkv((2, 2, 5), B=1, H=1, dtype=torch.float32), grid=(2, 2, 5), tile=(2, 1, 2), share=None, beta=0.3, sink=True
+    )
+
+
+@in_interpreter
+def test_strided_views_give_the_same_bits():
+    grid = (2, 3, 5)
+    fused = torch.randn(2, 30, 3, 2, 24, generator=torch.Generator().manual_seed(0))
+
+    def run(tensors):
+        options = dict(grid=grid, tile=(1, 3, 3), share=0.3, return_lse=True, implementation="triton")
+        return results(two_resolution_attention, tensors, **options)
+
+    for x, y in zip(run(fused.unbind(2)), run([x.contiguous() for x in fused.unbind(2)]), strict=True):
+        assert torch.equal(x, y)
+
+
+@in_interpreter
+def test_the_operator_keeps_torchs_rules():
+    from vmonarch.kernels.two_resolution.op import two_resolution_forward
+
+    grid = (1, 3, 4)
+    tensors = [x.requires_grad_() for x in qkv(grid, B=1, H=1, dtype=torch.float32)]
+    tiling = tiling_of(LatentGrid(*grid), TwoResolutionOptions(tile=(1, 3, 2)))
+    exact = torch.eye(2, dtype=torch.bool)[None, None]
+    torch.library.opcheck(two_resolution_forward, (*tensors, exact, 1, None, list(tiling), True, 0.5))
+
+
+@in_interpreter
+def test_compiled_it_gives_the_same_without_a_graph_break():
+    grid = (1, 3, 4)
+    leaves = [x.requires_grad_() for x in qkv(grid, B=1, H=1, dtype=torch.float32)]
+
+    def attend(*x):
+        return two_resolution_attention(*x, grid=grid, tile=(1, 3, 2), share=0.3, implementation="triton")
+
+    outcomes = []
+    for function in (torch.compile(attend, backend="aot_eager", fullgraph=True), attend):
+        out = function(*leaves)
+        outcomes.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for x, y in zip(*outcomes, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+GPU_CASES = {
+    "default": dict(),
+    "cells": dict(tile=(4, 4, 4), cell=(2, 2, 4), sink=True),
+    "ragged": dict(tile=(2, 5, 5), local=0),
+    "threshold": dict(share=None, beta=1.0),
+    "without-rest": dict(rest=False, share=0.3),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", GPU_CASES)
+@pytest.mark.parametrize(("D", "E"), [(64, 64), (128, 128), (72, 80), (256, 256)], ids=str)
+def test_gpu_results_and_gradients_match_float64(D, E, name, dtype):
+    grid = (6, 13, 16)
+    inputs = [x.cuda() for x in qkv(grid, D, E, dtype=dtype)]
+    options = dict(GPU_CASES[name])
+    if max(D, E) > 128 or dtype == torch.float32:
+        # The tile that fits the kernels' shared memory.
+        options["tile"] = (2, 2, 4) if D > 128 and dtype == torch.float32 else (2, 4, 4)
+    options = TwoResolutionOptions(**options)
+    # Rounding of the means must not choose other tiles than in float64.
+    m = tiling_of(LatentGrid(*grid), options).tiles
+    chosen = torch.rand(2, 2, m, m, generator=torch.Generator().manual_seed(0)) < 0.2
+    check_kernels(inputs, grid=grid, options=options, selection=chosen.cuda())
+    ours = two_resolution_attention(*inputs, grid=grid, options=options)
+    plain = two_resolution_attention(*inputs, grid=grid, options=options, implementation="torch")
+    assert (ours - plain).norm() <= 0.05 * plain.norm()
+
+
+@pytest.mark.gpu
+def test_gpu_results_are_the_same_every_time_and_in_a_cuda_graph():
+    grid = (6, 13, 16)
+    inputs = [x.cuda() for x in qkv(grid, 128, 128, dtype=torch.bfloat16)]
+    runs = [results(two_resolution_attention, inputs, grid=grid, return_lse=True) for _ in range(3)]
+    for run in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(run, runs[0], strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = two_resolution_attention(*inputs, grid=grid)
+    graph.replay()
+    assert torch.equal(out, runs[0][0])
+
+
+Q = torch.randn(1, 12, 2, 4)
+GRID = (3, 2, 2)
+BAD = {
+    "grid": (dict(grid=(3, 2, 3)), ValueError, "has 18 tokens, but query"),
+    "options": (dict(options={"share": 0.1}), TypeError, "options must be None or TwoResolutionOptions, got dict"),
+    "both": (dict(options=TwoResolutionOptions(), share=0.2), TypeError, "share must not be given beside options"),
+    "share-zero": (dict(share=0.0), ValueError, "share must be above 0"),
+    "share-above-one": (dict(share=1.5), ValueError, "share must be above 0 and at most 1"),
+    "share-word": (dict(share="all"), TypeError, "share must be a number or None"),
+    "share-and-beta": (dict(beta=1.0), ValueError, "share must be None where beta is given"),
+    "neither": (dict(share=None), ValueError, "share must be None where beta is given, and only there"),
+    "beta-nan": (dict(share=None, beta=math.nan), ValueError, "beta must be finite"),
+    "tile-of-two": (dict(tile=(2, 2)), ValueError, "tile must have three entries"),
+    "tile-zero": (dict(tile=(1, 2, 0)), ValueError, "tile.width must be at least 1"),
+    "cell-word": (dict(cell="small"), TypeError, "cell must be"),
+    "cell-without-rest": (dict(cell=(1, 1, 1), rest=False), ValueError, "cell must be None with rest=False"),
+    "rest": (dict(rest="pooled"), TypeError, "rest must be True or False"),
+    "sink": (dict(sink=1), TypeError, "sink must be True or False"),
+    "local-negative": (dict(local=-1), ValueError, "local must be at least 0"),
+    "local-fraction": (dict(local=0.5), TypeError, "local must be an integer or None"),
+    "selection-of-numbers": (dict(selection=torch.ones(1, 1, 1, 1)), TypeError, "selection must be a boolean tensor"),
+    "selection-shape": (
+        dict(selection=torch.ones(1, 1, 2, 3, dtype=torch.bool), tile=(3, 2, 1)), ValueError,
+        r"selection must be \[1 or 1, 2 or 1, 2, 2\] for these 2 tiles"),
+    "key-mask": (dict(key_mask=torch.ones(1, 12)), TypeError, "key_mask must be a boolean tensor"),
+    "large-tiles": (
+        dict(implementation="triton", tile=(1, 1, 200), grid=(1, 1, 200)), NotImplementedError,
+        r"a tile of keys has 256 places × 32 dimensions × 4 bytes \(supported: up to 16384\)"),
+}  # fmt: skip
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    options, error, message = BAD[name]
+    q = Q if name != "large-tiles" else torch.randn(1, 200, 2, 32)
+    with pytest.raises(error, match=message):
+        two_resolution_attention(q, q, q, **({"grid": GRID} | options))
