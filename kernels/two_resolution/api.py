@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
@@ -21,36 +21,6 @@ from vmonarch.validation import check_flag, check_implementation, resolve_scale
 MAX_TILE_BYTES = 16 * 1024
 
 
-@overload
-def two_resolution_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    grid: LatentGrid | tuple[int, int, int],
-    options: TwoResolutionOptions | None = ...,
-    selection: torch.Tensor | None = ...,
-    key_mask: torch.Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    implementation: str = ...,
-    **named: Any,
-) -> torch.Tensor: ...
-@overload
-def two_resolution_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    grid: LatentGrid | tuple[int, int, int],
-    options: TwoResolutionOptions | None = ...,
-    selection: torch.Tensor | None = ...,
-    key_mask: torch.Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[True],
-    implementation: str = ...,
-    **named: Any,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
 @own_precision
 def two_resolution_attention(
     query: torch.Tensor,
@@ -65,7 +35,7 @@ def two_resolution_attention(
     return_lse: bool = False,
     implementation: str = "auto",
     **named: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Attention to the best key tiles exactly, and to the mean key and value of every cell of the others.
 
     All of it is one softmax: the logit of a mean gains the log of the tokens that it stands for. The choice of tiles

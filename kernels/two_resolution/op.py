@@ -153,22 +153,9 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
     schema="(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor exact, int width,"
     " Tensor? key_mask, Tensor out, Tensor lse, int[] numbers, bool rest, float scale) -> (Tensor, Tensor, Tensor)",
 )
-def two_resolution_backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    exact: torch.Tensor,
-    width: int,
-    key_mask: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    numbers: list[int],
-    rest: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, each in the shape and dtype of its input."""
+    grad_out, grad_lse, query, key, value, exact, width, key_mask, out, lse, numbers, rest, scale = inputs
     B, S, H, D = query.shape
     E = value.shape[3]
     n = Tiling(*numbers)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.two_resolution.tiling import Tiling
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
@@ -55,20 +54,21 @@ def select_tiles(query: torch.Tensor, key: torch.Tensor, tiling: Tiling, options
 def exact_tiles(tiling: Tiling, options: TwoResolutionOptions) -> int:
     """How many tiles are exact for every query tile, with `share`."""
     assert options.share is not None
-    count = kept_tiles(tiling.tiles, options.share)
-    if options.local is None and not options.sink:
-        return count
-    return max(count, _most_always(tiling, options.local, options.sink))
+    reach = -1 if options.local is None else options.local
+
+    def near(place: int, tiles: int) -> int:
+        """Places of an axis within reach of one."""
+        return max(0, min(tiles, place + reach + 1) - max(0, place - reach))
+
+    h, w = (max(near(place, tiles) for place in range(tiles)) for tiles in (tiling.tiles_h, tiling.tiles_w))
+    always = 0
+    for t in range(tiling.tiles_t):
+        # Of the tiles nearby, those that hold the first frame are counted with the others that do.
+        frames = near(t, tiling.tiles_t) - (options.sink and t <= reach)
+        always = max(always, frames * h * w + options.sink * tiling.tiles_h * tiling.tiles_w)
+    return max(kept_tiles(tiling.tiles, options.share), always)
 
 
-@kept
-def _most_always(tiling: Tiling, local: int | None, sink: bool) -> int:
-    always = always_exact(tiling, local, sink, torch.device("cpu"))
-    assert always is not None
-    return int(always.sum(1).max())
-
-
-@kept
 def always_exact(tiling: Tiling, local: int | None, sink: bool, device: torch.device) -> torch.Tensor | None:
     """[m, m] the tiles that are exact whatever the scores; None if there are none."""
     if local is None and not sink:

@@ -276,11 +276,12 @@ def test_the_operator_keeps_torchs_rules():
 
 @in_interpreter
 def test_compiled_it_gives_the_same_without_a_graph_break():
-    grid = (1, 3, 4)
+    grid = (2, 3, 4)
     leaves = [x.requires_grad_() for x in qkv(grid, B=1, H=1, dtype=torch.float32)]
 
     def attend(*x):
-        return two_resolution_attention(*x, grid=grid, tile=(1, 3, 2), share=0.3, implementation="triton")
+        options = dict(tile=(1, 3, 2), share=0.3, local=0, sink=True)
+        return two_resolution_attention(*x, grid=grid, implementation="triton", **options)
 
     outcomes = []
     for function in (torch.compile(attend, backend="aot_eager", fullgraph=True), attend):
