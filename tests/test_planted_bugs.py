@@ -218,7 +218,7 @@ BUGS = {
     "adapter-of-any-model": (ADAPTERS, "if saved.get(key) != here.get(key)", "if False"),
     "held-cL-of-the-wrong-sign": (VARIANTS, "_hold(cL, -math.log", "_hold(cL, math.log"),
     "all-frames-held-but-the-first": (VARIANTS, "[held[:, :, :1], term[:, :, 1:]]", "[term[:, :, :1], held[:, :, 1:]]"),
-    "top-k-means-of-empty-places": (VARIANTS, "/ valid.sum(1)[:, None]", "/ x.shape[2]"),
+    "two-resolutions-means-of-masked-keys": (TWO_RESOLUTIONS, "tokens * counts[..., None, None]", "tokens"),
     "two-resolutions-mean-key-counts-once": (
         TWO_RESOLUTIONS, "number.to(q.dtype).log()", "number.clamp(max=1).to(q.dtype).log()"),
     "two-resolutions-exact-tiles-twice": (TWO_RESOLUTIONS, "~is_exact[..., fewest:]", "is_exact[..., fewest:] | True"),
