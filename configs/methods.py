@@ -553,7 +553,9 @@ def _naming_the_option() -> Iterator[None]:
         raise InputError(argument, problem) from error
 
 
-def _check_dense(method: Any) -> None:
+def _check_dense(
+    method: VMonarchAttention | FlashBiasAttention | TwoResolutionAttention | BlockTopKAttention | _Variant,
+) -> None:
     from vmonarch.dense import DenseSet
     from vmonarch.residuals import Refresh
 

@@ -6,10 +6,8 @@ Shapes: B batch, S = T·H·W tokens, H heads, D head dim, d' feature dim, C = he
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +20,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.window.api import window_attention
 from vmonarch.merge import merge_partials
+from vmonarch.options import has_options
 from vmonarch.validation import check_implementation
 from vmonarch.video_processor import VideoAttentionProcessor
 
@@ -126,6 +125,7 @@ class ShortConvolution(torch.nn.Module):
         return torch.nn.functional.conv3d(video, weight, padding=padding, groups=len(weight)).flatten(2).mT
 
 
+@has_options(BasedOptions)
 class BasedProcessor(VideoAttentionProcessor):
     """Based for every Wan-family transformer in diffusers: attention linear in the tokens, to be finetuned.
 
@@ -208,10 +208,6 @@ class BasedProcessor(VideoAttentionProcessor):
             return original
         bound = BasedLayer(kind, attn, layer, **{name: getattr(self, name) for name in self._OPTIONS})
         return bound._place(context, original)
-
-
-for _field in dataclasses.fields(BasedOptions):
-    setattr(BasedProcessor, _field.name, property(operator.attrgetter(f"options.{_field.name}")))
 
 
 class BasedLayer(torch.nn.Module, BasedProcessor):

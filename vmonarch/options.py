@@ -6,19 +6,40 @@ import dataclasses
 import inspect
 import math
 import numbers
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from vmonarch.exact import ExactBlocks, resolve_exact
 from vmonarch.grid import LatentGrid
 from vmonarch.validation import check_positive_integer
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Class = TypeVar("Class", bound=type)
+
+
+class Options:
+    """What an op computes, as one frozen dataclass, which checks its fields when it is made."""
+
+    @classmethod
+    def of(cls, options: object, named: Mapping[str, Any]) -> Self:
+        """`options`, or those that are named.
+
+        Raises:
+            TypeError, ValueError: both are given, or one of them is not as described.
+        """
+        if options is None:
+            return cls(**named)
+        if not isinstance(options, cls):
+            raise TypeError(f"options must be None or {cls.__name__}, got {type(options).__name__}")
+        if named:
+            raise TypeError(f"{next(iter(named))} must not be given beside options, which have it")
+        return options
 
 
 @dataclass(frozen=True, kw_only=True)
-class VMonarchOptions:
+class VMonarchOptions(Options):
     """What VMonarch attention computes.
 
     Args:
@@ -61,21 +82,6 @@ class VMonarchOptions:
             object.__setattr__(self, "exact", ExactBlocks(**self.exact))
         resolve_exact(self.exact)
         check_min_mass(self.min_mass)
-
-    @classmethod
-    def of(cls, options: object, named: Mapping[str, Any]) -> VMonarchOptions:
-        """`options`, or those that are named.
-
-        Raises:
-            TypeError, ValueError: both are given, or one of them is not as described.
-        """
-        if options is None:
-            return cls(**named)
-        if not isinstance(options, VMonarchOptions):
-            raise TypeError(f"options must be None or VMonarchOptions, got {type(options).__name__}")
-        if named:
-            raise TypeError(f"{next(iter(named))} must not be given beside options, which have it")
-        return options
 
     @property
     def pattern(self) -> ExactBlocks | None:
@@ -129,3 +135,14 @@ def takes_options(function: Function) -> Function:
     options = inspect.signature(VMonarchOptions).parameters.values()
     function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return function
+
+
+def has_options(kind: type) -> Callable[[Class], Class]:
+    """Let a class whose instances have `options` of a kind show each of them as an attribute."""
+
+    def decorate(owner: Class) -> Class:
+        for field in dataclasses.fields(kind):
+            setattr(owner, field.name, property(operator.attrgetter(f"options.{field.name}")))
+        return owner
+
+    return decorate

@@ -5,7 +5,6 @@ Shapes: B batch, S = T·H·W tokens, H heads, D head dim; the latent grid is T f
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.layer_operator import number_of
-from vmonarch.options import OPTION_FIELDS, VMonarchOptions, takes_options
+from vmonarch.options import OPTION_FIELDS, VMonarchOptions, has_options, takes_options
 from vmonarch.plan import AttentionPlan, HeadGroups
 from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolutionOptions
 from vmonarch.validation import check_implementation, check_parallel_by
@@ -30,6 +29,7 @@ from vmonarch.video_processor import VideoAttentionProcessor
 _LAYERS_INLINE = 4
 
 
+@has_options(VMonarchOptions)
 class VMonarchProcessor(VideoAttentionProcessor):
     """VMonarch attention for every Wan-family transformer in diffusers (VMonarch paper; `vmonarch_attention`).
 
@@ -186,10 +186,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
         return out if groups.back is None else _in_order(out, groups.back)
 
 
-for _field in OPTION_FIELDS:
-    setattr(VMonarchProcessor, _field.name, property(operator.attrgetter(f"options.{_field.name}")))
-
-
 def _in_order(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
     """[B, S, H, D] with its heads in another order."""
     if torch.compiler.is_compiling():
@@ -239,6 +235,7 @@ class FlashBiasProcessor(VideoAttentionProcessor):
     attend = VideoAttentionProcessor.attend_exactly
 
 
+@has_options(TwoResolutionOptions)
 class TwoResolutionProcessor(VideoAttentionProcessor):
     """Attention in two resolutions for every Wan-family transformer in diffusers (`two_resolution_attention`).
 
@@ -288,7 +285,3 @@ class TwoResolutionProcessor(VideoAttentionProcessor):
         return two_resolution_attention(
             query, key, value, grid=grid, options=self.options, implementation=self.implementation
         )
-
-
-for _field in TWO_RESOLUTION_FIELDS:
-    setattr(TwoResolutionProcessor, _field.name, property(operator.attrgetter(f"options.{_field.name}")))

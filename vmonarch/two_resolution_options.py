@@ -7,11 +7,12 @@ import math
 from dataclasses import dataclass
 
 from vmonarch.grid import LatentGrid
+from vmonarch.options import Options
 from vmonarch.validation import check_flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoResolutionOptions:
+class TwoResolutionOptions(Options):
     """Which key tiles are attended exactly, and what stands for the others.
 
     A tile is a box of neighbouring tokens. Every tile of queries ranks all key tiles, for each head, by the product of

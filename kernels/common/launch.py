@@ -115,6 +115,11 @@ def use_triton(
     return reason is None
 
 
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with a contiguous last dimension: gradients of sums and of slices come expanded or strided."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def learns(*tensors: torch.Tensor) -> bool:
     """Whether gradients of any of these are recorded."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

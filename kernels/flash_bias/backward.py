@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import hopper_fits
+from vmonarch.kernels.common.launch import hopper_fits, unit_stride
 from vmonarch.kernels.common.softmax import probabilities, row_delta
 from vmonarch.kernels.common.tiles import load_rows, store_rows
 from vmonarch.kernels.flash_bias.forward import Launch, biased_scores, is_attended, key_bounds
@@ -251,10 +251,9 @@ def flash_bias_backward(
     query, key, value = launch.query, launch.key, launch.value
     B, Sq, H, _ = query.shape
     Sk, R = key.shape[1], launch.query_factor.shape[3]
-    # Gradients of sums and of slices come expanded or strided.
-    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    grad_out = unit_stride(grad_out)
     grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
-    out = out if out.stride(-1) == 1 else out.contiguous()
+    out = unit_stride(out)
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
     dfq, dfk = (query.new_empty(B, S, H, R, dtype=dtype) for S, dtype in zip((Sq, Sk), factor_dtypes, strict=True))
     gradients = (dq, dk, dv, dfq, dfk)

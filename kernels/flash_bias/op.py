@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.kernels.common.launch import needs_operator
+from vmonarch.kernels.common.launch import needs_operator, unit_stride
 from vmonarch.kernels.flash_bias.backward import flash_bias_backward as backward_kernels
 from vmonarch.kernels.flash_bias.factors import gradients_of_cut, in_dtype
 from vmonarch.kernels.flash_bias.forward import Launch
@@ -32,7 +32,7 @@ def _launch(
     causal: bool,
 ) -> Launch:
     query_factor, key_factor = in_dtype(query_factor, key_factor, query.dtype)
-    query_factor, key_factor = (f if f.stride(-1) == 1 else f.contiguous() for f in (query_factor, key_factor))
+    query_factor, key_factor = map(unit_stride, (query_factor, key_factor))
     B, _, H, _ = query.shape
     query_factor, key_factor = (factor.expand(B, -1, H, -1) for factor in (query_factor, key_factor))
     return Launch(query, key, value, query_factor, key_factor, key_mask, scale, causal)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
+from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unit_stride
 from vmonarch.kernels.common.softmax import log2_scale_of, probabilities
 from vmonarch.kernels.flash_entropy.forward import COMBINE_ROWS, load_tile
 from vmonarch.kernels.flash_entropy.segments import Segment, Work, column_work, one_range, processors, row_work
@@ -507,8 +507,7 @@ def flash_backward(
     B, Sq, H, D = query.shape
     Dv = value.shape[3]
     device = query.device
-    # Gradients of sums and of slices come expanded or strided.
-    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    grad_out = unit_stride(grad_out)
     # The copy engine loads the statistics of queries, 4 bytes each, from multiples of 16 bytes only.
     on_hopper = hopper_fits("flash_entropy", query, key, value, grad_out) and one_range(segments, multiple=4)
     if on_hopper:
@@ -524,7 +523,7 @@ def flash_backward(
     rows = row_work(segments, BLOCK_M, BLOCK_N, B * H, processors(device), splits, device)
     rows_once = rows if rows.merges is None else row_work(segments, BLOCK_M, BLOCK_N, 1, 1, 1, device)
     columns = column_work(segments, column_options["BLOCK_M"], column_options["BLOCK_N"], device)
-    out = out if out.stride(-1) == 1 else out.contiguous()
+    out = unit_stride(out)
     lse = lse.contiguous()
     entropy, grad_lse, grad_entropy = (
         None if x is None else x.to(torch.float32).contiguous() for x in (entropy, grad_lse, grad_entropy)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.kernels.common.launch import hopper_fits
+from vmonarch.kernels.common.launch import hopper_fits, unit_stride
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.monarch.call import MonarchCall
@@ -170,7 +170,7 @@ def backward(
     t = call.options.num_iterations
     buffers = _slices(call, blocks, stats, row_stats)
     exact = call.exact
-    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    grad_out = unit_stride(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
 

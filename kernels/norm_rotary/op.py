@@ -10,15 +10,11 @@ from typing import Any
 import torch
 import triton
 
+from vmonarch.kernels.common.launch import unit_stride
 from vmonarch.kernels.norm_rotary.kernels import norm_rotary_backward_kernel, norm_rotary_kernel
 
 # Programs of the backward kernel, whose parts of dw are added afterwards: enough to fill every chip several times.
 PROGRAMS = 1024
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with contiguous channels: gradients of sums and of slices come expanded or strided."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _constants(x: torch.Tensor, cosines: torch.Tensor) -> dict[str, int]:
@@ -38,7 +34,7 @@ def norm_rotary_forward(
 ) -> torch.Tensor:
     """out [B, S, H, D]."""
     B, S, C = x.shape
-    x, cosines, sines = _rows(x), _rows(cosines), _rows(sines)
+    x, cosines, sines = unit_stride(x), unit_stride(cosines), unit_stride(sines)
     out = x.new_empty(B, S, heads, C // heads)
     with torch.cuda.device_of(x):
         norm_rotary_kernel[(B * S,)](
@@ -63,7 +59,7 @@ def norm_rotary_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx [B, S, C], dw [C], or an empty dw without `with_weight`), in the dtypes of x and weight."""
     grad, x, weight, cosines, sines, eps, with_weight = inputs
     B, S, C = x.shape
-    grad, x, cosines, sines = _rows(grad.flatten(2)), _rows(x), _rows(cosines), _rows(sines)
+    grad, x, cosines, sines = unit_stride(grad.flatten(2)), unit_stride(x), unit_stride(cosines), unit_stride(sines)
     dx = x.new_empty(B, S, C)
     programs = min(B * S, PROGRAMS)
     parts = x.new_empty(programs if with_weight else 0, C, dtype=torch.float32)

@@ -69,12 +69,7 @@ def two_resolution_attention(
     """
     check_qkv(query, key, value, same_length=True)
     grid = LatentGrid.parse(grid)
-    if options is None:
-        options = TwoResolutionOptions(**named)
-    elif not isinstance(options, TwoResolutionOptions):
-        raise TypeError(f"options must be None or TwoResolutionOptions, got {type(options).__name__}")
-    elif named:
-        raise TypeError(f"{next(iter(named))} must not be given beside options, which have it")
+    options = TwoResolutionOptions.of(options, named)
     check_key_mask(key_mask, key)
     check_flag("return_lse", return_lse)
     check_implementation(implementation)

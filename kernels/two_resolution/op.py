@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, unit_stride
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
 from vmonarch.kernels.two_resolution.kernels import (
@@ -159,10 +159,9 @@ def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, t
     B, S, H, D = query.shape
     E = value.shape[3]
     n = Tiling(*numbers)
-    # Gradients of sums and of slices come expanded or strided.
-    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    grad_out = unit_stride(grad_out)
     grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
-    out = out if out.stride(-1) == 1 else out.contiguous()
+    out = unit_stride(out)
     delta = torch.empty_like(lse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
     k_mean, v_mean, log2_number = _pooled(key, value, n, key_mask, rest)

@@ -123,11 +123,10 @@ def places_of(tiling: Tiling, device: torch.device) -> Places:
     present = combined(T.present, H.present, W.present, (1, 1)) == 3
     tile = torch.arange(tiling.tiles, device=device)[:, None]
     cell = tile * tiling.cells + combined(T.cell, H.cell, W.cell, (tiling.cells_h, tiling.cells_w))
-    place = torch.zeros(math.prod(tiling[:3]), dtype=torch.int64, device=device)
-    everywhere = torch.arange(token.numel(), device=device).view_as(token)
-    # Of a token, the empty places that name it come from nowhere: they are sent to an element beyond the last.
-    beyond = torch.cat([place, place[:1]]).scatter(0, token.where(present, len(place)).flatten(), everywhere.flatten())
-    return Places(token.where(present, 0), present, cell.where(present, tile * tiling.cells), beyond[:-1])
+    tokens = math.prod(tiling[:3])
+    # Sorted by their tokens, places come in the order of tokens, and the empty ones after all of them.
+    place = token.where(present, tokens).flatten().argsort()[:tokens]
+    return Places(token.where(present, 0), present, cell.where(present, tile * tiling.cells), place)
 
 
 class _Axis(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options
+from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, unit_stride
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.window.kernels import Neighbourhood, window_kernel, window_keys_kernel, window_rows_kernel
 from vmonarch.kernels.window.neighbours import Window, extents
@@ -84,10 +84,9 @@ def window_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     grad_out, grad_lse, query, key, value, out, lse, numbers, scale = inputs
     B, Sq, H, _ = query.shape
     n = Neighbourhood(*numbers)
-    # Gradients of sums and of slices come expanded or strided.
-    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    grad_out = unit_stride(grad_out)
     grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
-    out = out if out.stride(-1) == 1 else out.contiguous()
+    out = unit_stride(out)
     delta = torch.empty_like(lse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3])
