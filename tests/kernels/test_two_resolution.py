@@ -8,16 +8,23 @@ import math
 
 import pytest
 import torch
+from op_checks import (
+    assert_bits,
+    assert_compiles,
+    assert_precise,
+    call_of,
+    in_interpreter,
+    quiet,
+    refuses,
+    with_gradients,
+)
 
 from vmonarch import LatentGrid, TwoResolutionOptions, merge_partials, two_resolution_attention
-from vmonarch.kernels.common.launch import interpreted
 from vmonarch.kernels.two_resolution import reference
 from vmonarch.kernels.two_resolution.selection import kept_tiles
 from vmonarch.kernels.two_resolution.tiling import best_box, tiling_of
 
-in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
-# The interpreter computes masked elements too, and NumPy complains about theirs.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = quiet
 by_grid = pytest.mark.parametrize("grid", [(4, 4, 4), (5, 7, 3), (1, 2, 5), (1, 1, 1)], ids=str)
 TILE, CELL = (2, 3, 2), (1, 2, 1)
 
@@ -62,7 +69,7 @@ def cells_of(grid, tile, cell):
     return torch.unique(boxes_of(grid, tile) * 10**6 + torch.tensor(inside), return_inverse=True)[1]
 
 
-def oracle(q, k, v, exact, tile, cell, *, rest=True, key_mask=None, scale=None):
+def oracle(q, k, v, exact, cell, *, rest=True, key_mask=None, scale=None):
     """(out, lse) with all pairs of tokens written out; exact [B, H, S, S], of each pair whether it is."""
     attended = q.new_ones(*q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
     mixing = (cell[:, None] == cell) & attended[:, None]  # [B, S, S]
@@ -90,12 +97,8 @@ def of_pairs(chosen, grid, tile=TILE):
     return chosen[..., box, :][..., box]
 
 
-def results(function, inputs, *arguments, **options):
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out, lse = function(*leaves, *arguments, **options)
-    some = torch.isfinite(lse)
-    gradients = torch.autograd.grad(out.sin().sum() + lse[some].cos().sum(), leaves)
-    return out.detach(), lse.detach(), *gradients
+def attend(**options):
+    return lambda *x: two_resolution_attention(*x, return_lse=True, **options)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
@@ -104,14 +107,14 @@ def results(function, inputs, *arguments, **options):
 def test_tokens_of_a_tile_that_is_not_exact_all_have_the_logit_of_their_mean_key(grid, rest, masked, monkeypatch):
     inputs, chosen, mask = qkv(grid), choice(grid), some_keys(grid) if masked else None
     cell = CELL if rest else None
-    options = dict(grid=grid, tile=TILE, cell=cell, rest=rest, selection=chosen, key_mask=mask, return_lse=True)
-    ours = results(two_resolution_attention, inputs, **options)
-    cells = cells_of(grid, TILE, CELL)
-    theirs = results(oracle, inputs, of_pairs(chosen, grid), TILE, cells, rest=rest, key_mask=mask)
+    ours_of = attend(grid=grid, tile=TILE, cell=cell, rest=rest, selection=chosen, key_mask=mask)
+    ours = with_gradients(ours_of, inputs)
+    pairs, cells = of_pairs(chosen, grid), cells_of(grid, TILE, CELL)
+    theirs = with_gradients(lambda *x: oracle(*x, pairs, cells, rest=rest, key_mask=mask), inputs)
     for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
     monkeypatch.setattr(reference, "MAX_CHUNK_ELEMENTS", 1)
-    for x, y in zip(results(two_resolution_attention, inputs, **options), ours, strict=True):
+    for x, y in zip(with_gradients(ours_of, inputs), ours, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
@@ -144,7 +147,7 @@ def test_tiles_are_chosen_by_the_product_of_mean_query_and_mean_key(grid, option
         deviation = (scores - scores.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
         chosen = (scores > scores.mean(-1, keepdim=True) + options["beta"] * deviation) | always
     ours = two_resolution_attention(q, k, v, grid=grid, tile=TILE, **({"share": None} | options))
-    expected, _ = oracle(q, k, v, of_pairs(chosen, grid), TILE, box)
+    expected, _ = oracle(q, k, v, of_pairs(chosen, grid), box)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
@@ -154,7 +157,7 @@ def test_with_all_tiles_exact_it_is_softmax_attention(options):
     q, k, v = qkv(grid)
     out, lse = two_resolution_attention(q, k, v, grid=grid, tile=TILE, return_lse=True, **options)
     everything = torch.ones(2, 2, 60, 60, dtype=torch.bool)
-    expected, expected_lse = oracle(q, k, v, everything, TILE, torch.arange(60))
+    expected, expected_lse = oracle(q, k, v, everything, torch.arange(60))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-12)
 
@@ -205,21 +208,9 @@ def test_tiles_of_any_grid_are_filled(grid):
 
 
 def check_kernels(inputs, **options):
-    """Their error is at most twice that of plain torch in the same precision, plus some units in the last place."""
-    dtype = inputs[0].dtype
-
-    def run(inputs, implementation):
-        return results(two_resolution_attention, inputs, implementation=implementation, return_lse=True, **options)
-
-    exact = run([x.double() for x in inputs], "torch")
-    ours, plain = run(inputs, "triton"), run(inputs, "torch")
-    for name, x, y, expected in zip(("out", "lse", "dq", "dk", "dv"), ours, plain, exact, strict=True):
-        assert x.shape == expected.shape and x.dtype == y.dtype
-        some = torch.isfinite(expected)
-        assert torch.equal(torch.isfinite(x), some)
-        error, allowed = ((z.double() - expected)[some].norm().item() for z in (x, y))
-        allowed = 2 * allowed + 8 * torch.finfo(dtype).eps * expected[some].norm().item()
-        assert error <= allowed, f"{name}: error {error:.3g} > {allowed:.3g}"
+    exact = with_gradients(attend(implementation="torch", **options), [x.double() for x in inputs])
+    ours, plain = (with_gradients(attend(implementation=how, **options), inputs) for how in ("triton", "torch"))
+    assert_precise(("out", "lse", "dq", "dk", "dv"), ours, plain, exact, inputs[0].dtype)
 
 
 KERNEL_CASES = {
@@ -255,12 +246,9 @@ def test_strided_views_give_the_same_bits():
     grid = (2, 3, 5)
     fused = torch.randn(2, 30, 3, 2, 24, generator=torch.Generator().manual_seed(0))
 
-    def run(tensors):
-        options = dict(grid=grid, tile=(1, 3, 3), share=0.3, return_lse=True, implementation="triton")
-        return results(two_resolution_attention, tensors, **options)
-
-    for x, y in zip(run(fused.unbind(2)), run([x.contiguous() for x in fused.unbind(2)]), strict=True):
-        assert torch.equal(x, y)
+    strided = attend(grid=grid, tile=(1, 3, 3), share=0.3, implementation="triton")
+    whole = with_gradients(strided, [x.contiguous() for x in fused.unbind(2)])
+    assert_bits(with_gradients(strided, fused.unbind(2)), whole)
 
 
 @in_interpreter
@@ -277,18 +265,9 @@ def test_the_operator_keeps_torchs_rules():
 @in_interpreter
 def test_compiled_it_gives_the_same_without_a_graph_break():
     grid = (2, 3, 4)
-    leaves = [x.requires_grad_() for x in qkv(grid, B=1, H=1, dtype=torch.float32)]
-
-    def attend(*x):
-        options = dict(tile=(1, 3, 2), share=0.3, local=0, sink=True)
-        return two_resolution_attention(*x, grid=grid, implementation="triton", **options)
-
-    outcomes = []
-    for function in (torch.compile(attend, backend="aot_eager", fullgraph=True), attend):
-        out = function(*leaves)
-        outcomes.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
-    for x, y in zip(*outcomes, strict=True):
-        torch.testing.assert_close(x, y)
+    options = dict(tile=(1, 3, 2), share=0.3, local=0, sink=True, implementation="triton")
+    attend = lambda *x: two_resolution_attention(*x, grid=grid, **options)
+    assert_compiles(attend, qkv(grid, B=1, H=1, dtype=torch.float32))
 
 
 GPU_CASES = {
@@ -325,9 +304,9 @@ def test_gpu_results_and_gradients_match_float64(D, E, name, dtype):
 def test_gpu_results_are_the_same_every_time_and_in_a_cuda_graph():
     grid = (6, 13, 16)
     inputs = [x.cuda() for x in qkv(grid, 128, 128, dtype=torch.bfloat16)]
-    runs = [results(two_resolution_attention, inputs, grid=grid, return_lse=True) for _ in range(3)]
+    runs = [with_gradients(attend(grid=grid), inputs) for _ in range(3)]
     for run in runs[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(run, runs[0], strict=True))
+        assert_bits(run, runs[0])
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         out = two_resolution_attention(*inputs, grid=grid)
@@ -336,40 +315,34 @@ def test_gpu_results_are_the_same_every_time_and_in_a_cuda_graph():
 
 
 Q = torch.randn(1, 12, 2, 4)
-GRID = (3, 2, 2)
+LONG = torch.randn(1, 200, 2, 32)
+bad = call_of(two_resolution_attention, Q, Q, Q, grid=(3, 2, 2))
 BAD = {
-    "grid": (dict(grid=(3, 2, 3)), ValueError, "has 18 tokens, but query"),
-    "options": (dict(options={"share": 0.1}), TypeError, "options must be None or TwoResolutionOptions, got dict"),
-    "both": (dict(options=TwoResolutionOptions(), share=0.2), TypeError, "share must not be given beside options"),
-    "share-zero": (dict(share=0.0), ValueError, "share must be above 0"),
-    "share-above-one": (dict(share=1.5), ValueError, "share must be above 0 and at most 1"),
-    "share-word": (dict(share="all"), TypeError, "share must be a number or None"),
-    "share-and-beta": (dict(beta=1.0), ValueError, "share must be None where beta is given"),
-    "neither": (dict(share=None), ValueError, "share must be None where beta is given, and only there"),
-    "beta-nan": (dict(share=None, beta=math.nan), ValueError, "beta must be finite"),
-    "tile-of-two": (dict(tile=(2, 2)), ValueError, "tile must have three entries"),
-    "tile-zero": (dict(tile=(1, 2, 0)), ValueError, "tile.width must be at least 1"),
-    "cell-word": (dict(cell="small"), TypeError, "cell must be"),
-    "cell-without-rest": (dict(cell=(1, 1, 1), rest=False), ValueError, "cell must be None with rest=False"),
-    "rest": (dict(rest="pooled"), TypeError, "rest must be True or False"),
-    "sink": (dict(sink=1), TypeError, "sink must be True or False"),
-    "local-negative": (dict(local=-1), ValueError, "local must be at least 0"),
-    "local-fraction": (dict(local=0.5), TypeError, "local must be an integer or None"),
-    "selection-of-numbers": (dict(selection=torch.ones(1, 1, 1, 1)), TypeError, "selection must be a boolean tensor"),
+    "grid": (bad(grid=(3, 2, 3)), ValueError, "has 18 tokens, but query"),
+    "options": (bad(options={"share": 0.1}), TypeError, "options must be None or TwoResolutionOptions, got dict"),
+    "both": (bad(options=TwoResolutionOptions(), share=0.2), TypeError, "share must not be given beside options"),
+    "share-zero": (bad(share=0.0), ValueError, "share must be above 0"),
+    "share-above-one": (bad(share=1.5), ValueError, "share must be above 0 and at most 1"),
+    "share-word": (bad(share="all"), TypeError, "share must be a number or None"),
+    "share-and-beta": (bad(beta=1.0), ValueError, "share must be None where beta is given"),
+    "neither": (bad(share=None), ValueError, "share must be None where beta is given, and only there"),
+    "beta-nan": (bad(share=None, beta=math.nan), ValueError, "beta must be finite"),
+    "tile-of-two": (bad(tile=(2, 2)), ValueError, "tile must have three entries"),
+    "tile-zero": (bad(tile=(1, 2, 0)), ValueError, "tile.width must be at least 1"),
+    "cell-word": (bad(cell="small"), TypeError, "cell must be"),
+    "cell-without-rest": (bad(cell=(1, 1, 1), rest=False), ValueError, "cell must be None with rest=False"),
+    "rest": (bad(rest="pooled"), TypeError, "rest must be True or False"),
+    "sink": (bad(sink=1), TypeError, "sink must be True or False"),
+    "local-negative": (bad(local=-1), ValueError, "local must be at least 0"),
+    "local-fraction": (bad(local=0.5), TypeError, "local must be an integer or None"),
+    "selection-of-numbers": (bad(selection=torch.ones(1, 1, 1, 1)), TypeError, "selection must be a boolean tensor"),
     "selection-shape": (
-        dict(selection=torch.ones(1, 1, 2, 3, dtype=torch.bool), tile=(3, 2, 1)), ValueError,
+        bad(selection=torch.ones(1, 1, 2, 3, dtype=torch.bool), tile=(3, 2, 1)), ValueError,
         r"selection must be \[1 or 1, 2 or 1, 2, 2\] for these 2 tiles"),
-    "key-mask": (dict(key_mask=torch.ones(1, 12)), TypeError, "key_mask must be a boolean tensor"),
+    "key-mask": (bad(key_mask=torch.ones(1, 12)), TypeError, "key_mask must be a boolean tensor"),
     "large-tiles": (
-        dict(implementation="triton", tile=(1, 1, 200), grid=(1, 1, 200)), NotImplementedError,
+        bad(LONG, LONG, LONG, implementation="triton", tile=(1, 1, 200), grid=(1, 1, 200)), NotImplementedError,
         r"a tile of keys has 256 places × 32 dimensions × 4 bytes \(supported: up to 16384\)"),
 }  # fmt: skip
 
-
-@in_interpreter
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named(name):
-    options, error, message = BAD[name]
-    q = Q if name != "large-tiles" else torch.randn(1, 200, 2, 32)
-    with pytest.raises(error, match=message):
-        two_resolution_attention(q, q, q, **({"grid": GRID} | options))
+test_bad_input_is_named = in_interpreter(refuses(BAD))
