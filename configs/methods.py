@@ -507,7 +507,7 @@ class BlockTopKAttention(_Kind):
 
         options = dict(vars(self))
         share, tile = 1 - options.pop("sparsity"), options.pop("cube")
-        _replace(pipe, TwoResolutionProcessor(share=share, tile=tile, rest=False, **options))
+        _replace(pipe, TwoResolutionProcessor(share=share, tile=tile, query_tile=tile, rest=False, **options))
 
 
 @dataclass(frozen=True)

@@ -223,13 +223,15 @@ BUGS = {
         TWO_RESOLUTIONS, "number.to(q.dtype).log()", "number.clamp(max=1).to(q.dtype).log()"),
     "two-resolutions-exact-tiles-twice": (TWO_RESOLUTIONS, "~is_exact[..., fewest:]", "is_exact[..., fewest:] | True"),
     "two-resolutions-deviation-of-a-sample": (SELECTION, "correction=0", "correction=1"),
-    "two-resolutions-sink-at-the-end": (SELECTION, "(places[:, 0] == 0)", "(places[:, 0] == places[-1, 0])"),
+    "two-resolutions-sink-at-the-end": (SELECTION, "always[:, :, :, 0] = True", "always[:, :, :, -1] = True"),
+    "two-resolutions-near-the-last-query": (SELECTION, "[[first - reach <= part", "[[last - reach <= part"),
     "two-resolutions-kernel-exact-tiles-twice": (
-        TILE_KERNELS, 'inside, tl.where(exact != 0, -float("inf"), gain)', "inside, gain"),
+        TILE_KERNELS, 'gain = tl.where(chosen != 0, -float("inf"), gain)', "gain = gain"),
     "two-resolutions-kernel-mask-forgotten": (TILE_KERNELS, "return there & (tl.load", "return there | (tl.load"),
     "two-resolutions-kernel-means-have-no-gradient": (TILE_KERNELS, "dk += part *", "dk += 0.0 * part *"),
     "two-resolutions-kernel-cells-of-other-tiles": (
-        TILE_KERNELS, "exact = tl.load(exact_ptr + cell // c", "exact = tl.load(exact_ptr + cell % c"),
+        TILE_KERNELS, "tl.store(gain_ptr + pid * padded + j * c + i", "tl.store(gain_ptr + pid * padded + i * m + j"),
+    "two-resolutions-kernel-first-part-of-a-tile": (TILE_KERNELS, "i = part * BLOCK +", "i = 0 * part +"),
     "two-resolutions-kernel-splits-of-one-head": (TILE_KERNELS, "+ bh) * cells + cell", "+ 0 * bh) * cells + cell"),
     "two-resolutions-empty-places-attended": (
         TWO_RESOLUTIONS, "places.present[tiles[..., :most]] & is", "places.present[tiles[..., :most]] | is"),

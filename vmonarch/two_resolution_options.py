@@ -15,19 +15,21 @@ from vmonarch.validation import check_flag
 class TwoResolutionOptions(Options):
     """Which key tiles are attended exactly, and what stands for the others.
 
-    A tile is a box of neighbouring tokens. Every tile of queries ranks all key tiles, for each head, by the product of
-    its mean query and their mean key.
+    A tile is a box of neighbouring tokens, of keys or of queries. Every tile of queries ranks all tiles of keys, for
+    each head, by the product of its mean query and their mean key.
 
     Args:
         share: of all key tiles, those that are exact, rounded up; None where `beta` is given.
         beta: a key tile is exact where its score exceeds μ + beta·σ, mean and standard deviation of the scores of that
             query tile over all key tiles; None where `share` is given.
-        tile: at most this many (frames, rows, columns) of tokens; every axis is cut evenly. None for the box of at most
-            64 tokens that fits the grid best.
+        tile: at most this many (frames, rows, columns) of keys; every axis is cut evenly. None for the box of at most
+            64 tokens, its edges powers of two, that fits the grid best.
         cell: the same of the cells in a tile, of which each leaves a mean key and value where the tile is not exact;
             None for the tile itself.
+        query_tile: the same of the queries that share a choice of tiles; None for the best box of at most 128 tokens.
         rest: whether tiles that are not exact leave their means. Without them this is block-sparse attention.
-        local: tiles at most this many tiles away along every axis are always exact; None for no such tiles.
+        local: tiles at most this many tiles away, along every axis, from one that holds a query of the query tile are
+            always exact; None for no such tiles.
         sink: whether the tiles that hold the first frame are always exact.
 
     With `share` the tiles that are always exact count as the first of them; there may be more of them than `share` asks
@@ -44,6 +46,7 @@ class TwoResolutionOptions(Options):
     beta: float | None = None
     tile: tuple[int, int, int] | None = None
     cell: tuple[int, int, int] | None = None
+    query_tile: tuple[int, int, int] | None = None
     rest: bool = True
     local: int | None = None
     sink: bool = False
@@ -61,7 +64,7 @@ class TwoResolutionOptions(Options):
             raise ValueError(f"share must be above 0 and at most 1, got {self.share}")
         if self.beta is not None and not math.isfinite(self.beta):
             raise ValueError(f"beta must be finite, got {self.beta}")
-        for name in ("tile", "cell"):
+        for name in ("tile", "cell", "query_tile"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(LatentGrid.parse(getattr(self, name), argument=name)))
         check_flag("rest", self.rest)

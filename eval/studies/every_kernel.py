@@ -184,7 +184,7 @@ FAMILIES: dict[Callable[[Caller], None], Sequence[str]] = {
     flash_bias: ("hopper", "portable"),
     taylor: ("hopper", "portable"),
     window: ("portable",),
-    two_resolutions: ("portable",),
+    two_resolutions: ("hopper", "portable"),
     norms: ("portable",),
     residual: ("portable",),
 }

@@ -28,7 +28,7 @@ import torch
 TESTED_TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 # Largest error of a tensor by the largest entry of it.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-HOPPER_FAMILIES = ("monarch", "flash_entropy", "flash_bias", "taylor")
+HOPPER_FAMILIES = ("monarch", "flash_entropy", "flash_bias", "taylor", "two_resolution")
 # Families that run the kernels of another one, too: VMonarch's exact part is flash attention.
 PARTS = {"monarch": ("flash_entropy", "monarch")}
 

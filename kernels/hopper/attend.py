@@ -123,12 +123,12 @@ def own_items(order_ptr):
 
 
 @gluon.jit
-def allocate_barriers(STAGES: gl.constexpr):
-    """Barriers `full` and `empty` for STAGES tiles."""
+def allocate_barriers(STAGES: gl.constexpr, FULL: gl.constexpr = 1):
+    """Barriers `full`, of FULL arrivals, and `empty` for STAGES tiles."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=FULL)
         mbarrier.init(empty.index(i), count=2)
     return full, empty
 
@@ -136,9 +136,12 @@ def allocate_barriers(STAGES: gl.constexpr):
 @gluon.jit
 def allocate_tiles(
     dtype: gl.constexpr, D: gl.constexpr, HAS_V: gl.constexpr,
-    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, FULL: gl.constexpr = 1,
 ):  # fmt: skip
-    """Shared memory for Q_STAGES tiles of query rows, in halves, for STAGES tiles of keys, and their barriers."""
+    """Shared memory for Q_STAGES tiles of query rows, in halves, for STAGES tiles of keys, and their barriers.
+
+    FULL: arrivals that a barrier of keys counts.
+    """
     layout: gl.constexpr = shared_layout(D)
     q_bufs = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, _HALF, D], layout)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], layout)
@@ -150,7 +153,7 @@ def allocate_tiles(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(lead.index(i), count=1)
-    full, empty = allocate_barriers(STAGES)
+    full, empty = allocate_barriers(STAGES, FULL)
     fence_async_shared()
     return q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty
 
@@ -240,17 +243,27 @@ def _scores(q, keys, factors, stage, FACTORS: gl.constexpr, CHAINED: gl.constexp
 
 @gluon.jit
 def _load_bias(key_bias, first, stop, N: gl.constexpr, BIASED: gl.constexpr):
-    """log2 of the keys that each of N keys stands for, -inf for those outside; nothing unless BIASED.
+    """log2 of the keys that each of N keys stands for, -inf for those outside, from memory; nothing unless BIASED is 1.
 
     key_bias: (pointer, place of the first key of the block). Added to the pointer, the latter would leave places that
-    are the same for all blocks, which Triton 3.9 keeps in registers that are not there.
+    are the same for all blocks, which Triton 3.9 keeps in registers that are not there. If BIASED is 2, the bias comes
+    with the keys: it is shared memory for all stages, see `_staged_bias`.
     """
-    if BIASED:
+    if BIASED == 1:
         bias_ptr, place = key_bias
         i = first + gl.arange(0, N, gl.SliceLayout(0, accumulator_layout(N)))
         return gl.load(bias_ptr + (place + i), mask=i < stop, other=-float("inf"))
     else:
         return first
+
+
+@gluon.jit
+def _staged_bias(key_bias, stage, bias, N: gl.constexpr, BIASED: gl.constexpr):
+    """The bias of N keys that has come with them, if BIASED is 2."""
+    if BIASED == 2:
+        return key_bias.index(stage).load(gl.SliceLayout(0, accumulator_layout(N)))
+    else:
+        return bias
 
 
 @gluon.jit
@@ -333,8 +346,8 @@ def attend_keys(
     tile go through in a smaller one at the end, and there is at least one whole tile; 0: the last keys go through
     first, masked. `leads`: tell the other warpgroup, which waits for it, that the first softmax is done; so they are
     about a tile apart, and one computes products while the other does not. The statistics of the rows are in the
-    layout of scores [64, BLOCK_N]. SPLIT, CAUSAL: without BLOCK_TAIL. CAUSAL: as in `_softmax`; the diagonal
-    crosses the last keys only.
+    layout of scores [64, BLOCK_N]. BIASED: as in `_load_bias`. BIASED 2, SPLIT, CAUSAL: without BLOCK_TAIL. CAUSAL: as
+    in `_softmax`; the diagonal crosses the last keys only.
     """
     dtype: gl.constexpr = q.dtype
     tiles = (stop - start) // BLOCK_N if BLOCK_TAIL else (stop - start + BLOCK_N - 1) // BLOCK_N
@@ -344,6 +357,7 @@ def attend_keys(
     first = start if BLOCK_TAIL else start + (tiles - 1) * BLOCK_N
     bias = _load_bias(key_bias, first, stop, BLOCK_N, BIASED)
     scores = warpgroup_mma_wait(0, [scores])
+    bias = _staged_bias(key_bias, stage, bias, BLOCK_N, BIASED)
     if SPLIT:
         mbarrier.arrive(k_empty.index(stage))
     p, alpha, row_max, row_sum, row_entropy = _softmax(
@@ -365,6 +379,7 @@ def attend_keys(
         first = start + (tile + 1 if BLOCK_TAIL else tile) * BLOCK_N
         bias = _load_bias(key_bias, first, stop, BLOCK_N, BIASED)
         scores = warpgroup_mma_wait(SUM_K + SUM_V, [scores])
+        bias = _staged_bias(key_bias, stage, bias, BLOCK_N, BIASED)
         if SPLIT:
             mbarrier.arrive(k_empty.index(stage))
         p_next, alpha, row_max, row_sum, row_entropy = _softmax(

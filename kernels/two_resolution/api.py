@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_key_mask, check_qkv
-from vmonarch.kernels.common.launch import block_dim, use_triton
+from vmonarch.kernels.common.launch import use_triton
 from vmonarch.kernels.two_resolution.reference import tile_means, two_resolution_attention_reference
 from vmonarch.kernels.two_resolution.selection import Selection, select_tiles
 from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
 from vmonarch.precision import own_precision
 from vmonarch.two_resolution_options import TwoResolutionOptions
 from vmonarch.validation import check_flag, check_implementation, resolve_scale
-
-# What a tile of keys may take of shared memory, all places and dimensions padded: four of them fit on every GPU.
-MAX_TILE_BYTES = 16 * 1024
 
 
 @own_precision
@@ -47,14 +43,13 @@ def two_resolution_attention(
         value: [B, S, H, E].
         grid: (T, H, W) of the tokens.
         options: tiles and how they are chosen; None for the defaults, or for `named`.
-        selection: bool [B or 1, H or 1, m, m], true where key tile n is exact for query tile l, in place of the choice
-            by scores; `tiling_of` says how many tiles there are, which are ordered like tokens.
+        selection: bool [B or 1, H or 1, n, m], true where tile of keys k is exact for tile of queries l, in place of
+            the choice by scores; `tiling_of` says how many tiles there are, which are ordered like tokens.
         key_mask: boolean [B, S], true where a key may be attended. A row without any key gives 0 and lse = -inf.
         scale: softmax scale; 1/√D if None.
         return_lse: also return the log-partition of every row, with which `merge_partials` joins other parts.
         implementation: "torch"; "triton", the fused kernels (CUDA; float16, bfloat16 or float32; head dimensions up to
-            256; tiles of keys of at most 16 KiB: 64 tokens of 128 dimensions in 16 bit); or "auto", see
-            `kernels.common.launch.use_triton`, which is plain torch for larger tiles.
+            256); or "auto", see `kernels.common.launch.use_triton`.
         **named: the `TwoResolutionOptions` by name, in place of `options`.
 
     Returns:
@@ -77,23 +72,14 @@ def two_resolution_attention(
         raise ValueError(f"grid {tuple(grid)} has {grid.tokens} tokens, but query has {query.shape[1]}")
     tiling = tiling_of(grid, options)
     scale = resolve_scale(scale, query.shape[-1])
-    places, dims = block_dim(math.prod(tiling.box)), block_dim(max(query.shape[3], value.shape[3]))
-    too_large = None
-    if places * dims * query.itemsize > MAX_TILE_BYTES:
-        too_large = (
-            f"a tile of keys has {places} places × {dims} dimensions × {query.itemsize} bytes (supported: up to"
-            f" {MAX_TILE_BYTES}); choose a smaller tile"
-        )
     attend, mean = two_resolution_attention_reference, tile_means
-    if use_triton(
-        "two_resolution_attention", implementation, query, key, value, family="two_resolution", unless=too_large
-    ):
+    if use_triton("two_resolution_attention", implementation, query, key, value, family="two_resolution"):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.two_resolution import op
 
         attend, mean = op.two_resolution_attention_triton, op.tile_means
     if selection is None:
-        chosen = select_tiles(mean(query, tiling), mean(key, tiling, key_mask), tiling, options)
+        chosen = select_tiles(mean(query, tiling.of_queries), mean(key, tiling, key_mask), tiling, options)
     else:
         chosen = _given(selection, query, tiling)
     out, lse = attend(query, key, value, tiling, chosen, rest=options.rest, scale=scale, key_mask=key_mask)
@@ -104,16 +90,17 @@ def _given(selection: object, query: torch.Tensor, tiling: Tiling) -> Selection:
     """The caller's choice of tiles, checked."""
     if not isinstance(selection, torch.Tensor) or selection.dtype != torch.bool:
         kind = selection.dtype if isinstance(selection, torch.Tensor) else type(selection).__name__
-        raise TypeError(f"selection must be a boolean tensor [B or 1, H or 1, m, m], got {kind}")
-    m, (B, _, H, _) = tiling.tiles, query.shape
+        raise TypeError(f"selection must be a boolean tensor [B or 1, H or 1, n, m], got {kind}")
+    n, m, (B, _, H, _) = tiling.of_queries.tiles, tiling.tiles, query.shape
     if (
         selection.ndim != 4
-        or selection.shape[2:] != (m, m)
+        or selection.shape[2:] != (n, m)
         or selection.shape[0] not in (1, B)
         or selection.shape[1] not in (1, H)
     ):
         raise ValueError(
-            f"selection must be [{B} or 1, {H} or 1, {m}, {m}] for these {m} tiles, got {tuple(selection.shape)}"
+            f"selection must be [{B} or 1, {H} or 1, {n}, {m}] for these {n} tiles of queries and {m} of keys, got"
+            f" {tuple(selection.shape)}"
         )
     if selection.device != query.device:
         raise ValueError(f"selection must lie on the device of query ({query.device}), got {selection.device}")

@@ -1,15 +1,16 @@
 """Attention in two resolutions in Triton: a tile of queries takes its exact tiles from a list, and all other cells.
 
-A program takes one tile of queries of one head. It goes through the means of all cells, of which those of its exact
-tiles are masked, and then through the tokens of its exact tiles, which it finds by arithmetic where they are. Both go
-into one online softmax.
+A program takes a part of one tile of queries of one head. It goes through the means of all cells, of which those of its
+exact tiles are masked, and then through the tokens of its exact tiles, which it finds by arithmetic where they are. All
+of it goes into one online softmax.
 
 One kernel owns queries (out; dq), another keys (dk, dv), a third the means (their gradients, which the keys' kernel
 hands on to the tokens), so there are no atomics and every sum has one order.
 
-Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; m tiles, c cells of a tile, M queries or N
-keys of a tile. Tensors are [B, S, H, D] with any strides but the last; lse and δ [B, H, S] in float32. Logits are in
-units of log 2.
+Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; n tiles of queries, m tiles of keys, c
+cells of a tile. Tensors are [B, S, H, D] with any strides but the last; lse and δ [B, H, S] in float32. A tile of at
+most QT × QH × QW queries has PARTS_M parts of BLOCK_M queries, one of at most BT × BH × BW keys PARTS parts of BLOCK
+keys; cells are taken BLOCK_N at a time. Logits are in units of log 2.
 """
 
 from __future__ import annotations
@@ -23,22 +24,36 @@ from vmonarch.kernels.two_resolution.tiling import Tiling
 
 
 def unspecialised(n: Tiling) -> Tiling:
-    """The numbers as kernels take them, none of them 1 or a multiple of 16; `_plain` is the inverse."""
+    """The numbers as kernels take them, none of them 1 or a multiple of 16; `plain` is the inverse."""
     return Tiling(*(16 * number + 8 for number in n))
 
 
+# What the logits of a tile's cells gain has rows of a multiple of so many numbers.
+GAINS = tl.constexpr(128)
+
+
 @triton.jit
-def _plain(n):
+def plain(n):
+    """The inverse of `unspecialised`."""
     return Tiling(
         n.frames >> 4, n.rows >> 4, n.columns >> 4, n.tiles_t >> 4, n.tiles_h >> 4, n.tiles_w >> 4,
-        n.cells_t >> 4, n.cells_h >> 4, n.cells_w >> 4,
+        n.cells_t >> 4, n.cells_h >> 4, n.cells_w >> 4, n.queries_t >> 4, n.queries_h >> 4, n.queries_w >> 4,
     )  # fmt: skip
 
 
 @triton.jit
-def _tokens_of(tile, n, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens [BLOCK] of a tile of at most BT × BH × BW, whether they exist, and their cells in the tile."""
-    i = tl.arange(0, BLOCK)
+def _of_queries(n):
+    """`Tiling.of_queries`."""
+    return Tiling(
+        n.frames, n.rows, n.columns, n.queries_t, n.queries_h, n.queries_w, 1, 1, 1,
+        n.queries_t, n.queries_h, n.queries_w,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tokens_of(tile, part, n, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens [BLOCK] of a part of a tile of at most BT × BH × BW, whether they exist, and their cells in the tile."""
+    i = part * BLOCK + tl.arange(0, BLOCK)
     a = tile // (n.tiles_h * n.tiles_w)
     b = tile // n.tiles_w % n.tiles_h
     c = tile % n.tiles_w
@@ -70,37 +85,48 @@ def _attended(key_mask_ptr, token, there):
 @triton.jit(do_not_specialize=["H", "S"])
 def means_kernel(
     x_ptr, key_mask_ptr, mean_ptr, log2_number_ptr, stride_b, stride_s, stride_h, H, S, tiling, c,
-    D: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Mean tokens [B, m·c, H, D] of the cells of one tile of one head, and log2 of their tokens [B, m·c]."""
-    n = _plain(tiling)
+    n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
     pid = tl.program_id(0)
     tile = pid % tiles
     bh = (pid // tiles).to(tl.int64)
     b = bh // H
     h = bh % H
-    token, there, cell = _tokens_of(tile, n, BT, BH, BW, BLOCK)
+    x_ptr += b * stride_b + h * stride_h
     if key_mask_ptr is not None:
         key_mask_ptr += b * S
-    attended = _attended(key_mask_ptr, token, there)
-    x = load_rows(x_ptr + b * stride_b + h * stride_h, stride_s, token, attended, D, BLOCK_D, True).to(tl.float32)
     dims = tl.arange(0, BLOCK_D)
     for i in range(c):
-        own = attended & (cell == i)
-        number = tl.sum(own.to(tl.float32), 0)
-        mean = tl.sum(tl.where(own[:, None], x, 0.0), 0) / tl.maximum(number, 1.0)
+        number = 0.0
+        total = tl.zeros([BLOCK_D], tl.float32)
+        for part in range(PARTS):
+            token, there, cell = _tokens_of(tile, part, n, BT, BH, BW, BLOCK)
+            own = _attended(key_mask_ptr, token, there) & (cell == i)
+            number += tl.sum(own.to(tl.float32), 0)
+            total += tl.sum(load_rows(x_ptr, stride_s, token, own, D, BLOCK_D, True).to(tl.float32), 0)
+        mean = total / tl.maximum(number, 1.0)
         row = (b * tiles + tile) * c + i
         tl.store(mean_ptr + (row * H + h) * D + dims, mean.to(mean_ptr.dtype.element_ty), mask=dims < D)
         # The log of 0 is -inf: nobody attends to an empty cell.
         tl.store(log2_number_ptr + row, tl.where(number > 0, tl.log2(tl.maximum(number, 1.0)), -float("inf")))
 
 
-@triton.jit(do_not_specialize=["m", "width"])
-def lists_kernel(exact_ptr, list_ptr, number_ptr, stride_g, stride_row, stride_column, m, width, BLOCK: tl.constexpr):
-    """The columns at which a row of exact [G, m, m] is true, in order: [G, m, width], and their number [G, m]."""
+@triton.jit(do_not_specialize=["rows", "m", "width", "padded", "H", "c"])
+def lists_kernel(
+    exact_ptr, log2_number_ptr, list_ptr, number_ptr, gain_ptr, stride_g, stride_row, stride_column,
+    rows, m, width, padded, H, c, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
+):  # fmt: skip
+    """The columns at which a row of exact [G, rows, m] is true, in order: [G, rows, width]; and their number.
+
+    With log2_number [B, m·c], also what the logits of all cells gain: it, or -inf in an exact tile and after the last
+    cell, [G, rows, padded].
+    """
     pid = tl.program_id(0).to(tl.int64)
-    exact_ptr += pid // m * stride_g + pid % m * stride_row
+    exact_ptr += pid // rows * stride_g + pid % rows * stride_row
     number = 0
     for start in range(0, m, BLOCK):
         j = start + tl.arange(0, BLOCK)
@@ -108,20 +134,34 @@ def lists_kernel(exact_ptr, list_ptr, number_ptr, stride_g, stride_row, stride_c
         place = number + tl.cumsum(chosen, 0) - 1
         tl.store(list_ptr + pid * width + place, j.to(list_ptr.dtype.element_ty), mask=(chosen != 0) & (place < width))
         number += tl.sum(chosen, 0)
+        if log2_number_ptr is not None:
+            for i in range(c):
+                gain = tl.load(log2_number_ptr + pid // rows // H * m * c + j * c + i, mask=j < m, other=0.0)
+                gain = tl.where(chosen != 0, -float("inf"), gain)
+                tl.store(gain_ptr + pid * padded + j * c + i, gain, mask=j < m)
     tl.store(number_ptr + pid, number)
+    if log2_number_ptr is not None:
+        j = m * c + tl.arange(0, BLOCK_PAD)
+        tl.store(gain_ptr + pid * padded + j, tl.full([BLOCK_PAD], -float("inf"), tl.float32), mask=j < padded)
 
 
 @triton.jit
-def _cells_from(start, exact_ptr, log2_number_ptr, cells, c, BLOCK_C: tl.constexpr):
-    """Cells [BLOCK_C] from `start` on, and what their logits gain: log2 of their tokens, -inf in exact tiles.
+def _queries_of(
+    pid, n, H, QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr
+):
+    """Of a program: its place in [G, n], batch entry, head, tokens [BLOCK_M], and whether they exist."""
+    at = (pid // PARTS_M).to(tl.int64)
+    queries = n.queries_t * n.queries_h * n.queries_w
+    row, exists, _ = _tokens_of((at % queries).to(tl.int32), pid % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
+    return at, at // queries // H, at // queries % H, row, exists
 
-    exact_ptr: the row of a tile of queries; log2_number_ptr: of the sample.
-    """
-    cell = start + tl.arange(0, BLOCK_C)
+
+@triton.jit
+def _cells_from(start, gain_ptr, cells, BLOCK_N: tl.constexpr):
+    """Cells [BLOCK_N] from `start` on, whether they exist, and what their logits gain for a tile of queries."""
+    cell = start + tl.arange(0, BLOCK_N)
     inside = cell < cells
-    gain = tl.load(log2_number_ptr + cell, mask=inside, other=-float("inf"))
-    exact = tl.load(exact_ptr + cell // c, mask=inside, other=1)
-    return cell, inside, tl.where(exact != 0, -float("inf"), gain)
+    return cell, inside, tl.load(gain_ptr + cell, mask=inside, other=-float("inf"))
 
 
 @triton.jit
@@ -132,34 +172,29 @@ def _probabilities(logits, log2_lse):
 
 @triton.jit(do_not_specialize=["H", "S", "width"])
 def two_resolution_kernel(
-    q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, log2_number_ptr, exact_ptr, list_ptr, number_ptr, key_mask_ptr,
+    q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr,
     out_ptr, lse_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     H, S, width, tiling, c, log2_scale, D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FULL: tl.constexpr,
+    QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """out [B, S, H, E], contiguous, and lse of one tile of queries of one head. FULL: all tiles are full, no mask."""
-    n = _plain(tiling)
+    """out [B, S, H, E], contiguous, and lse of a part of a tile of queries. FULL: all tiles are full, no mask."""
+    n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
-    pid = tl.program_id(0)
-    tile = pid % tiles
-    bh = (pid // tiles).to(tl.int64)
-    b = bh // H
-    h = bh % H
-    row, exists, cell_of = _tokens_of(tile, n, BT, BH, BW, BLOCK)
+    at, b, h, row, exists = _queries_of(tl.program_id(0), n, H, QT, QH, QW, BLOCK_M, PARTS_M)
+    bh = b * H + h
     q = load_rows(q_ptr + b * stride_qb + h * stride_qh, stride_qs, row, exists, D, BLOCK_D, not FULL)
-    acc = tl.zeros([BLOCK, BLOCK_E], tl.float32)
-    row_max = tl.full([BLOCK], -float("inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK], tl.float32)
-    at = bh * tiles + tile
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     if REST:
         cells = tiles * c
-        exact_ptr += at * tiles
-        log2_number_ptr += b * cells
+        gain_ptr += at * tl.cdiv(cells, GAINS) * GAINS
         k_mean_ptr += b * cells * H * D + h * D
         v_mean_ptr += b * cells * H * E + h * E
         for start in range(0, cells, BLOCK_N):
-            cell, inside, gain = _cells_from(start, exact_ptr, log2_number_ptr, cells, c, BLOCK_N)
+            cell, inside, gain = _cells_from(start, gain_ptr, cells, BLOCK_N)
             k = load_rows(k_mean_ptr, H * D, cell, inside, D, BLOCK_D, True)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale + gain[None, :]
             p, alpha, row_max, row_sum, unused = online_softmax(logits, row_max, row_sum, row_sum, 1.0, False, True)
@@ -170,8 +205,9 @@ def two_resolution_kernel(
     if key_mask_ptr is not None:
         key_mask_ptr += b * S
     list_ptr += at * width
-    for i in range(tl.load(number_ptr + at)):
-        key, there, cell_of = _tokens_of(tl.load(list_ptr + i).to(tl.int32), n, BT, BH, BW, BLOCK)
+    for i in range(tl.load(number_ptr + at) * PARTS):
+        other = tl.load(list_ptr + i // PARTS).to(tl.int32)
+        key, there, _ = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
         k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, not FULL)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if not FULL:
@@ -188,39 +224,34 @@ def two_resolution_kernel(
 
 @triton.jit(do_not_specialize=["H", "S", "width"])
 def two_resolution_rows_kernel(
-    q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, log2_number_ptr, exact_ptr, list_ptr, number_ptr, key_mask_ptr,
+    q_ptr, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, list_ptr, number_ptr, key_mask_ptr,
     do_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, stride_ob, stride_os, stride_oh, H, S, width, tiling, c, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FULL: tl.constexpr,
+    QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """dq [B, S, H, D], contiguous, of one tile of queries; and δ = rowsum(dO ∘ O) - dlse for the other kernels."""
-    n = _plain(tiling)
+    """dq [B, S, H, D], contiguous, of a part of a tile of queries; δ = rowsum(dO ∘ O) - dlse for the other kernels."""
+    n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
-    pid = tl.program_id(0)
-    tile = pid % tiles
-    bh = (pid // tiles).to(tl.int64)
-    b = bh // H
-    h = bh % H
-    row, exists, cell_of = _tokens_of(tile, n, BT, BH, BW, BLOCK)
+    at, b, h, row, exists = _queries_of(tl.program_id(0), n, H, QT, QH, QW, BLOCK_M, PARTS_M)
+    bh = b * H + h
     q = load_rows(q_ptr + b * stride_qb + h * stride_qh, stride_qs, row, exists, D, BLOCK_D, not FULL)
     do = load_rows(do_ptr + b * stride_gb + h * stride_gh, stride_gs, row, exists, E, BLOCK_E, not FULL)
     out = load_rows(out_ptr + b * stride_ob + h * stride_oh, stride_os, row, exists, E, BLOCK_E, not FULL)
     log2_lse = tl.load(lse_ptr + bh * S + row, mask=exists, other=float("inf")) * 1.4426950408889634
     delta = row_delta(do, out, dlse_ptr, bh * S + row, exists)
     tl.store(delta_ptr + bh * S + row, delta, mask=exists)
-    dq = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    at = bh * tiles + tile
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if REST:
         cells = tiles * c
-        exact_ptr += at * tiles
-        log2_number_ptr += b * cells
+        gain_ptr += at * tl.cdiv(cells, GAINS) * GAINS
         k_mean_ptr += b * cells * H * D + h * D
         v_mean_ptr += b * cells * H * E + h * E
         for start in range(0, cells, BLOCK_N):
-            cell, inside, gain = _cells_from(start, exact_ptr, log2_number_ptr, cells, c, BLOCK_N)
+            cell, inside, gain = _cells_from(start, gain_ptr, cells, BLOCK_N)
             k = load_rows(k_mean_ptr, H * D, cell, inside, D, BLOCK_D, True)
             v = load_rows(v_mean_ptr, H * E, cell, inside, E, BLOCK_E, True)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale + gain[None, :]
@@ -232,8 +263,9 @@ def two_resolution_rows_kernel(
     if key_mask_ptr is not None:
         key_mask_ptr += b * S
     list_ptr += at * width
-    for i in range(tl.load(number_ptr + at)):
-        key, there, cell_of = _tokens_of(tl.load(list_ptr + i).to(tl.int32), n, BT, BH, BW, BLOCK)
+    for i in range(tl.load(number_ptr + at) * PARTS):
+        other = tl.load(list_ptr + i // PARTS).to(tl.int32)
+        key, there, _ = _tokens_of(other, i % PARTS, n, BT, BH, BW, BLOCK)
         k = load_rows(k_ptr, stride_ks, key, there, D, BLOCK_D, not FULL)
         v = load_rows(v_ptr, stride_vs, key, there, E, BLOCK_E, not FULL)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale
@@ -266,14 +298,15 @@ def _gradients(
 
 @triton.jit(do_not_specialize=["H", "S", "splits", "span"])
 def two_resolution_cells_kernel(
-    q_ptr, k_mean_ptr, v_mean_ptr, log2_number_ptr, exact_ptr, do_ptr, lse_ptr, delta_ptr, dk_mean_ptr, dv_mean_ptr,
+    q_ptr, k_mean_ptr, v_mean_ptr, gain_ptr, do_ptr, lse_ptr, delta_ptr, dk_mean_ptr, dv_mean_ptr,
     stride_qb, stride_qs, stride_qh, stride_gb, stride_gs, stride_gh, H, S, splits, span, tiling, c, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr,
+    BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Gradients [splits, B·H, m·c, D and E] of some means, by the query tiles of one split, `span` in each."""
-    n = _plain(tiling)
+    n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
+    queries = n.queries_t * n.queries_h * n.queries_w
     cells = tiles * c
     pid = tl.program_id(0)
     blocks = tl.cdiv(cells, BLOCK_N)
@@ -284,20 +317,21 @@ def two_resolution_cells_kernel(
     h = bh % H
     cell = start + tl.arange(0, BLOCK_N)
     inside = cell < cells
-    gain = tl.load(log2_number_ptr + b * cells + cell, mask=inside, other=-float("inf"))
     k = load_rows(k_mean_ptr + b * cells * H * D + h * D, H * D, cell, inside, D, BLOCK_D, True)
     v = load_rows(v_mean_ptr + b * cells * H * E + h * E, H * E, cell, inside, E, BLOCK_E, True)
     q_ptr += b * stride_qb + h * stride_qh
     do_ptr += b * stride_gb + h * stride_gh
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    exact_ptr += bh * tiles * tiles
-    for tile in range(split * span, tl.minimum((split + 1) * span, tiles)):
-        exact = tl.load(exact_ptr + tile * tiles + cell // c, mask=inside, other=1)
-        row, exists, cell_of = _tokens_of(tile, n, BT, BH, BW, BLOCK)
+    padded = tl.cdiv(cells, GAINS) * GAINS
+    gain_ptr += bh * queries * padded
+    for i in range(split * span * PARTS_M, tl.minimum((split + 1) * span, queries) * PARTS_M):
+        tile = i // PARTS_M
+        gain = tl.load(gain_ptr + tile.to(tl.int64) * padded + cell, mask=inside, other=-float("inf"))
+        row, exists, _ = _tokens_of(tile, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
         dk, dv = _gradients(
-            k, v, tl.where(exact != 0, -float("inf"), gain), q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S,
-            stride_qs, stride_gs, row, exists, dk, dv, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
+            k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs, row, exists,
+            dk, dv, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,
         )  # fmt: skip
     target = (split * (tl.num_programs(0) // blocks // splits) + bh) * cells + cell
     store_rows(dk_mean_ptr, D, target, inside, dk, D, BLOCK_D)
@@ -310,22 +344,24 @@ def two_resolution_keys_kernel(
     dk_mean_ptr, dv_mean_ptr, dk_ptr, dv_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh, H, S, tiling, c, scale, log2_scale,
     D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr,
+    QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dk [B, S, H, D] and dv [B, S, H, E], contiguous, of one tile of keys.
+    """dk [B, S, H, D] and dv [B, S, H, E], contiguous, of a part of a tile of keys.
 
     Its list is of the query tiles that it is exact for; a token also gets its part of the gradient of its cell's means,
     dk_mean and dv_mean [B·H, m·c, D and E].
     """
-    n = _plain(tiling)
+    n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
+    queries = n.queries_t * n.queries_h * n.queries_w
     pid = tl.program_id(0)
-    tile = pid % tiles
-    bh = (pid // tiles).to(tl.int64)
+    tile = pid // PARTS % tiles
+    bh = (pid // PARTS // tiles).to(tl.int64)
     b = bh // H
     h = bh % H
-    key, there, cell = _tokens_of(tile, n, BT, BH, BW, BLOCK)
+    key, there, cell = _tokens_of(tile, pid % PARTS, n, BT, BH, BW, BLOCK)
     if key_mask_ptr is not None:
         key_mask_ptr += b * S
     attended = _attended(key_mask_ptr, key, there)
@@ -337,9 +373,9 @@ def two_resolution_keys_kernel(
     dk = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK, BLOCK_E], tl.float32)
     at = bh * tiles + tile
-    for i in range(tl.load(number_ptr + at)):
-        other = tl.load(list_ptr + at * tiles + i).to(tl.int32)
-        row, exists, cell_of = _tokens_of(other, n, BT, BH, BW, BLOCK)
+    for i in range(tl.load(number_ptr + at) * PARTS_M):
+        other = tl.load(list_ptr + at * queries + i // PARTS_M).to(tl.int32)
+        row, exists, _ = _tokens_of(other, i % PARTS_M, _of_queries(n), QT, QH, QW, BLOCK_M)
         dk, dv = _gradients(
             k, v, gain, q_ptr, do_ptr, lse_ptr + bh * S, delta_ptr + bh * S, stride_qs, stride_gs, row, exists,
             dk, dv, log2_scale, D, E, BLOCK_D, BLOCK_E, PRECISION,

@@ -1,7 +1,7 @@
 """Attention in two resolutions as a torch operator: opaque to torch.compile, differentiable.
 
-Shapes: B batch, S tokens, H heads, D head dim, E value dim; m tiles, c cells of a tile. An operator takes numbers, not
-objects: a `Tiling` travels as a list of integers.
+Shapes: B batch, S tokens, H heads, D head dim, E value dim; n tiles of queries, m tiles of keys, c cells of a tile. An
+operator takes numbers, not objects: a `Tiling` travels as a list of integers.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import triton
 
-from vmonarch.kernels.common.launch import block_dim, dot_precision, launch_options, unit_stride
+from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options, unit_stride
 from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
 from vmonarch.kernels.two_resolution.kernels import (
+    GAINS,
     lists_kernel,
     means_kernel,
     two_resolution_cells_kernel,
@@ -27,18 +28,33 @@ from vmonarch.kernels.two_resolution.kernels import (
 from vmonarch.kernels.two_resolution.selection import Selection
 from vmonarch.kernels.two_resolution.tiling import Tiling
 
+# Keys of which a mean takes the sum at a time.
+_MEANS_BLOCK = 64
 
-def _box(n: Tiling) -> dict[str, int]:
+
+def _box(n: Tiling, block: int) -> dict[str, int]:
+    """The largest tile of keys in parts of at most `block` places."""
     BT, BH, BW = n.box
-    return {"BT": BT, "BH": BH, "BW": BW, "BLOCK": block_dim(math.prod(n.box))}
+    places = math.prod(n.box)
+    block = min(block, block_dim(places))
+    return {"BT": BT, "BH": BH, "BW": BW, "BLOCK": block, "PARTS": -(-places // block)}
+
+
+def _query_box(n: Tiling, block: int) -> dict[str, int]:
+    """The same of the tiles of queries."""
+    names = {"BT": "QT", "BH": "QH", "BW": "QW", "BLOCK": "BLOCK_M", "PARTS": "PARTS_M"}
+    return {names[name]: number for name, number in _box(n.of_queries, block).items()}
 
 
 def _constants(name: str, query: torch.Tensor, value: torch.Tensor, n: Tiling) -> dict[str, Any]:
     D, E = query.shape[3], value.shape[3]
-    return {
+    options = launch_options(name, query.device, query.dtype, max(D, E))
+    constants: dict[str, Any] = {
         "D": D, "E": E, "BLOCK_D": block_dim(D), "BLOCK_E": block_dim(E), "PRECISION": dot_precision(query.dtype),
-        **_box(n), **launch_options(name, query.device, query.dtype, max(D, E)),
+        **options, **_query_box(n, options["BLOCK_M"]),
     }  # fmt: skip
+    block = constants.pop("BLOCK", None)
+    return constants if block is None else {**constants, **_box(n, block)}
 
 
 def means(
@@ -51,7 +67,7 @@ def means(
     with torch.cuda.device_of(x):
         means_kernel[(n.tiles * B * H,)](
             x, key_mask, mean, log2_number, *x.stride()[:3], H, S, unspecialised(n), n.cells, D=D,
-            BLOCK_D=block_dim(D), **_box(n), num_warps=4,
+            BLOCK_D=block_dim(D), **_box(n, _MEANS_BLOCK), num_warps=4,
         )  # fmt: skip
     return mean, log2_number
 
@@ -79,22 +95,36 @@ def tile_means(tokens: torch.Tensor, tiling: Tiling, key_mask: torch.Tensor | No
     return tile_means_op(tokens.detach(), mask, list(whole)).transpose(1, 2)
 
 
-def _lists(exact: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The true columns of every row of exact [B, H, m, m], in order: [B, H, m, width]; and their number [B, H, m]."""
-    B, H, m, _ = exact.shape
+def _lists(
+    exact: torch.Tensor, width: int, log2_number: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The true columns of every row of exact [B, H, n, m], in order: [B, H, n, width]; and their number [B, H, n].
+
+    With log2_number [B, m·c], also what the logits of all cells gain for every tile of queries [B, H, n, ≥ m·c].
+    """
+    B, H, n, m = exact.shape
     exact = exact.flatten(0, 1)
-    lists = exact.new_empty(B, H, m, width, dtype=torch.int16 if m < 2**15 else torch.int32)
-    number = exact.new_empty(B, H, m, dtype=torch.int32)
+    lists = exact.new_empty(B, H, n, width, dtype=torch.int16 if m < 2**15 else torch.int32)
+    number = exact.new_empty(B, H, n, dtype=torch.int32)
+    c = 1 if log2_number is None else log2_number.shape[1] // m
+    padded = triton.cdiv(m * c, GAINS.value) * GAINS.value
+    gain = None if log2_number is None else exact.new_empty(B, H, n, padded, dtype=torch.float32)
     with torch.cuda.device_of(exact):
         block = min(1024, block_dim(m))
-        lists_kernel[(B * H * m,)](exact, lists, number, *exact.stride(), m, width, BLOCK=block, num_warps=4)
-    return lists, number
+        lists_kernel[(B * H * n,)](
+            exact, log2_number, lists, number, gain, *exact.stride(), n, m, width, padded, H, c, BLOCK=block,
+            BLOCK_PAD=GAINS.value, num_warps=4,
+        )  # fmt: skip
+    return lists, number, gain
 
 
 def _full(n: Tiling) -> bool:
-    """Whether every place of every tile holds a token."""
-    divides = all(length % tiles == 0 for length, tiles in zip(n[:3], n[3:6], strict=True))
-    return divides and math.prod(n.box) == block_dim(math.prod(n.box))
+    """Whether every place of every tile, of keys and of queries, holds a token."""
+    return all(
+        math.prod(cut.box) == block_dim(math.prod(cut.box))
+        and all(length % tiles == 0 for length, tiles in zip(cut[:3], cut[3:6], strict=True))
+        for cut in (n, n.of_queries)
+    )
 
 
 @torch.library.custom_op(
@@ -120,13 +150,22 @@ def two_resolution_forward(
     out = query.new_empty(B, S, H, value.shape[3])
     lse = query.new_empty(B, H, S, dtype=torch.float32)
     k_mean, v_mean, log2_number = _pooled(key, value, n, key_mask, rest)
-    lists, number = _lists(exact, width)
+    lists, number, gain = _lists(exact, width, log2_number)
     with torch.cuda.device_of(query):
-        two_resolution_kernel[(n.tiles * B * H,)](
-            query, key, value, k_mean, v_mean, log2_number, exact, lists, number, key_mask, out, lse,
+        if key_mask is None and hopper_fits("two_resolution", query, key, value):
+            # Where there is no GPU for them, these kernels cannot even be imported.
+            from vmonarch.kernels.hopper.two_resolution import two_resolution, two_resolution_fits
+
+            if two_resolution_fits(n, query, key, value):
+                two_resolution(
+                    query, key, value, k_mean, v_mean, gain, lists, number, out=out, lse=lse, tiling=n, scale=scale
+                )
+                return out, lse
+        constants = _constants("two_resolution", query, value, n)
+        two_resolution_kernel[(n.of_queries.tiles * constants["PARTS_M"] * B * H,)](
+            query, key, value, k_mean, v_mean, gain, lists, number, key_mask, out, lse,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], H, S, width, unspecialised(n), n.cells,
-            log2_scale_of(scale), REST=rest, FULL=_full(n) and key_mask is None,
-            **_constants("two_resolution", query, value, n),
+            log2_scale_of(scale), REST=rest, FULL=_full(n) and key_mask is None, **constants,
         )  # fmt: skip
     return out, lse
 
@@ -168,33 +207,34 @@ def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, t
     dk_mean = dv_mean = None
     q_strides, g_strides = query.stride()[:3], grad_out.stride()[:3]
     kv_strides = (*key.stride()[:3], *value.stride()[:3])
-    tiling, log2_scale = unspecialised(n), log2_scale_of(scale)
-    lists, number = _lists(exact, width)
+    tiling, log2_scale, queries = unspecialised(n), log2_scale_of(scale), n.of_queries.tiles
+    lists, number, gain = _lists(exact, width, log2_number)
     with torch.cuda.device_of(query):
-        two_resolution_rows_kernel[(n.tiles * B * H,)](
-            query, key, value, k_mean, v_mean, log2_number, exact, lists, number, key_mask,
+        constants = _constants("two_resolution_rows", query, value, n)
+        two_resolution_rows_kernel[(queries * constants["PARTS_M"] * B * H,)](
+            query, key, value, k_mean, v_mean, gain, lists, number, key_mask,
             grad_out, out, lse, grad_lse, delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3],
             H, S, width, tiling, n.cells, scale, log2_scale, REST=rest, FULL=_full(n) and key_mask is None,
-            **_constants("two_resolution_rows", query, value, n),
+            **constants,
         )  # fmt: skip
         if rest:
             constants = _constants("two_resolution_cells", query, value, n)
             cells = n.tiles * n.cells
             blocks = triton.cdiv(cells, constants["BLOCK_N"]) * B * H
             # Few cells see many queries: those are split, until there is work for the whole chip.
-            splits = max(1, min(n.tiles, 4 * processors(query.device) // blocks))
+            splits = max(1, min(queries, 4 * processors(query.device) // blocks))
             dk_mean, dv_mean = (query.new_empty(splits, B * H, cells, dim, dtype=torch.float32) for dim in (D, E))
             two_resolution_cells_kernel[(blocks * splits,)](
-                query, k_mean, v_mean, log2_number, exact, grad_out, lse, delta, dk_mean, dv_mean,
-                *q_strides, *g_strides, H, S, splits, triton.cdiv(n.tiles, splits), tiling, n.cells, log2_scale,
+                query, k_mean, v_mean, gain, grad_out, lse, delta, dk_mean, dv_mean,
+                *q_strides, *g_strides, H, S, splits, triton.cdiv(queries, splits), tiling, n.cells, log2_scale,
                 **constants,
             )  # fmt: skip
             dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
-        lists, number = _lists(exact.transpose(2, 3), n.tiles)
-        two_resolution_keys_kernel[(n.tiles * B * H,)](
+        lists, number, _ = _lists(exact.transpose(2, 3), queries)
+        constants = _constants("two_resolution_keys", query, value, n)
+        two_resolution_keys_kernel[(n.tiles * constants["PARTS"] * B * H,)](
             query, key, value, log2_number, lists, number, key_mask, grad_out, lse, delta, dk_mean, dv_mean, dk, dv,
-            *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest,
-            **_constants("two_resolution_keys", query, value, n),
+            *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest, **constants,
         )  # fmt: skip
     return dq, dk, dv
 

@@ -1,6 +1,7 @@
 """Attention in two resolutions in plain torch: the specification of the kernels.
 
-Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; m tiles of b places, c cells of a tile.
+Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; m tiles of keys of b places, c cells of a
+tile, n tiles of queries of a places.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def tile_means(tokens: torch.Tensor, tiling: Tiling, key_mask: torch.Tensor | No
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query tiles [G, l, b, D], scaled, attend to the keys `chosen` [G, l, n] of [G, N, D], whose logits gain `bias`.
+    """Query tiles [G, l, a, D], scaled, attend to the keys `chosen` [G, l, i] of [G, N, D], whose logits gain `bias`.
 
     Returns:
-        (out [G, l, b, E], lse [G, l, b]).
+        (out [G, l, a, E], lse [G, l, a]).
     """
     scores = query @ _picked(key, chosen).mT + bias.unsqueeze(2)
     p, row_sum, lse = softmax_parts(scores)
@@ -57,7 +58,7 @@ def _attend(
 
 
 def _picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """x[g, places[g]] of x [G, N, …] and places [G, l, n]: [G, l, n, …]."""
+    """x[g, places[g]] of x [G, N, …] and places [G, l, i]: [G, l, i, …]."""
     first = x.shape[1] * torch.arange(x.shape[0], device=x.device)[:, None, None]
     # With one index whole rows are copied.
     return x.flatten(0, 1)[first + places]
@@ -77,7 +78,8 @@ def two_resolution_attention_reference(
     """(out [B, S, H, E] in the dtype of `query`, lse [B, H, S]); arguments as in `two_resolution_attention`."""
     B, S, H, _ = query.shape
     m, c = tiling.tiles, tiling.cells
-    places = places_of(tiling, query.device)
+    places, of_queries = (places_of(cut, query.device) for cut in (tiling, tiling.of_queries))
+    n = of_queries.token.shape[0]
     b = places.token.shape[1]
     q = to_groups(query) * scale
     # What a tile may attend to: tokens, then cells; and what its logit gains, the log of the tokens that it stands for.
@@ -90,9 +92,9 @@ def two_resolution_attention_reference(
         gain = torch.cat([gain, number.to(q.dtype).log()], 1)
     gain = gain.expand(B, -1).repeat_interleave(H, 0)  # [G, N]
 
-    exact = selection.exact.expand(B, H, m, m).flatten(0, 1)
+    exact = selection.exact.expand(B, H, n, m).flatten(0, 1)
     # Exact tiles come first in a ranking: `fewest` of them at least, `most` at most.
-    number_exact = exact.sum(-1, keepdim=True)  # [G, m, 1]
+    number_exact = exact.sum(-1, keepdim=True)  # [G, n, 1]
     fewest = most = selection.number
     if fewest is None or most is None:
         fewest, most = int(number_exact.min()), int(number_exact.max())
@@ -100,10 +102,10 @@ def two_resolution_attention_reference(
     rank = torch.arange(m, device=query.device)
 
     outs, lses = [], []
-    q_tiles = q[:, places.token.flatten()].unflatten(1, (m, b))
+    q_tiles = q[:, of_queries.token.flatten()].unflatten(1, (n, -1))
     reach = most * b + (m - fewest) * c * rest
     step = max(1, MAX_CHUNK_ELEMENTS // max(1, q.shape[0] * reach * (k.shape[2] + v.shape[2])))
-    for l in range(0, m, step):
+    for l in range(0, n, step):
         tiles = ranking[:, l : l + step]  # [G, l, m]
         is_exact = rank < (most if fewest == most else number_exact[:, l : l + step])  # [G or 1, l or 1, m]
         is_exact = is_exact.expand(tiles.shape)
@@ -114,10 +116,10 @@ def two_resolution_attention_reference(
             coarse = tiles[..., fewest:, None] * c + torch.arange(c, device=query.device)
             chosen.append(S + coarse.flatten(2))
             allowed.append(~is_exact[..., fewest:].repeat_interleave(c, -1))
-        index = torch.cat(chosen, -1)  # [G, l, n]
+        index = torch.cat(chosen, -1)  # [G, l, i]
         bias = torch.where(torch.cat(allowed, -1), _picked(gain, index), -torch.inf)
         out, lse = recomputed(_attend, q_tiles[:, l : l + step], k, v, index, bias)
         outs.append(out)
         lses.append(lse)
-    out, lse = (torch.cat(parts, 1).flatten(1, 2)[:, places.place] for parts in (outs, lses))
+    out, lse = (torch.cat(parts, 1).flatten(1, 2)[:, of_queries.place] for parts in (outs, lses))
     return out.unflatten(0, (B, H)).transpose(1, 2).to(query.dtype).contiguous(), lse.unflatten(0, (B, H))

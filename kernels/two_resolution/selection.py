@@ -1,15 +1,17 @@
 """Which key tiles every tile of queries attends exactly.
 
-Shapes: B batch, S tokens, H heads, D head dim, m tiles, c cells of a tile.
+Shapes: B batch, S tokens, H heads, D head dim, n tiles of queries, m tiles of keys.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
 import torch
 
+from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.two_resolution.tiling import Tiling
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
@@ -18,7 +20,7 @@ class Selection(NamedTuple):
     """The exact tiles.
 
     Attributes:
-        exact: bool [B or 1, H or 1, m, m], true where key tile n is exact for query tile l.
+        exact: bool [B or 1, H or 1, n, m], true where tile of keys k is exact for tile of queries l.
         number: how many there are for every query tile, where that is the same for all data; else None.
     """
 
@@ -35,10 +37,12 @@ def select_tiles(query: torch.Tensor, key: torch.Tensor, tiling: Tiling, options
     """The exact tiles by the scores of mean queries and keys.
 
     Args:
-        query, key: means of the tiles [B, H, m, D], -inf nowhere; that of a tile without any key is zero.
+        query, key: means of the tiles [B, H, n and m, D]; that of a tile without any key is zero.
     """
     scores = (query @ key.transpose(-1, -2)).detach()
-    always = always_exact(tiling, options.local, options.sink, scores.device)
+    always = None
+    if options.local is not None or options.sink:
+        always = always_exact(tiling, options.local, options.sink, scores.device)
     if options.beta is not None:
         std, mean = torch.std_mean(scores, -1, correction=0, keepdim=True)
         exact = scores > mean + options.beta * std
@@ -52,30 +56,43 @@ def select_tiles(query: torch.Tensor, key: torch.Tensor, tiling: Tiling, options
 
 
 def exact_tiles(tiling: Tiling, options: TwoResolutionOptions) -> int:
-    """How many tiles are exact for every query tile, with `share`."""
+    """How many tiles are exact for every tile of queries, with `share`."""
     assert options.share is not None
-    reach = -1 if options.local is None else options.local
-
-    def near(place: int, tiles: int) -> int:
-        """Places of an axis within reach of one."""
-        return max(0, min(tiles, place + reach + 1) - max(0, place - reach))
-
-    h, w = (max(near(place, tiles) for place in range(tiles)) for tiles in (tiling.tiles_h, tiling.tiles_w))
+    first, *others = _near(tiling, options.local)
+    rows, columns = (max(map(sum, axis)) for axis in others)
     always = 0
-    for t in range(tiling.tiles_t):
+    for near in first:
         # Of the tiles nearby, those that hold the first frame are counted with the others that do.
-        frames = near(t, tiling.tiles_t) - (options.sink and t <= reach)
-        always = max(always, frames * h * w + options.sink * tiling.tiles_h * tiling.tiles_w)
+        frames = sum(near) - (options.sink and near[0])
+        always = max(always, frames * rows * columns + options.sink * tiling.tiles_h * tiling.tiles_w)
     return max(kept_tiles(tiling.tiles, options.share), always)
 
 
-def always_exact(tiling: Tiling, local: int | None, sink: bool, device: torch.device) -> torch.Tensor | None:
-    """[m, m] the tiles that are exact whatever the scores; None if there are none."""
-    if local is None and not sink:
-        return None
-    places = torch.cartesian_prod(*(torch.arange(count, device=device) for count in tiling[3:6])).view(-1, 3)
-    always = torch.zeros(len(places), len(places), dtype=torch.bool, device=device)
-    if local is not None:
-        always |= (places[:, None] - places).abs().amax(-1) <= local
-    # The first tiles along time hold the first frame.
-    return always | (places[:, 0] == 0) if sink else always
+def always_exact(tiling: Tiling, local: int | None, sink: bool, device: torch.device) -> torch.Tensor:
+    """[n, m] the tiles that are exact whatever the scores."""
+    t, h, w = _near_tables(tiling, local, device)
+    always = t[:, None, None, :, None, None] & h[:, None, None, :, None] & w[:, None, None, :]
+    if sink:
+        # The first tiles along time hold the first frame.
+        always[:, :, :, 0] = True
+    return always.flatten(3).flatten(0, 2)
+
+
+@kept
+def _near_tables(tiling: Tiling, local: int | None, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.tensor(axis, device=device) for axis in _near(tiling, local))
+
+
+def _near(tiling: Tiling, local: int | None) -> list[list[list[bool]]]:
+    """[queries, tiles] of every axis: whether a part of it is at most `local` parts from one that holds a query."""
+    reach = -math.inf if local is None else local
+    axes = []
+    for length, tiles, queries in zip(tiling[:3], tiling[3:6], tiling[9:], strict=True):
+        # Part i of n holds the places from ⌊i·L/n⌋ on, so place p is in part ⌊((p + 1)·n - 1)/L⌋.
+        bounds = [i * length // queries for i in range(queries + 1)]
+        ends = [
+            [((place + 1) * tiles - 1) // length for place in (start, stop - 1)]
+            for start, stop in itertools.pairwise(bounds)
+        ]
+        axes.append([[first - reach <= part <= last + reach for part in range(tiles)] for first, last in ends])
+    return axes

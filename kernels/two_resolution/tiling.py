@@ -1,4 +1,4 @@
-"""How a video is cut into tiles, boxes of neighbouring tokens, and the tiles into cells.
+"""How a video is cut into tiles of keys and tiles of queries, boxes of neighbouring tokens, and key tiles into cells.
 
 Every axis is cut evenly: part i of n of an axis of length L holds the places from ⌊i·L/n⌋ to ⌊(i+1)·L/n⌋, so sizes
 differ by at most one. Tokens stay where they are; tiles and cells are found by arithmetic.
@@ -6,8 +6,9 @@ differ by at most one. Tokens stay where they are; tiles and cells are found by 
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,10 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.constants import kept
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
-# Tokens of the tiles that `best_box` looks for: the rows of one instruction of the matrix units.
-TILE_TOKENS = 64
+# Tokens of a tile of keys and of a tile of queries, where the options do not say.
+KEY_TOKENS, QUERY_TOKENS = 64, 128
+# Edges along frames, rows and columns.
+Box = tuple[int, int, int]
 # Of two boxes that fill their tiles alike to this degree, the one that is more of a cube is better.
 _SLACK = 0.05
 
@@ -27,8 +30,9 @@ class Tiling(NamedTuple):
 
     Attributes:
         frames, rows, columns: of the grid.
-        tiles_t, tiles_h, tiles_w: tiles along each axis.
-        cells_t, cells_h, cells_w: cells of a tile along each axis.
+        tiles_t, tiles_h, tiles_w: tiles of keys along each axis.
+        cells_t, cells_h, cells_w: cells of a tile of keys along each axis.
+        queries_t, queries_h, queries_w: tiles of queries along each axis.
     """
 
     frames: int
@@ -40,10 +44,13 @@ class Tiling(NamedTuple):
     cells_t: int
     cells_h: int
     cells_w: int
+    queries_t: int
+    queries_h: int
+    queries_w: int
 
     @property
     def tiles(self) -> int:
-        """m, the tiles of the video."""
+        """m, the tiles of keys."""
         return self.tiles_t * self.tiles_h * self.tiles_w
 
     @property
@@ -52,41 +59,47 @@ class Tiling(NamedTuple):
         return self.cells_t * self.cells_h * self.cells_w
 
     @property
-    def box(self) -> tuple[int, int, int]:
-        """(frames, rows, columns) of the largest tile."""
+    def box(self) -> Box:
+        """(frames, rows, columns) of the largest tile of keys."""
         return -(-self.frames // self.tiles_t), -(-self.rows // self.tiles_h), -(-self.columns // self.tiles_w)
+
+    @property
+    def of_queries(self) -> Tiling:
+        """The cut into n tiles of queries, as if they were keys, of one cell each."""
+        queries = self[9:]
+        return Tiling(*self[:3], *queries, 1, 1, 1, *queries)
 
 
 def tiling_of(grid: LatentGrid, options: TwoResolutionOptions) -> Tiling:
-    """The cut of a grid by `tile` and `cell`."""
-    tile = best_box(grid) if options.tile is None else options.tile
-    tiles = [-(-size // min(size, edge)) for size, edge in zip(grid, tile, strict=True)]
+    """The cut of a grid by `tile`, `cell` and `query_tile`."""
+
+    def parts(sizes: Sequence[int], box: Sequence[int]) -> list[int]:
+        return [-(-size // min(size, edge)) for size, edge in zip(sizes, box, strict=True)]
+
+    tiles = parts(grid, options.tile or best_box(grid, KEY_TOKENS))
     box = [-(-size // count) for size, count in zip(grid, tiles, strict=True)]
-    cell = box if options.cell is None else options.cell
-    cells = [-(-edge // min(edge, part)) for edge, part in zip(box, cell, strict=True)]
-    return Tiling(*grid, *tiles, *cells)
+    queries = parts(grid, options.query_tile or best_box(grid, QUERY_TOKENS))
+    return Tiling(*grid, *tiles, *parts(box, options.cell or box), *queries)
 
 
-@kept
-def best_box(grid: LatentGrid) -> tuple[int, int, int]:
-    """The box of at most 64 tokens by which a grid is cut into tiles with the fewest empty places.
+@functools.cache
+def best_box(grid: LatentGrid, tokens: int) -> Box:
+    """The box of `tokens` places, edges powers of two, by which a grid is cut into the fewest tiles.
 
     Of boxes that are nearly as good, it is the one with the shortest edges together.
     """
-    boxes = [
-        (t, h, TILE_TOKENS // (t * h))
-        for t, h in itertools.product(range(1, 1 + min(grid.frames, 16)), range(1, 1 + min(grid.height, 16)))
-        if t * h <= TILE_TOKENS
-    ]
-    boxes += [(t, h, w) for t, h, most in boxes for w in range(1, most)]
-    boxes = [(t, h, min(w, grid.width)) for t, h, w in boxes]
+    edges = [1 << power for power in range(tokens.bit_length())]
+    boxes = [(t, h, tokens // (t * h)) for t in edges for h in edges if t * h <= tokens]
 
-    def filled(box: tuple[int, int, int]) -> float:
-        tiles = math.prod(-(-size // edge) for size, edge in zip(grid, box, strict=True))
-        return grid.tokens / (tiles * TILE_TOKENS)
+    def filled(box: Box) -> float:
+        t, h, w = box
+        tiles = -(-grid.frames // t) * -(-grid.height // h) * -(-grid.width // w)
+        return grid.tokens / (tiles * tokens)
 
-    best = max(map(filled, boxes))
-    return min((box for box in boxes if filled(box) >= best - _SLACK), key=lambda box: (sum(box), -filled(box), box))
+    best = max(filled(box) for box in boxes)
+    # torch.compile, which looks through the cache, traces a sort but not a minimum by a key.
+    good = [box for box in boxes if filled(box) >= best - _SLACK]
+    return sorted(good, key=lambda box: (sum(box), -filled(box), box))[0]
 
 
 class Places(NamedTuple):
@@ -110,7 +123,7 @@ def places_of(tiling: Tiling, device: torch.device) -> Places:
     """The places of a cut; b is the tokens of its largest tile."""
     T, H, W = (
         _axis(length, tiles, edge, cells, device)
-        for length, tiles, edge, cells in zip(tiling[:3], tiling[3:6], tiling.box, tiling[6:], strict=True)
+        for length, tiles, edge, cells in zip(tiling[:3], tiling[3:6], tiling.box, tiling[6:9], strict=True)
     )
 
     def combined(t: torch.Tensor, h: torch.Tensor, w: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:

@@ -111,8 +111,8 @@ def sampled(first: int, cases: Iterable[tuple]) -> list[tuple]:
     sampled(
         0,
         [
-            *((80, "paper"), (89, "paper-64"), (100, "paper"), (120, "paper")),
-            *((90, name) for name in CASES if not name.startswith("paper")),
+            *((80, "paper"), (89, "tiles"), (100, "paper"), (120, "narrow-values")),
+            *((90, name) for name in ("many-frames", "entropy-gradient", "wide-head", "float32")),
         ],
     ),
     ids=str,
@@ -168,24 +168,24 @@ RESIDUAL_CASES = {
 # family -> (its cases, those of other architectures than Hopper, those of Hopper, kernels in the order of launches)
 FAMILIES = {
     "norm": (
-        NORM_CASES, {80: "1536-bfloat16", 89: "1536-bfloat16", 100: "5120-bfloat16", 120: "1536-bfloat16"}, NORM_CASES,
+        NORM_CASES, {80: "1536-bfloat16", 100: "5120-bfloat16"}, NORM_CASES,
         "norm_rotary norm_rotary_backward"),
     "bias": (
-        BIAS_CASES, {80: "rank-16", 89: "narrow-causal", 100: "rank-16", 120: "rank-64"}, BIAS_CASES,
+        BIAS_CASES, {89: "narrow-causal", 100: "rank-16", 120: "rank-64"}, BIAS_CASES,
         "flash_bias flash_bias_rows flash_bias_keys"),
     "linear": (
-        LINEAR_CASES, {80: "taylor-causal", 89: "taylor", 100: "taylor", 120: "features"}, LINEAR_CASES,
+        LINEAR_CASES, {80: "taylor-causal", 120: "features"}, LINEAR_CASES,
         "state read prepare state state gradient gradient read"),
     "window": (
-        WINDOW_CASES, {80: "video", 89: "sequence", 100: "video", 120: "sequence"}, WINDOW_CASES,
+        WINDOW_CASES, {89: "sequence", 100: "video"}, WINDOW_CASES,
         "window window_rows window_keys"),
     "two resolutions": (
-        TWO_RESOLUTION_CASES, {80: "full", 89: "ragged", 100: "full", 120: "ragged"}, TWO_RESOLUTION_CASES,
+        TWO_RESOLUTION_CASES, {80: "full", 100: "full", 120: "ragged"}, TWO_RESOLUTION_CASES,
         "means means means lists two_resolution"
         " means means lists two_resolution_rows two_resolution_cells lists two_resolution_keys"),
     "residual": (
-        RESIDUAL_CASES, {80: "128-bfloat16-int8", 89: "64-float16-bfloat16", 100: "128-bfloat16-bfloat16",
-                         120: "80-float16-int8"}, ["128-bfloat16-int8", "256-float32-bfloat16"],
+        RESIDUAL_CASES, {80: "64-float16-bfloat16", 89: "80-float16-int8", 120: "128-bfloat16-bfloat16"},
+        ["128-bfloat16-int8", "256-float32-bfloat16"],
         "attention_residual add_residual"),
 }  # fmt: skip
 SAMPLED = [
@@ -204,7 +204,8 @@ def hashes_of(tokens, triton, case, compile_kernels):
 def test_portable_kernels_of_a_family_compile(triton, architecture, name, family, compile_kernels):
     cases, _, _, launches = FAMILIES[family]
     case = cases[name]
-    overrides = {"overrides": {"hopper": {"enabled": 0}}} if family in ("bias", "linear") else {}
+    hopper = family in ("bias", "linear", "two resolutions")
+    overrides = {"overrides": {"hopper": {"enabled": 0}}} if hopper else {}
     kernels = compile_kernels(triton, architecture, {**case, **overrides})
     assert [kernel["kernel"].strip("_").removesuffix("_kernel") for kernel in kernels] == launches.split()
     on_big = architecture == 100 and family in ("bias", "two resolutions")
@@ -236,6 +237,19 @@ def test_hopper_kernels_with_a_bias_compile(triton, name, options, kernels, comp
         # The kernel that owns keys spills what it needs before and after its loop.
         spilled = MAX_SPILLED if kernel["kernel"] == "_hopper_keys_kernel" else kernel["allowed"]
         assert kernel["spilled"] <= spilled, kernel
+
+
+@pytest.mark.parametrize(
+    ("triton", "options"),
+    [(NEWEST, {}), (OLDEST, {"cell": [4, 2, 2], "grid": [43, 45, 52]}), (NEWEST, {"tile": [1, 4, 4], "dim": 64})],
+    ids=["full", "ragged", "small-tiles"],
+)
+def test_hopper_kernel_of_two_resolutions_compiles(triton, options, compile_kernels):
+    case = {**TWO_RESOLUTION_CASES["full"], "tile": [4, 4, 4], **options, "only": "_hopper_"}
+    (kernel,) = compile_kernels(triton, 90, case)
+    assert kernel["kernel"] == "_hopper_two_resolution_kernel" and kernel["warp_specialized"]
+    # The producer has few registers.
+    assert not kernel["serialized"] and kernel["spilled"] <= 192 and kernel["shared"] <= BIG_SHARED_MEMORY, kernel
 
 
 @pytest.mark.parametrize("triton,width,dtype", [(NEWEST, 64, "float16"), (OLDEST, 128, "bfloat16")])

@@ -51,8 +51,11 @@ CASES = {
 
 
 @in_interpreter
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in CASES), ("odd", torch.float16), ("embedded", torch.float16)],
+    ids=str,
+)
 def test_kernels_equal_float64(name, dtype):
     case = {"heads": 3, **CASES[name]}
     check(*inputs(**case, dtype=dtype), case["heads"])

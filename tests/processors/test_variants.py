@@ -270,7 +270,8 @@ def test_work_is_that_of_the_pairs_and_blocks_that_are_kept(transformer):
     grid = LatentGrid(5, 3, 4)
     names = ["local", "local:exact={columns: [0], band: 0}", "block-topk:cube=[1, 3, 4],sparsity=0.6"]
     names += ["vmonarch-sink-average", "vmonarch-controlled:recompute=true", "vmonarch-controlled"]
-    names += ["monarch-t4:blocks=5", "two-resolution:tile=[1, 3, 2],share=0.25", "two-resolution:share=null,beta=1.0"]
+    names += ["monarch-t4:blocks=5", "two-resolution:tile=[1, 3, 2],query_tile=[5, 3, 2],share=0.25"]
+    names += ["two-resolution:share=null,beta=1.0"]
     found = relative_flops(call, [resolve_method(name) for name in names], ["transformer"])
     near, sink, cubes, average, recomputed, plain, blocks, tiles, unknown = found.values()
     default, without = (vmonarch_flops(grid, 1, exact=exact) / full_flops(grid, 1) for exact in ("first_frame", None))
@@ -279,8 +280,8 @@ def test_work_is_that_of_the_pairs_and_blocks_that_are_kept(transformer):
     assert cubes == pytest.approx(2 / 5 + 2 * 5**2 / (4 * 60**2))
     assert average == pytest.approx(default) and recomputed == pytest.approx(default)
     assert plain == pytest.approx(without) and blocks == pytest.approx(default)
-    # Three of ten tiles of six tokens, one key for each of seven others, and the products of ten means.
-    assert tiles == pytest.approx((3 * 6 + 7) / 60 + 2 * 10**2 / (4 * 60**2))
+    # Three of ten tiles of six tokens, one key for each of seven others, and the products of two and ten means.
+    assert tiles == pytest.approx((3 * 6 + 7) / 60 + 2 * 2 * 10 / (4 * 60**2))
     # How many tiles exceed the threshold depends on the data.
     assert unknown is None
 

@@ -48,6 +48,7 @@ from vmonarch.kernels.flash_entropy import backward as flash_backward
 from vmonarch.kernels.flash_entropy import forward as flash_forward
 from vmonarch.kernels.hopper import l_step as hopper_l_step
 from vmonarch.kernels.hopper import r_step as hopper_r_step
+from vmonarch.kernels.hopper import two_resolution as hopper_two_resolution
 from vmonarch.kernels.hopper.backward import keys as hopper_keys
 from vmonarch.kernels.hopper.backward import rows as hopper_rows
 from vmonarch.kernels.monarch import fused, l_step, places, r_step
@@ -166,9 +167,16 @@ def main():
         window_op,
     ):
         module.launch_options = options_of_a_gpu
-    hopper = (hopper_keys, hopper_rows, hopper_l_step, hopper_r_step)
+    hopper = (hopper_keys, hopper_rows, hopper_l_step, hopper_r_step, hopper_two_resolution)
     for module in (bias_forward, flash_backward, flash_forward, two_resolution_op, *hopper):
         module.processors = lambda device: 132
+
+    with launch.launch_overrides(case.get("overrides", {})):
+        launch_all(case)
+
+
+def launch_all(case):
+    """Forward and backward."""
 
     def qkv(tokens, heads):
         rows = torch.zeros(3, 1, tokens, heads, case.get("row", case["dim"]), dtype=getattr(torch, case["dtype"]))
@@ -181,9 +189,8 @@ def main():
         factors = [torch.zeros(1, case["tokens"], 2, case["rank"], dtype=dtype) for _ in range(2)]
         mask = torch.ones(1, case["tokens"], dtype=torch.bool) if case.get("masked") else None
         call = bias_forward.Launch(*tensors, *factors, mask, case.get("scale", 0.1), case.get("causal", False))
-        with launch.launch_overrides(case.get("overrides", {})):
-            out, lse = bias_forward.flash_bias_forward(call)
-            bias_backward.flash_bias_backward(call, out, lse, out, lse)
+        out, lse = bias_forward.flash_bias_forward(call)
+        bias_backward.flash_bias_backward(call, out, lse, out, lse)
         return
     if "window" in case:
         tensors = qkv(math.prod(case["grid"]), 2)
@@ -195,7 +202,7 @@ def main():
         tensors = qkv(math.prod(case["grid"]), 2)
         options = TwoResolutionOptions(tile=case["tile"], cell=case.get("cell"), rest=case.get("rest", True))
         tiling = tiling_of(LatentGrid(*case["grid"]), options)
-        exact = torch.zeros(1, 2, tiling.tiles, tiling.tiles, dtype=torch.bool)
+        exact = torch.zeros(1, 2, tiling.of_queries.tiles, tiling.tiles, dtype=torch.bool)
         mask = torch.ones(1, tensors[0].shape[1], dtype=torch.bool) if case.get("masked") else None
         two_resolution_op.tile_means(tensors[0], tiling, mask)
         numbers = (list(tiling), options.rest, 0.1)
@@ -220,9 +227,8 @@ def main():
             for width in (case["dim"], case["dim"], case["width"])
         )
         numbers = (1.0, case.get("causal", False), case.get("taylor", True))
-        with launch.launch_overrides(case.get("overrides", {})):
-            out, weight, *_ = taylor_op.taylor_forward(q, k, v, None, None, None, *numbers)
-            taylor_op.taylor_backward(out, None, q, k, v, None, out, weight, *numbers)
+        out, weight, *_ = taylor_op.taylor_forward(q, k, v, None, None, None, *numbers)
+        taylor_op.taylor_backward(out, None, q, k, v, None, out, weight, *numbers)
         return
     grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
     tensors = qkv(grid.tokens, 1)
@@ -231,9 +237,8 @@ def main():
     )
     cut = places.grid_places(grid, **options.cut(grid.frames))
     call = fused.MonarchCall(cut, options, 0.1, case.get("entropy_grad", False))
-    with launch.launch_overrides(case.get("overrides", {})):
-        out, lse, *saved = fused.forward(*tensors, None, call, True)
-        fused.backward(tensors[0], lse, *tensors, None, out, lse, tuple(saved), call)
+    out, lse, *saved = fused.forward(*tensors, None, call, True)
+    fused.backward(tensors[0], lse, *tensors, None, out, lse, tuple(saved), call)
 
 
 if __name__ == "__main__":

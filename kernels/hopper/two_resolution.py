@@ -1,0 +1,354 @@
+"""Attention in two resolutions on Hopper, forward (`kernels/two_resolution/kernels.py` is the portable form).
+
+A program takes one tile of 128 queries after the other. The copy engine brings its exact tiles of keys from where they
+lie, each a box of the video whose edges are powers of two; several of them make up a block of BLOCK_N keys.
+
+Legend: B batch, S tokens, H heads, D head dim, which is that of the values too; n tiles of queries, m tiles of keys, c
+cells of a tile. PLACES: of a box of keys, of which a ragged tile leaves some empty.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vmonarch.kernels.common.constants import kept
+from vmonarch.kernels.common.launch import launch_options, tma_strides
+from vmonarch.kernels.common.softmax import log2_scale_of
+from vmonarch.kernels.flash_entropy.segments import processors
+from vmonarch.kernels.hopper.attend import (
+    BLOCK_M,
+    HALF,
+    accumulator_layout,
+    allocate_tiles,
+    attend_keys,
+    copy_rows,
+    hopper_dim,
+    log2_partition,
+    rows_descriptor,
+    shared_layout,
+)
+from vmonarch.kernels.hopper.gluon import async_load, async_load_numbers, reinterpret
+from vmonarch.kernels.two_resolution.kernels import plain, unspecialised
+from vmonarch.kernels.two_resolution.tiling import Box, Tiling
+
+_HALF = gl.constexpr(HALF)
+# Columns of a tile that the copy engine brings at a time: they are one row of the swizzled shared memory.
+_COLUMNS = 64
+
+_plain = gluon.jit(plain.fn)
+
+
+@gluon.jit
+def _start(place, length, parts):
+    """Where part `place` of an axis begins that is cut evenly."""
+    return place * length // parts
+
+
+@gluon.jit
+def _place_of(tile, tiles_h, tiles_w):
+    """Along each axis, which of the tiles this is."""
+    return tile // (tiles_h * tiles_w), tile // tiles_w % tiles_h, tile % tiles_w
+
+
+@gluon.jit
+def _copy_tile(desc, b, h, tile, n, barrier, buffer, place: gl.constexpr):
+    """Start the copies of a tile of keys into the rows of its place in `buffer` [BLOCK_N, D]."""
+    box: gl.constexpr = desc.block_type.shape
+    PLACES: gl.constexpr = box[0] * box[1] * box[2]
+    tiles: gl.constexpr = buffer.shape[0] // PLACES
+    parts: gl.constexpr = buffer.shape[1] // box[4]
+    # The columns of a block lie in parts, and in each the rows one after the other.
+    rows = reinterpret(buffer, desc.dtype, [parts * tiles, PLACES, box[4]], shared_layout(box[4]))
+    i, j, k = _place_of(tile, n.tiles_h, n.tiles_w)
+    frame = b * n.frames + _start(i, n.frames, n.tiles_t)
+    row = _start(j, n.rows, n.tiles_h)
+    column = _start(k, n.columns, n.tiles_w)
+    for part in gl.static_range(parts):
+        target = reinterpret(rows.index(part * tiles + place), desc.dtype, box, desc.layout)
+        async_load(desc, [frame, row, column, h, part * box[4]], barrier, target)
+
+
+@gluon.jit
+def _load(
+    q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr, buffers, bias_bufs, n,
+    numbers, REST: gl.constexpr, FULL: gl.constexpr, SECOND: gl.constexpr, PLACES: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Producer: of every tile of queries the queries, the means of all cells, and its exact tiles."""
+    q_bufs, k_bufs, v_bufs, q_full, q_empty, _, full, empty = buffers
+    H, S, items, width, queries, tiles, padded = numbers
+    TILES: gl.constexpr = BLOCK_N // PLACES
+    block_bytes: gl.constexpr = 2 * BLOCK_N * k_bufs.shape[2] * 2
+    key = gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
+    place = 0
+    t = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        b = item // queries // H
+        h = item // queries % H
+        turn = t % Q_STAGES
+        mbarrier.wait(q_empty.index(turn), (t // Q_STAGES & 1) ^ 1)
+        barrier = q_full.index(turn)
+        mbarrier.expect(barrier, 2 * q_desc.block_type.nbytes)
+        i, j, k = _place_of(item % queries, n.queries_h, n.queries_w)
+        frame = b * n.frames + _start(i, n.frames, n.queries_t)
+        row = _start(j, n.rows, n.queries_h)
+        column = _start(k, n.columns, n.queries_w)
+        for half in gl.static_range(2):
+            target = reinterpret(q_bufs.index(2 * turn + half), q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
+            at = [frame + half * SECOND[0], row + half * SECOND[1], column + half * SECOND[2], h, 0]
+            async_load(q_desc, at, barrier, target)
+        if REST:
+            own_ptr = gain_ptr + gl.to_tensor(item).to(gl.int64) * padded
+            blocks = padded // BLOCK_N
+            for block in range(blocks):
+                # The order of `attend_keys`.
+                first = gl.where(block == 0, blocks - 1, block - 1) * BLOCK_N
+                stage = place % STAGES
+                mbarrier.wait(empty.index(stage), (place // STAGES & 1) ^ 1)
+                barrier = full.index(stage)
+                mbarrier.expect(barrier, block_bytes)
+                copy_rows(k_mean_desc, b, h, first, barrier, k_bufs.index(stage))
+                copy_rows(v_mean_desc, b, h, first, barrier, v_bufs.index(stage))
+                async_load_numbers(bias_bufs.index(stage), own_ptr + first + key)
+                async_copy.mbarrier_arrive(barrier, increment_count=False)
+                place += 1
+        number = gl.load(number_ptr + item)
+        blocks = (number + TILES - 1) // TILES
+        own_list_ptr = list_ptr + gl.to_tensor(item).to(gl.int64) * width
+        for block in range(blocks):
+            # What is left of the last block, masked there, gets the last tile again.
+            first = gl.where(block == 0, blocks - 1, block - 1) * TILES
+            stage = place % STAGES
+            mbarrier.wait(empty.index(stage), (place // STAGES & 1) ^ 1)
+            barrier = full.index(stage)
+            mbarrier.expect(barrier, block_bytes)
+            for other in gl.static_range(TILES):
+                tile = gl.load(own_list_ptr + gl.minimum(first + other, number - 1)).to(gl.int32)
+                _copy_tile(k_desc, b, h, tile, n, barrier, k_bufs.index(stage), other)
+                _copy_tile(v_desc, b, h, tile, n, barrier, v_bufs.index(stage), other)
+            if not FULL:
+                other = first + key // PLACES
+                # No token is in the tile after the last.
+                tile = gl.load(own_list_ptr + other, mask=other < number, other=tiles).to(gl.int32)
+                async_load_numbers(bias_bufs.index(stage), there_ptr + tile * PLACES + key % PLACES)
+            if REST or not FULL:
+                async_copy.mbarrier_arrive(barrier, increment_count=False)
+            place += 1
+        t += 1
+
+
+@gluon.jit
+def _attend(
+    half: gl.constexpr, number_ptr, box_ptr, out_ptr, lse_ptr, buffers, bias_bufs,
+    numbers, rows, columns, log2_scale, D: gl.constexpr, REST: gl.constexpr, FULL: gl.constexpr, BOX: gl.constexpr,
+    SECOND: gl.constexpr, PLACES: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Consumer: one warpgroup, half of the places of every tile of queries."""
+    q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty = buffers
+    H, S, items, width, queries, tiles, padded = numbers
+    BLOCK_D: gl.constexpr = k_bufs.shape[2]
+    layout: gl.constexpr = accumulator_layout(BLOCK_D)
+    stats: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
+    place = 0
+    t = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        bh = item // queries
+        number = gl.load(number_ptr + item)
+        turn = t % Q_STAGES
+        mbarrier.wait(q_full.index(turn), t // Q_STAGES & 1)
+        if half == 1:
+            mbarrier.wait(lead.index(turn), t // Q_STAGES & 1)
+        q = q_bufs.index(2 * turn + half)
+        acc = gl.zeros([_HALF, BLOCK_D], gl.float32, layout)
+        row_max = gl.full([_HALF], -float("inf"), gl.float32, stats)
+        row_sum = gl.zeros([_HALF], gl.float32, stats)
+        if REST:
+            _, acc, row_max, row_sum, _, place = attend_keys(
+                acc, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty, lead.index(turn),
+                half == 0, place, 0, padded, bias_bufs, None, 0, log2_scale,
+                False, True, 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
+            )  # fmt: skip
+        if number > 0:
+            _, acc, row_max, row_sum, _, place = attend_keys(
+                acc, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty, lead.index(turn),
+                (half == 0) & (not REST), place, 0, number * PLACES, bias_bufs, None, 0, log2_scale,
+                False, True, 0 if FULL else 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
+            )  # fmt: skip
+        elif not REST:
+            mbarrier.arrive(lead.index(turn), pred=half == 0)
+        mbarrier.arrive(q_empty.index(turn))
+
+        own_ptr = box_ptr + item % queries * 8
+        at = gl.arange(0, _HALF, gl.SliceLayout(1, layout))
+        token, there = _token_of(at, half, own_ptr, rows, columns, BOX, SECOND)
+        acc = acc / gl.convert_layout(gl.where(row_sum == 0, 1.0, row_sum), gl.SliceLayout(1, layout))[:, None]
+        dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
+        out_ptrs = out_ptr + ((bh // H).to(gl.int64) * S + token)[:, None] * (H * D) + bh % H * D + dims[None, :]
+        gl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & (dims < D)[None, :])
+        token, there = _token_of(gl.arange(0, _HALF, stats), half, own_ptr, rows, columns, BOX, SECOND)
+        log2_lse = log2_partition(row_max, row_sum)
+        gl.store(lse_ptr + bh.to(gl.int64) * S + token, log2_lse * 0.6931471805599453, mask=there)
+        t += 1
+
+
+@gluon.jit
+def _token_of(place, half: gl.constexpr, box_ptr, rows, columns, BOX: gl.constexpr, SECOND: gl.constexpr):
+    """Tokens of the places of half of a tile of queries, and whether they are in it; `box_ptr` as `_query_boxes`."""
+    t = half * SECOND[0] + place // (BOX[1] * BOX[2])
+    h = half * SECOND[1] + place // BOX[2] % BOX[1]
+    w = half * SECOND[2] + place % BOX[2]
+    there = (t < gl.load(box_ptr + 3)) & (h < gl.load(box_ptr + 4)) & (w < gl.load(box_ptr + 5))
+    token = ((gl.load(box_ptr) + t) * rows + gl.load(box_ptr + 1) + h) * columns + gl.load(box_ptr + 2) + w
+    return token, there
+
+
+@gluon.jit(do_not_specialize=["H", "S", "items", "width"])
+def _hopper_two_resolution_kernel(
+    q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr,
+    box_ptr, out_ptr, lse_ptr, tiling, H, S, items, width, log2_scale,
+    D: gl.constexpr, REST: gl.constexpr, FULL: gl.constexpr, BOX: gl.constexpr, SECOND: gl.constexpr,
+    PLACES: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out [B, S, H, D], contiguous, and lse [B, H, S] of all tiles of queries."""
+    n = _plain(tiling)
+    queries = n.queries_t * n.queries_h * n.queries_w
+    tiles = n.tiles_t * n.tiles_h * n.tiles_w
+    cells = tiles * n.cells_t * n.cells_h * n.cells_w
+    numbers = (H, S, items, width, queries, tiles, (cells + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+    # Biases come by copies of the producer's 128 threads.
+    BIASED: gl.constexpr = REST or not FULL
+    buffers = allocate_tiles(
+        k_desc.dtype, q_desc.block_type.shape[4], True, Q_STAGES, STAGES, BLOCK_N, 129 if BIASED else 1
+    )
+    shared: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    bias_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], shared)
+    gl.warp_specialize(
+        [
+            (_load, (
+                q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr, buffers,
+                bias_bufs, n, numbers, REST, FULL, SECOND, PLACES, Q_STAGES, STAGES, BLOCK_N,
+            )),
+            (_attend, (
+                0, number_ptr, box_ptr, out_ptr, lse_ptr, buffers, bias_bufs, numbers, n.rows, n.columns, log2_scale,
+                D, REST, FULL, BOX, SECOND, PLACES, Q_STAGES, STAGES, BLOCK_N,
+            )),
+            (_attend, (
+                1, number_ptr, box_ptr, out_ptr, lse_ptr, buffers, bias_bufs, numbers, n.rows, n.columns, log2_scale,
+                D, REST, FULL, BOX, SECOND, PLACES, Q_STAGES, STAGES, BLOCK_N,
+            )),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )  # fmt: skip
+
+
+def _box_of(box: Box, places: int) -> Box | None:
+    """The smallest box around this one whose edges are powers of two, of at least so many places; None above it."""
+    t, h, w = (1 << (edge - 1).bit_length() for edge in box)
+    return (t, h, max(w, places // (t * h))) if t * h * w <= places else None
+
+
+def two_resolution_fits(tiling: Tiling, *tensors: torch.Tensor) -> bool:
+    """Whether this form takes such tiles, and tensors [B, S, H, D] that `hopper_fits`."""
+    frames_follow = all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors)
+    boxes = _key_box(tiling), _box_of(tiling.of_queries.box, BLOCK_M)
+    return frames_follow and None not in boxes
+
+
+def _key_box(tiling: Tiling) -> Box | None:
+    # Eight rows are the least that the swizzled shared memory repeats.
+    return next((box for box in (_box_of(tiling.box, places) for places in (16, 32, 64, 128)) if box), None)
+
+
+def _video_descriptor(tensor: torch.Tensor, tiling: Tiling, box: Box, columns: int) -> TensorDescriptor:
+    """Descriptor of tokens [B, S, H, D] for boxes of the video: its indices are (frame, row, column, head, dim)."""
+    B, S, H, D = tensor.shape
+    stride = tensor.stride(1)
+    shape = [B * tiling.frames, tiling.rows, tiling.columns, H, D]
+    strides = [tiling.rows * tiling.columns * stride, tiling.columns * stride, stride, tensor.stride(2), 1]
+    columns = min(columns, hopper_dim(D))
+    return TensorDescriptor(
+        tensor, shape, tma_strides(strides, shape), [*box, 1, columns], shared_layout.fn(columns, 5)
+    )
+
+
+@kept
+def _present(tiling: Tiling, box: Box, device: torch.device) -> torch.Tensor:
+    """[(m + 1) · PLACES]: 0 at the places of the tiles of keys that hold a token, -inf at the others and at the end."""
+    there = []
+    for length, tiles, edge in zip(tiling[:3], tiling[3:6], box, strict=True):
+        bounds = torch.arange(tiles + 1, device=device) * length // tiles
+        there.append(torch.arange(edge, device=device) < bounds.diff()[:, None])
+    t, h, w = there
+    present = t[:, None, None, :, None, None] & h[:, None, None, :, None] & w[:, None, None, :]
+    bias = torch.where(present, 0.0, -torch.inf).flatten()
+    return torch.nn.functional.pad(bias, (0, math.prod(box)), value=-torch.inf)
+
+
+@kept
+def _query_boxes(tiling: Tiling, device: torch.device) -> torch.Tensor:
+    """[n, 8], int32: of every tile of queries its first frame, row and column, how many of each, and two zeros."""
+    starts, sizes = [], []
+    for length, tiles in zip(tiling[:3], tiling[9:], strict=True):
+        bounds = torch.arange(tiles + 1) * length // tiles
+        starts.append(bounds[:-1])
+        sizes.append(bounds.diff())
+    columns = [torch.cartesian_prod(*axes).view(-1, 3) for axes in (starts, sizes)]
+    return torch.nn.functional.pad(torch.cat(columns, 1), (0, 2)).to(device, torch.int32)
+
+
+def two_resolution(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_mean: torch.Tensor | None,
+    v_mean: torch.Tensor | None,
+    gain: torch.Tensor | None,
+    lists: torch.Tensor,
+    number: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tiling: Tiling,
+    scale: float,
+) -> None:
+    """Forward; arguments are not checked, see `two_resolution_fits`.
+
+    Args:
+        query, key, value: [B, S, H, D].
+        k_mean, v_mean: [B, m·c, H, D], and gain [B, H, n, ≥ m·c], what their logits gain, its rows filled up with -inf
+            to a multiple of BLOCK_N; None without the rest.
+        lists: [B, H, n, width], of which `number` [B, H, n] count.
+        out: [B, S, H, D], contiguous. lse: [B, H, S].
+    """
+    B, S, H, D = query.shape
+    options = launch_options("hopper_two_resolution", query.device, query.dtype, D)
+    box, query_box = _key_box(tiling), _box_of(tiling.of_queries.box, BLOCK_M)
+    assert box is not None and query_box is not None
+    places = math.prod(box)
+    options["BLOCK_N"] = max(options["BLOCK_N"], places)
+    # The second half of a tile of queries lies behind the first along the first axis that can be halved.
+    axis = next(axis for axis, edge in enumerate(query_box) if edge > 1)
+    t, h, w = (edge // 2 if i == axis else edge for i, edge in enumerate(query_box))
+    half = t, h, w
+    second = tuple(edge if i == axis else 0 for i, edge in enumerate(half))
+    full = tiling.box == box and all(length % n == 0 for length, n in zip(tiling[:3], tiling[3:6], strict=True))
+    means = [None if x is None else rows_descriptor(x, options["BLOCK_N"]) for x in (k_mean, v_mean)]
+    items = number.numel()
+    _hopper_two_resolution_kernel[(min(items, processors(query.device)),)](
+        _video_descriptor(query, tiling, half, hopper_dim(D)),
+        *(_video_descriptor(x, tiling, box, _COLUMNS) for x in (key, value)), *means,
+        gain, lists, number, None if full else _present(tiling, box, query.device),
+        _query_boxes(tiling, query.device), out, lse,
+        unspecialised(tiling), H, S, items, lists.shape[3], log2_scale_of(scale), D=D, REST=k_mean is not None,
+        FULL=full, BOX=half, SECOND=second, PLACES=places, **options,
+        # What consumers of narrow heads leave, the producer needs for small tiles.
+        REGISTERS=240 if D > 64 else 232, num_warps=4, maxnreg=168,
+    )  # fmt: skip
