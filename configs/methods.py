@@ -117,6 +117,7 @@ class VMonarchAttention(VMonarchOptions, _Kind):
                 self.parallel_by,
                 frames_per_block=self.frames_per_block,
                 tiles=self.tiles,
+                row_share=self.row_share,
                 reach=self.reach,
                 plan=self.plan,
             )

@@ -5,7 +5,7 @@ Forward, of one head; a backward pass has every product once, the recomputed sco
     full attention    4·S²·d, +10·S²·d backward; a bias of rank R adds 2·S²·R, +6·S²·R
     R-steps           4·b·c·d each, c keys or pooled cells; the last, which also multiplies values, 6·b·S·d
     L-steps           4·S·m·d each
-    exact blocks      4·d for every pair of tokens in them
+    exact blocks      4·d for every pair of tokens in them; in rows in two resolutions, of tokens or means
 
 S tokens, m blocks of at most b positions, d head dim. Source: docs/attention.md, "FLOPs".
 """
@@ -17,7 +17,10 @@ from typing import Any
 
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.blocks import exact_key_frames
+from vmonarch.kernels.two_resolution.selection import exact_tiles
+from vmonarch.kernels.two_resolution.tiling import tiling_of
 from vmonarch.options import VMonarchOptions
+from vmonarch.two_resolution_options import TwoResolutionOptions
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def vmonarch_work(
     places = m * b
     exact = [] if options.pattern is None else exact_key_frames(options.pattern, T, frames_per_block)
     # Pairs of an exact query and its exact key, such queries, and such keys.
-    pairs = sum(map(len, exact)) * P**2
+    pairs = sum(map(len, exact)) * P**2 - _left_out_of_rows(grid, options)
     n, n_keys = sum(map(bool, exact)) * P, len(set().union(*exact)) * P
 
     def stage(name: str, flops: float, elements: float, statistics: float) -> StageWork:
@@ -126,6 +129,19 @@ def vmonarch_work(
             stages.append(stage(f"R{i + 1} backward", 10 * b * cells * d, z + dz + keys + places, 4 * places))
     # q, do, out and dq of the rows; k, v, dk, dv
     return stages + ([stage("exact backward", 10 * pairs * d, 5 * n + 6 * n_keys, 2 * n)] if exact else [])
+
+
+def _left_out_of_rows(grid: LatentGrid, options: VMonarchOptions) -> int:
+    """Pairs of queries and keys that rows in two resolutions save, the products of means that choose tiles counted."""
+    if options.row_share == 1:
+        return 0
+    assert options.pattern is not None
+    row = TwoResolutionOptions(share=options.row_share)
+    n = tiling_of(grid, row, query_frames=1)
+    exact = exact_tiles(n, row)
+    keys = exact * grid.tokens / n.tiles + n.tiles - exact
+    pairs = grid.tokens_per_frame * (grid.tokens - keys) - n.of_queries.tiles * n.tiles / 2
+    return round(len(options.pattern.rows) * pairs)
 
 
 def vmonarch_flops(grid: LatentGrid, head_dim: int, options: VMonarchOptions | None = None, **named: Any) -> float:

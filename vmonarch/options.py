@@ -51,6 +51,8 @@ class VMonarchOptions(Options):
         exact: None; "first_frame", the paper's recomputation (the L-steps do not know of it); or an `ExactBlocks`
             pattern or a mapping of its arguments. With frames_per_block > 1, exact key frames are rounded outward to
             whole blocks.
+        row_share: of all key tiles, those that the rows of `exact` attend exactly, rounded up; the others leave their
+            means, as in `two_resolution_attention`. 1 is all of them.
         min_mass: lower bound of cR where it divides (0.1 in the paper; 0 only keeps empty columns finite).
 
     Raises:
@@ -65,6 +67,7 @@ class VMonarchOptions(Options):
     coarse: int = 1
     # None | str | ExactBlocks, which OmegaConf has no word for.
     exact: Any = "first_frame"
+    row_share: float = 1.0
     min_mass: float = 0.1
 
     def __post_init__(self) -> None:
@@ -80,7 +83,13 @@ class VMonarchOptions(Options):
             raise ValueError("coarse pools the keys of all iterations but the last; with num_iterations=1 it must be 1")
         if isinstance(self.exact, Mapping):
             object.__setattr__(self, "exact", ExactBlocks(**self.exact))
-        resolve_exact(self.exact)
+        pattern = resolve_exact(self.exact)
+        if isinstance(self.row_share, bool) or not isinstance(self.row_share, numbers.Real):
+            raise TypeError(f"row_share must be a number, got {self.row_share!r}")
+        if not 0 < self.row_share <= 1:
+            raise ValueError(f"row_share must be above 0 and at most 1, got {self.row_share}")
+        if self.row_share != 1 and (pattern is None or not pattern.rows):
+            raise ValueError(f"row_share must be 1 where exact has no rows, got {self.row_share}")
         check_min_mass(self.min_mass)
 
     @property

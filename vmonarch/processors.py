@@ -96,6 +96,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
             parallel_by,
             frames_per_block=self.options.frames_per_block,
             tiles=self.options.tiles,
+            row_share=self.options.row_share,
             bias=self._bias,
             plan=self.plan,
         )

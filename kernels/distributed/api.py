@@ -54,8 +54,8 @@ def frame_parallel_vmonarch_attention(
         value: [B, T_r·H·W, H, Dv].
         grid: (T, H, W) of the whole video.
         group: the ranks, in the order of their frames; the default group if None.
-        options: what is computed; None for the defaults, or for `named`. frames_per_block and tiles must be left at
-            theirs. Exact frames are counted in the whole video.
+        options: what is computed; None for the defaults, or for `named`. frames_per_block, tiles and row_share must be
+            left at theirs. Exact frames are counted in the whole video.
         scale, entropy_grad, return_lse, implementation: as in `vmonarch_attention`.
         **named: the `VMonarchOptions` by name, in place of `options`.
 
@@ -82,9 +82,9 @@ def frame_parallel_vmonarch_attention(
         check_qkv(query, key, value, same_length=True)
         grid = LatentGrid.parse(grid)
         options = VMonarchOptions.of(options, named)
-        for name in ("frames_per_block", "tiles"):
+        for name in ("frames_per_block", "tiles", "row_share"):
             if name in options.changed():
-                raise ValueError(f"{name} must be left alone: blocks that ranks share are whole frames")
+                raise ValueError(f"{name} must be left alone: ranks share whole frames, and exact rows as they are")
         check_flag("entropy_grad", entropy_grad)
         check_implementation(implementation)
         check_flag("return_lse", return_lse)

@@ -96,7 +96,7 @@ def _load(
         barrier = q_full.index(turn)
         mbarrier.expect(barrier, 2 * q_desc.block_type.nbytes)
         i, j, k = _place_of(item % queries, n.queries_h, n.queries_w)
-        frame = b * n.frames + _start(i, n.frames, n.queries_t)
+        frame = b * n.query_frames + _start(i, n.query_frames, n.queries_t)
         row = _start(j, n.rows, n.queries_h)
         column = _start(k, n.columns, n.queries_w)
         for half in gl.static_range(2):
@@ -296,7 +296,8 @@ def _present(tiling: Tiling, box: Box, device: torch.device) -> torch.Tensor:
 def _query_boxes(tiling: Tiling, device: torch.device) -> torch.Tensor:
     """[n, 8], int32: of every tile of queries its first frame, row and column, how many of each, and two zeros."""
     starts, sizes = [], []
-    for length, tiles in zip(tiling[:3], tiling[9:], strict=True):
+    of_queries = tiling.of_queries
+    for length, tiles in zip(of_queries[:3], of_queries[3:6], strict=True):
         bounds = torch.arange(tiles + 1) * length // tiles
         starts.append(bounds[:-1])
         sizes.append(bounds.diff())
@@ -322,7 +323,7 @@ def two_resolution(
     """Forward; arguments are not checked, see `two_resolution_fits`.
 
     Args:
-        query, key, value: [B, S, H, D].
+        query: [B, S, H, D]. key, value: [B, T·H·W, H, D].
         k_mean, v_mean: [B, m·c, H, D], and gain [B, H, n, ≥ m·c], what their logits gain, its rows filled up with -inf
             to a multiple of BLOCK_N; None without the rest.
         lists: [B, H, n, width], of which `number` [B, H, n] count.
@@ -343,7 +344,7 @@ def two_resolution(
     means = [None if x is None else rows_descriptor(x, options["BLOCK_N"]) for x in (k_mean, v_mean)]
     items = number.numel()
     _hopper_two_resolution_kernel[(min(items, processors(query.device)),)](
-        _video_descriptor(query, tiling, half, hopper_dim(D)),
+        _video_descriptor(query, tiling.of_queries, half, hopper_dim(D)),
         *(_video_descriptor(x, tiling, box, _COLUMNS) for x in (key, value)), *means,
         gain, lists, number, None if full else _present(tiling, box, query.device),
         _query_boxes(tiling, query.device), out, lse,

@@ -103,6 +103,7 @@ def vmonarch_attention(
         scale=scale,
         entropy_grad=entropy_grad,
         key_frames=None if pattern is None else exact_key_frames(pattern, T, cut["frames_per_block"]),
+        grid=grid,
     )
     return (out, lse) if return_lse else out
 

@@ -23,12 +23,14 @@ class _ExactPart:
         segments: the pattern for the flash kernels.
         table: for every frame, 1 for each of the m key blocks that is answered exactly.
         whole_rows: whether every frame is answered exactly throughout or not at all.
+        rows: frames that attend to all keys in two resolutions, which are in no segment.
         aware: whether all L-steps know of it, or only the last.
     """
 
     segments: tuple[Segment, ...]
     table: tuple[tuple[int, ...], ...]
     whole_rows: bool
+    rows: tuple[int, ...]
     aware: bool
 
 
@@ -58,21 +60,22 @@ class MonarchCall:
     @property
     def exact(self) -> _ExactPart | None:
         """The exact part; None if there is none."""
-        return _exact_part(self.options.pattern, self.places)
+        return _exact_part(self.options.pattern, self.places, self.options.row_share < 1)
 
 
 @functools.lru_cache(maxsize=64)
-def _exact_part(pattern: ExactBlocks | None, places: Places) -> _ExactPart | None:
+def _exact_part(pattern: ExactBlocks | None, places: Places, coarse_rows: bool = False) -> _ExactPart | None:
     if pattern is None:
         return None
     key_frames = exact_key_frames(pattern, places.frames, places.block_frames)
     if not any(key_frames):
         return None
     size = places.height * places.width
+    rows = pattern.rows if coarse_rows else ()
     segments = tuple(
         Segment(l * size, (l + 1) * size, tuple((k * size, (k + 1) * size) for k in attended))
         for l, attended in enumerate(key_frames)
-        if attended
+        if attended and l not in rows
     )
     tiles = places.tiles_h * places.tiles_w
     first_frames = [block // tiles * places.block_frames for block in range(places.blocks)]
@@ -80,6 +83,7 @@ def _exact_part(pattern: ExactBlocks | None, places: Places) -> _ExactPart | Non
         segments,
         tuple(tuple(int(frame in attended) for frame in first_frames) for attended in key_frames),
         all(len(attended) in (0, places.frames) for attended in key_frames),
+        rows,
         pattern.aware,
     )
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import hopper_fits, unit_stride
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
 from vmonarch.kernels.monarch.r_step import RStep
+from vmonarch.kernels.monarch.rows import Rows, row_options
 
 
 @dataclass
@@ -65,6 +67,12 @@ def saved_shapes(
     ]
 
 
+def _rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: MonarchCall) -> Rows:
+    assert call.exact is not None
+    grid = LatentGrid(call.places.frames, call.places.height, call.places.width)
+    return Rows(query, key, value, grid, call.exact.rows, row_options(call.options), call.scale)
+
+
 def _on_its_device(function):
     """Run on the device of the first argument: Triton launches on the current one, wherever the tensors are."""
 
@@ -109,9 +117,14 @@ def forward(
     if exact is not None:
         # Rows that are exact throughout lie in `out` already; others are merged there, unless training needs them.
         out_exact = saved[4] if save and not exact.whole_rows else out
-        _, lse_exact, _ = flash_forward(
-            query, key, value, exact.segments, scale=call.scale, entropy=False, out=out_exact
-        )
+        if exact.segments:
+            _, lse_exact, _ = flash_forward(
+                query, key, value, exact.segments, scale=call.scale, entropy=False, out=out_exact
+            )
+        else:
+            lse_exact = torch.full_like(lse, -torch.inf)
+        if exact.rows:
+            _rows(query, key, value, call).forward(out_exact, lse_exact)
 
     if save:
         blocks, y, stats, row_stats = saved[:4]
@@ -240,7 +253,10 @@ def backward(
             )
     # The exact part needs room of its own, where its keys are split.
     del daL, dy, daR, pooled
-    if exact is not None:
+    if exact is not None and exact.rows:
+        do, dlse = grad_out if do_exact is None else do_exact, exact_arguments["dlse_exact"]
+        _rows(query, key, value, call).backward(do, dlse, out_exact, lse_exact, dq, dk, dv)
+    if exact is not None and exact.segments:
         flash_backward(
             grad_out if do_exact is None else do_exact,
             exact_arguments["dlse_exact"],

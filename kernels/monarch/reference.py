@@ -14,9 +14,11 @@ from collections.abc import Callable
 
 import torch
 
+from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, softmax_parts, to_groups
 from vmonarch.kernels.monarch.blocks import BlockLayout
+from vmonarch.kernels.monarch.rows import row_options, rows_reference
 from vmonarch.options import VMonarchOptions
 
 # The exact blocks [b, l, m] of a chunk of positions and of query blocks.
@@ -248,6 +250,7 @@ def monarch_attention_reference(
     entropy_grad: bool,
     key_mask: torch.Tensor | None = None,
     key_frames: tuple[tuple[int, ...], ...] | None = None,
+    grid: LatentGrid | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Monarch attention over the blocks of `layout` (MonarchAttention, Fig. 7; VMonarch, Fig. 6).
 
@@ -255,6 +258,7 @@ def monarch_attention_reference(
         query, key: [B, S, H, D]. value: [B, S, H, E].
         key_mask: [B, S], true where a key may be attended.
         key_frames: E(l) for every frame l, rounded outward to whole key blocks; None for no exact block.
+        grid: of the tokens; None where they are no video.
 
     Returns:
         (out [B, S, H, E] in the dtype of `query`, lse [B, H, S]).
@@ -276,12 +280,18 @@ def monarch_attention_reference(
     if key_frames is not None and any(key_frames):
         assert layout.frame is not None
         exact_table = exact_blocks(key_frames, layout.frame)
-        out_exact, lse_exact = exact_part(to_groups(query) * scale, to_groups(key), to_groups(value), key_frames)
-        out_exact, lse_exact = (
-            position_major(layout.to_blocks(tensor.unflatten(0, (B, H)).transpose(1, 2)))
-            for tensor in (out_exact, lse_exact.unsqueeze(-1))
-        )
-        lse_exact = lse_exact.squeeze(-1)
+        rows = options.pattern.rows if options.pattern is not None and options.row_share < 1 else ()
+        fine = tuple(() if l in rows else frames for l, frames in enumerate(key_frames))
+        out_exact, lse_exact = exact_part(to_groups(query) * scale, to_groups(key), to_groups(value), fine)
+        out_exact, lse_exact = out_exact.unflatten(0, (B, H)).transpose(1, 2), lse_exact.unflatten(0, (B, H))
+        for l in rows:
+            assert grid is not None
+            of_frame = query.unflatten(1, (grid.frames, -1))[:, l]
+            out_l, lse_l = rows_reference(of_frame, key, value, grid, row_options(options), scale=scale)
+            out_exact = _with_frame(out_exact, out_l, l, 1)
+            lse_exact = _with_frame(lse_exact, lse_l, l, 2)
+        out_exact = position_major(layout.to_blocks(out_exact))
+        lse_exact = position_major(layout.to_blocks(lse_exact.transpose(1, 2).unsqueeze(-1))).squeeze(-1)
 
     q_positions = position_major(q)  # [B·H, b, m, D]
     query_valid = None if layout.valid is None else layout.valid.T
@@ -311,6 +321,13 @@ def monarch_attention_reference(
     lse = lse.unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b]
     out = layout.to_tokens(o).transpose(1, 2).to(query.dtype).contiguous()
     return out, layout.to_tokens(lse)
+
+
+def _with_frame(tokens: torch.Tensor, frame: torch.Tensor, l: int, dim: int) -> torch.Tensor:
+    """`tokens` with those of frame l, along `dim`, in place of what is there."""
+    size = frame.shape[dim]
+    before, _, after = tokens.tensor_split((l * size, (l + 1) * size), dim)
+    return torch.cat([before, frame.to(tokens.dtype), after], dim)
 
 
 def position_major(blocks: torch.Tensor) -> torch.Tensor:

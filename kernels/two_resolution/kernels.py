@@ -8,9 +8,10 @@ One kernel owns queries (out; dq), another keys (dk, dv), a third the means (the
 hands on to the tokens), so there are no atomics and every sum has one order.
 
 Shapes: B batch, S tokens, H heads, D head dim, E value dim, G = B·H groups; n tiles of queries, m tiles of keys, c
-cells of a tile. Tensors are [B, S, H, D] with any strides but the last; lse and δ [B, H, S] in float32. A tile of at
-most QT × QH × QW queries has PARTS_M parts of BLOCK_M queries, one of at most BT × BH × BW keys PARTS parts of BLOCK
-keys; cells are taken BLOCK_N at a time. Logits are in units of log 2.
+cells of a tile. Queries and what belongs to them are [B, S, H, D], keys [B, T·H·W, H, D], with any strides but the
+last; lse and δ are [B, H, S] in float32. A tile of at most QT × QH × QW queries has PARTS_M parts of BLOCK_M queries,
+one of at most BT × BH × BW keys PARTS parts of BLOCK keys; cells are taken BLOCK_N at a time. Logits are in units of
+log 2.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def plain(n):
     return Tiling(
         n.frames >> 4, n.rows >> 4, n.columns >> 4, n.tiles_t >> 4, n.tiles_h >> 4, n.tiles_w >> 4,
         n.cells_t >> 4, n.cells_h >> 4, n.cells_w >> 4, n.queries_t >> 4, n.queries_h >> 4, n.queries_w >> 4,
+        n.query_frames >> 4,
     )  # fmt: skip
 
 
@@ -45,8 +47,8 @@ def plain(n):
 def _of_queries(n):
     """`Tiling.of_queries`."""
     return Tiling(
-        n.frames, n.rows, n.columns, n.queries_t, n.queries_h, n.queries_w, 1, 1, 1,
-        n.queries_t, n.queries_h, n.queries_w,
+        n.query_frames, n.rows, n.columns, n.queries_t, n.queries_h, n.queries_w, 1, 1, 1,
+        n.queries_t, n.queries_h, n.queries_w, n.query_frames,
     )  # fmt: skip
 
 
@@ -203,7 +205,7 @@ def two_resolution_kernel(
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
     if key_mask_ptr is not None:
-        key_mask_ptr += b * S
+        key_mask_ptr += b * (n.frames * n.rows * n.columns)
     list_ptr += at * width
     for i in range(tl.load(number_ptr + at) * PARTS):
         other = tl.load(list_ptr + i // PARTS).to(tl.int32)
@@ -261,7 +263,7 @@ def two_resolution_rows_kernel(
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
     if key_mask_ptr is not None:
-        key_mask_ptr += b * S
+        key_mask_ptr += b * (n.frames * n.rows * n.columns)
     list_ptr += at * width
     for i in range(tl.load(number_ptr + at) * PARTS):
         other = tl.load(list_ptr + i // PARTS).to(tl.int32)
@@ -363,7 +365,7 @@ def two_resolution_keys_kernel(
     h = bh % H
     key, there, cell = _tokens_of(tile, pid % PARTS, n, BT, BH, BW, BLOCK)
     if key_mask_ptr is not None:
-        key_mask_ptr += b * S
+        key_mask_ptr += b * (n.frames * n.rows * n.columns)
     attended = _attended(key_mask_ptr, key, there)
     k = load_rows(k_ptr + b * stride_kb + h * stride_kh, stride_ks, key, there, D, BLOCK_D, True)
     v = load_rows(v_ptr + b * stride_vb + h * stride_vh, stride_vs, key, there, E, BLOCK_E, True)
@@ -387,5 +389,6 @@ def two_resolution_keys_kernel(
         mean_row = bh * tiles * c + of_cell
         dk += part * load_rows(dk_mean_ptr, D, mean_row, attended, D, BLOCK_D, True)
         dv += part * load_rows(dv_mean_ptr, E, mean_row, attended, E, BLOCK_E, True)
-    store_rows(dk_ptr + b * S * H * D + h * D, H * D, key, there, dk * scale, D, BLOCK_D)
-    store_rows(dv_ptr + b * S * H * E + h * E, H * E, key, there, dv, E, BLOCK_E)
+    row = b * (n.frames * n.rows * n.columns) * H + h
+    store_rows(dk_ptr + row * D, H * D, key, there, dk * scale, D, BLOCK_D)
+    store_rows(dv_ptr + row * E, H * E, key, there, dv, E, BLOCK_E)

@@ -7,6 +7,7 @@ operator takes numbers, not objects: a `Tiling` travels as a list of integers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -133,18 +134,23 @@ def _full(n: Tiling) -> bool:
     schema="(Tensor query, Tensor key, Tensor value, Tensor exact, int width, Tensor? key_mask, int[] numbers,"
     " bool rest, float scale) -> (Tensor, Tensor)",
 )
-def two_resolution_forward(
+def two_resolution_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, S, H, E], lse [B, H, S]); `width`: at least the most exact tiles of a query tile."""
+    return forward(*inputs)
+
+
+def forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     exact: torch.Tensor,
     width: int,
     key_mask: torch.Tensor | None,
-    numbers: list[int],
+    numbers: Sequence[int],
     rest: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, S, H, E], lse [B, H, S]); `width`: at least the most exact tiles of a query tile."""
+    """What the operator computes."""
     B, S, H, _ = query.shape
     n = Tiling(*numbers)
     out = query.new_empty(B, S, H, value.shape[3])
@@ -194,6 +200,11 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
 )
 def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, each in the shape and dtype of its input."""
+    return backward(*inputs)
+
+
+def backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the operator computes."""
     grad_out, grad_lse, query, key, value, exact, width, key_mask, out, lse, numbers, rest, scale = inputs
     B, S, H, D = query.shape
     E = value.shape[3]

@@ -75,8 +75,11 @@ def two_resolution_attention_reference(
     scale: float,
     key_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, S, H, E] in the dtype of `query`, lse [B, H, S]); arguments as in `two_resolution_attention`."""
-    B, S, H, _ = query.shape
+    """(out [B, S, H, E] in the dtype of `query`, lse [B, H, S]); arguments as in `two_resolution_attention`.
+
+    With fewer `query_frames` in `tiling`, S are the tokens of so many frames.
+    """
+    B, N, H, _ = key.shape
     m, c = tiling.tiles, tiling.cells
     places, of_queries = (places_of(cut, query.device) for cut in (tiling, tiling.of_queries))
     n = of_queries.token.shape[0]
@@ -84,13 +87,13 @@ def two_resolution_attention_reference(
     q = to_groups(query) * scale
     # What a tile may attend to: tokens, then cells; and what its logit gains, the log of the tokens that it stands for.
     k, v = to_groups(key), to_groups(value)
-    present = query.new_ones(1, S, dtype=torch.bool) if key_mask is None else key_mask
-    gain = torch.where(present, 0.0, -torch.inf).to(q.dtype)  # [B or 1, S]
+    present = query.new_ones(1, N, dtype=torch.bool) if key_mask is None else key_mask
+    gain = torch.where(present, 0.0, -torch.inf).to(q.dtype)  # [B or 1, N]
     if rest:
         (k_mean, number), (v_mean, _) = (cell_means(x, places, m * c, key_mask) for x in (key, value))
         k, v = (torch.cat([x, mean.flatten(0, 1)], 1) for x, mean in ((k, k_mean), (v, v_mean)))
         gain = torch.cat([gain, number.to(q.dtype).log()], 1)
-    gain = gain.expand(B, -1).repeat_interleave(H, 0)  # [G, N]
+    gain = gain.expand(B, -1).repeat_interleave(H, 0)  # [G, N + m·c]
 
     exact = selection.exact.expand(B, H, n, m).flatten(0, 1)
     # Exact tiles come first in a ranking: `fewest` of them at least, `most` at most.
@@ -114,7 +117,7 @@ def two_resolution_attention_reference(
         chosen = [fine.flatten(2)]
         if rest:
             coarse = tiles[..., fewest:, None] * c + torch.arange(c, device=query.device)
-            chosen.append(S + coarse.flatten(2))
+            chosen.append(N + coarse.flatten(2))
             allowed.append(~is_exact[..., fewest:].repeat_interleave(c, -1))
         index = torch.cat(chosen, -1)  # [G, l, i]
         bias = torch.where(torch.cat(allowed, -1), _picked(gain, index), -torch.inf)

@@ -87,7 +87,7 @@ def _near(tiling: Tiling, local: int | None) -> list[list[list[bool]]]:
     """[queries, tiles] of every axis: whether a part of it is at most `local` parts from one that holds a query."""
     reach = -math.inf if local is None else local
     axes = []
-    for length, tiles, queries in zip(tiling[:3], tiling[3:6], tiling[9:], strict=True):
+    for length, tiles, queries in zip(tiling[:3], tiling[3:6], tiling[9:12], strict=True):
         # Part i of n holds the places from ⌊i·L/n⌋ on, so place p is in part ⌊((p + 1)·n - 1)/L⌋.
         bounds = [i * length // queries for i in range(queries + 1)]
         ends = [

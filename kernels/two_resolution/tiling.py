@@ -33,6 +33,7 @@ class Tiling(NamedTuple):
         tiles_t, tiles_h, tiles_w: tiles of keys along each axis.
         cells_t, cells_h, cells_w: cells of a tile of keys along each axis.
         queries_t, queries_h, queries_w: tiles of queries along each axis.
+        query_frames: frames that have queries, as many as the others or fewer.
     """
 
     frames: int
@@ -47,6 +48,7 @@ class Tiling(NamedTuple):
     queries_t: int
     queries_h: int
     queries_w: int
+    query_frames: int
 
     @property
     def tiles(self) -> int:
@@ -66,20 +68,26 @@ class Tiling(NamedTuple):
     @property
     def of_queries(self) -> Tiling:
         """The cut into n tiles of queries, as if they were keys, of one cell each."""
-        queries = self[9:]
-        return Tiling(*self[:3], *queries, 1, 1, 1, *queries)
+        tiles = dict(tiles_t=self.queries_t, tiles_h=self.queries_h, tiles_w=self.queries_w)
+        return self._replace(frames=self.query_frames, cells_t=1, cells_h=1, cells_w=1, **tiles)
 
 
-def tiling_of(grid: LatentGrid, options: TwoResolutionOptions) -> Tiling:
-    """The cut of a grid by `tile`, `cell` and `query_tile`."""
+def tiling_of(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int | None = None) -> Tiling:
+    """The cut of a grid by `tile`, `cell` and `query_tile`.
+
+    Args:
+        query_frames: frames that have queries; None for all. The choice of tiles nearby does not know which they are.
+    """
 
     def parts(sizes: Sequence[int], box: Sequence[int]) -> list[int]:
         return [-(-size // min(size, edge)) for size, edge in zip(sizes, box, strict=True)]
 
     tiles = parts(grid, options.tile or best_box(grid, KEY_TOKENS))
     box = [-(-size // count) for size, count in zip(grid, tiles, strict=True)]
-    queries = parts(grid, options.query_tile or best_box(grid, QUERY_TOKENS))
-    return Tiling(*grid, *tiles, *parts(box, options.cell or box), *queries)
+    asking = grid if query_frames is None else grid._replace(frames=query_frames)
+    queries = parts(asking, options.query_tile or best_box(asking, QUERY_TOKENS))
+    numbers = (*grid, *tiles, *parts(box, options.cell or box), *queries, asking.frames)
+    return Tiling(*numbers)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import torch
 from op_checks import call_of, in_interpreter, quiet, refuses, with_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vmonarch import ExactBlocks, LatentGrid, monarch_attention, vmonarch_attention
+from vmonarch import ExactBlocks, LatentGrid, monarch_attention, two_resolution_attention, vmonarch_attention
 from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.kernels.flash_entropy import reference as flash_entropy_reference
 from vmonarch.kernels.monarch.reference import r_step
@@ -306,6 +306,25 @@ def explicit_map(q, k, grid, **options):
     S = q.shape[1]
     one_hot = torch.eye(S, dtype=q.dtype)[None, :, None].expand(q.shape[0], S, q.shape[2], S)
     return vmonarch_attention(q, k, one_hot, grid=grid, return_lse=True, **options)
+
+
+@pytest.mark.parametrize("rows", [(0,), (1, 3)], ids=str)
+@pytest.mark.parametrize("aware", [False, True], ids=["", "aware"])
+def test_exact_rows_with_a_share_of_the_tiles_are_attention_in_two_resolutions(rows, aware):
+    grid, P = (4, 5, 7), 35
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4 * P, 2, 6, generator=generator, dtype=torch.float64) for _ in range(3))
+    options = dict(grid=grid, exact=ExactBlocks(rows=rows, aware=aware), return_lse=True)
+    out, lse = vmonarch_attention(q, k, v, row_share=0.3, **options)
+    whole, whole_lse = vmonarch_attention(q, k, v, **options)
+    # One frame is one tile of queries.
+    other = two_resolution_attention(q, k, v, grid=grid, share=0.3, query_tile=(1, 5, 7), return_lse=True)
+    for l in range(4):
+        frame = slice(l * P, (l + 1) * P)
+        expected, expected_lse = other if l in rows else (whole, whole_lse)
+        assert_equal(out[:, frame], expected[:, frame])
+        assert_equal(lse[..., frame], expected_lse[..., frame])
+        assert l not in rows or not torch.allclose(out[:, frame], whole[:, frame])
 
 
 @by_grid

@@ -101,6 +101,8 @@ CASES = {
     "coarse-frames": dict(grid=(3, 4, 5), coarse=3, frames_per_block=2, exact=None),
     "entropy-gradient": dict(grid=(3, 3, 6), entropy_grad=True, **FIRST_FRAME),
     "entropy-gradient-coarse": dict(grid=(2, 5, 4), entropy_grad=True, coarse=2, exact=None),
+    "coarse-rows": dict(grid=(4, 5, 4), row_share=0.3, **FIRST_FRAME),
+    "coarse-rows-and-band": dict(grid=(3, 5, 4), row_share=0.4, exact=ExactBlocks(rows=(0, 2), band=0)),
     "own-frame": dict(grid=(3, 2, 5), exact=ExactBlocks(band=0)),
     "own-frame-unaware": dict(grid=(3, 2, 5), exact=ExactBlocks(band=0, aware=False)),
     "band": dict(grid=(4, 3, 4), exact=ExactBlocks(band=1)),
@@ -488,7 +490,8 @@ def test_gpu_half_precision(shared_gpu, grid, dim, dtype):
 GPU_CASES = {
     name: CASES[name]
     for name in ("three-iterations", "tiles", "tiles-and-frames", "coarse-tiles", "entropy-gradient-coarse", "band",
-                 "rows-and-columns", "band-frames-per-block", "band-tiles-coarse", "negative-scale", "scale-0")
+                 "rows-and-columns", "coarse-rows-and-band", "band-frames-per-block", "band-tiles-coarse",
+                 "negative-scale", "scale-0")
 }  # fmt: skip
 
 

@@ -164,6 +164,10 @@ def test_flops_follow_the_options():
     # Ten of sixteen blocks lie in a band of one.
     assert vmonarch_flops(grid, 8, exact=ExactBlocks(band=1)) - plain == 10 * 4 * 15**2 * 8
     # Rounded outward to blocks of two frames, a band of 0 is half of all.
+    # 16×28×52 tokens in 364 tiles of 64, of which a tile of a frame's queries, one of 13, attends to 91 and 273 means.
+    large, rows = LatentGrid(16, 28, 52), ExactBlocks(rows=(0, 3))
+    saved = 2 * (28 * 52 * 4 * 8 * (large.tokens - 91 * 64 - 273) - 2 * 8 * 13 * 364)
+    assert vmonarch_flops(large, 8, exact=rows) - vmonarch_flops(large, 8, exact=rows, row_share=0.25) == saved
     twos = vmonarch_flops(grid, 8, exact=ExactBlocks(band=0), frames_per_block=2)
     assert twos - vmonarch_flops(grid, 8, exact=None, frames_per_block=2) == full_flops(grid, 8) / 2
     # Two frames a block: half as many blocks, twice as large; R-steps of both iterations and L-steps.

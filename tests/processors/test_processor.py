@@ -127,7 +127,8 @@ def test_every_option_reaches_the_op(tiny, monkeypatch):
         "frames_per_block": 2,
         "tiles": (1, 2),
         "coarse": 2,
-        "exact": ExactBlocks(columns=(0,), band=1),
+        "exact": ExactBlocks(rows=(1,), columns=(0,), band=1),
+        "row_share": 0.4,
         "min_mass": 0.2,
     }
     more = {

@@ -103,6 +103,10 @@ OPTIONS = {
     "coarse-useless": ({"coarse": 2, "num_iterations": 1}, ValueError, "coarse.*with num_iterations=1 it must be 1"),
     "exact-unknown": ({"exact": "last_frame"}, ValueError, EXACT),
     "exact-bool": ({"exact": True}, TypeError, EXACT),
+    "row_share-zero": ({"row_share": 0}, ValueError, "row_share must be above 0 and at most 1, got 0"),
+    "row_share-text": ({"row_share": "half"}, TypeError, "row_share must be a number, got 'half'"),
+    "row_share-without-rows": (
+        {"row_share": 0.5, "exact": None}, ValueError, "row_share must be 1 where exact has no rows"),
     "min_mass-negative": ({"min_mass": -0.1}, ValueError, "min_mass must be finite and at least 0"),
     "min_mass-nan": ({"min_mass": NAN}, ValueError, "min_mass must be finite"),
     "min_mass-text": ({"min_mass": "0.1"}, TypeError, "min_mass must be a number"),

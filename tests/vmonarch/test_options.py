@@ -19,6 +19,7 @@ CHANGED = {
     "tiles": (1, 2),
     "coarse": 2,
     "exact": ExactBlocks(rows=(1,), columns=(0, 2), band=1, aware=False),
+    "row_share": 0.3,
     "min_mass": 0.2,
 }
 
@@ -47,7 +48,8 @@ def test_the_operator_loses_no_option():
     assert CHANGED.keys() == {field.name for field in OPTION_FIELDS}
     grid = LatentGrid(5, 4, 6)
     for exact in (CHANGED["exact"], None, ExactBlocks()):
-        options = VMonarchOptions(**CHANGED | {"exact": exact})
+        share = 0.3 if exact is CHANGED["exact"] else 1.0
+        options = VMonarchOptions(**CHANGED | {"exact": exact, "row_share": share})
         call = MonarchCall(grid_places(grid, **options.cut(grid.frames)), options, 0.3, True)
         assert _decode(*_encode(call)) == call
 
