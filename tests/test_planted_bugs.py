@@ -230,7 +230,8 @@ BUGS = {
     "two-resolutions-kernel-mask-forgotten": (TILE_KERNELS, "return there & (tl.load", "return there | (tl.load"),
     "two-resolutions-kernel-means-have-no-gradient": (TILE_KERNELS, "dk += part *", "dk += 0.0 * part *"),
     "two-resolutions-kernel-cells-of-other-tiles": (
-        TILE_KERNELS, "tl.store(gain_ptr + pid * padded + j * c + i", "tl.store(gain_ptr + pid * padded + i * m + j"),
+        TILE_KERNELS, "tl.store(gain_ptr + j * c + i", "tl.store(gain_ptr + i * m + j"),
+    "two-resolutions-kernel-of-equal-scores-all": (TILE_KERNELS, "0) <= left)", "0) >= 0)"),
     "two-resolutions-kernel-first-part-of-a-tile": (TILE_KERNELS, "i = part * BLOCK +", "i = 0 * part +"),
     "two-resolutions-kernel-splits-of-one-head": (TILE_KERNELS, "+ bh) * cells + cell", "+ 0 * bh) * cells + cell"),
     "two-resolutions-empty-places-attended": (
@@ -303,7 +304,7 @@ FILE_KEYWORDS = {
     **dict.fromkeys((LINEAR_KERNELS, LINEAR_OP), "the_kernels and taylor-"),
     WINDOW_KERNELS: "the_kernels",
     VARIANTS: "holds_the_terms",
-    TILE_KERNELS: "the_kernels_compute",
+    TILE_KERNELS: "the_kernels_compute or equal_ones",
     GUIDANCE: "callback or breaks_off",
     RESIDUALS: "last_residual and t2v or interleave or frees or callback_changes or second or offloaded",
 }

@@ -20,7 +20,7 @@ from vmonarch.kernels.monarch.blocks import exact_key_frames
 from vmonarch.kernels.two_resolution.selection import exact_tiles
 from vmonarch.kernels.two_resolution.tiling import tiling_of
 from vmonarch.options import VMonarchOptions
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.two_resolution_options import row_options
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _left_out_of_rows(grid: LatentGrid, options: VMonarchOptions) -> int:
     if options.row_share == 1:
         return 0
     assert options.pattern is not None
-    row = TwoResolutionOptions(share=options.row_share)
+    row = row_options(options)
     n = tiling_of(grid, row, query_frames=1)
     exact = exact_tiles(n, row)
     keys = exact * grid.tokens / n.tiles + n.tiles - exact

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from vmonarch.grid import LatentGrid
-from vmonarch.options import Options
+from vmonarch.options import Options, VMonarchOptions
 from vmonarch.validation import check_flag
 
 
@@ -76,6 +76,11 @@ class TwoResolutionOptions(Options):
                 raise TypeError(f"local must be an integer or None, got {self.local!r}")
             if self.local < 0:
                 raise ValueError(f"local must be at least 0, got {self.local}")
+
+
+def row_options(options: VMonarchOptions) -> TwoResolutionOptions:
+    """How the exact rows of VMonarch attention attend, where that is in two resolutions."""
+    return TwoResolutionOptions(share=options.row_share)
 
 
 TWO_RESOLUTION_FIELDS = dataclasses.fields(TwoResolutionOptions)

@@ -19,7 +19,8 @@ from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
 from vmonarch.kernels.monarch.r_step import RStep
-from vmonarch.kernels.monarch.rows import Rows, row_options
+from vmonarch.kernels.monarch.rows import Rows
+from vmonarch.two_resolution_options import row_options
 
 
 @dataclass

@@ -18,8 +18,10 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, softmax_parts, to_groups
 from vmonarch.kernels.monarch.blocks import BlockLayout
-from vmonarch.kernels.monarch.rows import row_options, rows_reference
+from vmonarch.kernels.two_resolution.reference import chosen_tiles, two_resolution_attention_reference
+from vmonarch.kernels.two_resolution.tiling import tiling_of
 from vmonarch.options import VMonarchOptions
+from vmonarch.two_resolution_options import row_options
 
 # The exact blocks [b, l, m] of a chunk of positions and of query blocks.
 ExactTable = Callable[[slice, slice], torch.Tensor]
@@ -239,6 +241,26 @@ def exact_part(
     return torch.stack(out, 1).flatten(1, 2), torch.stack(lse, 1).flatten(1, 2)
 
 
+def exact_row(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grid: LatentGrid,
+    options: VMonarchOptions,
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An exact row in two resolutions: the queries [B, b, H, D] of one frame, and all keys and values [B, S, H, …].
+
+    Returns:
+        (out [B, b, H, E], lse [B, H, b]).
+    """
+    row = row_options(options)
+    tiling = tiling_of(grid, row, query_frames=1)
+    chosen = chosen_tiles(query, key, tiling, row, scale=scale)
+    return two_resolution_attention_reference(query, key, value, tiling, chosen, rest=True, scale=scale)
+
+
 def monarch_attention_reference(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -287,9 +309,8 @@ def monarch_attention_reference(
         for l in rows:
             assert grid is not None
             of_frame = query.unflatten(1, (grid.frames, -1))[:, l]
-            out_l, lse_l = rows_reference(of_frame, key, value, grid, row_options(options), scale=scale)
-            out_exact = _with_frame(out_exact, out_l, l, 1)
-            lse_exact = _with_frame(lse_exact, lse_l, l, 2)
+            out_l, lse_l = exact_row(of_frame, key, value, grid, options, scale=scale)
+            out_exact, lse_exact = _with_frame(out_exact, out_l, l, 1), _with_frame(lse_exact, lse_l, l, 2)
         out_exact = position_major(layout.to_blocks(out_exact))
         lse_exact = position_major(layout.to_blocks(lse_exact.transpose(1, 2).unsqueeze(-1))).squeeze(-1)
 

@@ -9,8 +9,8 @@ import torch
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.checks import check_key_mask, check_qkv
 from vmonarch.kernels.common.launch import use_triton
-from vmonarch.kernels.two_resolution.reference import tile_means, two_resolution_attention_reference
-from vmonarch.kernels.two_resolution.selection import Selection, select_tiles
+from vmonarch.kernels.two_resolution.reference import chosen_tiles, two_resolution_attention_reference
+from vmonarch.kernels.two_resolution.selection import Selection
 from vmonarch.kernels.two_resolution.tiling import Tiling, tiling_of
 from vmonarch.precision import own_precision
 from vmonarch.two_resolution_options import TwoResolutionOptions
@@ -72,22 +72,27 @@ def two_resolution_attention(
         raise ValueError(f"grid {tuple(grid)} has {grid.tokens} tokens, but query has {query.shape[1]}")
     tiling = tiling_of(grid, options)
     scale = resolve_scale(scale, query.shape[-1])
-    attend, mean = two_resolution_attention_reference, tile_means
+    exact = None if selection is None else _checked(selection, query, tiling)
     if use_triton("two_resolution_attention", implementation, query, key, value, family="two_resolution"):
         # Triton is imported when it is needed, not with the package.
-        from vmonarch.kernels.two_resolution import op
+        from vmonarch.kernels.two_resolution.op import two_resolution_attention_triton
 
-        attend, mean = op.two_resolution_attention_triton, op.tile_means
-    if selection is None:
-        chosen = select_tiles(mean(query, tiling.of_queries), mean(key, tiling, key_mask), tiling, options)
+        out, lse = two_resolution_attention_triton(
+            query, key, value, tiling, options, exact=exact, scale=scale, key_mask=key_mask
+        )
+        return (out, lse) if return_lse else out
+    if exact is None:
+        chosen = chosen_tiles(query, key, tiling, options, scale=scale, key_mask=key_mask)
     else:
-        chosen = _given(selection, query, tiling)
-    out, lse = attend(query, key, value, tiling, chosen, rest=options.rest, scale=scale, key_mask=key_mask)
+        chosen = Selection(exact, None)
+    out, lse = two_resolution_attention_reference(
+        query, key, value, tiling, chosen, rest=options.rest, scale=scale, key_mask=key_mask
+    )
     return (out, lse) if return_lse else out
 
 
-def _given(selection: object, query: torch.Tensor, tiling: Tiling) -> Selection:
-    """The caller's choice of tiles, checked."""
+def _checked(selection: object, query: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+    """The caller's choice of tiles."""
     if not isinstance(selection, torch.Tensor) or selection.dtype != torch.bool:
         kind = selection.dtype if isinstance(selection, torch.Tensor) else type(selection).__name__
         raise TypeError(f"selection must be a boolean tensor [B or 1, H or 1, n, m], got {kind}")
@@ -104,4 +109,4 @@ def _given(selection: object, query: torch.Tensor, tiling: Tiling) -> Selection:
         )
     if selection.device != query.device:
         raise ValueError(f"selection must lie on the device of query ({query.device}), got {selection.device}")
-    return Selection(selection, None)
+    return selection

@@ -86,11 +86,15 @@ def _attended(key_mask_ptr, token, there):
 
 @triton.jit(do_not_specialize=["H", "S"])
 def means_kernel(
-    x_ptr, key_mask_ptr, mean_ptr, log2_number_ptr, stride_b, stride_s, stride_h, H, S, tiling, c,
-    D: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    k_ptr, v_ptr, key_mask_ptr, k_mean_ptr, v_mean_ptr, log2_number_ptr,
+    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, H, S, tiling, c,
+    D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Mean tokens [B, m·c, H, D] of the cells of one tile of one head, and log2 of their tokens [B, m·c]."""
+    """Means [B, m·c, H, D and E] of the cells of one tile of one head, and log2 of their tokens [B, m·c].
+
+    Without v_ptr, of the first tensor alone.
+    """
     n = plain(tiling)
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
     pid = tl.program_id(0)
@@ -98,23 +102,32 @@ def means_kernel(
     bh = (pid // tiles).to(tl.int64)
     b = bh // H
     h = bh % H
-    x_ptr += b * stride_b + h * stride_h
+    k_ptr += b * stride_kb + h * stride_kh
+    if v_ptr is not None:
+        v_ptr += b * stride_vb + h * stride_vh
     if key_mask_ptr is not None:
         key_mask_ptr += b * S
     dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_E)
     for i in range(c):
         number = 0.0
-        total = tl.zeros([BLOCK_D], tl.float32)
+        k = tl.zeros([BLOCK_D], tl.float32)
+        v = tl.zeros([BLOCK_E], tl.float32)
         for part in range(PARTS):
             token, there, cell = _tokens_of(tile, part, n, BT, BH, BW, BLOCK)
             own = _attended(key_mask_ptr, token, there) & (cell == i)
             number += tl.sum(own.to(tl.float32), 0)
-            total += tl.sum(load_rows(x_ptr, stride_s, token, own, D, BLOCK_D, True).to(tl.float32), 0)
-        mean = total / tl.maximum(number, 1.0)
+            k += tl.sum(load_rows(k_ptr, stride_ks, token, own, D, BLOCK_D, True).to(tl.float32), 0)
+            if v_ptr is not None:
+                v += tl.sum(load_rows(v_ptr, stride_vs, token, own, E, BLOCK_E, True).to(tl.float32), 0)
         row = (b * tiles + tile) * c + i
-        tl.store(mean_ptr + (row * H + h) * D + dims, mean.to(mean_ptr.dtype.element_ty), mask=dims < D)
+        divisor = tl.maximum(number, 1.0)
+        tl.store(k_mean_ptr + (row * H + h) * D + dims, (k / divisor).to(k_mean_ptr.dtype.element_ty), mask=dims < D)
+        if v_ptr is not None:
+            mean = (v / divisor).to(v_mean_ptr.dtype.element_ty)
+            tl.store(v_mean_ptr + (row * H + h) * E + value_dims, mean, mask=value_dims < E)
         # The log of 0 is -inf: nobody attends to an empty cell.
-        tl.store(log2_number_ptr + row, tl.where(number > 0, tl.log2(tl.maximum(number, 1.0)), -float("inf")))
+        tl.store(log2_number_ptr + row, tl.where(number > 0, tl.log2(divisor), -float("inf")))
 
 
 @triton.jit(do_not_specialize=["rows", "m", "width", "padded", "H", "c"])
@@ -129,22 +142,51 @@ def lists_kernel(
     """
     pid = tl.program_id(0).to(tl.int64)
     exact_ptr += pid // rows * stride_g + pid % rows * stride_row
+    list_ptr += pid * width
+    if log2_number_ptr is not None:
+        log2_number_ptr += pid // rows // H * m * c
+        gain_ptr += pid * padded
+        beyond = m * c + tl.arange(0, BLOCK_PAD)
+        tl.store(gain_ptr + beyond, tl.full([BLOCK_PAD], -float("inf"), tl.float32), mask=beyond < padded)
     number = 0
     for start in range(0, m, BLOCK):
         j = start + tl.arange(0, BLOCK)
         chosen = tl.load(exact_ptr + j.to(tl.int64) * stride_column, mask=j < m, other=0).to(tl.int32)
         place = number + tl.cumsum(chosen, 0) - 1
-        tl.store(list_ptr + pid * width + place, j.to(list_ptr.dtype.element_ty), mask=(chosen != 0) & (place < width))
+        tl.store(list_ptr + place, j.to(list_ptr.dtype.element_ty), mask=(chosen != 0) & (place < width))
         number += tl.sum(chosen, 0)
         if log2_number_ptr is not None:
             for i in range(c):
-                gain = tl.load(log2_number_ptr + pid // rows // H * m * c + j * c + i, mask=j < m, other=0.0)
+                gain = tl.load(log2_number_ptr + j * c + i, mask=j < m, other=0.0)
                 gain = tl.where(chosen != 0, -float("inf"), gain)
-                tl.store(gain_ptr + pid * padded + j * c + i, gain, mask=j < m)
+                tl.store(gain_ptr + j * c + i, gain, mask=j < m)
     tl.store(number_ptr + pid, number)
-    if log2_number_ptr is not None:
-        j = m * c + tl.arange(0, BLOCK_PAD)
-        tl.store(gain_ptr + pid * padded + j, tl.full([BLOCK_PAD], -float("inf"), tl.float32), mask=j < padded)
+
+
+@triton.jit(do_not_specialize=["m", "count"])
+def best_kernel(scores_ptr, exact_ptr, m, count, BLOCK: tl.constexpr):
+    """Whether each score of a row [rows, m] is among its `count` largest; of equal ones the first are."""
+    pid = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    inside = j < m
+    scores = tl.load(scores_ptr + pid * m + j, mask=inside, other=0.0)
+    # A zero has two signs.
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.uint32, bitcast=True)
+    # Ordered like the numbers: negative ones have all bits reversed, others the first.
+    sign = bits >> 31
+    keys = tl.where(inside, bits ^ tl.where(sign != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32), 0)
+    # The largest key that `count` keys reach, bit by bit.
+    reached = tl.zeros([1], tl.uint32)
+    bit = tl.full([1], 0x80000000, tl.uint32)
+    for _ in range(32):
+        reaching = tl.sum((keys >= (reached | bit)).to(tl.int32), 0)
+        reached = tl.where(reaching >= count, reached | bit, reached)
+        bit = bit >> 1
+    above = keys > reached
+    equal = (keys == reached) & inside
+    left = count - tl.sum(above.to(tl.int32), 0)
+    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
+    tl.store(exact_ptr + pid * m + j, chosen, mask=inside)
 
 
 @triton.jit

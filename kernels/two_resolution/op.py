@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
 from vmonarch.kernels.two_resolution.kernels import (
     GAINS,
+    best_kernel,
     lists_kernel,
     means_kernel,
     two_resolution_cells_kernel,
@@ -26,11 +27,14 @@ from vmonarch.kernels.two_resolution.kernels import (
     two_resolution_rows_kernel,
     unspecialised,
 )
-from vmonarch.kernels.two_resolution.selection import Selection
+from vmonarch.kernels.two_resolution.selection import best_of, exact_tiles, select_tiles
 from vmonarch.kernels.two_resolution.tiling import Tiling
+from vmonarch.two_resolution_options import TwoResolutionOptions
 
 # Keys of which a mean takes the sum at a time.
 _MEANS_BLOCK = 64
+# The longest row of scores that a program takes.
+_MAX_SCORES = 2**14
 
 
 def _box(n: Tiling, block: int) -> dict[str, int]:
@@ -58,42 +62,65 @@ def _constants(name: str, query: torch.Tensor, value: torch.Tensor, n: Tiling) -
     return constants if block is None else {**constants, **_box(n, block)}
 
 
-def means(
-    x: torch.Tensor, n: Tiling, key_mask: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Means of all cells [B, m·c, H, D] of x [B, S, H, D], and log2 of the tokens of each [B, m·c]."""
-    B, S, H, D = x.shape
-    mean = x.new_empty(B, n.tiles * n.cells, H, D, dtype=dtype)
-    log2_number = x.new_empty(B, n.tiles * n.cells, dtype=torch.float32)
-    with torch.cuda.device_of(x):
+class Pooled(NamedTuple):
+    """Mean keys and values of all cells [B, m·c, H, D and E], or keys alone, and log2 of their tokens [B, m·c]."""
+
+    k: torch.Tensor
+    v: torch.Tensor | None
+    log2_number: torch.Tensor
+
+
+def pool(
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    n: Tiling,
+    key_mask: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Pooled:
+    """Means of all cells, in `dtype` or their own."""
+    B, N, H, D = key.shape
+    E = D if value is None else value.shape[3]
+    cells = n.tiles * n.cells
+    k = key.new_empty(B, cells, H, D, dtype=dtype)
+    v = None if value is None else value.new_empty(B, cells, H, E, dtype=dtype)
+    log2_number = key.new_empty(B, cells, dtype=torch.float32)
+    value_strides = (0, 0, 0) if value is None else value.stride()[:3]
+    with torch.cuda.device_of(key):
         means_kernel[(n.tiles * B * H,)](
-            x, key_mask, mean, log2_number, *x.stride()[:3], H, S, unspecialised(n), n.cells, D=D,
-            BLOCK_D=block_dim(D), **_box(n, _MEANS_BLOCK), num_warps=4,
+            key, value, key_mask, k, v, log2_number, *key.stride()[:3], *value_strides, H, N, unspecialised(n),
+            n.cells, D=D, E=E, BLOCK_D=block_dim(D), BLOCK_E=block_dim(E), **_box(n, _MEANS_BLOCK), num_warps=4,
         )  # fmt: skip
-    return mean, log2_number
+    return Pooled(k, v, log2_number)
 
 
-@torch.library.custom_op(
-    "vmonarch::tile_means",
-    mutates_args=(),
-    schema="(Tensor tokens, Tensor? key_mask, int[] numbers) -> Tensor",
-)
-def tile_means_op(tokens: torch.Tensor, key_mask: torch.Tensor | None, numbers: list[int]) -> torch.Tensor:
-    """Mean of the tokens [B, S, H, D] of every tile, [B, m, H, D] in float32; without a gradient."""
-    return means(tokens, Tiling(*numbers), key_mask, torch.float32)[0]
+def choose(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    n: Tiling,
+    options: TwoResolutionOptions,
+    key_mask: torch.Tensor | None,
+    pooled: Pooled | None,
+) -> torch.Tensor:
+    """The exact tiles [B, H, n, m], as `selection.select_tiles`; where a tile is a cell, by its mean in `pooled`."""
+    q_mean = pool(query, None, n.of_queries, None, torch.float32).k
+    if pooled is not None and n.cells == 1:
+        k_mean = pooled.k.float()
+    else:
+        k_mean = pool(key, None, n._replace(cells_t=1, cells_h=1, cells_w=1), key_mask, torch.float32).k
+    return select_tiles(q_mean.transpose(1, 2), k_mean.transpose(1, 2), n, options, best).exact
 
 
-@tile_means_op.register_fake
-def _(tokens: torch.Tensor, key_mask: torch.Tensor | None, numbers: list[int]) -> torch.Tensor:
-    B, _, H, D = tokens.shape
-    return tokens.new_empty(B, Tiling(*numbers).tiles, H, D, dtype=torch.float32)
-
-
-def tile_means(tokens: torch.Tensor, tiling: Tiling, key_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """As `reference.tile_means`, in float32 and without a gradient."""
-    whole = tiling._replace(cells_t=1, cells_h=1, cells_w=1)
-    mask = None if key_mask is None else key_mask.contiguous()
-    return tile_means_op(tokens.detach(), mask, list(whole)).transpose(1, 2)
+def best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Whether each score [B, H, n, m] is among the `count` largest of its row."""
+    *lead, m = scores.shape
+    if block_dim(m) > _MAX_SCORES:
+        return best_of(scores, count)
+    scores = scores.contiguous()
+    exact = torch.empty_like(scores, dtype=torch.bool)
+    with torch.cuda.device_of(scores):
+        block = block_dim(m)
+        best_kernel[(math.prod(lead),)](scores, exact, m, count, BLOCK=block, num_warps=8 if block > 1024 else 4)
+    return exact
 
 
 def _lists(
@@ -131,12 +158,35 @@ def _full(n: Tiling) -> bool:
 @torch.library.custom_op(
     "vmonarch::two_resolution_forward",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor exact, int width, Tensor? key_mask, int[] numbers,"
-    " bool rest, float scale) -> (Tensor, Tensor)",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? exact, Tensor? key_mask, int[] numbers, float?[] choice,"
+    " bool rest, float scale) -> (Tensor, Tensor, Tensor)",
 )
-def two_resolution_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, S, H, E], lse [B, H, S]); `width`: at least the most exact tiles of a query tile."""
-    return forward(*inputs)
+def two_resolution_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out [B, S, H, E], lse [B, H, S], the exact tiles [B, H, n, m], empty if they are given); see `forward`."""
+    query, key, value, exact, key_mask, numbers, choice, rest, scale = inputs
+    n, options = Tiling(*numbers), _options(choice)
+    pooled = pool(key, value, n, key_mask) if rest else None
+    given = exact is not None
+    if not given:
+        exact = choose(query, key, n, options, key_mask, pooled)
+    out, lse = forward(query, key, value, exact, _width(n, options, given), key_mask, n, pooled, scale)
+    return out, lse, exact.new_empty(0) if given else exact
+
+
+def _options(choice: Sequence[float | None]) -> TwoResolutionOptions:
+    """What chooses the tiles, of numbers; `_choice` is the inverse."""
+    share, beta, local, sink = choice
+    return TwoResolutionOptions(share=share, beta=beta, local=None if local is None else int(local), sink=bool(sink))
+
+
+def _choice(options: TwoResolutionOptions) -> list[float | None]:
+    local = None if options.local is None else float(options.local)
+    return [options.share, options.beta, local, float(options.sink)]
+
+
+def _width(n: Tiling, options: TwoResolutionOptions, given: bool) -> int:
+    """At least the most exact tiles of a tile of queries."""
+    return n.tiles if given or options.share is None else exact_tiles(n, options)
 
 
 def forward(
@@ -146,16 +196,18 @@ def forward(
     exact: torch.Tensor,
     width: int,
     key_mask: torch.Tensor | None,
-    numbers: Sequence[int],
-    rest: bool,
+    n: Tiling,
+    pooled: Pooled | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the operator computes."""
+    """(out [B, S, H, E], lse [B, H, S]) with the exact tiles [B, H, n, m], of which a row has at most `width`.
+
+    Without `pooled` the other tiles leave nothing.
+    """
     B, S, H, _ = query.shape
-    n = Tiling(*numbers)
     out = query.new_empty(B, S, H, value.shape[3])
     lse = query.new_empty(B, H, S, dtype=torch.float32)
-    k_mean, v_mean, log2_number = _pooled(key, value, n, key_mask, rest)
+    k_mean, v_mean, log2_number = (None, None, None) if pooled is None else pooled
     lists, number, gain = _lists(exact, width, log2_number)
     with torch.cuda.device_of(query):
         if key_mask is None and hopper_fits("two_resolution", query, key, value):
@@ -171,25 +223,17 @@ def forward(
         two_resolution_kernel[(n.of_queries.tiles * constants["PARTS_M"] * B * H,)](
             query, key, value, k_mean, v_mean, gain, lists, number, key_mask, out, lse,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], H, S, width, unspecialised(n), n.cells,
-            log2_scale_of(scale), REST=rest, FULL=_full(n) and key_mask is None, **constants,
+            log2_scale_of(scale), REST=pooled is not None, FULL=_full(n) and key_mask is None, **constants,
         )  # fmt: skip
     return out, lse
 
 
-def _pooled(
-    key: torch.Tensor, value: torch.Tensor, n: Tiling, key_mask: torch.Tensor | None, rest: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Mean keys and values of all cells, and log2 of their tokens; nothing without the rest."""
-    if not rest:
-        return None, None, None
-    k_mean, log2_number = means(key, n, key_mask, key.dtype)
-    return k_mean, means(value, n, key_mask, value.dtype)[0], log2_number
-
-
 @two_resolution_forward.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    B, S, H, _D = query.shape
-    return query.new_empty(B, S, H, value.shape[3]), query.new_empty(B, H, S, dtype=torch.float32)
+def _(query: torch.Tensor, _key: Any, value: torch.Tensor, exact: Any, _mask: Any, numbers: Any, *_: Any) -> Any:
+    (B, S, H, _D), n = query.shape, Tiling(*numbers)
+    chosen = (0,) if exact is not None else (B, H, n.of_queries.tiles, n.tiles)
+    lse, exact = query.new_empty(B, H, S, dtype=torch.float32), query.new_empty(chosen, dtype=torch.bool)
+    return query.new_empty(B, S, H, value.shape[3]), lse, exact
 
 
 @torch.library.custom_op(
@@ -200,21 +244,24 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
 )
 def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), contiguous, each in the shape and dtype of its input."""
-    return backward(*inputs)
+    *tensors, numbers, rest, scale = inputs
+    _, _, _, key, value, _, _, key_mask, _, _ = tensors
+    n = Tiling(*numbers)
+    return backward(*tensors, n, pool(key, value, n, key_mask) if rest else None, scale)
 
 
 def backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the operator computes."""
-    grad_out, grad_lse, query, key, value, exact, width, key_mask, out, lse, numbers, rest, scale = inputs
+    """What the operator computes; with a `Tiling` for the numbers, and for `rest` the means or None."""
+    grad_out, grad_lse, query, key, value, exact, width, key_mask, out, lse, n, pooled, scale = inputs
     B, S, H, D = query.shape
     E = value.shape[3]
-    n = Tiling(*numbers)
     grad_out = unit_stride(grad_out)
     grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
     out = unit_stride(out)
     delta = torch.empty_like(lse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
-    k_mean, v_mean, log2_number = _pooled(key, value, n, key_mask, rest)
+    rest = pooled is not None
+    k_mean, v_mean, log2_number = pooled if rest else (None, None, None)
     dk_mean = dv_mean = None
     q_strides, g_strides = query.stride()[:3], grad_out.stride()[:3]
     kv_strides = (*key.stride()[:3], *value.stride()[:3])
@@ -258,13 +305,17 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, exact, ctx.width, key_mask, *ctx.numbers = inputs
-    ctx.save_for_backward(query, key, value, exact, key_mask, *output)
+    query, key, value, given, key_mask, numbers, choice, rest, scale = inputs
+    out, lse, exact = output
+    ctx.save_for_backward(query, key, value, exact if given is None else given, key_mask, out, lse)
+    ctx.width = _width(Tiling(*numbers), _options(choice), given is not None)
+    ctx.numbers = numbers, rest, scale
+    ctx.mark_non_differentiable(exact)
     ctx.set_materialize_grads(False)
 
 
 def _backward(
-    ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+    ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None, _: Any
 ) -> tuple[torch.Tensor | None, ...]:
     query, key, value, exact, key_mask, out, lse = ctx.saved_tensors
     if grad_out is None and grad_lse is None:
@@ -284,18 +335,20 @@ def two_resolution_attention_triton(
     key: torch.Tensor,
     value: torch.Tensor,
     tiling: Tiling,
-    selection: Selection,
+    options: TwoResolutionOptions,
     *,
-    rest: bool,
+    exact: torch.Tensor | None,
     scale: float,
-    key_mask: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) by the kernels; arguments as in `two_resolution_attention_reference`, already checked."""
+    """(out, lse) by the kernels; arguments as in `two_resolution_attention`, already checked, `exact` its selection."""
     if scale < 0:
         # The kernels take the maximum of raw scores, which only a scale that is not negative keeps in order.
         query, scale = -query, -scale
     B, _, H, _ = query.shape
-    exact = selection.exact.expand(B, H, -1, -1).contiguous()
-    width = tiling.tiles if selection.number is None else selection.number
+    if exact is not None:
+        exact = exact.expand(B, H, -1, -1).contiguous()
     mask = None if key_mask is None else key_mask.contiguous()
-    return two_resolution_forward(query, key, value, exact, width, mask, list(tiling), rest, scale)
+    numbers = list(tiling), _choice(options), options.rest, scale
+    out, lse, _ = two_resolution_forward(query, key, value, exact, mask, *numbers)
+    return out, lse

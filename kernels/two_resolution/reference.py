@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from vmonarch.kernels.flash_entropy.reference import recomputed, softmax_parts, to_groups
-from vmonarch.kernels.two_resolution.selection import Selection
+from vmonarch.kernels.two_resolution.selection import Selection, select_tiles
 from vmonarch.kernels.two_resolution.tiling import Places, Tiling, places_of
+from vmonarch.two_resolution_options import TwoResolutionOptions
 
 # Keys and values that one chunk of query tiles may gather, in elements.
 MAX_CHUNK_ELEMENTS = 2**26
@@ -42,6 +43,20 @@ def tile_means(tokens: torch.Tensor, tiling: Tiling, key_mask: torch.Tensor | No
     """Mean of the tokens [B, S, H, D] of every tile, [B, H, m, D] in at least float32."""
     places = places_of(tiling, tokens.device)
     return cell_means(tokens, places._replace(cell=places.cell // tiling.cells), tiling.tiles, key_mask)[0]
+
+
+def chosen_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    tiling: Tiling,
+    options: TwoResolutionOptions,
+    *,
+    scale: float,
+    key_mask: torch.Tensor | None = None,
+) -> Selection:
+    """The exact tiles by the products of mean queries and keys, in the order of logits; `scale` says which that is."""
+    q_mean, k_mean = tile_means(query, tiling.of_queries), tile_means(key, tiling, key_mask)
+    return select_tiles(-q_mean if scale < 0 else q_mean, k_mean, tiling, options)
 
 
 def _attend(

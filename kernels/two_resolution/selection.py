@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,11 +34,24 @@ def kept_tiles(tiles: int, share: float) -> int:
     return max(1, math.ceil(share * tiles - 1e-9))
 
 
-def select_tiles(query: torch.Tensor, key: torch.Tensor, tiling: Tiling, options: TwoResolutionOptions) -> Selection:
+def best_of(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Whether each score [..., m] is among the `count` largest of its row."""
+    best = scores.topk(count, -1, sorted=False).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+
+
+def select_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    tiling: Tiling,
+    options: TwoResolutionOptions,
+    best: Callable[[torch.Tensor, int], torch.Tensor] = best_of,
+) -> Selection:
     """The exact tiles by the scores of mean queries and keys.
 
     Args:
         query, key: means of the tiles [B, H, n and m, D]; that of a tile without any key is zero.
+        best: does what `best_of` does.
     """
     scores = (query @ key.transpose(-1, -2)).detach()
     always = None
@@ -51,8 +65,7 @@ def select_tiles(query: torch.Tensor, key: torch.Tensor, tiling: Tiling, options
     count = exact_tiles(tiling, options)
     if always is not None:
         scores = scores.masked_fill(always, torch.inf)
-    best = scores.topk(count, -1, sorted=False).indices
-    return Selection(torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True), count)
+    return Selection(best(scores, count), count)
 
 
 def exact_tiles(tiling: Tiling, options: TwoResolutionOptions) -> int:

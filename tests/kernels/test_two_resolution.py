@@ -262,6 +262,21 @@ def test_the_kernels_compute_the_same_in_full_tiles_in_parts_of_tiles_and_in_flo
 
 
 @in_interpreter
+@pytest.mark.parametrize("m", [1, 5, 40])
+def test_the_best_scores_are_the_largest_and_of_equal_ones_the_first(m):
+    from vmonarch.kernels.two_resolution.op import best
+
+    scores = torch.randn(1, 2, 3, m, generator=torch.Generator().manual_seed(m)).round(decimals=1)
+    scores[0, 0, 0] = 0.0
+    scores[0, 0, 1, ::3] = torch.inf
+    scores[0, 1, 0, 1::2] = -torch.inf
+    for count in {1, m // 2 + 1, m}:
+        ranked = scores.argsort(stable=True, dim=-1, descending=True)[..., :count]
+        expected = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, ranked, True)
+        assert torch.equal(best(scores, count), expected)
+
+
+@in_interpreter
 def test_strided_views_give_the_same_bits():
     grid = (2, 3, 5)
     fused = torch.randn(2, 30, 3, 2, 24, generator=torch.Generator().manual_seed(0))
@@ -278,8 +293,9 @@ def test_the_operator_keeps_torchs_rules():
     grid = (1, 3, 4)
     tensors = [x.requires_grad_() for x in qkv(grid, B=1, H=1, dtype=torch.float32)]
     tiling = tiling_of(LatentGrid(*grid), TwoResolutionOptions(tile=(1, 3, 2)))
-    exact = torch.tensor([[[[True, False]]]])
-    torch.library.opcheck(two_resolution_forward, (*tensors, exact, 1, None, list(tiling), True, 0.5))
+    for exact in (torch.tensor([[[[True, False]]]]), None):
+        numbers = (list(tiling), [0.5, None, None, 0.0], True, 0.5)
+        torch.library.opcheck(two_resolution_forward, (*tensors, exact, None, *numbers))
 
 
 @in_interpreter

@@ -204,10 +204,10 @@ def launch_all(case):
         tiling = tiling_of(LatentGrid(*case["grid"]), options)
         exact = torch.zeros(1, 2, tiling.of_queries.tiles, tiling.tiles, dtype=torch.bool)
         mask = torch.ones(1, tensors[0].shape[1], dtype=torch.bool) if case.get("masked") else None
-        two_resolution_op.tile_means(tensors[0], tiling, mask)
-        numbers = (list(tiling), options.rest, 0.1)
-        out, lse = two_resolution_op.two_resolution_forward(*tensors, exact, 5, mask, *numbers)
-        two_resolution_op.two_resolution_backward(out, lse, *tensors, exact, 5, mask, out, lse, *numbers)
+        pooled = two_resolution_op.pool(*tensors[1:], tiling, mask) if options.rest else None
+        two_resolution_op.choose(*tensors[:2], tiling, options, mask, pooled)
+        out, lse = two_resolution_op.forward(*tensors, exact, 5, mask, tiling, pooled, 0.1)
+        two_resolution_op.backward(out, lse, *tensors, exact, 5, mask, out, lse, tiling, pooled, 0.1)
         return
     if "channels" in case:
         x = torch.zeros(1, case["tokens"], case["channels"], dtype=getattr(torch, case["dtype"]))
