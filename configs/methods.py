@@ -113,14 +113,7 @@ class VMonarchAttention(VMonarchOptions, _Kind):
             super().__post_init__()
             check_implementation(self.implementation)
             _check_dense(self)
-            check_parallel_by(
-                self.parallel_by,
-                frames_per_block=self.frames_per_block,
-                tiles=self.tiles,
-                row_share=self.row_share,
-                reach=self.reach,
-                plan=self.plan,
-            )
+            check_parallel_by(self.parallel_by, **self.not_by_frames, reach=self.reach, plan=self.plan)
         found = None
         if self.plan is not None:
             try:

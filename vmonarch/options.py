@@ -113,6 +113,11 @@ class VMonarchOptions(Options):
             if getattr(self, field.name) != field.default
         }
 
+    @property
+    def not_by_frames(self) -> dict[str, Any]:
+        """The options that differ from the defaults and that attention by frames on several devices does not offer."""
+        return {name: value for name, value in self.changed().items() if name in NOT_BY_FRAMES}
+
     def to_dict(self) -> dict[str, Any]:
         """`changed` as plain values for JSON."""
         found = self.changed()
@@ -126,6 +131,8 @@ class VMonarchOptions(Options):
             raise ValueError(f"tiles {self.tiles} must not exceed the rows and columns of a frame, {tuple(grid[1:])}")
 
 
+# Ranks share whole frames, and exact rows as they are.
+NOT_BY_FRAMES = ("frames_per_block", "tiles", "row_share")
 OPTION_FIELDS = dataclasses.fields(VMonarchOptions)
 
 

@@ -92,14 +92,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         self.parallel_by = parallel_by
         self.implementation = implementation
         self.plan = None if plan is None else AttentionPlan.parse(plan)
-        check_parallel_by(
-            parallel_by,
-            frames_per_block=self.options.frames_per_block,
-            tiles=self.options.tiles,
-            row_share=self.options.row_share,
-            bias=self._bias,
-            plan=self.plan,
-        )
+        check_parallel_by(parallel_by, **self.options.not_by_frames, bias=self._bias, plan=self.plan)
         if self.plan is not None:
             self._check_alone()
             self._needs_apply = self._needs_apply or "plan"

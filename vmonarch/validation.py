@@ -35,8 +35,7 @@ def check_parallel_by(parallel_by: object, **options: object) -> None:
     """Check what a processor's attention is shared by under context parallelism, and that its options are offered so.
 
     Args:
-        options: those that frames do not offer, as given; `frames_per_block`, `tiles`, `row_share`, and any that None
-            leaves out.
+        options: those that frames do not offer, None where they are left alone.
 
     Raises:
         TypeError, ValueError: `parallel_by` is neither "heads" nor "frames", or an option is not offered by frames.
@@ -47,11 +46,10 @@ def check_parallel_by(parallel_by: object, **options: object) -> None:
         raise ValueError(f"parallel_by must be one of {', '.join(PARALLEL_BY)}, got {parallel_by!r}")
     if parallel_by == "frames":
         for name, value in options.items():
-            default = {"frames_per_block": 1, "tiles": (1, 1), "row_share": 1}.get(name)
-            if value != default:
+            if value is not None:
                 raise ValueError(
-                    f"{name} must be left at {default!r} with parallel_by='frames', which does not offer it;"
-                    " parallel_by='heads' does"
+                    f"{name} must be left alone with parallel_by='frames', which does not offer it; parallel_by='heads'"
+                    " does"
                 )
 
 

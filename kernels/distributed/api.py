@@ -82,9 +82,8 @@ def frame_parallel_vmonarch_attention(
         check_qkv(query, key, value, same_length=True)
         grid = LatentGrid.parse(grid)
         options = VMonarchOptions.of(options, named)
-        for name in ("frames_per_block", "tiles", "row_share"):
-            if name in options.changed():
-                raise ValueError(f"{name} must be left alone: ranks share whole frames, and exact rows as they are")
+        for name in options.not_by_frames:
+            raise ValueError(f"{name} must be left alone: ranks share whole frames, and exact rows as they are")
         check_flag("entropy_grad", entropy_grad)
         check_implementation(implementation)
         check_flag("return_lse", return_lse)

@@ -259,7 +259,9 @@ def two_resolution_fits(tiling: Tiling, *tensors: torch.Tensor) -> bool:
     """Whether this form takes such tiles, and tensors [B, S, H, D] that `hopper_fits`."""
     frames_follow = all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors)
     boxes = _key_box(tiling), _box_of(tiling.of_queries.box, BLOCK_M)
-    return frames_follow and None not in boxes
+    # Rows of the means follow each other.
+    aligned = tensors[0].shape[3] * tensors[0].itemsize % 16 == 0
+    return frames_follow and aligned and None not in boxes
 
 
 def _key_box(tiling: Tiling) -> Box | None:

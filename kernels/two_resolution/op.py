@@ -63,26 +63,20 @@ def _constants(name: str, query: torch.Tensor, value: torch.Tensor, n: Tiling) -
 
 
 class Pooled(NamedTuple):
-    """Mean keys and values of all cells [B, m·c, H, D and E], or keys alone, and log2 of their tokens [B, m·c]."""
+    """Means of all cells, and log2 of their tokens [B, m·c]: keys [B, m·c, H, D] in float32, values in their dtype."""
 
     k: torch.Tensor
     v: torch.Tensor | None
     log2_number: torch.Tensor
 
 
-def pool(
-    key: torch.Tensor,
-    value: torch.Tensor | None,
-    n: Tiling,
-    key_mask: torch.Tensor | None,
-    dtype: torch.dtype | None = None,
-) -> Pooled:
-    """Means of all cells, in `dtype` or their own."""
+def pool(key: torch.Tensor, value: torch.Tensor | None, n: Tiling, key_mask: torch.Tensor | None) -> Pooled:
+    """The means of all cells; those of the keys choose tiles, too, as exactly as the reference does."""
     B, N, H, D = key.shape
     E = D if value is None else value.shape[3]
     cells = n.tiles * n.cells
-    k = key.new_empty(B, cells, H, D, dtype=dtype)
-    v = None if value is None else value.new_empty(B, cells, H, E, dtype=dtype)
+    k = key.new_empty(B, cells, H, D, dtype=torch.float32)
+    v = None if value is None else value.new_empty(B, cells, H, E)
     log2_number = key.new_empty(B, cells, dtype=torch.float32)
     value_strides = (0, 0, 0) if value is None else value.stride()[:3]
     with torch.cuda.device_of(key):
@@ -102,11 +96,10 @@ def choose(
     pooled: Pooled | None,
 ) -> torch.Tensor:
     """The exact tiles [B, H, n, m], as `selection.select_tiles`; where a tile is a cell, by its mean in `pooled`."""
-    q_mean = pool(query, None, n.of_queries, None, torch.float32).k
-    if pooled is not None and n.cells == 1:
-        k_mean = pooled.k.float()
-    else:
-        k_mean = pool(key, None, n._replace(cells_t=1, cells_h=1, cells_w=1), key_mask, torch.float32).k
+    q_mean = pool(query, None, n.of_queries, None).k
+    if pooled is None or n.cells > 1:
+        pooled = pool(key, None, n._replace(cells_t=1, cells_h=1, cells_w=1), key_mask)
+    k_mean = pooled.k
     return select_tiles(q_mean.transpose(1, 2), k_mean.transpose(1, 2), n, options, best).exact
 
 
@@ -121,6 +114,13 @@ def best(scores: torch.Tensor, count: int) -> torch.Tensor:
         block = block_dim(m)
         best_kernel[(math.prod(lead),)](scores, exact, m, count, BLOCK=block, num_warps=8 if block > 1024 else 4)
     return exact
+
+
+def _rest(
+    pooled: Pooled | None, key: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """What is attended to in place of tiles that are not exact: mean keys, now in their dtype too, values, numbers."""
+    return (None, None, None) if pooled is None else (pooled.k.to(key.dtype), *pooled[1:])
 
 
 def _lists(
@@ -207,7 +207,7 @@ def forward(
     B, S, H, _ = query.shape
     out = query.new_empty(B, S, H, value.shape[3])
     lse = query.new_empty(B, H, S, dtype=torch.float32)
-    k_mean, v_mean, log2_number = (None, None, None) if pooled is None else pooled
+    k_mean, v_mean, log2_number = _rest(pooled, key)
     lists, number, gain = _lists(exact, width, log2_number)
     with torch.cuda.device_of(query):
         if key_mask is None and hopper_fits("two_resolution", query, key, value):
@@ -261,7 +261,7 @@ def backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     delta = torch.empty_like(lse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
     rest = pooled is not None
-    k_mean, v_mean, log2_number = pooled if rest else (None, None, None)
+    k_mean, v_mean, log2_number = _rest(pooled, key)
     dk_mean = dv_mean = None
     q_strides, g_strides = query.stride()[:3], grad_out.stride()[:3]
     kv_strides = (*key.stride()[:3], *value.stride()[:3])

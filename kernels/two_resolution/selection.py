@@ -71,6 +71,9 @@ def select_tiles(
 def exact_tiles(tiling: Tiling, options: TwoResolutionOptions) -> int:
     """How many tiles are exact for every tile of queries, with `share`."""
     assert options.share is not None
+    wanted = kept_tiles(tiling.tiles, options.share)
+    if options.local is None and not options.sink:
+        return wanted
     first, *others = _near(tiling, options.local)
     rows, columns = (max(map(sum, axis)) for axis in others)
     always = 0
@@ -78,7 +81,7 @@ def exact_tiles(tiling: Tiling, options: TwoResolutionOptions) -> int:
         # Of the tiles nearby, those that hold the first frame are counted with the others that do.
         frames = sum(near) - (options.sink and near[0])
         always = max(always, frames * rows * columns + options.sink * tiling.tiles_h * tiling.tiles_w)
-    return max(kept_tiles(tiling.tiles, options.share), always)
+    return max(wanted, always)
 
 
 def always_exact(tiling: Tiling, local: int | None, sink: bool, device: torch.device) -> torch.Tensor:

@@ -302,6 +302,14 @@ def test_rows_that_are_no_multiple_of_16_bytes_are_launched(row, tiling, compile
     assert ("_hopper_flash_kernel" in kernels) is (row == 32)
 
 
+@pytest.mark.parametrize("dim", [20, 32])
+def test_tiles_of_rows_that_are_no_multiple_of_16_bytes_are_launched(dim, compile_kernels):
+    """The means of all cells have rows without gaps."""
+    case = {**TWO_RESOLUTION_CASES["full"], "dim": dim, "row": 32, "compile": False}
+    kernels = [kernel["kernel"] for kernel in compile_kernels(OWN, 90, case)]
+    assert ("_hopper_two_resolution_kernel" in kernels) is (dim == 32)
+
+
 def test_blocks_of_one_number_are_launched(compile_kernels):
     """Descriptors of blocks want strides that are multiples of 16 bytes, of dimensions of one element too."""
     overrides = dict.fromkeys(["l_centroids", "l_backward_rows"], {"TMA": 1})

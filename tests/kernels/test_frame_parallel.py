@@ -213,7 +213,9 @@ def test_the_kernels_stage_by_stage_are_those_of_one_call(alone, device, grid, h
         assert (ours - theirs).float().norm() <= bound * theirs.float().norm(), name
 
 
-@pytest.mark.parametrize("option", [{"tiles": (1, 2)}, {"frames_per_block": 2}], ids=lambda option: next(iter(option)))
+@pytest.mark.parametrize(
+    "option", [{"tiles": (1, 2)}, {"frames_per_block": 2}, {"row_share": 0.5}], ids=lambda option: next(iter(option))
+)
 def test_blocks_that_are_no_whole_frames_are_refused(alone, option):
     alone("gloo")
     with pytest.raises(ValueError, match=f"{next(iter(option))} must be left alone"):

@@ -138,12 +138,18 @@ def test_alone_frames_are_heads(tiny):
 
 @pytest.mark.parametrize(
     "options",
-    [{"frames_per_block": 2}, {"tiles": (2, 1)}, {"bias": worker.decay_of(2)}, {"plan": worker.plan_of(2)}],
+    [
+        {"frames_per_block": 2},
+        {"tiles": (2, 1)},
+        {"row_share": 0.5},
+        {"bias": worker.decay_of(2)},
+        {"plan": worker.plan_of(2)},
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_what_frames_do_not_offer_is_refused_by_the_constructor(options):
     (name,) = options
-    with pytest.raises(ValueError, match=f"^{name} must be left at .* with parallel_by='frames'"):
+    with pytest.raises(ValueError, match=f"^{name} must be left alone with parallel_by='frames'"):
         VMonarchProcessor(parallel_by="frames", **options)
     VMonarchProcessor(**options)
 
