@@ -20,7 +20,7 @@ from vmonarch.kernels.monarch.blocks import exact_key_frames
 from vmonarch.kernels.two_resolution.selection import exact_tiles
 from vmonarch.kernels.two_resolution.tiling import tiling_of
 from vmonarch.options import VMonarchOptions
-from vmonarch.two_resolution_options import row_options
+from vmonarch.two_resolution_options import TwoResolutionOptions, row_options
 
 
 @dataclass(frozen=True)
@@ -131,17 +131,40 @@ def vmonarch_work(
     return stages + ([stage("exact backward", 10 * pairs * d, 5 * n + 6 * n_keys, 2 * n)] if exact else [])
 
 
-def _left_out_of_rows(grid: LatentGrid, options: VMonarchOptions) -> int:
-    """Pairs of queries and keys that rows in two resolutions save, the products of means that choose tiles counted."""
+def two_resolution_pairs(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int) -> float:
+    """Pairs of a query, in so many frames, and a key or a mean; the products of means that choose tiles count half.
+
+    Only with `share`; with `beta` the data say how many they are.
+    """
+    n = tiling_of(grid, options, query_frames)
+    exact = exact_tiles(n, options)
+    keys = exact * grid.tokens / n.tiles + (n.tiles - exact) * n.cells * options.rest
+    return query_frames * grid.tokens_per_frame * keys + n.of_queries.tiles * n.tiles / 2
+
+
+def two_resolution_work(
+    grid: LatentGrid,
+    heads: int,
+    head_dim: int,
+    options: TwoResolutionOptions,
+    *,
+    itemsize: int,
+    training: bool = False,
+) -> StageWork:
+    """Work of `two_resolution_attention`; bytes are those of exact attention, and keys and values for the means."""
+    whole = full_attention_work(grid.tokens, heads, head_dim, itemsize=itemsize, training=training)
+    pairs = two_resolution_pairs(grid, options, grid.frames)
+    means = 2 * heads * grid.tokens * head_dim * itemsize
+    return StageWork("attention", heads * pair_flops(pairs, head_dim, training=training), whole.bytes + means)
+
+
+def _left_out_of_rows(grid: LatentGrid, options: VMonarchOptions) -> float:
+    """Pairs of queries and keys that rows in two resolutions save."""
     if options.row_share == 1:
         return 0
     assert options.pattern is not None
-    row = row_options(options)
-    n = tiling_of(grid, row, query_frames=1)
-    exact = exact_tiles(n, row)
-    keys = exact * grid.tokens / n.tiles + n.tiles - exact
-    pairs = grid.tokens_per_frame * (grid.tokens - keys) - n.of_queries.tiles * n.tiles / 2
-    return round(len(options.pattern.rows) * pairs)
+    pairs = grid.tokens_per_frame * grid.tokens - two_resolution_pairs(grid, row_options(options), 1)
+    return len(options.pattern.rows) * pairs
 
 
 def vmonarch_flops(grid: LatentGrid, head_dim: int, options: VMonarchOptions | None = None, **named: Any) -> float:

@@ -24,10 +24,12 @@ from vmonarch.eval.bench.machine import compiling, floor_ms, map_in_processes, m
 from vmonarch.eval.bench.runner import ATTENTION, Bench, Way, Ways, sdpa, with_gradients
 from vmonarch.eval.bench.stages import call_stages, measure_stages
 from vmonarch.eval.render.table import aligned, shown_number
-from vmonarch.flops import StageWork, full_attention_work, vmonarch_work
+from vmonarch.flops import StageWork, full_attention_work, two_resolution_work, vmonarch_work
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
+from vmonarch.kernels.two_resolution.api import two_resolution_attention
+from vmonarch.two_resolution_options import TwoResolutionOptions
 
 FORMAT = "vmonarch-kernel-bench-1"
 PASSES = {"forward": "forward", "backward": "forward+backward"}
@@ -71,9 +73,9 @@ class Method:
     """A way to compute attention.
 
     Args:
-        kind: "vmonarch", the fused kernels; "torch", the plain-torch VMonarch; "cudnn" or "flash", a backend of SDPA;
-            "flash_bias".
-        options: of `vmonarch_attention`; of "flash_bias" `rank`.
+        kind: "vmonarch", the fused kernels; "torch", the plain-torch VMonarch; "two_resolution"; "cudnn" or "flash", a
+            backend of SDPA; "flash_bias".
+        options: of `vmonarch_attention` or `two_resolution_attention`; of "flash_bias" `rank`.
         only: the shapes it is measured on, all if empty.
         head_dims: the head dimensions it is measured at, all if empty.
     """
@@ -113,6 +115,8 @@ METHODS = (
     Method("cudnn", "cudnn"),
     Method("vmonarch", "vmonarch"),
     Method("vmonarch-coarse2", "vmonarch", {"coarse": 2}),
+    Method("vmonarch-coarse2-rows", "vmonarch", {"coarse": 2, "row_share": 0.25}),
+    Method("two-resolution", "two_resolution"),
     Method("vmonarch-tiles2-coarse2", "vmonarch", {"tiles": (2, 2), "coarse": 2}),
     Method("vmonarch-t1", "vmonarch", {"num_iterations": 1}),
     Method("vmonarch-t3", "vmonarch", {"num_iterations": 3}),
@@ -162,6 +166,8 @@ FORMULAE = {
     "legend": "S tokens, T frames, m blocks, b positions of the largest block, c(k) pooled cells of block k, d head"
     " dim, t iterations, n rows answered exactly (the first frame: H·W); a multiply-add counts 2; times heads",
     "full attention": "4·S²·d forward, +10·S²·d backward",
+    "two resolutions": "4·d for each pair of a query and a token of its exact tiles or a mean, and 2·d for each product"
+    " of means that chooses them; backward ×5/2",
     "exact": "4·n·S·d forward, +10·n·S·d backward",
     "R-steps": "the first t-1: 4·b·Σ_k c(k)·d, without pooling 4·b·S·d; the last: 6·b·S·d;"
     " backward: ×5/2, the last ×7/3",
@@ -178,6 +184,13 @@ def method_work(method: Method, case: Case, itemsize: int) -> list[StageWork]:
     if method.exact:
         return [
             full_attention_work(shape.tokens, shape.heads, case.head_dim, itemsize=itemsize, training=case.training)
+        ]
+    if method.kind == "two_resolution":
+        options = TwoResolutionOptions(**method.options)
+        return [
+            two_resolution_work(
+                shape.grid, shape.heads, case.head_dim, options, itemsize=itemsize, training=case.training
+            )
         ]
     return vmonarch_work(
         shape.grid, shape.heads, case.head_dim, itemsize=itemsize, training=case.training, **method.options
@@ -228,10 +241,9 @@ def attention(method: Method, inputs: Inputs, grid: LatentGrid, implementation: 
     if method.kind == "flash_bias":
         factors = inputs.factors(method.options["rank"])
         return flash_bias_attention(inputs.query, inputs.key, inputs.value, *factors, implementation="triton")
-    implementation = implementation or {"vmonarch": "triton", "torch": "torch"}[method.kind]
-    return vmonarch_attention(
-        inputs.query, inputs.key, inputs.value, grid=grid, implementation=implementation, **method.options
-    )
+    implementation = implementation or ("torch" if method.kind == "torch" else "triton")
+    attend = two_resolution_attention if method.kind == "two_resolution" else vmonarch_attention
+    return attend(inputs.query, inputs.key, inputs.value, grid=grid, implementation=implementation, **method.options)
 
 
 def call(method: Method, inputs: Inputs, case: Case, implementation: str = "") -> tuple[torch.Tensor, ...]:
@@ -409,7 +421,7 @@ def bench(selection: Selection = Selection()) -> Bench:
         raise InputError("methods", f"are measured on none of the shapes; {FIGURE_8} with d=64 has them all")
     return Bench(
         methods=tuple(method.name for method in methods),
-        ours=tuple(method.name for method in methods if method.kind == "vmonarch"),
+        ours=tuple(method.name for method in methods if method.kind in ("vmonarch", "two_resolution")),
         cases=cases,
         ways=partial(ways, methods),
         formulae=FORMULAE,

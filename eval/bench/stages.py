@@ -79,6 +79,14 @@ def watched_stages(watch: Callable[[StageCall], Any]) -> Iterator[None]:
                 for name, kind in l_methods.items()
             },
         ),
+        "Rows": type(
+            "Rows",
+            (fused.Rows,),
+            {
+                "forward": method(fused.Rows.forward, lambda: "exact"),
+                "backward": method(fused.Rows.backward, lambda: "exact backward"),
+            },
+        ),
         "flash_forward": function(fused.flash_forward, "exact"),
         "flash_backward": function(fused.flash_backward, "exact backward"),
     }
