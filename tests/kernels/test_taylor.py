@@ -249,15 +249,16 @@ def run(inputs, frame_weights=None, return_lse=False, dout=None, **options):
     return with_gradients(attend, [*inputs, *frames], None if dout is None else [dout])
 
 
+FEW = dict(B=1, H=2)
 CASES = {
     "not-causal": dict(Sq=40, Sk=70),
     "causal": dict(Sq=75, Sk=75, causal=True),
-    "whole-chunks": dict(Sq=64, Sk=64, dims=16, E=16, causal=True),
+    "whole-chunks": dict(Sq=64, Sk=64, dims=16, E=16, causal=True, **FEW),
     "a-few-tokens": dict(Sq=5, Sk=3),
-    "values-in-tiles": dict(Sq=20, Sk=20, dims=4, E=40, causal=True),
-    "lse": dict(Sq=40, Sk=70, return_lse=True),
-    "causal-lse": dict(Sq=75, Sk=75, causal=True, return_lse=True),
-    "frames": dict(Sq=66, Sk=66, T=3, return_lse=True),
+    "values-in-tiles": dict(Sq=20, Sk=20, dims=4, E=40, causal=True, **FEW),
+    "lse": dict(Sq=40, Sk=70, return_lse=True, **FEW),
+    "causal-lse": dict(Sq=75, Sk=75, causal=True, return_lse=True, **FEW),
+    "frames": dict(Sq=66, Sk=66, T=3, return_lse=True, **FEW),
     "frames-of-a-token": dict(Sq=7, Sk=7, T=7),
 }
 
