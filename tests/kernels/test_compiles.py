@@ -50,6 +50,14 @@ KNOWN_SPILLS = {
 }
 
 
+# What portable kernels spill beyond MAX_SPILLED, in bytes, by version of Triton, architecture and kernel: they are slow
+# there, not wrong.
+KNOWN_PORTABLE_SPILLS = {
+    ("3.9.0", 89, "_l_backward_rows_kernel"): 1268,
+    ("3.9.0", 120, "_flash_bias_keys_kernel"): 692,
+}
+
+
 @pytest.fixture(scope="module")
 def compilers(start_forks, tmp_path_factory):
     """compilers(triton): what runs `compile_for_gpu.py` with a version of Triton.
@@ -106,6 +114,15 @@ def sampled(first: int, cases: Iterable[tuple]) -> list[tuple]:
     return [(next(hopper if case[0] == 90 else others), *case) for case in cases]
 
 
+def spilling(kernels: list[dict], triton: str, architecture: int) -> list[dict]:
+    """Those portable kernels that spill more than they may."""
+    return [
+        kernel
+        for kernel in kernels
+        if kernel["spilled"] > KNOWN_PORTABLE_SPILLS.get((triton, architecture, kernel["kernel"]), MAX_SPILLED)
+    ]
+
+
 @pytest.mark.parametrize(
     "triton,architecture,name",
     sampled(
@@ -125,7 +142,7 @@ def test_portable_kernels_compile(triton, architecture, name, compile_kernels):
     limit = BIG_SHARED_MEMORY if architecture == 100 else SMALLEST_SHARED_MEMORY
     assert not [kernel for kernel in kernels if kernel["shared"] > limit]
     if CASES[name]["dtype"] != "float32" and CASES[name]["dim"] <= 128:
-        assert not [kernel for kernel in kernels if kernel["spilled"] > MAX_SPILLED]
+        assert not spilling(kernels, triton, architecture)
 
 
 BIAS_CASES = {
@@ -214,8 +231,10 @@ def test_portable_kernels_of_a_family_compile(triton, architecture, name, family
     assert not [kernel for kernel in kernels if kernel["shared"] > limit]
     # The most channels of a norm do not fit the registers of a program: slower, not wrong.
     by_row = family == "residual" or family == "norm" and case["channels"] <= 5120
-    if family == "norm" or by_row or case["dtype"] != "float32" and case["dim"] <= 128:
-        assert not [kernel for kernel in kernels if kernel["spilled"] > (0 if by_row else MAX_SPILLED)]
+    if by_row:
+        assert not [kernel for kernel in kernels if kernel["spilled"] > 0]
+    elif family == "norm" or case["dtype"] != "float32" and case["dim"] <= 128:
+        assert not spilling(kernels, triton, architecture)
     if family in ("norm", "residual") and architecture == 80:
         assert hashes_of(4096, triton, case, compile_kernels) == hashes_of(999, triton, case, compile_kernels)
 
