@@ -31,7 +31,7 @@ from vmonarch.configs import (
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.options import OPTION_FIELDS, VMonarchOptions
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolutionOptions
 from vmonarch.validation import check_implementation, check_parallel_by
 
 if TYPE_CHECKING:
@@ -91,8 +91,6 @@ class VMonarchAttention(VMonarchOptions, _Kind):
             with steps, dtype and offload (see `vmonarch.Refresh`).
         parallel_by: what processes share under context parallelism, "heads" or "frames".
     """
-
-    kind: ClassVar[str] = "vmonarch"
 
     reach: tuple[float, float, float] | None = None
     plan: str | None = None
@@ -154,12 +152,7 @@ class VMonarchAttention(VMonarchOptions, _Kind):
 
         methods = [self.options] if self.plan is None else AttentionPlan.parse(self.plan).methods.values()
         for options in filter(None, methods):
-            options.check_tiles(grid)
-            if options.pattern is not None:
-                try:
-                    options.pattern.key_frames(grid.frames)
-                except ValueError as error:
-                    raise ValueError(f"exact does not fit: {error}") from error
+            options.check_grid(grid)
 
 
 @dataclass(frozen=True)
@@ -438,8 +431,6 @@ class TwoResolutionAttention(TwoResolutionOptions, _Kind):
         refresh: as in `VMonarchAttention`.
     """
 
-    kind: ClassVar[str] = "two_resolution"
-
     dense_steps: Any = 0
     dense_layers: Any = 0
     refresh: Any = None
@@ -456,6 +447,11 @@ class TwoResolutionAttention(TwoResolutionOptions, _Kind):
         from vmonarch import TwoResolutionProcessor
 
         _replace(pipe, TwoResolutionProcessor(**vars(self)))
+
+    @property
+    def options(self) -> TwoResolutionOptions:
+        """The options of attention alone."""
+        return TwoResolutionOptions(**{field.name: getattr(self, field.name) for field in TWO_RESOLUTION_FIELDS})
 
     @property
     def countable(self) -> bool:

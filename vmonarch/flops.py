@@ -134,8 +134,11 @@ def vmonarch_work(
 def two_resolution_pairs(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int) -> float:
     """Pairs of a query, in so many frames, and a key or a mean; the products of means that choose tiles count half.
 
-    Only with `share`; with `beta` the data say how many they are.
+    Raises:
+        ValueError: with `beta` the data say how many they are.
     """
+    if options.share is None:
+        raise ValueError(f"beta must be None where work is counted, which it leaves to the data; got {options.beta}")
     n = tiling_of(grid, options, query_frames)
     exact = exact_tiles(n, options)
     keys = exact * grid.tokens / n.tiles + (n.tiles - exact) * n.cells * options.rest
@@ -153,9 +156,16 @@ def two_resolution_work(
 ) -> StageWork:
     """Work of `two_resolution_attention`; bytes are those of exact attention, and keys and values for the means."""
     whole = full_attention_work(grid.tokens, heads, head_dim, itemsize=itemsize, training=training)
-    pairs = two_resolution_pairs(grid, options, grid.frames)
+    flops = two_resolution_flops(grid, head_dim, options, training=training)
     means = 2 * heads * grid.tokens * head_dim * itemsize
-    return StageWork("attention", heads * pair_flops(pairs, head_dim, training=training), whole.bytes + means)
+    return StageWork("attention", heads * flops, whole.bytes + means)
+
+
+def two_resolution_flops(
+    grid: LatentGrid, head_dim: int, options: TwoResolutionOptions, *, training: bool = False
+) -> float:
+    """Of one head with these options."""
+    return pair_flops(two_resolution_pairs(grid, options, grid.frames), head_dim, training=training)
 
 
 def _left_out_of_rows(grid: LatentGrid, options: VMonarchOptions) -> float:

@@ -60,10 +60,11 @@ def layer_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
     query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
-    # Operators run below autograd; its graph is wanted here.
+    # Operators run below autograd; its graph is wanted here, also of what the backward pass computes again.
     with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
         out = _layers[int(number)].attend_layer(query, key, value, LatentGrid(*grid))
-    dq, dk, dv = (found.contiguous() for found in torch.autograd.grad(out, (query, key, value), gradient))
+        found = torch.autograd.grad(out, (query, key, value), gradient)
+    dq, dk, dv = (tensor.contiguous() for tensor in found)
     return dq, dk, dv
 
 

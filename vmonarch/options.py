@@ -9,7 +9,7 @@ import numbers
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from vmonarch.exact import ExactBlocks, resolve_exact
 from vmonarch.grid import LatentGrid
@@ -20,7 +20,13 @@ Class = TypeVar("Class", bound=type)
 
 
 class Options:
-    """What an op computes, as one frozen dataclass, which checks its fields when it is made."""
+    """What an op computes, as one frozen dataclass, which checks its fields when it is made.
+
+    Attributes:
+        kind: what plans and methods call the op.
+    """
+
+    kind: ClassVar[str]
 
     @classmethod
     def of(cls, options: object, named: Mapping[str, Any]) -> Self:
@@ -36,6 +42,17 @@ class Options:
         if named:
             raise TypeError(f"{next(iter(named))} must not be given beside options, which have it")
         return options
+
+    def changed(self) -> dict[str, Any]:
+        """The options that differ from the defaults."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            if getattr(self, field.name) != field.default
+        }
+
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise ValueError if an option does not fit videos of this latent grid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +77,8 @@ class VMonarchOptions(Options):
 
     Source: VMonarch, Eq. 3-8 and §4.1; docs/attention.md.
     """
+
+    kind: ClassVar[str] = "vmonarch"
 
     num_iterations: int = 2
     frames_per_block: int = 1
@@ -105,25 +124,19 @@ class VMonarchOptions(Options):
             "coarse": self.coarse,
         }
 
-    def changed(self) -> dict[str, Any]:
-        """The options that differ from the defaults."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in OPTION_FIELDS
-            if getattr(self, field.name) != field.default
-        }
-
     @property
     def not_by_frames(self) -> dict[str, Any]:
         """The options that differ from the defaults and that attention by frames on several devices does not offer."""
         return {name: value for name, value in self.changed().items() if name in NOT_BY_FRAMES}
 
-    def to_dict(self) -> dict[str, Any]:
-        """`changed` as plain values for JSON."""
-        found = self.changed()
-        if isinstance(self.exact, ExactBlocks):
-            found["exact"] = self.exact.to_dict()
-        return found
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise ValueError if a tile of a frame has no tokens, or `exact` names a frame that is not there."""
+        self.check_tiles(grid)
+        if self.pattern is not None:
+            try:
+                self.pattern.key_frames(grid.frames)
+            except ValueError as error:
+                raise ValueError(f"exact does not fit: {error}") from error
 
     def check_tiles(self, grid: LatentGrid) -> None:
         """Raise ValueError unless every one of the `tiles` of a frame has tokens."""

@@ -7,45 +7,83 @@ As JSON:
      "layers": {"transformer": [["t1", "full", …], …]},
      "about": {…}}
 
-A method is the options of `vmonarch_attention` that differ from the defaults; null is exact attention. `layers` names a
-method for each head of each layer, for each transformer of the pipeline.
+A method is the options of `vmonarch_attention` that differ from the defaults, or with "kind": "two_resolution" those of
+`two_resolution_attention`; null is exact attention. `layers` names a method for each head of each layer, for each
+transformer of the pipeline.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from vmonarch.exact import ExactBlocks
 from vmonarch.files import AtomicFiles
-from vmonarch.flops import full_flops, vmonarch_flops
+from vmonarch.flops import full_flops, two_resolution_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
-from vmonarch.options import OPTION_FIELDS, VMonarchOptions
+from vmonarch.kernels.monarch.api import vmonarch_attention
+from vmonarch.kernels.two_resolution.api import two_resolution_attention
+from vmonarch.options import Options, VMonarchOptions
+from vmonarch.two_resolution_options import TwoResolutionOptions
 
 FORMAT = "vmonarch-plan-1"
+# What a head may compute beside exact attention.
+_OPS: dict[type[Options], Callable[..., Any]] = {
+    VMonarchOptions: vmonarch_attention,
+    TwoResolutionOptions: two_resolution_attention,
+}
 
 
-def parse_method(name: str, options: object) -> VMonarchOptions | None:
+def parse_method(name: str, options: object) -> Options | None:
     """The options of a method of a plan; None for exact attention.
 
     Raises:
         TypeError, ValueError: an unknown option, or an unsupported value; the message begins with "plan".
     """
-    if options is None or isinstance(options, VMonarchOptions):
-        return options
+    if options is None or type(options) in _OPS:
+        return options  # type: ignore[return-value]
     if not isinstance(options, Mapping):
         raise TypeError(f"plan: method {name!r} must be null or a mapping of options, got {options!r}")
-    supported = [field.name for field in OPTION_FIELDS]
-    if unknown := sorted(set(options) - set(supported)):
+    named = dict(options)
+    kind = named.pop("kind", VMonarchOptions.kind)
+    of_kind = {known.kind: known for known in _OPS}.get(kind)
+    if of_kind is None:
+        known = ", ".join(op.kind for op in _OPS)
+        raise ValueError(f"plan: method {name!r} has the kind {kind!r}; supported: {known}")
+    supported = [field.name for field in dataclasses.fields(of_kind)]  # type: ignore[arg-type]
+    if unknown := sorted(set(named) - set(supported)):
         raise ValueError(
             f"plan: method {name!r} has the unknown option {unknown[0]!r}; supported: {', '.join(supported)}"
         )
     try:
-        return VMonarchOptions(**options)
+        parsed = of_kind(**named)
     except (TypeError, ValueError) as error:
         raise type(error)(f"plan: method {name!r}: {error}") from error
+    if named.get("beta") is not None:
+        raise ValueError(f"plan: method {name!r}: beta is not for plans, whose work is known beforehand; give share")
+    return parsed
+
+
+def method_dict(options: Options | None) -> dict[str, Any] | None:
+    """A method as plain values for JSON; the inverse of `parse_method`."""
+    if options is None:
+        return None
+    kind = {} if isinstance(options, VMonarchOptions) else {"kind": options.kind}
+    plain = lambda value: value.to_dict() if isinstance(value, ExactBlocks) else value
+    return kind | {name: plain(value) for name, value in options.changed().items()}
+
+
+def method_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, **arguments: Any
+) -> Any:
+    """What the op of these options computes; it takes the other arguments, of which `grid` is one."""
+    return _OPS[type(options)](query, key, value, options=options, **arguments)
 
 
 def plan_names() -> list[str]:
@@ -64,9 +102,14 @@ def plan_file(plan: str | Path) -> Path:
     return _shipped() / f"{plan}.json" if str(plan) in plan_names() else Path(plan)
 
 
-def method_flops(options: VMonarchOptions | None, grid: LatentGrid, head_dim: int) -> float:
+def method_flops(options: Options | None, grid: LatentGrid, head_dim: int) -> float:
     """Forward operations of one head with a method (`vmonarch.flops`)."""
-    return full_flops(grid, head_dim) if options is None else vmonarch_flops(grid, head_dim, options)
+    if options is None:
+        return full_flops(grid, head_dim)
+    if isinstance(options, TwoResolutionOptions):
+        return two_resolution_flops(grid, head_dim, options)
+    assert isinstance(options, VMonarchOptions)
+    return vmonarch_flops(grid, head_dim, options)
 
 
 @dataclass(frozen=True)
@@ -83,7 +126,7 @@ class AttentionPlan:
             different numbers of heads.
     """
 
-    methods: Mapping[str, VMonarchOptions | None]
+    methods: Mapping[str, Options | None]
     layers: Mapping[str, Sequence[Sequence[str]]]
     about: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -136,7 +179,7 @@ class AttentionPlan:
         """What the JSON holds."""
         return {
             "format": FORMAT,
-            "methods": {name: None if options is None else options.to_dict() for name, options in self.methods.items()},
+            "methods": {name: method_dict(options) for name, options in self.methods.items()},
             "layers": {component: [list(heads) for heads in rows] for component, rows in self.layers.items()},
             "about": dict(self.about),
         }

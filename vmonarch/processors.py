@@ -20,7 +20,7 @@ from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.layer_operator import number_of
 from vmonarch.options import OPTION_FIELDS, VMonarchOptions, has_options, takes_options
-from vmonarch.plan import AttentionPlan, HeadGroups
+from vmonarch.plan import AttentionPlan, HeadGroups, method_attention
 from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolutionOptions
 from vmonarch.validation import check_implementation, check_parallel_by
 from vmonarch.video_processor import VideoAttentionProcessor
@@ -173,9 +173,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
             if options is None:
                 parts.append(dispatch_attention_fn(q, k, v, backend=self._attention_backend))
             else:
-                parts.append(
-                    vmonarch_attention(q, k, v, grid=grid, options=options, implementation=self.implementation)
-                )
+                parts.append(method_attention(q, k, v, options, grid=grid, implementation=self.implementation))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         return out if groups.back is None else _in_order(out, groups.back)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from vmonarch.grid import LatentGrid
 from vmonarch.options import Options, VMonarchOptions
@@ -41,6 +42,8 @@ class TwoResolutionOptions(Options):
     Source: Li et al., Sol-Attn (2026, arXiv:2607.24027): the pooled rest in the same softmax, and the threshold; Zhang
     et al., VSA (2025), §3: boxes of tokens, and the best of them by mean scores.
     """
+
+    kind: ClassVar[str] = "two_resolution"
 
     share: float | None = 0.1
     beta: float | None = None

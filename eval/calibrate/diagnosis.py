@@ -33,9 +33,8 @@ from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import find_transformers
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
-from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.options import VMonarchOptions
-from vmonarch.plan import method_flops
+from vmonarch.options import Options, VMonarchOptions
+from vmonarch.plan import method_attention, method_dict, method_flops
 from vmonarch.video_processor import VideoAttentionProcessor
 
 FORMAT = "vmonarch-diagnosis-1"
@@ -48,7 +47,7 @@ def distribution(
     key: torch.Tensor,
     bins: torch.Tensor,
     count: int,
-    options: VMonarchOptions | None,
+    options: Options | None,
     grid: LatentGrid,
 ) -> torch.Tensor:
     """Mass that every row of an attention map gives to bins of keys: [B, S, H, count], float32.
@@ -58,7 +57,7 @@ def distribution(
 
     Args:
         bins: int64 [S], the bin of every key, below `count`.
-        options: of `vmonarch_attention`; None for exact attention.
+        options: of the op; None for exact attention.
     """
     B, S, H, _ = key.shape
     parts = []
@@ -70,18 +69,18 @@ def distribution(
         if options is None:
             parts.append(flash_entropy_attention(query, key, value)[0].float())
         else:
-            parts.append(vmonarch_attention(query, key, value, grid=grid, options=options).float())
+            parts.append(method_attention(query, key, value, options, grid=grid).float())
     return torch.cat(parts, -1)
 
 
 def attention_map(
-    query: torch.Tensor, key: torch.Tensor, options: VMonarchOptions | None, grid: LatentGrid, size: int = 300
+    query: torch.Tensor, key: torch.Tensor, options: Options | None, grid: LatentGrid, size: int = 300
 ) -> torch.Tensor:
     """The attention map of one head, downsampled to [size, size]: mean over queries of the mass on a bin of keys.
 
     Args:
         query, key: [1, S, 1, D].
-        options: of `vmonarch_attention`; None for exact attention.
+        options: of the op; None for exact attention.
         size: rows and columns, at most S.
     """
     S = grid.tokens
@@ -136,7 +135,7 @@ def measure(
     key: torch.Tensor,
     value: torch.Tensor,
     grid: LatentGrid,
-    candidates: Mapping[str, VMonarchOptions],
+    candidates: Mapping[str, Options],
     gradient: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Totals]:
     """Exact output [B, S, H, D], and the sums of one call; query, key and value are [B, S, H, D].
@@ -157,7 +156,7 @@ def measure(
         distance[:, d] = (mass * (gap == d)[:, None, :]).sum((0, 2))
     squares, kl, output = {}, {}, {}
     for name, options in candidates.items():
-        approximate, weight = vmonarch_attention(query, key, value, grid=grid, options=options, return_lse=True)
+        approximate, weight = method_attention(query, key, value, options, grid=grid, return_lse=True)
         difference = approximate.double() - exact
         squares[name] = difference.square().sum((0, 1, 3))
         kl[name] = (lse.double() - weight.double()).sum((0, 2))
@@ -204,7 +203,7 @@ class Recorder:
     Without `watched`, calls are measured as they are computed, and nothing is known of the model's output.
 
     Args:
-        candidates: options of `vmonarch_attention` by name.
+        candidates: options by name.
         every: the steps 0, every, 2·every, … are recorded.
         maps: (layer, head) whose attention maps are kept, of the first video, at the recorded step nearest the middle.
         map_size: rows and columns of a map.
@@ -215,7 +214,7 @@ class Recorder:
         watch: inside `watched`.
     """
 
-    candidates: dict[str, VMonarchOptions]
+    candidates: dict[str, Options]
     every: int = 1
     maps: tuple[tuple[int, int], ...] = ()
     map_size: int = 300
@@ -227,9 +226,8 @@ class Recorder:
     @property
     def reference(self) -> str:
         """The candidate whose change of the output is measured: VMonarch's defaults, or the first without them."""
-        return next(
-            (name for name, options in self.candidates.items() if not options.changed()), next(iter(self.candidates))
-        )
+        first = next(iter(self.candidates))
+        return next((name for name, options in self.candidates.items() if options == VMonarchOptions()), first)
 
     def add(self, component: str, step: int, layer: int, totals: Totals) -> None:
         """Add the sums of one call of one layer."""
@@ -339,7 +337,7 @@ class DiagnosisProcessor(VideoAttentionProcessor):
                 return self._seen(query, key, value, grid)
             if watch.replaced == self._layer:
                 options = recorder.candidates[recorder.reference]
-                return vmonarch_attention(query, key, value, grid=grid, options=options)
+                return method_attention(query, key, value, options, grid=grid)
             return flash_entropy_attention(query, key, value)[0]
         step, steps, *_ = context.step("a diagnosis", "call vmonarch.restore")
         if step % recorder.every:
@@ -437,7 +435,7 @@ def document(recorder: Recorder) -> dict[str, Any]:
         "grid": list(grid),
         "candidates": {
             name: {
-                "options": options.to_dict(),
+                "options": method_dict(options),
                 "flops": method_flops(options, grid, 1) / method_flops(None, grid, 1),
             }
             for name, options in recorder.candidates.items()

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, read_document, suggest
-from vmonarch.configs.methods import AttentionMethod, VMonarchAttention, resolve_method
+from vmonarch.configs.methods import AttentionMethod, TwoResolutionAttention, VMonarchAttention, resolve_method
 from vmonarch.files import AtomicFiles, short_hash
-from vmonarch.options import VMonarchOptions
+from vmonarch.options import Options, VMonarchOptions
 from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.outputs import GenerationError, keep_elsewhere, prepare_output_dir, reserve_number
@@ -39,6 +39,8 @@ CANDIDATES = (
     "vmonarch:exact={rows: [0], band: 2}",
     "vmonarch:exact={rows: [0], band: 3}",
 )
+# Kinds of methods that a head can get.
+_KINDS = (VMonarchAttention, TwoResolutionAttention)
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,8 @@ class CalibrateConfig(SamplingConfig):
     """`SamplingConfig`, plus what to record and to plan.
 
     Args:
-        candidates: methods of kind vmonarch, as `vmonarch compare` takes them, without a bias, a plan, or dense steps
-            and layers.
+        candidates: methods of kind vmonarch or two_resolution, as `vmonarch compare` takes them, without a bias, a
+            plan, or dense steps and layers.
         every: record every so many steps; None for about ten of them.
         maps: "layer:head" of attention maps to keep; none for the first, the middle and the last layer's first head.
         budget, flops, measure, limit: see `Budget`.
@@ -140,7 +142,7 @@ class CalibrateConfig(SamplingConfig):
         for name, measure in self.allowed.measures.items():
             if measure == "output_error" and not self.sensitivity:
                 raise InputError(name, "cannot be output_error without sensitivity, which measures it")
-        if self.limit is not None and all(_options(method).changed() for method in methods):
+        if self.limit is not None and VMonarchOptions() not in map(_options, methods):
             raise InputError("limit", "is relative to VMonarch with its defaults, which is not among the candidates")
         object.__setattr__(self, "maps", tuple(self.maps))
         parse_maps(self.maps)
@@ -172,17 +174,20 @@ class CalibrateConfig(SamplingConfig):
 def _candidate(spec: Any) -> AttentionMethod:
     method = spec if isinstance(spec, AttentionMethod) else resolve_method(spec, argument="candidates")
     parameters = method.parameters
-    if not isinstance(parameters, VMonarchAttention):
-        raise InputError("candidates", f"must be of kind vmonarch, got {method.label!r} of kind {parameters.kind}")
-    plain = VMonarchAttention()
+    if not isinstance(parameters, _KINDS):
+        known = " or ".join(kind.kind for kind in _KINDS)
+        raise InputError("candidates", f"must be of kind {known}, got {method.label!r} of kind {parameters.kind}")
+    if not parameters.countable:
+        raise InputError("candidates", f"must have work that is known beforehand, but {method.label!r} sets beta")
+    plain = type(parameters)()
     for name in ("reach", "plan", "dense_steps", "dense_layers", "refresh"):
-        if getattr(parameters, name) != getattr(plain, name):
+        if getattr(parameters, name, None) != getattr(plain, name, None):
             raise InputError("candidates", f"must leave {name} alone, but {method.label!r} sets it")
     return method
 
 
-def _options(method: AttentionMethod) -> VMonarchOptions:
-    assert isinstance(method.parameters, VMonarchAttention)
+def _options(method: AttentionMethod) -> Options:
+    assert isinstance(method.parameters, _KINDS)
     return method.parameters.options
 
 

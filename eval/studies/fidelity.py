@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from vmonarch.configs.methods import AttentionMethod, FullAttention, VMonarchAttention
+from vmonarch.configs.methods import AttentionMethod, FullAttention, TwoResolutionAttention, VMonarchAttention
 from vmonarch.dense import DenseSet
-from vmonarch.options import VMonarchOptions
+from vmonarch.options import Options
 from vmonarch.plan import AttentionPlan, parse_method
 
 
@@ -31,7 +31,9 @@ def attention_fidelity(
     parameters = method.parameters
     if isinstance(parameters, FullAttention):
         return {"kl": 0.0, "attention_error": 0.0, "output_error": 0.0}
-    if not isinstance(parameters, VMonarchAttention) or (parameters.reach, parameters.refresh) != (None, None):
+    if not isinstance(parameters, (VMonarchAttention, TwoResolutionAttention)) or parameters.refresh is not None:
+        return None
+    if getattr(parameters, "reach", None) is not None:
         return None
     known = {name: parse_method(name, entry["options"]) for name, entry in diagnosis["candidates"].items()}
     sums: dict[str, list[torch.Tensor]] = {}
@@ -56,19 +58,19 @@ def attention_fidelity(
     return {name: None if value is None else float(f"{value:.6g}") for name, value in result.items()}
 
 
-def _choices(method: AttentionMethod, component: str, part: Mapping[str, Any]) -> list[list[VMonarchOptions | None]]:
+def _choices(method: AttentionMethod, component: str, part: Mapping[str, Any]) -> list[list[Options | None]]:
     """What every head computes, [layers][heads]; None for full attention."""
     parameters = method.parameters
-    assert isinstance(parameters, VMonarchAttention)
+    assert isinstance(parameters, (VMonarchAttention, TwoResolutionAttention))
     layers, heads = part["layers"], part["heads"]
-    if parameters.plan is None:
+    if isinstance(parameters, TwoResolutionAttention) or parameters.plan is None:
         return [[parameters.options] * heads] * layers
     plan = AttentionPlan.parse(parameters.plan)
     return [[plan.methods[name] for name in plan.heads_of(component, l, layers, heads)] for l in range(layers)]
 
 
 def _of_transformer(
-    part: Mapping[str, Any], choices: list[list[VMonarchOptions | None]], known: Mapping[str, VMonarchOptions | None]
+    part: Mapping[str, Any], choices: list[list[Options | None]], known: Mapping[str, Options | None]
 ) -> dict[str, torch.Tensor] | None:
     """Every measure, [steps, layers, heads]; None if a head computes what was not diagnosed."""
     measures = {name for values in part["candidates"].values() for name in values}

@@ -10,23 +10,24 @@ from vmonarch import AttentionPlan
 from vmonarch.configs import InputError, read_yaml
 from vmonarch.eval.calibrate.run import CANDIDATES, CalibrateConfig
 from vmonarch.pipelines.config import build_config
+from vmonarch.plan import method_dict
+from vmonarch.two_resolution_options import TwoResolutionOptions
 
 PROMPT = "a <b>red</b> circle & more"
 
 
 def test_a_model_is_diagnosed_planned_and_reported(cli):
-    words = ["calibrate", PROMPT, "--every", 1, "--maps", "1:0", "--candidates", "vmonarch-t1", "vmonarch-own"]
+    sparse = "two-resolution:share=0.2,tile=[1,2,2]"
+    words = ["calibrate", PROMPT, "--every", 1, "--maps", "1:0", "--candidates", "vmonarch-t1", sparse]
     code, out, _ = cli(*words, "--flops", 1.2, "--measure", "kl")
     assert code == 0 and "work:" in out
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["diagnosis.json", "plan.json", "report.html"]
     diagnosis = json.loads((folder / "diagnosis.json").read_text())
     part = diagnosis["transformers"]["transformer"]
-    assert part["steps"] == list(range(len(part["steps"]))) and list(part["candidates"]) == [
-        "vmonarch-t1",
-        "vmonarch-own",
-    ]
+    assert part["steps"] == list(range(len(part["steps"]))) and list(part["candidates"]) == ["vmonarch-t1", sparse]
     assert diagnosis["about"]["config"]["prompts"] == [PROMPT]
+    assert diagnosis["candidates"][sparse]["options"] == {"kind": "two_resolution", "share": 0.2, "tile": [1, 2, 2]}
     plan = AttentionPlan.parse(folder / "plan.json")
     assert plan.about["measure"] == "kl" and plan.about["predicted"]["flops_of_vmonarch"] <= 1.2 + 1e-6
     page = check_whole((folder / "report.html").read_text())
@@ -37,7 +38,12 @@ def test_a_model_is_diagnosed_planned_and_reported(cli):
     # The plan, three maps of full attention, three measures of two candidates: 2 layers of 2 heads each.
     titles = [text for tag, text in page.texts if tag == "title" and text.startswith("layer 1, head 1: ")]
     assert len(titles) == 1 + 3 + 3 * 2
-    code, out, _ = cli("compare", "a red circle", "--methods", "full", f"vmonarch:plan={folder / 'plan.json'}")
+    code, _, _ = cli(
+        "calibrate", "--diagnosis", folder / "diagnosis.json", "--budget", 9, "--plan", "p.json", tiny=False
+    )
+    (options,) = AttentionPlan.parse(cli.folder / "p.json").methods.values()
+    assert code == 0 and options == TwoResolutionOptions(share=0.2, tile=(1, 2, 2)), "the cheapest"
+    code, out, _ = cli("compare", "a red circle", "--methods", "full", "vmonarch:plan=p.json")
     assert code == 0
 
 
@@ -85,7 +91,7 @@ def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch)
 
 def test_candidates_are_what_their_methods_change():
     config = CalibrateConfig(prompts=("p",), candidates=CANDIDATES)
-    found = [method.parameters.options.to_dict() for method in config.candidates]
+    found = [method_dict(method.parameters.options) for method in config.candidates]
     assert found[:2] == [{"num_iterations": 1, "exact": None}, {"exact": None}]
     assert found[2:6] == [{"num_iterations": 1}, {"coarse": 2}, {}, {"num_iterations": 3}]
     assert [entry["exact"]["band"] for entry in found[6:]] == [0, 1, 0, 1, 2, 3]

@@ -10,7 +10,14 @@ import torch
 from op_checks import refuses
 
 import vmonarch
-from vmonarch import AttentionPlan, ExactBlocks, LatentGrid, VMonarchProcessor, vmonarch_attention
+from vmonarch import (
+    AttentionPlan,
+    ExactBlocks,
+    LatentGrid,
+    VMonarchProcessor,
+    two_resolution_attention,
+    vmonarch_attention,
+)
 from vmonarch.configs import InputError, read_yaml
 from vmonarch.configs.methods import resolve_method
 from vmonarch.finetune.embedded.data import held_out_prompts
@@ -18,7 +25,14 @@ from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.plan import HeadGroups, plan_file, plan_names
 
-METHODS = {"t1": {"num_iterations": 1}, "own": {"exact": {"band": 0}}, "plain": {"exact": None}, "full": None}
+SPARSE = {"share": 0.3, "tile": (1, 2, 3)}
+METHODS = {
+    "t1": {"num_iterations": 1},
+    "own": {"exact": {"band": 0}},
+    "plain": {"exact": None},
+    "full": None,
+    "sparse": {"kind": "two_resolution", **SPARSE},
+}
 
 
 def plan_of(*layers, methods=METHODS, **more):
@@ -40,7 +54,8 @@ def run(model, arguments):
 ORDERS = {
     "grouped": ["t1", "t1", "own", "full"],
     "mixed": ["own", "t1", "full", "own"],
-    "one-each": ["full", "plain", "own", "t1"],
+    "kinds": ["own", "sparse", "full", "sparse"],
+    "one-each": ["full", "plain", "sparse", "t1"],
     "all-alike": ["own"] * 4,
 }
 
@@ -57,6 +72,8 @@ def test_every_head_computes_what_the_plan_says(tiny, name):
         one = [x[:, :, head : head + 1] for x in (q, k, v)]
         if method == "full":
             wanted = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in one)).transpose(1, 2)
+        elif method == "sparse":
+            wanted = two_resolution_attention(*one, grid=grid, **SPARSE)
         else:
             options = {"exact": ExactBlocks(band=0)} if method == "own" else METHODS[method]
             wanted = vmonarch_attention(*one, grid=grid, **options)
@@ -107,7 +124,7 @@ def test_gradients_reach_every_head(tiny):
 def test_a_plan_trains_after_it_was_applied_and_run_in_inference_mode(tiny):
     model, arguments = inputs(tiny)
     orders = [[*names[::-1], "t1"] for names in (*ORDERS.values(), ["t1"] * 4)]
-    model = tiny.transformer(num_attention_heads=5, num_layers=5)
+    model = tiny.transformer(num_attention_heads=5, num_layers=len(orders))
     with torch.inference_mode():
         vmonarch.apply(model, VMonarchProcessor(plan=plan_of(*orders)))
         expected = model(**arguments, return_dict=False)[0]
@@ -254,6 +271,14 @@ BAD = {
     "unknown-method": (lambda: plan_of(["t9"]), "head 0 of layer 0 of 'transformer' has the method 't9'"),
     "unknown-option": (lambda: plan_of(["a"], methods={"a": {"iterations": 1}}), "unknown option 'iterations'"),
     "bad-option": (lambda: plan_of(["a"], methods={"a": {"num_iterations": 0}}), "method 'a': num_iterations must be"),
+    "unknown-kind": (
+        lambda: plan_of(["a"], methods={"a": {"kind": "based"}}),
+        "the kind 'based'; supported: vmonarch, t",
+    ),
+    "unknown-work": (
+        lambda: plan_of(["a"], methods={"a": METHODS["sparse"] | {"share": None, "beta": 1}}),
+        "method 'a': beta is not for plans",
+    ),
     "bad-pattern": (lambda: plan_of(["a"], methods={"a": {"exact": {"band": -1}}}), "method 'a': ExactBlocks.band"),
     "ragged": (lambda: plan_of(["t1"], ["t1", "t1"]), "must all name as many heads"),
     "no-layers": (lambda: plan_of(), "at least one"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.op import _decode, _encode
 from vmonarch.kernels.monarch.places import grid_places
 from vmonarch.options import OPTION_FIELDS
+from vmonarch.plan import method_dict, parse_method
+from vmonarch.two_resolution_options import TwoResolutionOptions
 
 CHANGED = {
     "num_iterations": 3,
@@ -56,8 +59,13 @@ def test_the_operator_loses_no_option():
 
 def test_json_holds_what_was_changed():
     options = VMonarchOptions(**CHANGED)
-    assert options.to_dict() == CHANGED | {"exact": {"rows": (1,), "columns": (0, 2), "band": 1, "aware": False}}
-    assert VMonarchOptions(**options.to_dict()) == options and VMonarchOptions().to_dict() == {}
+    found = method_dict(options)
+    assert found == CHANGED | {"exact": {"rows": (1,), "columns": (0, 2), "band": 1, "aware": False}}
+    two = TwoResolutionOptions(share=0.2, tile=(1, 2, 2))
+    assert method_dict(two) == {"kind": "two_resolution", "share": 0.2, "tile": (1, 2, 2)}
+    for method in (options, two, VMonarchOptions(), TwoResolutionOptions(), None):
+        assert parse_method("", json.loads(json.dumps(method_dict(method)))) == method
+    assert method_dict(VMonarchOptions()) == {}
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.coarse = 1
     with pytest.raises(AttributeError):
