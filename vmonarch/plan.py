@@ -33,6 +33,8 @@ from vmonarch.options import Options, VMonarchOptions
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
 FORMAT = "vmonarch-plan-1"
+# What plans of `vmonarch calibrate` call exact attention.
+FULL = "full"
 # What a head may compute beside exact attention.
 _OPS: dict[type[Options], Callable[..., Any]] = {
     VMonarchOptions: vmonarch_attention,

@@ -23,11 +23,13 @@ class TwoResolutionOptions(Options):
         share: of all key tiles, those that are exact, rounded up; None where `beta` is given.
         beta: a key tile is exact where its score exceeds μ + beta·σ, mean and standard deviation of the scores of that
             query tile over all key tiles; None where `share` is given.
-        tile: at most this many (frames, rows, columns) of keys; every axis is cut evenly. None for the box of at most
-            64 tokens, its edges powers of two, that fits the grid best.
+        tile: at most this many (frames, rows, columns) of keys; every axis is cut evenly. None for the box, its edges
+            powers of two, that fits the grid best: of at most 64 tokens, and of no more than an eighth of a frame, but
+            for 16 tokens.
         cell: the same of the cells in a tile, of which each leaves a mean key and value where the tile is not exact;
             None for the tile itself.
-        query_tile: the same of the queries that share a choice of tiles; None for the best box of at most 128 tokens.
+        query_tile: the same of the queries that share a choice of tiles; None for the best box of twice the tokens of
+            the best `tile`.
         rest: whether tiles that are not exact leave their means. Without them this is block-sparse attention.
         local: tiles at most this many tiles away, along every axis, from one that holds a query of the query tile are
             always exact; None for no such tiles.

@@ -34,7 +34,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.installation import find_transformers
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.options import Options, VMonarchOptions
-from vmonarch.plan import method_attention, method_dict, method_flops
+from vmonarch.plan import FULL, method_attention, method_dict, method_flops
 from vmonarch.video_processor import VideoAttentionProcessor
 
 FORMAT = "vmonarch-diagnosis-1"
@@ -210,6 +210,7 @@ class Recorder:
 
     Attributes:
         grid: of the videos. totals: by (transformer, step, layer).
+        inputs: query, key and value [1, S, H, D] of a recorded call.
         pictures: maps by (transformer, layer, head, method).
         watch: inside `watched`.
     """
@@ -220,6 +221,7 @@ class Recorder:
     map_size: int = 300
     grid: LatentGrid | None = None
     totals: dict[tuple[str, int, int], Totals] = field(default_factory=dict)
+    inputs: tuple[torch.Tensor, ...] = ()
     pictures: dict[tuple[str, int, int, str], torch.Tensor] = field(default_factory=dict)
     watch: Watch | None = None
 
@@ -345,6 +347,7 @@ class DiagnosisProcessor(VideoAttentionProcessor):
         if recorder.grid not in (None, grid):
             raise ValueError(f"all videos must have one size: {tuple(recorder.grid or ())} and {tuple(grid)}")
         recorder.grid = grid
+        recorder.inputs = recorder.inputs or tuple(x[:1].clone() for x in (query, key, value))
         if abs(step - steps // 2) <= recorder.every // 2:
             self._keep_maps(context.component, query, key, grid)
         if watch is not None:
@@ -384,17 +387,21 @@ class DiagnosisProcessor(VideoAttentionProcessor):
                 recorder.pictures[component, layer, head, name] = picture.cpu()
 
 
-def document(recorder: Recorder) -> dict[str, Any]:
+def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
     """What was recorded, as JSON has it.
 
+    Args:
+        times: see `head_times`.
+
     Returns:
-        {"format", "grid", "candidates": {name: {"options", "flops"}}, "transformers": {name: {"steps", "layers",
-        "heads", "rows", "entropy", "first_frame_mass", "own_frame_mass", "distance_mass" [steps, layers, heads, T],
-        "candidates": {name: {"error", "layer_error", "kl", "output_error"}}}}}. Unless said, values are [steps, layers,
-        heads]. `flops` are relative to full attention. "error" is ‖o - o*‖/‖o*‖ of a head's outputs over all rows;
-        "layer_error" the share ‖o - o*‖²/Σ_heads ‖o*‖², which adds up over the heads of a layer; "kl" the mean over
-        rows, in nats; "output_error", of watched calls alone, the share of the square of the model's output that the
-        head's error changes.
+        {"format", "grid", "full_ms", "candidates": {name: {"options", "flops", "ms"}}, "transformers": {name: {"steps",
+        "layers", "heads", "rows", "entropy", "first_frame_mass", "own_frame_mass", "distance_mass" [steps, layers,
+        heads, T], "candidates": {name: {"error", "layer_error", "kl", "output_error"}}}}}. Unless said, values are
+        [steps, layers, heads]. "flops" are relative to full attention; "ms" and "full_ms" are `times`, None without
+        them. "error" is ‖o - o*‖/‖o*‖ of a head's outputs over all rows; "layer_error" the share
+        ‖o - o*‖²/Σ_heads ‖o*‖², which adds up over the heads of a layer; "kl" the mean over rows, in nats;
+        "output_error", of watched calls alone, the share of the square of the model's output that the head's error
+        changes.
 
     Raises:
         ValueError: nothing was recorded.
@@ -433,10 +440,12 @@ def document(recorder: Recorder) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "grid": list(grid),
+        "full_ms": times.get(FULL),
         "candidates": {
             name: {
                 "options": method_dict(options),
                 "flops": method_flops(options, grid, 1) / method_flops(None, grid, 1),
+                "ms": times.get(name),
             }
             for name, options in recorder.candidates.items()
         },

@@ -13,10 +13,9 @@ from vmonarch.configs import InputError
 from vmonarch.eval.calibrate.diagnosis import FORMAT
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
-from vmonarch.plan import AttentionPlan
+from vmonarch.plan import FULL, AttentionPlan
 
 MEASURES = ("error", "layer_error", "output_error", "kl")
-FULL = "full"
 
 
 def measures_of(diagnosis: Mapping[str, Any]) -> tuple[str, ...]:
@@ -38,14 +37,14 @@ class _Choices:
 
     Args:
         names: of the methods, exact attention last.
-        flops: [methods], relative to full attention.
+        costs: [methods], relative to full attention.
         values: [heads, methods], of the measure; 0 for exact attention.
         shares: [heads], of a head in the work of a whole sampling: transformers run for different numbers of steps.
         places: (transformer, layers, heads of a layer) in the order of the heads.
     """
 
     names: tuple[str, ...]
-    flops: torch.Tensor
+    costs: torch.Tensor
     values: torch.Tensor
     shares: torch.Tensor
     places: tuple[tuple[str, int, int], ...]
@@ -57,7 +56,7 @@ def over_steps(values: Any, measure: str) -> torch.Tensor:
     return steps.square().mean(0).sqrt() if measure == "error" else steps.mean(0)
 
 
-def _choices(diagnosis: Mapping[str, Any], measure: str, argument: str = "measure") -> _Choices:
+def _choices(diagnosis: Mapping[str, Any], measure: str, argument: str = "measure", *, cost: str = "flops") -> _Choices:
     known = measures_of(diagnosis)
     if measure not in known:
         raise InputError(argument, f"must be one of {', '.join(known)}, got {measure!r}")
@@ -70,11 +69,19 @@ def _choices(diagnosis: Mapping[str, Any], measure: str, argument: str = "measur
         heads = part["layers"] * part["heads"]
         shares.append(torch.full((heads,), len(part["steps"]) / total / heads, dtype=torch.float64))
         places.append((component, part["layers"], part["heads"]))
-    flops = [diagnosis["candidates"][name]["flops"] for name in names]
-    return _Choices(
-        (*names, FULL), torch.tensor([*flops, 1.0], dtype=torch.float64), torch.cat(values), torch.cat(shares),
-        tuple(places),
-    )  # fmt: skip
+    return _Choices((*names, FULL), _costs(diagnosis, cost), torch.cat(values), torch.cat(shares), tuple(places))
+
+
+def _costs(diagnosis: Mapping[str, Any], cost: str) -> torch.Tensor:
+    """Of all candidates and of exact attention, relative to that."""
+    candidates = diagnosis["candidates"].values()
+    if cost == "flops":
+        costs = [entry["flops"] for entry in candidates]
+    elif diagnosis.get("full_ms") is None:
+        raise InputError("time", "was not measured: the diagnosis was made without a GPU; use flops")
+    else:
+        costs = [entry["ms"] / diagnosis["full_ms"] for entry in candidates]
+    return torch.tensor([*costs, 1.0], dtype=torch.float64)
 
 
 def plan_within_error(diagnosis: Mapping[str, Any], budget: float, measure: str = "error") -> AttentionPlan:
@@ -86,12 +93,17 @@ def plan_within_error(diagnosis: Mapping[str, Any], budget: float, measure: str 
     choices = _choices(diagnosis, measure)
     if not math.isfinite(budget) or budget < 0:
         raise InputError("budget", f"must be finite and at least 0, got {budget}")
-    cost = choices.flops.expand_as(choices.values).masked_fill(choices.values > budget, math.inf)
+    cost = choices.costs.expand_as(choices.values).masked_fill(choices.values > budget, math.inf)
     return _plan(diagnosis, choices, cost.argmin(1), measure, {"budget": budget})
 
 
 def plan_within_work(
-    diagnosis: Mapping[str, Any], flops: float, measure: str | None = None, limit: tuple[str, float] | None = None
+    diagnosis: Mapping[str, Any],
+    work: float,
+    measure: str | None = None,
+    limit: tuple[str, float] | None = None,
+    *,
+    cost: str = "flops",
 ) -> AttentionPlan:
     """The least sum of the measure over all heads (of relative errors: of their squares) for so much work.
 
@@ -99,54 +111,67 @@ def plan_within_work(
     to the budget; what then is left goes to the heads that gain most by it. A limit has a multiplier of its own.
 
     Args:
-        flops: of all heads, relative to VMonarch with its defaults (`vmonarch_flops`).
+        work: of all heads, relative to VMonarch with its defaults (`vmonarch_flops`).
         measure: None for "output_error", or "layer_error" where the diagnosis has not got that.
         limit: another measure, and what its sum may be at most, relative to VMonarch with its defaults, which must be a
             candidate.
+        cost: what work is, "flops" or "time". The time is measured head by head, and VMonarch with its defaults must be
+            a candidate.
 
     Raises:
-        InputError: no diagnosis, an unknown measure, less work than the cheapest methods need, or a limit that cannot
-            be kept with so much work.
+        InputError: no diagnosis, an unknown measure, less work than the cheapest methods need, a limit that cannot be
+            kept with so much work, or a time that was not measured.
     """
     measure = measure or ("output_error" if "output_error" in measures_of(diagnosis) else "layer_error")
-    choices = _choices(diagnosis, measure)
-    grid = LatentGrid(*diagnosis["grid"])
-    work = flops * vmonarch_flops(grid, 1) / full_flops(grid, 1)
-    check_work(flops, choices.flops.min().item(), grid)
+    choices = _choices(diagnosis, measure, cost=cost)
+    unit = _default_cost(diagnosis, cost)
+    check_work(work, choices.costs.min().item(), unit, cost)
     values = _summable(choices, measure)
     if limit is None:
-        return _plan(diagnosis, choices, _least(choices, values, work), measure, {"flops": flops})
+        return _plan(diagnosis, choices, _least(choices, values, work * unit), measure, {cost: work})
     name, share = limit
     limited = _summable(_choices(diagnosis, name, "limit"), name)
-    default = _default(diagnosis)
+    default = _default(diagnosis, "limit")
     heads = torch.arange(len(values))
     values, limited = values / values[:, default].sum(), limited / limited[:, default].sum()
-    pick = lambda weight: _least(choices, values + weight * limited, work)
+    pick = lambda weight: _least(choices, values + weight * limited, work * unit)
     kept = lambda chosen: limited[heads, chosen].sum().item() <= share
     low, high = 0.0, 0.0
     while not kept(pick(high)):
         low, high = high, max(2 * high, 1e-3)
         if high > 1e6:
-            raise InputError("limit", f"{name}={share:g} cannot be kept with flops={flops:g}; give more work")
+            raise InputError("limit", f"{name}={share:g} cannot be kept with {cost}={work:g}; give more work")
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if kept(pick(middle)) else (middle, high)
-    return _plan(diagnosis, choices, pick(high), measure, {"flops": flops, "limit": {name: share}})
+    return _plan(diagnosis, choices, pick(high), measure, {cost: work, "limit": {name: share}})
 
 
-def check_work(flops: float, cheapest: float, grid: LatentGrid) -> None:
+def _default_cost(diagnosis: Mapping[str, Any], cost: str) -> float:
+    """Of VMonarch with its defaults, relative to full attention."""
+    if cost == "flops":
+        return default_flops(LatentGrid(*diagnosis["grid"]))
+    return _costs(diagnosis, cost)[_default(diagnosis, cost)].item()
+
+
+def default_flops(grid: LatentGrid) -> float:
+    """FLOPs of VMonarch with its defaults, relative to full attention."""
+    return vmonarch_flops(grid, 1) / full_flops(grid, 1)
+
+
+def check_work(work: float, cheapest: float, unit: float, cost: str = "flops") -> None:
     """Check that heads can do with so much work.
 
     Args:
-        flops: see `plan_within_work`.
-        cheapest: work of the cheapest candidate, relative to full attention.
+        work, cost: see `plan_within_work`.
+        cheapest, unit: of the cheapest candidate and of VMonarch with its defaults, relative to full attention.
 
     Raises:
         InputError: they cannot.
     """
-    least = cheapest * full_flops(grid, 1) / vmonarch_flops(grid, 1)
-    if not math.isfinite(flops) or flops < least:
-        raise InputError("flops", f"must be at least {least:.3g}, which the cheapest candidate needs, got {flops}")
+    least = cheapest / unit
+    if not math.isfinite(work) or work < least:
+        raise InputError(cost, f"must be at least {least:.3g}, which the cheapest candidate needs, got {work}")
 
 
 def _summable(choices: _Choices, measure: str) -> torch.Tensor:
@@ -154,18 +179,18 @@ def _summable(choices: _Choices, measure: str) -> torch.Tensor:
     return choices.values.square() if measure == "error" else choices.values
 
 
-def _default(diagnosis: Mapping[str, Any]) -> int:
+def _default(diagnosis: Mapping[str, Any], argument: str) -> int:
     """Which candidate is VMonarch with its defaults."""
     found = [i for i, entry in enumerate(diagnosis["candidates"].values()) if not entry["options"]]
     if not found:
-        raise InputError("limit", "is relative to VMonarch with its defaults, which is not among the candidates")
+        raise InputError(argument, "is relative to VMonarch with its defaults, which is not among the candidates")
     return found[0]
 
 
 def _least(choices: _Choices, values: torch.Tensor, limit: float) -> torch.Tensor:
     """The method of every head with which the values add up to least within so much work: [heads]."""
-    work = lambda chosen: (choices.flops[chosen] * choices.shares).sum().item()
-    pick = lambda weight: (values + weight * choices.flops).argmin(1)
+    work = lambda chosen: (choices.costs[chosen] * choices.shares).sum().item()
+    pick = lambda weight: (values + weight * choices.costs).argmin(1)
     low, high = 0.0, 1.0
     while work(pick(high)) > limit:
         low, high = high, 2 * high
@@ -177,7 +202,7 @@ def _least(choices: _Choices, values: torch.Tensor, limit: float) -> torch.Tenso
         low, high = (low, middle) if work(pick(middle)) <= limit else (middle, high)
     chosen = pick(high)
     if work(chosen) > limit:
-        chosen = torch.full_like(chosen, int(choices.flops.argmin()))
+        chosen = torch.full_like(chosen, int(choices.costs.argmin()))
     _spend(choices, values, chosen, limit)
     return chosen
 
@@ -190,8 +215,8 @@ def _spend(choices: _Choices, values: torch.Tensor, chosen: torch.Tensor, limit:
     """
     heads = torch.arange(len(chosen))
     while True:
-        left = limit - (choices.flops[chosen] * choices.shares).sum()
-        more = (choices.flops - choices.flops[chosen][:, None]) * choices.shares[:, None]
+        left = limit - (choices.costs[chosen] * choices.shares).sum()
+        more = (choices.costs - choices.costs[chosen][:, None]) * choices.shares[:, None]
         gain = values[heads, chosen][:, None] - values
         fits = (gain > 0) & (more <= left + 1e-12)
         if not fits.any():
@@ -215,9 +240,11 @@ def _plan(
         layers[component] = [[choices.names[i] for i in row] for row in rows]
         start += count * heads
     grid = LatentGrid(*diagnosis["grid"])
-    work = (choices.flops[chosen] * choices.shares).sum().item()
+    costs = ("flops", "time") if diagnosis.get("full_ms") is not None else ("flops",)
+    works = {cost: (_costs(diagnosis, cost)[chosen] * choices.shares).sum().item() for cost in costs}
     every = torch.arange(len(chosen))
-    predicted = {"flops_of_full": work, "flops_of_vmonarch": work * full_flops(grid, 1) / vmonarch_flops(grid, 1)}
+    predicted = {f"{cost}_of_full": work for cost, work in works.items()}
+    predicted["flops_of_vmonarch"] = works["flops"] / default_flops(grid)
     for name in measures_of(diagnosis):
         values = choices.values if name == measure else _choices(diagnosis, name).values
         predicted[f"mean_{name}"] = values[every, chosen].mean().item()

@@ -29,6 +29,7 @@ CANDIDATES = (
     "vmonarch-plain:num_iterations=1",
     "vmonarch-plain",
     "vmonarch-t1",
+    "vmonarch:coarse=2,row_share=0.25",
     "vmonarch:coarse=2",
     "vmonarch",
     "vmonarch-t3",
@@ -38,6 +39,9 @@ CANDIDATES = (
     "vmonarch-first-band1",
     "vmonarch:exact={rows: [0], band: 2}",
     "vmonarch:exact={rows: [0], band: 3}",
+    "two-resolution",
+    "two-resolution:share=0.2",
+    "two-resolution:share=0.4",
 )
 # Kinds of methods that a head can get.
 _KINDS = (VMonarchAttention, TwoResolutionAttention)
@@ -50,26 +54,30 @@ class Budget:
     Args:
         error: of a head, of `measure`.
         flops: of all heads, relative to VMonarch with its defaults.
+        time: the same of the measured time.
         measure: one of `planning.MEASURES`; None for "error" with `error`, and what `plan_within_work`
-            takes with `flops`.
-        limit: "measure=share", with `flops`: see `plan_within_work`.
+            takes without.
+        limit: "measure=share", with `flops` or `time`: see `plan_within_work`.
     """
 
     error: float | None = None
     flops: float | None = None
+    time: float | None = None
     measure: str | None = None
     limit: str | None = None
 
     def __post_init__(self) -> None:
-        if self.error is not None and self.flops is not None:
-            raise InputError("budget", "and flops exclude each other: give one")
         from vmonarch.eval.calibrate.planning import MEASURES
 
-        for name, value in (("budget", self.error), ("flops", self.flops)):
+        given = {"budget": self.error, "flops": self.flops, "time": self.time}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise InputError(named[0], f"and {named[1]} exclude each other: give one")
+        for name, value in given.items():
             if value is not None and (not math.isfinite(value) or value < 0):
                 raise InputError(name, f"must be finite and at least 0, got {value}")
         if self.limit is not None and self.error is not None:
-            raise InputError("limit", "is for flops; with budget, every head keeps to that")
+            raise InputError("limit", "is for flops and time; with budget, every head keeps to that")
         for name, measure in self.measures.items():
             if measure not in MEASURES:
                 raise InputError(name, f"must be of {', '.join(MEASURES)}, got {measure!r}{suggest(measure, MEASURES)}")
@@ -101,6 +109,8 @@ class Budget:
 
         if self.error is not None:
             return plan_within_error(diagnosis, self.error, self.measure or "error")
+        if self.time is not None:
+            return plan_within_work(diagnosis, self.time, self.measure, self._limit(), cost="time")
         return plan_within_work(diagnosis, 1.0 if self.flops is None else self.flops, self.measure, self._limit())
 
 
@@ -113,7 +123,7 @@ class CalibrateConfig(SamplingConfig):
             plan, or dense steps and layers.
         every: record every so many steps; None for about ten of them.
         maps: "layer:head" of attention maps to keep; none for the first, the middle and the last layer's first head.
-        budget, flops, measure, limit: see `Budget`.
+        budget, flops, time, measure, limit: see `Budget`.
         sensitivity: also measure what a head's errors change in the model's output: recorded calls are computed again,
             once with gradients and once for every layer.
     """
@@ -124,6 +134,7 @@ class CalibrateConfig(SamplingConfig):
     maps: tuple[str, ...] = ()
     budget: float | None = None
     flops: float | None = None
+    time: float | None = None
     measure: str | None = None
     limit: str | None = None
     sensitivity: bool = True
@@ -158,17 +169,17 @@ class CalibrateConfig(SamplingConfig):
         Raises:
             InputError: they cannot.
         """
-        from vmonarch.eval.calibrate.planning import check_work
+        from vmonarch.eval.calibrate.planning import check_work, default_flops
         from vmonarch.plan import method_flops
 
         if self.flops is not None:
             cheapest = min(method_flops(_options(method), grid, 1) for method in self.candidates)
-            check_work(self.flops, cheapest / method_flops(None, grid, 1), grid)
+            check_work(self.flops, cheapest / method_flops(None, grid, 1), default_flops(grid))
 
     @property
     def allowed(self) -> Budget:
         """What the plan may cost."""
-        return Budget(self.budget, self.flops, self.measure, self.limit)
+        return Budget(self.budget, self.flops, self.time, self.measure, self.limit)
 
 
 def _candidate(spec: Any) -> AttentionMethod:
@@ -231,6 +242,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     from vmonarch import apply, restore
     from vmonarch.eval.calibrate.diagnosis import DiagnosisProcessor, Recorder, document, watched
     from vmonarch.eval.calibrate.report import report
+    from vmonarch.eval.calibrate.timing import head_times
 
     config, model = complete_and_load(config, model)
     output = prepare_output_dir(config.output_dir)
@@ -256,7 +268,9 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         "config": config.to_dict(),
         **facts(config, model),
     }
-    diagnosis = {**document(recorder), "about": about}
+    assert recorder.grid is not None
+    times = head_times(recorder.inputs, recorder.grid, recorder.candidates)
+    diagnosis = {**document(recorder, times), "about": about}
     with reserve_number(output, 1 if config.overwrite else None) as number_text:
         target = output / f"{number_text}-{short_hash(config.to_dict())}"
         text = json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n"

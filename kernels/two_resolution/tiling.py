@@ -17,8 +17,8 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.constants import kept
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
-# Tokens of a tile of keys and of a tile of queries, where the options do not say.
-KEY_TOKENS, QUERY_TOKENS = 64, 128
+# Tokens of a tile of keys, where the options do not say: between these, and at most an eighth of a frame.
+KEY_TOKENS = 16, 64
 # Edges along frames, rows and columns.
 Box = tuple[int, int, int]
 # Of two boxes that fill their tiles alike to this degree, the one that is more of a cube is better.
@@ -82,10 +82,13 @@ def tiling_of(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int
     def parts(sizes: Sequence[int], box: Sequence[int]) -> list[int]:
         return [-(-size // min(size, edge)) for size, edge in zip(sizes, box, strict=True)]
 
-    tiles = parts(grid, options.tile or best_box(grid, KEY_TOKENS))
+    fewest, tokens = KEY_TOKENS
+    while tokens > fewest and 8 * tokens > grid.tokens_per_frame:
+        tokens //= 2
+    tiles = parts(grid, options.tile or best_box(grid, tokens))
     box = [-(-size // count) for size, count in zip(grid, tiles, strict=True)]
     asking = grid if query_frames is None else grid._replace(frames=query_frames)
-    queries = parts(asking, options.query_tile or best_box(asking, QUERY_TOKENS))
+    queries = parts(asking, options.query_tile or best_box(asking, 2 * tokens))
     numbers = (*grid, *tiles, *parts(box, options.cell or box), *queries, asking.frames)
     return Tiling(*numbers)
 

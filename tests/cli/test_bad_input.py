@@ -185,7 +185,15 @@ EVAL = {
 CALIBRATE = {
     "no prompt": ([], ["prompt is missing"]),
     "both budgets": (["p", "--budget", "1", "--flops", "1"], ["budget and flops exclude each other"]),
-    "another kind": (["p", "--candidates", "full"], ["candidates must be of kind vmonarch, got 'full'"]),
+    "work and time": (["p", "--time", "1", "--flops", "1"], ["flops and time exclude each other"]),
+    "another kind": (
+        ["p", "--candidates", "full"],
+        ["candidates must be of kind vmonarch or two_resolution, got 'full'"],
+    ),
+    "work that depends on data": (
+        ["p", "--candidates", "two-resolution:share=null,beta=1.0"],
+        ["candidates must have work that is known beforehand"],
+    ),
     "dense": (["p", "--candidates", "vmonarch:dense_steps=1"], ["must leave dense_steps alone"]),
     "twice": (["p", "--candidates", "vmonarch", "vmonarch"], ["candidates must differ; repeated: vmonarch"]),
     "no step": (["p", "--every", "0"], ["every must be at least 1, got 0"]),

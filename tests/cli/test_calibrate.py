@@ -93,9 +93,12 @@ def test_candidates_are_what_their_methods_change():
     config = CalibrateConfig(prompts=("p",), candidates=CANDIDATES)
     found = [method_dict(method.parameters.options) for method in config.candidates]
     assert found[:2] == [{"num_iterations": 1, "exact": None}, {"exact": None}]
-    assert found[2:6] == [{"num_iterations": 1}, {"coarse": 2}, {}, {"num_iterations": 3}]
-    assert [entry["exact"]["band"] for entry in found[6:]] == [0, 1, 0, 1, 2, 3]
-    assert ["rows" in entry["exact"] for entry in found[6:]] == [False] * 2 + [True] * 4
+    assert found[2:4] == [{"num_iterations": 1}, {"coarse": 2, "row_share": 0.25}]
+    assert found[4:7] == [{"coarse": 2}, {}, {"num_iterations": 3}]
+    assert [entry["exact"]["band"] for entry in found[7:13]] == [0, 1, 0, 1, 2, 3]
+    assert ["rows" in entry["exact"] for entry in found[7:13]] == [False] * 2 + [True] * 4
+    kind = {"kind": "two_resolution"}
+    assert found[13:] == [kind, kind | {"share": 0.2}, kind | {"share": 0.4}]
     with pytest.raises(InputError, match="candidates must be a list"):
         CalibrateConfig(prompts=("p",), candidates="vmonarch")
 

@@ -21,6 +21,7 @@ from vmonarch.eval.calibrate.diagnosis import (
     watched,
 )
 from vmonarch.eval.calibrate.planning import over_steps, plan_within_error, plan_within_work
+from vmonarch.eval.calibrate.timing import head_times
 from vmonarch.eval.studies.fidelity import attention_fidelity
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.options import VMonarchOptions
@@ -116,7 +117,7 @@ def record(tiny, kind="t2v", steps=4, guidance=3.0, watch=False, **options):
 
 def test_a_pipeline_is_recorded_step_by_step_and_makes_the_video_of_full_attention(tiny):
     pipe, recorder, latents, arguments = record(tiny, every=2, maps=((1, 0),), map_size=9)
-    found = document(recorder)
+    found = document(recorder, {})
     part = found["transformers"]["transformer"]
     assert part["steps"] == [0, 2] and (part["layers"], part["heads"]) == (2, 2)
     # Two calls of a step: with the prompt and without.
@@ -140,7 +141,7 @@ def test_a_pipeline_is_recorded_step_by_step_and_makes_the_video_of_full_attenti
 def test_watched_calls_are_measured_alike_and_leave_nothing_behind(tiny):
     plain, seen = (record(tiny, every=2, watch=watch) for watch in (False, True))
     torch.testing.assert_close(seen[2], plain[2], atol=0, rtol=0)
-    found, wanted = document(seen[1]), document(plain[1])
+    found, wanted = document(seen[1], {}), document(plain[1], {})
     for name, values in found["transformers"]["transformer"]["candidates"].items():
         output = torch.tensor(values.pop("output_error"))
         assert output.shape == (2, 2, 2) and (output > 0).all()
@@ -188,7 +189,7 @@ def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny
         vmonarch.restore(pipe.transformer)
         return found
 
-    found = document(recorder)["transformers"]["transformer"]["candidates"]
+    found = document(recorder, {})["transformers"]["transformer"]["candidates"]
     for layer in range(2):
         velocity = output(layer, (), 0.0, VMonarchOptions())
         noise = torch.randn(velocity.shape, generator=torch.Generator().manual_seed(0)).double()
@@ -208,14 +209,14 @@ def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny
 
 def test_both_transformers_are_recorded_where_they_run(tiny):
     _, recorder, _, _ = record(tiny, "t2v-2.2", steps=6)
-    parts = document(recorder)["transformers"]
+    parts = document(recorder, {})["transformers"]
     steps = [parts[name]["steps"] for name in ("transformer", "transformer_2")]
     assert sorted(steps[0] + steps[1]) == list(range(6)) and min(map(len, steps)) > 0
 
 
 def test_what_cannot_be_diagnosed_is_named(tiny):
     with pytest.raises(ValueError, match="nothing was recorded"):
-        document(Recorder({}))
+        document(Recorder({}), {})
     model = tiny.transformer()
     vmonarch.apply(model, DiagnosisProcessor(Recorder({})))
     with pytest.raises(RuntimeError, match="a diagnosis needs the denoising step"):
@@ -286,6 +287,37 @@ def test_a_budget_of_work_is_kept_and_spent_where_it_helps_most():
     assert before == 0
 
 
+def test_a_plan_for_a_time_spends_what_was_measured():
+    """The dear candidate takes no longer than the default here, so a plan for the default's time has it everywhere."""
+    found = made_up()
+    with pytest.raises(InputError, match="time was not measured"):
+        plan_within_work(found, 1.0, "kl", cost="time")
+    found["full_ms"] = 2.0
+    for name, ms in (("cheap", 0.2), ("default", 0.5), ("dear", 0.5)):
+        found["candidates"][name]["ms"] = ms
+    plan = plan_within_work(found, 1.0, "kl", cost="time")
+    assert {name for heads in plan.layers["transformer"] for name in heads} == {"dear"}
+    assert plan.about["time"] == 1.0 and plan.about["predicted"]["time_of_full"] == 0.25
+    assert plan.about["predicted"]["flops_of_full"] == 0.6
+    cheapest = plan_within_work(found, 0.4 + 1e-9, "kl", cost="time")
+    assert {name for heads in cheapest.layers["transformer"] for name in heads} == {"cheap"}
+    with pytest.raises(InputError, match=r"time must be at least 0\.4"):
+        plan_within_work(found, 0.3, "kl", cost="time")
+    found["candidates"]["default"]["options"] = {"coarse": 2}
+    with pytest.raises(InputError, match="time is relative to VMonarch with its defaults"):
+        plan_within_work(found, 1.0, "layer_error", cost="time")
+
+
+@pytest.mark.gpu
+def test_the_time_of_a_head_is_that_of_all_heads_over_their_number():
+    grid = LatentGrid(8, 24, 40)
+    tensors = tuple(torch.randn(1, grid.tokens, 12, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    found = head_times(tensors, grid, {"default": VMonarchOptions(), "t3": VMonarchOptions(num_iterations=3)})
+    half = head_times(tuple(x[:, :, :6] for x in tensors), grid, {"default": VMonarchOptions()})
+    assert found["default"] < found["t3"] < 3 * found["default"] and found["full"] > 0
+    assert 0.4 < half["default"] / found["default"] < 2.5
+
+
 def search(costs, error, limit):
     """The least total error of all assignments within `limit`."""
     best = [(0.0, 0.0)]
@@ -346,11 +378,12 @@ def test_what_methods_lose_in_the_attention_follows_from_the_diagnosis(tmp_path)
 
 def test_a_plan_from_a_diagnosis_runs(tiny):
     pipe, recorder, full, arguments = record(tiny)
-    plan = plan_within_work(document(recorder), 1.5)
+    plan = plan_within_work(document(recorder, {}), 1.5)
     assert AttentionPlan.parse(json.loads(json.dumps(plan.to_dict()))) == plan
     vmonarch.apply(pipe, VMonarchProcessor(plan=plan))
     arguments["generator"] = torch.Generator().manual_seed(0)
     assert pipe(**arguments).frames.isfinite().all()
+    assert head_times(recorder.inputs, recorder.grid, recorder.candidates) == {}, "there is no GPU to plan for"
 
 
 def test_budgets_that_cannot_be_used_are_named():

@@ -13,7 +13,7 @@ examples:
   vmonarch calibrate --diagnosis outputs/calibrate/0001-…/diagnosis.json --budget 0.1 --plan plan.json
   vmonarch compare "…" --methods full vmonarch vmonarch:plan=plan.json
 
-Without --budget and --flops the plan does as much work as VMonarch with its defaults.
+Without --budget, --flops and --time the plan does as much work as VMonarch with its defaults.
 """
 
 
@@ -25,11 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--maps", nargs="+", metavar="LAYER:HEAD", help="attention maps to keep")
     parser.add_argument("--budget", type=float, metavar="ERROR", help="the most that a head may lose, of --measure")
     parser.add_argument("--flops", type=float, metavar="TIMES", help="work of all heads, relative to default VMonarch")
+    parser.add_argument("--time", type=float, metavar="TIMES", help="the same of their time, as measured on this GPU")
     parser.add_argument("--measure", metavar="WHAT", help="error, layer_error, output_error or kl")
     parser.add_argument(
         "--limit",
         metavar="WHAT=SHARE",
-        help="with --flops: also keep another measure to that share of default VMonarch's, such as kl=0.5",
+        help="with --flops or --time: also keep another measure to that share of default VMonarch's, such as kl=0.5",
     )
     parser.add_argument(
         "--no-sensitivity",
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.diagnosis is not None:
         if arguments.prompts:
             raise InputError("prompts", "must not be given with --diagnosis, which samples nothing")
-        budget = Budget(arguments.budget, arguments.flops, arguments.measure, arguments.limit)
+        budget = Budget(arguments.budget, arguments.flops, arguments.time, arguments.measure, arguments.limit)
         plan = budget.plan(read_diagnosis(arguments.diagnosis))
         path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json"))
         if path.exists() and not arguments.overwrite:
@@ -94,3 +95,5 @@ def _tell(plan: object, *, quiet: bool) -> None:
         f"work: {100 * predicted['flops_of_full']:.1f} % of full attention, {predicted['flops_of_vmonarch']:.2f} × "
         f"default VMonarch; predicted mean error {predicted['mean_error']:.4f}, row-KL {predicted['mean_kl']:.4f}"
     )
+    if "time_of_full" in predicted:
+        print(f"time: {100 * predicted['time_of_full']:.1f} % of full attention's, as measured head by head")
