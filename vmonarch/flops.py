@@ -3,7 +3,8 @@
 Forward, of one head; a backward pass has every product once, the recomputed scores too:
 
     full attention    4·S²·d, +10·S²·d backward; a bias of rank R adds 2·S²·R, +6·S²·R
-    R-steps           4·b·c·d each, c keys or pooled cells; the last, which also multiplies values, 6·b·S·d
+    R-steps           4·b·c·d each, c keys or pooled cells; the last, which also multiplies values, 6·b·S·d, or 6·d for
+                      every pair of a centroid and a token or mean
     L-steps           4·S·m·d each
     exact blocks      4·d for every pair of tokens in them; in rows in two resolutions, of tokens or means
 
@@ -18,9 +19,9 @@ from typing import Any
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.blocks import exact_key_frames
 from vmonarch.kernels.two_resolution.selection import exact_tiles
-from vmonarch.kernels.two_resolution.tiling import tiling_of
+from vmonarch.kernels.two_resolution.tiling import Tiling, frame_tiling, tiling_of
 from vmonarch.options import VMonarchOptions
-from vmonarch.two_resolution_options import TwoResolutionOptions, row_options
+from vmonarch.two_resolution_options import TwoResolutionOptions, r_options, row_options
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def vmonarch_work(
     m, b = blocks // T * -(-T // frames_per_block), positions * frames_per_block
     places = m * b
     exact = [] if options.pattern is None else exact_key_frames(options.pattern, T, frames_per_block)
+    last_pairs = _last_r_pairs(grid, options, b)
     # Pairs of an exact query and its exact key, such queries, and such keys.
     pairs = sum(map(len, exact)) * P**2 - _left_out_of_rows(grid, options)
     n, n_keys = sum(map(bool, exact)) * P, len(set().union(*exact)) * P
@@ -106,7 +108,7 @@ def vmonarch_work(
             stages.append(stage(f"R{i + 1}", 4 * b * cells * d, z + cells + places, places))
             stages.append(stage(f"L{i + 1}", 4 * S * m * d, S + 2 * places, places + (S + places) * training))
         else:
-            stages.append(stage(f"R{i + 1}", 6 * b * S * d, z + 2 * S + 2 * places, places))
+            stages.append(stage(f"R{i + 1}", 6 * last_pairs * d, z + 2 * S + 2 * places, places))
             stages.append(stage(f"L{i + 1}", 4 * S * m * d, 2 * S + n + 2 * places, places + S))
     if not training:
         return stages
@@ -120,7 +122,7 @@ def vmonarch_work(
             # q, do, out, dq; aL, y, daL, dy
             stages.append(stage(f"L{i + 1} backward", 10 * S * m * d, 4 * S + n + 4 * places, 2 * S + 3 * places))
             # k, v, dk, dv; daL, dy
-            stages.append(stage(f"R{i + 1} backward", 14 * b * S * d, z + dz + 6 * S + 2 * places, 4 * places))
+            stages.append(stage(f"R{i + 1} backward", 14 * last_pairs * d, z + dz + 6 * S + 2 * places, 4 * places))
         else:
             # q, dq (added to); aL, daR, daL
             stages.append(stage(f"L{i + 1} backward", 10 * S * m * d, 3 * S + 3 * places, 2 * S + 4 * places))
@@ -131,18 +133,18 @@ def vmonarch_work(
     return stages + ([stage("exact backward", 10 * pairs * d, 5 * n + 6 * n_keys, 2 * n)] if exact else [])
 
 
-def two_resolution_pairs(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int) -> float:
-    """Pairs of a query, in so many frames, and a key or a mean; the products of means that choose tiles count half.
+def two_resolution_pairs(n: Tiling, options: TwoResolutionOptions, per_pair: int = 4) -> float:
+    """Pairs of a query and a key or a mean, which cost `per_pair`·d; so do the products of means that choose tiles.
 
     Raises:
         ValueError: with `beta` the data say how many they are.
     """
     if options.share is None:
         raise ValueError(f"beta must be None where work is counted, which it leaves to the data; got {options.beta}")
-    n = tiling_of(grid, options, query_frames)
     exact = exact_tiles(n, options)
-    keys = exact * grid.tokens / n.tiles + (n.tiles - exact) * n.cells * options.rest
-    return query_frames * grid.tokens_per_frame * keys + n.of_queries.tiles * n.tiles / 2
+    positions = n.rows * n.columns
+    keys = exact * n.frames * positions / n.tiles + (n.tiles - exact) * n.cells * options.rest
+    return n.query_frames * positions * keys + n.of_queries.tiles * n.tiles * 2 / per_pair
 
 
 def two_resolution_work(
@@ -165,7 +167,7 @@ def two_resolution_flops(
     grid: LatentGrid, head_dim: int, options: TwoResolutionOptions, *, training: bool = False
 ) -> float:
     """Of one head with these options."""
-    return pair_flops(two_resolution_pairs(grid, options, grid.frames), head_dim, training=training)
+    return pair_flops(two_resolution_pairs(tiling_of(grid, options), options), head_dim, training=training)
 
 
 def _left_out_of_rows(grid: LatentGrid, options: VMonarchOptions) -> float:
@@ -173,8 +175,17 @@ def _left_out_of_rows(grid: LatentGrid, options: VMonarchOptions) -> float:
     if options.row_share == 1:
         return 0
     assert options.pattern is not None
-    pairs = grid.tokens_per_frame * grid.tokens - two_resolution_pairs(grid, row_options(options), 1)
+    row = row_options(options)
+    pairs = grid.tokens_per_frame * grid.tokens - two_resolution_pairs(tiling_of(grid, row, query_frames=1), row)
     return len(options.pattern.rows) * pairs
+
+
+def _last_r_pairs(grid: LatentGrid, options: VMonarchOptions, positions: int) -> float:
+    """Pairs of a centroid and a key in the last R-step, where blocks have so many positions."""
+    if options.r_share == 1:
+        return positions * grid.tokens
+    two = r_options(options)
+    return grid.frames * two_resolution_pairs(frame_tiling(grid, two), two, 6)
 
 
 def vmonarch_flops(grid: LatentGrid, head_dim: int, options: VMonarchOptions | None = None, **named: Any) -> float:

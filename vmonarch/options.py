@@ -70,6 +70,8 @@ class VMonarchOptions(Options):
             whole blocks.
         row_share: of all key tiles, those that the rows of `exact` attend exactly, rounded up; the others leave their
             means, as in `two_resolution_attention`. 1 is all of them.
+        r_share: of the key tiles of a frame, those that the last R-step attends exactly, rounded up; the others leave
+            the means of four cells each. 1 is all of them, which tiles and frames_per_block need.
         min_mass: lower bound of cR where it divides (0.1 in the paper; 0 only keeps empty columns finite).
 
     Raises:
@@ -87,6 +89,7 @@ class VMonarchOptions(Options):
     # None | str | ExactBlocks, which OmegaConf has no word for.
     exact: Any = "first_frame"
     row_share: float = 1.0
+    r_share: float = 1.0
     min_mass: float = 0.1
 
     def __post_init__(self) -> None:
@@ -103,10 +106,10 @@ class VMonarchOptions(Options):
         if isinstance(self.exact, Mapping):
             object.__setattr__(self, "exact", ExactBlocks(**self.exact))
         pattern = resolve_exact(self.exact)
-        if isinstance(self.row_share, bool) or not isinstance(self.row_share, numbers.Real):
-            raise TypeError(f"row_share must be a number, got {self.row_share!r}")
-        if not 0 < self.row_share <= 1:
-            raise ValueError(f"row_share must be above 0 and at most 1, got {self.row_share}")
+        for name in ("row_share", "r_share"):
+            check_share(name, getattr(self, name))
+        if self.r_share != 1 and (self.frames_per_block, self.tiles) != (1, (1, 1)):
+            raise ValueError(f"r_share must be 1 where a block is not one whole frame, got {self.r_share}")
         if self.row_share != 1 and (pattern is None or not pattern.rows):
             raise ValueError(f"row_share must be 1 where exact has no rows, got {self.row_share}")
         check_min_mass(self.min_mass)
@@ -144,9 +147,17 @@ class VMonarchOptions(Options):
             raise ValueError(f"tiles {self.tiles} must not exceed the rows and columns of a frame, {tuple(grid[1:])}")
 
 
-# Ranks share whole frames, and exact rows as they are.
-NOT_BY_FRAMES = ("frames_per_block", "tiles", "row_share")
+# Ranks share whole frames, and neither exact rows nor R-steps in two resolutions.
+NOT_BY_FRAMES = ("frames_per_block", "tiles", "row_share", "r_share")
 OPTION_FIELDS = dataclasses.fields(VMonarchOptions)
+
+
+def check_share(name: str, share: object) -> None:
+    """Raise TypeError or ValueError unless `share` is a number above 0 and at most 1."""
+    if isinstance(share, bool) or not isinstance(share, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {share!r}")
+    if not 0 < float(share) <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, got {share}")
 
 
 def check_min_mass(min_mass: object) -> None:

@@ -88,4 +88,9 @@ def row_options(options: VMonarchOptions) -> TwoResolutionOptions:
     return TwoResolutionOptions(share=options.row_share)
 
 
+def r_options(options: VMonarchOptions) -> TwoResolutionOptions:
+    """How the centroids of the last R-step of VMonarch attention attend, where that is in two resolutions."""
+    return TwoResolutionOptions(share=options.r_share)
+
+
 TWO_RESOLUTION_FIELDS = dataclasses.fields(TwoResolutionOptions)

@@ -179,7 +179,8 @@ SWEEPS: dict[str, Sweep] = {
 # Kernels without a sweep: set by hand.
 UNTUNED = (
     "taylor", "window", "window_rows", "window_keys",
-    "hopper_two_resolution", "two_resolution", "two_resolution_rows", "two_resolution_cells", "two_resolution_keys",
+    "hopper_two_resolution", "hopper_two_resolution_r", "two_resolution", "two_resolution_rows",
+    "two_resolution_cells", "two_resolution_keys",
 )  # fmt: skip
 
 

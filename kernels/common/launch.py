@@ -44,7 +44,7 @@ _SUPPORTED: Mapping[str, Sequence[int]] = {
     "maxnreg": range(24, 256),
 }
 _SUPPORTED_BY: Mapping[str, Mapping[str, Sequence[int]]] = {
-    **dict.fromkeys(("hopper_flash", "hopper_two_resolution"), {"BLOCK_N": (64, 128)}),
+    **dict.fromkeys(("hopper_flash", "hopper_two_resolution", "hopper_two_resolution_r"), {"BLOCK_N": (64, 128)}),
     # The results of an R-step leave through the place of z, which is given back a tile later: one place never is.
     **dict.fromkeys(
         ("hopper_r_step", "hopper_r_step_pooled", "hopper_r_step_last"), {"BLOCK_N": (64, 128), "Q_STAGES": range(2, 5)}

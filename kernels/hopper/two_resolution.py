@@ -34,7 +34,7 @@ from vmonarch.kernels.hopper.attend import (
     shared_layout,
 )
 from vmonarch.kernels.hopper.gluon import async_load, async_load_numbers, reinterpret
-from vmonarch.kernels.two_resolution.kernels import plain, unspecialised
+from vmonarch.kernels.two_resolution.kernels import GAINS, Written, plain, unspecialised
 from vmonarch.kernels.two_resolution.tiling import Box, Tiling
 
 _HALF = gl.constexpr(HALF)
@@ -82,7 +82,7 @@ def _load(
 ):  # fmt: skip
     """Producer: of every tile of queries the queries, the means of all cells, and its exact tiles."""
     q_bufs, k_bufs, v_bufs, q_full, q_empty, _, full, empty = buffers
-    H, S, items, width, queries, tiles, padded = numbers
+    H, items, width, queries, tiles, cells = numbers
     TILES: gl.constexpr = BLOCK_N // PLACES
     block_bytes: gl.constexpr = 2 * BLOCK_N * k_bufs.shape[2] * 2
     key = gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
@@ -104,8 +104,8 @@ def _load(
             at = [frame + half * SECOND[0], row + half * SECOND[1], column + half * SECOND[2], h, 0]
             async_load(q_desc, at, barrier, target)
         if REST:
-            own_ptr = gain_ptr + gl.to_tensor(item).to(gl.int64) * padded
-            blocks = padded // BLOCK_N
+            own_ptr = gain_ptr + gl.to_tensor(item).to(gl.int64) * ((cells + GAINS - 1) // GAINS * GAINS)
+            blocks = (cells + BLOCK_N - 1) // BLOCK_N
             for block in range(blocks):
                 # The order of `attend_keys`.
                 first = gl.where(block == 0, blocks - 1, block - 1) * BLOCK_N
@@ -145,13 +145,15 @@ def _load(
 
 @gluon.jit
 def _attend(
-    half: gl.constexpr, number_ptr, box_ptr, out_ptr, lse_ptr, buffers, bias_bufs,
-    numbers, rows, columns, log2_scale, D: gl.constexpr, REST: gl.constexpr, FULL: gl.constexpr, BOX: gl.constexpr,
-    SECOND: gl.constexpr, PLACES: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    half: gl.constexpr, number_ptr, box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, places_of_out, buffers, bias_bufs,
+    numbers, rows, columns, scale, log2_scale, D: gl.constexpr, SUM_K: gl.constexpr, REST: gl.constexpr,
+    FULL: gl.constexpr, BOX: gl.constexpr, SECOND: gl.constexpr, PLACES: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Consumer: one warpgroup, half of the places of every tile of queries."""
     q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty = buffers
-    H, S, items, width, queries, tiles, padded = numbers
+    H, items, width, queries, tiles, cells = numbers
+    out_b, out_s, out_h, lse_b, lse_h = places_of_out
     BLOCK_D: gl.constexpr = k_bufs.shape[2]
     layout: gl.constexpr = accumulator_layout(BLOCK_D)
     stats: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
@@ -166,34 +168,48 @@ def _attend(
             mbarrier.wait(lead.index(turn), t // Q_STAGES & 1)
         q = q_bufs.index(2 * turn + half)
         acc = gl.zeros([_HALF, BLOCK_D], gl.float32, layout)
+        acc_k = gl.zeros([_HALF, BLOCK_D], gl.float32, layout) if SUM_K else acc
         row_max = gl.full([_HALF], -float("inf"), gl.float32, stats)
         row_sum = gl.zeros([_HALF], gl.float32, stats)
         if REST:
-            _, acc, row_max, row_sum, _, place = attend_keys(
-                acc, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty, lead.index(turn),
-                half == 0, place, 0, padded, bias_bufs, None, 0, log2_scale,
-                False, True, 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
+            acc_k, acc, row_max, row_sum, _, place = attend_keys(
+                acc_k, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty, lead.index(turn),
+                half == 0, place, 0, cells, bias_bufs, None, 0, log2_scale,
+                SUM_K, True, 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
             )  # fmt: skip
         if number > 0:
-            _, acc, row_max, row_sum, _, place = attend_keys(
-                acc, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty, lead.index(turn),
+            acc_k, acc, row_max, row_sum, _, place = attend_keys(
+                acc_k, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty, lead.index(turn),
                 (half == 0) & (not REST), place, 0, number * PLACES, bias_bufs, None, 0, log2_scale,
-                False, True, 0 if FULL else 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
+                SUM_K, True, 0 if FULL else 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
             )  # fmt: skip
         elif not REST:
             mbarrier.arrive(lead.index(turn), pred=half == 0)
+        inverse = gl.convert_layout(1.0 / gl.where(row_sum == 0, 1.0, row_sum), gl.SliceLayout(1, layout))
+        log2_lse = log2_partition(row_max, row_sum)
+        if SUM_K:
+            aL = (acc_k * inverse[:, None]).to(q.dtype)
+            # The entropy is free (docs/attention.md, "The entropy"), here with the rounded aL.
+            z_aL = gl.convert_layout(gl.sum(q.load(layout).to(gl.float32) * aL.to(gl.float32), 1), stats)
         mbarrier.arrive(q_empty.index(turn))
 
         own_ptr = box_ptr + item % queries * 8
-        at = gl.arange(0, _HALF, gl.SliceLayout(1, layout))
-        token, there = _token_of(at, half, own_ptr, rows, columns, BOX, SECOND)
-        acc = acc / gl.convert_layout(gl.where(row_sum == 0, 1.0, row_sum), gl.SliceLayout(1, layout))[:, None]
+        b = (bh // H).to(gl.int64)
+        h = bh % H
+        token, there = _token_of(
+            gl.arange(0, _HALF, gl.SliceLayout(1, layout)), half, own_ptr, rows, columns, BOX, SECOND
+        )
         dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
-        out_ptrs = out_ptr + ((bh // H).to(gl.int64) * S + token)[:, None] * (H * D) + bh % H * D + dims[None, :]
-        gl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & (dims < D)[None, :])
+        inside = there[:, None] & (dims < D)[None, :]
+        at = (b * out_b + h * out_h + token.to(gl.int64) * out_s)[:, None] * D + dims[None, :]
+        gl.store(out_ptr + at, (acc * inverse[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
         token, there = _token_of(gl.arange(0, _HALF, stats), half, own_ptr, rows, columns, BOX, SECOND)
-        log2_lse = log2_partition(row_max, row_sum)
-        gl.store(lse_ptr + bh.to(gl.int64) * S + token, log2_lse * 0.6931471805599453, mask=there)
+        lse_at = b * lse_b + h * lse_h + token
+        lse = log2_lse * 0.6931471805599453
+        gl.store(lse_ptr + lse_at, lse, mask=there)
+        if SUM_K:
+            gl.store(aL_ptr + at, aL, mask=inside)
+            gl.store(cL_ptr + lse_at, scale * z_aL - lse, mask=there)
         t += 1
 
 
@@ -208,20 +224,21 @@ def _token_of(place, half: gl.constexpr, box_ptr, rows, columns, BOX: gl.constex
     return token, there
 
 
-@gluon.jit(do_not_specialize=["H", "S", "items", "width"])
+@gluon.jit(do_not_specialize=["H", "items", "width", "out_b", "out_s", "out_h", "lse_b", "lse_h"])
 def _hopper_two_resolution_kernel(
     q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr,
-    box_ptr, out_ptr, lse_ptr, tiling, H, S, items, width, log2_scale,
-    D: gl.constexpr, REST: gl.constexpr, FULL: gl.constexpr, BOX: gl.constexpr, SECOND: gl.constexpr,
-    PLACES: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, out_b, out_s, out_h, lse_b, lse_h, tiling, H, items, width, scale,
+    log2_scale, D: gl.constexpr, SUM_K: gl.constexpr, REST: gl.constexpr, FULL: gl.constexpr, BOX: gl.constexpr,
+    SECOND: gl.constexpr, PLACES: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out [B, S, H, D], contiguous, and lse [B, H, S] of all tiles of queries."""
+    """out and lse of all tiles of queries, in an R-step aL and cL too; arguments as `two_resolution_kernel`."""
     n = _plain(tiling)
     queries = n.queries_t * n.queries_h * n.queries_w
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
     cells = tiles * n.cells_t * n.cells_h * n.cells_w
-    numbers = (H, S, items, width, queries, tiles, (cells + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+    numbers = (H, items, width, queries, tiles, cells)
+    places_of_out = (out_b, out_s, out_h, lse_b, lse_h)
     # Biases come by copies of the producer's 128 threads.
     BIASED: gl.constexpr = REST or not FULL
     buffers = allocate_tiles(
@@ -236,12 +253,14 @@ def _hopper_two_resolution_kernel(
                 bias_bufs, n, numbers, REST, FULL, SECOND, PLACES, Q_STAGES, STAGES, BLOCK_N,
             )),
             (_attend, (
-                0, number_ptr, box_ptr, out_ptr, lse_ptr, buffers, bias_bufs, numbers, n.rows, n.columns, log2_scale,
-                D, REST, FULL, BOX, SECOND, PLACES, Q_STAGES, STAGES, BLOCK_N,
+                0, number_ptr, box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, places_of_out, buffers, bias_bufs, numbers,
+                n.rows, n.columns, scale, log2_scale, D, SUM_K, REST, FULL, BOX, SECOND, PLACES, Q_STAGES, STAGES,
+                BLOCK_N,
             )),
             (_attend, (
-                1, number_ptr, box_ptr, out_ptr, lse_ptr, buffers, bias_bufs, numbers, n.rows, n.columns, log2_scale,
-                D, REST, FULL, BOX, SECOND, PLACES, Q_STAGES, STAGES, BLOCK_N,
+                1, number_ptr, box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, places_of_out, buffers, bias_bufs, numbers,
+                n.rows, n.columns, scale, log2_scale, D, SUM_K, REST, FULL, BOX, SECOND, PLACES, Q_STAGES, STAGES,
+                BLOCK_N,
             )),
         ],
         [4, 4],
@@ -316,9 +335,8 @@ def two_resolution(
     gain: torch.Tensor | None,
     lists: torch.Tensor,
     number: torch.Tensor,
+    written: Written,
     *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
     tiling: Tiling,
     scale: float,
 ) -> None:
@@ -327,12 +345,13 @@ def two_resolution(
     Args:
         query: [B, S, H, D]. key, value: [B, T·H·W, H, D].
         k_mean, v_mean: [B, m·c, H, D], and gain [B, H, n, ≥ m·c], what their logits gain, its rows filled up with -inf
-            to a multiple of BLOCK_N; None without the rest.
+            to a multiple of GAINS; None without the rest.
         lists: [B, H, n, width], of which `number` [B, H, n] count.
-        out: [B, S, H, D], contiguous. lse: [B, H, S].
     """
-    B, S, H, D = query.shape
-    options = launch_options("hopper_two_resolution", query.device, query.dtype, D)
+    H, D = query.shape[2:]
+    sums_keys = written.aL is not None
+    name = "hopper_two_resolution_r" if sums_keys else "hopper_two_resolution"
+    options = launch_options(name, query.device, query.dtype, D)
     box, query_box = _key_box(tiling), _box_of(tiling.of_queries.box, BLOCK_M)
     assert box is not None and query_box is not None
     places = math.prod(box)
@@ -349,8 +368,9 @@ def two_resolution(
         _video_descriptor(query, tiling.of_queries, half, hopper_dim(D)),
         *(_video_descriptor(x, tiling, box, _COLUMNS) for x in (key, value)), *means,
         gain, lists, number, None if full else _present(tiling, box, query.device),
-        _query_boxes(tiling, query.device), out, lse,
-        unspecialised(tiling), H, S, items, lists.shape[3], log2_scale_of(scale), D=D, REST=k_mean is not None,
+        _query_boxes(tiling, query.device), written.out, written.lse, written.aL, written.cL,
+        *written.out_rows, *written.lse_rows, unspecialised(tiling), H, items, lists.shape[3], scale,
+        log2_scale_of(scale), D=D, SUM_K=sums_keys, REST=k_mean is not None,
         FULL=full, BOX=half, SECOND=second, PLACES=places, **options,
         # What consumers of narrow heads leave, the producer needs for small tiles.
         REGISTERS=240 if D > 64 else 232, num_warps=4, maxnreg=168,

@@ -18,6 +18,7 @@ from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
+from vmonarch.kernels.monarch.last_r_step import LastRStep
 from vmonarch.kernels.monarch.r_step import RStep
 from vmonarch.kernels.monarch.rows import Rows
 from vmonarch.two_resolution_options import row_options
@@ -159,7 +160,11 @@ def forward(
             lse_exact=lse_exact if exact is not None and exact.aware else None,
         )
     aL, cL = buffers.aL[-1], buffers.cL[-1]
-    r.forward(z, None, aL=aL, cL=cL, y=y, lse=buffers.lse_r[-1] if save else None)
+    last_lse = buffers.lse_r[-1] if save else None
+    if call.options.r_share < 1:
+        LastRStep(key, value, call).forward(z, aL=aL, cL=cL, y=y, lse=last_lse)
+    else:
+        r.forward(z, None, aL=aL, cL=cL, y=y, lse=last_lse)
     l.output(aL, cL, y, out=out, lse=lse, lse_exact=lse_exact, out_exact=out_exact)
     if save and lse_exact is not None:
         saved[5] = lse_exact
@@ -222,15 +227,11 @@ def backward(
     )
     for i in reversed(range(t)):
         last = i == t - 1
-        r.backward(
-            buffers.z[i - 1] if i > 0 else query,
-            None if last else pooled,
+        z = buffers.z[i - 1] if i > 0 else query
+        common: dict[str, Any] = dict(
             lse=buffers.lse_r[i],
-            cL=buffers.cL[i],
             daL=daL,
-            dy=dy if last else None,
             dcL=dcL if call.entropy_grad else None,
-            delta=delta_r,
             dq=dq,
             dk=dk,
             dv=dv,
@@ -238,6 +239,11 @@ def backward(
             daR=daR,
             dcR=dcR,
         )
+        if last and call.options.r_share < 1:
+            LastRStep(key, value, call).backward(z, aL=buffers.aL[i], y=y, dy=dy, **common)
+        else:
+            of_values = dy if last else None
+            r.backward(z, None if last else pooled, cL=buffers.cL[i], dy=of_values, delta=delta_r, **common)
         if i > 0:
             l.backward(
                 buffers.aL[i - 1],

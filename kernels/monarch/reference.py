@@ -19,9 +19,9 @@ from vmonarch.kernels.flash_entropy import reference as softmax
 from vmonarch.kernels.flash_entropy.reference import attend, in_row_chunks, softmax_parts, to_groups
 from vmonarch.kernels.monarch.blocks import BlockLayout
 from vmonarch.kernels.two_resolution.reference import chosen_tiles, two_resolution_attention_reference
-from vmonarch.kernels.two_resolution.tiling import tiling_of
+from vmonarch.kernels.two_resolution.tiling import frame_tiling, tiling_of
 from vmonarch.options import VMonarchOptions
-from vmonarch.two_resolution_options import row_options
+from vmonarch.two_resolution_options import r_options, row_options
 
 # The exact blocks [b, l, m] of a chunk of positions and of query blocks.
 ExactTable = Callable[[slice, slice], torch.Tensor]
@@ -52,6 +52,29 @@ def r_step(
     aL = outs[0].unflatten(0, lead)
     cL = (z * aL).sum(-1) - lse.unflatten(0, lead)
     y = None if value is None else outs[1].unflatten(0, lead)
+    return aL, cL if entropy_grad else cL.detach(), y
+
+
+def r_step_in_two_resolutions(
+    z: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grid: LatentGrid,
+    options: VMonarchOptions,
+    entropy_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`r_step` of the last iteration in two resolutions; every block is a frame of `grid`."""
+    (B, _, m, _, D), two = z.shape, r_options(options)
+    tiling = frame_tiling(grid, two)
+    # [B, H, m, b, …] -> [B·m, b, H, …]: a frame is a sample.
+    queries, keys, values = (x.permute(0, 2, 3, 1, 4).flatten(0, 1) for x in (z, key, value))
+    chosen = chosen_tiles(queries, keys, tiling, two, scale=1.0)
+    both = torch.cat([keys, values], -1)
+    out, lse = two_resolution_attention_reference(queries, keys, both, tiling, chosen, rest=True, scale=1.0)
+    out = out.unflatten(0, (B, m)).permute(0, 3, 1, 2, 4)
+    lse = lse.unflatten(0, (B, m)).transpose(1, 2)
+    aL, y = out[..., :D], out[..., D:]
+    cL = (z * aL).sum(-1) - lse
     return aL, cL if entropy_grad else cL.detach(), y
 
 
@@ -334,7 +357,12 @@ def monarch_attention_reference(
         )
         z = z.unflatten(0, (B, H)).transpose(2, 3)
 
-    aL, cL, y = r_step(z, k, key_bias, v, entropy_grad)
+    y: torch.Tensor | None
+    if options.r_share < 1:
+        assert grid is not None
+        aL, cL, y = r_step_in_two_resolutions(z, k, v, grid, options, entropy_grad)
+    else:
+        aL, cL, y = r_step(z, k, key_bias, v, entropy_grad)
     assert y is not None
     aL, cL, y = position_major(aL), position_major(cL), position_major(y)
     o, lse = output(q_positions, aL, cL, y, exact_table, lse_exact, out_exact)

@@ -18,6 +18,7 @@ from vmonarch.kernels.common.softmax import log2_scale_of
 from vmonarch.kernels.flash_entropy.segments import processors
 from vmonarch.kernels.two_resolution.kernels import (
     GAINS,
+    Written,
     best_kernel,
     lists_kernel,
     means_kernel,
@@ -51,9 +52,12 @@ def _query_box(n: Tiling, block: int) -> dict[str, int]:
     return {names[name]: number for name, number in _box(n.of_queries, block).items()}
 
 
-def _constants(name: str, query: torch.Tensor, value: torch.Tensor, n: Tiling) -> dict[str, Any]:
+def _constants(
+    name: str, query: torch.Tensor, value: torch.Tensor, n: Tiling, sum_keys: bool = False
+) -> dict[str, Any]:
+    """Of a kernel; with the sum of the keys it takes what heads as wide as both sums take."""
     D, E = query.shape[3], value.shape[3]
-    options = launch_options(name, query.device, query.dtype, max(D, E))
+    options = launch_options(name, query.device, query.dtype, min(256, D + E) if sum_keys else max(D, E))
     constants: dict[str, Any] = {
         "D": D, "E": E, "BLOCK_D": block_dim(D), "BLOCK_E": block_dim(E), "PRECISION": dot_precision(query.dtype),
         **options, **_query_box(n, options["BLOCK_M"]),
@@ -95,11 +99,16 @@ def choose(
     key_mask: torch.Tensor | None,
     pooled: Pooled | None,
 ) -> torch.Tensor:
-    """The exact tiles [B, H, n, m], as `selection.select_tiles`; where a tile is a cell, by its mean in `pooled`."""
+    """The exact tiles [B, H, n, m], as `selection.select_tiles`."""
     q_mean = pool(query, None, n.of_queries, None).k
-    if pooled is None or n.cells > 1:
+    if pooled is None:
         pooled = pool(key, None, n._replace(cells_t=1, cells_h=1, cells_w=1), key_mask)
     k_mean = pooled.k
+    if k_mean.shape[1] > n.tiles:
+        # The mean of a tile is that of its cells, each as often as it has tokens.
+        number = pooled.log2_number.exp2().unflatten(1, (n.tiles, -1))
+        weight = number / number.sum(-1, keepdim=True).clamp(min=1)
+        k_mean = (k_mean.unflatten(1, (n.tiles, -1)) * weight[..., None, None]).sum(2)
     return select_tiles(q_mean.transpose(1, 2), k_mean.transpose(1, 2), n, options, best).exact
 
 
@@ -207,6 +216,25 @@ def forward(
     B, S, H, _ = query.shape
     out = query.new_empty(B, S, H, value.shape[3])
     lse = query.new_empty(B, H, S, dtype=torch.float32)
+    written = Written(out, lse, out_rows=(S * H, H, 1), lse_rows=(H * S, S))
+    attend(query, key, value, exact, width, key_mask, n, pooled, scale, written)
+    return out, lse
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    exact: torch.Tensor,
+    width: int,
+    key_mask: torch.Tensor | None,
+    n: Tiling,
+    pooled: Pooled | None,
+    scale: float,
+    written: Written,
+) -> None:
+    """`forward` into memory that is given; an R-step with `written.aL`."""
+    B, _, H, _ = query.shape
     k_mean, v_mean, log2_number = _rest(pooled, key)
     lists, number, gain = _lists(exact, width, log2_number)
     with torch.cuda.device_of(query):
@@ -215,17 +243,16 @@ def forward(
             from vmonarch.kernels.hopper.two_resolution import two_resolution, two_resolution_fits
 
             if two_resolution_fits(n, query, key, value):
-                two_resolution(
-                    query, key, value, k_mean, v_mean, gain, lists, number, out=out, lse=lse, tiling=n, scale=scale
-                )
-                return out, lse
-        constants = _constants("two_resolution", query, value, n)
+                two_resolution(query, key, value, k_mean, v_mean, gain, lists, number, written, tiling=n, scale=scale)
+                return
+        constants = _constants("two_resolution", query, value, n, written.aL is not None)
         two_resolution_kernel[(n.of_queries.tiles * constants["PARTS_M"] * B * H,)](
-            query, key, value, k_mean, v_mean, gain, lists, number, key_mask, out, lse,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], H, S, width, unspecialised(n), n.cells,
-            log2_scale_of(scale), REST=pooled is not None, FULL=_full(n) and key_mask is None, **constants,
+            query, key, value, k_mean, v_mean, gain, lists, number, key_mask,
+            written.out, written.lse, written.aL, written.cL,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *written.out_rows, *written.lse_rows,
+            H, width, unspecialised(n), n.cells, scale, log2_scale_of(scale), REST=pooled is not None,
+            FULL=_full(n) and key_mask is None, **constants,
         )  # fmt: skip
-    return out, lse
 
 
 @two_resolution_forward.register_fake
@@ -250,8 +277,14 @@ def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, t
     return backward(*tensors, n, pool(key, value, n, key_mask) if rest else None, scale)
 
 
-def backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the operator computes; with a `Tiling` for the numbers, and for `rest` the means or None."""
+def backward(
+    *inputs: Any, aL: torch.Tensor | None = None, daL: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the operator computes; with a `Tiling` for the numbers, and for `rest` the means or None.
+
+    Args:
+        aL, daL: of an R-step, the sum of the keys and its gradient, [B, S, H, D], contiguous.
+    """
     grad_out, grad_lse, query, key, value, exact, width, key_mask, out, lse, n, pooled, scale = inputs
     B, S, H, D = query.shape
     E = value.shape[3]
@@ -268,31 +301,32 @@ def backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tiling, log2_scale, queries = unspecialised(n), log2_scale_of(scale), n.of_queries.tiles
     lists, number, gain = _lists(exact, width, log2_number)
     with torch.cuda.device_of(query):
-        constants = _constants("two_resolution_rows", query, value, n)
+        constants = _constants("two_resolution_rows", query, value, n, aL is not None)
         two_resolution_rows_kernel[(queries * constants["PARTS_M"] * B * H,)](
             query, key, value, k_mean, v_mean, gain, lists, number, key_mask,
-            grad_out, out, lse, grad_lse, delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3],
+            grad_out, out, daL, aL, lse, grad_lse, delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3],
             H, S, width, tiling, n.cells, scale, log2_scale, REST=rest, FULL=_full(n) and key_mask is None,
             **constants,
         )  # fmt: skip
         if rest:
-            constants = _constants("two_resolution_cells", query, value, n)
+            constants = _constants("two_resolution_cells", query, value, n, aL is not None)
             cells = n.tiles * n.cells
             blocks = triton.cdiv(cells, constants["BLOCK_N"]) * B * H
             # Few cells see many queries: those are split, until there is work for the whole chip.
             splits = max(1, min(queries, 4 * processors(query.device) // blocks))
             dk_mean, dv_mean = (query.new_empty(splits, B * H, cells, dim, dtype=torch.float32) for dim in (D, E))
             two_resolution_cells_kernel[(blocks * splits,)](
-                query, k_mean, v_mean, gain, grad_out, lse, delta, dk_mean, dv_mean,
-                *q_strides, *g_strides, H, S, splits, triton.cdiv(queries, splits), tiling, n.cells, log2_scale,
+                query, k_mean, v_mean, gain, grad_out, daL, lse, delta, dk_mean, dv_mean,
+                *q_strides, *g_strides, H, S, splits, triton.cdiv(queries, splits), tiling, n.cells, scale, log2_scale,
                 **constants,
             )  # fmt: skip
             dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
         lists, number, _ = _lists(exact.transpose(2, 3), queries)
-        constants = _constants("two_resolution_keys", query, value, n)
+        constants = _constants("two_resolution_keys", query, value, n, aL is not None)
         two_resolution_keys_kernel[(n.tiles * constants["PARTS"] * B * H,)](
-            query, key, value, log2_number, lists, number, key_mask, grad_out, lse, delta, dk_mean, dv_mean, dk, dv,
-            *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest, **constants,
+            query, key, value, log2_number, lists, number, key_mask, grad_out, daL, lse, delta, dk_mean, dv_mean,
+            dk, dv, *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest,
+            **constants,
         )  # fmt: skip
     return dq, dk, dv
 

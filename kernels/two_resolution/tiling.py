@@ -21,8 +21,9 @@ from vmonarch.two_resolution_options import TwoResolutionOptions
 KEY_TOKENS = 16, 64
 # Edges along frames, rows and columns.
 Box = tuple[int, int, int]
-# Of two boxes that fill their tiles alike to this degree, the one that is more of a cube is better.
-_SLACK = 0.05
+# Of two boxes that fill their tiles alike to this degree, the one that is more of a cube is better: queries that share
+# a choice of tiles, and keys that share a mean, should be near each other.
+_SLACK = 0.1
 
 
 class Tiling(NamedTuple):
@@ -91,6 +92,11 @@ def tiling_of(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int
     queries = parts(asking, options.query_tile or best_box(asking, 2 * tokens))
     numbers = (*grid, *tiles, *parts(box, options.cell or box), *queries, asking.frames)
     return Tiling(*numbers)
+
+
+def frame_tiling(grid: LatentGrid, options: TwoResolutionOptions) -> Tiling:
+    """The cut of one frame of a grid, with four cells in a tile."""
+    return tiling_of(grid._replace(frames=1), options)._replace(cells_h=2, cells_w=2)
 
 
 @functools.cache

@@ -169,6 +169,7 @@ WINDOW_CASES = {
 TWO_RESOLUTION_CASES = {
     "full": dict(grid=[16, 28, 52], tile=[4, 4, 4], dim=128, dtype="bfloat16"),
     "ragged": dict(grid=[43, 45, 52], tile=[4, 4, 4], cell=[4, 2, 2], dim=128, dtype="float16", masked=True),
+    "r-step": dict(grid=[1, 28, 52], tile=[1, 8, 8], cell=[1, 4, 4], dim=128, dtype="bfloat16", r_step=True),
     "wide": dict(grid=[16, 28, 52], tile=[2, 4, 4], dim=256, dtype="bfloat16"),
     "float32": dict(grid=[16, 28, 52], tile=[2, 4, 4], dim=128, dtype="float32"),
 }
@@ -198,7 +199,7 @@ FAMILIES = {
         WINDOW_CASES, {89: "sequence", 100: "video"}, WINDOW_CASES,
         "window window_rows window_keys"),
     "two resolutions": (
-        TWO_RESOLUTION_CASES, {80: "full", 100: "full", 120: "ragged"}, TWO_RESOLUTION_CASES,
+        TWO_RESOLUTION_CASES, {80: "full", 89: "r-step", 100: "full", 120: "ragged"}, TWO_RESOLUTION_CASES,
         "means best lists two_resolution lists two_resolution_rows two_resolution_cells lists two_resolution_keys"),
     "residual": (
         RESIDUAL_CASES, {80: "64-float16-bfloat16", 89: "80-float16-int8", 120: "128-bfloat16-bfloat16"},
@@ -261,11 +262,16 @@ def test_hopper_kernels_with_a_bias_compile(triton, name, options, kernels, comp
 
 @pytest.mark.parametrize(
     ("triton", "options"),
-    [(NEWEST, {}), (OLDEST, {"cell": [4, 2, 2], "grid": [43, 45, 52]}), (NEWEST, {"tile": [1, 4, 4], "dim": 64})],
-    ids=["full", "ragged", "small-tiles"],
+    [
+        (NEWEST, {}),
+        (OLDEST, {"cell": [4, 2, 2], "grid": [43, 45, 52]}),
+        (NEWEST, {"tile": [1, 4, 4], "dim": 64}),
+        (OLDEST, TWO_RESOLUTION_CASES["r-step"]),
+    ],
+    ids=["full", "ragged", "small-tiles", "r-step"],
 )
 def test_hopper_kernel_of_two_resolutions_compiles(triton, options, compile_kernels):
-    case = {**TWO_RESOLUTION_CASES["full"], "tile": [4, 4, 4], **options, "only": "_hopper_"}
+    case = {**TWO_RESOLUTION_CASES["full"], **options, "only": "_hopper_"}
     (kernel,) = compile_kernels(triton, 90, case)
     assert kernel["kernel"] == "_hopper_two_resolution_kernel" and kernel["warp_specialized"]
     # The producer has few registers.

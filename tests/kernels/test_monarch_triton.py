@@ -20,9 +20,11 @@ from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.distributed import triton_stages
 from vmonarch.kernels.monarch.blocks import grid_layout
 from vmonarch.kernels.monarch.call import MonarchCall
+from vmonarch.kernels.monarch.last_r_step import LastRStep
 from vmonarch.kernels.monarch.op import monarch_backward, monarch_forward
 from vmonarch.kernels.monarch.places import grid_places, token_at
 from vmonarch.kernels.monarch.r_step import RStep
+from vmonarch.kernels.monarch.reference import r_step_in_two_resolutions
 
 L_KERNELS = ("l_centroids", "l_rows", "l_output", "l_backward_rows", "l_backward_columns")
 SEVERAL_L_TILES = {kernel: {"MAX_TILE": 8} for kernel in L_KERNELS}
@@ -103,6 +105,9 @@ CASES = {
     "entropy-gradient-coarse": dict(grid=(2, 5, 4), entropy_grad=True, coarse=2, exact=None),
     "coarse-rows": dict(grid=(4, 5, 4), row_share=0.3, **FIRST_FRAME),
     "coarse-rows-and-band": dict(grid=(3, 5, 4), row_share=0.4, exact=ExactBlocks(rows=(0, 2), band=0)),
+    "coarse-last-r-step": dict(grid=(2, 7, 5), r_share=0.4, coarse=2, **FIRST_FRAME),
+    "coarse-last-r-step-entropy": dict(grid=(2, 6, 7), r_share=0.3, entropy_grad=True, exact=ExactBlocks(band=0)),
+    "coarse-only-r-step": dict(grid=(2, 6, 7), r_share=0.3, num_iterations=1, entropy_grad=True, exact=None),
     "own-frame": dict(grid=(3, 2, 5), exact=ExactBlocks(band=0)),
     "own-frame-unaware": dict(grid=(3, 2, 5), exact=ExactBlocks(band=0, aware=False)),
     "band": dict(grid=(4, 3, 4), exact=ExactBlocks(band=1)),
@@ -183,8 +188,9 @@ def test_hoppers_way_of_storing_changes_nothing(grid):
 
 
 @in_interpreter
-def test_batch_and_heads():
-    check_float32(qkv(2 * 6, batch=2, heads=3), grid=(2, 2, 3))
+@pytest.mark.parametrize("more", [{}, {"r_share": 0.3, "coarse": 2}], ids=["", "coarse-last-r-step"])
+def test_batch_and_heads(more):
+    check_float32(qkv(2 * 15, batch=2, heads=3, dim=8, value_dim=12), grid=(2, 5, 3), **more)
 
 
 @in_interpreter
@@ -490,13 +496,13 @@ def test_gpu_half_precision(shared_gpu, grid, dim, dtype):
 GPU_CASES = {
     name: CASES[name]
     for name in ("three-iterations", "tiles", "tiles-and-frames", "coarse-tiles", "entropy-gradient-coarse", "band",
-                 "rows-and-columns", "coarse-rows-and-band", "band-frames-per-block", "band-tiles-coarse",
+                 "rows-and-columns", "coarse-rows-and-band", "coarse-only-r-step", "band-frames-per-block", "band-tiles-coarse",
                  "negative-scale", "scale-0")
 }  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim,name", [(32, "three-iterations"), (72, "band-tiles-coarse"), (96, "negative-scale"),
+@pytest.mark.parametrize("dim,name", [(32, "three-iterations"), (72, "band-tiles-coarse"), (96, "negative-scale"), (64, "coarse-only-r-step"),
                                       (128, "entropy-gradient-coarse"), (256, "band")])  # fmt: skip
 def test_gpu_float32(shared_gpu, dim, name):
     options = GPU_CASES[name]
@@ -510,6 +516,30 @@ def check_bfloat16(tensors, **options):
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, truth, strict=True):
         error, size = (a.double() - b).norm(), b.norm()
         assert error <= 0.02 * size, (name, error, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("grid", [(3, 28, 52), (2, 45, 80), (3, 13, 17)], ids=str)
+def test_gpu_last_r_step_in_two_resolutions(grid, D, dtype):
+    """Of given centroids, so that rounding chooses no other tiles than the reference; y may take their memory."""
+    grid, B, H = LatentGrid(*grid), 2, 3
+    k, v = (x.to(dtype) for x in qkv(grid.tokens, batch=B, heads=H, dim=D, device="cuda")[1:])
+    z = 1.5 * torch.randn(B * H * grid.frames, grid.tokens_per_frame, D, device="cuda").to(dtype)
+    options = VMonarchOptions(r_share=0.4)
+    call = MonarchCall(grid_places(grid, **options.cut(grid.frames)), options, D**-0.5, False)
+    blocks = lambda x: x.double().unflatten(1, (grid.frames, -1)).permute(0, 3, 1, 2, 4)
+    scaled = z.double().unflatten(0, (B, H, -1)) * D**-0.5
+    expected = r_step_in_two_resolutions(scaled, blocks(k), blocks(v), grid, options, False)
+    aL, cL, lse = torch.empty_like(z), *(torch.empty(z.shape[:2], device="cuda") for _ in range(2))
+    LastRStep(k, v, call).forward(z, aL=aL, cL=cL, y=z, lse=lse)
+    for found, wanted in zip((aL, cL, z), expected, strict=True):
+        wanted = wanted.flatten(0, 2)
+        assert (found - wanted).norm() <= 0.01 * wanted.norm()
+    assert (scaled.flatten(0, 2) * expected[0].flatten(0, 2)).sum(-1).sub(
+        lse + expected[1].flatten(0, 2)
+    ).abs().max() < 0.05
 
 
 # Every kernel is compiled for every option and head dimension, so that few head dimensions see all options.

@@ -142,6 +142,7 @@ def test_alone_frames_are_heads(tiny):
         {"frames_per_block": 2},
         {"tiles": (2, 1)},
         {"row_share": 0.5},
+        {"r_share": 0.5},
         {"bias": worker.decay_of(2)},
         {"plan": worker.plan_of(2)},
     ],

@@ -181,10 +181,13 @@ def test_flops_follow_the_options():
     # Ten of sixteen blocks lie in a band of one.
     assert vmonarch_flops(grid, 8, exact=ExactBlocks(band=1)) - plain == 10 * 4 * 15**2 * 8
     # Rounded outward to blocks of two frames, a band of 0 is half of all.
-    # 16×28×52 tokens in 364 tiles of 64, of which a tile of a frame's queries, one of 13, attends to 91 and 273 means.
+    # 16×28×52 tokens in 364 tiles of 64, of which a tile of a frame's queries, one of 14, attends to 91 and 273 means.
     large, rows = LatentGrid(16, 28, 52), ExactBlocks(rows=(0, 3))
-    saved = 2 * (28 * 52 * 4 * 8 * (large.tokens - 91 * 64 - 273) - 2 * 8 * 13 * 364)
+    saved = 2 * (28 * 52 * 4 * 8 * (large.tokens - 91 * 64 - 273) - 2 * 8 * 14 * 364)
     assert vmonarch_flops(large, 8, exact=rows) - vmonarch_flops(large, 8, exact=rows, row_share=0.25) == saved
+    # 1456 centroids of every frame, in 14 tiles, attend to 14 of 28 tiles of 52 tokens and to 4 means of each other one.
+    saved = 16 * (6 * 8 * 1456 * (1456 - 14 * 52 - 14 * 4) - 2 * 8 * 14 * 28)
+    assert vmonarch_flops(large, 8) - vmonarch_flops(large, 8, r_share=0.5) == saved
     twos = vmonarch_flops(grid, 8, exact=ExactBlocks(band=0), frames_per_block=2)
     assert twos - vmonarch_flops(grid, 8, exact=None, frames_per_block=2) == full_flops(grid, 8) / 2
     # Two frames a block: half as many blocks, twice as large; R-steps of both iterations and L-steps.

@@ -121,15 +121,15 @@ def test_patch_sizes_other_than_1x2x2(tiny):
         assert torch.equal(model(**inputs)[0], applied)
 
 
-def test_every_option_reaches_the_op(tiny, monkeypatch):
+@pytest.mark.parametrize("blocks", [{"frames_per_block": 2, "tiles": (1, 2)}, {"r_share": 0.4}], ids=list)
+def test_every_option_reaches_the_op(tiny, monkeypatch, blocks):
     options = {
         "num_iterations": 3,
-        "frames_per_block": 2,
-        "tiles": (1, 2),
         "coarse": 2,
         "exact": ExactBlocks(rows=(1,), columns=(0,), band=1),
         "row_share": 0.4,
         "min_mass": 0.2,
+        **blocks,
     }
     more = {
         "bias": (torch.ones(1, math.prod(tiny.GRID), 1, 1), torch.zeros(1, math.prod(tiny.GRID), 1, 1)),
@@ -143,7 +143,8 @@ def test_every_option_reaches_the_op(tiny, monkeypatch):
     model.set_attn_processor(VMonarchProcessor(**options, **more))
     tiny.run(model)
     assert seen == more | {"grid": LatentGrid(*tiny.GRID), "options": VMonarchOptions(**options)}
-    assert len(options) == len(VMonarchOptions().__dict__) and len(seen["options"].changed()) == len(options)
+    assert len(seen["options"].changed()) == len(options)
+    assert options.keys() | {"frames_per_block", "tiles", "r_share"} == VMonarchOptions().__dict__.keys()
 
 
 def test_cross_attention_is_left_to_the_stock_processor(tiny):

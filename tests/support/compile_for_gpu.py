@@ -56,6 +56,7 @@ from vmonarch.kernels.norm_rotary import op as norm_op
 from vmonarch.kernels.residual import kernels as residual_kernels
 from vmonarch.kernels.taylor import op as taylor_op
 from vmonarch.kernels.two_resolution import op as two_resolution_op
+from vmonarch.kernels.two_resolution.kernels import Written
 from vmonarch.kernels.two_resolution.tiling import tiling_of
 from vmonarch.kernels.window import op as window_op
 from vmonarch.options import VMonarchOptions
@@ -206,8 +207,12 @@ def launch_all(case):
         mask = torch.ones(1, tensors[0].shape[1], dtype=torch.bool) if case.get("masked") else None
         pooled = two_resolution_op.pool(*tensors[1:], tiling, mask) if options.rest else None
         two_resolution_op.choose(*tensors[:2], tiling, options, mask, pooled)
-        out, lse = two_resolution_op.forward(*tensors, exact, 5, mask, tiling, pooled, 0.1)
-        two_resolution_op.backward(out, lse, *tensors, exact, 5, mask, out, lse, tiling, pooled, 0.1)
+        out, lse = tensors[2], torch.zeros(1, 2, tensors[0].shape[1])
+        # An R-step also has the sum of the keys.
+        sums = {"aL": out, "daL": out} if case.get("r_step") else {}
+        written = Written(out, lse, (0, 2, 1), (0, 1), sums.get("aL"), lse)
+        two_resolution_op.attend(*tensors, exact, 5, mask, tiling, pooled, 0.1, written)
+        two_resolution_op.backward(out, lse, *tensors, exact, 5, mask, out, lse, tiling, pooled, 0.1, **sums)
         return
     if "channels" in case:
         x = torch.zeros(1, case["tokens"], case["channels"], dtype=getattr(torch, case["dtype"]))

@@ -107,6 +107,9 @@ OPTIONS = {
     "row_share-text": ({"row_share": "half"}, TypeError, "row_share must be a number, got 'half'"),
     "row_share-without-rows": (
         {"row_share": 0.5, "exact": None}, ValueError, "row_share must be 1 where exact has no rows"),
+    "r_share-large": ({"r_share": 1.5}, ValueError, "r_share must be above 0 and at most 1, got 1.5"),
+    "r_share-with-tiles": (
+        {"r_share": 0.5, "tiles": (2, 1)}, ValueError, "r_share must be 1 where a block is not one whole frame"),
     "min_mass-negative": ({"min_mass": -0.1}, ValueError, "min_mass must be finite and at least 0"),
     "min_mass-nan": ({"min_mass": NAN}, ValueError, "min_mass must be finite"),
     "min_mass-text": ({"min_mass": "0.1"}, TypeError, "min_mass must be a number"),

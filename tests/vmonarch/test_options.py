@@ -48,11 +48,12 @@ def test_signatures_name_every_option():
 
 def test_the_operator_loses_no_option():
     """What torch.compile sees of a call is numbers; every option is in them."""
-    assert CHANGED.keys() == {field.name for field in OPTION_FIELDS}
+    whole_frames = {"frames_per_block": 1, "tiles": (1, 1), "r_share": 0.2}
+    assert CHANGED.keys() | whole_frames == {field.name for field in OPTION_FIELDS}
     grid = LatentGrid(5, 4, 6)
-    for exact in (CHANGED["exact"], None, ExactBlocks()):
+    for exact, more in ((CHANGED["exact"], {}), (CHANGED["exact"], whole_frames), (None, {}), (ExactBlocks(), {})):
         share = 0.3 if exact is CHANGED["exact"] else 1.0
-        options = VMonarchOptions(**CHANGED | {"exact": exact, "row_share": share})
+        options = VMonarchOptions(**CHANGED | {"exact": exact, "row_share": share} | more)
         call = MonarchCall(grid_places(grid, **options.cut(grid.frames)), options, 0.3, True)
         assert _decode(*_encode(call)) == call
 
