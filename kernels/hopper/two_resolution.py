@@ -14,7 +14,7 @@ import math
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vmonarch.kernels.common.constants import kept
@@ -171,13 +171,19 @@ def _attend(
         acc_k = gl.zeros([_HALF, BLOCK_D], gl.float32, layout) if SUM_K else acc
         row_max = gl.full([_HALF], -float("inf"), gl.float32, stats)
         row_sum = gl.zeros([_HALF], gl.float32, stats)
+        # Biases come with the keys, so that means and tokens are all alike.
+        MERGED: gl.constexpr = REST and not FULL
+        blocks = (cells + BLOCK_N - 1) // BLOCK_N + (number * PLACES + BLOCK_N - 1) // BLOCK_N if MERGED else 0
         if REST:
             acc_k, acc, row_max, row_sum, _, place = attend_keys(
                 acc_k, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty, lead.index(turn),
-                half == 0, place, 0, cells, bias_bufs, None, 0, log2_scale,
+                half == 0, place, 0, blocks * BLOCK_N if MERGED else cells, bias_bufs, None, 0, log2_scale,
                 SUM_K, True, 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
             )  # fmt: skip
-        if number > 0:
+        if MERGED:
+            # All keys are in.
+            pass
+        elif number > 0:
             acc_k, acc, row_max, row_sum, _, place = attend_keys(
                 acc_k, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty, lead.index(turn),
                 (half == 0) & (not REST), place, 0, number * PLACES, bias_bufs, None, 0, log2_scale,
@@ -191,26 +197,47 @@ def _attend(
             aL = (acc_k * inverse[:, None]).to(q.dtype)
             # The entropy is free (docs/attention.md, "The entropy"), here with the rounded aL.
             z_aL = gl.convert_layout(gl.sum(q.load(layout).to(gl.float32) * aL.to(gl.float32), 1), stats)
-        mbarrier.arrive(q_empty.index(turn))
+        else:
+            mbarrier.arrive(q_empty.index(turn))
 
         own_ptr = box_ptr + item % queries * 8
         b = (bh // H).to(gl.int64)
         h = bh % H
-        token, there = _token_of(
-            gl.arange(0, _HALF, gl.SliceLayout(1, layout)), half, own_ptr, rows, columns, BOX, SECOND
-        )
-        dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
-        inside = there[:, None] & (dims < D)[None, :]
-        at = (b * out_b + h * out_h + token.to(gl.int64) * out_s)[:, None] * D + dims[None, :]
-        gl.store(out_ptr + at, (acc * inverse[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
         token, there = _token_of(gl.arange(0, _HALF, stats), half, own_ptr, rows, columns, BOX, SECOND)
-        lse_at = b * lse_b + h * lse_h + token
+        at = b * lse_b + h * lse_h + token
         lse = log2_lse * 0.6931471805599453
-        gl.store(lse_ptr + lse_at, lse, mask=there)
+        gl.store(lse_ptr + at, lse, mask=there)
+        out = (acc * inverse[:, None]).to(q.dtype)
+        base = b * out_b + h * out_h
         if SUM_K:
-            gl.store(aL_ptr + at, aL, mask=inside)
-            gl.store(cL_ptr + lse_at, scale * z_aL - lse, mask=there)
+            gl.store(cL_ptr + at, scale * z_aL - lse, mask=there)
+            _store(aL_ptr, aL, q, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
+            _store(out_ptr, out, q, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
+            # The copy engine writes there next.
+            fence_async_shared()
+            mbarrier.arrive(q_empty.index(turn))
+        else:
+            _store(out_ptr, out, None, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
         t += 1
+
+
+@gluon.jit
+def _store(
+    ptr, x, buffer, base, stride, half: gl.constexpr, own_ptr, rows, columns,
+    D: gl.constexpr, BOX: gl.constexpr, SECOND: gl.constexpr,
+):  # fmt: skip
+    """Store x [64, D] in the rows of this half of a tile of queries; by way of `buffer`, if given, in whole lines."""
+    BLOCK_D: gl.constexpr = x.shape[1]
+    if buffer is None:
+        layout: gl.constexpr = accumulator_layout(BLOCK_D)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+        buffer.store(x)
+        x = buffer.load(layout)
+    token, there = _token_of(gl.arange(0, _HALF, gl.SliceLayout(1, layout)), half, own_ptr, rows, columns, BOX, SECOND)
+    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
+    at = (base + token.to(gl.int64) * stride)[:, None] * D + dims[None, :]
+    gl.store(ptr + at, x, mask=there[:, None] & (dims < D)[None, :])
 
 
 @gluon.jit

@@ -102,22 +102,31 @@ def _attended(key_mask_ptr, token, there):
         return there & (tl.load(key_mask_ptr + token, mask=there, other=0) != 0)
 
 
+@triton.jit
+def _part(place, length, parts):
+    """Start and size of part `place` of an axis of this length that is cut evenly."""
+    start = place * length // parts
+    return start, (place + 1) * length // parts - start
+
+
 @triton.jit(do_not_specialize=["H", "S"])
 def means_kernel(
     k_ptr, v_ptr, key_mask_ptr, k_mean_ptr, v_mean_ptr, log2_number_ptr,
-    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, H, S, tiling, c,
+    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, H, S, tiling,
     D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Means [B, m·c, H, D and E] of the cells of one tile of one head, and log2 of their tokens [B, m·c].
+    """Means [B, m·c, H, D and E] of one cell of one head, at most BT × BH × BW, and log2 of its tokens [B, m·c].
 
     Without v_ptr, of the first tensor alone.
     """
     n = plain(tiling)
-    tiles = n.tiles_t * n.tiles_h * n.tiles_w
+    c = n.cells_t * n.cells_h * n.cells_w
+    cells = n.tiles_t * n.tiles_h * n.tiles_w * c
     pid = tl.program_id(0)
-    tile = pid % tiles
-    bh = (pid // tiles).to(tl.int64)
+    tile = pid % cells // c
+    cell = pid % c
+    bh = (pid // cells).to(tl.int64)
     b = bh // H
     h = bh % H
     k_ptr += b * stride_kb + h * stride_kh
@@ -125,27 +134,37 @@ def means_kernel(
         v_ptr += b * stride_vb + h * stride_vh
     if key_mask_ptr is not None:
         key_mask_ptr += b * S
+    tile_t, tile_size_t = _part(tile // (n.tiles_h * n.tiles_w), n.frames, n.tiles_t)
+    tile_h, tile_size_h = _part(tile // n.tiles_w % n.tiles_h, n.rows, n.tiles_h)
+    tile_w, tile_size_w = _part(tile % n.tiles_w, n.columns, n.tiles_w)
+    first_t, size_t = _part(cell // (n.cells_h * n.cells_w), tile_size_t, n.cells_t)
+    first_h, size_h = _part(cell // n.cells_w % n.cells_h, tile_size_h, n.cells_h)
+    first_w, size_w = _part(cell % n.cells_w, tile_size_w, n.cells_w)
+    number = 0.0
+    k = tl.zeros([BLOCK_D], tl.float32)
+    v = tl.zeros([BLOCK_E], tl.float32)
+    for part in range(PARTS):
+        i = part * BLOCK + tl.arange(0, BLOCK)
+        frame = i // (BH * BW)
+        row = i // BW % BH
+        column = i % BW
+        there = (frame < size_t) & (row < size_h) & (column < size_w)
+        token = ((tile_t + first_t + frame) * n.rows + tile_h + first_h + row) * n.columns + tile_w + first_w + column
+        own = _attended(key_mask_ptr, tl.where(there, token, 0), there)
+        number += tl.sum(own.to(tl.float32), 0)
+        k += tl.sum(load_rows(k_ptr, stride_ks, token, own, D, BLOCK_D, True).to(tl.float32), 0)
+        if v_ptr is not None:
+            v += tl.sum(load_rows(v_ptr, stride_vs, token, own, E, BLOCK_E, True).to(tl.float32), 0)
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_E)
-    for i in range(c):
-        number = 0.0
-        k = tl.zeros([BLOCK_D], tl.float32)
-        v = tl.zeros([BLOCK_E], tl.float32)
-        for part in range(PARTS):
-            token, there, cell = _tokens_of(tile, part, n, BT, BH, BW, BLOCK)
-            own = _attended(key_mask_ptr, token, there) & (cell == i)
-            number += tl.sum(own.to(tl.float32), 0)
-            k += tl.sum(load_rows(k_ptr, stride_ks, token, own, D, BLOCK_D, True).to(tl.float32), 0)
-            if v_ptr is not None:
-                v += tl.sum(load_rows(v_ptr, stride_vs, token, own, E, BLOCK_E, True).to(tl.float32), 0)
-        row = (b * tiles + tile) * c + i
-        divisor = tl.maximum(number, 1.0)
-        tl.store(k_mean_ptr + (row * H + h) * D + dims, (k / divisor).to(k_mean_ptr.dtype.element_ty), mask=dims < D)
-        if v_ptr is not None:
-            mean = (v / divisor).to(v_mean_ptr.dtype.element_ty)
-            tl.store(v_mean_ptr + (row * H + h) * E + value_dims, mean, mask=value_dims < E)
-        # The log of 0 is -inf: nobody attends to an empty cell.
-        tl.store(log2_number_ptr + row, tl.where(number > 0, tl.log2(divisor), -float("inf")))
+    divisor = tl.maximum(number, 1.0)
+    at = b * cells + pid % cells
+    tl.store(k_mean_ptr + (at * H + h) * D + dims, (k / divisor).to(k_mean_ptr.dtype.element_ty), mask=dims < D)
+    if v_ptr is not None:
+        mean = (v / divisor).to(v_mean_ptr.dtype.element_ty)
+        tl.store(v_mean_ptr + (at * H + h) * E + value_dims, mean, mask=value_dims < E)
+    # The log of 0 is -inf: nobody attends to an empty cell.
+    tl.store(log2_number_ptr + at, tl.where(number > 0, tl.log2(divisor), -float("inf")))
 
 
 @triton.jit(do_not_specialize=["rows", "m", "width", "padded", "H", "c"])

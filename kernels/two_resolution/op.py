@@ -29,7 +29,7 @@ from vmonarch.kernels.two_resolution.kernels import (
     unspecialised,
 )
 from vmonarch.kernels.two_resolution.selection import best_of, exact_tiles, select_tiles
-from vmonarch.kernels.two_resolution.tiling import Tiling
+from vmonarch.kernels.two_resolution.tiling import Box, Tiling
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
 # Keys of which a mean takes the sum at a time.
@@ -38,18 +38,18 @@ _MEANS_BLOCK = 64
 _MAX_SCORES = 2**14
 
 
-def _box(n: Tiling, block: int) -> dict[str, int]:
-    """The largest tile of keys in parts of at most `block` places."""
-    BT, BH, BW = n.box
-    places = math.prod(n.box)
+def _box(box: Box, block: int) -> dict[str, int]:
+    """A box in parts of at most `block` places."""
+    BT, BH, BW = box
+    places = math.prod(box)
     block = min(block, block_dim(places))
     return {"BT": BT, "BH": BH, "BW": BW, "BLOCK": block, "PARTS": -(-places // block)}
 
 
 def _query_box(n: Tiling, block: int) -> dict[str, int]:
-    """The same of the tiles of queries."""
+    """The largest tile of queries in such parts."""
     names = {"BT": "QT", "BH": "QH", "BW": "QW", "BLOCK": "BLOCK_M", "PARTS": "PARTS_M"}
-    return {names[name]: number for name, number in _box(n.of_queries, block).items()}
+    return {names[name]: number for name, number in _box(n.of_queries.box, block).items()}
 
 
 def _constants(
@@ -63,7 +63,7 @@ def _constants(
         **options, **_query_box(n, options["BLOCK_M"]),
     }  # fmt: skip
     block = constants.pop("BLOCK", None)
-    return constants if block is None else {**constants, **_box(n, block)}
+    return constants if block is None else {**constants, **_box(n.box, block)}
 
 
 class Pooled(NamedTuple):
@@ -84,9 +84,9 @@ def pool(key: torch.Tensor, value: torch.Tensor | None, n: Tiling, key_mask: tor
     log2_number = key.new_empty(B, cells, dtype=torch.float32)
     value_strides = (0, 0, 0) if value is None else value.stride()[:3]
     with torch.cuda.device_of(key):
-        means_kernel[(n.tiles * B * H,)](
+        means_kernel[(cells * B * H,)](
             key, value, key_mask, k, v, log2_number, *key.stride()[:3], *value_strides, H, N, unspecialised(n),
-            n.cells, D=D, E=E, BLOCK_D=block_dim(D), BLOCK_E=block_dim(E), **_box(n, _MEANS_BLOCK), num_warps=4,
+            D=D, E=E, BLOCK_D=block_dim(D), BLOCK_E=block_dim(E), **_box(n.cell_box, _MEANS_BLOCK), num_warps=4,
         )  # fmt: skip
     return Pooled(k, v, log2_number)
 

@@ -67,6 +67,12 @@ class Tiling(NamedTuple):
         return -(-self.frames // self.tiles_t), -(-self.rows // self.tiles_h), -(-self.columns // self.tiles_w)
 
     @property
+    def cell_box(self) -> Box:
+        """The same of the largest cell."""
+        t, h, w = (-(-edge // cells) for edge, cells in zip(self.box, self[6:9], strict=True))
+        return t, h, w
+
+    @property
     def of_queries(self) -> Tiling:
         """The cut into n tiles of queries, as if they were keys, of one cell each."""
         tiles = dict(tiles_t=self.queries_t, tiles_h=self.queries_h, tiles_w=self.queries_w)

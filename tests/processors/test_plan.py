@@ -185,7 +185,7 @@ def test_flops_follow_the_options():
     large, rows = LatentGrid(16, 28, 52), ExactBlocks(rows=(0, 3))
     saved = 2 * (28 * 52 * 4 * 8 * (large.tokens - 91 * 64 - 273) - 2 * 8 * 14 * 364)
     assert vmonarch_flops(large, 8, exact=rows) - vmonarch_flops(large, 8, exact=rows, row_share=0.25) == saved
-    # 1456 centroids of every frame, in 14 tiles, attend to 14 of 28 tiles of 52 tokens and to 4 means of each other one.
+    # 1456 centroids of a frame, in 14 tiles, attend to 14 of its 28 tiles of 52 tokens and to 4 means of each other.
     saved = 16 * (6 * 8 * 1456 * (1456 - 14 * 52 - 14 * 4) - 2 * 8 * 14 * 28)
     assert vmonarch_flops(large, 8) - vmonarch_flops(large, 8, r_share=0.5) == saved
     twos = vmonarch_flops(grid, 8, exact=ExactBlocks(band=0), frames_per_block=2)
