@@ -221,6 +221,12 @@ def _attend(
         t += 1
 
 
+@gluon.constexpr_function
+def _lines_layout(columns):
+    """Registers of [64, columns], 16 bytes of a row in each thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
 def _store(
     ptr, x, buffer, base, stride, half: gl.constexpr, own_ptr, rows, columns,
@@ -228,10 +234,8 @@ def _store(
 ):  # fmt: skip
     """Store x [64, D] in the rows of this half of a tile of queries; by way of `buffer`, if given, in whole lines."""
     BLOCK_D: gl.constexpr = x.shape[1]
-    if buffer is None:
-        layout: gl.constexpr = accumulator_layout(BLOCK_D)
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = accumulator_layout(BLOCK_D) if buffer is None else _lines_layout(BLOCK_D)
+    if buffer is not None:
         buffer.store(x)
         x = buffer.load(layout)
     token, there = _token_of(gl.arange(0, _HALF, gl.SliceLayout(1, layout)), half, own_ptr, rows, columns, BOX, SECOND)

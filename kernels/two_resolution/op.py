@@ -83,10 +83,14 @@ def pool(key: torch.Tensor, value: torch.Tensor | None, n: Tiling, key_mask: tor
     v = None if value is None else value.new_empty(B, cells, H, E)
     log2_number = key.new_empty(B, cells, dtype=torch.float32)
     value_strides = (0, 0, 0) if value is None else value.stride()[:3]
+    constants = _box(n.cell_box, _MEANS_BLOCK)
+    # As many cells at a time as have the tokens that one of many would have.
+    at_a_time = min(triton.next_power_of_2(n.cells), max(1, _MEANS_BLOCK // constants["BLOCK"]))
+    groups = triton.cdiv(n.cells, at_a_time)
     with torch.cuda.device_of(key):
-        means_kernel[(cells * B * H,)](
-            key, value, key_mask, k, v, log2_number, *key.stride()[:3], *value_strides, H, N, unspecialised(n),
-            D=D, E=E, BLOCK_D=block_dim(D), BLOCK_E=block_dim(E), **_box(n.cell_box, _MEANS_BLOCK), num_warps=4,
+        means_kernel[(n.tiles * groups * B * H,)](
+            key, value, key_mask, k, v, log2_number, *key.stride()[:3], *value_strides, H, N, unspecialised(n), groups,
+            D=D, E=E, CELLS=at_a_time, BLOCK_D=block_dim(D), BLOCK_E=block_dim(E), **constants, num_warps=4,
         )  # fmt: skip
     return Pooled(k, v, log2_number)
 
