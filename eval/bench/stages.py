@@ -57,36 +57,27 @@ def watched_stages(watch: Callable[[StageCall], Any]) -> Iterator[None]:
 
         return watched
 
-    r_methods = {"forward": "R", "backward": "R backward"}
-    l_methods = {"centroids": "L", "output": "L", "backward": "L backward"}
+    of_r: dict[str, Callable[[], str]] = {
+        "forward": functools.partial(numbered, "R"),
+        "backward": functools.partial(numbered, "R backward"),
+    }
+    methods: dict[str, dict[str, Callable[[], str]]] = {
+        "RStep": {"pool": lambda: "pool", **of_r},
+        "LastRStep": of_r,
+        "LStep": {
+            "centroids": functools.partial(numbered, "L"),
+            "output": functools.partial(numbered, "L"),
+            "backward": functools.partial(numbered, "L backward"),
+        },
+        "Rows": {"forward": lambda: "exact", "backward": lambda: "exact backward"},
+    }
+
+    def stand_in(name: str, names: dict[str, Callable[[], str]]) -> type:
+        original = getattr(fused, name)
+        return type(name, (original,), {entry: method(getattr(original, entry), of) for entry, of in names.items()})
+
     stand_ins: dict[str, Any] = {
-        "RStep": type(
-            "RStep",
-            (fused.RStep,),
-            {
-                "pool": method(fused.RStep.pool, lambda: "pool"),
-                **{
-                    name: method(getattr(fused.RStep, name), functools.partial(numbered, kind))
-                    for name, kind in r_methods.items()
-                },
-            },
-        ),
-        "LStep": type(
-            "LStep",
-            (fused.LStep,),
-            {
-                name: method(getattr(fused.LStep, name), functools.partial(numbered, kind))
-                for name, kind in l_methods.items()
-            },
-        ),
-        "Rows": type(
-            "Rows",
-            (fused.Rows,),
-            {
-                "forward": method(fused.Rows.forward, lambda: "exact"),
-                "backward": method(fused.Rows.backward, lambda: "exact backward"),
-            },
-        ),
+        **{name: stand_in(name, names) for name, names in methods.items()},
         "flash_forward": function(fused.flash_forward, "exact"),
         "flash_backward": function(fused.flash_backward, "exact backward"),
     }

@@ -50,7 +50,7 @@ def tiny_run(tmp_path_factory):
     """One run of forward and backward through the interpreter."""
     if not interpreted():
         pytest.skip("needs TRITON_INTERPRET=1 when triton is imported")
-    return bench(tmp_path_factory.mktemp("bench"), "--methods", "cudnn", "vmonarch-coarse2")
+    return bench(tmp_path_factory.mktemp("bench"), "--methods", "cudnn", "vmonarch-lite")
 
 
 def test_the_json_says_everything(tiny_run):
@@ -67,12 +67,11 @@ def test_the_json_says_everything(tiny_run):
     for case in results["cases"]:
         rows = {row["method"]: row for row in case["rows"]}
         assert rows["cudnn"]["status"] == "failed" and "ms" not in rows["cudnn"]
-        for name in ("vmonarch-coarse2",):
-            row = rows[name]
-            assert row["status"] == "ok" and row["check"]["ok"] and row["rounds"] == 1
-            names = ["out"] if case["pass"] == "forward" else ["out", "dq", "dk", "dv"]
-            assert list(row["check"]["errors"]) == names
-            assert set(row["ms"]) == {"median", "min", "p20", "p80"} and row["flops"] > 0 and row["bytes"] > 0
+        row = rows["vmonarch-lite"]
+        assert row["status"] == "ok" and row["check"]["ok"] and row["rounds"] == 1
+        names = ["out"] if case["pass"] == "forward" else ["out", "dq", "dk", "dv"]
+        assert list(row["check"]["errors"]) == names
+        assert set(row["ms"]) == {"median", "min", "p20", "p80"} and row["flops"] > 0 and row["bytes"] > 0
 
 
 def test_the_interpreter_claims_no_speed(tiny_run):
@@ -351,8 +350,8 @@ def test_everything_is_compiled_with_as_few_heads_as_do():
     assert {case.shape.heads for case in exact} == {12, 40} and len(exact) == len(set(exact)) == 15
     others = [task for task in tasks if task[2] != "exact"]
     assert {case.shape.heads for case, *_ in others} == {2}
-    # Six methods, two passes in one and three parts, seven shapes of two head dimensions and one of one.
-    assert len(others) == 6 * 4 * 15
+    # Seven methods, two passes in one and three parts, seven shapes of two head dimensions and one of one.
+    assert len(others) == 7 * 4 * 15
     assert [kernels.compiling_heads(n) for n in (1, 2, 12, 16, 40, 48)] == [1, 2, 2, 16, 2, 16]
 
 

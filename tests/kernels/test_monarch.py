@@ -15,7 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vmonarch import ExactBlocks, LatentGrid, monarch_attention, two_resolution_attention, vmonarch_attention
 from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.kernels.flash_entropy import reference as flash_entropy_reference
-from vmonarch.kernels.monarch.reference import r_step
+from vmonarch.kernels.monarch.reference import r_step, r_step_in_two_resolutions
+from vmonarch.kernels.two_resolution.selection import exact_tiles
+from vmonarch.kernels.two_resolution.tiling import frame_tiling
+from vmonarch.options import VMonarchOptions
+from vmonarch.two_resolution_options import TwoResolutionOptions
 
 RAGGED_GRIDS = [(1, 1, 1), (1, 7, 3), (2, 1, 1), (7, 1, 1), (3, 7, 5), (5, 2, 11), (4, 6, 6)]
 by_grid = pytest.mark.parametrize("grid", RAGGED_GRIDS, ids=lambda g: "x".join(map(str, g)))
@@ -308,6 +312,29 @@ def explicit_map(q, k, grid, **options):
     return vmonarch_attention(q, k, one_hot, grid=grid, return_lse=True, **options)
 
 
+def test_the_last_r_step_in_two_resolutions_is_that_attention_inside_every_frame():
+    """With keys as values, and an entropy that counts a mean as its keys; with a share of 1 it is the plain R-step."""
+    grid = LatentGrid(3, 6, 8)
+    z, key, value = (x.permute(0, 2, 1, 3).unflatten(2, (3, 48)) for x in qkv(144, spread=2.0))
+    options = VMonarchOptions(r_share=0.5)
+    aL, cL, y = r_step_in_two_resolutions(z, key, value, grid, options, False)
+    tiling = frame_tiling(grid, TwoResolutionOptions(share=0.5))
+    assert tiling.cells == 4 and 1 < exact_tiles(tiling, TwoResolutionOptions(share=0.5)) < tiling.tiles
+    cell = tuple(-(-edge // 2) for edge in tiling.box[1:])
+    frames = lambda x: x[:, :, 1].transpose(1, 2)
+    attend = lambda v: two_resolution_attention(
+        frames(z), frames(key), v, grid=(1, 6, 8), share=0.5, tile=tiling.box, cell=(1, *cell), scale=1.0
+    )
+    for found, values in ((aL, key), (y, value)):
+        assert_equal(frames(found), attend(frames(values)))
+    one_hot = torch.eye(48, dtype=z.dtype)[None, :, None].expand(z.shape[0], 48, z.shape[1], 48)
+    R = attend(one_hot).transpose(1, 2)
+    assert_equal(cL[:, :, 1], torch.xlogy(R, R).sum(-1), 1e-10)
+    whole = r_step_in_two_resolutions(z, key, value, grid, VMonarchOptions(r_share=1.0), False)
+    for found, expected in zip(whole, r_step(z, key, None, value, False), strict=True):
+        assert_equal(found, expected)
+
+
 @pytest.mark.parametrize("rows", [(0,), (1, 3)], ids=str)
 @pytest.mark.parametrize("aware", [False, True], ids=["", "aware"])
 def test_exact_rows_with_a_share_of_the_tiles_are_attention_in_two_resolutions(rows, aware):
@@ -337,10 +364,11 @@ def test_rows_of_the_map_are_distributions(grid, exact):
 
 
 @by_grid
-def test_log_partition_is_the_variational_objective(grid):
+@pytest.mark.parametrize("options", [{}, {"coarse": 2, "r_share": 0.3}], ids=["", "two-resolutions"])
+def test_log_partition_is_the_variational_objective(grid, options):
     """logsumexp_k Z = ⟨M_row, s_row⟩ + H(M_row) = lse_true - KL(M_row ‖ softmax_row)."""
     q, k, v = qkv(math.prod(grid), spread=2.0)
-    M, lse = explicit_map(q, k, grid, exact=None)
+    M, lse = explicit_map(q, k, grid, exact=None, **options)
     M = M.transpose(1, 2)  # [B, H, S, S]
     scores = torch.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5
     objective = (M * scores).sum(-1) - torch.xlogy(M, M).sum(-1)
