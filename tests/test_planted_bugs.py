@@ -16,6 +16,7 @@ PLACES = "kernels/monarch/places.py"
 R_STEP = "kernels/monarch/r_step.py"
 L_STEP = "kernels/monarch/l_step.py"
 FUSED = "kernels/monarch/fused.py"
+LAST_R_STEP = "kernels/monarch/last_r_step.py"
 BIAS_REFERENCE = "kernels/flash_bias/reference.py"
 BIAS_FORWARD = "kernels/flash_bias/forward.py"
 BIAS_BACKWARD = "kernels/flash_bias/backward.py"
@@ -210,7 +211,7 @@ BUGS = {
     "residual-never-freed": (RESIDUALS, "if branch is not None and branch.last:", "if False:"),
     "guidance-answers-the-last-run": (GUIDANCE, "        self._prepared = None\n", ""),
     "plan-heads-not-put-back": (PLAN, "key=order.__getitem__", "key=lambda head: head"),
-    "flops-of-the-last-r-step": (FLOPS, "6 * b * S * d", "4 * b * S * d"),
+    "flops-of-the-last-r-step": (FLOPS, "6 * last_pairs * d", "4 * last_pairs * d"),
     "diagnosis-kl-the-other-way": (DIAGNOSIS, "(lse.double() - weight.double())", "(weight.double() - lse.double())"),
     "diagnosis-own-frame-is-the-next": (DIAGNOSIS, "own=distance[:, 0]", "own=distance[:, 1]"),
     "planning-allows-twice-the-error": (PLANNING, "choices.values > budget", "choices.values > 2 * budget"),
@@ -221,6 +222,8 @@ BUGS = {
     "two-resolutions-means-of-masked-keys": (TWO_RESOLUTIONS, "tokens * counts[..., None, None]", "tokens"),
     "two-resolutions-mean-key-counts-once": (
         TWO_RESOLUTIONS, "number.to(q.dtype).log()", "number.clamp(max=1).to(q.dtype).log()"),
+    "last-r-step-entropy-without-z": (LAST_R_STEP, "scale * dcL_i * z_i", "0 * dcL_i * z_i"),
+    "last-r-step-of-the-first-sample": (LAST_R_STEP, "slice(i * groups, (i + 1) * groups)", "slice(0 * i, groups)"),
     "two-resolutions-exact-tiles-twice": (TWO_RESOLUTIONS, "~is_exact[..., fewest:]", "is_exact[..., fewest:] | True"),
     "two-resolutions-deviation-of-a-sample": (SELECTION, "correction=0", "correction=1"),
     "two-resolutions-sink-at-the-end": (SELECTION, "always[:, :, :, 0] = True", "always[:, :, :, -1] = True"),
@@ -305,6 +308,7 @@ FILE_KEYWORDS = {
     WINDOW_KERNELS: "the_kernels",
     VARIANTS: "holds_the_terms",
     TILE_KERNELS: "the_kernels_compute or equal_ones",
+    LAST_R_STEP: "coarse-only-r or batch_and",
     GUIDANCE: "callback or breaks_off",
     RESIDUALS: "last_residual and t2v or interleave or frees or callback_changes or second or offloaded",
 }
@@ -335,7 +339,10 @@ TESTS = {
     GUIDANCE: ["tests/pipelines/test_guidance.py"],
     RESIDUALS: ["tests/processors/test_refresh.py"],
     **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},
-    **{file: ["tests/kernels/test_monarch_triton.py"] for file in (ONLINE, TILES, PLACES, R_STEP, L_STEP, FUSED)},
+    **{
+        file: ["tests/kernels/test_monarch_triton.py"]
+        for file in (ONLINE, TILES, PLACES, R_STEP, L_STEP, FUSED, LAST_R_STEP)
+    },
 }
 DEFAULT_TESTS = ["tests/kernels/test_monarch.py"]
 
