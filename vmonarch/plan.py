@@ -48,8 +48,15 @@ def parse_method(name: str, options: object) -> Options | None:
     Raises:
         TypeError, ValueError: an unknown option, or an unsupported value; the message begins with "plan".
     """
-    if options is None or type(options) in _OPS:
-        return options  # type: ignore[return-value]
+    if options is None:
+        return None
+    parsed = options if isinstance(options, Options) else _parse_options(name, options)
+    if isinstance(parsed, TwoResolutionOptions) and parsed.beta is not None:
+        raise ValueError(f"plan: method {name!r}: beta is not for plans, whose work is known beforehand; give share")
+    return parsed
+
+
+def _parse_options(name: str, options: object) -> Options:
     if not isinstance(options, Mapping):
         raise TypeError(f"plan: method {name!r} must be null or a mapping of options, got {options!r}")
     named = dict(options)
@@ -64,12 +71,9 @@ def parse_method(name: str, options: object) -> Options | None:
             f"plan: method {name!r} has the unknown option {unknown[0]!r}; supported: {', '.join(supported)}"
         )
     try:
-        parsed = of_kind(**named)
+        return of_kind(**named)
     except (TypeError, ValueError) as error:
         raise type(error)(f"plan: method {name!r}: {error}") from error
-    if named.get("beta") is not None:
-        raise ValueError(f"plan: method {name!r}: beta is not for plans, whose work is known beforehand; give share")
-    return parsed
 
 
 def method_dict(options: Options | None) -> dict[str, Any] | None:
