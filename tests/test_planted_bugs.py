@@ -44,6 +44,7 @@ LOADER = "finetune/data/loader.py"
 CHECKPOINTS = "finetune/checkpoints.py"
 TRAINER = "finetune/trainer.py"
 PLAN = "plan.py"
+PROCESSORS = "processors.py"
 FLOPS = "flops.py"
 DIAGNOSIS = "eval/calibrate/diagnosis.py"
 PLANNING = "eval/calibrate/planning.py"
@@ -210,7 +211,7 @@ BUGS = {
     "residuals-of-both-transformers": (RESIDUALS, "return self.step == step.step", "return True"),
     "residual-never-freed": (RESIDUALS, "if branch is not None and branch.last:", "if False:"),
     "guidance-answers-the-last-run": (GUIDANCE, "        self._prepared = None\n", ""),
-    "plan-heads-not-put-back": (PLAN, "key=order.__getitem__", "key=lambda head: head"),
+    "plan-heads-not-put-back": (PROCESSORS, "outs[head] for head in range(len(outs))", "outs[head] for head in outs"),
     "flops-of-the-last-r-step": (FLOPS, "6 * last_pairs * d", "4 * last_pairs * d"),
     "diagnosis-kl-the-other-way": (DIAGNOSIS, "(lse.double() - weight.double())", "(weight.double() - lse.double())"),
     "diagnosis-own-frame-is-the-next": (DIAGNOSIS, "own=distance[:, 0]", "own=distance[:, 1]"),
@@ -330,7 +331,7 @@ TESTS = {
     LOADER: ["tests/finetune/test_data_loader.py"],
     CHECKPOINTS: ["tests/finetune/test_checkpoints.py"],
     **{file: ["tests/finetune/test_trainer.py"] for file in (TRAINER, TRAINED)},
-    **{file: ["tests/processors/test_plan.py"] for file in (PLAN, FLOPS)},
+    **{file: ["tests/processors/test_plan.py"] for file in (PLAN, FLOPS, PROCESSORS)},
     **{file: ["tests/eval/test_diagnosis.py"] for file in (DIAGNOSIS, PLANNING)},
     BASED: ["tests/processors/test_based.py"],
     ADAPTERS: ["tests/processors/test_adapters.py"],

@@ -217,26 +217,6 @@ class AttentionPlan:
         return sum(of[name] for rows in self.layers.values() for heads in rows for name in heads)
 
 
-@dataclass(frozen=True)
-class HeadGroups:
-    """The heads of one layer in an order in which those of one method follow each other.
-
-    Args:
-        order: head at every place; None if the heads are in such an order by themselves.
-        back: place of every head; None with `order`.
-        sizes: (method, how many heads).
-    """
-
-    order: tuple[int, ...] | None
-    back: tuple[int, ...] | None
-    sizes: tuple[tuple[str, int], ...]
-
-    @classmethod
-    def of(cls, names: Sequence[str]) -> HeadGroups:
-        """The groups of heads with these methods."""
-        methods = tuple(dict.fromkeys(names))
-        order = sorted(range(len(names)), key=lambda head: methods.index(names[head]))
-        sizes = tuple((method, list(names).count(method)) for method in methods)
-        if order == list(range(len(names))):
-            return cls(None, None, sizes)
-        return cls(tuple(order), tuple(sorted(range(len(order)), key=order.__getitem__)), sizes)
+def heads_by_method(names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The heads of each of these methods of the heads of a layer."""
+    return {name: tuple(head for head, other in enumerate(names) if other == name) for name in dict.fromkeys(names)}

@@ -14,13 +14,13 @@ from vmonarch.bias.video import BiasOption
 from vmonarch.context_parallel import Share, TokenSplit
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.common.constants import kept
+from vmonarch.kernels.common.launch import learns
 from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.layer_operator import number_of
 from vmonarch.options import OPTION_FIELDS, VMonarchOptions, has_options, takes_options
-from vmonarch.plan import AttentionPlan, HeadGroups, method_attention
+from vmonarch.plan import AttentionPlan, heads_by_method, method_attention
 from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolutionOptions
 from vmonarch.validation import check_implementation, check_parallel_by
 from vmonarch.video_processor import VideoAttentionProcessor
@@ -97,7 +97,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
             self._check_alone()
             self._needs_apply = self._needs_apply or "plan"
         self._methods: tuple[str, ...] = ()
-        self._groups: HeadGroups | None = None
+        self._groups: dict[str, tuple[int, ...]] = {}
 
     def _check_alone(self) -> None:
         """Check that a plan is given nothing that it decides."""
@@ -115,7 +115,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         if all(self.plan.methods[name] is None for name in names):
             return original
         bound = super().bind(context, original, attn, layer, layers)
-        bound._methods, bound._groups = names, HeadGroups.of(names)
+        bound._methods, bound._groups = names, heads_by_method(names)
         if len(set(self.plan.layers[component])) > _LAYERS_INLINE:
             bound._number = number_of(bound)
         return bound
@@ -128,8 +128,8 @@ class VMonarchProcessor(VideoAttentionProcessor):
         grid: LatentGrid,
         heads: Share | None = None,
     ) -> torch.Tensor:
-        if self._groups is not None:
-            return self._attend_by_plan(self._groups, query, key, value, grid, heads)
+        if self._groups:
+            return self._attend_by_plan(query, key, value, grid, heads)
         return vmonarch_attention(
             query,
             key,
@@ -151,45 +151,37 @@ class VMonarchProcessor(VideoAttentionProcessor):
         return split.from_frames(grid, out)
 
     def _attend_by_plan(
-        self,
-        groups: HeadGroups,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        heads: Share | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid, heads: Share | None
     ) -> torch.Tensor:
-        """One call for all heads of a method; heads are put into such an order only where they are not."""
+        """One call for all heads of a method."""
         assert self.plan is not None
-        if heads is not None:
-            groups = HeadGroups.of(self._methods[heads.start : heads.stop])
-        if groups.order is not None:
-            query, key, value = (_in_order(x, groups.order) for x in (query, key, value))
-        parts = []
-        counts = [count for _, count in groups.sizes]
-        inputs = zip(*(x.split(counts, 2) for x in (query, key, value)), strict=True)
-        for (name, _), (q, k, v) in zip(groups.sizes, inputs, strict=True):
+        groups = self._groups if heads is None else heads_by_method(self._methods[heads.start : heads.stop])
+        outs: dict[int, torch.Tensor] = {}
+        for name, own in groups.items():
+            q, k, v = (_some_heads(x, own) for x in (query, key, value))
             options = self.plan.methods[name]
             if options is None:
-                parts.append(dispatch_attention_fn(q, k, v, backend=self._attention_backend))
+                out = dispatch_attention_fn(q, k, v, backend=self._attention_backend)
             else:
-                parts.append(method_attention(q, k, v, options, grid=grid, implementation=self.implementation))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        return out if groups.back is None else _in_order(out, groups.back)
+                out = method_attention(q, k, v, options, grid=grid, implementation=self.implementation)
+            if len(groups) == 1:
+                return out
+            outs |= zip(own, out.split(1, 2), strict=True)
+        return torch.cat([outs[head] for head in range(len(outs))], 2)
 
 
-def _in_order(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
-    """[B, S, H, D] with its heads in another order."""
-    if torch.compiler.is_compiling():
-        # An index would be copied from the CPU, which no CUDA graph can record.
-        parts = x.split(1, 2)
-        return torch.cat([parts[head] for head in heads], 2)
-    return x.index_select(2, _index(heads, x.device))
-
-
-@kept
-def _index(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(places, device=device)
+def _some_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+    """Some heads of [B, S, H, D]: a view, where they lie evenly apart and need no gradient."""
+    if len(heads) == x.shape[2]:
+        return x
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    places = range(heads[0], heads[-1] + 1, step)
+    if heads == tuple(places) and not learns(x):
+        return x[:, :, places.start : places.stop : step]
+    # The gradient of a slice is as large as all heads. And an index would be copied from the CPU, which no CUDA graph
+    # can record.
+    parts = x.split(1, 2)
+    return torch.cat([parts[head] for head in heads], 2)
 
 
 class FlashBiasProcessor(VideoAttentionProcessor):

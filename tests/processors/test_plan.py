@@ -23,7 +23,8 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.finetune.embedded.data import held_out_prompts
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.pipelines.embedded import embedded_model_path
-from vmonarch.plan import HeadGroups, plan_file, plan_names
+from vmonarch.plan import plan_file, plan_names
+from vmonarch.processors import _some_heads
 
 SPARSE = {"share": 0.3, "tile": (1, 2, 3)}
 METHODS = {
@@ -54,6 +55,7 @@ def run(model, arguments):
 ORDERS = {
     "grouped": ["t1", "t1", "own", "full"],
     "mixed": ["own", "t1", "full", "own"],
+    "uneven": ["own", "own", "t1", "own"],
     "kinds": ["own", "sparse", "full", "sparse"],
     "one-each": ["full", "plain", "sparse", "t1"],
     "all-alike": ["own"] * 4,
@@ -105,10 +107,22 @@ def test_both_transformers_have_their_own_layers(tiny):
         [getattr(block.attn1.processor, "_groups", None) for block in part.blocks]
         for part in (pipe.transformer, pipe.transformer_2)
     ]
-    assert found[0] == [HeadGroups(None, None, (("t1", 1), ("own", 1)))] * 2
-    assert found[1] == [None, HeadGroups(None, None, (("plain", 1), ("t1", 1)))]
+    assert found[0] == [{"t1": (0,), "own": (1,)}] * 2
+    assert found[1] == [None, {"plain": (0,), "t1": (1,)}]
     with pytest.raises(ValueError, match="plan: it is for transformer, but the pipeline has transformer_2 too"):
         vmonarch.apply(pipe, VMonarchProcessor(plan=plan_of(["t1", "own"], ["t1", "own"])))
+
+
+def test_heads_that_lie_evenly_apart_are_not_copied():
+    x = torch.randn(2, 5, 7, 3)
+    for heads in ((1,), (2, 3, 4), (0, 3, 6), (5, 6), tuple(range(7))):
+        found = _some_heads(x, heads)
+        assert torch.equal(found, x[:, :, list(heads)]) and found._base is x or found is x
+    for uneven in ((0, 1, 3), (0, 2, 3)):
+        found = _some_heads(x, uneven)
+        assert torch.equal(found, x[:, :, list(uneven)]) and found._base is None
+    # A gradient of a slice would be as large as all heads.
+    assert _some_heads(x.requires_grad_(), (0, 3, 6))._base is None
 
 
 def test_gradients_reach_every_head(tiny):
