@@ -46,6 +46,7 @@ def report(diagnosis: Mapping[str, Any], plan: AttentionPlan, maps: Maps) -> str
         plan=plan,
         means={name: _means(diagnosis, name, shown) for name in diagnosis["candidates"]},
         output_change=_output_change(plan),
+        full_ms=diagnosis.get("full_ms"),
         work=list(_work(diagnosis, plan)),
         transformers=[
             {

@@ -47,6 +47,30 @@ def test_a_model_is_diagnosed_planned_and_reported(cli):
     assert code == 0
 
 
+def test_a_plan_for_a_time_needs_a_gpu_and_is_reported(cli, monkeypatch):
+    line = [
+        "calibrate",
+        PROMPT,
+        "--steps",
+        1,
+        "--candidates",
+        "vmonarch-t1",
+        "vmonarch",
+        "--no-sensitivity",
+        "--time",
+        1,
+    ]
+    code, _, err = cli(*line)
+    assert code == 2 and "--time was not measured: the diagnosis was made without a GPU" in err
+    times = {"full": 2.0, "vmonarch-t1": 0.8, "vmonarch": 0.8}
+    monkeypatch.setattr("vmonarch.eval.calibrate.timing.head_times", lambda *_: times)
+    code, out, err = cli(*line)
+    assert code == 0 and "time: 40.0 % of full attention's" in out, err
+    page = check_whole(Path(out.splitlines()[-3]).read_text())
+    words = " ".join(text for _, text in page.texts)
+    assert "time of full attention" in words and "head by head: 40.0 %" in words
+
+
 def test_another_plan_is_made_from_a_diagnosis_without_sampling(cli, monkeypatch):
     cli("calibrate", PROMPT, "--every", 2, "--candidates", "vmonarch-t1", "vmonarch", "--quiet")
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
