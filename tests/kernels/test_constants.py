@@ -15,7 +15,8 @@ from vmonarch.kernels.hopper.schedule import even_order, schedule
 from vmonarch.kernels.monarch.call import exact_table_of
 from vmonarch.kernels.monarch.places import grid_places
 from vmonarch.kernels.taylor.feature_maps import performer_directions
-from vmonarch.processors import _index
+from vmonarch.kernels.two_resolution.tiling import places_of, tiling_of
+from vmonarch.two_resolution_options import TwoResolutionOptions
 
 CPU = torch.device("cpu")
 BAND = ExactBlocks(band=1)
@@ -86,7 +87,7 @@ TABLES = {
     "exact_table": lambda n: exact_table_of(
         ExactBlocks(band=0), grid_places(LatentGrid(2, n, 1), frames_per_block=1, tiles=(1, 1), coarse=1), CPU
     ),
-    "places": lambda n: _index((0, n), CPU),
+    "places": lambda n: places_of(tiling_of(LatentGrid(1, n, 4), TwoResolutionOptions()), CPU),
     "directions": lambda n: performer_directions(n, CPU),
 }
 
