@@ -121,7 +121,7 @@ def best_box(grid: LatentGrid, tokens: int) -> Box:
 
     best = max(filled(box) for box in boxes)
     # torch.compile, which looks through the cache, traces a sort but not a minimum by a key.
-    good = [box for box in boxes if filled(box) >= best - _SLACK]
+    good = [box for box in boxes if filled(box) >= best * (1 - _SLACK)]
     return sorted(good, key=lambda box: (sum(box), -filled(box), box))[0]
 
 

@@ -210,6 +210,7 @@ def test_parts_merge_by_their_log_partitions():
         ((16, 45, 80), (4, 4, 4), (4, 4, 8)),
         ((1, 28, 52), (1, 8, 8), (1, 16, 8)),
         ((1, 45, 80), (1, 8, 8), (1, 8, 16)),
+        ((1, 1, 7), (2, 4, 8), (4, 4, 8)),
     ],
     ids=str,
 )
@@ -217,7 +218,7 @@ def test_tiles_leave_few_places_empty(grid, box, query_box):
     assert best_box(LatentGrid(*grid), 64) == box and best_box(LatentGrid(*grid), 128) == query_box
 
 
-@pytest.mark.parametrize("grid", [(21, 30, 52), (43, 28, 52), (1, 23, 97), (81, 45, 80)], ids=str)
+@pytest.mark.parametrize("grid", [(21, 30, 52), (43, 28, 52), (1, 17, 97), (1, 23, 97), (81, 45, 80)], ids=str)
 def test_tiles_of_any_grid_are_filled(grid):
     tiling = tiling_of(LatentGrid(*grid), TwoResolutionOptions())
     for cut, places in ((tiling, 64), (tiling.of_queries, 128)):
