@@ -153,8 +153,9 @@ class CalibrateConfig(SamplingConfig):
         for name, measure in self.allowed.measures.items():
             if measure == "output_error" and not self.sensitivity:
                 raise InputError(name, "cannot be output_error without sensitivity, which measures it")
-        if self.limit is not None and VMonarchOptions() not in map(_options, methods):
-            raise InputError("limit", "is relative to VMonarch with its defaults, which is not among the candidates")
+        for name in ("limit", "time"):
+            if getattr(self, name) is not None and VMonarchOptions() not in map(_options, methods):
+                raise InputError(name, "is relative to VMonarch with its defaults, which is not among the candidates")
         object.__setattr__(self, "maps", tuple(self.maps))
         parse_maps(self.maps)
 
@@ -245,6 +246,8 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     from vmonarch.eval.calibrate.timing import head_times
 
     config, model = complete_and_load(config, model)
+    if config.time is not None and model.device.type != "cuda":
+        raise InputError("time", f"must be measured on a GPU, but the model is on {model.device}; use flops")
     output = prepare_output_dir(config.output_dir)
     assert config.steps is not None
     layers, heads = _size(model)

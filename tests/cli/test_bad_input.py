@@ -185,6 +185,10 @@ EVAL = {
 CALIBRATE = {
     "no prompt": ([], ["prompt is missing"]),
     "both budgets": (["p", "--budget", "1", "--flops", "1"], ["budget and flops exclude each other"]),
+    "time without the default": (
+        ["p", "--candidates", "vmonarch-t1", "--time", "1"],
+        ["time is relative to VMonarch with its defaults"],
+    ),
     "work and time": (["p", "--time", "1", "--flops", "1"], ["flops and time exclude each other"]),
     "another kind": (
         ["p", "--candidates", "full"],

@@ -48,25 +48,18 @@ def test_a_model_is_diagnosed_planned_and_reported(cli):
 
 
 def test_a_plan_for_a_time_needs_a_gpu_and_is_reported(cli, monkeypatch):
-    line = [
-        "calibrate",
-        PROMPT,
-        "--steps",
-        1,
-        "--candidates",
-        "vmonarch-t1",
-        "vmonarch",
-        "--no-sensitivity",
-        "--time",
-        1,
-    ]
-    code, _, err = cli(*line)
-    assert code == 2 and "--time was not measured: the diagnosis was made without a GPU" in err
+    line = ["calibrate", PROMPT, *"--steps 1 --candidates vmonarch-t1 vmonarch --no-sensitivity".split()]
+    code, _, err = cli(*line, "--time", 1)
+    assert code == 2 and "--time must be measured on a GPU, but the model is on cpu" in err
+    assert not list((cli.folder / "outputs" / "calibrate").glob("*")), "nothing was sampled"
     times = {"full": 2.0, "vmonarch-t1": 0.8, "vmonarch": 0.8}
     monkeypatch.setattr("vmonarch.eval.calibrate.timing.head_times", lambda *_: times)
-    code, out, err = cli(*line)
+    code, out, err = cli(*line, "--budget", 9)
     assert code == 0 and "time: 40.0 % of full attention's" in out, err
-    page = check_whole(Path(out.splitlines()[-3]).read_text())
+    diagnosis = out.splitlines()[-2]
+    code, out, err = cli("calibrate", "--diagnosis", diagnosis, "--time", 1, "--plan", "p.json", tiny=False)
+    assert code == 0 and "time: 40.0 % of full attention's" in out, err
+    page = check_whole(Path(diagnosis).with_name("report.html").read_text())
     words = " ".join(text for _, text in page.texts)
     assert "time of full attention" in words and "head by head: 40.0 %" in words
 
