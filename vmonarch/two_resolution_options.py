@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vmonarch.grid import LatentGrid
-from vmonarch.options import Options, VMonarchOptions
+from vmonarch.options import Options, VMonarchOptions, check_share
 from vmonarch.validation import check_flag
 
 
@@ -65,8 +65,8 @@ class TwoResolutionOptions(Options):
             number = getattr(self, name)
             if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
                 raise TypeError(f"{name} must be a number or None, got {number!r}")
-        if self.share is not None and not 0 < self.share <= 1:
-            raise ValueError(f"share must be above 0 and at most 1, got {self.share}")
+        if self.share is not None:
+            check_share("share", self.share)
         if self.beta is not None and not math.isfinite(self.beta):
             raise ValueError(f"beta must be finite, got {self.beta}")
         for name in ("tile", "cell", "query_tile"):

@@ -51,9 +51,9 @@ class Rows:
         """Write out [B, S, H, E] and lse [B, H, S] of the rows."""
         pooled = op.pool(self.key, self.value, self.tiling, None)
         for tokens, query, exact in self._selected(pooled):
-            out[:, tokens], lse[:, :, tokens] = op.forward(
-                query, self.key, self.value, exact, self.width, None, self.tiling, pooled, self.scale
-            )
+            row = op.of_tokens(query, self.value)
+            op.attend(query, self.key, self.value, exact, self.width, None, self.tiling, pooled, self.scale, row)
+            out[:, tokens], lse[:, :, tokens] = row.out, row.lse
 
     def backward(
         self, do: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *gradients: torch.Tensor

@@ -84,7 +84,7 @@ def pool(key: torch.Tensor, value: torch.Tensor | None, n: Tiling, key_mask: tor
     log2_number = key.new_empty(B, cells, dtype=torch.float32)
     value_strides = (0, 0, 0) if value is None else value.stride()[:3]
     constants = _box(n.cell_box, _MEANS_BLOCK)
-    # As many cells at a time as have the tokens that one of many would have.
+    # So many small cells at a time that a program has as many tokens as with a large one.
     at_a_time = min(triton.next_power_of_2(n.cells), max(1, _MEANS_BLOCK // constants["BLOCK"]))
     groups = triton.cdiv(n.cells, at_a_time)
     with torch.cuda.device_of(key):
@@ -175,15 +175,16 @@ def _full(n: Tiling) -> bool:
     " bool rest, float scale) -> (Tensor, Tensor, Tensor)",
 )
 def two_resolution_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out [B, S, H, E], lse [B, H, S], the exact tiles [B, H, n, m], empty if they are given); see `forward`."""
+    """(out [B, S, H, E], lse [B, H, S], the exact tiles [B, H, n, m], empty if they are given); see `attend`."""
     query, key, value, exact, key_mask, numbers, choice, rest, scale = inputs
     n, options = Tiling(*numbers), _options(choice)
     pooled = pool(key, value, n, key_mask) if rest else None
     given = exact is not None
     if not given:
         exact = choose(query, key, n, options, key_mask, pooled)
-    out, lse = forward(query, key, value, exact, _width(n, options, given), key_mask, n, pooled, scale)
-    return out, lse, exact.new_empty(0) if given else exact
+    written = of_tokens(query, value)
+    attend(query, key, value, exact, _width(n, options, given), key_mask, n, pooled, scale, written)
+    return written.out, written.lse, exact.new_empty(0) if given else exact
 
 
 def _options(choice: Sequence[float | None]) -> TwoResolutionOptions:
@@ -202,27 +203,12 @@ def _width(n: Tiling, options: TwoResolutionOptions, given: bool) -> int:
     return n.tiles if given or options.share is None else exact_tiles(n, options)
 
 
-def forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    exact: torch.Tensor,
-    width: int,
-    key_mask: torch.Tensor | None,
-    n: Tiling,
-    pooled: Pooled | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, S, H, E], lse [B, H, S]) with the exact tiles [B, H, n, m], of which a row has at most `width`.
-
-    Without `pooled` the other tiles leave nothing.
-    """
+def of_tokens(query: torch.Tensor, value: torch.Tensor) -> Written:
+    """Memory for out [B, S, H, E] and lse [B, H, S]."""
     B, S, H, _ = query.shape
     out = query.new_empty(B, S, H, value.shape[3])
     lse = query.new_empty(B, H, S, dtype=torch.float32)
-    written = Written(out, lse, out_rows=(S * H, H, 1), lse_rows=(H * S, S))
-    attend(query, key, value, exact, width, key_mask, n, pooled, scale, written)
-    return out, lse
+    return Written(out, lse, out_rows=(S * H, H, 1), lse_rows=(H * S, S))
 
 
 def attend(
@@ -237,7 +223,10 @@ def attend(
     scale: float,
     written: Written,
 ) -> None:
-    """`forward` into memory that is given; an R-step with `written.aL`."""
+    """Write out and lse, in an R-step aL and cL too, with the exact tiles [B, H, n, m].
+
+    A row has at most `width` of them. Without `pooled` the other tiles leave nothing.
+    """
     B, _, H, _ = query.shape
     k_mean, v_mean, log2_number = _rest(pooled, key)
     lists, number, gain = _lists(exact, width, log2_number)
