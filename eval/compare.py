@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -457,8 +458,8 @@ def json_text(record: dict[str, Any]) -> str:
 
 
 def json_values(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with infinity, which JSON lacks, as the text "inf": the PSNR of identical videos."""
-    return {key: "inf" if value == float("inf") else value for key, value in values.items()}
+    """`values` with what JSON lacks as text, "inf" and "-inf": the PSNR of identical videos, and what others lose to it."""
+    return {key: str(value) if value in (math.inf, -math.inf) else value for key, value in values.items()}
 
 
 def _note(result: MethodResult) -> str:

@@ -82,7 +82,7 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
     Of a single value there is no interval, and none where a value is infinite.
 
     Returns:
-        mean (a number, or "inf"), low, high (None without an interval), items.
+        mean (a number, or "inf" or "-inf"), low, high (None without an interval), items.
     """
     import numpy as np
 

@@ -312,12 +312,27 @@ def _write(target: Path, texts: Mapping[str, str], *, overwrite: bool) -> None:
             files.stage(target / name).write_text(text, encoding="utf-8")
 
 
-def read_diagnosis(path: str | Path) -> dict[str, Any]:
+def read_diagnosis(path: str | Path, candidates: Sequence[str] | None = None) -> dict[str, Any]:
     """What a `diagnosis.json` holds.
 
+    Args:
+        candidates: names of those that are kept; None for all.
+
     Raises:
-        InputError: it cannot be read, or is none.
+        InputError: it cannot be read, or is none, or lacks one of these candidates.
     """
     from vmonarch.eval.calibrate.diagnosis import FORMAT
 
-    return read_document("diagnosis", path, FORMAT, "diagnosis of `vmonarch calibrate`")
+    diagnosis = read_document("diagnosis", path, FORMAT, "diagnosis of `vmonarch calibrate`")
+    if candidates is None:
+        return diagnosis
+    known = list(diagnosis["candidates"])
+    for name in candidates:
+        if name not in known:
+            raise InputError("candidates", f"must be of {', '.join(known)}, got {name!r}{suggest(name, known)}")
+    parts = {
+        transformer: part | {"candidates": {name: part["candidates"][name] for name in candidates}}
+        for transformer, part in diagnosis["transformers"].items()
+    }
+    kept = {name: diagnosis["candidates"][name] for name in candidates}
+    return diagnosis | {"candidates": kept, "transformers": parts}

@@ -112,22 +112,23 @@ def _part(place, length, parts):
 @triton.jit(do_not_specialize=["H", "S"])
 def means_kernel(
     k_ptr, v_ptr, key_mask_ptr, k_mean_ptr, v_mean_ptr, log2_number_ptr,
-    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, H, S, tiling, groups,
+    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, H, S, tiling,
     D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, CELLS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Means [B, m·c, H, D and E] of CELLS cells of a tile of one head, and log2 of their tokens [B, m·c].
+    """Means [B, m·c, H, D and E] of one cell of one head, and log2 of its tokens [B, m·c].
 
-    A cell has at most BT × BH × BW tokens, a tile `groups` of CELLS cells. Without v_ptr, of the first tensor alone.
+    A cell has at most BT × BH × BW tokens. Without v_ptr, of the first tensor alone.
     """
     n = plain(tiling)
-    tiles = n.tiles_t * n.tiles_h * n.tiles_w
     c = n.cells_t * n.cells_h * n.cells_w
+    cells = n.tiles_t * n.tiles_h * n.tiles_w * c
+    # Heads of one token lie side by side in memory, and so do their programs in time.
     pid = tl.program_id(0)
-    tile = pid // groups % tiles
-    bh = (pid // groups // tiles).to(tl.int64)
-    b = bh // H
-    h = bh % H
+    h = (pid % H).to(tl.int64)
+    b = (pid // H // cells).to(tl.int64)
+    tile = pid // H % cells // c
+    cell = pid // H % c
     k_ptr += b * stride_kb + h * stride_kh
     if v_ptr is not None:
         v_ptr += b * stride_vb + h * stride_vh
@@ -136,39 +137,34 @@ def means_kernel(
     tile_t, tile_size_t = _part(tile // (n.tiles_h * n.tiles_w), n.frames, n.tiles_t)
     tile_h, tile_size_h = _part(tile // n.tiles_w % n.tiles_h, n.rows, n.tiles_h)
     tile_w, tile_size_w = _part(tile % n.tiles_w, n.columns, n.tiles_w)
-    # Rows are places of one cell after the other.
-    row = tl.arange(0, CELLS * BLOCK)
-    cell = pid % groups * CELLS + row // BLOCK
     first_t, size_t = _part(cell // (n.cells_h * n.cells_w), tile_size_t, n.cells_t)
     first_h, size_h = _part(cell // n.cells_w % n.cells_h, tile_size_h, n.cells_h)
     first_w, size_w = _part(cell % n.cells_w, tile_size_w, n.cells_w)
     first = ((tile_t + first_t) * n.rows + tile_h + first_h) * n.columns + tile_w + first_w
-    number = tl.zeros([CELLS], tl.float32)
-    k = tl.zeros([CELLS, BLOCK_D], tl.float32)
-    v = tl.zeros([CELLS, BLOCK_E], tl.float32)
+    number = 0.0
+    k = tl.zeros([BLOCK_D], tl.float32)
+    v = tl.zeros([BLOCK_E], tl.float32)
     for part in range(PARTS):
-        i = part * BLOCK + row % BLOCK
+        i = part * BLOCK + tl.arange(0, BLOCK)
         t = i // (BH * BW)
         y = i // BW % BH
         x = i % BW
-        there = (cell < c) & (t < size_t) & (y < size_h) & (x < size_w)
+        there = (t < size_t) & (y < size_h) & (x < size_w)
         token = tl.where(there, first + (t * n.rows + y) * n.columns + x, 0)
         own = _attended(key_mask_ptr, token, there)
-        number += tl.sum(tl.reshape(own.to(tl.float32), [CELLS, BLOCK]), 1)
-        rows = load_rows(k_ptr, stride_ks, token, own, D, BLOCK_D, True).to(tl.float32)
-        k += tl.sum(tl.reshape(rows, [CELLS, BLOCK, BLOCK_D]), 1)
+        number += tl.sum(own.to(tl.float32), 0)
+        k += tl.sum(load_rows(k_ptr, stride_ks, token, own, D, BLOCK_D, True).to(tl.float32), 0)
         if v_ptr is not None:
-            rows = load_rows(v_ptr, stride_vs, token, own, E, BLOCK_E, True).to(tl.float32)
-            v += tl.sum(tl.reshape(rows, [CELLS, BLOCK, BLOCK_E]), 1)
-    of_tile = pid % groups * CELLS + tl.arange(0, CELLS)
-    inside = of_tile < c
-    at = (b * tiles + tile) * c + of_tile
+            v += tl.sum(load_rows(v_ptr, stride_vs, token, own, E, BLOCK_E, True).to(tl.float32), 0)
     divisor = tl.maximum(number, 1.0)
-    store_rows(k_mean_ptr, D, at * H + h, inside, k / divisor[:, None], D, BLOCK_D)
+    row = pid.to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    tl.store(k_mean_ptr + row * D + columns, k / divisor, mask=columns < D)
     if v_ptr is not None:
-        store_rows(v_mean_ptr, E, at * H + h, inside, v / divisor[:, None], E, BLOCK_E)
+        columns = tl.arange(0, BLOCK_E)
+        tl.store(v_mean_ptr + row * E + columns, (v / divisor).to(v_mean_ptr.dtype.element_ty), mask=columns < E)
     # The log of 0 is -inf: nobody attends to an empty cell.
-    tl.store(log2_number_ptr + at, tl.where(number > 0, tl.log2(divisor), -float("inf")), mask=inside)
+    tl.store(log2_number_ptr + pid // H, tl.where(number > 0, tl.log2(divisor), -float("inf")))
 
 
 @triton.jit(do_not_specialize=["rows", "m", "width", "padded", "H", "c"])

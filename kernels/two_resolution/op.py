@@ -32,8 +32,9 @@ from vmonarch.kernels.two_resolution.selection import best_of, exact_tiles, sele
 from vmonarch.kernels.two_resolution.tiling import Box, Tiling
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
-# Keys of which a mean takes the sum at a time.
-_MEANS_BLOCK = 64
+# Tokens of which a program takes the sum at a time, and those that a warp of it does.
+_MEANS_BLOCK = 128
+_MEANS_WARP = 16
 # The longest row of scores that a program takes.
 _MAX_SCORES = 2**14
 
@@ -84,13 +85,11 @@ def pool(key: torch.Tensor, value: torch.Tensor | None, n: Tiling, key_mask: tor
     log2_number = key.new_empty(B, cells, dtype=torch.float32)
     value_strides = (0, 0, 0) if value is None else value.stride()[:3]
     constants = _box(n.cell_box, _MEANS_BLOCK)
-    # So many small cells at a time that a program has as many tokens as with a large one.
-    at_a_time = min(triton.next_power_of_2(n.cells), max(1, _MEANS_BLOCK // constants["BLOCK"]))
-    groups = triton.cdiv(n.cells, at_a_time)
     with torch.cuda.device_of(key):
-        means_kernel[(n.tiles * groups * B * H,)](
-            key, value, key_mask, k, v, log2_number, *key.stride()[:3], *value_strides, H, N, unspecialised(n), groups,
-            D=D, E=E, CELLS=at_a_time, BLOCK_D=block_dim(D), BLOCK_E=block_dim(E), **constants, num_warps=4,
+        means_kernel[(B * cells * H,)](
+            key, value, key_mask, k, v, log2_number, *key.stride()[:3], *value_strides, H, N, unspecialised(n),
+            D=D, E=E, BLOCK_D=block_dim(D), BLOCK_E=block_dim(E), **constants,
+            num_warps=max(1, constants["BLOCK"] // _MEANS_WARP),
         )  # fmt: skip
     return Pooled(k, v, log2_number)
 

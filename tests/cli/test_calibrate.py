@@ -72,6 +72,13 @@ def test_another_plan_is_made_from_a_diagnosis_without_sampling(cli, monkeypatch
     code, out, _ = cli(*words, "--budget", 0, "--plan", "exact.json", tiny=False)
     assert code == 0 and out.splitlines()[-1] == "exact.json"
     assert {name for heads in AttentionPlan.parse("exact.json").layers["transformer"] for name in heads} == {"full"}
+    some = [*words, "--budget", 9, "--plan", "some.json", "--candidates"]
+    # On so few tokens default VMonarch costs more than full attention.
+    for left, cheapest in (["vmonarch-t1", "vmonarch"], "vmonarch-t1"), (["vmonarch"], "full"):
+        assert cli(*some, *left, "--overwrite", tiny=False)[0] == 0
+        assert list(AttentionPlan.parse("some.json").methods) == [cheapest]
+    code, _, err = cli(*some, "vmonarch", "vmonarch-t2", tiny=False)
+    assert code == 2 and "--candidates must be of vmonarch-t1, vmonarch, got 'vmonarch-t2'" in err
     code, _, err = cli(*words, tiny=False)
     assert code == 2 and "plan" in err and "exists" in err
     code, _, err = cli(*words, "a prompt", tiny=False)

@@ -259,7 +259,8 @@ def test_differences_are_paired() -> None:
     found = differences(records, "abcd", "a")
     assert found["b"]["psnr"]["mean"] == pytest.approx(1.05) and found["b"]["psnr"]["low"] >= 0.99
     assert found["c"]["psnr"]["mean"] == "inf" and found["b"]["ssim"] is None
-    assert differences(records, "abcd", "c")["d"]["psnr"]["mean"] == 0.0
+    to_equal = differences(records, "abcd", "c")
+    assert to_equal["d"]["psnr"]["mean"] == 0.0 and to_equal["a"]["psnr"]["mean"] == "-inf", "JSON has no -inf"
 
 
 def test_a_measure_of_some_items_only_is_an_error() -> None:

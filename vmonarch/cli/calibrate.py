@@ -39,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=False,
         help="leave out what errors change in the model's output, which takes gradients and a call per layer",
     )
-    parser.add_argument("--diagnosis", metavar="FILE", help="make another plan from this one; nothing is sampled")
+    parser.add_argument(
+        "--diagnosis",
+        metavar="FILE",
+        help="make another plan from this one, of all its candidates or of --candidates; nothing is sampled",
+    )
     parser.add_argument(
         "--plan", metavar="FILE", help="where the plan goes with --diagnosis (default: plan.json beside)"
     )
@@ -63,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.prompts:
             raise InputError("prompts", "must not be given with --diagnosis, which samples nothing")
         budget = Budget(arguments.budget, arguments.flops, arguments.time, arguments.measure, arguments.limit)
-        plan = budget.plan(read_diagnosis(arguments.diagnosis))
+        plan = budget.plan(read_diagnosis(arguments.diagnosis, arguments.candidates))
         path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json"))
         if path.exists() and not arguments.overwrite:
             raise InputError("plan", f"{str(path)!r} exists; give another --plan, or --overwrite")
