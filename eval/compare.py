@@ -458,7 +458,7 @@ def json_text(record: dict[str, Any]) -> str:
 
 
 def json_values(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with what JSON lacks as text, "inf" and "-inf": the PSNR of identical videos, and what others lose to it."""
+    """`values`, with what JSON lacks as text: "inf", the PSNR of identical videos, and "-inf", a gap to it."""
     return {key: str(value) if value in (math.inf, -math.inf) else value for key, value in values.items()}
 
 

@@ -91,6 +91,8 @@ def vmonarch_work(
     m, b = blocks // T * -(-T // frames_per_block), positions * frames_per_block
     places = m * b
     exact = [] if options.pattern is None else exact_key_frames(options.pattern, T, frames_per_block)
+    # Sums of keys and of values; of the gradients as well.
+    sums = 1 + options.last_l_update
     last_pairs = _last_r_pairs(grid, options, b)
     # Pairs of an exact query and its exact key, such queries, and such keys.
     pairs = sum(map(len, exact)) * P**2 - _left_out_of_rows(grid, options)
@@ -108,7 +110,7 @@ def vmonarch_work(
             stages.append(stage(f"R{i + 1}", 4 * b * cells * d, z + cells + places, places))
             stages.append(stage(f"L{i + 1}", 4 * S * m * d, S + 2 * places, places + (S + places) * training))
         else:
-            stages.append(stage(f"R{i + 1}", 6 * last_pairs * d, z + 2 * S + 2 * places, places))
+            stages.append(stage(f"R{i + 1}", 2 * (1 + sums) * last_pairs * d, z + 2 * S + sums * places, places))
             stages.append(stage(f"L{i + 1}", 4 * S * m * d, 2 * S + n + 2 * places, places + S))
     if not training:
         return stages
@@ -122,7 +124,8 @@ def vmonarch_work(
             # q, do, out, dq; aL, y, daL, dy
             stages.append(stage(f"L{i + 1} backward", 10 * S * m * d, 4 * S + n + 4 * places, 2 * S + 3 * places))
             # k, v, dk, dv; daL, dy
-            stages.append(stage(f"R{i + 1} backward", 14 * last_pairs * d, z + dz + 6 * S + 2 * places, 4 * places))
+            work, rows = (6 + 4 * sums) * last_pairs * d, sums * places
+            stages.append(stage(f"R{i + 1} backward", work, z + dz + 6 * S + rows, 4 * places))
         else:
             # q, dq (added to); aL, daR, daL
             stages.append(stage(f"L{i + 1} backward", 10 * S * m * d, 3 * S + 3 * places, 2 * S + 4 * places))
@@ -185,7 +188,7 @@ def _last_r_pairs(grid: LatentGrid, options: VMonarchOptions, positions: int) ->
     if options.r_share == 1:
         return positions * grid.tokens
     two = r_options(options)
-    return grid.frames * two_resolution_pairs(frame_tiling(grid, two), two, 6)
+    return grid.frames * two_resolution_pairs(frame_tiling(grid, two), two, 4 + 2 * options.last_l_update)
 
 
 def vmonarch_flops(grid: LatentGrid, head_dim: int, options: VMonarchOptions | None = None, **named: Any) -> float:

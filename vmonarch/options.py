@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from vmonarch.exact import ExactBlocks, resolve_exact
 from vmonarch.grid import LatentGrid
-from vmonarch.validation import check_positive_integer
+from vmonarch.validation import check_flag, check_positive_integer
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
@@ -72,6 +72,9 @@ class VMonarchOptions(Options):
             means, as in `two_resolution_attention`. 1 is all of them.
         r_share: of the key tiles of a frame, those that the last R-step attends exactly, rounded up; the others leave
             the means of four cells each. 1 is all of them, which tiles and frames_per_block need.
+        last_l_update: whether the last R-step updates L. Without it L stays that of the iteration before, and the last
+            R-step is plain attention of every frame's centroids, for the values alone: half an iteration less. It needs
+            blocks of one whole frame, and two iterations at least.
         min_mass: lower bound of cR where it divides (0.1 in the paper; 0 only keeps empty columns finite).
 
     Raises:
@@ -90,6 +93,7 @@ class VMonarchOptions(Options):
     exact: Any = "first_frame"
     row_share: float = 1.0
     r_share: float = 1.0
+    last_l_update: bool = True
     min_mass: float = 0.1
 
     def __post_init__(self) -> None:
@@ -108,8 +112,13 @@ class VMonarchOptions(Options):
         pattern = resolve_exact(self.exact)
         for name in ("row_share", "r_share"):
             check_share(name, getattr(self, name))
-        if self.r_share != 1 and (self.frames_per_block, self.tiles) != (1, (1, 1)):
-            raise ValueError(f"r_share must be 1 where a block is not one whole frame, got {self.r_share}")
+        check_flag("last_l_update", self.last_l_update)
+        for name in ("r_share", "last_l_update"):
+            value, plain = getattr(self, name), getattr(VMonarchOptions, name)
+            if value != plain and (self.frames_per_block, self.tiles) != (1, (1, 1)):
+                raise ValueError(f"{name} must be {plain} where a block is not one whole frame, got {value}")
+        if not self.last_l_update and self.num_iterations == 1:
+            raise ValueError("last_l_update must be True with num_iterations=1, which has no L before")
         if self.row_share != 1 and (pattern is None or not pattern.rows):
             raise ValueError(f"row_share must be 1 where exact has no rows, got {self.row_share}")
         check_min_mass(self.min_mass)
@@ -147,8 +156,8 @@ class VMonarchOptions(Options):
             raise ValueError(f"tiles {self.tiles} must not exceed the rows and columns of a frame, {tuple(grid[1:])}")
 
 
-# Ranks share whole frames, and neither exact rows nor R-steps in two resolutions.
-NOT_BY_FRAMES = ("frames_per_block", "tiles", "row_share", "r_share")
+# Ranks share whole frames, and neither exact rows nor R-steps in two resolutions, nor R-steps for values alone.
+NOT_BY_FRAMES = ("frames_per_block", "tiles", "row_share", "r_share", "last_l_update")
 OPTION_FIELDS = dataclasses.fields(VMonarchOptions)
 
 

@@ -51,7 +51,8 @@ class VMonarchProcessor(VideoAttentionProcessor):
         parallel_by: what the ranks share under diffusers' context parallelism, without which it changes nothing:
             "heads" (Ulysses), or "frames" (`frame_parallel_vmonarch_attention`), which asks nothing of the number of
             heads, needs a latent frame for every rank and offers neither frames_per_block, tiles, row_share, r_share,
-            bias nor plan. With `refresh` exact attention is shared by heads, of which every rank needs one.
+            last_l_update, bias nor plan. With `refresh` exact attention is shared by heads, of which every rank needs
+            one.
         implementation: as in `vmonarch_attention`.
         **options: the `VMonarchOptions` by name: num_iterations, exact, coarse, …
 

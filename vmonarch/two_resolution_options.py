@@ -28,8 +28,8 @@ class TwoResolutionOptions(Options):
             for 16 tokens.
         cell: the same of the cells in a tile, of which each leaves a mean key and value where the tile is not exact;
             None for the tile itself.
-        query_tile: the same of the queries that share a choice of tiles; None for the best box of twice the tokens of
-            the best `tile`.
+        query_tile: the same of the queries that share a choice of tiles; None for the best box as for `tile`, but of
+            at most 128 tokens.
         rest: whether tiles that are not exact leave their means. Without them this is block-sparse attention.
         local: tiles at most this many tiles away, along every axis, from one that holds a query of the query tile are
             always exact; None for no such tiles.

@@ -116,7 +116,7 @@ METHODS = (
     Method("vmonarch", "vmonarch"),
     Method("vmonarch-coarse2", "vmonarch", {"coarse": 2}),
     Method("vmonarch-coarse2-rows", "vmonarch", {"coarse": 2, "row_share": 0.25}),
-    Method("vmonarch-lite", "vmonarch", {"coarse": 2, "row_share": 0.25, "r_share": 0.5}),
+    Method("vmonarch-lite", "vmonarch", {"coarse": 2, "row_share": 0.25, "last_l_update": False}),
     Method("two-resolution", "two_resolution"),
     Method("vmonarch-tiles2-coarse2", "vmonarch", {"tiles": (2, 2), "coarse": 2}),
     Method("vmonarch-t1", "vmonarch", {"num_iterations": 1}),

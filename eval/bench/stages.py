@@ -64,6 +64,7 @@ def watched_stages(watch: Callable[[StageCall], Any]) -> Iterator[None]:
     methods: dict[str, dict[str, Callable[[], str]]] = {
         "RStep": {"pool": lambda: "pool", **of_r},
         "LastRStep": of_r,
+        "LastValues": of_r,
         "LStep": {
             "centroids": functools.partial(numbered, "L"),
             "output": functools.partial(numbered, "L"),

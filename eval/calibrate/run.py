@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 CANDIDATES = (
     "vmonarch-plain:num_iterations=1",
+    "vmonarch-plain:coarse=2,last_l_update=false",
     "vmonarch-plain",
+    "vmonarch-lite",
     "vmonarch-t1",
     "vmonarch:coarse=2,row_share=0.25",
     "vmonarch:coarse=2",

@@ -82,6 +82,7 @@ def vmonarch(call: Caller) -> None:
         {"frames_per_block": 2},
         {"exact": ExactBlocks(band=0)},
         {"row_share": 0.4, "r_share": 0.4},
+        {"last_l_update": False},
     ):
         call.attend(vmonarch_attention, 459, 459, 128, grid=grid, return_lse=True, **options)
     call.attend(vmonarch_attention, 459, 459, 64, grid=grid, E=96)

@@ -54,8 +54,8 @@ def frame_parallel_vmonarch_attention(
         value: [B, T_r·H·W, H, Dv].
         grid: (T, H, W) of the whole video.
         group: the ranks, in the order of their frames; the default group if None.
-        options: what is computed; None for the defaults, or for `named`. frames_per_block, tiles, row_share and
-            r_share must be left at theirs. Exact frames are counted in the whole video.
+        options: what is computed; None for the defaults, or for `named`. frames_per_block, tiles, row_share,
+            r_share and last_l_update must be left at theirs. Exact frames are counted in the whole video.
         scale, entropy_grad, return_lse, implementation: as in `vmonarch_attention`.
         **named: the `VMonarchOptions` by name, in place of `options`.
 

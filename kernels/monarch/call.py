@@ -53,6 +53,11 @@ class MonarchCall:
         return self.places.tiles_h * self.places.tiles_w > 1
 
     @property
+    def l_updates(self) -> int:
+        """How many R-steps sum the keys, so that an L comes of them: all, or all but the last."""
+        return self.options.num_iterations - (not self.options.last_l_update)
+
+    @property
     def min_mass(self) -> float:
         """The least that cR counts for where it divides, above 0."""
         return max(self.options.min_mass, torch.finfo(torch.float32).tiny)

@@ -1,7 +1,8 @@
 """Monarch attention in Triton, forward and backward: the order of the stages, and their registration with torch.
 
 The stages are those of `reference.monarch_attention_reference`: exact part, R-steps, L-steps, last L-step. Shapes:
-B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block, t = `num_iterations`.
+B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block, t = `num_iterations`, u updates of
+L, which are t or, without the last, t - 1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
-from vmonarch.kernels.monarch.last_r_step import LastRStep
+from vmonarch.kernels.monarch.last_r_step import LastRStep, LastValues
 from vmonarch.kernels.monarch.r_step import RStep
 from vmonarch.kernels.monarch.rows import Rows
 from vmonarch.two_resolution_options import row_options
@@ -37,14 +38,14 @@ class _Buffers:
 
 
 def _slices(call: MonarchCall, blocks: torch.Tensor, stats: torch.Tensor, row_stats: torch.Tensor) -> _Buffers:
-    """Name the parts of the saved tensors: [2t - 1, B·H·m, b, D], [3t - 1, B·H·m, b] and [t - 1, B, H, S]."""
-    t = call.options.num_iterations
+    """Name the parts of the saved tensors: [u + t - 1, B·H·m, b, D], [u + 2t - 1, B·H·m, b] and [t - 1, B, H, S]."""
+    t, u = call.options.num_iterations, call.l_updates
     return _Buffers(
-        aL=list(blocks[:t]),
-        z=list(blocks[t:]),
-        cL=list(stats[:t]),
-        lse_r=list(stats[t : 2 * t]),
-        cR=list(stats[2 * t :]),
+        aL=list(blocks[:u]),
+        z=list(blocks[u:]),
+        cL=list(stats[:u]),
+        lse_r=list(stats[u : u + t]),
+        cR=list(stats[u + t :]),
         lse_l=list(row_stats),
     )
 
@@ -53,16 +54,17 @@ def saved_shapes(
     query: torch.Tensor, value: torch.Tensor, call: MonarchCall, save: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of (blocks, y, stats, row_stats, out_exact, lse_exact), which `forward` saves."""
-    (B, S, H, D), E, t, dtype = query.shape, value.shape[3], call.options.num_iterations, query.dtype
+    (B, S, H, D), E, dtype = query.shape, value.shape[3], query.dtype
+    t, u = call.options.num_iterations, call.l_updates
     none: tuple[int, ...] = (0,)
     if not save:
         return [(none, dtype)] * 2 + [(none, torch.float32)] * 2 + [(none, dtype), (none, torch.float32)]
     block = (B * H * call.places.blocks, call.places.positions)
     exact = call.exact
     return [
-        ((2 * t - 1, *block, D), dtype),
+        ((u + t - 1, *block, D), dtype),
         ((*block, E), dtype),
-        ((3 * t - 1, *block), torch.float32),
+        ((u + 2 * t - 1, *block), torch.float32),
         ((t - 1, B, H, S), torch.float32),
         (none if exact is None or exact.whole_rows else (B, S, H, E), dtype),
         (none if exact is None else (B, H, S), torch.float32),
@@ -134,8 +136,9 @@ def forward(
     else:
         blocks = query.new_empty(min(t, 2), groups, b, D)
         stats = query.new_empty(1, groups, b, dtype=torch.float32)
-        # A row tile of the last z is read by the program that writes the same rows of y, and by no other.
-        y = blocks[1] if t > 1 and D == E else query.new_empty(groups, b, E)
+        # In an R-step that sums the keys, a row tile of the last z is read by the program that writes the same rows of
+        # y, and by no other.
+        y = blocks[1] if t > 1 and D == E and call.options.last_l_update else query.new_empty(groups, b, E)
         buffers = _Buffers([blocks[0]], [blocks[-1]], [stats[0]], [], [], [])
 
     r, l = RStep(key, value, key_mask, call), LStep(query, call)
@@ -161,8 +164,11 @@ def forward(
         )
     aL, cL = buffers.aL[-1], buffers.cL[-1]
     last_lse = buffers.lse_r[-1] if save else None
+    sums = dict(aL=aL, cL=cL) if call.options.last_l_update else {}
     if call.options.r_share < 1:
-        LastRStep(key, value, call).forward(z, aL=aL, cL=cL, y=y, lse=last_lse)
+        LastRStep(key, value, call).forward(z, y=y, lse=last_lse, **sums)
+    elif not sums:
+        LastValues(key, value, call).forward(z, y=y, lse=last_lse)
     else:
         r.forward(z, None, aL=aL, cL=cL, y=y, lse=last_lse)
     l.output(aL, cL, y, out=out, lse=lse, lse_exact=lse_exact, out_exact=out_exact)
@@ -196,11 +202,11 @@ def backward(
     dq = query.new_empty(query.shape)
     dk = key.new_empty(key.shape)
     dv = value.new_empty(value.shape)
-    daL = torch.empty_like(blocks[0])
+    daL, dcL, delta_r = torch.empty_like(blocks[0]), torch.empty_like(stats[0]), torch.empty_like(stats[0])
     dy = torch.empty_like(y)
     # A row tile of dy is read last by the program that writes the same rows of daR.
     daR = dy if dy.shape == daL.shape else torch.empty_like(daL)
-    dcL, delta_r, dcR = (torch.empty_like(stats[0]) for _ in range(3))
+    dcR = torch.empty_like(stats[0])
     exact_arguments: dict[str, Any] = {}
     if exact is not None:
         out_exact = out if exact.whole_rows else out_exact
@@ -230,21 +236,28 @@ def backward(
         z = buffers.z[i - 1] if i > 0 else query
         common: dict[str, Any] = dict(
             lse=buffers.lse_r[i],
-            daL=daL,
-            dcL=dcL if call.entropy_grad else None,
-            dq=dq,
             dk=dk,
             dv=dv,
             cR=buffers.cR[i - 1] if i > 0 else None,
             daR=daR,
             dcR=dcR,
         )
+        of_sums: dict[str, Any] = dict(daL=daL, dcL=dcL if call.entropy_grad else None)
         if last and call.options.r_share < 1:
-            LastRStep(key, value, call).backward(z, aL=buffers.aL[i], y=y, dy=dy, **common)
+            of_sums = dict(of_sums, aL=buffers.aL[i]) if i < call.l_updates else {}
+            LastRStep(key, value, call).backward(z, y=y, dy=dy, dq=dq, **of_sums, **common)
+        elif i == call.l_updates:
+            LastValues(key, value, call).backward(z, y=y, dy=dy, **common)
         else:
             of_values = dy if last else None
-            r.backward(z, None if last else pooled, cL=buffers.cL[i], dy=of_values, delta=delta_r, **common)
+            r.backward(
+                z, None if last else pooled, cL=buffers.cL[i], dy=of_values, delta=delta_r, dq=dq, **of_sums, **common
+            )
         if i > 0:
+            # The L that this iteration has not updated mixes the values, too.
+            first = (daL, dcL) if i == call.l_updates else None
+            if first is not None:
+                daL, dcL = torch.empty_like(daL), torch.empty_like(dcL)
             l.backward(
                 buffers.aL[i - 1],
                 buffers.cL[i - 1],
@@ -258,6 +271,11 @@ def backward(
                 cR=buffers.cR[i - 1],
                 **(exact_arguments if exact is not None and exact.aware else {}),
             )
+            if first is not None:
+                # What `l.backward` of the output has left in `delta_r` has the values in it.
+                delta_r += (first[0].float() * buffers.aL[i - 1].float()).sum(-1)
+                daL += first[0]
+                dcL += first[1]
     # The exact part needs room of its own, where its keys are split.
     del daL, dy, daR, pooled
     if exact is not None and exact.rows:

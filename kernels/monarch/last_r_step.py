@@ -1,6 +1,8 @@
-"""The last R-step in two resolutions, with kernels (`VMonarchOptions.r_share`, `reference.r_step_in_two_resolutions`).
+"""Other forms of the last R-step, with kernels: in two resolutions, and for the values alone.
 
-Every block is a frame, and for attention in two resolutions every frame of a sample is a sample of its own.
+`LastRStep` is `VMonarchOptions.r_share` and `reference.r_step_in_two_resolutions`, `LastValues` is `last_l_update` and
+`reference.values_of`. Every block is a frame. For attention in two resolutions every frame of a sample is a sample of
+its own; the values alone are attention inside frames, which the flash kernels compute.
 
 Shapes: B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block; block tensors are
 [B·H·m, b, D], row statistics [B·H·m, b].
@@ -14,6 +16,9 @@ from typing import NamedTuple
 import torch
 
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.flash_entropy.backward import flash_backward
+from vmonarch.kernels.flash_entropy.forward import flash_forward
+from vmonarch.kernels.flash_entropy.segments import Segment
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.two_resolution import op
 from vmonarch.kernels.two_resolution.kernels import Written
@@ -64,18 +69,19 @@ class LastRStep:
         self,
         z: torch.Tensor,
         *,
-        aL: torch.Tensor,
-        cL: torch.Tensor,
         y: torch.Tensor,
         lse: torch.Tensor | None,
+        aL: torch.Tensor | None = None,
+        cL: torch.Tensor | None = None,
     ) -> None:
-        """As `RStep.forward` of the last iteration."""
-        places, groups = self.call.places, len(aL) // len(self.key)
+        """As `RStep.forward` of the last iteration; without aL and cL of the values alone."""
+        places, groups = self.call.places, len(y) // len(self.key)
         b, head = places.positions, places.blocks * places.positions
-        lse = torch.empty_like(cL) if lse is None else lse
+        lse = y.new_empty(y.shape[:2], dtype=torch.float32) if lse is None else lse
         for i, sample in enumerate(self._samples(z)):
             own = slice(i * groups, (i + 1) * groups)
-            written = Written(y[own], lse[own], (b, 1, head), (b, head), aL[own], cL[own])
+            sums = () if aL is None or cL is None else (aL[own], cL[own])
+            written = Written(y[own], lse[own], (b, 1, head), (b, head), *sums)
             z_i, key, value, exact, pooled = sample
             op.attend(z_i, key, value, exact, self.width, None, self.tiling, pooled, self.call.scale, written)
 
@@ -83,31 +89,33 @@ class LastRStep:
         self,
         z: torch.Tensor,
         *,
-        aL: torch.Tensor,
         y: torch.Tensor,
         lse: torch.Tensor,
-        daL: torch.Tensor,
         dy: torch.Tensor,
-        dcL: torch.Tensor | None,
         dq: torch.Tensor,
         dk: torch.Tensor,
         dv: torch.Tensor,
         cR: torch.Tensor | None,
         daR: torch.Tensor,
         dcR: torch.Tensor,
+        aL: torch.Tensor | None = None,
+        daL: torch.Tensor | None = None,
+        dcL: torch.Tensor | None = None,
     ) -> None:
         """Write dk and dv; add to dq where z is the query, else write daR and dcR: as `RStep.backward`."""
         scale = self.call.scale
         for i, sample in enumerate(self._samples(z)):
             z_i, key, value, exact, pooled = sample
-            daL_i, aL_i, dy_i, y_i = (self._frames(x, i).contiguous() for x in (daL, aL, dy, y))
+            dy_i, y_i = (self._frames(x, i).contiguous() for x in (dy, y))
+            daL_i, aL_i = (None if x is None else self._frames(x, i).contiguous() for x in (daL, aL))
             lse_i = self._frames(lse.unsqueeze(-1), i).squeeze(-1).mT.contiguous()
             dlse_i = of_z = None
             if dcL is not None:
+                assert aL_i is not None and daL_i is not None
                 # cL = scale·z·aL - lse.
                 dcL_i = self._frames(dcL.unsqueeze(-1), i)
                 dlse_i, of_z = -dcL_i.squeeze(-1).mT, scale * dcL_i * aL_i
-                daL_i = (daL_i + scale * dcL_i * z_i).to(daL.dtype)
+                daL_i = (daL_i + scale * dcL_i * z_i).to(daL_i.dtype)
             dz_i, dk_i, dv_i = op.backward(
                 dy_i, dlse_i, z_i, key, value, exact, self.width, None, y_i, lse_i, self.tiling, pooled, scale,
                 aL=aL_i, daL=daL_i,
@@ -121,5 +129,59 @@ class LastRStep:
                 # daR may take the memory of dy, of which this sample's rows have been read.
                 self._frames(daR, i).copy_(dz_i)
         if cR is not None:
-            # z = αR / max(cR, min_mass)
-            dcR.copy_(torch.where(cR >= self.call.min_mass, -(daR.float() * z.float()).sum(-1), 0.0))
+            _gradient_of_cR(z, cR, daR, dcR, self.call)
+
+
+def _gradient_of_cR(z: torch.Tensor, cR: torch.Tensor, daR: torch.Tensor, dcR: torch.Tensor, call: MonarchCall) -> None:
+    """Write dcR of z = αR / max(cR, min_mass)."""
+    dcR.copy_(torch.where(cR >= call.min_mass, -(daR.float() * z.float()).sum(-1), 0.0))
+
+
+class LastValues:
+    """The last R-step of a call that does not update L.
+
+    Args:
+        key: [B, S, H, D]. value: [B, S, H, E].
+    """
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, call: MonarchCall) -> None:
+        self.key, self.value, self.call = key, value, call
+        b = call.places.positions
+        frames = [(l * b, (l + 1) * b) for l in range(call.places.blocks)]
+        self.segments = tuple(Segment(*frame, (frame,)) for frame in frames)
+
+    def _tokens(self, blocks: torch.Tensor) -> torch.Tensor:
+        """[B·H·m, b, D] as [B, S, H, D]."""
+        B, S, H, _ = self.key.shape
+        return blocks.view(B, H, S, -1).transpose(1, 2)
+
+    def forward(self, z: torch.Tensor, *, y: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Write y, and the log-partitions if there is memory for them."""
+        _, found, _ = flash_forward(
+            self._tokens(z), self.key, self.value, self.segments, scale=self.call.scale, entropy=False,
+            out=self._tokens(y),
+        )  # fmt: skip
+        if lse is not None:
+            lse.copy_(found.view_as(lse))
+
+    def backward(
+        self,
+        z: torch.Tensor,
+        *,
+        y: torch.Tensor,
+        lse: torch.Tensor,
+        dy: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        cR: torch.Tensor,
+        daR: torch.Tensor,
+        dcR: torch.Tensor,
+    ) -> None:
+        """Write dk, dv, daR and dcR. daR may take the memory of dy."""
+        dz, _, _ = flash_backward(
+            self._tokens(dy), None, None, self._tokens(z), self.key, self.value, self._tokens(y),
+            lse.view(len(self.key), -1, self.key.shape[1]), None, self.segments, scale=self.call.scale,
+            dk=dk.zero_(), dv=dv.zero_(),
+        )  # fmt: skip
+        self._tokens(daR).copy_(dz)
+        _gradient_of_cR(z, cR, daR, dcR, self.call)

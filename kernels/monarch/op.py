@@ -20,7 +20,11 @@ from vmonarch.options import OPTION_FIELDS, VMonarchOptions
 
 _PLACES = len(Places._fields)
 # Options that are one number; places and the pattern of exact blocks hold the others.
-_INTEGERS = [field.name for field in OPTION_FIELDS if field.type == "int" and field.name != "frames_per_block"]
+_INTEGERS = {
+    field.name: {"int": int, "bool": bool}[field.type]
+    for field in OPTION_FIELDS
+    if field.type in ("int", "bool") and field.name != "frames_per_block"
+}
 _REALS = [field.name for field in OPTION_FIELDS if field.type == "float"]
 
 
@@ -43,7 +47,8 @@ def _decode(numbers: list[int], reals: list[float]) -> MonarchCall:
     if frames:
         aware, band, rows, *frames = frames
         exact = ExactBlocks(tuple(frames[:rows]), tuple(frames[rows:]), None if band < 0 else band, bool(aware))
-    options: dict[str, Any] = dict(zip([*_INTEGERS, *_REALS], [*integers, *reals], strict=True))
+    options: dict[str, Any] = dict(zip(_REALS, reals, strict=True))
+    options |= {name: of(number) for (name, of), number in zip(_INTEGERS.items(), integers, strict=True)}
     tiles = (places.tiles_h, places.tiles_w)
     options |= {"frames_per_block": places.block_frames, "tiles": tiles, "exact": exact}
     return MonarchCall(places, VMonarchOptions(**options), scale, bool(entropy_grad))

@@ -62,13 +62,19 @@ def r_step_in_two_resolutions(
     grid: LatentGrid,
     options: VMonarchOptions,
     entropy_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`r_step` of the last iteration in two resolutions; every block is a frame of `grid`."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """`r_step` of the last iteration in two resolutions; every block is a frame of `grid`.
+
+    Without `last_l_update` there is no aL and no cL.
+    """
     (B, _, m, _, D), two = z.shape, r_options(options)
     tiling = frame_tiling(grid, two)
     # [B, H, m, b, …] -> [B·m, b, H, …]: a frame is a sample.
     queries, keys, values = (x.permute(0, 2, 3, 1, 4).flatten(0, 1) for x in (z, key, value))
     chosen = chosen_tiles(queries, keys, tiling, two, scale=1.0)
+    if not options.last_l_update:
+        y, _ = two_resolution_attention_reference(queries, keys, values, tiling, chosen, rest=True, scale=1.0)
+        return None, None, y.unflatten(0, (B, m)).permute(0, 3, 1, 2, 4)
     both = torch.cat([keys, values], -1)
     out, lse = two_resolution_attention_reference(queries, keys, both, tiling, chosen, rest=True, scale=1.0)
     out = out.unflatten(0, (B, m)).permute(0, 3, 1, 2, 4)
@@ -76,6 +82,12 @@ def r_step_in_two_resolutions(
     aL, y = out[..., :D], out[..., D:]
     cL = (z * aL).sum(-1) - lse
     return aL, cL if entropy_grad else cL.detach(), y
+
+
+def values_of(z: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """y [B, H, m, b, E] of `r_step` alone, with every key."""
+    _, y = in_row_chunks(attend, z.flatten(0, 2), key.flatten(0, 2), None, value.flatten(0, 2))
+    return y.unflatten(0, z.shape[:3])
 
 
 def l_logits(
@@ -357,15 +369,20 @@ def monarch_attention_reference(
         )
         z = z.unflatten(0, (B, H)).transpose(2, 3)
 
+    new_aL: torch.Tensor | None
+    new_cL: torch.Tensor | None
     y: torch.Tensor | None
     if options.r_share < 1:
         assert grid is not None
-        aL, cL, y = r_step_in_two_resolutions(z, k, v, grid, options, entropy_grad)
+        new_aL, new_cL, y = r_step_in_two_resolutions(z, k, v, grid, options, entropy_grad)
+    elif options.last_l_update:
+        new_aL, new_cL, y = r_step(z, k, key_bias, v, entropy_grad)
     else:
-        aL, cL, y = r_step(z, k, key_bias, v, entropy_grad)
+        new_aL, new_cL, y = None, None, values_of(z, k, v)
     assert y is not None
-    aL, cL, y = position_major(aL), position_major(cL), position_major(y)
-    o, lse = output(q_positions, aL, cL, y, exact_table, lse_exact, out_exact)
+    if new_aL is not None and new_cL is not None:
+        aL, cL = position_major(new_aL), position_major(new_cL)
+    o, lse = output(q_positions, aL, cL, position_major(y), exact_table, lse_exact, out_exact)
     o = o.unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b, E]
     lse = lse.unflatten(0, (B, H)).transpose(2, 3)  # [B, H, m, b]
     out = layout.to_tokens(o).transpose(1, 2).to(query.dtype).contiguous()

@@ -17,8 +17,8 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.constants import kept
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
-# Tokens of a tile of keys, where the options do not say: between these, and at most an eighth of a frame.
-KEY_TOKENS = 16, 64
+# Tokens of a tile, where the options do not say: at most an eighth of a frame, but 16 at least.
+KEY_TOKENS, QUERY_TOKENS, FEWEST_TOKENS = 64, 128, 16
 # Edges along frames, rows and columns.
 Box = tuple[int, int, int]
 # Of two boxes that fill their tiles alike to this degree, the one that is more of a cube is better: queries that share
@@ -89,13 +89,15 @@ def tiling_of(grid: LatentGrid, options: TwoResolutionOptions, query_frames: int
     def parts(sizes: Sequence[int], box: Sequence[int]) -> list[int]:
         return [-(-size // min(size, edge)) for size, edge in zip(sizes, box, strict=True)]
 
-    fewest, tokens = KEY_TOKENS
-    while tokens > fewest and 8 * tokens > grid.tokens_per_frame:
-        tokens //= 2
-    tiles = parts(grid, options.tile or best_box(grid, tokens))
+    def box_of(of: LatentGrid, tokens: int) -> Box:
+        while tokens > FEWEST_TOKENS and 8 * tokens > grid.tokens_per_frame:
+            tokens //= 2
+        return best_box(of, tokens)
+
+    tiles = parts(grid, options.tile or box_of(grid, KEY_TOKENS))
     box = [-(-size // count) for size, count in zip(grid, tiles, strict=True)]
     asking = grid if query_frames is None else grid._replace(frames=query_frames)
-    queries = parts(asking, options.query_tile or best_box(asking, 2 * tokens))
+    queries = parts(asking, options.query_tile or box_of(asking, QUERY_TOKENS))
     numbers = (*grid, *tiles, *parts(box, options.cell or box), *queries, asking.frames)
     return Tiling(*numbers)
 

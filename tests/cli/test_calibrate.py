@@ -116,13 +116,14 @@ def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch)
 def test_candidates_are_what_their_methods_change():
     config = CalibrateConfig(prompts=("p",), candidates=CANDIDATES)
     found = [method_dict(method.parameters.options) for method in config.candidates]
-    assert found[:2] == [{"num_iterations": 1, "exact": None}, {"exact": None}]
-    assert found[2:4] == [{"num_iterations": 1}, {"coarse": 2, "row_share": 0.25}]
-    assert found[4:7] == [{"coarse": 2}, {}, {"num_iterations": 3}]
-    assert [entry["exact"]["band"] for entry in found[7:13]] == [0, 1, 0, 1, 2, 3]
-    assert ["rows" in entry["exact"] for entry in found[7:13]] == [False] * 2 + [True] * 4
+    half = {"coarse": 2, "last_l_update": False}
+    assert found[:3] == [{"num_iterations": 1, "exact": None}, half | {"exact": None}, {"exact": None}]
+    assert found[3:6] == [half | {"row_share": 0.25}, {"num_iterations": 1}, {"coarse": 2, "row_share": 0.25}]
+    assert found[6:9] == [{"coarse": 2}, {}, {"num_iterations": 3}]
+    assert [entry["exact"]["band"] for entry in found[9:15]] == [0, 1, 0, 1, 2, 3]
+    assert ["rows" in entry["exact"] for entry in found[9:15]] == [False] * 2 + [True] * 4
     kind = {"kind": "two_resolution"}
-    assert found[13:] == [kind, kind | {"share": 0.2}, kind | {"share": 0.4}]
+    assert found[15:] == [kind, kind | {"share": 0.2}, kind | {"share": 0.4}]
     with pytest.raises(InputError, match="candidates must be a list"):
         CalibrateConfig(prompts=("p",), candidates="vmonarch")
 

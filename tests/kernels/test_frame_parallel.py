@@ -215,7 +215,7 @@ def test_the_kernels_stage_by_stage_are_those_of_one_call(alone, device, grid, h
 
 @pytest.mark.parametrize(
     "option",
-    [{"tiles": (1, 2)}, {"frames_per_block": 2}, {"row_share": 0.5}, {"r_share": 0.5}],
+    [{"tiles": (1, 2)}, {"frames_per_block": 2}, {"row_share": 0.5}, {"r_share": 0.5}, {"last_l_update": False}],
     ids=lambda option: next(iter(option)),
 )
 def test_blocks_that_are_no_whole_frames_are_refused(alone, option):

@@ -335,6 +335,34 @@ def test_the_last_r_step_in_two_resolutions_is_that_attention_inside_every_frame
         assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("more", [{}, {"coarse": 2}, {"r_share": 0.5}], ids=str)
+def test_without_its_last_update_L_is_that_of_the_iteration_before(more):
+    """Its log-partitions are, and so is the output where L alone decides it; R is of the last iteration."""
+    grid = (3, 4, 6)
+    q, k, v = qkv(72, spread=2.0)
+    attend = lambda v, **options: vmonarch_attention(q, k, v, grid=grid, exact=None, return_lse=True, **options)
+    half, lse = attend(v, last_l_update=False, **more)
+    whole, before = attend(v, **more), attend(v, num_iterations=1)
+    assert (lse - whole[1]).abs().max() > 1e-3
+    if more.get("coarse") is None:
+        assert_equal(lse, before[1])
+        of_frames = v[:, ::24].repeat_interleave(24, 1)
+        assert_equal(attend(of_frames, last_l_update=False, **more)[0], attend(of_frames, num_iterations=1)[0])
+    # R is best for this L: the mean row-KL is at most what the log-partitions tell of the R before.
+    one_hot = torch.eye(72, dtype=q.dtype)[None, :, None].expand(*q.shape[:1], 72, q.shape[2], 72)
+    rows = attend(one_hot, last_l_update=False, min_mass=0.0, **more)
+    M, logits = rows[0].transpose(1, 2), q.shape[-1] ** -0.5 * (q.transpose(1, 2) @ k.permute(0, 2, 3, 1))
+    KL = (torch.xlogy(M, M) - M * logits.log_softmax(-1)).sum(-1)
+    assert more.get("r_share") or KL.mean() < (logits.logsumexp(-1) - rows[1]).mean()
+    # A frame by itself has one L, and R is that of the last iteration.
+    alone = [x[:, :24] for x in (q, k, v)]
+    found, expected = (
+        vmonarch_attention(*alone, grid=(1, 4, 6), exact=None, last_l_update=update, **more) for update in (False, True)
+    )
+    assert_equal(found, expected)
+    assert (half - before[0]).abs().max() > 1e-3, "the values are mixed with the R of the last iteration"
+
+
 @pytest.mark.parametrize("rows", [(0,), (1, 3)], ids=str)
 @pytest.mark.parametrize("aware", [False, True], ids=["", "aware"])
 def test_exact_rows_with_a_share_of_the_tiles_are_attention_in_two_resolutions(rows, aware):
@@ -344,8 +372,8 @@ def test_exact_rows_with_a_share_of_the_tiles_are_attention_in_two_resolutions(r
     options = dict(grid=grid, exact=ExactBlocks(rows=rows, aware=aware), return_lse=True)
     out, lse = vmonarch_attention(q, k, v, row_share=0.3, **options)
     whole, whole_lse = vmonarch_attention(q, k, v, **options)
-    # One frame is one tile of queries.
-    other = two_resolution_attention(q, k, v, grid=grid, share=0.3, query_tile=(1, 4, 7), return_lse=True)
+    # A tile of queries is of one frame.
+    other = two_resolution_attention(q, k, v, grid=grid, share=0.3, query_tile=(1, 4, 4), return_lse=True)
     for l in range(4):
         frame = slice(l * P, (l + 1) * P)
         expected, expected_lse = other if l in rows else (whole, whole_lse)

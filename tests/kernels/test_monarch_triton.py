@@ -108,6 +108,11 @@ CASES = {
     "coarse-last-r-step": dict(grid=(2, 7, 5), r_share=0.4, coarse=2, **FIRST_FRAME),
     "coarse-last-r-step-entropy": dict(grid=(2, 6, 7), r_share=0.3, entropy_grad=True, exact=ExactBlocks(band=0)),
     "coarse-only-r-step": dict(grid=(2, 6, 7), r_share=0.3, num_iterations=1, entropy_grad=True, exact=None),
+    "last-values": dict(grid=(3, 7, 5), last_l_update=False, coarse=2, **FIRST_FRAME),
+    "last-values-entropy": dict(
+        grid=(3, 4, 5), last_l_update=False, num_iterations=3, entropy_grad=True, exact=ExactBlocks(band=0)
+    ),
+    "coarse-last-values": dict(grid=(2, 6, 7), last_l_update=False, r_share=0.3, entropy_grad=True, exact=None),
     "own-frame": dict(grid=(3, 2, 5), exact=ExactBlocks(band=0)),
     "own-frame-unaware": dict(grid=(3, 2, 5), exact=ExactBlocks(band=0, aware=False)),
     "band": dict(grid=(4, 3, 4), exact=ExactBlocks(band=1)),
@@ -188,7 +193,11 @@ def test_hoppers_way_of_storing_changes_nothing(grid):
 
 
 @in_interpreter
-@pytest.mark.parametrize("more", [{}, {"r_share": 0.3, "coarse": 2}], ids=["", "coarse-last-r-step"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"r_share": 0.3, "coarse": 2}, {"last_l_update": False}],
+    ids=["", "coarse-last-r-step", "last-values"],
+)
 def test_batch_and_heads(more):
     check_float32(qkv(2 * 15, batch=2, heads=3, dim=8, value_dim=12), grid=(2, 5, 3), **more)
 

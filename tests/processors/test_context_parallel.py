@@ -143,6 +143,7 @@ def test_alone_frames_are_heads(tiny):
         {"tiles": (2, 1)},
         {"row_share": 0.5},
         {"r_share": 0.5},
+        {"last_l_update": False},
         {"bias": worker.decay_of(2)},
         {"plan": worker.plan_of(2)},
     ],

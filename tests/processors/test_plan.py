@@ -202,6 +202,9 @@ def test_flops_follow_the_options():
     # 1456 centroids of a frame, in 14 tiles, attend to 14 of its 28 tiles of 52 tokens and to 4 means of each other.
     saved = 16 * (6 * 8 * 1456 * (1456 - 14 * 52 - 14 * 4) - 2 * 8 * 14 * 28)
     assert vmonarch_flops(large, 8) - vmonarch_flops(large, 8, r_share=0.5) == saved
+    # The last R-step does without aL: one of three products of all centroids and the keys of their frame.
+    of_keys = 2 * large.tokens * large.tokens_per_frame * 8
+    assert vmonarch_flops(large, 8) - vmonarch_flops(large, 8, last_l_update=False) == of_keys
     twos = vmonarch_flops(grid, 8, exact=ExactBlocks(band=0), frames_per_block=2)
     assert twos - vmonarch_flops(grid, 8, exact=None, frames_per_block=2) == full_flops(grid, 8) / 2
     # Two frames a block: half as many blocks, twice as large; R-steps of both iterations and L-steps.

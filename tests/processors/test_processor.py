@@ -121,7 +121,9 @@ def test_patch_sizes_other_than_1x2x2(tiny):
         assert torch.equal(model(**inputs)[0], applied)
 
 
-@pytest.mark.parametrize("blocks", [{"frames_per_block": 2, "tiles": (1, 2)}, {"r_share": 0.4}], ids=list)
+@pytest.mark.parametrize(
+    "blocks", [{"frames_per_block": 2, "tiles": (1, 2)}, {"r_share": 0.4, "last_l_update": False}], ids=list
+)
 def test_every_option_reaches_the_op(tiny, monkeypatch, blocks):
     options = {
         "num_iterations": 3,
@@ -144,7 +146,9 @@ def test_every_option_reaches_the_op(tiny, monkeypatch, blocks):
     tiny.run(model)
     assert seen == more | {"grid": LatentGrid(*tiny.GRID), "options": VMonarchOptions(**options)}
     assert len(seen["options"].changed()) == len(options)
-    assert options.keys() | {"frames_per_block", "tiles", "r_share"} == VMonarchOptions().__dict__.keys()
+    assert (
+        options.keys() | {"frames_per_block", "tiles", "r_share", "last_l_update"} == VMonarchOptions().__dict__.keys()
+    )
 
 
 def test_cross_attention_is_left_to_the_stock_processor(tiny):

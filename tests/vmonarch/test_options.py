@@ -48,7 +48,7 @@ def test_signatures_name_every_option():
 
 def test_the_operator_loses_no_option():
     """What torch.compile sees of a call is numbers; every option is in them."""
-    whole_frames = {"frames_per_block": 1, "tiles": (1, 1), "r_share": 0.2}
+    whole_frames = {"frames_per_block": 1, "tiles": (1, 1), "r_share": 0.2, "last_l_update": False}
     assert CHANGED.keys() | whole_frames == {field.name for field in OPTION_FIELDS}
     grid = LatentGrid(5, 4, 6)
     for exact, more in ((CHANGED["exact"], {}), (CHANGED["exact"], whole_frames), (None, {}), (ExactBlocks(), {})):
