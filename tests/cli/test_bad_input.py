@@ -178,7 +178,7 @@ EVAL = {
     "unknown method": (["a red", "--methods", "vmonarch-t"], ["--methods must be one of"]),
     "unknown config": (
         ["a red", "--config", "table9"],
-        ["plans-embedded, refresh, refresh-plans-embedded, schedules, table2"],
+        ["refresh, refresh-plans-embedded, refresh-two-resolution, schedules, table2"],
     ),
 }
 
