@@ -290,7 +290,7 @@ def _vmonarch_options(draw: Draw) -> tuple[dict[str, Any], tuple[int, int, int]]
     H = draw.size(math.isqrt(most // T) + 1)
     grid = (T, H, draw.size(most // T // H + 1))
     iterations = draw.of_kernel.choice([1, 2, 2, 2, 3])
-    tiled = draw.of_kernel.random() < 0.3
+    tiled, update = draw.of_kernel.random() < 0.3, draw.of_kernel.random() < 0.7
     options: dict[str, Any] = {
         "num_iterations": iterations,
         "frames_per_block": draw.of_case.choice([1, 1, 2, 3, T]),
@@ -301,6 +301,8 @@ def _vmonarch_options(draw: Draw) -> tuple[dict[str, Any], tuple[int, int, int]]
         "exact": _exact(draw, T),
         "min_mass": draw.of_case.choice([0.1, 0.1, 0.0, 1.0]),
     }
+    # Shares of tiles are left at 1: what they choose may hang on a rounding.
+    options["last_l_update"] = update or iterations == 1 or tiled or options["frames_per_block"] > 1
     return options, grid
 
 
