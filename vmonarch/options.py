@@ -113,10 +113,10 @@ class VMonarchOptions(Options):
         for name in ("row_share", "r_share"):
             check_share(name, getattr(self, name))
         check_flag("last_l_update", self.last_l_update)
-        for name in ("r_share", "last_l_update"):
-            value, plain = getattr(self, name), getattr(VMonarchOptions, name)
-            if value != plain and (self.frames_per_block, self.tiles) != (1, (1, 1)):
-                raise ValueError(f"{name} must be {plain} where a block is not one whole frame, got {value}")
+        for name, usual in {"r_share": 1, "last_l_update": True}.items():
+            value = getattr(self, name)
+            if value != usual and (self.frames_per_block, self.tiles) != (1, (1, 1)):
+                raise ValueError(f"{name} must be {usual} where a block is not one whole frame, got {value}")
         if not self.last_l_update and self.num_iterations == 1:
             raise ValueError("last_l_update must be True with num_iterations=1, which has no L before")
         if self.row_share != 1 and (pattern is None or not pattern.rows):

@@ -67,6 +67,13 @@ class MonarchCall:
         """The exact part; None if there is none."""
         return _exact_part(self.options.pattern, self.places, self.options.row_share < 1)
 
+    @property
+    def own_blocks(self) -> tuple[Segment, ...]:
+        """Every block and its own keys, for the flash kernels; blocks are whole frames."""
+        part = _exact_part(ExactBlocks(band=0), self.places)
+        assert part is not None
+        return part.segments
+
 
 @functools.lru_cache(maxsize=64)
 def _exact_part(pattern: ExactBlocks | None, places: Places, coarse_rows: bool = False) -> _ExactPart | None:

@@ -167,7 +167,7 @@ def forward(
     sums = dict(aL=aL, cL=cL) if call.options.last_l_update else {}
     if call.options.r_share < 1:
         LastRStep(key, value, call).forward(z, y=y, lse=last_lse, **sums)
-    elif not sums:
+    elif not call.options.last_l_update:
         LastValues(key, value, call).forward(z, y=y, lse=last_lse)
     else:
         r.forward(z, None, aL=aL, cL=cL, y=y, lse=last_lse)
@@ -202,11 +202,11 @@ def backward(
     dq = query.new_empty(query.shape)
     dk = key.new_empty(key.shape)
     dv = value.new_empty(value.shape)
-    daL, dcL, delta_r = torch.empty_like(blocks[0]), torch.empty_like(stats[0]), torch.empty_like(stats[0])
+    daL = torch.empty_like(blocks[0])
     dy = torch.empty_like(y)
     # A row tile of dy is read last by the program that writes the same rows of daR.
     daR = dy if dy.shape == daL.shape else torch.empty_like(daL)
-    dcR = torch.empty_like(stats[0])
+    dcL, delta_r, dcR = (torch.empty_like(stats[0]) for _ in range(3))
     exact_arguments: dict[str, Any] = {}
     if exact is not None:
         out_exact = out if exact.whole_rows else out_exact

@@ -18,7 +18,6 @@ import torch
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
-from vmonarch.kernels.flash_entropy.segments import Segment
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.two_resolution import op
 from vmonarch.kernels.two_resolution.kernels import Written
@@ -146,9 +145,6 @@ class LastValues:
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, call: MonarchCall) -> None:
         self.key, self.value, self.call = key, value, call
-        b = call.places.positions
-        frames = [(l * b, (l + 1) * b) for l in range(call.places.blocks)]
-        self.segments = tuple(Segment(*frame, (frame,)) for frame in frames)
 
     def _tokens(self, blocks: torch.Tensor) -> torch.Tensor:
         """[B·H·m, b, D] as [B, S, H, D]."""
@@ -158,7 +154,7 @@ class LastValues:
     def forward(self, z: torch.Tensor, *, y: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Write y, and the log-partitions if there is memory for them."""
         _, found, _ = flash_forward(
-            self._tokens(z), self.key, self.value, self.segments, scale=self.call.scale, entropy=False,
+            self._tokens(z), self.key, self.value, self.call.own_blocks, scale=self.call.scale, entropy=False,
             out=self._tokens(y),
         )  # fmt: skip
         if lse is not None:
@@ -180,7 +176,7 @@ class LastValues:
         """Write dk, dv, daR and dcR. daR may take the memory of dy."""
         dz, _, _ = flash_backward(
             self._tokens(dy), None, None, self._tokens(z), self.key, self.value, self._tokens(y),
-            lse.view(len(self.key), -1, self.key.shape[1]), None, self.segments, scale=self.call.scale,
+            lse.view(len(self.key), -1, self.key.shape[1]), None, self.call.own_blocks, scale=self.call.scale,
             dk=dk.zero_(), dv=dv.zero_(),
         )  # fmt: skip
         self._tokens(daR).copy_(dz)

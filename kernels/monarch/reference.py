@@ -72,12 +72,11 @@ def r_step_in_two_resolutions(
     # [B, H, m, b, …] -> [B·m, b, H, …]: a frame is a sample.
     queries, keys, values = (x.permute(0, 2, 3, 1, 4).flatten(0, 1) for x in (z, key, value))
     chosen = chosen_tiles(queries, keys, tiling, two, scale=1.0)
-    if not options.last_l_update:
-        y, _ = two_resolution_attention_reference(queries, keys, values, tiling, chosen, rest=True, scale=1.0)
-        return None, None, y.unflatten(0, (B, m)).permute(0, 3, 1, 2, 4)
-    both = torch.cat([keys, values], -1)
-    out, lse = two_resolution_attention_reference(queries, keys, both, tiling, chosen, rest=True, scale=1.0)
+    summed = torch.cat([keys, values], -1) if options.last_l_update else values
+    out, lse = two_resolution_attention_reference(queries, keys, summed, tiling, chosen, rest=True, scale=1.0)
     out = out.unflatten(0, (B, m)).permute(0, 3, 1, 2, 4)
+    if not options.last_l_update:
+        return None, None, out
     lse = lse.unflatten(0, (B, m)).transpose(1, 2)
     aL, y = out[..., :D], out[..., D:]
     cL = (z * aL).sum(-1) - lse
@@ -369,16 +368,15 @@ def monarch_attention_reference(
         )
         z = z.unflatten(0, (B, H)).transpose(2, 3)
 
-    new_aL: torch.Tensor | None
-    new_cL: torch.Tensor | None
-    y: torch.Tensor | None
+    last: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
     if options.r_share < 1:
         assert grid is not None
-        new_aL, new_cL, y = r_step_in_two_resolutions(z, k, v, grid, options, entropy_grad)
+        last = r_step_in_two_resolutions(z, k, v, grid, options, entropy_grad)
     elif options.last_l_update:
-        new_aL, new_cL, y = r_step(z, k, key_bias, v, entropy_grad)
+        last = r_step(z, k, key_bias, v, entropy_grad)
     else:
-        new_aL, new_cL, y = None, None, values_of(z, k, v)
+        last = None, None, values_of(z, k, v)
+    new_aL, new_cL, y = last
     assert y is not None
     if new_aL is not None and new_cL is not None:
         aL, cL = position_major(new_aL), position_major(new_cL)

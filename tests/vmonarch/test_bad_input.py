@@ -109,10 +109,11 @@ OPTIONS = {
         {"row_share": 0.5, "exact": None}, ValueError, "row_share must be 1 where exact has no rows"),
     "r_share-large": ({"r_share": 1.5}, ValueError, "r_share must be above 0 and at most 1, got 1.5"),
     "r_share-with-tiles": (
-        {"r_share": 0.5, "tiles": (2, 1)}, ValueError, "r_share must be 1.0 where a block is not one whole"),
+        {"r_share": 0.5, "tiles": (2, 1)}, ValueError, "r_share must be 1 where a block is not one whole frame"),
     "last_l_update-number": ({"last_l_update": 0}, TypeError, "last_l_update must be"),
     "last_l_update-with-tiles": (
-        {"last_l_update": False, "tiles": (2, 1)}, ValueError, "last_l_update must be True where a block is not one"),
+        {"last_l_update": False, "tiles": (2, 1)}, ValueError,
+        "last_l_update must be True where a block is not one whole frame, got False"),
     "last_l_update-in-one-iteration": (
         {"last_l_update": False, "num_iterations": 1}, ValueError, "last_l_update must be True with num_iterations=1"),
     "min_mass-negative": ({"min_mass": -0.1}, ValueError, "min_mass must be finite and at least 0"),
