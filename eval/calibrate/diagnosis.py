@@ -12,7 +12,8 @@ output v, and g = ∂⟨u, v⟩/∂o at a head's output o, the error δ of a can
 order, and E ⟨g, δ⟩² = ‖J δ‖², the square of what it changes in v: for all layers, heads and candidates from one
 backward pass (Hutchinson's estimator). First order is far off where errors grow, tenfold and more in first layers. So
 the call is also computed with one candidate in one layer after the other; to what all heads of a layer change in v by
-that, the first-order squares of the layer are scaled.
+that, the first-order squares of the layer are scaled. Deep models do so in `replaced_layers` alone; layers between them
+are scaled by what these tell.
 
 Shapes: B batch, S = T·H·W tokens, H heads, D head dim; statistics are [steps, layers, heads].
 """
@@ -25,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from vmonarch.configs import InputError
@@ -40,6 +42,8 @@ from vmonarch.video_processor import VideoAttentionProcessor
 FORMAT = "vmonarch-diagnosis-1"
 # Columns of values that the kernels take at once.
 _COLUMNS = 128
+# Up to this number of layers, a watched call has the reference in each of them.
+_REPLACED = 8
 
 
 def distribution(
@@ -103,8 +107,8 @@ class Totals:
         squares, kl: by candidate: squares of the difference to the exact output; KL(Monarch row ‖ softmax row) in nats.
         output: by candidate: ⟨g, δ⟩², whose mean is, to first order, the square of the change in the model's output; of
             watched calls.
-        velocity, change: of the same calls: squares of the model's output, and of its change when all heads of the
-            layer are those of the recorder's reference.
+        velocity, change: of the same calls: squares of the model's output, and, in `replaced_layers`, of its change when
+            all heads of the layer are those of the recorder's reference.
     """
 
     rows: int
@@ -188,11 +192,13 @@ class Watch:
     Args:
         step: of the call that is to be computed again; None if it is not.
         velocity: squares of that call's output, while it is computed again; None otherwise.
+        inputs: query, key and value of the layer whose gradient is computed, by its number.
         replaced: the layer that has the reference, while there is one.
     """
 
     step: int | None = None
     velocity: float | None = None
+    inputs: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     replaced: int | None = None
 
 
@@ -240,13 +246,21 @@ class Recorder:
             self.totals[place] = totals
 
 
+def replaced_layers(layers: int) -> tuple[int, ...]:
+    """Layers in which a watched call has the reference, one after the other: up to eight all of them, of more the first
+    ones, then every second power, and the last: errors grow in first layers most."""
+    if layers <= _REPLACED:
+        return tuple(range(layers))
+    powers = [1 << n for n in range(layers.bit_length()) if 1 << n < layers - 1]
+    return (0, *powers, layers - 1)
+
+
 @contextmanager
 def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
     """Within it, a recorded call of a transformer is computed again: with gradients, to be measured then, and once for
-    every layer, with the reference in that layer.
+    each of `replaced_layers`, with the reference in that layer.
 
-    Blocks are checkpointed, so that no more than one keeps what its backward needs; queries, keys and values of all
-    layers are kept.
+    Blocks are checkpointed, so that no more than one keeps what its backward needs.
 
     Raises:
         InputError: in the block: a transformer cannot be differentiated, or not in this memory.
@@ -261,12 +275,11 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
         watch.velocity = velocity.square().sum().item()
         try:
             _differentiate(module, args, kwargs, generator)
-            places = [place for place in recorder.totals if place[:2] == (component, step)]
-            for place in places:
-                watch.replaced = place[2]
+            layers = sum(place[:2] == (component, step) for place in recorder.totals)
+            for watch.replaced in replaced_layers(layers):
                 with torch.no_grad():
                     changed = module(*args, **kwargs)[0].double() - velocity
-                recorder.totals[place].change += changed.square().sum().item()
+                recorder.totals[component, step, watch.replaced].change += changed.square().sum().item()
         finally:
             watch.step = watch.velocity = watch.replaced = None
 
@@ -361,18 +374,21 @@ class DiagnosisProcessor(VideoAttentionProcessor):
         """Full attention that is measured once the gradient of its output is known."""
         recorder, context, watch = self.recorder, self._context, self.recorder.watch
         assert context is not None and watch is not None and watch.step is not None and watch.velocity is not None
-        component, step, velocity = context.component, watch.step, watch.velocity
-
-        def hook(gradient: torch.Tensor) -> None:
-            inputs = query.detach(), key.detach(), value.detach()
-            totals = measure(*inputs, grid, recorder.candidates, gradient)[1]
-            totals.velocity = velocity
-            recorder.add(component, step, self._layer, totals)
-
+        component, step, velocity, inputs = context.component, watch.step, watch.velocity, watch.inputs
         out: torch.Tensor = flash_entropy_attention(query, key, value)[0]
         if not out.requires_grad:
             # Of the first layer, before which nothing is differentiated.
             out.requires_grad_()
+        if torch._C._current_graph_task_id() != -1:
+            # The block is computed again in backward, because it is checkpointed; the gradient comes next.
+            inputs[self._layer] = query.detach(), key.detach(), value.detach()
+            return out
+
+        def hook(gradient: torch.Tensor) -> None:
+            totals = measure(*inputs.pop(self._layer), grid, recorder.candidates, gradient)[1]
+            totals.velocity = velocity
+            recorder.add(component, step, self._layer, totals)
+
         out.register_hook(hook)
         return out
 
@@ -469,10 +485,14 @@ def _stacked(
 def _output_errors(found: list[list[Totals]], reference: str) -> dict[str, torch.Tensor]:
     """[steps, layers, heads] by candidate: first order, scaled to what the reference changes in every layer."""
     first = {name: _stacked(found, "output", name, over="velocity") for name in found[0][0].output}
-    change = torch.tensor([[t.change / t.velocity for t in row] for row in found], dtype=torch.float64)
+    layers = len(found[0])
+    known = list(replaced_layers(layers))
+    change = torch.tensor([[row[i].change / row[i].velocity for i in known] for row in found], dtype=torch.float64)
+    expected = first[reference].sum(-1)[:, known]
     # A layer in which the reference is exact has nothing to scale to.
-    expected = first[reference].sum(-1)
-    scale = torch.where(expected > 0, change / expected.clamp(min=1e-300), 1.0)
+    log_scale = torch.where((change > 0) & (expected > 0), (change / expected).log(), 0.0)
+    every = [np.interp(np.log1p(range(layers)), np.log1p(known), row) for row in log_scale.numpy()]
+    scale = torch.from_numpy(np.exp(every))
     return {name: scale[..., None] * values for name, values in first.items()}
 
 

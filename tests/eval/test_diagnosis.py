@@ -14,10 +14,12 @@ from vmonarch.eval.calibrate import diagnosis
 from vmonarch.eval.calibrate.diagnosis import (
     DiagnosisProcessor,
     Recorder,
+    Totals,
     attention_map,
     distribution,
     document,
     measure,
+    replaced_layers,
     watched,
 )
 from vmonarch.eval.calibrate.planning import over_steps, plan_within_error, plan_within_work
@@ -205,6 +207,29 @@ def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny
             wanted = scale * slope**2
             assert found[name]["output_error"][0][layer][head] == pytest.approx(wanted, rel=0.05), (name, layer, head)
         assert scale != pytest.approx(1 / velocity.square().sum().item(), rel=0.01)
+
+
+def test_layers_of_deep_models_are_scaled_by_their_neighbours():
+    """First order is off by a factor that falls as a power of the layer: what is measured in some layers tells it of all."""
+    layers, heads = 40, 2
+    known = replaced_layers(layers)
+    factor = [16.0 / (1 + layer) ** 1.5 for layer in range(layers)]
+    slopes = [torch.tensor([1.0, 2.0], dtype=torch.float64) * (1 + layer % 3) for layer in range(layers)]
+    rows = [
+        Totals(
+            rows=1, energy=torch.ones(heads), entropy=torch.zeros(heads), first=torch.zeros(heads),
+            own=torch.zeros(heads), distance=torch.zeros(heads, 4), squares={}, kl={},
+            output={"default": slopes[layer], "half": slopes[layer] / 2}, velocity=5.0,
+            change=factor[layer] * slopes[layer].sum().item() if layer in known else 0.0,
+        )
+        for layer in range(layers)
+    ]  # fmt: skip
+    found = diagnosis._output_errors([rows], "default")
+    assert len(known) == 8 and known[:3] == (0, 1, 2) and known[-1] == layers - 1
+    assert replaced_layers(8) == tuple(range(8)) and replaced_layers(9) == (0, 1, 2, 4, 8)
+    wanted = torch.stack(slopes) * torch.tensor(factor, dtype=torch.float64)[:, None] / 5
+    torch.testing.assert_close(found["default"][0], wanted)
+    torch.testing.assert_close(found["half"][0], wanted / 2)
 
 
 def test_both_transformers_are_recorded_where_they_run(tiny):
