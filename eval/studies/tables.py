@@ -203,6 +203,7 @@ TABLES = {
             *("embedded-refresh-plans", "embedded-schedules"),
         )
     },
+    **{name: _ablation("eval-two-resolution", name) for name in ("proxy-two-resolution", "proxy-mixed-plans")},
     "residual-sharing": Table(residual_sharing.study_table, "residual-sharing"),
 }
 
