@@ -107,8 +107,8 @@ class Totals:
         squares, kl: by candidate: squares of the difference to the exact output; KL(Monarch row ‖ softmax row) in nats.
         output: by candidate: ⟨g, δ⟩², whose mean is, to first order, the square of the change in the model's output; of
             watched calls.
-        velocity, change: of the same calls: squares of the model's output, and, in `replaced_layers`, of its change when
-            all heads of the layer are those of the recorder's reference.
+        velocity, change: of the same calls: squares of the model's output, and, in `replaced_layers`, of its change
+            when all heads of the layer are those of the recorder's reference.
     """
 
     rows: int
@@ -198,7 +198,7 @@ class Watch:
 
     step: int | None = None
     velocity: float | None = None
-    inputs: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    inputs: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     replaced: int | None = None
 
 
@@ -276,10 +276,11 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
         try:
             _differentiate(module, args, kwargs, generator)
             layers = sum(place[:2] == (component, step) for place in recorder.totals)
-            for watch.replaced in replaced_layers(layers):
+            for layer in replaced_layers(layers):
+                watch.replaced = layer
                 with torch.no_grad():
                     changed = module(*args, **kwargs)[0].double() - velocity
-                recorder.totals[component, step, watch.replaced].change += changed.square().sum().item()
+                recorder.totals[component, step, layer].change += changed.square().sum().item()
         finally:
             watch.step = watch.velocity = watch.replaced = None
 
@@ -385,7 +386,8 @@ class DiagnosisProcessor(VideoAttentionProcessor):
             return out
 
         def hook(gradient: torch.Tensor) -> None:
-            totals = measure(*inputs.pop(self._layer), grid, recorder.candidates, gradient)[1]
+            q, k, v = inputs.pop(self._layer)
+            totals = measure(q, k, v, grid, recorder.candidates, gradient)[1]
             totals.velocity = velocity
             recorder.add(component, step, self._layer, totals)
 

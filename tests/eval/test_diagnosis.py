@@ -210,7 +210,7 @@ def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny
 
 
 def test_layers_of_deep_models_are_scaled_by_their_neighbours():
-    """First order is off by a factor that falls as a power of the layer: what is measured in some layers tells it of all."""
+    """First order is off by a factor that is a power of the layer: what some layers tell is enough for all."""
     layers, heads = 40, 2
     known = replaced_layers(layers)
     factor = [16.0 / (1 + layer) ** 1.5 for layer in range(layers)]
