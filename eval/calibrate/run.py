@@ -127,7 +127,7 @@ class CalibrateConfig(SamplingConfig):
         maps: "layer:head" of attention maps to keep; none for the first, the middle and the last layer's first head.
         budget, flops, time, measure, limit: see `Budget`.
         sensitivity: also measure what a head's errors change in the model's output: recorded calls are computed again,
-            once with gradients and once for every layer.
+            once with gradients and once for each of up to eight layers.
     """
 
     output_dir: str = "outputs/calibrate"

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="sensitivity",
         action="store_const",
         const=False,
-        help="leave out what errors change in the model's output, which takes gradients and a call per layer",
+        help="leave out what errors change in the model's output, which takes gradients and up to eight calls",
     )
     parser.add_argument(
         "--diagnosis",
