@@ -42,7 +42,7 @@ from vmonarch.video_processor import VideoAttentionProcessor
 FORMAT = "vmonarch-diagnosis-1"
 # Columns of values that the kernels take at once.
 _COLUMNS = 128
-# Up to this number of layers, a watched call has the reference in each of them.
+# In how many layers a watched call has the reference at most.
 _REPLACED = 8
 
 
@@ -247,11 +247,13 @@ class Recorder:
 
 
 def replaced_layers(layers: int) -> tuple[int, ...]:
-    """Layers in which a watched call has the reference, one after the other: up to eight all of them, of more the first
-    ones, then every second power, and the last: errors grow in first layers most."""
+    """Layers in which a watched call has the reference, one after the other, at most `_REPLACED`.
+
+    Errors grow most in first layers: where there are too many, these are the first layer, powers of two and the last.
+    """
     if layers <= _REPLACED:
         return tuple(range(layers))
-    powers = [1 << n for n in range(layers.bit_length()) if 1 << n < layers - 1]
+    powers = [1 << n for n in range(_REPLACED - 2) if 1 << n < layers - 1]
     return (0, *powers, layers - 1)
 
 

@@ -227,6 +227,7 @@ def test_layers_of_deep_models_are_scaled_by_their_neighbours():
     found = diagnosis._output_errors([rows], "default")
     assert len(known) == 8 and known[:3] == (0, 1, 2) and known[-1] == layers - 1
     assert replaced_layers(8) == tuple(range(8)) and replaced_layers(9) == (0, 1, 2, 4, 8)
+    assert len(replaced_layers(100)) == 8
     wanted = torch.stack(slopes) * torch.tensor(factor, dtype=torch.float64)[:, None] / 5
     torch.testing.assert_close(found["default"][0], wanted)
     torch.testing.assert_close(found["half"][0], wanted / 2)
