@@ -157,7 +157,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         """One call for all heads of a method."""
         assert self.plan is not None
         groups = self._groups if heads is None else heads_by_method(self._methods[heads.start : heads.stop])
-        outs: dict[int, torch.Tensor] = {}
+        outs = []
         for name, own in groups.items():
             q, k, v = (_some_heads(x, own) for x in (query, key, value))
             options = self.plan.methods[name]
@@ -167,8 +167,29 @@ class VMonarchProcessor(VideoAttentionProcessor):
                 out = method_attention(q, k, v, options, grid=grid, implementation=self.implementation)
             if len(groups) == 1:
                 return out
-            outs |= zip(own, out.split(1, 2), strict=True)
-        return torch.cat([outs[head] for head in range(len(outs))], 2)
+            outs.append(out)
+        parts: dict[int, torch.Tensor] = {}
+        for own, out in zip(groups.values(), _wide(*outs), strict=True):
+            parts |= zip(own, out.split(1, 2), strict=True)
+        return _side_by_side([parts[head] for head in range(len(parts))], query.dtype)
+
+
+def _side_by_side(heads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Heads [B, S, 1, D], which may be `_wide`, as [B, S, H, D]."""
+    joined = torch.cat(heads, 2)
+    return joined if joined.dtype == dtype else joined.view(dtype)
+
+
+def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same memory as numbers of 16 bytes, if all allow it: torch copies single heads of these at full bandwidth."""
+    if torch.compiler.is_compiling() or learns(*tensors):
+        # Compiled copies are fast as they are, and a view of other numbers has no gradient.
+        return tensors
+    for x in tensors:
+        places = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+        if x.stride(-1) != 1 or any(place * x.itemsize % 16 for place in places):
+            return tensors
+    return tuple(x.view(torch.complex128) for x in tensors)
 
 
 def _some_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
@@ -181,8 +202,8 @@ def _some_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
         return x[:, :, places.start : places.stop : step]
     # The gradient of a slice is as large as all heads. And an index would be copied from the CPU, which no CUDA graph
     # can record.
-    parts = x.split(1, 2)
-    return torch.cat([parts[head] for head in heads], 2)
+    parts = _wide(x)[0].split(1, 2)
+    return _side_by_side([parts[head] for head in heads], x.dtype)
 
 
 class FlashBiasProcessor(VideoAttentionProcessor):

@@ -62,9 +62,8 @@ def watched_stages(watch: Callable[[StageCall], Any]) -> Iterator[None]:
         "backward": functools.partial(numbered, "R backward"),
     }
     methods: dict[str, dict[str, Callable[[], str]]] = {
-        "RStep": {"pool": lambda: "pool", **of_r},
+        "RStep": {"pool": lambda: "pool", **of_r, "values_backward": of_r["backward"]},
         "LastRStep": of_r,
-        "LastValues": of_r,
         "LStep": {
             "centroids": functools.partial(numbered, "L"),
             "output": functools.partial(numbered, "L"),

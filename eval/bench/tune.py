@@ -139,6 +139,7 @@ _L_BACKWARD = tuple(Workload(f"{frames}x28x52", training=True) for frames in (16
 _MANY_BLOCKS = (Workload("43x28x52", (("tiles", (2, 2)),)),)
 _MANY_BLOCKS_BACKWARD = (Workload("43x28x52", (("tiles", (2, 2)),), training=True),)
 _TILES = {"BLOCK_M": (64, 128), "BLOCK_N": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
+_VALUES = (Workload("43x28x52", (("last_l_update", False),)),)
 _COARSE = (Workload("43x28x52", (("coarse", 2),)),)
 _HOPPER = {"BLOCK_N": (64, 128), "Q_STAGES": (1, 2, 3), "STAGES": (2, 3, 4, 5)}
 # The results of an R-step leave through the place of z, which is given back a tile later.
@@ -158,6 +159,7 @@ SWEEPS: dict[str, Sweep] = {
     "hopper_r_step_last": Sweep(r"R\d+", "y", _FORWARD, (_HOPPER_R,), hopper=True),
     "hopper_r_step": Sweep(r"R\d+", "not y", _FORWARD, (_HOPPER_R,), hopper=True),
     "hopper_r_step_pooled": Sweep(r"R\d+", "not y", _COARSE, (_HOPPER_R,), hopper=True),
+    "hopper_r_step_values": Sweep(r"R\d+", "not aL", _VALUES, (_HOPPER_R,), hopper=True),
     "hopper_flash": Sweep("exact", None, _FLASH_FORWARD, (_HOPPER,), hopper=True),
     "r_step_last": Sweep(r"R\d+", "y", _FORWARD, (_TILES,)),
     "r_step": Sweep(r"R\d+", "not y", _FORWARD, (_TILES,)),

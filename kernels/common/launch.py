@@ -47,7 +47,8 @@ _SUPPORTED_BY: Mapping[str, Mapping[str, Sequence[int]]] = {
     **dict.fromkeys(("hopper_flash", "hopper_two_resolution", "hopper_two_resolution_r"), {"BLOCK_N": (64, 128)}),
     # The results of an R-step leave through the place of z, which is given back a tile later: one place never is.
     **dict.fromkeys(
-        ("hopper_r_step", "hopper_r_step_pooled", "hopper_r_step_last"), {"BLOCK_N": (64, 128), "Q_STAGES": range(2, 5)}
+        ("hopper_r_step", "hopper_r_step_pooled", "hopper_r_step_last", "hopper_r_step_values"),
+        {"BLOCK_N": (64, 128), "Q_STAGES": range(2, 5)},
     ),
     # With eight warps, Triton 3.6 reads beyond the memory of narrow products; see `taylor/op.py`.
     "taylor": {"num_warps": (4,)},

@@ -1,5 +1,7 @@
 """The R-step on Hopper (`kernels/monarch/r_step.py` is the portable form): aL, cL and, in the last iteration, y.
 
+A last iteration that does not update L has y alone.
+
 Legend: B batch, S tokens, H heads, D head dim, m blocks, b positions per block, c keys of a block.
 """
 
@@ -100,10 +102,19 @@ def _give_back(z_empty, t, Q_STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _store_rows(desc, x, place, group, row):
+    """Start the copy of rows x [64, D] of a block, by way of their place in shared memory."""
+    place.store(x)
+    fence_async_shared()
+    async_store(desc, [0, group, row, 0], reinterpret(place, x.dtype, desc.block_type.shape, desc.layout))
+
+
+@gluon.jit
 def _attend(
     half: gl.constexpr, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
-    LAST: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr, BIASED: gl.constexpr, STORE_LSE: gl.constexpr,
-    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
+    SUM_K: gl.constexpr, LAST: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr, BIASED: gl.constexpr,
+    STORE_LSE: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
     """Consumer: one warpgroup, rows 64·half and on of every tile."""
     z_bufs, k_bufs, v_bufs, z_full, z_empty, lead, full, empty = buffers
@@ -128,39 +139,36 @@ def _attend(
             mbarrier.wait(lead.index(turn), t // Q_STAGES & 1)
         if row < positions:
             z = z_bufs.index(2 * turn + half)
-            acc_k = gl.zeros([_HALF, D], gl.float32, layout)
-            acc_v = gl.zeros([_HALF, D], gl.float32, layout) if LAST else acc_k
+            zeros = gl.zeros([_HALF, D], gl.float32, layout)
+            acc_k, acc_v = zeros, zeros
             row_max = gl.full([_HALF], -float("inf"), gl.float32, stats)
             row_sum = gl.zeros([_HALF], gl.float32, stats)
             acc_k, acc_v, row_max, row_sum, _, n = attend_keys(
                 acc_k, acc_v, row_max, row_sum, row_sum, z, k_bufs, v_bufs, full, empty, full, empty,
                 lead.index(turn), half == 0, n, start, stop, (bias_ptr, block * keys), None, 0, log2_scale,
-                True, LAST, BIASED, False, False, False, False, False, STAGES, BLOCK_N, BLOCK_TAIL,
+                SUM_K, LAST, BIASED, False, False, False, False, False, STAGES, BLOCK_N, BLOCK_TAIL,
             )  # fmt: skip
             row_max = gl.convert_layout(row_max, rows)
             row_sum = gl.convert_layout(row_sum, rows)
             inverse = 1.0 / gl.where(row_sum == 0, 1.0, row_sum)
             lse = log2_partition(row_max, row_sum) * 0.6931471805599453 + log_keys
-            aL = (acc_k * inverse[:, None]).to(dtype)
-            # The entropy is free (docs/attention.md, "The entropy"), here with the rounded aL.
-            cL = scale * gl.sum(z.load(layout).to(gl.float32) * aL.to(gl.float32), 1) - lse
             j = row + gl.arange(0, _HALF, rows)
             at = group.to(gl.int64) * positions + j
-            gl.store(cL_ptr + at, cL, mask=j < positions)
+            if SUM_K:
+                aL = (acc_k * inverse[:, None]).to(dtype)
+                # The entropy is free (docs/attention.md, "The entropy"), here with the rounded aL.
+                cL = scale * gl.sum(z.load(layout).to(gl.float32) * aL.to(gl.float32), 1) - lse
+                gl.store(cL_ptr + at, cL, mask=j < positions)
             if STORE_LSE:
                 gl.store(lse_ptr + at, lse, mask=j < positions)
             _give_back(z_empty, t, Q_STAGES)
             # The rows of z have been read: their place takes the results on the way out.
-            out: gl.constexpr = aL_desc.block_type.shape
-            staged = reinterpret(z, dtype, out, aL_desc.layout)
-            z.store(aL)
-            fence_async_shared()
-            async_store(aL_desc, [0, group, row, 0], staged)
+            if SUM_K:
+                _store_rows(aL_desc, aL, z, group, row)
             if LAST:
-                tma.store_wait(0)
-                z.store((acc_v * inverse[:, None]).to(dtype))
-                fence_async_shared()
-                async_store(y_desc, [0, group, row, 0], staged)
+                if SUM_K:
+                    tma.store_wait(0)
+                _store_rows(y_desc, (acc_v * inverse[:, None]).to(dtype), z, group, row)
         else:
             n = skip_keys(full, empty, full, empty, n, start, stop, False, STAGES, BLOCK_N)
             _give_back(z_empty, t, Q_STAGES)
@@ -173,11 +181,11 @@ def _attend(
 def _hopper_r_step_kernel(
     z_desc, k_desc, v_desc, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr,
     order_ptr, row_tiles, heads, tokens, blocks, positions, keys, offset, log_keys, scale, log2_scale,
-    LAST: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr, BIASED: gl.constexpr,
-    STORE_LSE: gl.constexpr,
-    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_TAIL: gl.constexpr,
+    SUM_K: gl.constexpr, LAST: gl.constexpr, Z_IS_QUERY: gl.constexpr, KEYS_ARE_BLOCKS: gl.constexpr,
+    BIASED: gl.constexpr, STORE_LSE: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_TAIL: gl.constexpr,
 ):  # fmt: skip
-    """aL, cL and, in the last iteration, y of all blocks; a program takes one tile of rows after the other."""
+    """aL and cL (SUM_K) and y (LAST) of all blocks; a program takes one tile of rows after the other."""
     buffers = allocate_tiles(k_desc.dtype, k_desc.block_type.shape[3], LAST, Q_STAGES, STAGES, BLOCK_N)
     numbers = (order_ptr, row_tiles, heads, tokens, blocks, positions, keys, offset)
     scales = (log_keys, scale, log2_scale)
@@ -189,11 +197,11 @@ def _hopper_r_step_kernel(
             )),
             (_attend, (
                 0, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
-                LAST, KEYS_ARE_BLOCKS, BIASED, STORE_LSE, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
+                SUM_K, LAST, KEYS_ARE_BLOCKS, BIASED, STORE_LSE, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
             )),
             (_attend, (
                 1, aL_desc, y_desc, counts_ptr, bias_ptr, cL_ptr, lse_ptr, buffers, numbers, scales,
-                LAST, KEYS_ARE_BLOCKS, BIASED, STORE_LSE, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
+                SUM_K, LAST, KEYS_ARE_BLOCKS, BIASED, STORE_LSE, Q_STAGES, STAGES, BLOCK_N, BLOCK_TAIL,
             )),
         ],
         [4, 4],
@@ -206,8 +214,8 @@ def r_step(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    aL: torch.Tensor,
-    cL: torch.Tensor,
+    aL: torch.Tensor | None,
+    cL: torch.Tensor | None,
     y: torch.Tensor | None,
     lse: torch.Tensor | None,
     counts: torch.Tensor | None,
@@ -225,22 +233,25 @@ def r_step(
         key: [B, S, H, D] or [B·H·m, c, D], pooled or packed. value: like `key` if `y` is given, else not read.
         counts: [m], how many of the c keys count, from the first on; None for all.
         bias: [m, c], log2 of the number of keys that each key stands for; None if it is `keys_per_key` for each.
-        aL, y: [B·H·m, b, D]. cL, lse: [B·H·m, b].
+        aL, y: [B·H·m, b, D], at least one of them. cL, lse: [B·H·m, b], cL beside aL.
     """
     block_n = options["BLOCK_N"]
     blocks_of_keys = key.ndim == 3
     keys = key.shape[1] if blocks_of_keys else places.positions
     row_tiles = triton.cdiv(places.positions, BLOCK_M)
     half_tiles = 0 < places.positions % BLOCK_M <= HALF
-    order = even_order(row_tiles, aL.shape[0], half_tiles, processors(key.device), key.device)
+    written = aL if aL is not None else y
+    assert written is not None
+    groups = written.shape[0]
+    order = even_order(row_tiles, groups, half_tiles, processors(key.device), key.device)
     ragged = counts is not None or (not blocks_of_keys and places.positions * places.blocks != places.tokens)
-    _hopper_r_step_kernel[(min(row_tiles * aL.shape[0], processors(key.device)),)](
+    _hopper_r_step_kernel[(min(row_tiles * groups, processors(key.device)),)](
         rows_descriptor(z, HALF), rows_descriptor(key, block_n), None if y is None else rows_descriptor(value, block_n),
-        rows_descriptor(aL, HALF), None if y is None else rows_descriptor(y, HALF), counts,
-        cL if bias is None else bias, cL, cL if lse is None else lse,
+        None if aL is None else rows_descriptor(aL, HALF), None if y is None else rows_descriptor(y, HALF), counts,
+        bias, cL, lse,
         order, row_tiles, heads, places.tokens, places.blocks, places.positions, keys, places.offset,
         math.log(keys_per_key), scale, log2_scale_of(scale),
-        LAST=y is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=blocks_of_keys, BIASED=bias is not None,
-        STORE_LSE=lse is not None, **options, BLOCK_TAIL=0 if ragged else tail_of(keys, block_n),
-        num_warps=4, maxnreg=168,
+        SUM_K=aL is not None, LAST=y is not None, Z_IS_QUERY=z.ndim == 4, KEYS_ARE_BLOCKS=blocks_of_keys,
+        BIASED=bias is not None, STORE_LSE=lse is not None, **options,
+        BLOCK_TAIL=0 if ragged else tail_of(keys, block_n), num_warps=4, maxnreg=168,
     )  # fmt: skip

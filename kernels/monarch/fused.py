@@ -19,7 +19,7 @@ from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.l_step import LStep
-from vmonarch.kernels.monarch.last_r_step import LastRStep, LastValues
+from vmonarch.kernels.monarch.last_r_step import LastRStep
 from vmonarch.kernels.monarch.r_step import RStep
 from vmonarch.kernels.monarch.rows import Rows
 from vmonarch.two_resolution_options import row_options
@@ -167,10 +167,8 @@ def forward(
     sums = dict(aL=aL, cL=cL) if call.options.last_l_update else {}
     if call.options.r_share < 1:
         LastRStep(key, value, call).forward(z, y=y, lse=last_lse, **sums)
-    elif not call.options.last_l_update:
-        LastValues(key, value, call).forward(z, y=y, lse=last_lse)
     else:
-        r.forward(z, None, aL=aL, cL=cL, y=y, lse=last_lse)
+        r.forward(z, None, y=y, lse=last_lse, **sums)
     l.output(aL, cL, y, out=out, lse=lse, lse_exact=lse_exact, out_exact=out_exact)
     if save and lse_exact is not None:
         saved[5] = lse_exact
@@ -247,7 +245,7 @@ def backward(
             of_sums = dict(of_sums, aL=buffers.aL[i]) if i < call.l_updates else {}
             LastRStep(key, value, call).backward(z, y=y, dy=dy, dq=dq, **of_sums, **common)
         elif i == call.l_updates:
-            LastValues(key, value, call).backward(z, y=y, dy=dy, **common)
+            r.values_backward(z, y=y, dy=dy, **common)
         else:
             of_values = dy if last else None
             r.backward(

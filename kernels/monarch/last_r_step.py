@@ -1,8 +1,6 @@
-"""Other forms of the last R-step, with kernels: in two resolutions, and for the values alone.
+"""The last R-step in two resolutions, with kernels (`VMonarchOptions.r_share`, `reference.r_step_in_two_resolutions`).
 
-`LastRStep` is `VMonarchOptions.r_share` and `reference.r_step_in_two_resolutions`, `LastValues` is `last_l_update` and
-`reference.values_of`. Every block is a frame. For attention in two resolutions every frame of a sample is a sample of
-its own; the values alone are attention inside frames, which the flash kernels compute.
+Every block is a frame, and every frame of a sample is a sample of its own for attention in two resolutions.
 
 Shapes: B batch, S tokens, H heads, D head dim, E value dim, m blocks, b positions per block; block tensors are
 [B·H·m, b, D], row statistics [B·H·m, b].
@@ -16,9 +14,8 @@ from typing import NamedTuple
 import torch
 
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.flash_entropy.backward import flash_backward
-from vmonarch.kernels.flash_entropy.forward import flash_forward
 from vmonarch.kernels.monarch.call import MonarchCall
+from vmonarch.kernels.monarch.r_step import gradient_of_cR
 from vmonarch.kernels.two_resolution import op
 from vmonarch.kernels.two_resolution.kernels import Written
 from vmonarch.kernels.two_resolution.selection import exact_tiles
@@ -128,56 +125,4 @@ class LastRStep:
                 # daR may take the memory of dy, of which this sample's rows have been read.
                 self._frames(daR, i).copy_(dz_i)
         if cR is not None:
-            _gradient_of_cR(z, cR, daR, dcR, self.call)
-
-
-def _gradient_of_cR(z: torch.Tensor, cR: torch.Tensor, daR: torch.Tensor, dcR: torch.Tensor, call: MonarchCall) -> None:
-    """Write dcR of z = αR / max(cR, min_mass)."""
-    dcR.copy_(torch.where(cR >= call.min_mass, -(daR.float() * z.float()).sum(-1), 0.0))
-
-
-class LastValues:
-    """The last R-step of a call that does not update L.
-
-    Args:
-        key: [B, S, H, D]. value: [B, S, H, E].
-    """
-
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, call: MonarchCall) -> None:
-        self.key, self.value, self.call = key, value, call
-
-    def _tokens(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[B·H·m, b, D] as [B, S, H, D]."""
-        B, S, H, _ = self.key.shape
-        return blocks.view(B, H, S, -1).transpose(1, 2)
-
-    def forward(self, z: torch.Tensor, *, y: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Write y, and the log-partitions if there is memory for them."""
-        _, found, _ = flash_forward(
-            self._tokens(z), self.key, self.value, self.call.own_blocks, scale=self.call.scale, entropy=False,
-            out=self._tokens(y),
-        )  # fmt: skip
-        if lse is not None:
-            lse.copy_(found.view_as(lse))
-
-    def backward(
-        self,
-        z: torch.Tensor,
-        *,
-        y: torch.Tensor,
-        lse: torch.Tensor,
-        dy: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        cR: torch.Tensor,
-        daR: torch.Tensor,
-        dcR: torch.Tensor,
-    ) -> None:
-        """Write dk, dv, daR and dcR. daR may take the memory of dy."""
-        dz, _, _ = flash_backward(
-            self._tokens(dy), None, None, self._tokens(z), self.key, self.value, self._tokens(y),
-            lse.view(len(self.key), -1, self.key.shape[1]), None, self.call.own_blocks, scale=self.call.scale,
-            dk=dk.zero_(), dv=dv.zero_(),
-        )  # fmt: skip
-        self._tokens(daR).copy_(dz)
-        _gradient_of_cR(z, cR, daR, dcR, self.call)
+            gradient_of_cR(z, cR, daR, dcR, self.call)

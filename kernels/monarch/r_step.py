@@ -16,6 +16,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
+from vmonarch.kernels.flash_entropy.backward import flash_backward
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell, tokens_before
 
@@ -69,8 +70,8 @@ def _masked_scores(
 def _r_step_keys(
     acc_k, acc_v, row_max, row_sum, z, start, stop,
     k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, range_stop, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr, TILED: tl.constexpr,
-    HAS_MASK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, SUM_K: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr,
+    TILED: tl.constexpr, HAS_MASK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [start, stop) of a block into the running sums, BLOCK_N at a time."""
@@ -86,7 +87,8 @@ def _r_step_keys(
             scores, row_max, row_sum, row_sum, 1.0 if POOLED else log2_scale, False, HAS_MASK
         )
         p = p.to(k.dtype)
-        acc_k = tl.dot(p, k, acc_k * alpha[:, None], input_precision=PRECISION)
+        if SUM_K:
+            acc_k = tl.dot(p, k, acc_k * alpha[:, None], input_precision=PRECISION)
         if LAST:
             v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
             acc_v = tl.dot(p, v, acc_v * alpha[:, None], input_precision=PRECISION)
@@ -120,7 +122,7 @@ def _r_step_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One tile of positions of one key block: aL, cL, and in the last iteration y.
+    """One tile of positions of one key block: aL and cL, unless there is no aL_ptr, and in the last iteration y.
 
     The keys after the last whole BLOCK_N go through in tiles of BLOCK_TAIL.
     """
@@ -151,24 +153,25 @@ def _r_step_kernel(
         acc_k, acc_v, row_max, row_sum = _r_step_keys(
             acc_k, acc_v, row_max, row_sum, z, start, full_stop,
             k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
-            D, E, LAST, POOLED, TILED, False, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+            D, E, aL_ptr is not None, LAST, POOLED, TILED, False, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
         )  # fmt: skip
     acc_k, acc_v, row_max, row_sum = _r_step_keys(
         acc_k, acc_v, row_max, row_sum, z, full_stop, stop,
         k_ptr, v_ptr, bias_ptr, mask_ptr, stride_ks, stride_vs, stride_ms, places, block, stop, log2_scale,
-        D, E, LAST, POOLED, TILED, HAS_MASK, True, PRECISION, BLOCK_TAIL, BLOCK_D, BLOCK_E,
+        D, E, aL_ptr is not None, LAST, POOLED, TILED, HAS_MASK, True, PRECISION, BLOCK_TAIL, BLOCK_D, BLOCK_E,
     )  # fmt: skip
 
     inverse = 1.0 / tl.where(row_sum == 0, 1.0, row_sum)
     lse = log2_partition(row_max, row_sum) * 0.6931471805599453
-    aL = (acc_k * inverse[:, None]).to(z.dtype)
-    # The entropy is free when the value is the key (docs/attention.md, "The entropy"). Taken with the rounded aL that
-    # the L-step reads, it cancels the rounding for queries near z.
-    cL = scale * tl.sum(z.to(tl.float32) * aL.to(tl.float32), 1) - lse
     row = group.to(tl.int64) * places.positions + j
     inside = j < places.positions
-    store_rows(aL_ptr, D, row, inside, aL, D, BLOCK_D)
-    tl.store(cL_ptr + row, cL, mask=inside)
+    if aL_ptr is not None:
+        aL = (acc_k * inverse[:, None]).to(z.dtype)
+        # The entropy is free when the value is the key (docs/attention.md, "The entropy"). Taken with the rounded aL
+        # that the L-step reads, it cancels the rounding for queries near z.
+        cL = scale * tl.sum(z.to(tl.float32) * aL.to(tl.float32), 1) - lse
+        store_rows(aL_ptr, D, row, inside, aL, D, BLOCK_D)
+        tl.store(cL_ptr + row, cL, mask=inside)
     if STORE_LSE:
         tl.store(lse_ptr + row, lse, mask=inside)
     if LAST:
@@ -488,6 +491,11 @@ def _r_backward_keys_kernel(
         store_rows(dv_ptr, stride_dvs, rows, valid, dv, E, BLOCK_E)
 
 
+def gradient_of_cR(z: torch.Tensor, cR: torch.Tensor, daR: torch.Tensor, dcR: torch.Tensor, call: MonarchCall) -> None:
+    """Write dcR of z = αR / max(cR, min_mass)."""
+    dcR.copy_(torch.where(cR >= call.min_mass, -(daR.float() * z.float()).sum(-1), 0.0))
+
+
 @dataclass(frozen=True)
 class Packed:
     """Keys and values in the order of the blocks, [B·H·m, b, D], zero after the last token of a block.
@@ -597,29 +605,31 @@ class RStep:
         places = self.places
         return places.blocks * places.cells * self.call.options.coarse**2 == places.tokens
 
-    def _served_on_hopper(self, z: torch.Tensor, aL: torch.Tensor) -> bool:
+    def _served_on_hopper(self, z: torch.Tensor, written: torch.Tensor) -> bool:
         """Whether the kernel for Hopper serves `forward`: for that, tokens must be packed unless consecutive.
 
-        Packed and pooled keys and y have rows like those of aL: contiguous.
+        Packed and pooled keys have rows like those of `written`, which is aL or y: contiguous.
         """
         in_order = not self.call.tiled or (self.packed is not None and z.ndim == 3)
-        return self.key_mask is None and in_order and hopper_fits("monarch", z, self.key, self.value, aL)
+        return self.key_mask is None and in_order and hopper_fits("monarch", z, self.key, self.value, written)
 
     def forward(
         self,
         z: torch.Tensor,
         pooled: tuple[torch.Tensor, torch.Tensor] | None,
         *,
-        aL: torch.Tensor,
-        cL: torch.Tensor,
+        aL: torch.Tensor | None = None,
+        cL: torch.Tensor | None = None,
         y: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Write aL, cL and, if given, y (the last iteration) and lse.
+        """Write what is given of aL and cL, which go together, y (the last iteration) and lse.
 
         `z` is the query [B, S, H, D] in the first iteration, else [B·H·m, b, D]; `y` may be the memory of such a z.
         """
-        if self._served_on_hopper(z, aL):
+        written = aL if aL is not None else y
+        assert written is not None
+        if self._served_on_hopper(z, written):
             from vmonarch.kernels.hopper.r_step import r_step
 
             key, value, counts = self.key, self.value, None
@@ -630,7 +640,10 @@ class RStep:
                 key, bias, counts = *pooled, None
                 if self._cells_are_full():
                     bias, keys_per_key = None, self.call.options.coarse**2
-            stage = "r_step_last" if y is not None else "r_step" if pooled is None else "r_step_pooled"
+            if y is not None:
+                stage = "r_step_last" if aL is not None else "r_step_values"
+            else:
+                stage = "r_step" if pooled is None else "r_step_pooled"
             r_step(
                 z, key, value, aL=aL, cL=cL, y=y, lse=lse, counts=counts, bias=bias, keys_per_key=keys_per_key,
                 places=self.places, heads=self.key.shape[2], scale=self.call.scale,
@@ -706,3 +719,33 @@ class RStep:
             z, key, self.value, bias, self.key_mask, *saved, cR, daR, dcR, dq, *strides, *dq.stride()[:3],
             self.key.shape[2], self.places.unspecialised(), tiles, *numbers, self.call.min_mass, **constants, **options,
         )  # fmt: skip
+
+    def values_backward(
+        self,
+        z: torch.Tensor,
+        *,
+        y: torch.Tensor,
+        lse: torch.Tensor,
+        dy: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        cR: torch.Tensor,
+        daR: torch.Tensor,
+        dcR: torch.Tensor,
+    ) -> None:
+        """Write dk, dv, daR and dcR of the last iteration if it has y alone (`VMonarchOptions.last_l_update`).
+
+        Every block is a frame, so that it is attention inside frames. daR may take the memory of dy.
+        """
+        B, S, H, _ = self.key.shape
+
+        def tokens(blocks: torch.Tensor) -> torch.Tensor:
+            """[B·H·m, b, D] as [B, S, H, D]."""
+            return blocks.view(B, H, S, -1).transpose(1, 2)
+
+        dz, _, _ = flash_backward(
+            tokens(dy), None, None, tokens(z), self.key, self.value, tokens(y), lse.view(B, H, S), None,
+            self.call.own_blocks, scale=self.call.scale, dk=dk.zero_(), dv=dv.zero_(),
+        )  # fmt: skip
+        tokens(daR).copy_(dz)
+        gradient_of_cR(z, cR, daR, dcR, self.call)

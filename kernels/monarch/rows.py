@@ -48,12 +48,11 @@ class Rows:
             yield tokens, query, op.choose(query, self.key, self.tiling, self.options, None, pooled)
 
     def forward(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Write out [B, S, H, E] and lse [B, H, S] of the rows."""
+        """Write out [B, S, H, E] and lse [B, H, S] of the rows, contiguous."""
         pooled = op.pool(self.key, self.value, self.tiling, None)
         for tokens, query, exact in self._selected(pooled):
-            row = op.of_tokens(query, self.value)
+            row = op.of_tokens(out[:, tokens], lse[:, :, tokens])
             op.attend(query, self.key, self.value, exact, self.width, None, self.tiling, pooled, self.scale, row)
-            out[:, tokens], lse[:, :, tokens] = row.out, row.lse
 
     def backward(
         self, do: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *gradients: torch.Tensor
@@ -64,10 +63,8 @@ class Rows:
         for tokens, query, exact in self._selected(pooled):
             do_row, out_row = (x[:, tokens].contiguous() for x in (do, out))
             dlse_row, lse_row = (x[:, :, tokens].contiguous() for x in (dlse, lse))
-            dq_row, dk_row, dv_row = op.backward(
+            dq_row, _, _ = op.backward(
                 do_row, dlse_row, query, self.key, self.value, exact, self.width, None, out_row, lse_row,
-                self.tiling, pooled, self.scale,
+                self.tiling, pooled, self.scale, added=(dk, dv),
             )  # fmt: skip
             dq[:, tokens] += dq_row
-            dk += dk_row
-            dv += dv_row

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from vmonarch.kernels.common.softmax import log2_partition, online_softmax, row_delta
-from vmonarch.kernels.common.tiles import load_rows, store_rows
+from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
 from vmonarch.kernels.two_resolution.tiling import Tiling
 
 
@@ -466,12 +466,12 @@ def two_resolution_keys_kernel(
     q_ptr, k_ptr, v_ptr, log2_number_ptr, list_ptr, number_ptr, key_mask_ptr, do_ptr, daL_ptr, lse_ptr, delta_ptr,
     dk_mean_ptr, dv_mean_ptr, dk_ptr, dv_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_gb, stride_gs, stride_gh, H, S, tiling, c, scale, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, REST: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_M: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dk [B, S, H, D] and dv [B, S, H, E], contiguous, of a part of a tile of keys.
+    """Write, or ADD to, dk [B, S, H, D] and dv [B, S, H, E], contiguous, of a part of a tile of keys.
 
     Its list is of the query tiles that it is exact for; a token also gets its part of the gradient of its cell's means,
     dk_mean and dv_mean [B·H, m·c, D and E].
@@ -513,5 +513,9 @@ def two_resolution_keys_kernel(
         dk += part * load_rows(dk_mean_ptr, D, mean_row, attended, D, BLOCK_D, True)
         dv += part * load_rows(dv_mean_ptr, E, mean_row, attended, E, BLOCK_E, True)
     row = b * (n.frames * n.rows * n.columns) * H + h
-    store_rows(dk_ptr + row * D, H * D, key, there, dk, D, BLOCK_D)
-    store_rows(dv_ptr + row * E, H * E, key, there, dv, E, BLOCK_E)
+    if ADD:
+        add_rows(dk_ptr + row * D, H * D, key, there, dk, D, BLOCK_D)
+        add_rows(dv_ptr + row * E, H * E, key, there, dv, E, BLOCK_E)
+    else:
+        store_rows(dk_ptr + row * D, H * D, key, there, dk, D, BLOCK_D)
+        store_rows(dv_ptr + row * E, H * E, key, there, dv, E, BLOCK_E)

@@ -181,9 +181,11 @@ def two_resolution_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, to
     given = exact is not None
     if not given:
         exact = choose(query, key, n, options, key_mask, pooled)
-    written = of_tokens(query, value)
+    B, S, H, _ = query.shape
+    out, lse = query.new_empty(B, S, H, value.shape[3]), query.new_empty(B, H, S, dtype=torch.float32)
+    written = of_tokens(out, lse)
     attend(query, key, value, exact, _width(n, options, given), key_mask, n, pooled, scale, written)
-    return written.out, written.lse, exact.new_empty(0) if given else exact
+    return out, lse, exact.new_empty(0) if given else exact
 
 
 def _options(choice: Sequence[float | None]) -> TwoResolutionOptions:
@@ -202,12 +204,10 @@ def _width(n: Tiling, options: TwoResolutionOptions, given: bool) -> int:
     return n.tiles if given or options.share is None else exact_tiles(n, options)
 
 
-def of_tokens(query: torch.Tensor, value: torch.Tensor) -> Written:
-    """Memory for out [B, S, H, E] and lse [B, H, S]."""
-    B, S, H, _ = query.shape
-    out = query.new_empty(B, S, H, value.shape[3])
-    lse = query.new_empty(B, H, S, dtype=torch.float32)
-    return Written(out, lse, out_rows=(S * H, H, 1), lse_rows=(H * S, S))
+def of_tokens(out: torch.Tensor, lse: torch.Tensor) -> Written:
+    """Consecutive tokens of contiguous tensors, out [B, S, H, E] and lse [B, H, S]."""
+    b, s, h, _ = (stride // out.shape[3] for stride in out.stride())
+    return Written(out, lse, out_rows=(b, s, h), lse_rows=(lse.stride(0), lse.stride(1)))
 
 
 def attend(
@@ -270,12 +270,16 @@ def two_resolution_backward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def backward(
-    *inputs: Any, aL: torch.Tensor | None = None, daL: torch.Tensor | None = None
+    *inputs: Any,
+    aL: torch.Tensor | None = None,
+    daL: torch.Tensor | None = None,
+    added: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the operator computes; with a `Tiling` for the numbers, and for `rest` the means or None.
 
     Args:
         aL, daL: of an R-step, the sum of the keys and its gradient, [B, S, H, D], contiguous.
+        added: dk and dv, contiguous, to which the gradients of keys and values are added; None for new ones.
     """
     grad_out, grad_lse, query, key, value, exact, width, key_mask, out, lse, n, pooled, scale = inputs
     B, S, H, D = query.shape
@@ -284,7 +288,8 @@ def backward(
     grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
     out = unit_stride(out)
     delta = torch.empty_like(lse)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
+    dq = query.new_empty(query.shape)
+    dk, dv = added or (x.new_empty(x.shape) for x in (key, value))
     rest = pooled is not None
     k_mean, v_mean, log2_number = _rest(pooled, key)
     dk_mean = dv_mean = None
@@ -318,7 +323,7 @@ def backward(
         two_resolution_keys_kernel[(n.tiles * constants["PARTS"] * B * H,)](
             query, key, value, log2_number, lists, number, key_mask, grad_out, daL, lse, delta, dk_mean, dv_mean,
             dk, dv, *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest,
-            **constants,
+            ADD=added is not None, **constants,
         )  # fmt: skip
     return dq, dk, dv
 

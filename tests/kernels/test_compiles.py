@@ -35,6 +35,7 @@ CASES = {
     "entropy-gradient": dict(
         grid=[5, 7, 9], dim=80, dtype="bfloat16", coarse=2, num_iterations=3, entropy_grad=True, exact={"band": 0}
     ),
+    "values-alone": dict(grid=[43, 28, 52], dim=128, dtype="bfloat16", exact=FIRST_FRAME, last_l_update=False),
     "wide-head": dict(grid=[16, 28, 52], dim=256, dtype="bfloat16", exact=FIRST_FRAME),
     "float32": dict(grid=[16, 28, 52], dim=128, dtype="float32", exact={"band": 0}),
     "narrow-values": dict(grid=[8, 6, 11], dim=64, value_dim=32, dtype="bfloat16", exact=FIRST_FRAME),
@@ -315,6 +316,17 @@ def test_hopper_kernels_compile(triton, name, compile_kernels):
     plain = 0 if "tiles" in CASES[name] else 1 if "coarse" in CASES[name] else 2
     exact = math.prod(CASES[name]["grid"][1:]) % 4 == 0
     assert len(backward) == 2 * (plain + exact)
+
+
+def test_values_alone_compile_for_hopper(compile_kernels):
+    kernels = compile_kernels(NEWEST, 90, {**CASES["values-alone"], "only": "_hopper_r_step_kernel"})
+    assert [(kernel["options"]["SUM_K"], kernel["options"]["LAST"]) for kernel in kernels] == [
+        (True, False),
+        (False, True),
+    ]
+    for kernel in kernels:
+        assert kernel["warp_specialized"] and not kernel["serialized"] and not kernel["spilled"], kernel
+        assert kernel["shared"] <= BIG_SHARED_MEMORY, kernel
 
 
 @pytest.mark.parametrize("row", [20, 32])

@@ -8,7 +8,9 @@ from triton.language import core
 from vmonarch.kernels.common.launch import launch_options, launch_overrides
 
 
-@pytest.mark.parametrize("kernel", ["hopper_r_step", "hopper_r_step_pooled", "hopper_r_step_last"])
+@pytest.mark.parametrize(
+    "kernel", ["hopper_r_step", "hopper_r_step_pooled", "hopper_r_step_last", "hopper_r_step_values"]
+)
 def test_an_r_step_on_hopper_with_one_place_for_z_is_refused(kernel):
     """It would wait for ever."""
     with (

@@ -505,8 +505,8 @@ def test_gpu_half_precision(shared_gpu, grid, dim, dtype):
 GPU_CASES = {
     name: CASES[name]
     for name in ("three-iterations", "tiles", "tiles-and-frames", "coarse-tiles", "entropy-gradient-coarse", "band",
-                 "rows-and-columns", "coarse-rows-and-band", "coarse-only-r-step", "band-frames-per-block",
-                 "band-tiles-coarse", "negative-scale", "scale-0")
+                 "rows-and-columns", "coarse-rows-and-band", "coarse-only-r-step", "last-values",
+                 "band-frames-per-block", "band-tiles-coarse", "negative-scale", "scale-0")
 }  # fmt: skip
 
 

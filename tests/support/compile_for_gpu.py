@@ -238,8 +238,9 @@ def launch_all(case):
     grid, tiles, coarse = LatentGrid(*case["grid"]), tuple(case.get("tiles", (1, 1))), case.get("coarse", 1)
     tensors = qkv(grid.tokens, 1)
     options = VMonarchOptions(
-        num_iterations=case.get("num_iterations", 2), tiles=tiles, coarse=coarse, exact=case["exact"]
-    )
+        num_iterations=case.get("num_iterations", 2), tiles=tiles, coarse=coarse, exact=case["exact"],
+        last_l_update=case.get("last_l_update", True),
+    )  # fmt: skip
     cut = places.grid_places(grid, **options.cut(grid.frames))
     call = fused.MonarchCall(cut, options, 0.1, case.get("entropy_grad", False))
     out, lse, *saved = fused.forward(*tensors, None, call, True)
