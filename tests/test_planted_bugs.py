@@ -211,7 +211,8 @@ BUGS = {
     "residuals-of-both-transformers": (RESIDUALS, "return self.step == step.step", "return True"),
     "residual-never-freed": (RESIDUALS, "if branch is not None and branch.last:", "if False:"),
     "guidance-answers-the-last-run": (GUIDANCE, "        self._prepared = None\n", ""),
-    "plan-heads-not-put-back": (PROCESSORS, "parts[head] for head in range(len(parts))", "parts[head] for head in parts"),
+    "plan-heads-not-put-back": (
+        PROCESSORS, "parts[head] for head in range(len(parts))", "parts[head] for head in parts"),
     "flops-of-the-last-r-step": (FLOPS, "2 * (1 + sums) * last_pairs", "2 * sums * last_pairs"),
     "diagnosis-kl-the-other-way": (DIAGNOSIS, "(lse.double() - weight.double())", "(weight.double() - lse.double())"),
     "diagnosis-own-frame-is-the-next": (DIAGNOSIS, "own=distance[:, 0]", "own=distance[:, 1]"),

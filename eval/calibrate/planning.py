@@ -16,6 +16,8 @@ from vmonarch.grid import LatentGrid
 from vmonarch.plan import FULL, AttentionPlan
 
 MEASURES = ("error", "layer_error", "output_error", "kl")
+# Of the error of layers, beside what errors change in the output.
+_LAYER_WEIGHT = 0.4
 
 
 def measures_of(diagnosis: Mapping[str, Any]) -> tuple[str, ...]:
@@ -112,7 +114,9 @@ def plan_within_work(
 
     Args:
         work: of all heads, relative to VMonarch with its defaults (`vmonarch_flops`).
-        measure: None for "output_error", or "layer_error" where the diagnosis has not got that.
+        measure: None for "output_error" and, `_LAYER_WEIGHT` times as much, "layer_error", both relative to VMonarch
+            with its defaults: what is measured to first order does not see how errors add up. Where the diagnosis has
+            not got the first, the second alone; without the defaults as a candidate, the first alone.
         limit: another measure, and what its sum may be at most, relative to VMonarch with its defaults, which must be a
             candidate.
         cost: what work is, "flops" or "time". The time is measured head by head, and VMonarch with its defaults must be
@@ -122,13 +126,21 @@ def plan_within_work(
         InputError: no diagnosis, an unknown measure, less work than the cheapest methods need, a limit that cannot be
             kept with so much work, or a time that was not measured.
     """
-    measure = measure or ("output_error" if "output_error" in measures_of(diagnosis) else "layer_error")
+    sensitive = "output_error" in measures_of(diagnosis)
+    joined = measure is None and sensitive and any(not entry["options"] for entry in diagnosis["candidates"].values())
+    measure = measure or ("output_error" if sensitive else "layer_error")
     choices = _choices(diagnosis, measure, cost=cost)
     unit = _default_cost(diagnosis, cost)
     check_work(work, choices.costs.min().item(), unit, cost)
     values = _summable(choices, measure)
+    asked: dict[str, Any] = {cost: work}
+    if joined:
+        asked["weights"] = {"layer_error": _LAYER_WEIGHT}
+        default = _default(diagnosis, "measure")
+        layer = _summable(_choices(diagnosis, "layer_error"), "layer_error")
+        values = values / values[:, default].sum() + _LAYER_WEIGHT * layer / layer[:, default].sum()
     if limit is None:
-        return _plan(diagnosis, choices, _least(choices, values, work * unit), measure, {cost: work})
+        return _plan(diagnosis, choices, _least(choices, values, work * unit), measure, asked)
     name, share = limit
     limited = _summable(_choices(diagnosis, name, "limit"), name)
     default = _default(diagnosis, "limit")
@@ -144,7 +156,7 @@ def plan_within_work(
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if kept(pick(middle)) else (middle, high)
-    return _plan(diagnosis, choices, pick(high), measure, {cost: work, "limit": {name: share}})
+    return _plan(diagnosis, choices, pick(high), measure, asked | {"limit": {name: share}})
 
 
 def _default_cost(diagnosis: Mapping[str, Any], cost: str) -> float:

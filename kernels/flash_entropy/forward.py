@@ -192,25 +192,25 @@ def _forward_kernel(
         tl.store(entropy_ptr + stat_rows, entropy_of(row_sum, row_entropy), mask=present)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_slots", "H", "Sq"])
+@triton.jit(do_not_specialize=["block_rows", "num_blocks", "num_slots", "H", "stride_h"])
 def _combine_kernel(
     out_ptr,
-    lse_ptr,  # [B, H, Sq]
-    entropy_ptr,  # [B, H, Sq]
-    part_out_ptr,  # [B·H, slots, BLOCK_M, Dv]
-    part_lse_ptr,  # [B·H, slots, BLOCK_M], in units of log 2
-    part_entropy_ptr,  # [B·H, slots, BLOCK_M]
+    lse_ptr,  # [B, H, Sq], heads stride_h apart, and samples H·stride_h
+    entropy_ptr,  # the same
+    part_out_ptr,  # [B·H, slots, block_rows, Dv]
+    part_lse_ptr,  # [B·H, slots, block_rows], in units of log 2
+    part_entropy_ptr,  # [B·H, slots, block_rows]
     merges_ptr,  # [J, 4], the same for all heads; with HEADS_IN_TABLE [J, 5]
     stride_ob,
     stride_os,
     stride_oh,
+    block_rows,
     num_blocks,
     num_slots,
     H,
-    Sq,
+    stride_h,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     ENTROPY: tl.constexpr,
     HEADS_IN_TABLE: tl.constexpr,
@@ -218,7 +218,7 @@ def _combine_kernel(
     """Merge the partial results of rows whose keys were split; always in the order of the keys."""
     pid = tl.program_id(0)
     block = pid % num_blocks
-    merge_ptr = merges_ptr + (block // (BLOCK_M // ROWS)) * (5 if HEADS_IN_TABLE else 4)
+    merge_ptr = merges_ptr + (block // (block_rows // ROWS)) * (5 if HEADS_IN_TABLE else 4)
     row_start = tl.load(merge_ptr)
     row_stop = tl.load(merge_ptr + 1)
     first_slot = tl.load(merge_ptr + 2)
@@ -230,7 +230,7 @@ def _combine_kernel(
     b = bh // H
     h = bh % H
 
-    rows = block % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
+    rows = block % (block_rows // ROWS) * ROWS + tl.arange(0, ROWS)
     value_dims = tl.arange(0, BLOCK_DV)
     present = rows < row_stop - row_start
     mask = present[:, None] & (value_dims[None, :] < VALUE_DIM)
@@ -239,7 +239,7 @@ def _combine_kernel(
     row_sum = tl.zeros([ROWS], tl.float32)
     row_entropy = tl.zeros([ROWS], tl.float32)
     for slot in range(slots):
-        part_rows = (slot_base + slot) * BLOCK_M + rows
+        part_rows = (slot_base + slot) * block_rows + rows
         log2_weight = tl.load(part_lse_ptr + part_rows, mask=present, other=0.0)
         # One "key" of every row is a whole part; its weight is its partition.
         p, alpha, row_max, row_sum, row_entropy = online_softmax(
@@ -255,7 +255,7 @@ def _combine_kernel(
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     out_rows_ptr = out_ptr + b * stride_ob + h * stride_oh + (row_start + rows.to(tl.int64))[:, None] * stride_os
     tl.store(out_rows_ptr + value_dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
-    stat_rows = bh * Sq + row_start + rows
+    stat_rows = bh * stride_h + row_start + rows
     tl.store(lse_ptr + stat_rows, log2_partition(row_max, row_sum) * 0.6931471805599453, mask=present)
     if ENTROPY:
         tl.store(entropy_ptr + stat_rows, entropy_of(row_sum, row_entropy), mask=present)
@@ -284,16 +284,16 @@ def combine_parts(
 
     Args:
         merges: of a `Work`, for `tables` = B·H heads alike; or of a `Schedule`, one table for all heads.
-        out: [B, Sq, H, Dv]. lse, entropy: [B, H, Sq].
+        out: [B, Sq, H, Dv]. lse, entropy: [B, H, Sq], consecutive queries of contiguous tensors.
     """
     if merges is None:
         return
     assert parts[0] is not None
-    B, Sq, H, Dv = out.shape
+    H, Dv = out.shape[2:]
     num_blocks = merges.shape[0] * (block_rows // COMBINE_ROWS)
     _combine_kernel[(num_blocks * tables,)](
-        out, lse, entropy, *parts, merges, *out.stride()[:3], num_blocks, parts[0].shape[0] // tables, H, Sq,
-        VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), BLOCK_M=block_rows, ROWS=COMBINE_ROWS, ENTROPY=entropy is not None,
+        out, lse, entropy, *parts, merges, *out.stride()[:3], block_rows, num_blocks, parts[0].shape[0] // tables, H,
+        lse.stride(1), VALUE_DIM=Dv, BLOCK_DV=block_dim(Dv), ROWS=COMBINE_ROWS, ENTROPY=entropy is not None,
         HEADS_IN_TABLE=merges.shape[1] == 5, num_warps=4,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
@@ -20,7 +21,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vmonarch.kernels.common.constants import kept
 from vmonarch.kernels.common.launch import launch_options, tma_strides
 from vmonarch.kernels.common.softmax import log2_scale_of
-from vmonarch.kernels.flash_entropy.segments import processors
+from vmonarch.kernels.flash_entropy.forward import COMBINE_ROWS, combine_parts
+from vmonarch.kernels.flash_entropy.segments import device_table, processors
 from vmonarch.kernels.hopper.attend import (
     BLOCK_M,
     HALF,
@@ -38,6 +40,10 @@ from vmonarch.kernels.two_resolution.kernels import GAINS, Written, plain, unspe
 from vmonarch.kernels.two_resolution.tiling import Box, Tiling
 
 _HALF = gl.constexpr(HALF)
+# Parts that the keys of a tile of queries may be cut into: the producer has no registers for other divisors.
+_PARTS = (1, 2, 4, 8)
+# What a part of its keys costs a tile of queries, and what it costs to merge it, in blocks of 128 keys.
+_PART_COST, _MERGE_COST = 2, 2
 # Columns of a tile that the copy engine brings at a time: they are one row of the swizzled shared memory.
 _COLUMNS = 64
 
@@ -54,6 +60,18 @@ def _start(place, length, parts):
 def _place_of(tile, tiles_h, tiles_w):
     """Along each axis, which of the tiles this is."""
     return tile // (tiles_h * tiles_w), tile // tiles_w % tiles_h, tile % tiles_w
+
+
+@gluon.jit
+def _exact_part(at, part, number_ptr, cells, PLACES: gl.constexpr, PARTS: gl.constexpr):
+    """First exact tile of a part of the keys, and how many; the first part has all cells, and fewer tiles for it."""
+    number = gl.load(number_ptr + at)
+    if PARTS == 1:
+        return number * 0, number
+    else:
+        means = cells // PLACES
+        first = gl.maximum(part * (number + means) // PARTS - means, 0)
+        return first, gl.maximum((part + 1) * (number + means) // PARTS - means, 0) - first
 
 
 @gluon.jit
@@ -78,7 +96,7 @@ def _copy_tile(desc, b, h, tile, n, barrier, buffer, place: gl.constexpr):
 def _load(
     q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr, buffers, bias_bufs, n,
     numbers, REST: gl.constexpr, FULL: gl.constexpr, SECOND: gl.constexpr, PLACES: gl.constexpr,
-    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    PARTS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Producer: of every tile of queries the queries, the means of all cells, and its exact tiles."""
     q_bufs, k_bufs, v_bufs, q_full, q_empty, _, full, empty = buffers
@@ -89,23 +107,25 @@ def _load(
     place = 0
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        b = item // queries // H
-        h = item // queries % H
+        at = item // PARTS
+        part = item % PARTS
+        b = at // queries // H
+        h = at // queries % H
         turn = t % Q_STAGES
         mbarrier.wait(q_empty.index(turn), (t // Q_STAGES & 1) ^ 1)
         barrier = q_full.index(turn)
         mbarrier.expect(barrier, 2 * q_desc.block_type.nbytes)
-        i, j, k = _place_of(item % queries, n.queries_h, n.queries_w)
+        i, j, k = _place_of(at % queries, n.queries_h, n.queries_w)
         frame = b * n.query_frames + _start(i, n.query_frames, n.queries_t)
         row = _start(j, n.rows, n.queries_h)
         column = _start(k, n.columns, n.queries_w)
         for half in gl.static_range(2):
             target = reinterpret(q_bufs.index(2 * turn + half), q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
-            at = [frame + half * SECOND[0], row + half * SECOND[1], column + half * SECOND[2], h, 0]
-            async_load(q_desc, at, barrier, target)
+            box = [frame + half * SECOND[0], row + half * SECOND[1], column + half * SECOND[2], h, 0]
+            async_load(q_desc, box, barrier, target)
         if REST:
-            own_ptr = gain_ptr + gl.to_tensor(item).to(gl.int64) * ((cells + GAINS - 1) // GAINS * GAINS)
-            blocks = (cells + BLOCK_N - 1) // BLOCK_N
+            own_ptr = gain_ptr + gl.to_tensor(at).to(gl.int64) * ((cells + GAINS - 1) // GAINS * GAINS)
+            blocks = gl.where(part == 0, (cells + BLOCK_N - 1) // BLOCK_N, 0)
             for block in range(blocks):
                 # The order of `attend_keys`.
                 first = gl.where(block == 0, blocks - 1, block - 1) * BLOCK_N
@@ -118,9 +138,9 @@ def _load(
                 async_load_numbers(bias_bufs.index(stage), own_ptr + first + key)
                 async_copy.mbarrier_arrive(barrier, increment_count=False)
                 place += 1
-        number = gl.load(number_ptr + item)
+        first_tile, number = _exact_part(at, part, number_ptr, cells, PLACES, PARTS)
         blocks = (number + TILES - 1) // TILES
-        own_list_ptr = list_ptr + gl.to_tensor(item).to(gl.int64) * width
+        own_list_ptr = list_ptr + gl.to_tensor(at).to(gl.int64) * width + first_tile
         for block in range(blocks):
             # What is left of the last block, masked there, gets the last tile again.
             first = gl.where(block == 0, blocks - 1, block - 1) * TILES
@@ -147,7 +167,7 @@ def _load(
 def _attend(
     half: gl.constexpr, number_ptr, box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, places_of_out, buffers, bias_bufs,
     numbers, rows, columns, scale, log2_scale, D: gl.constexpr, SUM_K: gl.constexpr, REST: gl.constexpr,
-    FULL: gl.constexpr, BOX: gl.constexpr, SECOND: gl.constexpr, PLACES: gl.constexpr,
+    FULL: gl.constexpr, BOX: gl.constexpr, SECOND: gl.constexpr, PLACES: gl.constexpr, PARTS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Consumer: one warpgroup, half of the places of every tile of queries."""
@@ -160,8 +180,10 @@ def _attend(
     place = 0
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        bh = item // queries
-        number = gl.load(number_ptr + item)
+        at = item // PARTS
+        part = item % PARTS
+        first_tile, number = _exact_part(at, part, number_ptr, cells, PLACES, PARTS)
+        bh = at // queries
         turn = t % Q_STAGES
         mbarrier.wait(q_full.index(turn), t // Q_STAGES & 1)
         if half == 1:
@@ -173,24 +195,26 @@ def _attend(
         row_sum = gl.zeros([_HALF], gl.float32, stats)
         # Biases come with the keys, so that means and tokens are all alike.
         MERGED: gl.constexpr = REST and not FULL
-        blocks = (cells + BLOCK_N - 1) // BLOCK_N + (number * PLACES + BLOCK_N - 1) // BLOCK_N if MERGED else 0
-        if REST:
-            acc_k, acc, row_max, row_sum, _, place = attend_keys(
-                acc_k, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty, lead.index(turn),
-                half == 0, place, 0, blocks * BLOCK_N if MERGED else cells, bias_bufs, None, 0, log2_scale,
-                SUM_K, True, 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
-            )  # fmt: skip
+        means = gl.where(part == 0, cells, 0)
+        tokens = number * PLACES
         if MERGED:
-            # All keys are in.
-            pass
-        elif number > 0:
-            acc_k, acc, row_max, row_sum, _, place = attend_keys(
-                acc_k, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty, lead.index(turn),
-                (half == 0) & (not REST), place, 0, number * PLACES, bias_bufs, None, 0, log2_scale,
-                SUM_K, True, 0 if FULL else 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
-            )  # fmt: skip
-        elif not REST:
-            mbarrier.arrive(lead.index(turn), pred=half == 0)
+            means = ((means + BLOCK_N - 1) // BLOCK_N + (tokens + BLOCK_N - 1) // BLOCK_N) * BLOCK_N
+            tokens = 0
+        if REST:
+            if means > 0:
+                acc_k, acc, row_max, row_sum, _, place = attend_keys(
+                    acc_k, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty,
+                    lead.index(turn), half == 0, place, 0, means, bias_bufs, None, 0, log2_scale,
+                    SUM_K, True, 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
+                )  # fmt: skip
+        if not MERGED:
+            if tokens > 0:
+                acc_k, acc, row_max, row_sum, _, place = attend_keys(
+                    acc_k, acc, row_max, row_sum, row_sum, q, k_bufs, v_bufs, full, empty, full, empty,
+                    lead.index(turn), (half == 0) & (means == 0), place, 0, tokens, bias_bufs, None, 0, log2_scale,
+                    SUM_K, True, 0 if FULL else 2, False, False, False, False, False, STAGES, BLOCK_N, 0,
+                )  # fmt: skip
+        mbarrier.arrive(lead.index(turn), pred=(half == 0) & (means + tokens == 0))
         inverse = gl.convert_layout(1.0 / gl.where(row_sum == 0, 1.0, row_sum), gl.SliceLayout(1, layout))
         log2_lse = log2_partition(row_max, row_sum)
         if SUM_K:
@@ -200,17 +224,18 @@ def _attend(
         else:
             mbarrier.arrive(q_empty.index(turn))
 
-        own_ptr = box_ptr + item % queries * 8
+        own_ptr = box_ptr + at % queries * 8
         b = (bh // H).to(gl.int64)
         h = bh % H
         token, there = _token_of(gl.arange(0, _HALF, stats), half, own_ptr, rows, columns, BOX, SECOND)
-        at = b * lse_b + h * lse_h + token
+        # Rows of the parts of a head follow each other.
+        stat = b * lse_b + h * lse_h + part * (lse_h // PARTS) + token
         lse = log2_lse * 0.6931471805599453
-        gl.store(lse_ptr + at, lse, mask=there)
-        out = (acc * inverse[:, None]).to(q.dtype)
-        base = b * out_b + h * out_h
+        gl.store(lse_ptr + stat, lse if PARTS == 1 else log2_lse, mask=there)
+        out = (acc * inverse[:, None]).to(out_ptr.dtype.element_ty)
+        base = b * out_b + h * out_h + part * (out_h // PARTS)
         if SUM_K:
-            gl.store(cL_ptr + at, scale * z_aL - lse, mask=there)
+            gl.store(cL_ptr + stat, scale * z_aL - lse, mask=there)
             _store(aL_ptr, aL, q, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
             _store(out_ptr, out, q, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
             # The copy engine writes there next.
@@ -260,14 +285,17 @@ def _hopper_two_resolution_kernel(
     q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr,
     box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, out_b, out_s, out_h, lse_b, lse_h, tiling, H, items, width, scale,
     log2_scale, D: gl.constexpr, SUM_K: gl.constexpr, REST: gl.constexpr, FULL: gl.constexpr, BOX: gl.constexpr,
-    SECOND: gl.constexpr, PLACES: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    SECOND: gl.constexpr, PLACES: gl.constexpr, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of all tiles of queries, in an R-step aL and cL too; arguments as `two_resolution_kernel`."""
+    """out and lse of all tiles of queries, in an R-step aL and cL too; arguments as `two_resolution_kernel`.
+
+    With PARTS, of as many parts of a tile's keys: rows in float32, lse in units of log 2.
+    """
     n = _plain(tiling)
     queries = n.queries_t * n.queries_h * n.queries_w
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
-    cells = tiles * n.cells_t * n.cells_h * n.cells_w
+    cells = tiles * n.cells_t * n.cells_h * n.cells_w if REST else tiles * 0
     numbers = (H, items, width, queries, tiles, cells)
     places_of_out = (out_b, out_s, out_h, lse_b, lse_h)
     # Biases come by copies of the producer's 128 threads.
@@ -281,17 +309,17 @@ def _hopper_two_resolution_kernel(
         [
             (_load, (
                 q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr, buffers,
-                bias_bufs, n, numbers, REST, FULL, SECOND, PLACES, Q_STAGES, STAGES, BLOCK_N,
+                bias_bufs, n, numbers, REST, FULL, SECOND, PLACES, PARTS, Q_STAGES, STAGES, BLOCK_N,
             )),
             (_attend, (
                 0, number_ptr, box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, places_of_out, buffers, bias_bufs, numbers,
-                n.rows, n.columns, scale, log2_scale, D, SUM_K, REST, FULL, BOX, SECOND, PLACES, Q_STAGES, STAGES,
-                BLOCK_N,
+                n.rows, n.columns, scale, log2_scale, D, SUM_K, REST, FULL, BOX, SECOND, PLACES, PARTS, Q_STAGES,
+                STAGES, BLOCK_N,
             )),
             (_attend, (
                 1, number_ptr, box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, places_of_out, buffers, bias_bufs, numbers,
-                n.rows, n.columns, scale, log2_scale, D, SUM_K, REST, FULL, BOX, SECOND, PLACES, Q_STAGES, STAGES,
-                BLOCK_N,
+                n.rows, n.columns, scale, log2_scale, D, SUM_K, REST, FULL, BOX, SECOND, PLACES, PARTS, Q_STAGES,
+                STAGES, BLOCK_N,
             )),
         ],
         [4, 4],
@@ -357,6 +385,22 @@ def _query_boxes(tiling: Tiling, device: torch.device) -> torch.Tensor:
     return torch.nn.functional.pad(torch.cat(columns, 1), (0, 2)).to(device, torch.int32)
 
 
+def parts_of(items: int, keys: int, processors: int) -> int:
+    """Into how many parts the keys of every tile of queries are cut, so that all processors have work until the end."""
+    blocks = keys / BLOCK_M
+
+    def time(parts: int) -> float:
+        merged = 0 if parts == 1 else _MERGE_COST * parts * items / processors
+        return -(-items * parts // processors) * (blocks / parts + _PART_COST) + merged
+
+    return min(_PARTS, key=time)
+
+
+@kept
+def _merges(rows: int, parts: int, device: torch.device) -> torch.Tensor:
+    return device_table([(0, rows, 0, parts)], 4, device)
+
+
 def two_resolution(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -379,7 +423,7 @@ def two_resolution(
             to a multiple of GAINS; None without the rest.
         lists: [B, H, n, width], of which `number` [B, H, n] count.
     """
-    H, D = query.shape[2:]
+    B, S, H, D = query.shape
     sums_keys = written.aL is not None
     name = "hopper_two_resolution_r" if sums_keys else "hopper_two_resolution"
     options = launch_options(name, query.device, query.dtype, D)
@@ -394,15 +438,28 @@ def two_resolution(
     second = tuple(edge if i == axis else 0 for i, edge in enumerate(half))
     full = tiling.box == box and all(length % n == 0 for length, n in zip(tiling[:3], tiling[3:6], strict=True))
     means = [None if x is None else rows_descriptor(x, options["BLOCK_N"]) for x in (k_mean, v_mean)]
-    items = number.numel()
+    width, cells = lists.shape[3], 0 if k_mean is None else k_mean.shape[1]
+    parts = 1
+    if written.out.ndim == 4 and not sums_keys:
+        parts = parts_of(number.numel(), width * places + cells, processors(query.device))
+    items, whole = parts * number.numel(), written
+    # The parts of a head lie one after the other.
+    rows = triton.cdiv(S, COMBINE_ROWS) * COMBINE_ROWS
+    of_head = parts * rows
+    if parts > 1:
+        out = query.new_empty(B * H * parts, rows, D, dtype=torch.float32)
+        written = Written(out, out.new_empty(out.shape[:2]), (H * of_head, 1, of_head), (H * of_head, of_head))
     _hopper_two_resolution_kernel[(min(items, processors(query.device)),)](
         _video_descriptor(query, tiling.of_queries, half, hopper_dim(D)),
         *(_video_descriptor(x, tiling, box, _COLUMNS) for x in (key, value)), *means,
         gain, lists, number, None if full else _present(tiling, box, query.device),
         _query_boxes(tiling, query.device), written.out, written.lse, written.aL, written.cL,
-        *written.out_rows, *written.lse_rows, unspecialised(tiling), H, items, lists.shape[3], scale,
+        *written.out_rows, *written.lse_rows, unspecialised(tiling), H, items, width, scale,
         log2_scale_of(scale), D=D, SUM_K=sums_keys, REST=k_mean is not None,
-        FULL=full, BOX=half, SECOND=second, PLACES=places, **options,
-        # What consumers of narrow heads leave, the producer needs for small tiles.
-        REGISTERS=240 if D > 64 else 232, num_warps=4, maxnreg=168,
+        FULL=full, BOX=half, SECOND=second, PLACES=places, PARTS=parts, **options,
+        # What consumers of narrow heads leave, the producer needs for small tiles and for parts.
+        REGISTERS=240 if D > 64 and parts == 1 else 232, num_warps=4, maxnreg=168,
     )  # fmt: skip
+    if parts > 1:
+        merges = _merges(S, parts, query.device)
+        combine_parts((written.out, written.lse, None), merges, rows, B * H, whole.out, whole.lse, None)

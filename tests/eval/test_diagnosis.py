@@ -353,6 +353,28 @@ def search(costs, error, limit):
     return min(total for _, total in best)
 
 
+def test_plans_weigh_the_error_of_layers_too():
+    """What all heads change in the output is measured to first order, which does not see how errors add up."""
+    found = made_up(layers=4, heads=8)
+    for values in found["transformers"]["transformer"]["candidates"].values():
+        values["output_error"] = (1000 * torch.tensor(values["layer_error"]).flip(-1)).tolist()
+    part = found["transformers"]["transformer"]["candidates"]["default"]
+    of_default = {name: torch.tensor(part[name]).mean().item() for name in ("output_error", "layer_error")}
+    plans = {name: plan_within_work(found, 1.2, name).about for name in (None, "output_error", "layer_error")}
+    lost = {
+        name: [about["predicted"][f"mean_{of}"] / default for of, default in of_default.items()]
+        for name, about in plans.items()
+    }
+    assert lost["output_error"][0] < lost[None][0] < lost["layer_error"][0]
+    assert lost["layer_error"][1] < lost[None][1] < lost["output_error"][1]
+    joined = {name: output + 0.4 * layer for name, (output, layer) in lost.items()}
+    assert joined[None] == min(joined.values())
+    assert plans[None]["weights"] == {"layer_error": 0.4} and "weights" not in plans["output_error"]
+    # They are relative to the defaults, without which the change of the output stands alone.
+    found["candidates"]["default"]["options"] = {"num_iterations": 3}
+    assert plan_within_work(found, 1.2) == plan_within_work(found, 1.2, "output_error")
+
+
 def test_a_limit_on_another_measure_is_kept_and_costs_the_first():
     found = made_up(layers=4, heads=8)
     part = found["transformers"]["transformer"]["candidates"]
@@ -360,13 +382,12 @@ def test_a_limit_on_another_measure_is_kept_and_costs_the_first():
         # A measure with other heads in need, in another unit.
         values["output_error"] = (1000 * torch.tensor(values["kl"]).flip(-1)).tolist()
     default = torch.tensor(part["default"]["kl"]).mean().item()
-    free = plan_within_work(found, 1.2).about
-    assert free == plan_within_work(found, 1.2, "output_error").about and free["measure"] == "output_error"
+    free = plan_within_work(found, 1.2, "output_error").about
     before = free["predicted"]["mean_kl"] / default
     lost = [free["predicted"]["mean_output_error"]]
     least = plan_within_work(found, 1.2, "kl").about["predicted"]["mean_kl"] / default
     for share in (before + 0.01, (before + least) / 2, least + 0.02):
-        about = plan_within_work(found, 1.2, limit=("kl", share)).about
+        about = plan_within_work(found, 1.2, "output_error", ("kl", share)).about
         assert about["predicted"]["mean_kl"] <= share * default + 1e-6
         assert about["limit"] == {"kl": share} and about["predicted"]["flops_of_vmonarch"] <= 1.2 + 1e-6
         lost.append(about["predicted"]["mean_output_error"])

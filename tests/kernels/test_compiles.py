@@ -265,16 +265,18 @@ def test_hopper_kernels_with_a_bias_compile(triton, name, options, kernels, comp
     ("triton", "options"),
     [
         (NEWEST, {}),
+        (NEWEST, {"grid": [2, 28, 52], "exact_tiles": 300}),
         (OLDEST, {"cell": [4, 2, 2], "grid": [43, 45, 52]}),
         (NEWEST, {"tile": [1, 4, 4], "dim": 64}),
         (OLDEST, TWO_RESOLUTION_CASES["r-step"]),
     ],
-    ids=["full", "ragged", "small-tiles", "r-step"],
+    ids=["full", "parts", "ragged", "small-tiles", "r-step"],
 )
 def test_hopper_kernel_of_two_resolutions_compiles(triton, options, compile_kernels):
     case = {**TWO_RESOLUTION_CASES["full"], **options, "only": "_hopper_"}
     (kernel,) = compile_kernels(triton, 90, case)
     assert kernel["kernel"] == "_hopper_two_resolution_kernel" and kernel["warp_specialized"]
+    assert (kernel["options"]["PARTS"] > 1) is ("exact_tiles" in case)
     # The producer has few registers.
     assert not kernel["serialized"] and kernel["spilled"] <= 192 and kernel["shared"] <= BIG_SHARED_MEMORY, kernel
 

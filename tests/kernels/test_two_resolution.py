@@ -20,7 +20,8 @@ from op_checks import (
 )
 
 from vmonarch import LatentGrid, TwoResolutionOptions, merge_partials, two_resolution_attention
-from vmonarch.kernels.two_resolution import reference
+from vmonarch.kernels.common.launch import launch_overrides, on_hopper
+from vmonarch.kernels.two_resolution import op, reference
 from vmonarch.kernels.two_resolution.selection import kept_tiles
 from vmonarch.kernels.two_resolution.tiling import best_box, tiling_of
 
@@ -332,6 +333,39 @@ def test_gpu_results_and_gradients_match_float64(D, E, name, dtype):
     ours = two_resolution_attention(*inputs, grid=grid, options=options)
     plain = two_resolution_attention(*inputs, grid=grid, options=options, implementation="torch")
     assert (ours - plain).norm() <= 0.05 * plain.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+@pytest.mark.parametrize("rest", [True, False])
+@pytest.mark.parametrize(("grid", "D"), [((6, 28, 52), 128), ((6, 13, 17), 64), ((2, 4, 5), 128)], ids=str)
+def test_gpu_keys_in_parts(grid, D, rest, parts, monkeypatch):
+    """Of one frame's queries, written among other frames; some of them have no exact tile, or fewer than parts."""
+    hopper = pytest.importorskip("vmonarch.kernels.hopper.two_resolution")
+    if not on_hopper(torch.device("cuda", 0)):
+        pytest.skip("these kernels are for Hopper")
+    tiling = tiling_of(LatentGrid(*grid), TwoResolutionOptions(), query_frames=1)
+    _, key, value = (x.cuda() for x in qkv(grid, D, D, dtype=torch.bfloat16))
+    B, S, H, _ = key.shape
+    frame = slice(S // grid[0], 2 * (S // grid[0]))
+    query = torch.randn_like(key[:, frame])
+    exact = torch.rand(B, H, tiling.of_queries.tiles, tiling.tiles, device="cuda") < 0.4
+    exact[0, 0, 0] = False
+    pooled = op.pool(key, value, tiling, None) if rest else None
+    monkeypatch.setattr(hopper, "parts_of", lambda *_: parts)
+
+    def attend(enabled):
+        out, lse = torch.full_like(key, 7), torch.full((B, H, S), 7.0, device="cuda")
+        with launch_overrides({"hopper": {"enabled": enabled}}):
+            written = op.of_tokens(out[:, frame], lse[:, :, frame])
+            op.attend(query, key, value, exact, tiling.tiles, None, tiling, pooled, D**-0.5, written)
+        return out, lse
+
+    (out, lse), (portable, portable_lse) = attend(1), attend(0)
+    assert (out - portable).norm() <= 0.01 * portable[:, frame].norm()
+    empty = portable_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty) and bool(empty.any()) is (not rest)
+    assert (lse - portable_lse)[~empty].abs().max() < 0.02
 
 
 @pytest.mark.gpu

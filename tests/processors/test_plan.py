@@ -271,7 +271,7 @@ def test_cuda_graphs_leave_out_the_operator_that_looks_its_layer_up():
 
 def test_plans_that_ship_are_known_by_name_and_fit_the_embedded_model():
     found = plan_names()
-    assert {"embedded-1.00", "embedded-1.35", "embedded-1.35-kl"} <= set(found)
+    assert {"embedded-0.50", "embedded-1.00", "embedded-1.35"} <= set(found)
     config = json.loads((embedded_model_path() / "transformer" / "config.json").read_text())
     for name in found:
         plan = AttentionPlan.parse(name)

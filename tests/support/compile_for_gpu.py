@@ -211,7 +211,7 @@ def launch_all(case):
         # An R-step also has the sum of the keys.
         sums = {"aL": out, "daL": out} if case.get("r_step") else {}
         written = Written(out, lse, (0, 2, 1), (0, 1), sums.get("aL"), lse)
-        two_resolution_op.attend(*tensors, exact, 5, mask, tiling, pooled, 0.1, written)
+        two_resolution_op.attend(*tensors, exact, case.get("exact_tiles", 5), mask, tiling, pooled, 0.1, written)
         two_resolution_op.backward(out, lse, *tensors, exact, 5, mask, out, lse, tiling, pooled, 0.1, **sums)
         return
     if "channels" in case:
