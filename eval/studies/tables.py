@@ -203,7 +203,10 @@ TABLES = {
             *("embedded-refresh-plans", "embedded-schedules"),
         )
     },
-    **{name: _ablation("eval-two-resolution", name) for name in ("proxy-two-resolution", "proxy-mixed-plans")},
+    **{
+        name: _ablation("eval-two-resolution", name)
+        for name in ("proxy-two-resolution", "proxy-mixed-plans", "embedded-refresh-two-resolution")
+    },
     "residual-sharing": Table(residual_sharing.study_table, "residual-sharing"),
 }
 
