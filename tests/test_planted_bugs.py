@@ -226,7 +226,7 @@ BUGS = {
         TWO_RESOLUTIONS, "number.to(q.dtype).log()", "number.clamp(max=1).to(q.dtype).log()"),
     "last-r-step-entropy-without-z": (LAST_R_STEP, "scale * dcL_i * z_i", "0 * dcL_i * z_i"),
     "last-values-leave-L-no-gradient": (FUSED, "daL += first[0]", "daL += 0 * first[0]"),
-    "last-values-clamp-unseen": (R_STEP, "cR >= call.min_mass", "cR >= -call.min_mass"),
+    "last-values-clamp-unseen": (R_STEP, "cR >= self.call.min_mass", "cR >= -self.call.min_mass"),
     "last-r-step-of-the-first-sample": (LAST_R_STEP, "slice(i * groups, (i + 1) * groups)", "slice(0 * i, groups)"),
     "two-resolutions-exact-tiles-twice": (TWO_RESOLUTIONS, "~is_exact[..., fewest:]", "is_exact[..., fewest:] | True"),
     "two-resolutions-deviation-of-a-sample": (SELECTION, "correction=0", "correction=1"),

@@ -271,7 +271,7 @@ def backward(
             )
             if first is not None:
                 # What `l.backward` of the output has left in `delta_r` has the values in it.
-                delta_r += (first[0].float() * buffers.aL[i - 1].float()).sum(-1)
+                delta_r += r.row_dots(first[0], buffers.aL[i - 1])
                 daL += first[0]
                 dcL += first[1]
     # The exact part needs room of its own, where its keys are split.

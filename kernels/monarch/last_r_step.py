@@ -15,7 +15,7 @@ import torch
 
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.call import MonarchCall
-from vmonarch.kernels.monarch.r_step import gradient_of_cR
+from vmonarch.kernels.monarch.r_step import RStep
 from vmonarch.kernels.two_resolution import op
 from vmonarch.kernels.two_resolution.kernels import Written
 from vmonarch.kernels.two_resolution.selection import exact_tiles
@@ -125,4 +125,4 @@ class LastRStep:
                 # daR may take the memory of dy, of which this sample's rows have been read.
                 self._frames(daR, i).copy_(dz_i)
         if cR is not None:
-            gradient_of_cR(z, cR, daR, dcR, self.call)
+            RStep(self.key, self.value, None, self.call).gradient_of_cR(z, cR, daR, dcR)

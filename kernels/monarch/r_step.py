@@ -16,9 +16,13 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
-from vmonarch.kernels.flash_entropy.backward import flash_backward
+from vmonarch.kernels.flash_entropy.backward import flash_backward, row_deltas
+from vmonarch.kernels.flash_entropy.segments import row_work
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell, tokens_before
+
+# Rows of which a program takes the products.
+_DOTS_BLOCK = 64
 
 
 @triton.jit
@@ -491,11 +495,6 @@ def _r_backward_keys_kernel(
         store_rows(dv_ptr, stride_dvs, rows, valid, dv, E, BLOCK_E)
 
 
-def gradient_of_cR(z: torch.Tensor, cR: torch.Tensor, daR: torch.Tensor, dcR: torch.Tensor, call: MonarchCall) -> None:
-    """Write dcR of z = αR / max(cR, min_mass)."""
-    dcR.copy_(torch.where(cR >= call.min_mass, -(daR.float() * z.float()).sum(-1), 0.0))
-
-
 @dataclass(frozen=True)
 class Packed:
     """Keys and values in the order of the blocks, [B·H·m, b, D], zero after the last token of a block.
@@ -737,15 +736,30 @@ class RStep:
 
         Every block is a frame, so that it is attention inside frames. daR may take the memory of dy.
         """
-        B, S, H, _ = self.key.shape
-
-        def tokens(blocks: torch.Tensor) -> torch.Tensor:
-            """[B·H·m, b, D] as [B, S, H, D]."""
-            return blocks.view(B, H, S, -1).transpose(1, 2)
-
         dz, _, _ = flash_backward(
-            tokens(dy), None, None, tokens(z), self.key, self.value, tokens(y), lse.view(B, H, S), None,
-            self.call.own_blocks, scale=self.call.scale, dk=dk.zero_(), dv=dv.zero_(),
+            self._tokens(dy), None, None, self._tokens(z), self.key, self.value, self._tokens(y), self._of_heads(lse),
+            None, self.call.own_blocks, scale=self.call.scale, dk=dk.zero_(), dv=dv.zero_(),
         )  # fmt: skip
-        tokens(daR).copy_(dz)
-        gradient_of_cR(z, cR, daR, dcR, self.call)
+        self._tokens(daR).copy_(dz)
+        self.gradient_of_cR(z, cR, daR, dcR)
+
+    def gradient_of_cR(self, z: torch.Tensor, cR: torch.Tensor, daR: torch.Tensor, dcR: torch.Tensor) -> None:
+        """Write dcR of z = αR / max(cR, min_mass); every block is a frame."""
+        dcR.copy_(torch.where(cR >= self.call.min_mass, -self.row_dots(daR, z), 0.0))
+
+    def row_dots(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """a·b of every row of two block tensors, [B·H·m, b] in float32; every block is a frame."""
+        dots = a.new_empty(a.shape[:2], dtype=torch.float32)
+        rows = row_work(self.call.own_blocks, _DOTS_BLOCK, _DOTS_BLOCK, 1, 1, 1, a.device)
+        row_deltas(self._tokens(a), self._tokens(b), None, None, None, self._of_heads(dots), rows, _DOTS_BLOCK)
+        return dots
+
+    def _tokens(self, blocks: torch.Tensor) -> torch.Tensor:
+        """[B·H·m, b, D] as [B, S, H, D]; every block is a frame."""
+        B, S, H, _ = self.key.shape
+        return blocks.view(B, H, S, -1).transpose(1, 2)
+
+    def _of_heads(self, stats: torch.Tensor) -> torch.Tensor:
+        """[B·H·m, b] as [B, H, S]; every block is a frame."""
+        B, S, H, _ = self.key.shape
+        return stats.view(B, H, S)
