@@ -152,12 +152,13 @@ def _attend(
             row_sum = gl.convert_layout(row_sum, rows)
             inverse = 1.0 / gl.where(row_sum == 0, 1.0, row_sum)
             lse = log2_partition(row_max, row_sum) * 0.6931471805599453 + log_keys
-            j = row + gl.arange(0, _HALF, rows)
-            at = group.to(gl.int64) * positions + j
             if SUM_K:
                 aL = (acc_k * inverse[:, None]).to(dtype)
                 # The entropy is free (docs/attention.md, "The entropy"), here with the rounded aL.
                 cL = scale * gl.sum(z.load(layout).to(gl.float32) * aL.to(gl.float32), 1) - lse
+            j = row + gl.arange(0, _HALF, rows)
+            at = group.to(gl.int64) * positions + j
+            if SUM_K:
                 gl.store(cL_ptr + at, cL, mask=j < positions)
             if STORE_LSE:
                 gl.store(lse_ptr + at, lse, mask=j < positions)
