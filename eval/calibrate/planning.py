@@ -136,16 +136,14 @@ def plan_within_work(
     asked: dict[str, Any] = {cost: work}
     if joined:
         asked["weights"] = {"layer_error": _LAYER_WEIGHT}
-        default = _default(diagnosis, "measure")
         layer = _summable(_choices(diagnosis, "layer_error"), "layer_error")
-        values = values / values[:, default].sum() + _LAYER_WEIGHT * layer / layer[:, default].sum()
+        values = _relative(values, diagnosis, "measure") + _LAYER_WEIGHT * _relative(layer, diagnosis, "measure")
     if limit is None:
         return _plan(diagnosis, choices, _least(choices, values, work * unit), measure, asked)
     name, share = limit
     limited = _summable(_choices(diagnosis, name, "limit"), name)
-    default = _default(diagnosis, "limit")
     heads = torch.arange(len(values))
-    values, limited = values / values[:, default].sum(), limited / limited[:, default].sum()
+    values, limited = (_relative(x, diagnosis, "limit") for x in (values, limited))
     pick = lambda weight: _least(choices, values + weight * limited, work * unit)
     kept = lambda chosen: limited[heads, chosen].sum().item() <= share
     low, high = 0.0, 0.0
@@ -197,6 +195,11 @@ def _default(diagnosis: Mapping[str, Any], argument: str) -> int:
     if not found:
         raise InputError(argument, "is relative to VMonarch with its defaults, which is not among the candidates")
     return found[0]
+
+
+def _relative(values: torch.Tensor, diagnosis: Mapping[str, Any], argument: str) -> torch.Tensor:
+    """Values of heads and candidates, relative to their sum for VMonarch with its defaults."""
+    return values / values[:, _default(diagnosis, argument)].sum()
 
 
 def _least(choices: _Choices, values: torch.Tensor, limit: float) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Time a calibration of models with random weights: `python -m vmonarch.eval.studies.calibration_time --output FILE`.
 
 What `vmonarch calibrate` computes does not depend on what a model has learnt, so that its time and memory can be
-measured without the weights. One prompt is sampled with guidance, and one of two steps is recorded, which are two calls
-of the transformer. Embeddings of the prompt are random numbers.
+measured without weights, text encoder and VAE. One step of one prompt is computed and recorded; with guidance it has
+two calls of the transformer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from vmonarch import apply, restore
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
+from vmonarch.eval.bench.clock import Clock
+from vmonarch.eval.bench.denoiser import TEXT_TOKENS, Denoiser
 from vmonarch.eval.bench.e2e import Setting, choose_settings
 from vmonarch.eval.calibrate.diagnosis import DiagnosisProcessor, Recorder, document, watched
 from vmonarch.eval.calibrate.planning import plan_within_work
@@ -28,26 +30,19 @@ from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.files import check_output, write_json
 
-STEPS, GUIDANCE = 2, 5.0
-# Text tokens of a prompt.
-_TEXT = 512
+# Of a run, of which the first is computed.
+STEPS = 2
 
 
 def calibration_time(setting: Setting, device: torch.device) -> dict[str, Any]:
     """Seconds of a calibration, of its parts too, and the most memory in bytes (None on a CPU)."""
-    from diffusers import UniPCMultistepScheduler, WanPipeline
-
     model = read_model_config(setting.model)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    pipe = WanPipeline(
-        tokenizer=None,
-        text_encoder=None,
-        vae=model.build_vae(device),
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0),
-        transformer=model.build_transformer("transformer", device, dtype),
-    )
-    pipe.set_progress_bar_config(disable=True)
-    texts = torch.randn(2, 1, _TEXT, model.transformer["text_dim"], device=device, dtype=dtype)
+    latents = model.latents(setting.frames, setting.height, setting.width, argument="settings")
+    noise = torch.randn(1, model.transformer["in_channels"], *latents, device=device)
+    texts = list(torch.randn(2, 1, TEXT_TOKENS, model.transformer["text_dim"], device=device, dtype=dtype))
+    clock = Clock(device)
+    pipe = Denoiser(model.build_transformer("transformer", device, dtype), model, noise, texts, STEPS, clock)
     options: dict[str, Any] = {name: resolve_method(name).parameters.options for name in CANDIDATES}  # type: ignore[union-attr]
     recorder = Recorder(options, every=STEPS)
     seconds = {}
@@ -56,24 +51,14 @@ def calibration_time(setting: Setting, device: torch.device) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(device)
 
     def finished(part: str, start: float) -> None:
-        if cuda:
-            torch.cuda.synchronize(device)
+        clock.wait()
         seconds[part] = time.monotonic() - start
 
     begun = time.monotonic()
     apply(pipe, DiagnosisProcessor(recorder))
     try:
-        with watched(recorder, pipe):
-            pipe(
-                prompt_embeds=texts[0],
-                negative_prompt_embeds=texts[1],
-                height=setting.height,
-                width=setting.width,
-                num_frames=setting.frames,
-                num_inference_steps=STEPS,
-                guidance_scale=GUIDANCE,
-                output_type="latent",
-            )
+        with torch.no_grad(), watched(recorder, pipe):
+            pipe.run(range(1))
     finally:
         restore(pipe)
     finished("sampling", begun)
@@ -123,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_output(options.output)
         settings = choose_settings(options.settings, options.model)
         record: dict[str, Any] = script_record("studies.calibration_time", arguments, device)
-        record |= {"steps": STEPS, "recorded_steps": 1, "prompts": 1, "guidance": GUIDANCE, "cases": []}
+        record |= {"steps": 1, "calls": 2, "prompts": 1, "cases": []}
         for setting in settings:
             record["cases"].append(calibration_time(setting, device))
             # What was measured stays, whatever the next one does.
