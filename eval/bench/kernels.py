@@ -119,8 +119,8 @@ METHODS = (
     Method("vmonarch-lite", "vmonarch", {"coarse": 2, "row_share": 0.25, "last_l_update": False}),
     Method("two-resolution", "two_resolution"),
     Method("vmonarch-tiles2-coarse2", "vmonarch", {"tiles": (2, 2), "coarse": 2}),
-    Method("vmonarch-t1", "vmonarch", {"num_iterations": 1}),
-    Method("vmonarch-t3", "vmonarch", {"num_iterations": 3}),
+    Method("vmonarch-t1", "vmonarch", {"num_iterations": 1}, head_dims=(128,)),
+    Method("vmonarch-t3", "vmonarch", {"num_iterations": 3}, head_dims=(128,)),
     Method("fa2", "flash"),
     Method("vmonarch-torch", "torch", only=(FIGURE_8,), head_dims=(64,)),
 )
@@ -320,17 +320,20 @@ def compile_tasks(selection: Selection, device: str) -> list[tuple[Case, str, st
 
     Only how the exact part is split depends on the number of heads; all else is compiled with few, to save memory.
     """
+    fused = [method for method in selection.methods if method.kind == "vmonarch"]
     tasks: dict[tuple[Case, str, str, str], None] = {}
     # Method by method, so that tasks at work at the same time share few kernels, and later ones find theirs compiled.
-    for method in selection.methods:
+    for method in fused:
         for case in selection.cases():
-            if method.kind != "vmonarch" or not method.measured_on(case.shape, case.head_dim):
+            if not method.measured_on(case.shape, case.head_dim):
                 continue
             few = Shape(case.shape.grid, compiling_heads(case.shape.heads))
             for stages in _PARTS[case.training]:
                 tasks[dataclasses.replace(case, shape=few), method.name, stages, device] = None
-    exact = [(dataclasses.replace(case, training=False), "vmonarch", "exact", device) for case in selection.cases()]
-    return [*dict.fromkeys(exact), *tasks] if tasks else []
+    # Methods whose exact rows are computed alike need one task.
+    exact = {method.options.get("row_share", 1.0): method.name for method in fused}
+    forward = dict.fromkeys(dataclasses.replace(case, training=False) for case in selection.cases())
+    return [*((case, name, "exact", device) for case in forward for name in exact.values()), *tasks] if tasks else []
 
 
 def compile_ahead(selection: Selection, device: torch.device, seconds: float) -> int:

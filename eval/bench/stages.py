@@ -62,7 +62,7 @@ def watched_stages(watch: Callable[[StageCall], Any]) -> Iterator[None]:
         "backward": functools.partial(numbered, "R backward"),
     }
     methods: dict[str, dict[str, Callable[[], str]]] = {
-        "RStep": {"pool": lambda: "pool", **of_r, "values_backward": of_r["backward"]},
+        "RStep": {"pool": lambda: "pool", **of_r},
         "LastRStep": of_r,
         "LStep": {
             "centroids": functools.partial(numbered, "L"),

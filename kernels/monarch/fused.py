@@ -245,7 +245,7 @@ def backward(
             of_sums = dict(of_sums, aL=buffers.aL[i]) if i < call.l_updates else {}
             LastRStep(key, value, call).backward(z, y=y, dy=dy, dq=dq, **of_sums, **common)
         elif i == call.l_updates:
-            r.values_backward(z, y=y, dy=dy, **common)
+            r.backward(z, None, cL=None, daL=None, dcL=None, dy=dy, delta=r.row_dots(dy, y), dq=dq, **common)
         else:
             of_values = dy if last else None
             r.backward(

@@ -16,7 +16,7 @@ import triton.language as tl
 from vmonarch.kernels.common.launch import block_dim, dot_precision, hopper_fits, launch_options
 from vmonarch.kernels.common.softmax import log2_partition, log2_scale_of, online_softmax, probabilities
 from vmonarch.kernels.common.tiles import add_rows, load_rows, store_rows
-from vmonarch.kernels.flash_entropy.backward import flash_backward, row_deltas
+from vmonarch.kernels.flash_entropy.backward import row_deltas
 from vmonarch.kernels.flash_entropy.segments import row_work
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.places import Places, plain_places, token_at, token_in_cell, tokens_before
@@ -275,9 +275,9 @@ def _d_scores(
 def _r_backward_z_keys(
     dz, z, daL, dy, delta, lse, cL, dcL, start, stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
     stride_ks, stride_vs, stride_ms, places, block, range_stop, scale, log2_scale,
-    D: tl.constexpr, E: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr, TILED: tl.constexpr,
-    HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, SUM_K: tl.constexpr, LAST: tl.constexpr, POOLED: tl.constexpr,
+    TILED: tl.constexpr, HAS_MASK: tl.constexpr, ENTROPY_GRAD: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Add to dz / scale what the keys [start, stop) of a block contribute, BLOCK_N at a time."""
     for first in tl.range(start, stop, BLOCK_N):
@@ -289,7 +289,9 @@ def _r_backward_z_keys(
             scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, MASKED
         )
         p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
-        dp = tl.dot(daL, tl.trans(k), input_precision=PRECISION)
+        dp = tl.zeros(scores.shape, tl.float32)
+        if SUM_K:
+            dp = tl.dot(daL, tl.trans(k), dp, input_precision=PRECISION)
         if LAST:
             v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
             dp = tl.dot(dy, tl.trans(v), dp, input_precision=PRECISION)
@@ -320,7 +322,9 @@ def _r_backward_z_kernel(
     inside = j < places.positions
     row = group.to(tl.int64) * places.positions + j
     z = _load_z(z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED, True)
-    daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, True)
+    daL = z
+    if daL_ptr is not None:
+        daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, True)
     delta = tl.load(delta_ptr + row, mask=inside, other=0.0)[:, None]
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0)[:, None]
     cL = delta
@@ -328,7 +332,7 @@ def _r_backward_z_kernel(
     if ENTROPY_GRAD:
         cL = tl.load(cL_ptr + row, mask=inside, other=0.0)[:, None]
         dcL = tl.load(dcL_ptr + row, mask=inside, other=0.0)[:, None]
-    dy = daL
+    dy = z
     if LAST:
         dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, True)
         v_ptr += batch.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh
@@ -347,13 +351,13 @@ def _r_backward_z_kernel(
         full_stop = start + (stop - start) // BLOCK_N * BLOCK_N
         dz = _r_backward_z_keys(
             dz, z, daL, dy, delta, lse, cL, dcL, start, full_stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
-            stride_ks, stride_vs, stride_ms, places, block, stop, scale, log2_scale, D, E, LAST, POOLED, TILED,
-            False, ENTROPY_GRAD, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+            stride_ks, stride_vs, stride_ms, places, block, stop, scale, log2_scale, D, E, daL_ptr is not None, LAST,
+            POOLED, TILED, False, ENTROPY_GRAD, False, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
         )  # fmt: skip
     dz = _r_backward_z_keys(
         dz, z, daL, dy, delta, lse, cL, dcL, full_stop, stop, k_ptr, v_ptr, bias_ptr, mask_ptr,
-        stride_ks, stride_vs, stride_ms, places, block, stop, scale, log2_scale, D, E, LAST, POOLED, TILED,
-        HAS_MASK, ENTROPY_GRAD, True, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
+        stride_ks, stride_vs, stride_ms, places, block, stop, scale, log2_scale, D, E, daL_ptr is not None, LAST,
+        POOLED, TILED, HAS_MASK, ENTROPY_GRAD, True, PRECISION, BLOCK_N, BLOCK_D, BLOCK_E,
     )  # fmt: skip
     dz *= scale
 
@@ -387,7 +391,6 @@ def _r_backward_keys_rows(
         z = _load_z(
             z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED, MASKED
         )
-        daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, MASKED)
         # A position beyond the block gets lse = inf, hence p = 0.
         lse = _load_statistics(lse_ptr, row, inside, float("inf"), MASKED)
         delta = _load_statistics(delta_ptr, row, inside, 0.0, MASKED)
@@ -403,9 +406,12 @@ def _r_backward_keys_rows(
         elif HAS_MASK or TILED:
             masked = tl.where(attended[:, None], scores, -float("inf"))
         p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
-        dp = tl.dot(k, tl.trans(daL), input_precision=PRECISION)
+        dp = tl.zeros(scores.shape, tl.float32)
         p_rounded = p.to(k.dtype)
-        dk = tl.dot(p_rounded, daL, dk, input_precision=PRECISION)
+        if daL_ptr is not None:
+            daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, MASKED)
+            dp = tl.dot(k, tl.trans(daL), dp, input_precision=PRECISION)
+            dk = tl.dot(p_rounded, daL, dk, input_precision=PRECISION)
         if LAST:
             dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, MASKED)
             dp = tl.dot(v, tl.trans(dy), dp, input_precision=PRECISION)
@@ -666,8 +672,8 @@ class RStep:
         pooled: tuple[torch.Tensor, torch.Tensor] | None,
         *,
         lse: torch.Tensor,
-        cL: torch.Tensor,
-        daL: torch.Tensor,
+        cL: torch.Tensor | None,
+        daL: torch.Tensor | None,
         dy: torch.Tensor | None,
         dcL: torch.Tensor | None,
         delta: torch.Tensor,
@@ -681,11 +687,12 @@ class RStep:
         """Write dk and dv if dy is given (the last iteration), else add to dk; add to dq where z is the query, else
         write daR and dcR.
 
-        `dcL` is None where no gradient flows through the entropy; `delta` = daL·aL + dy·y, one number per row.
+        `daL` and `cL` are None for y alone, `dcL` where no gradient flows through the entropy; `delta` = daL·aL + dy·y,
+        one number per row.
         """
         key, bias = (self.key, None) if pooled is None else pooled
         d_key = dk if pooled is None else torch.empty_like(key)
-        loaded = (key, z, daL) if dy is None else (key, z, daL, self.value, dy)
+        loaded = [x for x in (key, z, daL, dy, None if dy is None else self.value) if x is not None]
         even = pooled is None or self._cells_are_full()
         if even and self.key_mask is None and not self.call.tiled and hopper_fits("monarch", *loaded):
             from vmonarch.kernels.hopper.backward import r_backward
@@ -718,30 +725,6 @@ class RStep:
             z, key, self.value, bias, self.key_mask, *saved, cR, daR, dcR, dq, *strides, *dq.stride()[:3],
             self.key.shape[2], self.places.unspecialised(), tiles, *numbers, self.call.min_mass, **constants, **options,
         )  # fmt: skip
-
-    def values_backward(
-        self,
-        z: torch.Tensor,
-        *,
-        y: torch.Tensor,
-        lse: torch.Tensor,
-        dy: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        cR: torch.Tensor,
-        daR: torch.Tensor,
-        dcR: torch.Tensor,
-    ) -> None:
-        """Write dk, dv, daR and dcR of the last iteration if it has y alone (`VMonarchOptions.last_l_update`).
-
-        Every block is a frame, so that it is attention inside frames. daR may take the memory of dy.
-        """
-        dz, _, _ = flash_backward(
-            self._tokens(dy), None, None, self._tokens(z), self.key, self.value, self._tokens(y), self._of_heads(lse),
-            None, self.call.own_blocks, scale=self.call.scale, dk=dk.zero_(), dv=dv.zero_(),
-        )  # fmt: skip
-        self._tokens(daR).copy_(dz)
-        self.gradient_of_cR(z, cR, daR, dcR)
 
     def gradient_of_cR(self, z: torch.Tensor, cR: torch.Tensor, daR: torch.Tensor, dcR: torch.Tensor) -> None:
         """Write dcR of z = αR / max(cR, min_mass); every block is a frame."""

@@ -152,10 +152,13 @@ def means_kernel(
         there = (t < size_t) & (y < size_h) & (x < size_w)
         token = tl.where(there, first + (t * n.rows + y) * n.columns + x, 0)
         own = _attended(key_mask_ptr, token, there)
-        number += tl.sum(own.to(tl.float32), 0)
-        k += tl.sum(load_rows(k_ptr, stride_ks, token, own, D, BLOCK_D, True).to(tl.float32), 0)
+        # All rows are on their way before the first sum waits.
+        k_rows = load_rows(k_ptr, stride_ks, token, own, D, BLOCK_D, True)
         if v_ptr is not None:
-            v += tl.sum(load_rows(v_ptr, stride_vs, token, own, E, BLOCK_E, True).to(tl.float32), 0)
+            v_rows = load_rows(v_ptr, stride_vs, token, own, E, BLOCK_E, True)
+            v += tl.sum(v_rows.to(tl.float32), 0)
+        k += tl.sum(k_rows.to(tl.float32), 0)
+        number += tl.sum(own.to(tl.float32), 0)
     divisor = tl.maximum(number, 1.0)
     row = pid.to(tl.int64)
     columns = tl.arange(0, BLOCK_D)

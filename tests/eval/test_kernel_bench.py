@@ -346,12 +346,13 @@ def test_everything_is_compiled_with_as_few_heads_as_do():
     tasks = kernels.compile_tasks(kernels.Selection(), "cuda:0")
     assert len(set(tasks)) == len(tasks)
     exact = [case for case, _, stages, _ in tasks if stages == "exact"]
-    # With the heads of the measurement, once per grid and head dimension.
-    assert {case.shape.heads for case in exact} == {12, 40} and len(exact) == len(set(exact)) == 15
+    # With the heads of the measurement, for exact rows in one and in two resolutions once per grid and head dimension.
+    assert {case.shape.heads for case in exact} == {12, 40} and len(exact) == 2 * len(set(exact)) == 2 * 15
     others = [task for task in tasks if task[2] != "exact"]
     assert {case.shape.heads for case, *_ in others} == {2}
-    # Seven methods, two passes in one and three parts, seven shapes of two head dimensions and one of one.
-    assert len(others) == 7 * 4 * 15
+    # Two passes in one and three parts: five methods on seven shapes of two head dimensions and one of one, two on the
+    # seven of one head dimension.
+    assert len(others) == 4 * (5 * 15 + 2 * 7)
     assert [kernels.compiling_heads(n) for n in (1, 2, 12, 16, 40, 48)] == [1, 2, 2, 16, 2, 16]
 
 

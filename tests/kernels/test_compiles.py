@@ -321,13 +321,13 @@ def test_hopper_kernels_compile(triton, name, compile_kernels):
 
 
 def test_values_alone_compile_for_hopper(compile_kernels):
-    kernels = compile_kernels(NEWEST, 90, {**CASES["values-alone"], "only": "_hopper_r_step_kernel"})
-    assert [(kernel["options"]["SUM_K"], kernel["options"]["LAST"]) for kernel in kernels] == [
-        (True, False),
-        (False, True),
-    ]
-    for kernel in kernels:
-        assert kernel["warp_specialized"] and not kernel["serialized"] and not kernel["spilled"], kernel
+    kernels = compile_kernels(NEWEST, 90, {**CASES["values-alone"], "only": "_hopper_"})
+    in_blocks = [kernel for kernel in kernels if not kernel["options"].get("FLASH")]
+    alone = {kernel["kernel"]: kernel for kernel in in_blocks if not kernel["options"].get("SUM_K", True)}
+    assert {"_hopper_r_step_kernel", "_hopper_keys_kernel", "_hopper_rows_kernel"} == alone.keys()
+    for name, kernel in alone.items():
+        assert kernel["warp_specialized"] and not kernel["serialized"], kernel
+        assert kernel["spilled"] <= (kernel["allowed"] if name == "_hopper_r_step_kernel" else MAX_SPILLED), kernel
         assert kernel["shared"] <= BIG_SHARED_MEMORY, kernel
 
 
