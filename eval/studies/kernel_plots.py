@@ -28,21 +28,25 @@ LABELS = {
     "cudnn": "cuDNN, exact",
     "fa2": "FlashAttention-2, exact",
     "vmonarch": "VMonarch",
+    "vmonarch-lite": "VMonarch lite",
+    "two-resolution": "two resolutions alone",
     "vmonarch-coarse2": "VMonarch coarse=2",
+    "vmonarch-coarse2-rows": "VMonarch coarse=2 row_share=0.25",
     "vmonarch-tiles2-coarse2": "VMonarch tiles=(2,2) coarse=2",
     "vmonarch-t1": "VMonarch T=1",
     "vmonarch-t3": "VMonarch T=3",
     "vmonarch-torch": "VMonarch, plain torch",
 }
-# Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker each for prints in grey.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker each for prints in grey. The pictures
+# show these methods, the tables all.
 _STYLES = {
     "cudnn": ("#555555", "s"),
     "fa2": ("#999999", "D"),
     "vmonarch": ("#0072B2", "o"),
-    "vmonarch-coarse2": ("#D55E00", "^"),
+    "vmonarch-lite": ("#D55E00", "*"),
+    "two-resolution": ("#CC79A7", "X"),
+    "vmonarch-coarse2": ("#56B4E9", "^"),
     "vmonarch-tiles2-coarse2": ("#009E73", "v"),
-    "vmonarch-t1": ("#56B4E9", "<"),
-    "vmonarch-t3": ("#CC79A7", ">"),
     "vmonarch-torch": ("#E69F00", "P"),
 }
 _STAGE_COLOURS = {"exact": "#E69F00", "pool": "#999999", "R": "#0072B2", "L": "#56B4E9"}
@@ -105,6 +109,11 @@ def _methods(cases: Sequence[dict[str, Any]]) -> list[str]:
     """Methods with a good result in any case, in the order of LABELS."""
     found = {method for case in cases for method in good_rows(case)}
     return [*(name for name in LABELS if name in found), *sorted(found - set(LABELS))]
+
+
+def _drawn(cases: Sequence[dict[str, Any]]) -> list[str]:
+    """Those of `_methods` that the pictures show."""
+    return [method for method in _methods(cases) if method in _STYLES]
 
 
 def kernels_table(results: dict[str, Any]) -> str:
@@ -195,25 +204,16 @@ def _stage_table(results: dict[str, Any]) -> str:
 def speed_table(results: dict[str, Any]) -> str:
     """Milliseconds of exact attention and of VMonarch at head dimension 128, and how many times as fast it is."""
     by_pass = {kind: {shape_label(case): case for case in _cases(results, 128, kind)} for kind in PASSES}
+    titles = {"cudnn": "exact, ms", "vmonarch": "VMonarch", "vmonarch-lite": "VMonarch lite"}
     rows = []
     for label, case in by_pass["forward"].items():
         cells = [label, f"{case['tokens']:,}"]
         for kind in PASSES:
-            found = good_rows(by_pass[kind][label]) if label in by_pass[kind] else {}
-            if "cudnn" in found and "vmonarch" in found:
-                exact, ours = (found[name]["ms"]["median"] for name in ("cudnn", "vmonarch"))
-                cells += [digits(exact), f"{digits(ours)} ({exact / ours:.3g}×)"]
-            else:
-                cells += ["–", "–"]
+            of_kind = by_pass[kind].get(label)
+            cells += ["–" if of_kind is None else _time_cell(of_kind, method) for method in titles]
         rows.append(cells)
-    heading = [
-        "latent frames × height × width",
-        "tokens",
-        "exact, ms",
-        "VMonarch",
-        "exact, forward+backward",
-        "VMonarch",
-    ]
+    training = [title.replace("exact, ms", "exact, forward+backward") for title in titles.values()]
+    heading = ["latent frames × height × width", "tokens", *titles.values(), *training]
     versions = results["versions"]
     about = (
         f"{results['hardware']}, {results['date'][:10]}, torch {versions['torch_build']}, Triton {versions['triton']};"
@@ -242,7 +242,7 @@ def _about(results: dict[str, Any]) -> str:
 
 
 def _style(method: str) -> dict[str, Any]:
-    colour, marker = _STYLES.get(method, ("#000000", "x"))
+    colour, marker = _STYLES[method]
     return {"color": colour, "marker": marker}
 
 
@@ -294,18 +294,22 @@ def _write_above(axes: Axes, top: tuple[float, float]) -> None:
     axes.annotate(f"{top[1]:.3g}×", top, (0, 3), textcoords="offset points", ha="center", rotation=90, fontsize=7)
 
 
-def _write_at_top(axes: Axes, at: float, ratio: float) -> None:
-    """A ratio of the first method at the upper edge, where no line passes."""
+# Methods whose ratios are written out, from the upper edge down.
+_NAMED = ("vmonarch-lite", "vmonarch")
+
+
+def _write_at_top(axes: Axes, at: float, ratio: float, method: str) -> None:
+    """A ratio of a method at the upper edge, where no line passes."""
     axes.annotate(
         f"{ratio:.3g}×",
         (at, 1.0),
-        (0, -10),
+        (0, -10 * (1 + _NAMED.index(method))),
         xycoords=("data", "axes fraction"),
         textcoords="offset points",
         ha="center",
         fontsize=8,
         fontweight="bold",
-        color=_style("vmonarch")["color"],
+        color=_style(method)["color"],
     )
 
 
@@ -344,7 +348,7 @@ def speedup_figure(results: dict[str, Any], head_dim: int) -> Figure:
     handles: dict[str, Any] = {}
     for (left, right), kind in zip(panels, kinds, strict=True):
         series, others = _series(results, head_dim, kind)
-        methods = [method for method in _methods([*series, *others]) if method != "cudnn"]
+        methods = [method for method in _drawn([*series, *others]) if method != "cudnn"]
         values: list[float] = []
         for method in methods:
             points = [
@@ -355,16 +359,15 @@ def speedup_figure(results: dict[str, Any], head_dim: int) -> Figure:
             if points:
                 values += [ratio for _, ratio in points]
                 (handles[_label(method)],) = left.plot(*zip(*points, strict=True), lw=1.8, ms=6, **_style(method))
-            if method == "vmonarch":
-                for at, ratio in points:
-                    _write_at_top(left, at, ratio)
+            for at, ratio in points if method in _NAMED else ():
+                _write_at_top(left, at, ratio, method)
         _token_axis(left, series)
         present = [case for case in others if any(row.get("over_cudnn") for row in good_rows(case).values())]
         for top in _bars(right, present, methods, "over_cudnn", handles):
             values.append(top[1])
             _write_above(right, top)
         for axes in (left, right):
-            _ratio_axis(axes, [*values, max(values, default=1) * 1.15])
+            _ratio_axis(axes, [*values, max(values, default=1) * 1.4])
             axes.axhline(1, color="#555555", lw=1, ls="--")
             tidy(axes, "y")
         left.set_ylabel("speed-up over cuDNN")
@@ -382,7 +385,7 @@ def time_figure(results: dict[str, Any], head_dim: int) -> Figure:
     handles: dict[str, Any] = {}
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         series, others = _series(results, head_dim, kind)
-        for method in _methods([*series, *others]):
+        for method in _drawn([*series, *others]):
             style = _style(method)
             points = [(c["tokens"], good_rows(c)[method]["ms"]["median"]) for c in series if method in good_rows(c)]
             if points:
@@ -477,7 +480,7 @@ def memory_figure(results: dict[str, Any], head_dim: int) -> Figure | None:
     figure = Figure(figsize=(11, 3.3 * len(kinds) + 0.9), layout="constrained")
     handles: dict[str, Any] = {}
     for axes, (kind, cases) in zip(figure.subplots(len(kinds), 1, squeeze=False)[:, 0], kinds, strict=True):
-        _bars(axes, cases, _methods(cases), "peak_extra_bytes", handles, scale=1e9, unit=" tokens")
+        _bars(axes, cases, _drawn(cases), "peak_extra_bytes", handles, scale=1e9, unit=" tokens")
         axes.set_ylabel("GB beyond the inputs")
         axes.set_title(kind, loc="left", fontsize=11)
         tidy(axes, "y")
