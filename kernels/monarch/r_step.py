@@ -289,9 +289,10 @@ def _r_backward_z_keys(
             scores, rows, valid, i, bias_ptr, mask_ptr, stride_ms, log2_scale, POOLED, HAS_MASK, MASKED
         )
         p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
-        dp = tl.zeros(scores.shape, tl.float32)
         if SUM_K:
-            dp = tl.dot(daL, tl.trans(k), dp, input_precision=PRECISION)
+            dp = tl.dot(daL, tl.trans(k), input_precision=PRECISION)
+        else:
+            dp = tl.zeros(scores.shape, tl.float32)
         if LAST:
             v = load_rows(v_ptr, stride_vs, rows, valid, E, BLOCK_E, MASKED)
             dp = tl.dot(dy, tl.trans(v), dp, input_precision=PRECISION)
@@ -391,6 +392,9 @@ def _r_backward_keys_rows(
         z = _load_z(
             z_ptr, stride_zb, stride_zs, stride_zh, places, heads, group, j, D, BLOCK_D, Z_IS_QUERY, TILED, MASKED
         )
+        daL = z
+        if daL_ptr is not None:
+            daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, MASKED)
         # A position beyond the block gets lse = inf, hence p = 0.
         lse = _load_statistics(lse_ptr, row, inside, float("inf"), MASKED)
         delta = _load_statistics(delta_ptr, row, inside, 0.0, MASKED)
@@ -406,11 +410,12 @@ def _r_backward_keys_rows(
         elif HAS_MASK or TILED:
             masked = tl.where(attended[:, None], scores, -float("inf"))
         p = probabilities(masked, lse, 1.0 if POOLED else log2_scale)
-        dp = tl.zeros(scores.shape, tl.float32)
+        if daL_ptr is not None:
+            dp = tl.dot(k, tl.trans(daL), input_precision=PRECISION)
+        else:
+            dp = tl.zeros(scores.shape, tl.float32)
         p_rounded = p.to(k.dtype)
         if daL_ptr is not None:
-            daL = load_rows(daL_ptr, D, row, inside, D, BLOCK_D, MASKED)
-            dp = tl.dot(k, tl.trans(daL), dp, input_precision=PRECISION)
             dk = tl.dot(p_rounded, daL, dk, input_precision=PRECISION)
         if LAST:
             dy = load_rows(dy_ptr, E, row, inside, E, BLOCK_E, MASKED)
