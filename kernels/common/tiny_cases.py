@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -93,17 +93,19 @@ def _window(gpu: bool) -> Case:
 
 
 def _two_resolution(gpu: bool) -> Case:
-    # Tiles of several sizes and cells, of which some are empty.
+    # Tiles of several sizes and cells, of which some are empty; and tiles of one cell, which other kernels take.
     grid, tile, head_dim = ((5, 9, 12), (4, 4, 4), 64) if gpu else ((2, 1, 5), (1, 1, 3), 16)
-    cell = tuple(-(-edge // 2) for edge in tile)
+    cells = {"": tuple(-(-edge // 2) for edge in tile), **({" with one cell": None} if gpu else {})}
 
     def call(implementation: str, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return two_resolution_attention(
-            *qkv, grid=grid, share=0.3, tile=tile, cell=cell, return_lse=True, implementation=implementation
-        )
+        options: dict[str, Any] = dict(grid=grid, share=0.3, tile=tile, implementation=implementation)
+        results = (two_resolution_attention(*qkv, cell=cell, return_lse=True, **options) for cell in cells.values())
+        return tuple(tensor for found in results for tensor in found)
 
     tokens = grid[0] * grid[1] * grid[2]
-    return Case(_qkv(tokens, tokens, head_dim), _results(tokens, head_dim, "the log-partition"), call)
+    of_call = _results(tokens, head_dim, "the log-partition")
+    outputs = {name + which: shape for which in cells for name, shape in of_call.items()}
+    return Case(_qkv(tokens, tokens, head_dim), outputs, call)
 
 
 def _norm_rotary(gpu: bool) -> Case:

@@ -10,6 +10,7 @@ cells of a tile. PLACES: of a box of keys, of which a ragged tile leaves some em
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -47,23 +48,23 @@ _PART_COST, _MERGE_COST = 2, 2
 # Columns of a tile that the copy engine brings at a time: they are one row of the swizzled shared memory.
 _COLUMNS = 64
 
-_plain = gluon.jit(plain.fn)
+plain_tiling = gluon.jit(plain.fn)
 
 
 @gluon.jit
-def _start(place, length, parts):
+def start_of(place, length, parts):
     """Where part `place` of an axis begins that is cut evenly."""
     return place * length // parts
 
 
 @gluon.jit
-def _place_of(tile, tiles_h, tiles_w):
+def place_of(tile, tiles_h, tiles_w):
     """Along each axis, which of the tiles this is."""
     return tile // (tiles_h * tiles_w), tile // tiles_w % tiles_h, tile % tiles_w
 
 
 @gluon.jit
-def _exact_part(at, part, number_ptr, cells, PLACES: gl.constexpr, PARTS: gl.constexpr):
+def exact_part(at, part, number_ptr, cells, PLACES: gl.constexpr, PARTS: gl.constexpr):
     """First exact tile of a part of the keys, and how many; the first part has all cells, and fewer tiles for it."""
     number = gl.load(number_ptr + at)
     if PARTS == 1:
@@ -75,7 +76,13 @@ def _exact_part(at, part, number_ptr, cells, PLACES: gl.constexpr, PARTS: gl.con
 
 
 @gluon.jit
-def _copy_tile(desc, b, h, tile, n, barrier, buffer, place: gl.constexpr):
+def in_video(buffer, desc):
+    """Rows of shared memory as the box of the video that a descriptor brings."""
+    return reinterpret(buffer, desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def copy_tile(desc, b, h, tile, n, barrier, buffer, place: gl.constexpr):
     """Start the copies of a tile of keys into the rows of its place in `buffer` [BLOCK_N, D]."""
     box: gl.constexpr = desc.block_type.shape
     PLACES: gl.constexpr = box[0] * box[1] * box[2]
@@ -83,22 +90,22 @@ def _copy_tile(desc, b, h, tile, n, barrier, buffer, place: gl.constexpr):
     parts: gl.constexpr = buffer.shape[1] // box[4]
     # The columns of a block lie in parts, and in each the rows one after the other.
     rows = reinterpret(buffer, desc.dtype, [parts * tiles, PLACES, box[4]], shared_layout(box[4]))
-    i, j, k = _place_of(tile, n.tiles_h, n.tiles_w)
-    frame = b * n.frames + _start(i, n.frames, n.tiles_t)
-    row = _start(j, n.rows, n.tiles_h)
-    column = _start(k, n.columns, n.tiles_w)
+    i, j, k = place_of(tile, n.tiles_h, n.tiles_w)
+    frame = b * n.frames + start_of(i, n.frames, n.tiles_t)
+    row = start_of(j, n.rows, n.tiles_h)
+    column = start_of(k, n.columns, n.tiles_w)
     for part in gl.static_range(parts):
         target = reinterpret(rows.index(part * tiles + place), desc.dtype, box, desc.layout)
         async_load(desc, [frame, row, column, h, part * box[4]], barrier, target)
 
 
 @gluon.jit
-def _load(
-    q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr, buffers, bias_bufs, n,
-    numbers, REST: gl.constexpr, FULL: gl.constexpr, SECOND: gl.constexpr, PLACES: gl.constexpr,
+def load_tiles(
+    q_desc, do_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr, do_bufs,
+    buffers, bias_bufs, n, numbers, REST: gl.constexpr, FULL: gl.constexpr, SECOND: gl.constexpr, PLACES: gl.constexpr,
     PARTS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Producer: of every tile of queries the queries, the means of all cells, and its exact tiles."""
+    """Producer: of every tile of queries the queries (and dO), the means of all cells, and its exact tiles."""
     q_bufs, k_bufs, v_bufs, q_full, q_empty, _, full, empty = buffers
     H, items, width, queries, tiles, cells = numbers
     TILES: gl.constexpr = BLOCK_N // PLACES
@@ -114,15 +121,17 @@ def _load(
         turn = t % Q_STAGES
         mbarrier.wait(q_empty.index(turn), (t // Q_STAGES & 1) ^ 1)
         barrier = q_full.index(turn)
-        mbarrier.expect(barrier, 2 * q_desc.block_type.nbytes)
-        i, j, k = _place_of(at % queries, n.queries_h, n.queries_w)
-        frame = b * n.query_frames + _start(i, n.query_frames, n.queries_t)
-        row = _start(j, n.rows, n.queries_h)
-        column = _start(k, n.columns, n.queries_w)
+        of_gradient: gl.constexpr = 0 if do_desc is None else do_desc.block_type.nbytes
+        mbarrier.expect(barrier, 2 * (q_desc.block_type.nbytes + of_gradient))
+        i, j, k = place_of(at % queries, n.queries_h, n.queries_w)
+        frame = b * n.query_frames + start_of(i, n.query_frames, n.queries_t)
+        row = start_of(j, n.rows, n.queries_h)
+        column = start_of(k, n.columns, n.queries_w)
         for half in gl.static_range(2):
-            target = reinterpret(q_bufs.index(2 * turn + half), q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
             box = [frame + half * SECOND[0], row + half * SECOND[1], column + half * SECOND[2], h, 0]
-            async_load(q_desc, box, barrier, target)
+            async_load(q_desc, box, barrier, in_video(q_bufs.index(2 * turn + half), q_desc))
+            if do_desc is not None:
+                async_load(do_desc, box, barrier, in_video(do_bufs.index(2 * turn + half), do_desc))
         if REST:
             own_ptr = gain_ptr + gl.to_tensor(at).to(gl.int64) * ((cells + GAINS - 1) // GAINS * GAINS)
             blocks = gl.where(part == 0, (cells + BLOCK_N - 1) // BLOCK_N, 0)
@@ -138,7 +147,7 @@ def _load(
                 async_load_numbers(bias_bufs.index(stage), own_ptr + first + key)
                 async_copy.mbarrier_arrive(barrier, increment_count=False)
                 place += 1
-        first_tile, number = _exact_part(at, part, number_ptr, cells, PLACES, PARTS)
+        first_tile, number = exact_part(at, part, number_ptr, cells, PLACES, PARTS)
         blocks = (number + TILES - 1) // TILES
         own_list_ptr = list_ptr + gl.to_tensor(at).to(gl.int64) * width + first_tile
         for block in range(blocks):
@@ -150,8 +159,8 @@ def _load(
             mbarrier.expect(barrier, block_bytes)
             for other in gl.static_range(TILES):
                 tile = gl.load(own_list_ptr + gl.minimum(first + other, number - 1)).to(gl.int32)
-                _copy_tile(k_desc, b, h, tile, n, barrier, k_bufs.index(stage), other)
-                _copy_tile(v_desc, b, h, tile, n, barrier, v_bufs.index(stage), other)
+                copy_tile(k_desc, b, h, tile, n, barrier, k_bufs.index(stage), other)
+                copy_tile(v_desc, b, h, tile, n, barrier, v_bufs.index(stage), other)
             if not FULL:
                 other = first + key // PLACES
                 # No token is in the tile after the last.
@@ -182,7 +191,7 @@ def _attend(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         at = item // PARTS
         part = item % PARTS
-        first_tile, number = _exact_part(at, part, number_ptr, cells, PLACES, PARTS)
+        first_tile, number = exact_part(at, part, number_ptr, cells, PLACES, PARTS)
         bh = at // queries
         turn = t % Q_STAGES
         mbarrier.wait(q_full.index(turn), t // Q_STAGES & 1)
@@ -227,7 +236,7 @@ def _attend(
         own_ptr = box_ptr + at % queries * 8
         b = (bh // H).to(gl.int64)
         h = bh % H
-        token, there = _token_of(gl.arange(0, _HALF, stats), half, own_ptr, rows, columns, BOX, SECOND)
+        token, there = token_of(gl.arange(0, _HALF, stats), half, own_ptr, rows, columns, BOX, SECOND)
         # Rows of the parts of a head follow each other.
         stat = b * lse_b + h * lse_h + part * (lse_h // PARTS) + token
         lse = log2_lse * 0.6931471805599453
@@ -236,42 +245,42 @@ def _attend(
         base = b * out_b + h * out_h + part * (out_h // PARTS)
         if SUM_K:
             gl.store(cL_ptr + stat, scale * z_aL - lse, mask=there)
-            _store(aL_ptr, aL, q, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
-            _store(out_ptr, out, q, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
+            store_rows(aL_ptr, aL, q, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
+            store_rows(out_ptr, out, q, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
             # The copy engine writes there next.
             fence_async_shared()
             mbarrier.arrive(q_empty.index(turn))
         else:
-            _store(out_ptr, out, None, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
+            store_rows(out_ptr, out, None, base, out_s, half, own_ptr, rows, columns, D, BOX, SECOND)
         t += 1
 
 
 @gluon.constexpr_function
-def _lines_layout(columns):
+def lines_layout(columns):
     """Registers of [64, columns], 16 bytes of a row in each thread."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
-def _store(
+def store_rows(
     ptr, x, buffer, base, stride, half: gl.constexpr, own_ptr, rows, columns,
     D: gl.constexpr, BOX: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
     """Store x [64, D] in the rows of this half of a tile of queries; by way of `buffer`, if given, in whole lines."""
     BLOCK_D: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = accumulator_layout(BLOCK_D) if buffer is None else _lines_layout(BLOCK_D)
+    layout: gl.constexpr = accumulator_layout(BLOCK_D) if buffer is None else lines_layout(BLOCK_D)
     if buffer is not None:
         buffer.store(x)
         x = buffer.load(layout)
-    token, there = _token_of(gl.arange(0, _HALF, gl.SliceLayout(1, layout)), half, own_ptr, rows, columns, BOX, SECOND)
+    token, there = token_of(gl.arange(0, _HALF, gl.SliceLayout(1, layout)), half, own_ptr, rows, columns, BOX, SECOND)
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
     at = (base + token.to(gl.int64) * stride)[:, None] * D + dims[None, :]
     gl.store(ptr + at, x, mask=there[:, None] & (dims < D)[None, :])
 
 
 @gluon.jit
-def _token_of(place, half: gl.constexpr, box_ptr, rows, columns, BOX: gl.constexpr, SECOND: gl.constexpr):
-    """Tokens of the places of half of a tile of queries, and whether they are in it; `box_ptr` as `_query_boxes`."""
+def token_of(place, half: gl.constexpr, box_ptr, rows, columns, BOX: gl.constexpr, SECOND: gl.constexpr):
+    """Tokens of the places of half of a tile of queries, and whether they are in it; `box_ptr` as `tile_boxes`."""
     t = half * SECOND[0] + place // (BOX[1] * BOX[2])
     h = half * SECOND[1] + place // BOX[2] % BOX[1]
     w = half * SECOND[2] + place % BOX[2]
@@ -292,7 +301,7 @@ def _hopper_two_resolution_kernel(
 
     With PARTS, of as many parts of a tile's keys: rows in float32, lse in units of log 2.
     """
-    n = _plain(tiling)
+    n = plain_tiling(tiling)
     queries = n.queries_t * n.queries_h * n.queries_w
     tiles = n.tiles_t * n.tiles_h * n.tiles_w
     cells = tiles * n.cells_t * n.cells_h * n.cells_w if REST else tiles * 0
@@ -307,9 +316,9 @@ def _hopper_two_resolution_kernel(
     bias_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], shared)
     gl.warp_specialize(
         [
-            (_load, (
-                q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr, buffers,
-                bias_bufs, n, numbers, REST, FULL, SECOND, PLACES, PARTS, Q_STAGES, STAGES, BLOCK_N,
+            (load_tiles, (
+                q_desc, None, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr,
+                bias_bufs, buffers, bias_bufs, n, numbers, REST, FULL, SECOND, PLACES, PARTS, Q_STAGES, STAGES, BLOCK_N,
             )),
             (_attend, (
                 0, number_ptr, box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, places_of_out, buffers, bias_bufs, numbers,
@@ -336,18 +345,62 @@ def _box_of(box: Box, places: int) -> Box | None:
 def two_resolution_fits(tiling: Tiling, *tensors: torch.Tensor) -> bool:
     """Whether this form takes such tiles, and tensors [B, S, H, D] that `hopper_fits`."""
     frames_follow = all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors)
-    boxes = _key_box(tiling), _box_of(tiling.of_queries.box, BLOCK_M)
+    boxes = key_box(tiling), _box_of(tiling.of_queries.box, BLOCK_M)
     # Rows of the means follow each other.
     aligned = tensors[0].shape[3] * tensors[0].itemsize % 16 == 0
     return frames_follow and aligned and None not in boxes
 
 
-def _key_box(tiling: Tiling) -> Box | None:
+def key_box(tiling: Tiling) -> Box | None:
     # Eight rows are the least that the swizzled shared memory repeats.
     return next((box for box in (_box_of(tiling.box, places) for places in (16, 32, 64, 128)) if box), None)
 
 
-def _video_descriptor(tensor: torch.Tensor, tiling: Tiling, box: Box, columns: int) -> TensorDescriptor:
+class Launch(NamedTuple):
+    """How the kernels see a tiling.
+
+    Args:
+        keys: the box of a tile of keys. half: that of half a tile of queries. second: what the second half adds to the
+            place of the first, along each axis.
+        full: whether every place of every tile of keys holds a token.
+    """
+
+    tiling: Tiling
+    keys: Box
+    half: Box
+    second: Box
+    full: bool
+
+    def there(self, device: torch.device) -> torch.Tensor | None:
+        """What the places of the tiles of keys add to a logit; None where they add nothing."""
+        return None if self.full else _present(self.tiling, self.keys, device)
+
+    def of_keys(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_mean: torch.Tensor | None = None,
+        v_mean: torch.Tensor | None = None,
+        rows: int = 0,
+    ) -> list[TensorDescriptor | None]:
+        """Descriptors of keys and values for tiles, and of their means, if there are any, for so many rows."""
+        tiles = [video_descriptor(x, self.tiling, self.keys, _COLUMNS) for x in (key, value)]
+        return [*tiles, *(None if x is None else rows_descriptor(x, rows) for x in (k_mean, v_mean))]
+
+
+def launch_of(tiling: Tiling) -> Launch:
+    """Of tiles that `two_resolution_fits`."""
+    keys, queries = key_box(tiling), _box_of(tiling.of_queries.box, BLOCK_M)
+    assert keys is not None and queries is not None
+    # The second half of a tile of queries lies behind the first along the first axis that can be halved.
+    axis = next(axis for axis, edge in enumerate(queries) if edge > 1)
+    t, h, w = (edge // 2 if i == axis else edge for i, edge in enumerate(queries))
+    second_t, second_h, second_w = (edge if i == axis else 0 for i, edge in enumerate((t, h, w)))
+    full = tiling.box == keys and all(length % n == 0 for length, n in zip(tiling[:3], tiling[3:6], strict=True))
+    return Launch(tiling, keys, (t, h, w), (second_t, second_h, second_w), full)
+
+
+def video_descriptor(tensor: torch.Tensor, tiling: Tiling, box: Box, columns: int) -> TensorDescriptor:
     """Descriptor of tokens [B, S, H, D] for boxes of the video: its indices are (frame, row, column, head, dim)."""
     B, S, H, D = tensor.shape
     stride = tensor.stride(1)
@@ -373,11 +426,10 @@ def _present(tiling: Tiling, box: Box, device: torch.device) -> torch.Tensor:
 
 
 @kept
-def _query_boxes(tiling: Tiling, device: torch.device) -> torch.Tensor:
-    """[n, 8], int32: of every tile of queries its first frame, row and column, how many of each, and two zeros."""
+def tile_boxes(cut: Tiling, device: torch.device) -> torch.Tensor:
+    """[tiles, 8], int32: of every tile its first frame, row and column, how many of each, and two zeros."""
     starts, sizes = [], []
-    of_queries = tiling.of_queries
-    for length, tiles in zip(of_queries[:3], of_queries[3:6], strict=True):
+    for length, tiles in zip(cut[:3], cut[3:6], strict=True):
         bounds = torch.arange(tiles + 1) * length // tiles
         starts.append(bounds[:-1])
         sizes.append(bounds.diff())
@@ -427,17 +479,9 @@ def two_resolution(
     sums_keys = written.aL is not None
     name = "hopper_two_resolution_r" if sums_keys else "hopper_two_resolution"
     options = launch_options(name, query.device, query.dtype, D)
-    box, query_box = _key_box(tiling), _box_of(tiling.of_queries.box, BLOCK_M)
-    assert box is not None and query_box is not None
-    places = math.prod(box)
+    launch = launch_of(tiling)
+    places = math.prod(launch.keys)
     options["BLOCK_N"] = max(options["BLOCK_N"], places)
-    # The second half of a tile of queries lies behind the first along the first axis that can be halved.
-    axis = next(axis for axis, edge in enumerate(query_box) if edge > 1)
-    t, h, w = (edge // 2 if i == axis else edge for i, edge in enumerate(query_box))
-    half = t, h, w
-    second = tuple(edge if i == axis else 0 for i, edge in enumerate(half))
-    full = tiling.box == box and all(length % n == 0 for length, n in zip(tiling[:3], tiling[3:6], strict=True))
-    means = [None if x is None else rows_descriptor(x, options["BLOCK_N"]) for x in (k_mean, v_mean)]
     width, cells = lists.shape[3], 0 if k_mean is None else k_mean.shape[1]
     parts = 1
     if written.out.ndim == 4 and not sums_keys:
@@ -450,13 +494,13 @@ def two_resolution(
         out = query.new_empty(B * H * parts, rows, D, dtype=torch.float32)
         written = Written(out, out.new_empty(out.shape[:2]), (H * of_head, 1, of_head), (H * of_head, of_head))
     _hopper_two_resolution_kernel[(min(items, processors(query.device)),)](
-        _video_descriptor(query, tiling.of_queries, half, hopper_dim(D)),
-        *(_video_descriptor(x, tiling, box, _COLUMNS) for x in (key, value)), *means,
-        gain, lists, number, None if full else _present(tiling, box, query.device),
-        _query_boxes(tiling, query.device), written.out, written.lse, written.aL, written.cL,
+        video_descriptor(query, tiling.of_queries, launch.half, hopper_dim(D)),
+        *launch.of_keys(key, value, k_mean, v_mean, options["BLOCK_N"]), gain, lists, number,
+        launch.there(query.device),
+        tile_boxes(tiling.of_queries, query.device), written.out, written.lse, written.aL, written.cL,
         *written.out_rows, *written.lse_rows, unspecialised(tiling), H, items, width, scale,
         log2_scale_of(scale), D=D, SUM_K=sums_keys, REST=k_mean is not None,
-        FULL=full, BOX=half, SECOND=second, PLACES=places, PARTS=parts, **options,
+        FULL=launch.full, BOX=launch.half, SECOND=launch.second, PLACES=places, PARTS=parts, **options,
         # What consumers of narrow heads leave, the producer needs for small tiles and for parts.
         REGISTERS=240 if D > 64 and parts == 1 else 232, num_warps=4, maxnreg=168,
     )  # fmt: skip

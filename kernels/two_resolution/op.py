@@ -288,7 +288,6 @@ def backward(
     grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
     out = unit_stride(out)
     delta = torch.empty_like(lse)
-    dq = query.new_empty(query.shape)
     dk, dv = added or (x.new_empty(x.shape) for x in (key, value))
     rest = pooled is not None
     k_mean, v_mean, log2_number = _rest(pooled, key)
@@ -298,13 +297,24 @@ def backward(
     tiling, log2_scale, queries = unspecialised(n), log2_scale_of(scale), n.of_queries.tiles
     lists, number, gain = _lists(exact, width, log2_number)
     with torch.cuda.device_of(query):
-        constants = _constants("two_resolution_rows", query, value, n, aL is not None)
-        two_resolution_rows_kernel[(queries * constants["PARTS_M"] * B * H,)](
-            query, key, value, k_mean, v_mean, gain, lists, number, key_mask,
-            grad_out, out, daL, aL, lse, grad_lse, delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3],
-            H, S, width, tiling, n.cells, scale, log2_scale, REST=rest, FULL=_full(n) and key_mask is None,
-            **constants,
-        )  # fmt: skip
+        on_hopper = aL is None and key_mask is None and hopper_fits("two_resolution", query, key, value, grad_out)
+        if on_hopper:
+            from vmonarch.kernels.hopper.backward import two_resolution as hopper_kernels
+
+            on_hopper = hopper_kernels.backward_fits(n, query, key, value, grad_out)
+        if on_hopper:
+            dq, folded = hopper_kernels.launch_queries(
+                query, key, value, k_mean, v_mean, gain, lists, number, grad_out, out.contiguous(), lse, grad_lse,
+                delta, tiling=n, scale=scale,
+            )  # fmt: skip
+        else:
+            dq = query.new_empty(query.shape)
+            constants = _constants("two_resolution_rows", query, value, n, aL is not None)
+            two_resolution_rows_kernel[(queries * constants["PARTS_M"] * B * H,)](
+                query, key, value, k_mean, v_mean, gain, lists, number, key_mask, grad_out, out, daL, aL, lse, grad_lse,
+                delta, dq, *q_strides, *kv_strides, *g_strides, *out.stride()[:3], H, S, width, tiling, n.cells, scale,
+                log2_scale, REST=rest, FULL=_full(n) and key_mask is None, **constants,
+            )  # fmt: skip
         if rest:
             constants = _constants("two_resolution_cells", query, value, n, aL is not None)
             cells = n.tiles * n.cells
@@ -319,12 +329,18 @@ def backward(
             )  # fmt: skip
             dk_mean, dv_mean = dk_mean.sum(0), dv_mean.sum(0)
         lists, number, _ = _lists(exact.transpose(2, 3), queries)
-        constants = _constants("two_resolution_keys", query, value, n, aL is not None)
-        two_resolution_keys_kernel[(n.tiles * constants["PARTS"] * B * H,)](
-            query, key, value, log2_number, lists, number, key_mask, grad_out, daL, lse, delta, dk_mean, dv_mean,
-            dk, dv, *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest,
-            ADD=added is not None, **constants,
-        )  # fmt: skip
+        if on_hopper:
+            hopper_kernels.launch_keys(
+                query, key, value, log2_number, lists, number, grad_out, folded, dk_mean, dv_mean, dk, dv,
+                tiling=n, scale=scale, add=added is not None,
+            )  # fmt: skip
+        else:
+            constants = _constants("two_resolution_keys", query, value, n, aL is not None)
+            two_resolution_keys_kernel[(n.tiles * constants["PARTS"] * B * H,)](
+                query, key, value, log2_number, lists, number, key_mask, grad_out, daL, lse, delta, dk_mean, dv_mean,
+                dk, dv, *q_strides, *kv_strides, *g_strides, H, S, tiling, n.cells, scale, log2_scale, REST=rest,
+                ADD=added is not None, **constants,
+            )  # fmt: skip
     return dq, dk, dv
 
 

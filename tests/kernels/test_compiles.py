@@ -265,20 +265,25 @@ def test_hopper_kernels_with_a_bias_compile(triton, name, options, kernels, comp
     ("triton", "options"),
     [
         (NEWEST, {}),
-        (NEWEST, {"grid": [2, 28, 52], "exact_tiles": 300}),
+        (NEWEST, {"grid": [4, 28, 52], "exact_tiles": 300}),
         (OLDEST, {"cell": [4, 2, 2], "grid": [43, 45, 52]}),
         (NEWEST, {"tile": [1, 4, 4], "dim": 64}),
+        (OLDEST, {"grid": [43, 45, 52], "rest": False, "dtype": "float16"}),
         (OLDEST, TWO_RESOLUTION_CASES["r-step"]),
     ],
-    ids=["full", "parts", "ragged", "small-tiles", "r-step"],
+    ids=["full", "parts", "cells", "small-tiles", "ragged", "r-step"],
 )
-def test_hopper_kernel_of_two_resolutions_compiles(triton, options, compile_kernels):
+def test_hopper_kernels_of_two_resolutions_compile(triton, options, compile_kernels):
     case = {**TWO_RESOLUTION_CASES["full"], **options, "only": "_hopper_"}
-    (kernel,) = compile_kernels(triton, 90, case)
-    assert kernel["kernel"] == "_hopper_two_resolution_kernel" and kernel["warp_specialized"]
-    assert (kernel["options"]["PARTS"] > 1) is ("exact_tiles" in case)
-    # The producer has few registers.
-    assert not kernel["serialized"] and kernel["spilled"] <= 192 and kernel["shared"] <= BIG_SHARED_MEMORY, kernel
+    kernels = compile_kernels(triton, 90, case)
+    # Backward they take tiles of 64 keys and one mean.
+    parts = ["", "_queries", "_keys"] if case["tile"] == [4, 4, 4] and "cell" not in case else [""]
+    assert [kernel["kernel"] for kernel in kernels] == [f"_hopper_two_resolution{part}_kernel" for part in parts]
+    for kernel in kernels:
+        assert (kernel["options"].get("PARTS", 1) > 1) is ("exact_tiles" in case and "_keys" not in kernel["kernel"])
+        # The producer has few registers.
+        assert kernel["warp_specialized"] and not kernel["serialized"] and kernel["spilled"] <= 192, kernel
+        assert kernel["shared"] <= BIG_SHARED_MEMORY, kernel
 
 
 @pytest.mark.parametrize("triton,width,dtype", [(NEWEST, 64, "float16"), (OLDEST, 128, "bfloat16")])

@@ -18,7 +18,17 @@ from vmonarch.kernels.common.launch import on_hopper
 
 SPECIALISED = {
     f"_hopper_{name}_kernel"
-    for name in ("r_step", "l_centroids", "l_output", "flash", "rows", "keys", "two_resolution")
+    for name in (
+        "r_step",
+        "l_centroids",
+        "l_output",
+        "flash",
+        "rows",
+        "keys",
+        "two_resolution",
+        "two_resolution_queries",
+        "two_resolution_keys",
+    )
 }
 # Bytes of instructions.
 DISPATCHED_BEFORE = 0x400

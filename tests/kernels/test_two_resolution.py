@@ -312,8 +312,9 @@ GPU_CASES = {
     "default": dict(),
     "cells": dict(tile=(4, 4, 4), cell=(2, 2, 4), sink=True),
     "ragged": dict(tile=(2, 5, 5), local=0),
+    "boxes": dict(tile=(4, 4, 4)),
     "threshold": dict(share=None, beta=1.0),
-    "without-rest": dict(rest=False, share=0.3),
+    "without-rest": dict(rest=False, share=0.3, tile=(4, 4, 4)),
 }
 
 

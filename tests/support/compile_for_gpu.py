@@ -51,6 +51,7 @@ from vmonarch.kernels.hopper import r_step as hopper_r_step
 from vmonarch.kernels.hopper import two_resolution as hopper_two_resolution
 from vmonarch.kernels.hopper.backward import keys as hopper_keys
 from vmonarch.kernels.hopper.backward import rows as hopper_rows
+from vmonarch.kernels.hopper.backward import two_resolution as hopper_two_resolution_backward
 from vmonarch.kernels.monarch import fused, l_step, places, r_step
 from vmonarch.kernels.norm_rotary import op as norm_op
 from vmonarch.kernels.residual import kernels as residual_kernels
@@ -168,7 +169,10 @@ def main():
         window_op,
     ):
         module.launch_options = options_of_a_gpu
-    hopper = (hopper_keys, hopper_rows, hopper_l_step, hopper_r_step, hopper_two_resolution)
+    hopper = (
+        hopper_keys, hopper_rows, hopper_l_step, hopper_r_step, hopper_two_resolution, hopper_two_resolution_backward
+    )  # fmt: skip
+    hopper_two_resolution_backward.ENABLED = True
     for module in (bias_forward, flash_backward, flash_forward, two_resolution_op, *hopper):
         module.processors = lambda device: 132
 
@@ -211,8 +215,9 @@ def launch_all(case):
         # An R-step also has the sum of the keys.
         sums = {"aL": out, "daL": out} if case.get("r_step") else {}
         written = Written(out, lse, (0, 2, 1), (0, 1), sums.get("aL"), lse)
-        two_resolution_op.attend(*tensors, exact, case.get("exact_tiles", 5), mask, tiling, pooled, 0.1, written)
-        two_resolution_op.backward(out, lse, *tensors, exact, 5, mask, out, lse, tiling, pooled, 0.1, **sums)
+        width = case.get("exact_tiles", 5)
+        two_resolution_op.attend(*tensors, exact, width, mask, tiling, pooled, 0.1, written)
+        two_resolution_op.backward(out, lse, *tensors, exact, width, mask, out, lse, tiling, pooled, 0.1, **sums)
         return
     if "channels" in case:
         x = torch.zeros(1, case["tokens"], case["channels"], dtype=getattr(torch, case["dtype"]))
