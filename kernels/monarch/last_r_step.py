@@ -125,4 +125,6 @@ class LastRStep:
                 # daR may take the memory of dy, of which this sample's rows have been read.
                 self._frames(daR, i).copy_(dz_i)
         if cR is not None:
-            RStep(self.key, self.value, None, self.call).gradient_of_cR(z, cR, daR, dcR)
+            # z = αR / max(cR, min_mass)
+            product = RStep(self.key, self.value, None, self.call).row_dots(daR, z)
+            dcR.copy_(torch.where(cR >= self.call.min_mass, -product, 0.0))

@@ -731,10 +731,6 @@ class RStep:
             self.key.shape[2], self.places.unspecialised(), tiles, *numbers, self.call.min_mass, **constants, **options,
         )  # fmt: skip
 
-    def gradient_of_cR(self, z: torch.Tensor, cR: torch.Tensor, daR: torch.Tensor, dcR: torch.Tensor) -> None:
-        """Write dcR of z = αR / max(cR, min_mass); every block is a frame."""
-        dcR.copy_(torch.where(cR >= self.call.min_mass, -self.row_dots(daR, z), 0.0))
-
     def row_dots(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """a·b of every row of two block tensors, [B·H·m, b] in float32; every block is a frame."""
         dots = a.new_empty(a.shape[:2], dtype=torch.float32)

@@ -195,7 +195,7 @@ def test_hoppers_way_of_storing_changes_nothing(grid):
 @in_interpreter
 @pytest.mark.parametrize(
     "more",
-    [{}, {"r_share": 0.3, "coarse": 2}, {"last_l_update": False}],
+    [{}, {"r_share": 0.3, "coarse": 2, "min_mass": 1.0}, {"last_l_update": False}],
     ids=["", "coarse-last-r-step", "last-values"],
 )
 def test_batch_and_heads(more):
