@@ -318,7 +318,7 @@ def _hopper_two_resolution_kernel(
         [
             (load_tiles, (
                 q_desc, None, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr,
-                bias_bufs, buffers, bias_bufs, n, numbers, REST, FULL, SECOND, PLACES, PARTS, Q_STAGES, STAGES, BLOCK_N,
+                None, buffers, bias_bufs, n, numbers, REST, FULL, SECOND, PLACES, PARTS, Q_STAGES, STAGES, BLOCK_N,
             )),
             (_attend, (
                 0, number_ptr, box_ptr, out_ptr, lse_ptr, aL_ptr, cL_ptr, places_of_out, buffers, bias_bufs, numbers,
