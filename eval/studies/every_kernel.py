@@ -156,9 +156,9 @@ def window(call: Caller) -> None:
 
 def two_resolutions(call: Caller) -> None:
     tokens = 7 * 9 * 5
-    boxes = {"tile": (4, 4, 4)}
-    cells, sparse = {"cell": (2, 2, 4), "sink": True}, {"rest": False, "local": 1, **boxes}
-    for options in (cells, sparse, {"share": None, "beta": 0.5, **boxes}):
+    chosen = ({"cell": (2, 2, 4), "sink": True}, {"rest": False, "local": 1}, {"share": None, "beta": 0.5})
+    # Tiles of 64 tokens, too, which have kernels of their own backward.
+    for options in (*chosen, {"tile": (4, 4, 4)}, {"tile": (4, 4, 4), "rest": False}):
         call.attend(two_resolution_attention, tokens, tokens, 64, grid=(7, 9, 5), **options)
 
 

@@ -327,12 +327,20 @@ def test_hopper_kernels_compile(triton, name, compile_kernels):
 
 def test_values_alone_compile_for_hopper(compile_kernels):
     kernels = compile_kernels(NEWEST, 90, {**CASES["values-alone"], "only": "_hopper_"})
-    in_blocks = [kernel for kernel in kernels if not kernel["options"].get("FLASH")]
-    alone = {kernel["kernel"]: kernel for kernel in in_blocks if not kernel["options"].get("SUM_K", True)}
-    assert {"_hopper_r_step_kernel", "_hopper_keys_kernel", "_hopper_rows_kernel"} == alone.keys()
-    for name, kernel in alone.items():
+    steps = [kernel for kernel in kernels if kernel["kernel"] == "_hopper_r_step_kernel"]
+    assert [(kernel["options"]["SUM_K"], kernel["options"]["LAST"]) for kernel in steps] == [
+        (True, False),
+        (False, True),
+    ]
+    assert not any(kernel["spilled"] for kernel in steps)
+    # Backward in blocks, by a kernel that owns keys and one that owns rows.
+    own = [kernel for kernel in kernels if not kernel["options"].get("FLASH", True)]
+    assert [(kernel["kernel"], kernel["options"]["SUM_K"]) for kernel in own] == [
+        (f"_hopper_{owner}_kernel", of_keys) for of_keys in (False, True) for owner in ("keys", "rows")
+    ]
+    assert all(kernel["spilled"] <= MAX_SPILLED for kernel in own)
+    for kernel in (*steps, *own):
         assert kernel["warp_specialized"] and not kernel["serialized"], kernel
-        assert kernel["spilled"] <= (kernel["allowed"] if name == "_hopper_r_step_kernel" else MAX_SPILLED), kernel
         assert kernel["shared"] <= BIG_SHARED_MEMORY, kernel
 
 

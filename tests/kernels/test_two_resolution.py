@@ -314,7 +314,8 @@ GPU_CASES = {
     "ragged": dict(tile=(2, 5, 5), local=0),
     "boxes": dict(tile=(4, 4, 4)),
     "threshold": dict(share=None, beta=1.0),
-    "without-rest": dict(rest=False, share=0.3, tile=(4, 4, 4)),
+    "without-rest": dict(rest=False, share=0.3),
+    "boxes-without-rest": dict(rest=False, share=0.3, tile=(4, 4, 4)),
 }
 
 
