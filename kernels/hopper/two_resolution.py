@@ -52,13 +52,13 @@ plain_tiling = gluon.jit(plain.fn)
 
 
 @gluon.jit
-def start_of(place, length, parts):
+def _start(place, length, parts):
     """Where part `place` of an axis begins that is cut evenly."""
     return place * length // parts
 
 
 @gluon.jit
-def place_of(tile, tiles_h, tiles_w):
+def _place_of(tile, tiles_h, tiles_w):
     """Along each axis, which of the tiles this is."""
     return tile // (tiles_h * tiles_w), tile // tiles_w % tiles_h, tile % tiles_w
 
@@ -90,10 +90,10 @@ def copy_tile(desc, b, h, tile, n, barrier, buffer, place: gl.constexpr):
     parts: gl.constexpr = buffer.shape[1] // box[4]
     # The columns of a block lie in parts, and in each the rows one after the other.
     rows = reinterpret(buffer, desc.dtype, [parts * tiles, PLACES, box[4]], shared_layout(box[4]))
-    i, j, k = place_of(tile, n.tiles_h, n.tiles_w)
-    frame = b * n.frames + start_of(i, n.frames, n.tiles_t)
-    row = start_of(j, n.rows, n.tiles_h)
-    column = start_of(k, n.columns, n.tiles_w)
+    i, j, k = _place_of(tile, n.tiles_h, n.tiles_w)
+    frame = b * n.frames + _start(i, n.frames, n.tiles_t)
+    row = _start(j, n.rows, n.tiles_h)
+    column = _start(k, n.columns, n.tiles_w)
     for part in gl.static_range(parts):
         target = reinterpret(rows.index(part * tiles + place), desc.dtype, box, desc.layout)
         async_load(desc, [frame, row, column, h, part * box[4]], barrier, target)
@@ -123,10 +123,10 @@ def load_tiles(
         barrier = q_full.index(turn)
         of_gradient: gl.constexpr = 0 if do_desc is None else do_desc.block_type.nbytes
         mbarrier.expect(barrier, 2 * (q_desc.block_type.nbytes + of_gradient))
-        i, j, k = place_of(at % queries, n.queries_h, n.queries_w)
-        frame = b * n.query_frames + start_of(i, n.query_frames, n.queries_t)
-        row = start_of(j, n.rows, n.queries_h)
-        column = start_of(k, n.columns, n.queries_w)
+        i, j, k = _place_of(at % queries, n.queries_h, n.queries_w)
+        frame = b * n.query_frames + _start(i, n.query_frames, n.queries_t)
+        row = _start(j, n.rows, n.queries_h)
+        column = _start(k, n.columns, n.queries_w)
         for half in gl.static_range(2):
             box = [frame + half * SECOND[0], row + half * SECOND[1], column + half * SECOND[2], h, 0]
             async_load(q_desc, box, barrier, in_video(q_bufs.index(2 * turn + half), q_desc))

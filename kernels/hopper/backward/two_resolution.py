@@ -64,7 +64,7 @@ ENABLED = False
 def _sum_for_queries(
     half: gl.constexpr, number_ptr, box_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, folded_ptr, dq_ptr, do_bufs,
     buffers, bias_bufs, numbers, S, all_rows, rows, columns, scale, log2_scale, D: gl.constexpr, BIASED: gl.constexpr,
-    BOX: gl.constexpr, SECOND: gl.constexpr, PLACES: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    BOX: gl.constexpr, SECOND: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Consumer of the queries' kernel: dq of half of the places of every tile, or of a part of its keys."""
     q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty = buffers
@@ -79,7 +79,7 @@ def _sum_for_queries(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         at = item // PARTS
         part = item % PARTS
-        first_tile, number = exact_part(at, part, number_ptr, cells, PLACES, PARTS)
+        first_tile, number = exact_part(at, part, number_ptr, cells, N, PARTS)
         bh = at // queries
         own_ptr = box_ptr + at % queries * 8
         mbarrier.wait(q_full.index(0), t & 1)
@@ -111,7 +111,8 @@ def _sum_for_queries(
 
         dq = gl.zeros([_HALF, BLOCK_D], gl.float32, accumulator_layout(BLOCK_D))
         means = gl.where(first, (cells + N - 1) // N, 0)
-        for _ in range(means + (number * PLACES + N - 1) // N):
+        # A tile of keys is a block.
+        for _ in range(means + number):
             stage = place % STAGES
             mbarrier.wait(full.index(stage), place // STAGES & 1)
             k = k_bufs.index(stage)
@@ -141,7 +142,7 @@ def _hopper_two_resolution_queries_kernel(
     q_desc, do_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr, box_ptr,
     out_ptr, lse_ptr, dlse_ptr, delta_ptr, folded_ptr, dq_ptr, tiling, H, items, width, S, all_rows, scale, log2_scale,
     D: gl.constexpr, REST: gl.constexpr, FULL: gl.constexpr, BOX: gl.constexpr, SECOND: gl.constexpr,
-    PLACES: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """dq [PARTS, B, S, H, D] of all tiles of queries, δ [B, H, S], and the folded statistics [2, B·H·n·128]."""
     n = plain_tiling(tiling)
@@ -159,17 +160,17 @@ def _hopper_two_resolution_queries_kernel(
         [
             (load_tiles, (
                 q_desc, do_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, gain_ptr, list_ptr, number_ptr, there_ptr,
-                do_bufs, buffers, bias_bufs, n, numbers, REST, FULL, SECOND, PLACES, PARTS, 1, STAGES, BLOCK_N,
+                do_bufs, buffers, bias_bufs, n, numbers, REST, FULL, SECOND, BLOCK_N, PARTS, 1, STAGES, BLOCK_N,
             )),
             (_sum_for_queries, (
                 0, number_ptr, box_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, folded_ptr, dq_ptr, do_bufs, buffers,
-                bias_bufs, numbers, S, all_rows, n.rows, n.columns, scale, log2_scale, D, BIASED, BOX, SECOND, PLACES,
-                PARTS, STAGES,
+                bias_bufs, numbers, S, all_rows, n.rows, n.columns, scale, log2_scale, D, BIASED, BOX, SECOND, PARTS,
+                STAGES,
             )),
             (_sum_for_queries, (
                 1, number_ptr, box_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, folded_ptr, dq_ptr, do_bufs, buffers,
-                bias_bufs, numbers, S, all_rows, n.rows, n.columns, scale, log2_scale, D, BIASED, BOX, SECOND, PLACES,
-                PARTS, STAGES,
+                bias_bufs, numbers, S, all_rows, n.rows, n.columns, scale, log2_scale, D, BIASED, BOX, SECOND, PARTS,
+                STAGES,
             )),
         ],
         [4, 4],
@@ -383,8 +384,8 @@ def launch_queries(
     """
     B, S, H, D = query.shape
     launch = launch_of(tiling)
-    places, width, cells = math.prod(launch.keys), lists.shape[3], 0 if k_mean is None else k_mean.shape[1]
-    parts = parts_of(number.numel(), width * places + cells, processors(query.device))
+    width, cells = lists.shape[3], 0 if k_mean is None else k_mean.shape[1]
+    parts = parts_of(number.numel(), width * BLOCK_N + cells, processors(query.device))
     items = parts * number.numel()
     dq = query.new_empty(parts, B, S, H, D, dtype=query.dtype if parts == 1 else torch.float32)
     folded = lse.new_empty(2, number.numel() * BLOCK_M)
@@ -393,7 +394,7 @@ def launch_queries(
         *launch.of_keys(key, value, k_mean, v_mean, BLOCK_N), gain, lists, number,
         launch.there(query.device), tile_boxes(tiling.of_queries, query.device), out, lse, grad_lse, delta, folded, dq,
         unspecialised(tiling), H, items, width, S, B * S * H, scale, log2_scale_of(scale),
-        D=D, REST=k_mean is not None, FULL=launch.full, BOX=launch.half, SECOND=launch.second, PLACES=places,
+        D=D, REST=k_mean is not None, FULL=launch.full, BOX=launch.half, SECOND=launch.second,
         PARTS=parts, STAGES=_QUERIES_STAGES, BLOCK_N=BLOCK_N, num_warps=4, maxnreg=168,
     )  # fmt: skip
     return (dq[0] if parts == 1 else dq.sum(0).to(query.dtype)), folded
