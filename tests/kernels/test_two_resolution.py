@@ -313,6 +313,7 @@ GPU_CASES = {
     "cells": dict(tile=(4, 4, 4), cell=(2, 2, 4), sink=True),
     "ragged": dict(tile=(2, 5, 5), local=0),
     "boxes": dict(tile=(4, 4, 4)),
+    "full-boxes": dict(tile=(2, 4, 8), grid=(6, 12, 16)),
     "threshold": dict(share=None, beta=1.0),
     "without-rest": dict(rest=False, share=0.3),
     "boxes-without-rest": dict(rest=False, share=0.3, tile=(4, 4, 4)),
@@ -324,9 +325,10 @@ GPU_CASES = {
 @pytest.mark.parametrize("name", GPU_CASES)
 @pytest.mark.parametrize(("D", "E"), [(64, 64), (128, 128), (72, 80), (256, 256)], ids=str)
 def test_gpu_results_and_gradients_match_float64(D, E, name, dtype):
-    grid = (6, 13, 16)
+    case = {"grid": (6, 13, 16)} | GPU_CASES[name]
+    grid = case.pop("grid")
     inputs = [x.cuda() for x in qkv(grid, D, E, dtype=dtype)]
-    options = TwoResolutionOptions(**GPU_CASES[name])
+    options = TwoResolutionOptions(**case)
     # Rounding of the means must not choose other tiles than in float64.
     tiling = tiling_of(LatentGrid(*grid), options)
     shape = (2, 2, tiling.of_queries.tiles, tiling.tiles)

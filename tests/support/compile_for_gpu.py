@@ -172,7 +172,6 @@ def main():
     hopper = (
         hopper_keys, hopper_rows, hopper_l_step, hopper_r_step, hopper_two_resolution, hopper_two_resolution_backward
     )  # fmt: skip
-    hopper_two_resolution_backward.ENABLED = True
     for module in (bias_forward, flash_backward, flash_forward, two_resolution_op, *hopper):
         module.processors = lambda device: 132
 

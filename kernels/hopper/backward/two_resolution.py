@@ -56,15 +56,13 @@ _NOWHERE = gl.constexpr(NOWHERE)
 # Keys of a block of the kernel that owns queries, and of a tile of the one that owns keys.
 BLOCK_N = HALF
 _QUERIES_STAGES, _KEYS_STAGES = 4, 2
-# They have not run on a GPU yet: until its tests have passed, the portable kernels do the work.
-ENABLED = False
 
 
 @gluon.jit
 def _sum_for_queries(
     half: gl.constexpr, number_ptr, box_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, folded_ptr, dq_ptr, do_bufs,
-    buffers, bias_bufs, numbers, S, all_rows, rows, columns, scale, log2_scale, D: gl.constexpr, BIASED: gl.constexpr,
-    BOX: gl.constexpr, SECOND: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    buffers, bias_bufs, numbers, S, all_rows, rows, columns, scale, log2_scale, D: gl.constexpr, REST: gl.constexpr,
+    FULL: gl.constexpr, BOX: gl.constexpr, SECOND: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Consumer of the queries' kernel: dq of half of the places of every tile, or of a part of its keys."""
     q_bufs, k_bufs, v_bufs, q_full, q_empty, lead, full, empty = buffers
@@ -112,7 +110,7 @@ def _sum_for_queries(
         dq = gl.zeros([_HALF, BLOCK_D], gl.float32, accumulator_layout(BLOCK_D))
         means = gl.where(first, (cells + N - 1) // N, 0)
         # A tile of keys is a block.
-        for _ in range(means + number):
+        for block in range(means + number):
             stage = place % STAGES
             mbarrier.wait(full.index(stage), place // STAGES & 1)
             k = k_bufs.index(stage)
@@ -121,8 +119,10 @@ def _sum_for_queries(
             dp = warpgroup_mma(do, v_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(1, [scores])
             log2_p = scores * log2_scale + shift_s[:, None]
-            if BIASED:
-                log2_p += bias_bufs.index(stage).load(gl.SliceLayout(0, layout))[None, :]
+            if REST or not FULL:
+                bias = bias_bufs.index(stage).load(gl.SliceLayout(0, layout))
+                # Tokens of full tiles have none.
+                log2_p += (gl.where(block < means, bias, 0.0) if FULL else bias)[None, :]
             p = gl.exp2(log2_p)
             dp = warpgroup_mma_wait(0, [dp])
             ds = d_scores(p, p, dp, shift_dp[:, None], shift_dp[:, None], scale, False)
@@ -164,13 +164,13 @@ def _hopper_two_resolution_queries_kernel(
             )),
             (_sum_for_queries, (
                 0, number_ptr, box_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, folded_ptr, dq_ptr, do_bufs, buffers,
-                bias_bufs, numbers, S, all_rows, n.rows, n.columns, scale, log2_scale, D, BIASED, BOX, SECOND, PARTS,
-                STAGES,
+                bias_bufs, numbers, S, all_rows, n.rows, n.columns, scale, log2_scale, D, REST, FULL, BOX, SECOND,
+                PARTS, STAGES,
             )),
             (_sum_for_queries, (
                 1, number_ptr, box_ptr, out_ptr, lse_ptr, dlse_ptr, delta_ptr, folded_ptr, dq_ptr, do_bufs, buffers,
-                bias_bufs, numbers, S, all_rows, n.rows, n.columns, scale, log2_scale, D, BIASED, BOX, SECOND, PARTS,
-                STAGES,
+                bias_bufs, numbers, S, all_rows, n.rows, n.columns, scale, log2_scale, D, REST, FULL, BOX, SECOND,
+                PARTS, STAGES,
             )),
         ],
         [4, 4],
@@ -355,7 +355,7 @@ def backward_fits(tiling: Tiling, *tensors: torch.Tensor) -> bool:
     """Whether these kernels take such tiles, of one cell each, and tensors [B, S, H, D] that `hopper_fits`."""
     box = key_box(tiling)
     one_mean = tiling.cells == 1 and box is not None and math.prod(box) == BLOCK_N
-    return ENABLED and one_mean and two_resolution_fits(tiling, *tensors)
+    return one_mean and two_resolution_fits(tiling, *tensors)
 
 
 def launch_queries(
