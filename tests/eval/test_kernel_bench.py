@@ -459,7 +459,7 @@ def test_the_tables_follow_the_numbers(tmp_path):
     case = next(c for c in results["cases"] if (c["shape"], c["head_dim"], c["pass"]) == ("43x28x52", 128, "forward"))
     row = next(row for row in case["rows"] if row["method"] == "vmonarch")
     line = next(line for line in text.splitlines() if line.startswith("| 43×28×52 | 62,608 "))
-    assert f"{row['ms']['median']:.3g} ({row['over_cudnn']:.3g}×)" in line
+    assert f"{row['ms']['median']:#.3g} ({row['over_cudnn']:#.3g}×)" in line
     for part in (
         "24×44×80, 40 heads",
         "plain torch ms",
