@@ -24,7 +24,7 @@ from vmonarch import BasedProcessor, FlashBiasProcessor, VMonarchProcessor, vmon
 from vmonarch.configs import preset_names
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.evaluate import EvalConfig
-from vmonarch.installation import SUPPORTED_TRANSFORMERS
+from vmonarch.families import FAMILIES
 from vmonarch.kernels.common.launch import HOPPER_DTYPES, HOPPER_HEAD_DIM, KERNEL_DTYPES, MAX_HEAD_DIM
 from vmonarch.pipelines.model_folder import SUPPORTED_PIPELINES
 
@@ -169,11 +169,14 @@ def test_the_support_matrix_is_what_the_code_supports():
     matrix = {
         row[0].strip("`"): row[1:] for row in rows("README.md") if row[0].startswith("`Wan") or "3DModel" in row[0]
     }
-    assert set(matrix) == {model.__name__ for model in SUPPORTED_TRANSFORMERS}
+    others = {row[0].split("`")[1] for row in rows("docs/families.md") if row[0].startswith("`")}
+    own = {name for name, family in FAMILIES.items() if family.own}
+    assert set(matrix) == own and others == set(FAMILIES) - own
+    assert len(others) == 17 and "seventeen" in (ROOT / "docs" / "faq.md").read_text()
     own_pipelines = [getattr(vmonarch.pipelines, name) for name in vmonarch.pipelines.__all__]
     with_setter = {get_type_hints(pipeline.__init__)["transformer"] for pipeline in own_pipelines}
     commands = {get_type_hints(getattr(diffusers, name).__init__)["transformer"] for name in SUPPORTED_PIPELINES}
-    for model in SUPPORTED_TRANSFORMERS:
+    for model in (getattr(diffusers, name) for name in own):
         _, _, refresh, guidance, parallel, setter, command = matrix[model.__name__]
         assert refresh in ("yes", "untested") and guidance == "yes"
         assert (parallel == "yes") == (getattr(model, "_cp_plan", None) is not None), model

@@ -21,12 +21,14 @@ class ForwardCall(NamedTuple):
     """What the processors need to know about the transformer's current forward call.
 
     Args:
+        before: how many other tokens come before the video's where attention is joint; None for all that there are.
         shared: what its layers have made for each other, by what it is; None where there is nothing to share it by.
     """
 
     grid: LatentGrid
     exact: bool
     shared: dict[Any, Any] | None = None
+    before: int | None = 0
 
 
 class _Own(threading.local):
@@ -43,7 +45,6 @@ class ForwardContext:
     A copy, pickled or not, knows of no call.
 
     Args:
-        patch_size: (t, h, w) size of the transformer's patches.
         dense_steps: the steps computed with exact attention.
         component: name of the transformer in its pipeline.
         sharing: the residuals of the pipeline, if they are shared between steps.
@@ -51,32 +52,35 @@ class ForwardContext:
 
     def __init__(
         self,
-        patch_size: tuple[int, int, int],
         dense_steps: DenseSet,
         component: str = "transformer",
         sharing: ResidualSharing | None = None,
     ) -> None:
-        self.patch_size = patch_size
         self.component = component
         self.dense_steps = dense_steps
         self.sharing = sharing
         # The latest call, in any thread.
         self.call: ForwardCall | None = None
         self._own = _Own()
-        self._grids_by_tokens: dict[int, set[LatentGrid]] = {}
+        # By number of tokens, the (grid, before) of the calls so far.
+        self._seen: dict[int, set[tuple[LatentGrid, int | None]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ForwardContext, (self.patch_size, self.dense_steps, self.component, self.sharing)
+        return ForwardContext, (self.dense_steps, self.component, self.sharing)
 
     def begin(
-        self, transformer: torch.nn.Module, latents: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        transformer: torch.nn.Module,
+        grid: LatentGrid,
+        before: int | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
-        """Record a forward call on latents of size [T, H, W] (before patches are cut).
+        """Record a forward call on a video of this grid; `before` as in `ForwardCall`.
 
         Raises:
             RuntimeError: `dense_steps` or `refresh` are asked for, and the step is not known.
         """
-        grid = LatentGrid(*(size // patch for size, patch in zip(latents, self.patch_size, strict=True)))
         exact = False
         if self.dense_steps.some:
             step = denoising_step(transformer, "dense_steps", "use dense_steps=0")
@@ -84,11 +88,18 @@ class ForwardContext:
         if self.sharing is not None:
             self._own.latest["branch"] = self.sharing.begin(transformer, args, kwargs)
         compiling = torch.compiler.is_compiling()
-        self.call = ForwardCall(grid, exact)
+        self.call = ForwardCall(grid, exact, before=before)
         self._own.latest["call"] = self.call if compiling else self.call._replace(shared={})
         if not compiling:
             self._own.latest["transformer"] = weakref.ref(transformer)
-            self._grids_by_tokens.setdefault(grid.tokens, set()).add(grid)
+            self._note(grid.tokens, self.call)
+
+    def _note(self, tokens: int, call: ForwardCall) -> None:
+        self._seen.setdefault(tokens, set()).add((call.grid, call.before))
+
+    def begin_unknown(self) -> None:
+        """A forward call begins whose grid is not known."""
+        self.call = self._own.latest["call"] = None
 
     def end(self) -> None:
         """Forget what the layers of the thread's forward call have shared: it is over."""
@@ -111,6 +122,9 @@ class ForwardContext:
     def current(self, tokens: int) -> ForwardCall | None:
         """The call that the running thread is in; None when only the rotary embedding can tell.
 
+        Args:
+            tokens: that self-attention was given; 0 if that does not matter.
+
         Raises:
             RuntimeError: gradient checkpointing recomputes a block of a run with `dense_steps`.
         """
@@ -119,9 +133,14 @@ class ForwardContext:
             # another video since: the last call is not necessarily this block's.
             if self.dense_steps.some:
                 raise RuntimeError("dense_steps cannot be combined with gradient checkpointing; use dense_steps=0")
-            grids = self._grids_by_tokens.get(tokens, set())
-            return ForwardCall(next(iter(grids)), False) if len(grids) == 1 else None
+            seen = self._seen.get(tokens, set())
+            if len(seen) != 1:
+                return None
+            ((grid, before),) = seen
+            return ForwardCall(grid, False, before=before)
         call: ForwardCall | None = self._own.latest.get("call", self.call)
+        if tokens and call is not None and not torch.compiler.is_compiling():
+            self._note(tokens, call)
         return call
 
     def step(self, needed_by: str, instead: str) -> DenoisingStep:

@@ -8,30 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers import (
-    ChronoEditTransformer3DModel,
-    SkyReelsV2Transformer3DModel,
-    WanAnimateTransformer3DModel,
-    WanTransformer3DModel,
-    WanVACETransformer3DModel,
-)
 from diffusers.configuration_utils import FrozenDict
 
 from vmonarch.context_parallel import context_parallel_config
 from vmonarch.dense import DenseSet
+from vmonarch.families import FAMILIES, OUT_OF_SCOPE, Family, diffusers_class, family_of, forward_arguments, heads_of
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.residuals import ResidualSharing
-from vmonarch.video_processor import WAN_ATTENTION, VideoAttentionProcessor
+from vmonarch.seam import borrow, ours_of
+from vmonarch.video_processor import VideoAttentionProcessor
 
-SUPPORTED_TRANSFORMERS = (
-    WanTransformer3DModel,
-    WanVACETransformer3DModel,
-    WanAnimateTransformer3DModel,
-    ChronoEditTransformer3DModel,
-    SkyReelsV2Transformer3DModel,
-)
-_SUPPORTED = ", ".join(model.__name__ for model in SUPPORTED_TRANSFORMERS)
+_SUPPORTED = ", ".join(FAMILIES)
 _COMPONENTS = ("transformer", "transformer_2")
 _ATTRIBUTE = "_vmonarch_record"
 # Entry of a transformer's config, saved with its weights, that tells which processor the parameters among them are of.
@@ -45,11 +33,17 @@ class _Record:
     """Kept on a transformer while a processor is applied to it; copied with it.
 
     Args:
+        family: of the transformer.
+        grid: the one that the processor was given, if it was.
+        names: of the arguments of the transformer's forward.
         lora: name of the LoRA layers that came with the processor's parameters (`load_adapter`), which go with it.
     """
 
     context: ForwardContext
     originals: list[tuple[torch.nn.Module, Any]]
+    family: Family
+    grid: LatentGrid | None
+    names: tuple[str, ...]
     lora: str | None = None
 
 
@@ -89,15 +83,24 @@ class Installation:
 
 def _record_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook. Stateless: what it writes to belongs to the module, so that copies of it stay apart."""
-    hidden_states = kwargs.get("hidden_states", args[0] if args else None)
-    # Anything but latents [B, C, T, H, W] is for the transformer to refuse.
-    if isinstance(hidden_states, torch.Tensor) and hidden_states.ndim == 5:
-        getattr(transformer, _ATTRIBUTE).context.begin(transformer, hidden_states.shape[2:], args, kwargs)
+    record: _Record = getattr(transformer, _ATTRIBUTE)
+    arguments = dict(zip(record.names, args, strict=False)) | kwargs
+    grid = record.family.grid(arguments, transformer.config) or record.grid
+    if grid is None:
+        record.context.begin_unknown()
+    else:
+        record.context.begin(transformer, grid, record.family.before(arguments), args, kwargs)
 
 
 def _end_call(transformer: torch.nn.Module, *_: Any) -> None:
     """Forward hook, stateless as well."""
     getattr(transformer, _ATTRIBUTE).context.end()
+
+
+def _family(transformer: torch.nn.Module) -> Family:
+    family = family_of(transformer)
+    assert family is not None
+    return family
 
 
 def _describe(argument: object) -> str:
@@ -118,7 +121,7 @@ def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]
         return {"transformer": _unwrap(pipe_or_transformer)}
     if not hasattr(pipe_or_transformer, "transformer") or isinstance(pipe_or_transformer, type):
         raise TypeError(
-            "pipe_or_transformer must be a pipeline with a Wan-family transformer, or such a transformer"
+            "pipe_or_transformer must be a pipeline with a video transformer, or such a transformer"
             f" ({_SUPPORTED}), got {_describe(pipe_or_transformer)}"
         )
     components = {name: getattr(pipe_or_transformer, name, None) for name in _COMPONENTS}
@@ -132,27 +135,28 @@ def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]
 
 
 def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> torch.nn.Module:
-    found = [child for child in module.modules() if isinstance(child, SUPPORTED_TRANSFORMERS)]
+    found = [child for child in module.modules() if family_of(child) is not None]
     if len(found) != 1:
-        raise TypeError(f"{argument} must be (or wrap) one of {_SUPPORTED}, got {type(module).__name__}")
+        refused = diffusers_class(module, OUT_OF_SCOPE)
+        reason = "" if refused is None else f", {OUT_OF_SCOPE[refused.__name__]}"
+        raise TypeError(f"{argument} must be (or wrap) one of {_SUPPORTED}, got {type(module).__name__}{reason}")
     return found[0]
 
 
 def self_attention_modules(transformer: Any) -> list[tuple[int, torch.nn.Module]]:
-    """(layer, module) of every self-attention module. A control block of VACE counts as the layer that it feeds."""
-    blocks = list(enumerate(transformer.blocks))
-    if hasattr(transformer, "vace_blocks"):
-        blocks += zip(transformer.config.vace_layers, transformer.vace_blocks, strict=True)
-    return [
-        (layer, module)
-        for layer, block in blocks
-        for module in block.modules()
-        if isinstance(module, WAN_ATTENTION) and not module.is_cross_attention
-    ]
+    """(layer, module) of every self-attention module of the video."""
+    return _family(transformer).layers(transformer)
 
 
 def _original_processor(attn: Any) -> Any:
-    return attn._default_processor_cls() if isinstance(attn.processor, VideoAttentionProcessor) else attn.processor
+    if ours_of(attn) is None:
+        return attn.processor
+    if not hasattr(attn, "_default_processor_cls"):
+        raise ValueError(
+            f"{type(attn.processor).__name__} was set by set_attn_processor, which has lost the model's own processors:"
+            " load the transformer again, and use vmonarch.apply"
+        )
+    return attn._default_processor_cls()
 
 
 def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Installation:
@@ -167,7 +171,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     A `BasedProcessor` has parameters: they are added to the transformer, and nothing but `restore` takes them away.
 
     Args:
-        pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a Wan-family transformer. Of a
+        pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a video transformer. Of a
             pipeline both `transformer` and `transformer_2` are changed, whichever exist.
         processor: a `VMonarchProcessor` or another of ours. It is not changed and may be applied elsewhere too.
 
@@ -203,14 +207,14 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         parallel = context_parallel_config(getattr(transformer, "_parallel_config", None))
         if parallel is not None:
             for _, attn in self_attention_modules(transformer):
-                processor.check_context_parallel(parallel, attn.heads)  # type: ignore[arg-type]
+                processor.check_context_parallel(parallel, heads_of(attn))
         originals = record.originals if record else [(attn, _original_processor(attn)) for attn in attention]
         if any(parameters_of(module.processor) for module in attention):
             raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {_KEEP}")
+        _check_family(transformer, processor)
         if processor.LEARNS:
             _check_not_offloaded(name, transformer)
-        patch_size = tuple(transformer.config.patch_size)  # type: ignore[arg-type,union-attr]
-        context = ForwardContext(patch_size, dense_steps, name, sharing)
+        context = ForwardContext(dense_steps, name, sharing)
         plans.append((transformer, context, originals, bind_all(transformer, processor, context, dict(originals))))
 
     for transformer, context, originals, bound in plans:
@@ -225,14 +229,17 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         else:
             transformer.register_forward_pre_hook(_record_call, with_kwargs=True)
             transformer.register_forward_hook(_end_call, always_call=True)
-        setattr(transformer, _ATTRIBUTE, _Record(context, originals))
+        family, names = _family(transformer), forward_arguments(transformer)
+        setattr(transformer, _ATTRIBUTE, _Record(context, originals, family, processor.grid, names))
         _share_parallel_config(transformer)
     return Installation(processor, transformers)
 
 
 def _set_processor(attn: torch.nn.Module, processor: Any) -> None:
     vars(attn).pop("set_processor", None)
-    attn.set_processor(processor)  # type: ignore[operator]
+    # Mochi's modules have no way to set it.
+    setter = getattr(attn, "set_processor", functools.partial(setattr, attn, "processor"))
+    setter(processor)
 
 
 def _refuse_processor(attn: Any, processor: Any) -> None:
@@ -277,12 +284,19 @@ def bind_all(
     Raises:
         ValueError: `dense_layers`, or an option of the processor, does not fit the transformer.
     """
-    dense_layers, layers = DenseSet("dense_layers", processor.dense_layers), len(transformer.blocks)
-    return {
-        attn: processor.bind(context, None if originals is None else originals[attn], attn, layer, layers)
-        for layer, attn in self_attention_modules(transformer)
-        if not dense_layers.contains(layer, layers)
-    }
+    family = _family(transformer)
+    dense_layers, layers = DenseSet("dense_layers", processor.dense_layers), family.number_of_layers(transformer)
+    bound = {}
+    for layer, attn in family.layers(transformer):
+        if not dense_layers.contains(layer, layers):
+            original = None if originals is None else originals[attn]
+            ours = processor.bind(context, original, attn, layer, layers)
+            if family.own or original is None or ours is original:
+                bound[attn] = ours
+            else:
+                ours.videos = family.videos(transformer.config, layer, layers)
+                bound[attn] = borrow(family, original, ours)
+    return bound
 
 
 def parameters_of(processor: Any) -> dict[str, torch.nn.Parameter]:
@@ -296,9 +310,9 @@ def own_processors(transformer: torch.nn.Module) -> list[tuple[Any, VideoAttenti
     """(module, our processor, the one it had before) of all that `apply` gave one of ours, in the order of layers."""
     record = getattr(transformer, _ATTRIBUTE, None)
     return [
-        (attn, attn.processor, original)
+        (attn, ours, original)
         for attn, original in (record.originals if record else ())
-        if isinstance(attn.processor, VideoAttentionProcessor)
+        if (ours := ours_of(attn)) is not None
     ]
 
 
@@ -318,6 +332,14 @@ def _share_parallel_config(transformer: Any) -> None:
         for module in transformer.modules():
             if hasattr(getattr(module, "processor", None), "_parallel_config"):
                 module.processor._parallel_config = config
+
+
+def _check_family(transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> None:
+    family, model = _family(transformer), type(transformer).__name__
+    if processor.LEARNS and not family.own:
+        raise ValueError(f"{type(processor).__name__} supports the transformers of the Wan family, got {model}")
+    if processor.refresh is not None and not family.batched:
+        raise ValueError(f"refresh is not supported with {model}, whose samples attend one by one; use refresh=None")
 
 
 def _check_not_offloaded(name: str, transformer: torch.nn.Module) -> None:
@@ -352,7 +374,7 @@ def is_applied(pipe_or_transformer: Any) -> bool:
 
 def _with_ours(transformer: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that have a processor of ours, applied or not."""
-    return [m for m in transformer.modules() if isinstance(getattr(m, "processor", None), VideoAttentionProcessor)]
+    return [module for module in transformer.modules() if ours_of(module) is not None]
 
 
 def _remove_hooks(transformer: torch.nn.Module) -> None:

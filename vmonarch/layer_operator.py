@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vmonarch.grid import LatentGrid
+from vmonarch.sequence import TokenSequence
 
 _ABOVE_AUTOGRAD = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 _numbers = itertools.count()
@@ -38,10 +39,32 @@ _UNRECORDED = (torch.Tag.cudagraph_unsafe,)
 
 @torch.library.custom_op("vmonarch::layer_attention", mutates_args=(), tags=_UNRECORDED)
 def layer_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: torch.Tensor, grid: list[int]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    number: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    sequence: list[int],
 ) -> torch.Tensor:
-    """What the layer of this number makes of [B, S, H, D]: [B, S, H, E]."""
-    return _layers[int(number)].attend_layer(query, key, value, LatentGrid(*grid)).contiguous()
+    """What the layer of this number makes of [B, S, H, D] and a mask [B, S]: [B, S, H, E].
+
+    Args:
+        sequence: T, H, W of the grid, and the `TokenSequence`'s before and after.
+    """
+    return _attend_layer(number, query, key, value, key_mask, sequence).contiguous()
+
+
+def _attend_layer(
+    number: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    sequence: list[int],
+) -> torch.Tensor:
+    tokens = TokenSequence(LatentGrid(*sequence[:3]), *sequence[3:])
+    out: torch.Tensor = _layers[int(number)].attend_layer(query, key, value, tokens, key_mask=key_mask)
+    return out
 
 
 @layer_attention.register_fake
@@ -56,13 +79,14 @@ def layer_attention_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     number: torch.Tensor,
-    grid: list[int],
+    key_mask: torch.Tensor | None,
+    sequence: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), each in the shape and dtype of its input."""
     query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
     # Operators run below autograd; its graph is wanted here, also of what the backward pass computes again.
     with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
-        out = _layers[int(number)].attend_layer(query, key, value, LatentGrid(*grid))
+        out = _attend_layer(number, query, key, value, key_mask, sequence)
         found = torch.autograd.grad(out, (query, key, value), gradient)
     dq, dk, dv = (tensor.contiguous() for tensor in found)
     return dq, dk, dv
@@ -74,12 +98,12 @@ def _(gradient: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *tensors, ctx.grid = inputs
+    *tensors, ctx.sequence = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *layer_attention_backward(gradient, *ctx.saved_tensors, ctx.grid), None, None
+    return *layer_attention_backward(gradient, *ctx.saved_tensors, ctx.sequence), None, None, None
 
 
 layer_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -1,21 +1,23 @@
-"""Attention processors for the Wan family of video transformers in diffusers.
+"""Attention processors for video transformers in diffusers.
 
 Shapes: B batch, S = T·H·W tokens, H heads, D head dim; the latent grid is T frames × H rows × W columns of tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 from vmonarch.bias.video import BiasOption
 from vmonarch.context_parallel import Share, TokenSplit
+from vmonarch.families import heads_of
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import learns
 from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
+from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.layer_operator import number_of
@@ -31,7 +33,7 @@ _LAYERS_INLINE = 4
 
 @has_options(VMonarchOptions)
 class VMonarchProcessor(VideoAttentionProcessor):
-    """VMonarch attention for every Wan-family transformer in diffusers (VMonarch paper; `vmonarch_attention`).
+    """VMonarch attention for the video transformers of diffusers (VMonarch paper; `vmonarch_attention`).
 
     Cross-attention, with text or with an image, stays exact.
 
@@ -112,7 +114,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
         if self.plan is None:
             return super().bind(context, original, attn, layer, layers)
         component = "transformer" if context is None else context.component
-        names = self.plan.heads_of(component, layer, layers, attn.heads)
+        names = self.plan.heads_of(component, layer, layers, heads_of(attn))
         if all(self.plan.methods[name] is None for name in names):
             return original
         bound = super().bind(context, original, attn, layer, layers)
@@ -129,8 +131,31 @@ class VMonarchProcessor(VideoAttentionProcessor):
         grid: LatentGrid,
         heads: Share | None = None,
     ) -> torch.Tensor:
+        out: torch.Tensor = self._attend_heads(query, key, value, grid, heads, return_lse=False)
+        return out
+
+    def attend_with_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self._attend_heads(query, key, value, grid, heads, return_lse=True)
+        return out, lse
+
+    def _attend_heads(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None,
+        return_lse: bool,
+    ) -> Any:
         if self._groups:
-            return self._attend_by_plan(query, key, value, grid, heads)
+            return self._attend_by_plan(query, key, value, grid, heads, return_lse)
         return vmonarch_attention(
             query,
             key,
@@ -138,6 +163,7 @@ class VMonarchProcessor(VideoAttentionProcessor):
             grid=grid,
             options=self.options,
             bias=self._factors(grid, query.device, heads),
+            return_lse=return_lse,
             implementation=self.implementation,
         )
 
@@ -152,26 +178,42 @@ class VMonarchProcessor(VideoAttentionProcessor):
         return split.from_frames(grid, out)
 
     def _attend_by_plan(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid, heads: Share | None
-    ) -> torch.Tensor:
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None,
+        return_lse: bool,
+    ) -> Any:
         """One call for all heads of a method."""
         assert self.plan is not None
         groups = self._groups if heads is None else heads_by_method(self._methods[heads.start : heads.stop])
-        outs = []
+        found = []
         for name, own in groups.items():
             q, k, v = (_some_heads(x, own) for x in (query, key, value))
             options = self.plan.methods[name]
-            if options is None:
-                out = dispatch_attention_fn(q, k, v, backend=self._attention_backend)
+            if options is not None:
+                given = dict(grid=grid, return_lse=return_lse, implementation=self.implementation)
+                out = method_attention(q, k, v, options, **given)
+            elif return_lse:
+                out = flash_entropy_attention(q, k, v, implementation=self.implementation)[:2]
             else:
-                out = method_attention(q, k, v, options, grid=grid, implementation=self.implementation)
+                out = self._own_attention(q, k, v)
             if len(groups) == 1:
                 return out
-            outs.append(out)
-        parts: dict[int, torch.Tensor] = {}
-        for own, out in zip(groups.values(), _wide(*outs), strict=True):
-            parts |= zip(own, out.split(1, 2), strict=True)
-        return _side_by_side([parts[head] for head in range(len(parts))], query.dtype)
+            found.append(out)
+        outs = [out for out, _ in found] if return_lse else found
+        joined = _side_by_side(_in_order(groups, _wide(*outs), 2), query.dtype)
+        return (joined, torch.cat(_in_order(groups, [lse for _, lse in found], 1), 1)) if return_lse else joined
+
+
+def _in_order(groups: dict[str, tuple[int, ...]], of_groups: Sequence[torch.Tensor], dim: int) -> list[torch.Tensor]:
+    """What is single heads' in tensors of groups of heads, along `dim`, by the number of the head."""
+    parts: dict[int, torch.Tensor] = {}
+    for own, x in zip(groups.values(), of_groups, strict=True):
+        parts |= zip(own, x.split(1, dim), strict=True)
+    return [parts[head] for head in range(len(parts))]
 
 
 def _side_by_side(heads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -207,7 +249,7 @@ def _some_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
 
 
 class FlashBiasProcessor(VideoAttentionProcessor):
-    """Exact attention with a low-rank bias for every Wan-family transformer (FlashBias; `flash_bias_attention`).
+    """Exact attention with a low-rank bias for the video transformers of diffusers (FlashBias; `flash_bias_attention`).
 
     Cross-attention, with text or with an image, has no bias.
 
@@ -239,11 +281,12 @@ class FlashBiasProcessor(VideoAttentionProcessor):
         self.implementation = implementation
 
     attend = VideoAttentionProcessor.attend_exactly
+    _attend_sequence = VideoAttentionProcessor._attend_sequence_exactly
 
 
 @has_options(TwoResolutionOptions)
 class TwoResolutionProcessor(VideoAttentionProcessor):
-    """Attention in two resolutions for every Wan-family transformer in diffusers (`two_resolution_attention`).
+    """Attention in two resolutions for the video transformers of diffusers (`two_resolution_attention`).
 
     Cross-attention, with text or with an image, stays exact.
 
@@ -288,6 +331,20 @@ class TwoResolutionProcessor(VideoAttentionProcessor):
         grid: LatentGrid,
         heads: Share | None = None,
     ) -> torch.Tensor:
-        return two_resolution_attention(
+        out: torch.Tensor = two_resolution_attention(
             query, key, value, grid=grid, options=self.options, implementation=self.implementation
         )
+        return out
+
+    def attend_with_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = two_resolution_attention(
+            query, key, value, grid=grid, options=self.options, return_lse=True, implementation=self.implementation
+        )
+        return out, lse

@@ -312,7 +312,7 @@ VARIANTS = {
 
 
 class VariantProcessor(VideoAttentionProcessor):
-    """One of `VARIANTS` for every Wan-family transformer in diffusers.
+    """One of `VARIANTS` for the video transformers of diffusers.
 
     Args:
         variant: its name.

@@ -1,6 +1,7 @@
-"""What all attention processors for the Wan family of video transformers in diffusers share.
+"""What all attention processors for video transformers in diffusers share.
 
-Shapes: B batch, S = T·H·W tokens, H heads, D head dim; the latent grid is T frames × H rows × W columns of tokens.
+Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head dim; the latent grid is T frames × H rows
+× W columns of tokens. In most models, and in all of the Wan family, S = N.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from vmonarch.layer_operator import layer_attention, number_of
 from vmonarch.plan import AttentionPlan
 from vmonarch.projections import project
 from vmonarch.residuals import Refresh
+from vmonarch.sequence import TokenSequence, joint_attention
 from vmonarch.xfuser_groups import split_video
 
 # Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
@@ -53,7 +55,8 @@ def _may_be_parallel() -> bool:
 class VideoAttentionProcessor:
     """Base of the processors: replaces self-attention, leaves cross-attention to the model's own exact processor.
 
-    A subclass defines `attend` and lists its options in `_OPTIONS`. Use it in one of three ways:
+    A subclass defines `attend` and lists its options in `_OPTIONS`; with `attend_with_lse` it also serves models whose
+    self-attention is joint, of the video and other tokens. Use it in one of three ways:
 
         vmonarch.apply(pipe, processor)                   # knows the grid of every call, compiles, can be undone
         vmonarch.pipelines.WanPipeline.set_attn_processor(processor)
@@ -71,6 +74,8 @@ class VideoAttentionProcessor:
     implementation = "auto"
     # What ranks share attention by under context parallelism: "heads" or "frames".
     parallel_by = "heads"
+    # How many videos of the grid a joint sequence holds, one after the other.
+    videos = 1
     # Declared for diffusers, which sets them on every processor that has them.
     _attention_backend: Any = None
     _parallel_config: Any = None
@@ -144,6 +149,19 @@ class VideoAttentionProcessor:
         """
         raise NotImplementedError
 
+    def attend_with_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `attend` computes, and the log-partition of every row [B, H, N]; for joint attention."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not support joint attention, of the video and other tokens"
+        )
+
     def mix(
         self,
         attn: Any,
@@ -158,37 +176,147 @@ class VideoAttentionProcessor:
             split: where the tokens are; None if all of them are here.
         """
         query, key, value = project(attn, hidden_states, rotary_emb, self.implementation)
+        return self._attend_tokens(query, key, value, TokenSequence(grid), split=split).flatten(2, 3)
+
+    def attend_joint(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Self-attention in place of a softmax of the model's own: [B, S, H, D] -> [B, S, H, D].
+
+        Args:
+            key_mask: boolean [B, S], true where a key may be attended; every key of the video. None for all.
+
+        Raises:
+            RuntimeError: the grid is not known.
+            ValueError: there are fewer tokens than the video has.
+        """
+        tokens = query.shape[1]
+        call = None if self._context is None else self._context.current(tokens)
+        if call is None:
+            raise RuntimeError(
+                f"{type(self).__name__} needs the grid, which this call of the transformer does not tell: pass"
+                " grid=(frames, height, width) to the processor, and call the transformer itself, not its forward"
+            )
+        self._check_grid(call.grid)
+        grid = call.grid._replace(frames=self.videos * call.grid.frames)
+        sequence = TokenSequence.of(grid, call.before, tokens)
+        # Autocast, and norms in float32, leave queries and keys in another dtype than values.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        return self._attend_tokens(query, key, value, sequence, key_mask)
+
+    def exact_now(self) -> bool:
+        """Whether the running step is one of `dense_steps`."""
+        call = None if self._context is None else self._context.current(0)
+        return call is not None and call.exact
+
+    def _attend_tokens(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequence: TokenSequence,
+        key_mask: torch.Tensor | None = None,
+        split: TokenSplit | None = None,
+    ) -> torch.Tensor:
         device = query.device.type
         # Autocast does not know the meta device.
         if device == "meta" or not torch.is_autocast_enabled(device):
-            return self._attend_split(query, key, value, grid, split).flatten(2, 3)
+            return self._attend_split(query, key, value, sequence, key_mask, split)
         # The ops choose their precision themselves: autocast would round their sums in float32.
         with torch.autocast(device, enabled=False):
-            return self._attend_split(query, key, value, grid, split).flatten(2, 3)
+            return self._attend_split(query, key, value, sequence, key_mask, split)
 
     def _attend_split(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid, split: TokenSplit | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequence: TokenSequence,
+        key_mask: torch.Tensor | None,
+        split: TokenSplit | None,
     ) -> torch.Tensor:
         """`attend`, whose tensors may have a part of the tokens."""
         if self.refresh is not None and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise RuntimeError("refresh is for inference: residuals have no gradient; train with refresh=None")
         if split is None:
             if self._number is not None and torch.compiler.is_compiling():
-                return layer_attention(query, key, value, self._number, list(grid))
-            return self.attend_layer(query, key, value, grid)
+                return layer_attention(query, key, value, self._number, key_mask, [*sequence.grid, *sequence[1:]])
+            return self.attend_layer(query, key, value, sequence, key_mask=key_mask)
+        grid = sequence.grid
         if self.parallel_by == "frames":
             return self._attend_with_residual(
                 len(query),
                 lambda: self._attend_by_heads(split, grid, self.attend_exactly, query, key, value),
                 lambda: self._attend_by_frames(split, grid, query, key, value),
             )
-        return self._attend_by_heads(split, grid, self.attend_layer, query, key, value)
+        return self._attend_by_heads(split, sequence, self.attend_layer, query, key, value)
 
-    def attend_layer(self, *inputs: Any) -> torch.Tensor:
-        """What `attend` computes of these, with the residual of the layer where residuals are shared."""
-        return self._attend_with_residual(
-            len(inputs[0]), lambda: self.attend_exactly(*inputs), lambda: self.attend(*inputs)
+    def attend_layer(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequence: TokenSequence,
+        heads: Share | None = None,
+        key_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Self-attention of a sequence, with the residual of the layer where residuals are shared."""
+        inputs = query, key, value
+        if sequence.others:
+            exact = lambda: self._attend_sequence_exactly(*inputs, sequence, heads, key_mask)
+            approximate = lambda: self._attend_sequence(*inputs, sequence, heads, key_mask)
+        else:
+            of = (sequence.grid,) if heads is None else (sequence.grid, heads)
+            exact = lambda: self.attend_exactly(*inputs, *of)
+            approximate = lambda: self.attend(*inputs, *of)
+        return self._attend_with_residual(len(query), exact, approximate)
+
+    def _attend_sequence(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequence: TokenSequence,
+        heads: Share | None,
+        key_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`attend` of the video in a sequence with other tokens; these get exact attention."""
+        return joint_attention(
+            query,
+            key,
+            value,
+            sequence,
+            key_mask,
+            video=lambda q, k, v: self.attend_with_lse(q, k, v, sequence.grid, heads),
+            exact=lambda q, k, v: self._own_attention(q, k, v, key_mask),
+            implementation=self.implementation,
         )
+
+    def _attend_sequence_exactly(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequence: TokenSequence,
+        heads: Share | None,
+        key_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What `_attend_sequence` approximates."""
+        factors = self._factors(sequence.grid, query.device, heads)
+        if factors is None:
+            return self._own_attention(query, key, value, key_mask)
+        padded = [sequence.padded(factor) for factor in factors]
+        out: torch.Tensor = flash_bias_attention(
+            query, key, value, *padded, key_mask=key_mask, implementation=self.implementation
+        )
+        return out
+
+    def _own_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Exact attention by the backend that diffusers has chosen for the module."""
+        mask = None if key_mask is None else key_mask[:, None, None]
+        return dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend)
 
     def attend_exactly(
         self,
@@ -202,7 +330,7 @@ class VideoAttentionProcessor:
         factors = self._factors(grid, query.device, heads)
         if factors is not None:
             return flash_bias_attention(query, key, value, *factors, implementation=self.implementation)
-        return dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+        return self._own_attention(query, key, value)
 
     def _attend_with_residual(
         self, samples: int, exact: Callable[[], torch.Tensor], approximate: Callable[[], torch.Tensor]
@@ -216,11 +344,11 @@ class VideoAttentionProcessor:
         return self._context.sharing.attend(branch, (self, samples), exact, approximate, self.implementation)
 
     def _attend_by_heads(
-        self, split: TokenSplit, grid: LatentGrid, attend: Callable[..., torch.Tensor], *tensors: torch.Tensor
+        self, split: TokenSplit, tokens: Any, attend: Callable[..., torch.Tensor], *tensors: torch.Tensor
     ) -> torch.Tensor:
         """Self-attention of this rank's tokens, by one of the functions above for all tokens of its heads."""
         heads = split.share(tensors[0].shape[2])
-        return split.gather_heads(attend(*split.gather_tokens(*tensors), grid, heads), heads.total)
+        return split.gather_heads(attend(*split.gather_tokens(*tensors), tokens, heads), heads.total)
 
     def _attend_by_frames(
         self, split: TokenSplit, grid: LatentGrid, *tensors: torch.Tensor
@@ -317,8 +445,9 @@ class VideoAttentionProcessor:
         if unsupported or not isinstance(attn, (*WAN_ATTENTION, *CROSS_ATTENTION_ONLY)):
             extra = f" called with {', '.join(unsupported)}" if unsupported else ""
             raise TypeError(
-                f"{name} supports the attention of Wan, Wan-VACE, Wan-Animate, ChronoEdit and SkyReels-V2 transformers,"
-                f" got {type(attn).__name__}{extra}"
+                f"{name} supports the attention of Wan, Wan-VACE, Wan-Animate, ChronoEdit and SkyReels-V2 transformers"
+                f" by set_attn_processor, that of others by vmonarch.apply(pipe, processor); got"
+                f" {type(attn).__name__}{extra}"
             )
         if encoder_hidden_states is not None:
             # Only self-attention has a rotary embedding; face attention in Wan-Animate does not even take one.
@@ -402,8 +531,7 @@ class VideoAttentionProcessor:
             call = self._context.current(tokens)
             if call is None:
                 call = ForwardCall(self._infer_grid(rotary_emb, split), False)
-            if self.grid is not None and self.grid != call.grid:
-                raise ValueError(f"grid={tuple(self.grid)}, but the transformer was given the grid {tuple(call.grid)}")
+            self._check_grid(call.grid)
         else:
             if self._needs_apply is not None:
                 raise RuntimeError(
@@ -416,6 +544,10 @@ class VideoAttentionProcessor:
                 f"grid {tuple(call.grid)} has {call.grid.tokens} tokens, but self-attention was given {tokens}"
             )
         return call
+
+    def _check_grid(self, found: LatentGrid) -> None:
+        if self.grid is not None and self.grid != found:
+            raise ValueError(f"grid={tuple(self.grid)}, but the transformer was given the grid {tuple(found)}")
 
     def _infer_grid(self, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None, split: TokenSplit | None) -> LatentGrid:
         instead = "use vmonarch.apply(pipe_or_transformer, processor) or pass grid=(frames, height, width)"
@@ -453,3 +585,4 @@ class FullAttentionProcessor(VideoAttentionProcessor):
         return ForwardCall(LatentGrid(1, 1, tokens), False)
 
     attend = VideoAttentionProcessor.attend_exactly
+    _attend_sequence = VideoAttentionProcessor._attend_sequence_exactly

@@ -203,12 +203,20 @@ class Pipe:
         self.transformer = transformer
 
 
-def cogvideo():
-    return diffusers.CogVideoXTransformer3DModel(num_layers=1, num_attention_heads=1, attention_head_dim=16)
+def latte():
+    return diffusers.LatteTransformer3DModel(
+        num_layers=1,
+        num_attention_heads=1,
+        attention_head_dim=16,
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        caption_channels=8,
+    )
 
 
 TARGETS = {
-    "other-pipeline": (lambda: Pipe(cogvideo()), TypeError, "Pipe.transformer must be .*got CogVideoX"),
+    "other-pipeline": (lambda: Pipe(latte()), TypeError, "Pipe.transformer must be .*got Latte.*, whose attention is"),
     "none": (lambda: None, TypeError, "pipe_or_transformer must be .*WanTransformer3DModel.*got None"),
     "text": (lambda: "Wan-AI/Wan2.1", TypeError, "pipe_or_transformer must be .*got 'Wan-AI/Wan2.1'"),
     "pipeline-class": (lambda: diffusers.WanPipeline, TypeError, "got the class WanPipeline"),
@@ -219,7 +227,7 @@ TARGETS = {
     "two-transformers": (
         lambda: torch.nn.ModuleList([tiny_wan.transformer(), tiny_wan.transformer()]), TypeError,
         "pipe_or_transformer must be .*got ModuleList"),
-    "another-transformer": (cogvideo, TypeError, "WanTransformer3DModel.*SkyReelsV2.*got CogVideoXTransformer3DModel"),
+    "another-transformer": (latte, TypeError, "WanTransformer3DModel.*SkyReelsV2.*got LatteTransformer3DModel"),
 }  # fmt: skip
 
 

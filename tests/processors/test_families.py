@@ -1,0 +1,319 @@
+"""Transformers beyond the Wan family: what is around the softmax stays the model's own, and other tokens stay exact."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tiny_families import FAMILIES, GRID, SHORT, first
+
+import vmonarch
+from vmonarch import (
+    AttentionPlan,
+    BasedProcessor,
+    ExactBlocks,
+    FlashBiasProcessor,
+    TwoResolutionProcessor,
+    VMonarchProcessor,
+    vmonarch_attention,
+)
+from vmonarch.bias import SpatioTemporalDecay
+from vmonarch.families import family_of
+from vmonarch.installation import own_processors, self_attention_modules
+from vmonarch.seam import borrowed
+from vmonarch.video_processor import FullAttentionProcessor, VideoAttentionProcessor
+
+EVERYTHING = ExactBlocks(band=100)
+each_family = pytest.mark.parametrize("name", FAMILIES)
+with_masks = [name for name, case in FAMILIES.items() if case.masks]
+
+
+def run(model, inputs):
+    with torch.no_grad():
+        return first(model(**inputs))
+
+
+def processor_of(case, kind=VMonarchProcessor, **options):
+    return kind(**options, **({"grid": GRID} if case.needs_grid else {}))
+
+
+def error(actual, expected):
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """(processor, query, key, value, key_mask, out) of every joint attention."""
+    found, attend = [], VideoAttentionProcessor.attend_joint
+
+    def noted(self, query, key, value, key_mask):
+        out = attend(self, query, key, value, key_mask)
+        found.append((self, query, key, value, key_mask, out))
+        return out
+
+    monkeypatch.setattr(VideoAttentionProcessor, "attend_joint", noted)
+    return found
+
+
+@each_family
+@pytest.mark.parametrize("grid", [GRID, (5, 7, 3)], ids=str)
+def test_with_all_blocks_exact_the_model_is_the_stock_one(name, grid):
+    case = FAMILIES[name]
+    if case.needs_grid and grid != GRID:
+        pytest.skip("its grid is given")
+    model, inputs = case.make(), case.call(grid)
+    expected = run(model, inputs)
+    with vmonarch.apply(model, processor_of(case, exact=EVERYTHING)):
+        assert error(run(model, inputs), expected) < 1e-5
+    if not case.needs_grid:
+        with vmonarch.apply(model, FullAttentionProcessor()):
+            assert error(run(model, inputs), expected) < 1e-5
+    # Otherwise the above would show nothing.
+    with vmonarch.apply(model, processor_of(case)) as installation:
+        assert error(run(model, inputs), expected) > 1e-4
+        assert installation.grid == grid
+
+
+def dense_joint_attention(query, key, value, key_mask, grid, before):
+    """Joint VMonarch attention in float64 by its whole map, row for row."""
+    query, key, value = (x.double() for x in (query, key, value))
+    B, S, H, D = query.shape
+    tokens = grid[0] * grid[1] * grid[2]
+    video = torch.arange(before, before + tokens)
+    others = torch.cat([torch.arange(before), torch.arange(before + tokens, S)])
+    logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * D**-0.5
+    if key_mask is not None:
+        logits = logits.masked_fill(~key_mask[:, None, None], -torch.inf)
+    weights = logits.softmax(-1)
+    identity = torch.eye(tokens, dtype=torch.double)[None, :, None].expand(B, tokens, H, tokens)
+    monarch, lse = vmonarch_attention(
+        query[:, video], key[:, video], identity, grid=grid, return_lse=True, implementation="torch"
+    )
+    unnormalised = torch.zeros(B, H, tokens, S, dtype=torch.double)
+    unnormalised[..., video] = monarch.transpose(1, 2) * lse.exp()[..., None]
+    unnormalised[..., others] = logits[:, :, video][..., others].exp()
+    weights[:, :, video] = unnormalised / unnormalised.sum(-1, keepdim=True)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+@each_family
+def test_video_rows_are_monarch_and_exact_rows_in_one_softmax(name, calls):
+    case = FAMILIES[name]
+    model = case.make()
+    vmonarch.apply(model, processor_of(case))
+    run(model, case.call())
+    assert len({id(processor) for processor, *_ in calls}) == case.modules
+    for processor, query, key, value, key_mask, out in calls:
+        grid = (processor.videos * GRID[0], *GRID[1:])
+        # The decoder's blocks of Motif have no text.
+        before = 0 if processor.videos > 1 else case.before
+        expected = dense_joint_attention(query, key, value, key_mask, grid, before)
+        assert error(out.double(), expected) < 1e-5
+
+
+@each_family
+def test_only_the_self_attention_of_the_video_is_replaced(name, calls):
+    case = FAMILIES[name]
+    model = case.make()
+    before = {name: module.processor for name, module in model.named_modules() if hasattr(module, "processor")}
+    vmonarch.apply(model, processor_of(case))
+    replaced = {name for name, processor in before.items() if model.get_submodule(name).processor is not processor}
+    assert len(replaced) == len(self_attention_modules(model)) == case.modules
+    foreign = ("audio", "refiner", "text_transformer", "attn2", "cross", "video_to", "to_video")
+    assert not [name for name in replaced if any(part in name for part in foreign)]
+    assert {attn for attn, _, _ in own_processors(model)} == {model.get_submodule(name) for name in replaced}
+    run(model, case.call())
+    # A sequence is the video, twice in some blocks of Motif, and the others.
+    lengths = {(query.shape[1], processor.videos) for processor, query, *_ in calls}
+    video = GRID[0] * GRID[1] * GRID[2]
+    whole = video + case.before + case.after
+    if name == "mochi":
+        assert {length for length, _ in lengths} == {whole, whole - case.after + SHORT}
+    else:
+        assert lengths <= {(whole, 1), (2 * video, 2)}
+
+
+@pytest.mark.parametrize("name", with_masks)
+def test_padding_changes_nothing(name):
+    case = FAMILIES[name]
+    model, inputs = case.make(), case.call()
+    changed = dict(inputs)
+    for mask in case.masks:
+        states = mask.replace("attention_mask", "hidden_states")
+        changed[states] = inputs[states].clone()
+        if name != "framepack":
+            changed[states][1, SHORT:] += 1
+    stock = run(model, inputs), run(model, changed)
+    vmonarch.apply(model, processor_of(case))
+    ours, other = run(model, inputs), run(model, changed)
+    assert error(stock[1], stock[0]) < 1e-5
+    assert error(other, ours) < 1e-5
+    if name != "mochi":
+        # A sample does not depend on what is beside it.
+        alone = {key: value[1:] if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+        assert error(run(model, alone), ours[1:]) < 1e-5
+
+
+@each_family
+def test_it_is_restored_copied_and_pickled(name):
+    case = FAMILIES[name]
+    model, inputs = case.make(), case.call()
+    stock = run(model, inputs)
+    processors = {name: module.processor for name, module in model.named_modules() if hasattr(module, "processor")}
+    vmonarch.apply(model, processor_of(case))
+    ours = run(model, inputs)
+    twin, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert torch.equal(run(twin, inputs), ours)
+    assert torch.equal(run(pickled, inputs), ours)
+    vmonarch.restore(model)
+    assert torch.equal(run(model, inputs), stock)
+    assert all(model.get_submodule(name).processor is processor for name, processor in processors.items())
+    # The copies have contexts and processors of their own.
+    assert torch.equal(run(twin, inputs), ours)
+    vmonarch.restore(twin)
+    vmonarch.restore(pickled)
+    assert torch.equal(run(twin, inputs), stock) and torch.equal(run(pickled, inputs), stock)
+
+
+@pytest.mark.parametrize("name", ["hunyuan", "cogvideox", "kandinsky6"])
+def test_every_kind_of_attention_but_linear_serves_them(name):
+    case = FAMILIES[name]
+    model, inputs = case.make(), case.call()
+    stock = run(model, inputs)
+    layers = len(self_attention_modules(model))
+    plans = [
+        AttentionPlan({"half": options, "full": None}, {"transformer": [["half", "full"]] * layers})
+        for options in ({"num_iterations": 1}, {"exact": {"band": 9}})
+    ]
+    results = {}
+    for label, processor in {
+        "two": TwoResolutionProcessor(share=0.2),
+        "plan": VMonarchProcessor(plan=plans[0]),
+        "lite": VMonarchProcessor(coarse=2, row_share=0.25, last_l_update=False),
+        "bias": VMonarchProcessor(bias=SpatioTemporalDecay(2)),
+        "flash-bias": FlashBiasProcessor(SpatioTemporalDecay(2)),
+        "biased-exact": VMonarchProcessor(bias=SpatioTemporalDecay(2), exact=EVERYTHING),
+        "all-two": TwoResolutionProcessor(share=1.0),
+        "all-plan": VMonarchProcessor(plan=plans[1]),
+    }.items():
+        with vmonarch.apply(model, processor):
+            results[label] = run(model, inputs)
+    for label in ("two", "plan", "lite", "bias", "flash-bias"):
+        assert error(results[label], stock) > 1e-4, label
+    assert error(results["all-two"], stock) < 1e-5
+    assert error(results["all-plan"], stock) < 1e-5
+    assert error(results["biased-exact"], results["flash-bias"]) < 1e-5
+    with pytest.raises(ValueError, match="BasedProcessor .*Wan"):
+        vmonarch.apply(model, BasedProcessor())
+    assert torch.equal(run(model, inputs), stock)
+
+
+@pytest.mark.parametrize("name", ["hunyuan", "ltx2", "cogvideox"])
+def test_gradients_are_those_of_the_stock_model_with_and_without_checkpointing(name):
+    case = FAMILIES[name]
+    inputs, found = case.call(), {}
+    for label in ("stock", "plain", "checkpointed"):
+        model = case.make().train()
+        if label != "stock":
+            vmonarch.apply(model, VMonarchProcessor(exact=EVERYTHING))
+        if label == "checkpointed":
+            model.enable_gradient_checkpointing()
+        first(model(**inputs)).square().sum().backward()
+        found[label] = self_attention_modules(model)[0][1].to_q.weight.grad
+    assert error(found["plain"], found["stock"]) < 1e-5
+    assert torch.equal(found["checkpointed"], found["plain"])
+
+
+def compiles_once(case, layers, backend):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, inputs = case.make(num_layers=layers), case.call()
+    vmonarch.apply(model, processor_of(case))
+    expected = run(model, inputs)
+    model.compile_repeated_blocks(fullgraph=True, backend=backend)
+    assert error(run(model, inputs), expected) < 1e-5
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", ["ltx2"])
+def test_compiled_blocks_are_one_graph_for_all_layers(name):
+    assert compiles_once(FAMILIES[name], 12, "aot_eager") == 1
+
+
+def test_a_backend_chosen_later_serves_exact_attention(calls):
+    case = FAMILIES["hunyuan"]
+    model, inputs = case.make(), case.call()
+    vmonarch.apply(model, VMonarchProcessor())
+    ours = run(model, inputs)
+    model.set_attention_backend("_native_math")
+    try:
+        assert torch.equal(run(model, inputs), ours) or error(run(model, inputs), ours) < 1e-5
+        assert {str(processor._attention_backend.value) for processor, *_ in calls[2:]} == {"_native_math"}
+    finally:
+        model.reset_attention_backend()
+        torch.compiler.reset()
+
+
+def test_sizes_may_change_from_call_to_call_and_the_grid_is_checked():
+    case = FAMILIES["hunyuan"]
+    model = case.make()
+    installation = vmonarch.apply(model, VMonarchProcessor())
+    for grid in (GRID, (2, 3, 5), GRID):
+        run(model, case.call(grid))
+        assert installation.grid == grid
+    vmonarch.apply(model, VMonarchProcessor(grid=(2, 3, 5)))
+    with pytest.raises(ValueError, match=r"grid=\(2, 3, 5\), but .*\(3, 4, 6\)"):
+        run(model, case.call())
+
+
+def test_a_call_that_does_not_tell_its_grid_asks_for_it():
+    case = FAMILIES["ltx"]
+    model, inputs = case.make(), case.call()
+    vmonarch.apply(model, VMonarchProcessor())
+    expected = run(model, inputs)
+    T, H, W = (inputs.pop(name) for name in ("num_frames", "height", "width"))
+    coordinates = torch.cartesian_prod(torch.arange(T), torch.arange(H), torch.arange(W)).T.float()
+    inputs["video_coords"] = coordinates[None].expand(2, -1, -1)
+    with pytest.raises(RuntimeError, match=r"grid=\(frames, height, width\)"):
+        run(model, inputs)
+    vmonarch.apply(model, VMonarchProcessor(grid=GRID))
+    found = run(model, inputs)
+    assert found.shape == expected.shape and not found.isnan().any()
+
+
+def test_fewer_tokens_than_the_grid_are_refused():
+    case = FAMILIES["minimax-h3"]
+    model = case.make()
+    vmonarch.apply(model, VMonarchProcessor(grid=(30, 4, 6)))
+    with pytest.raises(ValueError, match=r"grid \(30, 4, 6\) has 720 tokens, but self-attention was given 88"):
+        run(model, case.call())
+
+
+def test_what_is_not_supported_is_refused():
+    mochi = FAMILIES["mochi"].make()
+    with pytest.raises(ValueError, match="refresh is not supported with MochiTransformer3DModel"):
+        vmonarch.apply(mochi, VMonarchProcessor(refresh=2))
+    case = FAMILIES["kandinsky6"]
+    model = case.make()
+    vmonarch.apply(model, VMonarchProcessor())
+    module = self_attention_modules(model)[0][1]
+    pairs = torch.ones(1, 1, 72, 72, dtype=torch.bool)
+    inputs = case.call()
+
+    def masked(*args, **kwargs):
+        kwargs["attn_mask"] = pairs
+        return original(*args, **kwargs)
+
+    original, module.forward = module.forward, masked
+    with pytest.raises(NotImplementedError, match=r"mask of keys.*\(1, 1, 72, 72\)"):
+        run(model, inputs)
+
+
+def test_an_unknown_processor_is_refused():
+    class Own:
+        def __call__(self, attn, hidden_states):
+            return hidden_states
+
+    with pytest.raises(RuntimeError, match="Own of diffusers .* computes its softmax in a way"):
+        borrowed(Own)
+    assert family_of(torch.nn.Linear(1, 1)) is None

@@ -1,0 +1,197 @@
+"""The families of video transformers in diffusers: where the video is in their calls, modules and sequences.
+
+Shapes: B batch, C channels, T × H × W the latent grid in tokens, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vmonarch.grid import LatentGrid
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What there is to know of the models of one class.
+
+    Args:
+        grid: from what a model's forward is called with, and its config; None where that does not tell.
+        blocks: names of the lists of transformer blocks, in the order in which they run.
+        attention: the video's self-attention module in a block.
+        before: how many tokens of other kinds come before the video in a joint sequence; None for all there are.
+        own: whether a processor of ours replaces the module's own altogether (`VideoAttentionProcessor.__call__`). Of
+            other families the module's processor stays, and its softmax alone is replaced (`vmonarch.seam`).
+        unseen_mask: the name of an argument of the module's processor, a mask of its last keys [B, X], of which the
+            processor would make one of all pairs of tokens.
+        dropped: arguments of the module's processor that choose its own sparse attention.
+        videos: how many videos of the grid a layer's sequence holds, one after the other, of its config, the number of
+            the layer and of all layers.
+        batched: whether the module's processor computes the softmax of all samples in one call.
+    """
+
+    grid: Callable[[Arguments, Any], LatentGrid | None]
+    blocks: tuple[str, ...]
+    attention: str
+    before: Callable[[Arguments], int | None] = lambda arguments: 0
+    own: bool = False
+    unseen_mask: str | None = None
+    dropped: tuple[str, ...] = ()
+    videos: Callable[[Any, int, int], int] = lambda config, layer, layers: 1
+    batched: bool = True
+
+    def layers(self, transformer: Any) -> list[tuple[int, torch.nn.Module]]:
+        """(layer, module) of every self-attention module of the video, in the order in which they run."""
+        blocks = list(enumerate(block for name in self.blocks for block in getattr(transformer, name)))
+        if hasattr(transformer, "vace_blocks"):
+            # A control block of VACE counts as the layer that it feeds.
+            blocks += zip(transformer.config.vace_layers, transformer.vace_blocks, strict=True)
+        return [
+            (layer, module)
+            for layer, block in blocks
+            for name, module in block.named_modules()
+            if _unwrapped(name) == self.attention
+        ]
+
+    def number_of_layers(self, transformer: Any) -> int:
+        return sum(len(getattr(transformer, name)) for name in self.blocks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _named, (next(name for name, family in FAMILIES.items() if family is self),)
+
+
+def _unwrapped(name: str) -> str:
+    """A module's name without those of the wrappers around it (torch.compile, FSDP, checkpointing)."""
+    return ".".join(part for part in name.split(".") if not part.startswith("_"))
+
+
+def _patch(config: Any) -> tuple[int, int, int]:
+    size = config.patch_size
+    return (getattr(config, "patch_size_t", None) or 1, size, size) if isinstance(size, int) else tuple(size)
+
+
+def _of_latents(*axes: int) -> Callable[[Arguments, Any], LatentGrid | None]:
+    """The grid of latents with five dimensions, of which these are frames, rows and columns."""
+
+    def grid(arguments: Arguments, config: Any) -> LatentGrid | None:
+        latents = arguments.get("hidden_states")
+        # Anything else is for the transformer to refuse.
+        if not isinstance(latents, torch.Tensor) or latents.ndim != 5:
+            return None
+        return LatentGrid(*(latents.shape[axis] // n for axis, n in zip(axes, _patch(config), strict=True)))
+
+    return grid
+
+
+_BCTHW, _BTCHW, _BTHWC = _of_latents(2, 3, 4), _of_latents(1, 3, 4), _of_latents(1, 2, 3)
+
+
+def _of_arguments(arguments: Arguments, config: Any) -> LatentGrid | None:
+    sizes = [arguments.get(name) for name in ("num_frames", "height", "width")]
+    return None if None in sizes else LatentGrid(*sizes)  # type: ignore[arg-type]
+
+
+def _framepack_history(arguments: Arguments) -> int:
+    """Tokens of the frames before, whose patches grow with their age."""
+    patches = {"latents_clean": (1, 2, 2), "latents_history_2x": (2, 4, 4), "latents_history_4x": (4, 8, 8)}
+    count = 0
+    for name, patch in patches.items():
+        latents, places = arguments.get(name), arguments.get(f"indices_{name}")
+        if latents is not None and places is not None:
+            count += LatentGrid(*(-(-n // p) for n, p in zip(latents.shape[2:], patch, strict=True))).tokens
+    return count
+
+
+def _all_before(arguments: Arguments) -> None:
+    return None
+
+
+_WAN = Family(_BCTHW, ("blocks",), "attn1", own=True)
+_TWO_STREAMS = ("transformer_blocks", "single_transformer_blocks")
+_HUNYUAN = Family(_BCTHW, _TWO_STREAMS, "attn")
+_COGVIDEOX = Family(_BTCHW, ("transformer_blocks",), "attn1", _all_before)
+
+# By the class of the model in diffusers.
+FAMILIES = {
+    "WanTransformer3DModel": _WAN,
+    "WanVACETransformer3DModel": _WAN,
+    "WanAnimateTransformer3DModel": _WAN,
+    "ChronoEditTransformer3DModel": _WAN,
+    "SkyReelsV2Transformer3DModel": _WAN,
+    "HunyuanVideoTransformer3DModel": _HUNYUAN,
+    "HunyuanVideoFramepackTransformer3DModel": Family(_BCTHW, _TWO_STREAMS, "attn", _framepack_history),
+    "HunyuanVideo15Transformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn", unseen_mask="attention_mask"),
+    # Conditions come before the video in one pipeline of LTX, and after it in those of LTX-2.
+    "LTXVideoTransformer3DModel": Family(_of_arguments, ("transformer_blocks",), "attn1", _all_before),
+    "LTX2VideoTransformer3DModel": Family(_of_arguments, ("transformer_blocks",), "attn1"),
+    "Kandinsky5Transformer3DModel": Family(
+        _BTHWC, ("visual_transformer_blocks",), "self_attention", dropped=("sparse_params",)
+    ),
+    "Kandinsky6Transformer3DModel": Family(_BTHWC, ("visual_transformer_blocks",), "video_dec_block.self_attention"),
+    # Of the decoder's blocks the second video is what the encoder has made of the first.
+    "MotifVideoTransformer3DModel": Family(
+        _BCTHW,
+        _TWO_STREAMS,
+        "attn",
+        videos=lambda config, layer, layers: 1 + (layer >= layers - config.num_decoder_layers),
+    ),
+    "CosmosTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1"),
+    "CogVideoXTransformer3DModel": _COGVIDEOX,
+    "ConsisIDTransformer3DModel": _COGVIDEOX,
+    "MochiTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", batched=False),
+    "EasyAnimateTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", _all_before),
+    "AllegroTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1"),
+    "HeliosTransformer3DModel": Family(_BCTHW, ("blocks",), "attn1", _all_before),
+    "AnyFlowTransformer3DModel": Family(_BTCHW, ("blocks",), "attn1"),
+    "MiniMaxH3Transformer3DModel": Family(lambda arguments, config: None, ("transformer_blocks",), "attn", _all_before),
+}
+
+
+def _named(name: str) -> Family:
+    return FAMILIES[name]
+
+
+def heads_of(attn: Any) -> int:
+    """The number of heads of an attention module."""
+    heads: int = attn.heads if hasattr(attn, "heads") else attn.num_heads
+    return heads
+
+
+# Video transformers of diffusers that have none of these, and why.
+OUT_OF_SCOPE = {
+    "LatteTransformer3DModel": "whose attention is over frames or over one frame, never over the whole video",
+    "SanaVideoTransformer3DModel": "whose attention is linear already",
+    "SanaWMTransformer3DModel": "most of whose attention is linear already",
+    "SanaWMLTX2RefinerTransformer3DModel": "which attends to frames before by a cache of keys",
+    "AnyFlowFARTransformer3DModel": "which attends to frames before by a cache of keys",
+    "WanAnimate2Transformer3DModel": "whose self-attention has a mask of blocks",
+    "Kandinsky6SRTransformer3DModel": "whose attention is block-sparse already",
+    "Cosmos3OmniTransformer": "whose heads share keys",
+}
+
+
+def diffusers_class(module: object, names: Iterable[str] = FAMILIES) -> type | None:
+    """Which of these classes of diffusers a module is of, or of a class derived from it; None if of none."""
+    for base in type(module).__mro__:
+        if base.__name__ in names and base.__module__.startswith("diffusers."):
+            return base
+    return None
+
+
+def family_of(module: object) -> Family | None:
+    """The family of a transformer; None of any other object."""
+    found = diffusers_class(module)
+    return None if found is None else FAMILIES[found.__name__]
+
+
+def forward_arguments(transformer: Any) -> tuple[str, ...]:
+    """Names of the arguments of a transformer's forward."""
+    # A class derived from that of diffusers may tell nothing.
+    cls: Any = diffusers_class(transformer)
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
