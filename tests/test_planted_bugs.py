@@ -55,6 +55,9 @@ VARIANTS = "variants.py"
 CONTEXT_PARALLEL = "context_parallel.py"
 GUIDANCE = "guidance.py"
 RESIDUALS = "residuals.py"
+FAMILIES = "families.py"
+SEAM = "seam.py"
+SEQUENCE = "sequence.py"
 
 # name -> (file in the package, text in it, what the bug makes of it)
 BUGS = {
@@ -244,6 +247,19 @@ BUGS = {
     "two-resolutions-empty-places-attended": (
         TWO_RESOLUTIONS, "places.present[tiles[..., :most]] & is", "places.present[tiles[..., :most]] | is"),
     "window-absent-keys-attended": (WINDOW, "masked_fill(~present, -torch.inf)", "masked_fill(~present, 0.0)"),
+    "joint-text-on-the-other-side": (
+        FAMILIES, '_BTCHW, ("transformer_blocks",), "attn1", _all_before', '_BTCHW, ("transformer_blocks",), "attn1"'),
+    "joint-grid-transposed": (FAMILIES, "_of_latents(2, 3, 4)", "_of_latents(2, 4, 3)"),
+    "joint-audio-in-place-of-video": (FAMILIES, '"video_dec_block.self', '"audio_dec_block.self'),
+    "joint-audio-beside-video": (
+        FAMILIES, "_unwrapped(name) == self.attention", "_unwrapped(name).endswith(self.attention)"),
+    "joint-decoder-sees-one-video": (FAMILIES, "1 + (layer >= layers - config.num_decoder_layers)", "1"),
+    "joint-mask-ignored": (SEAM, "return attn_mask[:, 0, 0]", "return None"),
+    "joint-unseen-mask-ignored": (SEAM, "if last is not None:", "if last is not None and name is None:"),
+    "joint-text-counts-twice": (
+        SEQUENCE, "merge_partials(ours, (out, lse))", "merge_partials(ours, *[(out, lse)] * 2)"),
+    "joint-bias-beside-the-video": (
+        SEQUENCE, "(0, 0, 0, 0, self.before, self.after)", "(0, 0, 0, 0, self.after, self.before)"),
 }  # fmt: skip
 # Tests that see a bug soonest; the interpreter, above all, is slow.
 KEYWORDS = {
@@ -305,6 +321,7 @@ KEYWORDS = {
     "adapter-of-any-model": "model-depth",
     "window-kernel-reaches-the-wrong-way": "the_kernels and sequence",
     "window-kernel-sees-all-rows": "the_kernels and neighbourhood",
+    "joint-grid-transposed": "stock_one",
 }
 # The same for all bugs of a file. Keywords match the names of folders and files, too: `kernels` is in all of them.
 FILE_KEYWORDS = {
@@ -315,6 +332,8 @@ FILE_KEYWORDS = {
     TILE_KERNELS: "the_kernels_compute or equal_ones",
     LAST_R_STEP: "coarse-only-r or batch_and",
     GUIDANCE: "callback or breaks_off",
+    **dict.fromkeys((FAMILIES, SEAM), "one_softmax or replaced or padding"),
+    SEQUENCE: "one_softmax or every_kind",
     RESIDUALS: "last_residual and t2v or interleave or frees or callback_changes or second or offloaded",
 }
 # The test files to run, those that look straight at the planted file first.
@@ -343,6 +362,7 @@ TESTS = {
     CONTEXT_PARALLEL: ["tests/processors/test_context_parallel.py"],
     GUIDANCE: ["tests/pipelines/test_guidance.py"],
     RESIDUALS: ["tests/processors/test_refresh.py"],
+    **{file: ["tests/processors/test_families.py"] for file in (FAMILIES, SEAM, SEQUENCE)},
     **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},
     **{
         file: ["tests/kernels/test_monarch_triton.py"]
