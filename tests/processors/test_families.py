@@ -1,9 +1,11 @@
 """Transformers beyond the Wan family: what is around the softmax stays the model's own, and other tokens stay exact."""
 
 import copy
+import math
 import pickle
 
 import pytest
+import tiny_pipelines
 import torch
 from tiny_families import FAMILIES, GRID, SHORT, first
 
@@ -317,3 +319,28 @@ def test_an_unknown_processor_is_refused():
     with pytest.raises(RuntimeError, match="Own of diffusers .* computes its softmax in a way"):
         borrowed(Own)
     assert family_of(torch.nn.Linear(1, 1)) is None
+
+
+@pytest.mark.parametrize("name", tiny_pipelines.PIPELINES)
+def test_pipelines_tell_the_grid_and_the_step(name, calls):
+    pipe, call = tiny_pipelines.pipeline(name)
+    stock = tiny_pipelines.sample(pipe, call)
+    # With conditions the pipeline of LTX gives coordinates in place of the grid.
+    given = {"grid": tiny_pipelines.GRID} if name == "ltx-condition" else {}
+
+    def sample(**options):
+        calls.clear()
+        with vmonarch.apply(pipe, VMonarchProcessor(**options, **given)) as installation:
+            out = tiny_pipelines.sample(pipe, call)
+            assert installation.grid == tiny_pipelines.GRID
+        return out
+
+    assert error(sample(exact=EVERYTHING), stock) < 1e-5
+    plain = sample()
+    video = math.prod(tiny_pipelines.GRID)
+    assert {query.shape[1] > video for _, query, *_ in calls} == {name != "ltx"}
+    assert torch.equal(sample(dense_steps=4), stock)
+    assert torch.equal(sample(refresh=1.0), stock)
+    shared = sample(refresh=(0, 2))
+    assert 0 < error(shared, stock) < 0.5 * error(plain, stock)
+    assert torch.equal(tiny_pipelines.sample(pipe, call), stock)
