@@ -240,6 +240,7 @@ BENCHES = {
     "based": Benchmark("linear and window attention", _operator_arguments, _operator, 9, 280.0),
     "norm": Benchmark("RMS norm and rotary embedding", _operator_arguments, _operator, 9, 240.0),
     "guidance": Benchmark("guidance in one forward call and in two", _operator_arguments, _operator, 9, 420.0),
+    "families": Benchmark("transformers beyond Wan", _operator_arguments, _operator, 5, 540.0),
 }
 
 

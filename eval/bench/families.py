@@ -1,0 +1,317 @@
+"""A forward call of transformers beyond Wan, with VMonarch and with exact attention: `vmonarch bench families`.
+
+Models have random weights, their real widths, and a few of their blocks, which are all alike. Blocks are compiled. One
+sample of a prompt that fills its places; the stock models mask it nevertheless, and their attention with a mask is not
+that of the fastest kernels. `exact` is therefore there too: exact attention without a mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import attention_backend
+
+from vmonarch.configs.methods import resolve_method
+from vmonarch.eval.bench.denoiser import share_weights
+from vmonarch.eval.bench.runner import Bench, Way, Ways
+from vmonarch.eval.bench.tables import about, cell, digits, good_rows
+from vmonarch.eval.render.table import markdown, shown_number
+from vmonarch.exact import ExactBlocks
+from vmonarch.families import family_of
+from vmonarch.grid import LatentGrid
+from vmonarch.installation import apply
+from vmonarch.processors import VMonarchProcessor
+from vmonarch.video_processor import FullAttentionProcessor
+
+PRESETS = ("vmonarch", "vmonarch-lite")
+METHODS = ("stock", "exact", *PRESETS)
+FORMULAE = {
+    "forward": "a call of the transformer: its blocks, of which there are fewer than in the model, and what is around",
+    "blocks": "block.compile(fullgraph=True, dynamic=False) of every block",
+    "error": "‖x − x₀‖ / ‖x₀‖, x₀ by stock diffusers, eager; of VMonarch that of all blocks exact, by its kernels",
+}
+Noise = Callable[..., torch.Tensor]
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model at a size.
+
+    Args:
+        model: class in diffusers. config: what differs from its defaults, with few blocks.
+        grid: of the video. of: how many blocks the real model has.
+        inputs: (grid, noise) -> what forward is called with; `noise` makes tensors of the model's dtype.
+    """
+
+    name: str
+    model: str
+    config: Inputs
+    grid: LatentGrid
+    of: int
+    inputs: Callable[[LatentGrid, Noise], Inputs]
+    training: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {'x'.join(map(str, self.grid))}"
+
+
+def _hunyuan(grid: LatentGrid, noise: Noise) -> Inputs:
+    return {
+        "hidden_states": noise(1, 16, grid.frames, 2 * grid.height, 2 * grid.width),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": noise(1, 256, 4096),
+        "encoder_attention_mask": torch.ones(1, 256),
+        "pooled_projections": noise(1, 768),
+        "guidance": torch.tensor([6000.0]),
+    }
+
+
+def _hunyuan15(grid: LatentGrid, noise: Noise) -> Inputs:
+    return {
+        "hidden_states": noise(1, 65, *grid),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": noise(1, 1000, 3584),
+        "encoder_attention_mask": torch.ones(1, 1000),
+        "encoder_hidden_states_2": noise(1, 256, 1472),
+        "encoder_attention_mask_2": torch.ones(1, 256),
+        # Nothing but zeros says that there is no image.
+        "image_embeds": 0 * noise(1, 729, 1152),
+    }
+
+
+def _ltx2(grid: LatentGrid, noise: Noise) -> Inputs:
+    sound = 126
+    return {
+        "hidden_states": noise(1, grid.tokens, 128),
+        "audio_hidden_states": noise(1, sound, 128),
+        "encoder_hidden_states": noise(1, 1024, 3840),
+        "audio_encoder_hidden_states": noise(1, 1024, 3840),
+        "timestep": torch.tensor([500.0]),
+        "num_frames": grid.frames,
+        "height": grid.height,
+        "width": grid.width,
+        "fps": 24.0,
+        "audio_num_frames": sound,
+    }
+
+
+def _kandinsky5(grid: LatentGrid, noise: Noise) -> Inputs:
+    return {
+        "hidden_states": noise(1, grid.frames, 2 * grid.height, 2 * grid.width, 4),
+        "encoder_hidden_states": noise(1, 256, 3584),
+        "timestep": torch.tensor([500.0]),
+        "pooled_projections": noise(1, 768),
+        "visual_rope_pos": tuple(torch.arange(size) for size in grid),
+        "text_rope_pos": torch.arange(256),
+    }
+
+
+def _cosmos(grid: LatentGrid, noise: Noise) -> Inputs:
+    return {
+        "hidden_states": noise(1, 16, grid.frames, 2 * grid.height, 2 * grid.width),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": noise(1, 512, 1024),
+        "fps": 24,
+    }
+
+
+CASES = (
+    Case(
+        "HunyuanVideo 720p",
+        "HunyuanVideoTransformer3DModel",
+        {"num_layers": 1, "num_single_layers": 1},
+        LatentGrid(33, 45, 80),
+        60,
+        _hunyuan,
+    ),
+    Case(
+        "HunyuanVideo-1.5 720p",
+        "HunyuanVideo15Transformer3DModel",
+        {"num_layers": 2, "task_type": "t2v"},
+        LatentGrid(31, 45, 80),
+        54,
+        _hunyuan15,
+    ),
+    Case("LTX-2 1088p", "LTX2VideoTransformer3DModel", {"num_layers": 4}, LatentGrid(16, 34, 60), 48, _ltx2),
+    Case(
+        "Kandinsky 5 Lite 10 s",
+        "Kandinsky5Transformer3DModel",
+        {"model_dim": 1792, "ff_dim": 7168, "num_visual_blocks": 2},
+        LatentGrid(61, 32, 48),
+        32,
+        _kandinsky5,
+    ),
+    Case(
+        "Cosmos 2.5 2B 704p",
+        "CosmosTransformer3DModel",
+        {"num_attention_heads": 16, "num_layers": 4, "extra_pos_embed_type": None, "concat_padding_mask": False},
+        LatentGrid(24, 44, 80),
+        28,
+        _cosmos,
+    ),
+)
+
+
+class UnmaskedAttentionProcessor(FullAttentionProcessor):
+    """Exact attention of prompts that fill their places: a mask would tell nothing."""
+
+    def attend_joint(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return super().attend_joint(query, key, value, None)
+
+
+def build(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model with random weights, for inference; what diffusers keeps in float32 is in float32."""
+    import diffusers
+
+    torch.manual_seed(0)
+    cls = getattr(diffusers, case.model)
+    with device:
+        model = cls(**case.config)
+    kept = set(cls._keep_in_fp32_modules or ())
+    for path, parameter in model.named_parameters():
+        # Modulations begin as zeros, which would leave attention out.
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)
+        if not kept & set(path.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    return model.eval().requires_grad_(False)
+
+
+def number_of_blocks(case: Case) -> int:
+    """Those that are measured."""
+    names = ("num_layers", "num_single_layers", "num_visual_blocks")
+    return sum(case.config.get(name, 0) for name in names)
+
+
+def inputs_of(case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """What the model is called with, on the device."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    def there(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(there(part) for part in value)
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    return {name: there(value) for name, value in case.inputs(case.grid, noise).items()} | {"return_dict": False}
+
+
+def forward(model: Any, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """(what the model predicts of the video,)"""
+    with torch.no_grad():
+        out = model(**inputs)
+    return (out[0] if isinstance(out, tuple) else out,)
+
+
+def compiled(model: Any) -> Any:
+    """The model with compiled blocks."""
+    family = family_of(model)
+    assert family is not None
+    for name in family.blocks:
+        for block in getattr(model, name):
+            block.compile(fullgraph=True, dynamic=False)
+    return model
+
+
+def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
+    """All ways to compute a case, by transformers that share their weights."""
+    # Code for the sizes before would count against torch's limit of variants.
+    torch.compiler.reset()
+    stock, inputs = build(case, device, dtype), inputs_of(case, device, dtype)
+
+    def expected() -> dict[str, torch.Tensor]:
+        return {"out": forward(stock, inputs)[0].float()}
+
+    def all_exact(results: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        if not bool(results[0].isfinite().all()):
+            raise RuntimeError("the output is not finite")
+        model = share_weights(stock)
+        apply(model, VMonarchProcessor(exact=ExactBlocks(band=case.grid.frames)))
+        return {"out": forward(model, inputs)[0]}
+
+    def way(method: str) -> Way:
+        model = share_weights(stock)
+        if method == "exact":
+            apply(model, UnmaskedAttentionProcessor())
+        elif method in PRESETS:
+            resolve_method(method).install(model)
+        compiled(model)
+        # The fastest there is takes no mask, as the stock models have.
+        backend = "_native_cudnn" if method == "exact" and device.type == "cuda" else "native"
+
+        def run() -> tuple[torch.Tensor, ...]:
+            with attention_backend(backend):
+                return forward(model, inputs)
+
+        return Way(
+            run,
+            all_exact if method in PRESETS else lambda results: {"out": results[0]},
+            expected,
+            input_bytes=sum(x.numel() * x.element_size() for x in inputs.values() if isinstance(x, torch.Tensor)),
+        )
+
+    return {method: lambda method=method: way(method) for method in METHODS}  # type: ignore[misc]
+
+
+def families_table(results: dict[str, Any]) -> str:
+    """Milliseconds of a forward call in every way, how many times as fast, and memory."""
+    rows = []
+    for case in results["cases"]:
+        good = good_rows(case)
+
+        def show(row: dict[str, Any], good: dict[str, Any] = good) -> str:
+            ms = row["ms"]["median"]
+            ratios = [good[other]["ms"]["median"] / ms for other in ("stock", "exact") if other in good]
+            shown = f" ({', '.join(f'{ratio:.2f}×' for ratio in ratios)})"
+            return digits(ms) + (shown if row["method"] in PRESETS else "")
+
+        peaks = [good.get(method, {}).get("peak_bytes") for method in ("stock", "vmonarch")]
+        grid = "×".join(map(str, case["grid"]))
+        rows.append(
+            [
+                f"{case['name']}, {grid}",
+                f"{math.prod(case['grid']):,}",
+                f"{case['blocks']} of {case['of']}",
+                *(cell(case, method, show) for method in METHODS),
+                *(shown_number(peak, 1, factor=1e-9) for peak in peaks),
+            ]
+        )
+    heading = ["model", "video tokens", "blocks", "stock", "exact, no mask", *PRESETS, "GB, stock", "GB, vmonarch"]
+    what = "Milliseconds of a forward call, compiled (how many times as fast as stock, and as exact without a mask)."
+    return f"{markdown(heading, rows)}\n{about(results, what)}"
+
+
+def _describe(case: Case) -> dict[str, Any]:
+    return {
+        "name": case.name,
+        "model": case.model,
+        "config": case.config,
+        "grid": list(case.grid),
+        "blocks": number_of_blocks(case),
+        "of": case.of,
+    }
+
+
+def bench() -> Bench:
+    """The benchmark, for the registry."""
+    return Bench(
+        methods=METHODS,
+        ours=PRESETS,
+        cases=CASES,
+        ways=ways,
+        formulae=FORMULAE,
+        settings={"inputs": "standard normal; random weights", "reference": FORMULAE["error"]},
+        describe=_describe,
+        way_seconds=3.0,
+        flushes=1,
+    )
