@@ -203,7 +203,8 @@ def train_transformer(
         steps, batch, seed, device: the run; the learning rate is constant after a warm-up and falls to zero linearly
             over the last `decay_share` of the steps.
         time_limit: seconds; a run that cannot do all its steps in this time decays and ends earlier.
-        transformer: trained in place, from its current weights; a fresh one of `config` by default.
+        transformer: trained in place, from its current weights, and called as Wan's is; a fresh one of `config` by
+            default.
         checkpoint: file written every `checkpoint_every` steps and at the end.
         on_checkpoint: called with the step and the averaged models at the same times.
 
@@ -230,7 +231,8 @@ def train_transformer(
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         first, log = state["step"], state["log"]
-    transformer.set_attn_processor(TrainingAttention(TEXT_LENGTH - tokens.shape[-1]))
+    if isinstance(transformer, WanTransformer3DModel):
+        transformer.set_attn_processor(TrainingAttention(TEXT_LENGTH - tokens.shape[-1]))
     model = torch.compile(transformer, dynamic=False) if compile else transformer
     encoder = torch.compile(text_encoder, dynamic=False) if compile else text_encoder
 
