@@ -258,6 +258,7 @@ BUGS = {
     "joint-unseen-mask-ignored": (SEAM, "if last is not None:", "if last is not None and name is None:"),
     "joint-text-counts-twice": (
         SEQUENCE, "merge_partials(ours, (out, lse))", "merge_partials(ours, *[(out, lse)] * 2)"),
+    "joint-padding-weighs-a-little": (SEQUENCE, "_NEVER = -3e4", "_NEVER = -3.0"),
     "joint-bias-beside-the-video": (
         SEQUENCE, "(0, 0, 0, 0, self.before, self.after)", "(0, 0, 0, 0, self.after, self.before)"),
 }  # fmt: skip

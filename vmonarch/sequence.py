@@ -97,10 +97,32 @@ def joint_attention(
     if key_mask is None:
         out, lse, _ = flash_entropy_attention(q, k, v, implementation=implementation)
     else:
-        nothing = q.new_zeros(1, 1, 1, 1)
-        factors = nothing.expand(1, q.shape[1], 1, 1), nothing.expand(1, k.shape[1], 1, 1)
-        out, lse = flash_bias_attention(
-            q, k, v, *factors, key_mask=sequence.beside(key_mask), return_lse=True, implementation=implementation
-        )
+        out, lse = masked_attention(q, k, v, sequence.beside(key_mask), implementation=implementation)
     merged, _ = merge_partials(ours, (out, lse))
     return sequence.joined(merged, exact(sequence.beside(query), key, value))
+
+
+# Added to a logit, it leaves a weight of nothing beside any other; float16 holds it.
+_NEVER = -3e4
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor,
+    *,
+    implementation: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention to some of the keys, and its log-partition: (out [B, Sq, H, E], lse [B, H, Sq]).
+
+    The mask is a bias of rank 1, which the kernels for Hopper take; they take no mask.
+
+    Args:
+        key_mask: boolean [B, Sk], true where a key may be attended. Of a sample without any, lse is far below all
+            others.
+    """
+    ones = query.new_ones(1, 1, 1, 1).expand(1, query.shape[1], 1, 1)
+    penalty = torch.zeros_like(key_mask, dtype=query.dtype).masked_fill(~key_mask, _NEVER)[:, :, None, None]
+    out, lse = flash_bias_attention(query, key, value, ones, penalty, return_lse=True, implementation=implementation)
+    return out, lse

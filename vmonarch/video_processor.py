@@ -33,12 +33,13 @@ from vmonarch.context_parallel import (
 from vmonarch.dense import DenseSet
 from vmonarch.forward_context import ForwardCall, ForwardContext, infer_grid
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.launch import auto_takes_kernels
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.layer_operator import layer_attention, number_of
 from vmonarch.plan import AttentionPlan
 from vmonarch.projections import project
 from vmonarch.residuals import Refresh
-from vmonarch.sequence import TokenSequence, joint_attention
+from vmonarch.sequence import TokenSequence, joint_attention, masked_attention
 from vmonarch.xfuser_groups import split_video
 
 # Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
@@ -314,7 +315,10 @@ class VideoAttentionProcessor:
     def _own_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Exact attention by the backend that diffusers has chosen for the module."""
+        """Exact attention by the backend that the user has chosen, or else by the fastest there is for a mask."""
+        wanted = self._attention_backend is None and self.implementation != "torch"
+        if key_mask is not None and wanted and auto_takes_kernels(query.device):
+            return masked_attention(query, key, value, key_mask, implementation=self.implementation)[0]
         mask = None if key_mask is None else key_mask[:, None, None]
         return dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend)
 

@@ -24,6 +24,7 @@ from vmonarch.eval.bench.families import compiled
 from vmonarch.families import family_of
 from vmonarch.installation import own_processors, self_attention_modules
 from vmonarch.seam import borrowed
+from vmonarch.sequence import masked_attention
 from vmonarch.video_processor import FullAttentionProcessor, VideoAttentionProcessor
 
 EVERYTHING = ExactBlocks(band=100)
@@ -112,6 +113,23 @@ def test_video_rows_are_monarch_and_exact_rows_in_one_softmax(name, calls):
         before = 0 if processor.videos > 1 else case.before
         expected = dense_joint_attention(query, key, value, key_mask, grid, before)
         assert error(out.double(), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_masked_attention_is_that_of_the_keys_that_are_left(dtype):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(3, n, 2, 8, generator=generator).to(dtype) for n in (5, 7, 7))
+    mask = torch.ones(3, 7, dtype=torch.bool)
+    mask[1, 4:], mask[2] = False, False
+    out, lse = masked_attention(query, key, value, mask)
+    logits = torch.einsum("bqhd,bkhd->bhqk", query.double(), key.double()) * 8**-0.5
+    logits = logits.masked_fill(~mask[:, None, None], -torch.inf)
+    expected = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), value.double())
+    bound = {torch.float64: 1e-12, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    assert error(out[:2].double(), expected[:2]) < bound
+    assert error(lse[:2].double(), logits[:2].logsumexp(-1)) < bound
+    # What attends to nothing weighs nothing beside anything.
+    assert (lse[2].double().exp() == 0).all() and out[2].isfinite().all()
 
 
 @each_family
