@@ -183,7 +183,9 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         ValueError: `dense_layers`, or an option of the processor, does not fit the transformer; `dense_steps` was asked
             for without a pipeline; a processor with parameters is applied already, or cannot be because the weights are
             offloaded; a transformer runs with context parallelism and its ranks cannot share its heads.
-        NotImplementedError: the transformer runs with ring attention (`enable_parallelism`).
+        NotImplementedError: the transformer runs with ring attention (`enable_parallelism`), or with context
+            parallelism at all beyond the Wan family.
+        RuntimeError: diffusers computes attention beyond the Wan family in another way than is known.
     """
     transformers = find_transformers(pipe_or_transformer)
     if not isinstance(processor, VideoAttentionProcessor):
@@ -206,6 +208,10 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         attention = [module for module in transformer.modules() if hasattr(module, "processor")]
         parallel = context_parallel_config(getattr(transformer, "_parallel_config", None))
         if parallel is not None:
+            if not _family(transformer).own:
+                raise NotImplementedError(
+                    f"context parallelism is supported in the Wan family, not with {type(transformer).__name__}"
+                )
             for _, attn in self_attention_modules(transformer):
                 processor.check_context_parallel(parallel, heads_of(attn))
         originals = record.originals if record else [(attn, _original_processor(attn)) for attn in attention]

@@ -148,7 +148,11 @@ def borrowed(cls: Any) -> Any:
                 # What the processor makes of it costs nothing, and is not looked at.
                 kwargs[unseen] = key_mask.to("meta")
             _running.now["processor"], _running.now["key_mask"] = self.ours, key_mask
-            return attend(self, attn, *args, **kwargs)
+            try:
+                return attend(self, attn, *args, **kwargs)
+            finally:
+                # What it holds, residuals above all, lives no longer than its transformer.
+                _running.now["processor"] = _running.now["key_mask"] = None
 
         def __reduce__(self) -> tuple[Any, ...]:
             return _made, (cls, vars(self))

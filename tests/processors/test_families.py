@@ -1,8 +1,10 @@
 """Transformers beyond the Wan family: what is around the softmax stays the model's own, and other tokens stay exact."""
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 
 import pytest
 import tiny_pipelines
@@ -348,6 +350,26 @@ def test_what_is_not_supported_is_refused():
     original, module.forward = module.forward, masked
     with pytest.raises(NotImplementedError, match=r"mask of keys.*\(1, 1, 72, 72\)"):
         run(model, inputs)
+
+
+def test_guidance_is_batched_and_tokens_are_shared_in_the_wan_family_only(monkeypatch):
+    pipe, _ = tiny_pipelines.pipeline("cogvideox")
+    with pytest.raises(TypeError, match="Wan-family pipeline, got CogVideoXPipeline"), vmonarch.batched_guidance(pipe):
+        pass
+    model = FAMILIES["ltx"].make()
+    monkeypatch.setattr("vmonarch.installation.context_parallel_config", lambda config: object())
+    with pytest.raises(NotImplementedError, match="Wan family, not with LTXVideoTransformer3DModel"):
+        vmonarch.apply(model, VMonarchProcessor())
+
+
+def test_nothing_is_kept_of_a_processor_that_has_run():
+    model, inputs = FAMILIES["hunyuan"].make(), FAMILIES["hunyuan"].call()
+    vmonarch.apply(model, VMonarchProcessor())
+    run(model, inputs)
+    processor = weakref.ref(own_processors(model)[-1][1])
+    del model
+    gc.collect()
+    assert processor() is None
 
 
 def test_an_unknown_processor_is_refused():
