@@ -254,6 +254,7 @@ BUGS = {
     "joint-audio-beside-video": (
         FAMILIES, "_unwrapped(name) == self.attention", "_unwrapped(name).endswith(self.attention)"),
     "joint-decoder-sees-one-video": (FAMILIES, "1 + (layer >= layers - config.num_decoder_layers)", "1"),
+    "joint-sound-tells-branches-apart": (FAMILIES, '"sigma", "audio_hidden_states", ', '"sigma", '),
     "joint-mask-ignored": (SEAM, "return attn_mask[:, 0, 0]", "return None"),
     "joint-unseen-mask-ignored": (SEAM, "if last is not None:", "if last is not None and name is None:"),
     "joint-text-counts-twice": (
@@ -323,6 +324,7 @@ KEYWORDS = {
     "window-kernel-reaches-the-wrong-way": "the_kernels and sequence",
     "window-kernel-sees-all-rows": "the_kernels and neighbourhood",
     "joint-grid-transposed": "stock_one",
+    "joint-sound-tells-branches-apart": "tell_the_grid and ltx2",
 }
 # The same for all bugs of a file. Keywords match the names of folders and files, too: `kernels` is in all of them.
 FILE_KEYWORDS = {

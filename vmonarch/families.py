@@ -34,6 +34,8 @@ class Family:
         videos: how many videos of the grid a layer's sequence holds, one after the other, of its config, the number of
             the layer and of all layers.
         batched: whether the module's processor computes the softmax of all samples in one call.
+        by_step: arguments of a model's forward, beside the latents `hidden_states`, that change from one denoising step
+            to the next.
     """
 
     grid: Callable[[Arguments, Any], LatentGrid | None]
@@ -45,6 +47,7 @@ class Family:
     dropped: tuple[str, ...] = ()
     videos: Callable[[Any, int, int], int] = lambda config, layer, layers: 1
     batched: bool = True
+    by_step: tuple[str, ...] = ("timestep",)
 
     def layers(self, transformer: Any) -> list[tuple[int, torch.nn.Module]]:
         """(layer, module) of every self-attention module of the video, in the order in which they run."""
@@ -126,14 +129,26 @@ FAMILIES = {
     "SkyReelsV2Transformer3DModel": _WAN,
     "HunyuanVideoTransformer3DModel": _HUNYUAN,
     "HunyuanVideoFramepackTransformer3DModel": Family(_BCTHW, _TWO_STREAMS, "attn", _framepack_history),
-    "HunyuanVideo15Transformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn", unseen_mask="attention_mask"),
+    "HunyuanVideo15Transformer3DModel": Family(
+        _BCTHW, ("transformer_blocks",), "attn", unseen_mask="attention_mask", by_step=("timestep", "timestep_r")
+    ),
     # Conditions come before the video in one pipeline of LTX, and after it in those of LTX-2.
     "LTXVideoTransformer3DModel": Family(_of_arguments, ("transformer_blocks",), "attn1", _all_before),
-    "LTX2VideoTransformer3DModel": Family(_of_arguments, ("transformer_blocks",), "attn1"),
+    "LTX2VideoTransformer3DModel": Family(
+        _of_arguments,
+        ("transformer_blocks",),
+        "attn1",
+        by_step=("timestep", "sigma", "audio_hidden_states", "audio_timestep", "audio_sigma"),
+    ),
     "Kandinsky5Transformer3DModel": Family(
         _BTHWC, ("visual_transformer_blocks",), "self_attention", dropped=("sparse_params",)
     ),
-    "Kandinsky6Transformer3DModel": Family(_BTHWC, ("visual_transformer_blocks",), "video_dec_block.self_attention"),
+    "Kandinsky6Transformer3DModel": Family(
+        _BTHWC,
+        ("visual_transformer_blocks",),
+        "video_dec_block.self_attention",
+        by_step=("timestep", "audio_hidden_states"),
+    ),
     # Of the decoder's blocks the second video is what the encoder has made of the first.
     "MotifVideoTransformer3DModel": Family(
         _BCTHW,
@@ -148,8 +163,14 @@ FAMILIES = {
     "EasyAnimateTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", _all_before),
     "AllegroTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1"),
     "HeliosTransformer3DModel": Family(_BCTHW, ("blocks",), "attn1", _all_before),
-    "AnyFlowTransformer3DModel": Family(_BTCHW, ("blocks",), "attn1"),
-    "MiniMaxH3Transformer3DModel": Family(lambda arguments, config: None, ("transformer_blocks",), "attn", _all_before),
+    "AnyFlowTransformer3DModel": Family(_BTCHW, ("blocks",), "attn1", by_step=("timestep", "r_timestep")),
+    "MiniMaxH3Transformer3DModel": Family(
+        lambda arguments, config: None,
+        ("transformer_blocks",),
+        "attn",
+        _all_before,
+        by_step=("timestep", "audio_hidden_states"),
+    ),
 }
 
 

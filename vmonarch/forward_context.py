@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -73,10 +74,13 @@ class ForwardContext:
         transformer: torch.nn.Module,
         grid: LatentGrid,
         before: int | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        arguments: Mapping[str, Any],
+        by_step: Collection[str],
     ) -> None:
         """Record a forward call on a video of this grid; `before` as in `ForwardCall`.
+
+        Args:
+            arguments: of the call, by name; `by_step` names those that change from step to step.
 
         Raises:
             RuntimeError: `dense_steps` or `refresh` are asked for, and the step is not known.
@@ -86,7 +90,7 @@ class ForwardContext:
             step = denoising_step(transformer, "dense_steps", "use dense_steps=0")
             exact = self.dense_steps.contains(step.step, step.steps)
         if self.sharing is not None:
-            self._own.latest["branch"] = self.sharing.begin(transformer, args, kwargs)
+            self._own.latest["branch"] = self.sharing.begin(transformer, arguments, by_step)
         compiling = torch.compiler.is_compiling()
         self.call = ForwardCall(grid, exact, before=before)
         self._own.latest["call"] = self.call if compiling else self.call._replace(shared={})

@@ -89,7 +89,7 @@ def _record_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: di
     if grid is None:
         record.context.begin_unknown()
     else:
-        record.context.begin(transformer, grid, record.family.before(arguments), args, kwargs)
+        record.context.begin(transformer, grid, record.family.before(arguments), arguments, record.family.by_step)
 
 
 def _end_call(transformer: torch.nn.Module, *_: Any) -> None:

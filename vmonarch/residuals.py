@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -199,17 +199,19 @@ class ResidualSharing:
         return ResidualSharing, (self.refresh,)
 
     @torch.compiler.disable(reason="refresh looks for the pipeline; compile_repeated_blocks leaves that out")
-    def begin(self, transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Branch:
+    def begin(self, transformer: torch.nn.Module, arguments: Mapping[str, Any], by_step: Collection[str]) -> Branch:
         """The branch of a forward call that begins.
+
+        Args:
+            arguments: of the call, by name, `hidden_states` among them; `by_step` names those that change from step to
+                step.
 
         Raises:
             RuntimeError: no pipeline has called the transformer, or its scheduler does not tell the step.
         """
         step = denoising_step(transformer, "refresh", "use refresh=None")
-        given = {str(place): value for place, value in enumerate(args)} | kwargs
-        # The first two arguments of all transformers.
-        latents = given.pop("hidden_states" if "hidden_states" in given else "0")
-        conditioning = {name: value for name, value in given.items() if name not in ("1", "timestep")}
+        latents = arguments["hidden_states"]
+        conditioning = {name: x for name, x in arguments.items() if name not in ("hidden_states", *by_step)}
         conditioning["latents"] = (latents.shape, latents.dtype, latents.device)
         with self._lock:
             self._drop(lambda branch: not branch.may_go_on(step, transformer))

@@ -7,6 +7,8 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+from diffusers.guiders import ClassifierFreeGuidance
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from PIL import Image
 from tiny_families import FAMILIES, TEXT
 
@@ -60,6 +62,29 @@ def _skyreels() -> tuple[Any, dict[str, Any]]:
     }
 
 
+def _hunyuan15() -> tuple[Any, dict[str, Any]]:
+    vae = diffusers.AutoencoderKLHunyuanVideo15(
+        latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1
+    )
+    pipe = diffusers.HunyuanVideo15Pipeline(
+        text_encoder=None,
+        tokenizer=None,
+        transformer=FAMILIES["hunyuan15"].make(),
+        vae=vae.eval(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        text_encoder_2=None,
+        tokenizer_2=None,
+        guider=ClassifierFreeGuidance(guidance_scale=2.0),
+    )
+    mask = torch.ones(1, TEXT)
+    prompt = {}
+    for sign, factor in (("", 1), ("negative_", -1)):
+        for suffix, dim in (("", 16), ("_2", 8)):
+            prompt[f"{sign}prompt_embeds{suffix}"] = factor * _noise(1, TEXT, dim)
+            prompt[f"{sign}prompt_embeds_mask{suffix}"] = mask
+    return pipe, SIZE | prompt
+
+
 def _ltx(cls: Any = diffusers.LTXPipeline) -> tuple[Any, dict[str, Any]]:
     vae = diffusers.AutoencoderKLLTXVideo(
         in_channels=3,
@@ -80,9 +105,9 @@ def _ltx(cls: Any = diffusers.LTXPipeline) -> tuple[Any, dict[str, Any]]:
     return pipe, LTX_SIZE | _guided(16)
 
 
-def _guided(dim: int) -> dict[str, Any]:
-    masks = {f"{sign}prompt_attention_mask": torch.ones(1, TEXT, dtype=torch.bool) for sign in ("", "negative_")}
-    return {"prompt_embeds": _noise(1, TEXT, dim), "negative_prompt_embeds": -_noise(1, TEXT, dim), **masks}
+def _guided(dim: int, text: int = TEXT) -> dict[str, Any]:
+    masks = {f"{sign}prompt_attention_mask": torch.ones(1, text, dtype=torch.long) for sign in ("", "negative_")}
+    return {"prompt_embeds": _noise(1, text, dim), "negative_prompt_embeds": -_noise(1, text, dim), **masks}
 
 
 def _ltx_condition() -> tuple[Any, dict[str, Any]]:
@@ -90,6 +115,51 @@ def _ltx_condition() -> tuple[Any, dict[str, Any]]:
     image = Image.fromarray(np.zeros((LTX_SIZE["height"], LTX_SIZE["width"], 3), np.uint8))
     # In the middle, so that its tokens are added before the video's.
     return pipe, call | {"image": image, "frame_index": 8}
+
+
+def _ltx2() -> tuple[Any, dict[str, Any]]:
+    vae = diffusers.AutoencoderKLLTX2Video(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1),
+    )
+    sound = diffusers.AutoencoderKLLTX2Audio(
+        base_channels=4, ch_mult=(1,), num_res_blocks=1, latent_channels=2, mel_bins=8, resolution=32
+    )
+    connectors = {
+        f"{stream}_connector_{name}": value
+        for stream in ("video", "audio")
+        for name, value in {
+            "num_attention_heads": 2,
+            "attention_head_dim": 8,
+            "num_layers": 1,
+            "num_learnable_registers": 8,
+        }.items()
+    }
+    pipe = diffusers.LTX2Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae.eval(),
+        audio_vae=sound.eval(),
+        text_encoder=None,
+        tokenizer=None,
+        connectors=LTX2TextConnectors(
+            caption_channels=16, text_proj_in_factor=1, rope_double_precision=False, **connectors
+        ).eval(),
+        # With the guidance that leaves attention out of some blocks.
+        transformer=FAMILIES["ltx2"].make(perturbed_attn=True),
+        vocoder=LTX2Vocoder(
+            in_channels=16,
+            hidden_channels=32,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1, 3]],
+        ).eval(),
+    )
+    prompt = _guided(16, 8)
+    return pipe, {"num_frames": 33, "height": 256, "width": 384, "spatio_temporal_guidance_blocks": [1]} | prompt
 
 
 def _cogvideox() -> tuple[Any, dict[str, Any]]:
@@ -111,8 +181,10 @@ def _cogvideox() -> tuple[Any, dict[str, Any]]:
 PIPELINES = {
     "hunyuan": _hunyuan,
     "skyreels": _skyreels,
+    "hunyuan15": _hunyuan15,
     "ltx": _ltx,
     "ltx-condition": _ltx_condition,
+    "ltx2": _ltx2,
     "cogvideox": _cogvideox,
 }
 
