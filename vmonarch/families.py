@@ -30,7 +30,8 @@ class Family:
             other families the module's processor stays, and its softmax alone is replaced (`vmonarch.seam`).
         unseen_mask: the name of an argument of the module's processor, a mask of its last keys [B, X], of which the
             processor would make one of all pairs of tokens.
-        dropped: arguments of the module's processor that choose its own sparse attention.
+        sparse: the name of an argument of the module's processor, a mapping that chooses a sparse attention of its own,
+            which ours takes the place of; its "to_fractal" says that the tokens of a frame are not in raster order.
         videos: how many videos of the grid a layer's sequence holds, one after the other, of its config, the number of
             the layer and of all layers.
         batched: whether the module's processor computes the softmax of all samples in one call.
@@ -44,7 +45,7 @@ class Family:
     before: Callable[[Arguments], int | None] = lambda arguments: 0
     own: bool = False
     unseen_mask: str | None = None
-    dropped: tuple[str, ...] = ()
+    sparse: str | None = None
     videos: Callable[[Any, int, int], int] = lambda config, layer, layers: 1
     batched: bool = True
     by_step: tuple[str, ...] = ("timestep",)
@@ -141,7 +142,7 @@ FAMILIES = {
         by_step=("timestep", "sigma", "audio_hidden_states", "audio_timestep", "audio_sigma"),
     ),
     "Kandinsky5Transformer3DModel": Family(
-        _BTHWC, ("visual_transformer_blocks",), "self_attention", dropped=("sparse_params",)
+        _BTHWC, ("visual_transformer_blocks",), "self_attention", sparse="sparse_params"
     ),
     "Kandinsky6Transformer3DModel": Family(
         _BTHWC,

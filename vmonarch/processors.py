@@ -102,6 +102,12 @@ class VMonarchProcessor(VideoAttentionProcessor):
         self._methods: tuple[str, ...] = ()
         self._groups: dict[str, tuple[int, ...]] = {}
 
+    @property
+    def needs_raster(self) -> bool:
+        options = self.options
+        pooled = options.coarse > 1 or options.row_share < 1 or options.r_share < 1
+        return pooled or options.tiles != (1, 1) or self._bias is not None or self.plan is not None
+
     def _check_alone(self) -> None:
         """Check that a plan is given nothing that it decides."""
         defaults = {**vars(VMonarchOptions()), "bias": None}

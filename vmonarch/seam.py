@@ -139,9 +139,14 @@ def borrowed(cls: Any) -> Any:
         def __call__(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
             if self.ours.exact_now():
                 return super().__call__(attn, *args, **kwargs)
-            for name in self.family.dropped:
-                if name in kwargs:
-                    kwargs[name] = None
+            sparse = self.family.sparse
+            if sparse is not None and kwargs.get(sparse) is not None:
+                if kwargs[sparse]["to_fractal"] and self.ours.needs_raster:
+                    raise ValueError(
+                        f"{sparse} puts the tokens of a frame in another order: VMonarchProcessor serves it with"
+                        " coarse=1, tiles=(1, 1), row_share=1, r_share=1 and neither bias nor plan, and no other does"
+                    )
+                kwargs[sparse] = None
             unseen = self.family.unseen_mask
             key_mask = None if unseen is None else kwargs.get(unseen)
             if unseen is not None and key_mask is not None:

@@ -205,6 +205,11 @@ class VideoAttentionProcessor:
         query, key = query.to(value.dtype), key.to(value.dtype)
         return self._attend_tokens(query, key, value, sequence, key_mask)
 
+    @property
+    def needs_raster(self) -> bool:
+        """Whether the method knows rows and columns, and not only frames."""
+        return True
+
     def exact_now(self) -> bool:
         """Whether the running step is one of `dense_steps`."""
         call = None if self._context is None else self._context.current(0)
@@ -590,3 +595,7 @@ class FullAttentionProcessor(VideoAttentionProcessor):
 
     attend = VideoAttentionProcessor.attend_exactly
     _attend_sequence = VideoAttentionProcessor._attend_sequence_exactly
+
+    @property
+    def needs_raster(self) -> bool:
+        return False

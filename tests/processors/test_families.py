@@ -332,6 +332,32 @@ def test_fewer_tokens_than_the_grid_are_refused():
         run(model, case.call())
 
 
+def test_kandinskys_sparse_attention_gives_way_where_its_order_does_not_matter(calls):
+    case = FAMILIES["kandinsky5"]
+    model, grid = case.make(), (3, 8, 16)
+    inputs = case.call(grid)
+    sparse = {"to_fractal": True, "P": 0.9, "sta_mask": torch.ones(1, 1, 6, 6, dtype=torch.bool)}
+    for options in ({}, {"num_iterations": 1, "exact": {"band": 0}}):
+        vmonarch.apply(model, VMonarchProcessor(**options))
+        expected = run(model, inputs)
+        assert error(run(model, inputs | {"sparse_params": sparse}), expected) < 1e-5
+        assert error(run(model, inputs | {"sparse_params": sparse | {"to_fractal": False}}), expected) < 1e-5
+    for processor in (
+        VMonarchProcessor(coarse=2),
+        VMonarchProcessor(tiles=(2, 2)),
+        VMonarchProcessor(row_share=0.5),
+        VMonarchProcessor(bias=SpatioTemporalDecay(2)),
+        TwoResolutionProcessor(),
+    ):
+        vmonarch.apply(model, processor)
+        with pytest.raises(ValueError, match="sparse_params puts the tokens of a frame in another order"):
+            run(model, inputs | {"sparse_params": sparse})
+    with vmonarch.apply(model, FullAttentionProcessor()):
+        full = run(model, inputs | {"sparse_params": sparse})
+    vmonarch.apply(model, VMonarchProcessor(exact=EVERYTHING))
+    assert error(run(model, inputs), full) < 1e-5
+
+
 def test_what_is_not_supported_is_refused():
     mochi = FAMILIES["mochi"].make()
     with pytest.raises(ValueError, match="refresh is not supported with MochiTransformer3DModel"):
