@@ -289,6 +289,14 @@ HISTORY = 2 * 24 + 6 + 2
 
 FAMILIES = {
     "hunyuan": Tiny("HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan, after=TEXT, masks=("encoder_attention_mask",)),
+    # Image to video: the first frame has a noise level of its own.
+    "hunyuan-i2v": Tiny(
+        "HunyuanVideoTransformer3DModel",
+        HUNYUAN | {"image_condition_type": "token_replace"},
+        hunyuan,
+        after=TEXT,
+        masks=("encoder_attention_mask",),
+    ),
     "framepack": Tiny(
         "HunyuanVideoFramepackTransformer3DModel",
         HUNYUAN | {"has_image_proj": True, "image_proj_dim": 16, "has_clean_x_embedder": True},
