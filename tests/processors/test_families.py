@@ -431,3 +431,16 @@ def test_pipelines_tell_the_grid_and_the_step(name, calls):
     shared = sample(refresh=(0, 2))
     assert 0 < error(shared, stock) < 0.5 * error(plain, stock)
     assert torch.equal(tiny_pipelines.sample(pipe, call), stock)
+
+
+@pytest.mark.gpu
+def test_gpu_residuals_and_plans_in_compiled_blocks():
+    pipe, call = tiny_pipelines.pipeline("hunyuan")
+    pipe.to("cuda")
+    call = {key: on_the_gpu(value) for key, value in call.items()}
+    plan = AttentionPlan({"t1": {"num_iterations": 1}, "full": None}, {"transformer": [["t1", "full"]] * 2})
+    vmonarch.apply(pipe, VMonarchProcessor(plan=plan, refresh=(0, 2)))
+    expected = tiny_pipelines.sample(pipe, call)
+    torch.compiler.reset()
+    compiled(pipe.transformer)
+    assert error(tiny_pipelines.sample(pipe, call), expected) < 1e-3
