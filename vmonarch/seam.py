@@ -85,7 +85,7 @@ def _key_mask(name: str, attn_mask: torch.Tensor | None, keys: int) -> torch.Ten
 _FUNCTIONAL = types.ModuleType("vmonarch.functional")
 vars(_FUNCTIONAL).update(vars(functional), scaled_dot_product_attention=_scaled_dot_product_attention)
 # What stands for the softmax in processors -> what they look up first to reach it -> what is there in a borrowed one.
-_SEAMS = {
+_SEAMS: dict[str, dict[str, Any]] = {
     "dispatch_attention_fn": {"dispatch_attention_fn": _dispatch},
     "scaled_dot_product_attention": {"F": _FUNCTIONAL},
 }
@@ -95,21 +95,18 @@ def _with_our_softmax(cls: Any) -> Any:
     """The `__call__` of a class of processors, in which the softmax is ours.
 
     Raises:
-        RuntimeError: it does not call one of the functions above once, so that this version of diffusers is unknown.
+        RuntimeError: it does not call one of the functions above, so that this version of diffusers is unknown.
     """
     call = cls.__call__
-    seams = [
-        names
-        for seam, names in _SEAMS.items()
-        if isinstance(call, types.FunctionType) and seam in call.__code__.co_names
-    ]
+    known = set(call.__code__.co_names) if isinstance(call, types.FunctionType) else set()
+    seams = [names for seam, names in _SEAMS.items() if {seam, *names} <= known]
     if len(seams) != 1:
         raise RuntimeError(
             f"{cls.__name__} of diffusers {diffusers.__version__} computes its softmax in a way that vmonarch does not"
             " know; it knows that of diffusers 0.42"
         )
     # A module of its own, because torch.compile looks names up in the module of that name.
-    module = types.ModuleType(f"{__name__}.{cls.__name__}")
+    module = types.ModuleType(f"{__name__}.{cls.__module__}.{cls.__qualname__}")
     vars(module).update(call.__globals__ | seams[0], __name__=module.__name__)
     sys.modules[module.__name__] = module
     twin = types.FunctionType(call.__code__, vars(module), call.__name__, call.__defaults__, call.__closure__)
