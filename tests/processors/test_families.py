@@ -6,6 +6,7 @@ import math
 import pickle
 import weakref
 
+import diffusers
 import pytest
 import tiny_pipelines
 import torch
@@ -19,11 +20,11 @@ from vmonarch import (
     FlashBiasProcessor,
     TwoResolutionProcessor,
     VMonarchProcessor,
+    families,
     vmonarch_attention,
 )
 from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.eval.bench.families import compiled
-from vmonarch.families import family_of
 from vmonarch.installation import own_processors, self_attention_modules
 from vmonarch.seam import borrowed
 from vmonarch.sequence import masked_attention
@@ -59,6 +60,13 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(VideoAttentionProcessor, "attend_joint", noted)
     return found
+
+
+def test_every_family_is_tested():
+    beyond_wan = {name for name, family in families.FAMILIES.items() if not family.own}
+    assert {case.model for case in FAMILIES.values()} == beyond_wan
+    assert not families.OUT_OF_SCOPE.keys() & families.FAMILIES.keys()
+    assert all(hasattr(diffusers, name) for name in (*families.FAMILIES, *families.OUT_OF_SCOPE))
 
 
 @each_family
@@ -410,7 +418,7 @@ def test_an_unknown_processor_is_refused():
     for cls in (Own, ByTheLongName):
         with pytest.raises(RuntimeError, match=f"{cls.__name__} of diffusers .* computes its softmax in a way"):
             borrowed(cls)
-    assert family_of(torch.nn.Linear(1, 1)) is None
+    assert families.family_of(torch.nn.Linear(1, 1)) is None
 
 
 @pytest.mark.parametrize("name", tiny_pipelines.PIPELINES)

@@ -284,6 +284,19 @@ KANDINSKY: Inputs = {
     "num_visual_blocks": 2,
     "axes_dims": (4, 6, 6),
 }
+COGVIDEOX: Inputs = {
+    **LATENTS,
+    **TWO_HEADS,
+    "attention_head_dim": 16,
+    "time_embed_dim": 2,
+    "text_embed_dim": 8,
+    "sample_width": 12,
+    "sample_height": 8,
+    "sample_frames": 9,
+    "patch_size": 2,
+    "max_text_seq_length": TEXT,
+    "use_rotary_positional_embeddings": True,
+}
 # Of the history of Framepack and of Helios at GRID, patches of (1, 2, 2), (2, 4, 4) and (4, 8, 8) latents.
 HISTORY = 2 * 24 + 6 + 2
 
@@ -387,24 +400,9 @@ FAMILIES = {
         },
         cosmos,
     ),
-    "cogvideox": Tiny(
-        "CogVideoXTransformer3DModel",
-        {
-            **LATENTS,
-            **TWO_HEADS,
-            "attention_head_dim": 16,
-            "time_embed_dim": 2,
-            "text_embed_dim": 8,
-            "sample_width": 12,
-            "sample_height": 8,
-            "sample_frames": 9,
-            "patch_size": 2,
-            "max_text_seq_length": TEXT,
-            "use_rotary_positional_embeddings": True,
-        },
-        cogvideox,
-        before=TEXT,
-    ),
+    "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox, before=TEXT),
+    # Without a face.
+    "consisid": Tiny("ConsisIDTransformer3DModel", COGVIDEOX, cogvideox, before=TEXT),
     "mochi": Tiny(
         "MochiTransformer3DModel",
         {
