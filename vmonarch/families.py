@@ -212,6 +212,13 @@ def family_of(module: object) -> Family | None:
     return None if found is None else FAMILIES[found.__name__]
 
 
+def known_family(transformer: object) -> Family:
+    """The family of a transformer that `apply` takes."""
+    family = family_of(transformer)
+    assert family is not None
+    return family
+
+
 def forward_arguments(transformer: Any) -> tuple[str, ...]:
     """Names of the arguments of a transformer's forward."""
     # A class derived from that of diffusers may tell nothing.

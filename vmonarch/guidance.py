@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vmonarch.arguments import same_arguments, same_value
-from vmonarch.families import family_of
+from vmonarch.families import known_family
 from vmonarch.installation import find_transformers
 
 # The transformers' arguments whose first dimension is the batch.
@@ -64,8 +64,7 @@ def batched_guidance(pipe: Any) -> Iterator[None]:
         raise TypeError(f"pipe must be a Wan-family pipeline, got {type(pipe).__name__}")
     found = find_transformers(pipe)
     for name, transformer in found.items():
-        family = family_of(transformer)
-        if family is None or not family.own:
+        if not known_family(transformer).own:
             raise TypeError(f"pipe must be a Wan-family pipeline, got {type(pipe).__name__}")
         module = getattr(pipe, name)
         if module._compiled_call_impl is not None:

@@ -12,7 +12,16 @@ from diffusers.configuration_utils import FrozenDict
 
 from vmonarch.context_parallel import context_parallel_config
 from vmonarch.dense import DenseSet
-from vmonarch.families import FAMILIES, OUT_OF_SCOPE, Family, diffusers_class, family_of, forward_arguments, heads_of
+from vmonarch.families import (
+    FAMILIES,
+    OUT_OF_SCOPE,
+    Family,
+    diffusers_class,
+    family_of,
+    forward_arguments,
+    heads_of,
+    known_family,
+)
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.residuals import ResidualSharing
@@ -97,12 +106,6 @@ def _end_call(transformer: torch.nn.Module, *_: Any) -> None:
     getattr(transformer, _ATTRIBUTE).context.end()
 
 
-def _family(transformer: torch.nn.Module) -> Family:
-    family = family_of(transformer)
-    assert family is not None
-    return family
-
-
 def _describe(argument: object) -> str:
     if isinstance(argument, type):
         return f"the class {argument.__name__} (not an instance of it)"
@@ -145,7 +148,7 @@ def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> t
 
 def self_attention_modules(transformer: Any) -> list[tuple[int, torch.nn.Module]]:
     """(layer, module) of every self-attention module of the video."""
-    return _family(transformer).layers(transformer)
+    return known_family(transformer).layers(transformer)
 
 
 def _original_processor(attn: Any) -> Any:
@@ -208,7 +211,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         attention = [module for module in transformer.modules() if hasattr(module, "processor")]
         parallel = context_parallel_config(getattr(transformer, "_parallel_config", None))
         if parallel is not None:
-            if not _family(transformer).own:
+            if not known_family(transformer).own:
                 raise NotImplementedError(
                     f"context parallelism is supported in the Wan family, not with {type(transformer).__name__}"
                 )
@@ -235,7 +238,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         else:
             transformer.register_forward_pre_hook(_record_call, with_kwargs=True)
             transformer.register_forward_hook(_end_call, always_call=True)
-        family, names = _family(transformer), forward_arguments(transformer)
+        family, names = known_family(transformer), forward_arguments(transformer)
         setattr(transformer, _ATTRIBUTE, _Record(context, originals, family, processor.grid, names))
         _share_parallel_config(transformer)
     return Installation(processor, transformers)
@@ -290,7 +293,7 @@ def bind_all(
     Raises:
         ValueError: `dense_layers`, or an option of the processor, does not fit the transformer.
     """
-    family = _family(transformer)
+    family = known_family(transformer)
     dense_layers, layers = DenseSet("dense_layers", processor.dense_layers), family.number_of_layers(transformer)
     bound = {}
     for layer, attn in family.layers(transformer):
@@ -341,7 +344,7 @@ def _share_parallel_config(transformer: Any) -> None:
 
 
 def _check_family(transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> None:
-    family, model = _family(transformer), type(transformer).__name__
+    family, model = known_family(transformer), type(transformer).__name__
     if processor.LEARNS and not family.own:
         raise ValueError(f"{type(processor).__name__} supports the transformers of the Wan family, got {model}")
     if processor.refresh is not None and not family.batched:

@@ -329,19 +329,6 @@ class TwoResolutionProcessor(VideoAttentionProcessor):
         check_implementation(implementation)
         self.implementation = implementation
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        heads: Share | None = None,
-    ) -> torch.Tensor:
-        out: torch.Tensor = two_resolution_attention(
-            query, key, value, grid=grid, options=self.options, implementation=self.implementation
-        )
-        return out
-
     def attend_with_lse(
         self,
         query: torch.Tensor,

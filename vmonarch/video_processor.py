@@ -56,8 +56,8 @@ def _may_be_parallel() -> bool:
 class VideoAttentionProcessor:
     """Base of the processors: replaces self-attention, leaves cross-attention to the model's own exact processor.
 
-    A subclass defines `attend` and lists its options in `_OPTIONS`; with `attend_with_lse` it also serves models whose
-    self-attention is joint, of the video and other tokens. Use it in one of three ways:
+    A subclass defines `attend`, or `attend_with_lse` and so serves models whose self-attention is joint, of the video
+    and other tokens, too. It lists its options in `_OPTIONS`. Use it in one of three ways:
 
         vmonarch.apply(pipe, processor)                   # knows the grid of every call, compiles, can be undone
         vmonarch.pipelines.WanPipeline.set_attn_processor(processor)
@@ -142,13 +142,13 @@ class VideoAttentionProcessor:
         value: torch.Tensor,
         grid: LatentGrid,
         heads: Share | None = None,
-    ) -> torch.Tensor:  # pragma: no cover
-        """Self-attention: query, key, value [B, S, H, D] -> [B, S, H, D].
+    ) -> torch.Tensor:
+        """Self-attention: query, key, value [B, N, H, D] -> [B, N, H, D].
 
         Args:
             heads: which of the module's heads these are; None for all.
         """
-        raise NotImplementedError
+        return self.attend_with_lse(query, key, value, grid, heads)[0]
 
     def attend_with_lse(
         self,

@@ -28,7 +28,6 @@ from diffusers.models.cache_utils import CacheMixin
 from diffusers.models.modeling_utils import ModelMixin
 
 import vmonarch
-from vmonarch.context_parallel import Share
 from vmonarch.eval.record import script_parser, script_record
 from vmonarch.eval.similarity import psnr
 from vmonarch.files import write_json
@@ -105,33 +104,20 @@ class JointTransformer(ModelMixin, ConfigMixin, CacheMixin):
 class TrueWeight(VMonarchProcessor):
     """VMonarch whose video has its true weight beside the text."""
 
-    def attend_with_lse(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        heads: Share | None = None,
-    ) -> Pair:
-        out, _ = super().attend_with_lse(query, key, value, grid, heads)
-        return out, flash_entropy_attention(query, key, value, implementation=self.implementation)[1]
+    def attend_with_lse(self, *tensors_and_grid: Any, **heads: Any) -> Pair:
+        out, _ = super().attend_with_lse(*tensors_and_grid, **heads)
+        return out, flash_entropy_attention(*tensors_and_grid[:3], implementation=self.implementation)[1]
 
 
 class FirstFrameWeight(VMonarchProcessor):
     """VMonarch whose bound gets, at every head and position, what it lacks in the first frame."""
 
-    def attend_with_lse(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        heads: Share | None = None,
-    ) -> Pair:
-        out, lse = super().attend_with_lse(query, key, value, grid, heads)
+    def attend_with_lse(self, *tensors_and_grid: Any, **heads: Any) -> Pair:
+        out, lse = super().attend_with_lse(*tensors_and_grid, **heads)
+        *tensors, grid = tensors_and_grid[:4]
         options = dataclasses.replace(self.options, exact=None)
         _, bound = vmonarch_attention(
-            query, key, value, grid=grid, options=options, return_lse=True, implementation=self.implementation
+            *tensors, grid=grid, options=options, return_lse=True, implementation=self.implementation
         )
         frame = grid.tokens_per_frame
         # The rows of the first frame are exact: their lse is the true one.

@@ -40,7 +40,6 @@ class Tiny:
         after: after it.
         masks: the arguments that tell which text tokens are padding.
         needs_grid: whether processors must be given the grid.
-        compiles: whether the stock model compiles in one graph.
     """
 
     model: str
@@ -51,7 +50,6 @@ class Tiny:
     after: int = 0
     masks: tuple[str, ...] = ()
     needs_grid: bool = False
-    compiles: bool = True
 
     def make(self, seed: int = 0, **config: Any) -> Any:
         with torch.random.fork_rng(devices=[]):
@@ -316,7 +314,6 @@ FAMILIES = {
         framepack,
         before=HISTORY,
         after=5 + TEXT,
-        compiles=False,
     ),
     "hunyuan15": Tiny(
         "HunyuanVideo15Transformer3DModel",
@@ -340,7 +337,6 @@ FAMILIES = {
         hunyuan15,
         after=4 + 5 + TEXT,
         masks=("encoder_attention_mask", "encoder_attention_mask_2"),
-        compiles=False,
     ),
     "ltx": Tiny("LTXVideoTransformer3DModel", LATENTS | TWO_HEADS | LTX, ltx),
     "ltx2": Tiny(
@@ -418,7 +414,6 @@ FAMILIES = {
         mochi,
         after=TEXT,
         masks=("encoder_attention_mask",),
-        compiles=False,
     ),
     "easyanimate": Tiny(
         "EasyAnimateTransformer3DModel",
