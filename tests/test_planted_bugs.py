@@ -8,6 +8,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = "kernels/monarch/reference.py"
+MERGE = "kernels/merge/reference.py"
+MERGE_KERNELS = "kernels/merge/kernels.py"
 SOFTMAX = "kernels/flash_entropy/reference.py"
 BLOCKS = "kernels/monarch/blocks.py"
 ONLINE = "kernels/common/softmax.py"
@@ -82,8 +84,13 @@ BUGS = {
     "second-frame-recomputed": ("exact.py", "ExactBlocks(rows=(0,),", "ExactBlocks(rows=(1,),"),
     "band-one-short": ("exact.py", "abs(l - k) <= band", "abs(l - k) < band"),
     "rounding-inward": (BLOCKS, "not attended.isdisjoint(block)", "attended.issuperset(block)"),
-    "merge-without-shift": ("merge.py", "torch.exp(lses - shift)", "torch.exp(lses)"),
-    "merge-hides-nan": ("merge.py", "torch.where(share == 0,", "torch.where(~(share > 0),"),
+    "merge-without-shift": (MERGE, "torch.exp(lses - shift)", "torch.exp(lses)"),
+    "merge-hides-nan": (MERGE, "torch.where(share == 0,", "torch.where(~(share > 0),"),
+    "merge-kernel-empty-part-counts": (
+        MERGE_KERNELS, "tl.where(share_1 == 0.0, 0.0, out_1", "tl.where(S == 0, 0.0, out_1"),
+    "merge-kernel-share-without-gradient": (MERGE_KERNELS, "share_2 * (along_2 + common)", "share_2 * common"),
+    "merge-kernel-lse-without-gradient": (
+        MERGE_KERNELS, "common += tl.load(dlse_ptr", "common += 0 * tl.load(dlse_ptr"),
     "kernel-y-from-keys": (R_STEP, "acc_v = tl.dot(p, v,", "acc_v = tl.dot(p, k,"),
     "kernel-tail-skipped": (R_STEP, "z, full_stop, stop,", "z, full_stop, full_stop,"),
     "kernel-rescale-forgotten": (R_STEP, "acc_k = tl.dot(p, k, acc_k * alpha[:, None]", "acc_k = tl.dot(p, k, acc_k"),
@@ -258,7 +265,7 @@ BUGS = {
     "joint-mask-ignored": (SEAM, "return attn_mask[:, 0, 0]", "return None"),
     "joint-unseen-mask-ignored": (SEAM, "if last is not None:", "if last is not None and name is None:"),
     "joint-text-counts-twice": (
-        SEQUENCE, "merge_partials(ours, (out, lse))", "merge_partials(ours, *[(out, lse)] * 2)"),
+        SEQUENCE, "merge_partials(ours, (out, lse), impl", "merge_partials(ours, *[(out, lse)] * 2, impl"),
     "joint-padding-weighs-a-little": (SEQUENCE, "_NEVER = -3e4", "_NEVER = -3.0"),
     "joint-bias-beside-the-video": (
         SEQUENCE, "(0, 0, 0, 0, self.before, self.after)", "(0, 0, 0, 0, self.after, self.before)"),
@@ -342,7 +349,7 @@ FILE_KEYWORDS = {
 # The test files to run, those that look straight at the planted file first.
 TESTS = {
     SOFTMAX: ["tests/kernels/test_flash_entropy.py", "tests/kernels/test_monarch.py"],
-    "merge.py": ["tests/vmonarch/test_merge.py"],
+    **{file: ["tests/kernels/test_merge.py"] for file in (MERGE, MERGE_KERNELS)},
     **{
         file: ["tests/kernels/test_flash_bias.py"]
         for file in (BIAS_REFERENCE, BIAS_FORWARD, BIAS_BACKWARD, BIAS_OP, BIAS_FACTORS)

@@ -22,7 +22,7 @@ _EXPORTS = {
     "VMonarchOptions": "vmonarch.options",
     "TwoResolutionOptions": "vmonarch.two_resolution_options",
     "AttentionPlan": "vmonarch.plan",
-    "merge_partials": "vmonarch.merge",
+    "merge_partials": "vmonarch.kernels.merge.api",
     "flash_bias_attention": "vmonarch.kernels.flash_bias.api",
     "flash_entropy_attention": "vmonarch.kernels.flash_entropy.api",
     "taylor_attention": "vmonarch.kernels.taylor.api",
@@ -64,12 +64,12 @@ if TYPE_CHECKING:
     )
     from vmonarch.kernels.flash_bias.api import flash_bias_attention as flash_bias_attention
     from vmonarch.kernels.flash_entropy.api import flash_entropy_attention as flash_entropy_attention
+    from vmonarch.kernels.merge.api import merge_partials as merge_partials
     from vmonarch.kernels.monarch.api import monarch_attention as monarch_attention
     from vmonarch.kernels.monarch.api import vmonarch_attention as vmonarch_attention
     from vmonarch.kernels.taylor.api import taylor_attention as taylor_attention
     from vmonarch.kernels.two_resolution.api import two_resolution_attention as two_resolution_attention
     from vmonarch.kernels.window.api import window_attention as window_attention
-    from vmonarch.merge import merge_partials as merge_partials
     from vmonarch.options import VMonarchOptions as VMonarchOptions
     from vmonarch.plan import AttentionPlan as AttentionPlan
     from vmonarch.processors import FlashBiasProcessor as FlashBiasProcessor

@@ -17,9 +17,9 @@ from vmonarch.based_options import BasedOptions, resolve_layers
 from vmonarch.context_parallel import Share, TokenSplit
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.window.api import window_attention
-from vmonarch.merge import merge_partials
 from vmonarch.options import has_options
 from vmonarch.validation import check_implementation
 from vmonarch.video_processor import VideoAttentionProcessor

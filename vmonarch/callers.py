@@ -1,4 +1,4 @@
-"""The objects whose methods the running thread is in.
+"""The objects whose methods the running thread is in, and the calls of modules among them.
 
 diffusers does not tell a processor which model, block's hook or pipeline it is called by, and nothing that could be
 remembered would tell as surely.
@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 
 def callers() -> Iterator[Any]:
     """The `self` of each method that has been called and has not returned, from the innermost."""
@@ -18,4 +20,17 @@ def callers() -> Iterator[Any]:
         # Locals are copied when they are read: only where one of them is wanted.
         if frame.f_code.co_varnames[:1] == ("self",) and "self" in frame.f_locals:
             yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def module_calls() -> Iterator[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]:
+    """(module, positional arguments, named arguments) of each call of a module that has not returned, from the
+    innermost.
+    """
+    code = torch.nn.Module._call_impl.__code__
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is code:
+            values = frame.f_locals
+            yield values["self"], values["args"], values["kwargs"]
         frame = frame.f_back

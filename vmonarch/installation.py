@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from diffusers.configuration_utils import FrozenDict
 
+from vmonarch.callers import module_calls
 from vmonarch.context_parallel import context_parallel_config
 from vmonarch.dense import DenseSet
 from vmonarch.families import (
@@ -151,15 +152,23 @@ def self_attention_modules(transformer: Any) -> list[tuple[int, torch.nn.Module]
     return known_family(transformer).layers(transformer)
 
 
-def _original_processor(attn: Any) -> Any:
-    if ours_of(attn) is None:
-        return attn.processor
-    if not hasattr(attn, "_default_processor_cls"):
-        raise ValueError(
-            f"{type(attn.processor).__name__} was set by set_attn_processor, which has lost the model's own processors:"
-            " load the transformer again, and use vmonarch.apply"
-        )
-    return attn._default_processor_cls()
+def _with_processor(transformer: torch.nn.Module) -> list[Any]:
+    return [module for module in transformer.modules() if hasattr(module, "processor")]
+
+
+def _original_processors(transformer: Any) -> list[tuple[torch.nn.Module, Any]]:
+    """(module, its processor) of all modules that have one; where it is ours, what such a model is made with."""
+    modules = _with_processor(transformer)
+    if any(ours_of(module) is not None for module in modules):
+        stock: Any = diffusers_class(transformer)
+        with torch.device("meta"):
+            made = _with_processor(stock.from_config(transformer.config))
+    else:
+        made = modules
+    return [
+        (module, module.processor if ours_of(module) is None else new.processor)
+        for module, new in zip(modules, made, strict=True)
+    ]
 
 
 def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Installation:
@@ -208,7 +217,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     plans = []
     for name, transformer in transformers.items():
         record = getattr(transformer, _ATTRIBUTE, None)
-        attention = [module for module in transformer.modules() if hasattr(module, "processor")]
+        attention = _with_processor(transformer)
         parallel = context_parallel_config(getattr(transformer, "_parallel_config", None))
         if parallel is not None:
             if not known_family(transformer).own:
@@ -217,7 +226,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
                 )
             for _, attn in self_attention_modules(transformer):
                 processor.check_context_parallel(parallel, heads_of(attn))
-        originals = record.originals if record else [(attn, _original_processor(attn)) for attn in attention]
+        originals = record.originals if record else _original_processors(transformer)
         if any(parameters_of(module.processor) for module in attention):
             raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {_KEEP}")
         _check_family(transformer, processor)
@@ -242,6 +251,28 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         setattr(transformer, _ATTRIBUTE, _Record(context, originals, family, processor.grid, names))
         _share_parallel_config(transformer)
     return Installation(processor, transformers)
+
+
+class SelfApplying(VideoAttentionProcessor):
+    """Base of the processors that `transformer.set_attn_processor` may set beyond the Wan family, too.
+
+    The first module that is called applies the processor to its transformer, as if it had been before the call.
+    """
+
+    def _first_call_beyond_wan(self, attn: Any) -> Any:
+        name = type(self).__name__
+        if torch.compiler.is_compiling():
+            raise RuntimeError(f"{name} that set_attn_processor has set cannot be compiled: use vmonarch.apply")
+        calls = list(module_calls())
+        of_module = next((call for call in calls if call[0] is attn), None)
+        of_transformer = next((call for call in calls if family_of(call[0]) is not None), None)
+        if of_module is None or of_transformer is None:
+            return super()._first_call_beyond_wan(attn)
+        self._check_needs_no_apply()
+        apply(of_transformer[0], self)
+        _record_call(*of_transformer)
+        _, args, kwargs = of_module
+        return attn(*args, **kwargs)
 
 
 def _set_processor(attn: torch.nn.Module, processor: Any) -> None:
@@ -378,12 +409,12 @@ def restore(pipe_or_transformer: Any) -> None:
 def is_applied(pipe_or_transformer: Any) -> bool:
     """Whether one of our processors is at work in any of the transformers."""
     transformers = find_transformers(pipe_or_transformer).values()
-    return any(hasattr(transformer, _ATTRIBUTE) or _with_ours(transformer) for transformer in transformers)
+    return any(hasattr(transformer, _ATTRIBUTE) or _has_ours(transformer) for transformer in transformers)
 
 
-def _with_ours(transformer: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that have a processor of ours, applied or not."""
-    return [module for module in transformer.modules() if ours_of(module) is not None]
+def _has_ours(transformer: torch.nn.Module) -> bool:
+    """Whether a module has a processor of ours, applied or not."""
+    return any(ours_of(module) is not None for module in transformer.modules())
 
 
 def _remove_hooks(transformer: torch.nn.Module) -> None:
@@ -408,7 +439,7 @@ def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
             record.context.forget()
             _remove_lora(transformer, record.lora)
         else:
-            originals = [(module, _original_processor(module)) for module in _with_ours(transformer)]
+            originals = _original_processors(transformer) if _has_ours(transformer) else []
         for attn, original in originals:
             _set_processor(attn, original)
         _share_parallel_config(transformer)

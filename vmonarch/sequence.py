@@ -15,7 +15,7 @@ import torch
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
-from vmonarch.merge import merge_partials
+from vmonarch.kernels.merge.api import merge_partials
 
 
 class TokenSequence(NamedTuple):
@@ -58,7 +58,8 @@ class TokenSequence(NamedTuple):
     def beside(self, x: torch.Tensor) -> torch.Tensor:
         """The other tokens of [B, S, …]; a view where all are on one side."""
         head, tail = x[:, : self.before], x[:, x.shape[1] - self.after :]
-        return head if not self.after else tail if not self.before else torch.cat([head, tail], 1)
+        # In this order: torch.compile may not know how many are after.
+        return tail if not self.before else head if not self.after else torch.cat([head, tail], 1)
 
     def joined(self, video: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
         """[B, S, …] of its two parts."""
@@ -92,13 +93,15 @@ def joint_attention(
         exact: exact attention of queries [B, X, H, D] to all keys.
         implementation: as in `flash_entropy_attention`.
     """
+    # Of a number of tokens that is known on the device alone, torch.compile cannot tell.
+    torch._check(sequence.others > 0)
     q, k, v = sequence.video(query), sequence.beside(key), sequence.beside(value)
     ours = video(q, sequence.video(key), sequence.video(value))
     if key_mask is None:
         out, lse, _ = flash_entropy_attention(q, k, v, implementation=implementation)
     else:
         out, lse = masked_attention(q, k, v, sequence.beside(key_mask), implementation=implementation)
-    merged, _ = merge_partials(ours, (out, lse))
+    merged, _ = merge_partials(ours, (out, lse), implementation=implementation)
     return sequence.joined(merged, exact(sequence.beside(query), key, value))
 
 

@@ -18,6 +18,7 @@ from diffusers.models.transformers import transformer_chronoedit as chronoedit
 from diffusers.models.transformers import transformer_skyreels_v2 as skyreels
 from diffusers.models.transformers import transformer_wan as wan
 from diffusers.models.transformers import transformer_wan_animate as animate
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vmonarch.bias.video import BiasOption, Factors, GridBias
 from vmonarch.context_parallel import (
@@ -61,7 +62,7 @@ class VideoAttentionProcessor:
 
         vmonarch.apply(pipe, processor)                   # knows the grid of every call, compiles, can be undone
         vmonarch.pipelines.WanPipeline.set_attn_processor(processor)
-        pipe.transformer.set_attn_processor(processor)    # reads the grid off the rotary embedding, or takes `grid=`
+        pipe.transformer.set_attn_processor(processor)    # Wan: reads the grid off the rotary embedding, or `grid=`
 
     Args:
         dense_steps, dense_layers, refresh: see `VMonarchProcessor`.
@@ -268,7 +269,7 @@ class VideoAttentionProcessor:
     ) -> torch.Tensor:
         """Self-attention of a sequence, with the residual of the layer where residuals are shared."""
         inputs = query, key, value
-        if sequence.others:
+        if not statically_known_true(sequence.others == 0):
             exact = lambda: self._attend_sequence_exactly(*inputs, sequence, heads, key_mask)
             approximate = lambda: self._attend_sequence(*inputs, sequence, heads, key_mask)
         else:
@@ -439,25 +440,29 @@ class VideoAttentionProcessor:
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **unsupported: Any,
-    ) -> torch.Tensor:
+        image_rotary_emb: Any = None,
+        sparse_params: Any = None,
+        **others: Any,
+    ) -> Any:
         """The attention of one module: hidden_states [B, S, C] -> [B, S, C].
 
+        Args:
+            image_rotary_emb, sparse_params: named here because modules beyond Wan drop what a processor does not name.
+
         Raises:
-            TypeError: the module is not one of the Wan family.
+            TypeError: the module is not of a transformer that is supported.
             ValueError: an attention mask in self-attention, a grid that does not fit the tokens, or fewer heads (or, by
                 frames, fewer latent frames) than ranks under context parallelism.
             NotImplementedError: tokens are spread over several ranks for ring attention.
             RuntimeError: the grid or the step that an option needs is not known here.
         """
         name = type(self).__name__
-        if unsupported or not isinstance(attn, (*WAN_ATTENTION, *CROSS_ATTENTION_ONLY)):
-            extra = f" called with {', '.join(unsupported)}" if unsupported else ""
-            raise TypeError(
-                f"{name} supports the attention of Wan, Wan-VACE, Wan-Animate, ChronoEdit and SkyReels-V2 transformers"
-                f" by set_attn_processor, that of others by vmonarch.apply(pipe, processor); got"
-                f" {type(attn).__name__}{extra}"
-            )
+        if not isinstance(attn, (*WAN_ATTENTION, *CROSS_ATTENTION_ONLY)):
+            return self._first_call_beyond_wan(attn)
+        others |= {"image_rotary_emb": image_rotary_emb, "sparse_params": sparse_params}
+        unknown = [argument for argument, value in others.items() if value is not None]
+        if unknown:
+            raise TypeError(f"{name} supports no {', '.join(unknown)} in {type(attn).__name__}")
         if encoder_hidden_states is not None:
             # Only self-attention has a rotary embedding; face attention in Wan-Animate does not even take one.
             rotary = () if rotary_emb is None else (rotary_emb,)
@@ -471,6 +476,17 @@ class VideoAttentionProcessor:
         if self._in_xfuser:
             return self._self_attention_in_xfuser(attn, hidden_states, rotary_emb)
         return self._self_attention(attn, hidden_states, rotary_emb, None)
+
+    def _first_call_beyond_wan(self, attn: Any) -> Any:
+        """What a module of another family computes, of whose transformer `set_attn_processor` made this the processor.
+
+        Raises:
+            TypeError: it is not part of a transformer that the processor serves.
+        """
+        raise TypeError(
+            f"{type(self).__name__} supports the attention modules of the transformers that vmonarch.apply takes, in a"
+            f" call of such a transformer; got {type(attn).__name__}"
+        )
 
     def _self_attention(
         self,
@@ -542,17 +558,20 @@ class VideoAttentionProcessor:
                 call = ForwardCall(self._infer_grid(rotary_emb, split), False)
             self._check_grid(call.grid)
         else:
-            if self._needs_apply is not None:
-                raise RuntimeError(
-                    f"{self._needs_apply} needs vmonarch.apply(pipe, processor): a processor set by set_attn_processor"
-                    " on a transformer knows neither its layer nor the step"
-                )
+            self._check_needs_no_apply()
             call = ForwardCall(self._infer_grid(rotary_emb, split) if self.grid is None else self.grid, False)
         if call.grid.tokens != tokens:
             raise ValueError(
                 f"grid {tuple(call.grid)} has {call.grid.tokens} tokens, but self-attention was given {tokens}"
             )
         return call
+
+    def _check_needs_no_apply(self) -> None:
+        if self._needs_apply is not None:
+            raise RuntimeError(
+                f"{self._needs_apply} needs vmonarch.apply(pipe, processor): a processor set by set_attn_processor"
+                " on a transformer knows neither its layer nor the step"
+            )
 
     def _check_grid(self, found: LatentGrid) -> None:
         if self.grid is not None and self.grid != found:

@@ -76,7 +76,8 @@ def _hunyuan(grid: LatentGrid, noise: Noise) -> Inputs:
 def _hunyuan15(grid: LatentGrid, noise: Noise) -> Inputs:
     return {
         "hidden_states": noise(1, 65, *grid),
-        "timestep": torch.tensor([500.0]),
+        # In the dtype of the weights, as the pipeline gives it.
+        "timestep": 500 + 0 * noise(1),
         "encoder_hidden_states": noise(1, 1000, 3584),
         "encoder_attention_mask": torch.ones(1, 1000),
         "encoder_hidden_states_2": noise(1, 256, 1472),

@@ -22,6 +22,7 @@ from vmonarch import (
     ExactBlocks,
     flash_bias_attention,
     flash_entropy_attention,
+    merge_partials,
     monarch_attention,
     taylor_attention,
     two_resolution_attention,
@@ -178,6 +179,15 @@ def residual(call: Caller) -> None:
             add_residual(approximate, kept, implementation=call.implementation)
 
 
+def merging(call: Caller) -> None:
+    def op(out_1, out_2, lse_1, lse_2, **options):
+        return merge_partials((out_1, lse_1), (out_2, lse_2), **options)
+
+    for E in (128, 40):
+        lses = [call.tensor(2, 3, 130, dtype=torch.float32) for _ in range(2)]
+        call(op, call.tensor(2, 130, 3, E), call.tensor(2, 3, 130, E).transpose(1, 2), *lses)
+
+
 # Which forms each family has.
 FAMILIES: dict[Callable[[Caller], None], Sequence[str]] = {
     vmonarch: ("hopper", "portable"),
@@ -191,6 +201,7 @@ FAMILIES: dict[Callable[[Caller], None], Sequence[str]] = {
     two_resolutions: ("hopper", "portable"),
     norms: ("portable",),
     residual: ("portable",),
+    merging: ("portable",),
 }
 
 

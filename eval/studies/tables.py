@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vmonarch.eval import summary
-from vmonarch.eval.bench import e2e_table, guidance, norm, parallel, tables, train
+from vmonarch.eval.bench import e2e_table, families, guidance, norm, parallel, sequence, tables, train
 from vmonarch.eval.compare import format_table
 from vmonarch.eval.render.table import made, markdown, percent, shown_number
 from vmonarch.eval.studies import (
@@ -25,6 +25,7 @@ from vmonarch.eval.studies import (
     float8,
     footage,
     footage_run,
+    joint,
     kernel_plots,
     mqar,
     parallel_bytes,
@@ -36,6 +37,7 @@ DOCUMENTS = (
     "README.md",
     "docs/api.md",
     "docs/kernels.md",
+    "docs/families.md",
     "docs/speed.md",
     "docs/compose.md",
     "docs/based.md",
@@ -178,6 +180,9 @@ TABLES = {
     "e2e": Table(e2e_table.e2e_table, "e2e"),
     "video": Table(e2e_table.video_table, "e2e"),
     "norm": Table(norm.norm_table, "norm"),
+    "families": Table(families.families_table, "families"),
+    "sequence": Table(sequence.sequence_table, "sequence"),
+    "joint": Table(joint.joint_table, "joint"),
     "float8": Table(float8.float8_table, "float8"),
     "fidelity": Table(fidelity_table, "eval-refresh"),
     "guidance": Table(guidance.guidance_table, "guidance"),

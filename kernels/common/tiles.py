@@ -1,9 +1,43 @@
-"""Loading and storing tiles of rows, for jit code."""
+"""Tiles of rows: loading and storing them, and the tokens of a head, of which a program takes some."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+
+from vmonarch.kernels.common.launch import block_dim
+
+_NUM_WARPS = 4
+
+
+def launch_on_tokens(kernel: Any, result: torch.Tensor, *arguments: Any, **options: Any) -> None:
+    """Run a kernel, which takes `arguments` and sizes, with a program for each tile of `tokens_of_a_head`.
+
+    Args:
+        result: [B, S, H, E], what the kernel writes.
+        options: of the launch.
+    """
+    B, S, H, E = result.shape
+    BLOCK_E = block_dim(E)
+    # Each thread writes 16 bytes.
+    ROWS = _NUM_WARPS * 32 * 16 // result.itemsize // BLOCK_E
+    with torch.cuda.device_of(result):
+        kernel[(triton.cdiv(S, ROWS) * H, B)](
+            *arguments, S, H, E=E, BLOCK_E=BLOCK_E, ROWS=ROWS, num_warps=_NUM_WARPS, **options
+        )
+
+
+@triton.jit
+def tokens_of_a_head(S, H, ROWS: tl.constexpr):
+    """Batch entry and head of the program, its tokens [ROWS], and whether these exist.
+
+    The heads of some tokens are numbered one after the other.
+    """
+    token = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
+    return tl.program_id(1).to(tl.int64), (tl.program_id(0) % H).to(tl.int64), token, token < S
 
 
 @triton.jit

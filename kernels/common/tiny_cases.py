@@ -9,6 +9,7 @@ import torch
 
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
+from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
@@ -137,6 +138,17 @@ def _residual(gpu: bool) -> Case:
     return Case({"exact": shape, "approximate": shape}, outputs, call, gradients=False)
 
 
+def _merge(gpu: bool) -> Case:
+    def call(implementation: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (out_1, lse_1, out_2, lse_2) = tensors
+        return merge_partials((out_1, lse_1.float()), (out_2, lse_2.float()), implementation=implementation)
+
+    tokens, head_dim = (300, 128) if gpu else (4, 16)
+    outputs = _results(tokens, head_dim, "the log-partition")
+    parts = {f"{name} {n}": shape for n in (1, 2) for name, shape in outputs.items()}
+    return Case(parts, outputs, call)
+
+
 _CASES: dict[str, Callable[[bool], Case]] = {
     "monarch": _monarch,
     "flash_entropy": _flash_entropy,
@@ -146,5 +158,6 @@ _CASES: dict[str, Callable[[bool], Case]] = {
     "two_resolution": _two_resolution,
     "norm_rotary": _norm_rotary,
     "residual": _residual,
+    "merge": _merge,
 }
 FAMILIES = tuple(_CASES)

@@ -13,7 +13,7 @@ import torch
 
 from vmonarch.kernels.distributed.exchange import Link, Transfer, places_of
 from vmonarch.kernels.distributed.stages import Call, Frames, Stages
-from vmonarch.merge import merge_partials
+from vmonarch.kernels.merge.api import merge_partials
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ import torch
 from vmonarch.kernels.distributed.exact import ExactPart, take_frames, with_frames
 from vmonarch.kernels.distributed.exchange import Link, Moved
 from vmonarch.kernels.distributed.stages import Call, Stages
-from vmonarch.merge import merge_partials
+from vmonarch.kernels.merge.api import merge_partials
 
 
 def run(

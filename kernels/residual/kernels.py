@@ -2,8 +2,8 @@
 
     x = exact − approximate,  scale = max_E |x| / 127,  values = round(x / scale);  out ← out + values·scale
 
-A program takes some tokens of one head; those of all heads of these tokens are numbered one after the other. Products
-and sums are not fused, so that the kernels give the bits of the reference.
+A program takes some tokens of one head (`tokens_of_a_head`). Products and sums are not fused, so that the kernels give
+the bits of the reference.
 
 Shapes: B batch, S tokens, H heads, E value dim. Tensors are [B, S, H, E], `exact`, `approximate` and `out` with any
 strides but the last, those of a residual contiguous.
@@ -11,24 +11,12 @@ strides but the last, those of a residual contiguous.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from vmonarch.kernels.common.launch import block_dim
-from vmonarch.kernels.common.tiles import load_rows, store_rows
+from vmonarch.kernels.common.tiles import launch_on_tokens, load_rows, store_rows, tokens_of_a_head
 from vmonarch.kernels.residual.reference import Residual
-
-NUM_WARPS = 4
-
-
-@triton.jit
-def _tile(S, H, ROWS: tl.constexpr):
-    """Batch entry and head of the program, its tokens [ROWS], and whether these exist."""
-    token = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
-    return tl.program_id(1).to(tl.int64), (tl.program_id(0) % H).to(tl.int64), token, token < S
 
 
 @triton.jit(do_not_specialize=["S", "H"])
@@ -37,7 +25,7 @@ def attention_residual_kernel(
     S, H, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """values [B, S, H, E] and, unless that is None, scale [B, S, H]."""
-    b, h, token, exists = _tile(S, H, ROWS)
+    b, h, token, exists = tokens_of_a_head(S, H, ROWS)
     exact = load_rows(exact_ptr + b * stride_eb + h * stride_eh, stride_es, token, exists, E, BLOCK_E, True)
     approximate = load_rows(approximate_ptr + b * stride_ab + h * stride_ah, stride_as, token, exists, E, BLOCK_E, True)
     x = exact.to(tl.float32) - approximate.to(tl.float32)
@@ -60,7 +48,7 @@ def add_residual_kernel(
     E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add a residual to out [B, S, H, E]."""
-    b, h, token, exists = _tile(S, H, ROWS)
+    b, h, token, exists = tokens_of_a_head(S, H, ROWS)
     row = (b * S + token) * H + h
     out_ptr += b * stride_ob + h * stride_oh
     out = load_rows(out_ptr, stride_os, token, exists, E, BLOCK_E, True)
@@ -70,29 +58,18 @@ def add_residual_kernel(
     store_rows(out_ptr, stride_os, token, exists, out.to(tl.float32) + x, E, BLOCK_E)
 
 
-def _launch(kernel: Any, result: torch.Tensor, *arguments: Any) -> None:
-    """Run a kernel, which takes `arguments` and sizes, on all rows of `result` [B, S, H, E]."""
-    B, S, H, E = result.shape
-    BLOCK_E = block_dim(E)
-    # Each thread writes 16 bytes.
-    ROWS = NUM_WARPS * 32 * 16 // result.itemsize // BLOCK_E
-    with torch.cuda.device_of(result):
-        kernel[(triton.cdiv(S, ROWS) * H, B)](
-            *arguments, S, H, E=E, BLOCK_E=BLOCK_E, ROWS=ROWS, num_warps=NUM_WARPS, enable_fp_fusion=False
-        )
-
-
 def attention_residual_triton(exact: torch.Tensor, approximate: torch.Tensor, *, dtype: str) -> Residual:
     """The residual by the kernel; arguments as in `attention_residual`, already checked."""
     values = exact.new_empty(exact.shape, dtype=getattr(torch, dtype))
     scale = exact.new_empty(exact.shape[:3], dtype=torch.float32) if dtype == "int8" else None
     strides = (*exact.stride()[:3], *approximate.stride()[:3])
-    _launch(attention_residual_kernel, values, exact, approximate, values, scale, *strides)
+    arguments = exact, approximate, values, scale, *strides
+    launch_on_tokens(attention_residual_kernel, values, *arguments, enable_fp_fusion=False)
     return Residual(values, scale)
 
 
 def add_residual_triton(out: torch.Tensor, residual: Residual) -> torch.Tensor:
     """`out` with the residual added by the kernel; arguments as in `add_residual`, already checked."""
     values, scale = residual.values.contiguous(), None if residual.scale is None else residual.scale.contiguous()
-    _launch(add_residual_kernel, out, out, values, scale, *out.stride()[:3])
+    launch_on_tokens(add_residual_kernel, out, out, values, scale, *out.stride()[:3], enable_fp_fusion=False)
     return out

@@ -57,7 +57,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
         "train-h200": ("cases", 0, "rows", 1, "ms", "median"),
         "e2e": ("runs", 0, "cases", 0, "rows", 0, "step_s", "median"),
         "video": ("runs", with_videos, "cases", 0, "rows", 0, "video_s"),
-        **dict.fromkeys(("norm", "guidance"), ("cases", 0, "rows", 0, "ms", "median")),
+        **dict.fromkeys(("norm", "guidance", "families", "sequence"), ("cases", 0, "rows", 0, "ms", "median")),
         **dict.fromkeys(
             ("finetune-embedded", "finetune-embedded-1500", "finetune-embedded-distilled"),
             ("results", "vmonarch", "validation_loss", "after"),
@@ -74,6 +74,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
         },
         "eval-demo": ("statistics", "vmonarch", "psnr", "mean"),
         "parallel-bytes": ("cases", 0, "by_frames", "frames"),
+        "joint": ("attention", "kl"),
         "mqar": ("models", 0, "recall", "1024", "256"),
     }
     for name in tables.TABLES:

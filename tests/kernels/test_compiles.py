@@ -184,6 +184,10 @@ RESIDUAL_CASES = {
         (128, "bfloat16", "int8"), (64, "float16", "bfloat16"), (256, "float32", "bfloat16"),
         (128, "bfloat16", "bfloat16"), (80, "float16", "int8"))
 }  # fmt: skip
+MERGE_CASES = {
+    f"{dim}-{dtype}": dict(tokens=4096, dim=dim, dtype=dtype, merge=True)
+    for dim, dtype in ((128, "bfloat16"), (80, "float16"), (256, "float32"))
+}
 # family -> (its cases, those of other architectures than Hopper, those of Hopper, kernels in the order of launches, of
 # which several of one kind may follow each other)
 FAMILIES = {
@@ -206,10 +210,13 @@ FAMILIES = {
         RESIDUAL_CASES, {80: "64-float16-bfloat16", 89: "80-float16-int8", 120: "128-bfloat16-bfloat16"},
         ["128-bfloat16-int8", "256-float32-bfloat16"],
         "attention_residual add_residual"),
+    "merge": (
+        MERGE_CASES, {80: "80-float16", 100: "128-bfloat16"}, ["256-float32"],
+        "merge merge_backward"),
 }  # fmt: skip
 SAMPLED = [
     (*sample, family)
-    for first, (family, (_, others, hopper, _)) in zip((0, 1, 2, 3, 2, 1), FAMILIES.items(), strict=True)
+    for first, (family, (_, others, hopper, _)) in zip((0, 1, 2, 3, 2, 1, 0), FAMILIES.items(), strict=True)
     for sample in sampled(first, [*others.items(), *((90, name) for name in hopper)])
 ]
 
@@ -232,12 +239,12 @@ def test_portable_kernels_of_a_family_compile(triton, architecture, name, family
     limit = BIG_SHARED_MEMORY if on_big else SMALLEST_SHARED_MEMORY
     assert not [kernel for kernel in kernels if kernel["shared"] > limit]
     # The most channels of a norm do not fit the registers of a program: slower, not wrong.
-    by_row = family == "residual" or family == "norm" and case["channels"] <= 5120
+    by_row = family in ("residual", "merge") or family == "norm" and case["channels"] <= 5120
     if by_row:
         assert not [kernel for kernel in kernels if kernel["spilled"] > 0]
     elif family == "norm" or case["dtype"] != "float32" and case["dim"] <= 128:
         assert not spilling(kernels, triton, architecture)
-    if family in ("norm", "residual") and architecture == 80:
+    if family in ("norm", "residual", "merge") and architecture == 80:
         assert hashes_of(4096, triton, case, compile_kernels) == hashes_of(999, triton, case, compile_kernels)
 
 

@@ -321,7 +321,7 @@ def test_portable_kernels_take_the_place_of_those_for_hopper(monkeypatch, untest
             assert torch.equal(flash_bias_attention(*tensors, *factors, implementation="triton"), out)
 
 
-@pytest.mark.parametrize("family", ["window", "norm_rotary", "residual"])
+@pytest.mark.parametrize("family", ["window", "norm_rotary", "residual", "merge"])
 def test_a_family_without_kernels_for_hopper_has_no_verdict_of_them(monkeypatch, untested, checks, family):
     monkeypatch.setattr(launch, "on_hopper", lambda device: True)
     assert launch._why_not_compiled(family, CPU, torch.float16, "triton") is None

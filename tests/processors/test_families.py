@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import logging
 import math
 import pickle
 import weakref
@@ -206,6 +207,54 @@ def test_it_is_restored_copied_and_pickled(name):
     assert torch.equal(run(twin, inputs), stock) and torch.equal(run(pickled, inputs), stock)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, case in FAMILIES.items() if hasattr(getattr(diffusers, case.model), "set_attn_processor")]
+)
+def test_set_attn_processor_applies_at_the_first_call(name, caplog, monkeypatch):
+    case = FAMILIES[name]
+    model, inputs = case.make(), case.call()
+    stock = run(model, inputs)
+    with vmonarch.apply(model, processor_of(case)):
+        expected = run(model, inputs)
+    originals = [type(processor) for processor in model.attn_processors.values()]
+    monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", True)
+    caplog.set_level("WARNING", "diffusers")
+    for _ in range(2):
+        model.set_attn_processor(processor_of(case))
+        assert torch.equal(run(model, inputs), expected)
+        assert torch.equal(run(model, inputs), expected)
+        vmonarch.restore(model)
+        assert torch.equal(run(model, inputs), stock)
+    # Nor does it have to be called in between.
+    model.set_attn_processor(processor_of(case))
+    vmonarch.restore(model)
+    assert torch.equal(run(model, inputs), stock)
+    assert [type(processor) for processor in model.attn_processors.values()] == originals
+    model.set_attn_processor(processor_of(case))
+    vmonarch.apply(model, processor_of(case, exact=EVERYTHING))
+    assert error(run(model, inputs), stock) < 1e-5
+    # Modules that drop arguments which a processor does not name say so.
+    assert "are not expected" not in caplog.text
+
+
+def test_set_attn_processor_says_what_it_cannot_do():
+    case = FAMILIES["hunyuan"]
+    model, inputs = case.make(), case.call()
+    model.set_attn_processor(VMonarchProcessor(dense_layers=1))
+    with pytest.raises(RuntimeError, match=r"dense_layers needs vmonarch.apply"):
+        run(model, inputs)
+    model.set_attn_processor(VMonarchProcessor())
+    with pytest.raises(TypeError, match=r"in a call of such a transformer; got Attention"):
+        self_attention_modules(model)[0][1](torch.zeros(1, 72, 32))
+    model.set_attn_processor(BasedProcessor())
+    with pytest.raises(TypeError, match="BasedProcessor supports the attention modules"):
+        run(model, inputs)
+    model.set_attn_processor(VMonarchProcessor())
+    model.compile_repeated_blocks(fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match="cannot be compiled: use vmonarch.apply"):
+        run(model, inputs)
+
+
 @pytest.mark.parametrize("name", ["hunyuan", "cogvideox", "kandinsky6"])
 def test_every_kind_of_attention_but_linear_serves_them(name):
     case = FAMILIES[name]
@@ -288,7 +337,9 @@ def test_gpu_kernels_compute_the_same_and_blocks_compile(name):
         found[implementation] = run(model, inputs)
     assert error(found["triton"], found["torch"]) < 1e-4
     torch.compiler.reset()
-    assert error(run(compiled(model), inputs), found["triton"]) < 1e-4
+    # Kandinsky 5 rounds its rotation to bfloat16, which inductor leaves out.
+    bound = 2e-3 if name == "kandinsky5" else 1e-4
+    assert error(run(compiled(model), inputs), found["triton"]) < bound
 
 
 def test_a_backend_chosen_later_serves_exact_attention(calls):

@@ -7,6 +7,7 @@
     python compile_for_gpu.py ARCHITECTURE '{"grid": [4, 8, 8], "tile": [2, 4, 4], "dim": 64, …}'     two resolutions
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "channels": 1536, "dim": 128, …}'   norm, rotary
     python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "residual": "int8", "dim": 128, …}'   residuals
+    python compile_for_gpu.py ARCHITECTURE '{"tokens": 4096, "merge": true, "dim": 128, …}'       merging
 
 A kernel launch is replaced by a compilation with the same arguments: the tensors lie on the CPU and are never read.
 With "compile": false only the arguments are made, descriptors too, and the hash of what would be compiled. With "row":
@@ -52,6 +53,7 @@ from vmonarch.kernels.hopper import two_resolution as hopper_two_resolution
 from vmonarch.kernels.hopper.backward import keys as hopper_keys
 from vmonarch.kernels.hopper.backward import rows as hopper_rows
 from vmonarch.kernels.hopper.backward import two_resolution as hopper_two_resolution_backward
+from vmonarch.kernels.merge import op as merge_op
 from vmonarch.kernels.monarch import fused, l_step, places, r_step
 from vmonarch.kernels.norm_rotary import op as norm_op
 from vmonarch.kernels.residual import kernels as residual_kernels
@@ -224,6 +226,12 @@ def launch_all(case):
         weight = torch.zeros(case["channels"])
         out = norm_op.norm_rotary_forward(x, weight, *angles, case["channels"] // case["dim"], 1e-6)
         norm_op.norm_rotary_backward(out, x, weight, *angles, 1e-6, True)
+        return
+    if "merge" in case:
+        out_1, out_2, _ = qkv(case["tokens"], 2)
+        lse = torch.zeros(1, 2, case["tokens"])
+        merge_op.merge_forward(out_1, lse, out_2, lse)
+        merge_op.merge_backward(out_1, lse, out_1, lse, out_2, lse, lse)
         return
     if "residual" in case:
         exact, out, _ = qkv(case["tokens"], 2)

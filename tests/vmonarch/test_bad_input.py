@@ -76,7 +76,9 @@ CALLS = {
     "merge-a-tensor": (merge(OUT), TypeError, "partial result 0 must be a pair"),
     "merge-without-lse": (merge((OUT, None)), TypeError, "lse of partial result 0 must be a torch.Ten"),
     "merge-integers": (merge((OUT.long(), LSE)), TypeError, "out of partial result 0 must be floating"),
-    "merge-rank": (merge((OUT[0], LSE)), ValueError, r"out of partial result 0 must be \[B, S, H, D\]"),
+    "merge-rank": (merge((OUT[0], LSE)), ValueError, r"out of partial result 0 must be \[B, S, H, E\]"),
+    "merge-implementation": (
+        lambda: merge_partials((OUT, LSE), implementation="cuda"), ValueError, "implementation must be one of"),
     "merge-lse-shape": (merge((OUT, LSE.transpose(1, 2))), ValueError, r"must be \[B, H, S\]"),
     "merge-other-shape": (
         merge((OUT, LSE), (OUT[:, :6], LSE[..., :6])), ValueError, "partial result 1 must have the shape of the first"),
@@ -289,10 +291,11 @@ def test_what_a_video_does_not_have(options, message):
 def test_attention_of_other_models_is_refused():
     processor = VMonarchProcessor()
     attention = diffusers.models.attention_processor.Attention(8, heads=1, dim_head=8)
-    with pytest.raises(TypeError, match="supports the attention of Wan.*got Attention"):
+    with pytest.raises(TypeError, match="in a call of such a transformer; got Attention"):
         processor(attention, torch.randn(1, 6, 8))
-    with pytest.raises(TypeError, match="got WanAttention called with image_rotary_emb"):
-        processor(tiny_wan.transformer().blocks[0].attn1, torch.randn(1, 6, 24), image_rotary_emb=None)
+    for name in ("image_rotary_emb", "window"):
+        with pytest.raises(TypeError, match=f"supports no {name} in WanAttention"):
+            processor(tiny_wan.transformer().blocks[0].attn1, torch.randn(1, 6, 24), **{name: 1})
 
 
 def test_a_transformer_called_without_latents_says_what_stock_says():

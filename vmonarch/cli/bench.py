@@ -241,6 +241,7 @@ BENCHES = {
     "norm": Benchmark("RMS norm and rotary embedding", _operator_arguments, _operator, 9, 240.0),
     "guidance": Benchmark("guidance in one forward call and in two", _operator_arguments, _operator, 9, 420.0),
     "families": Benchmark("transformers beyond Wan", _operator_arguments, _operator, 5, 540.0),
+    "sequence": Benchmark("text in the sequence of the video", _operator_arguments, _operator, 7, 240.0),
 }
 
 

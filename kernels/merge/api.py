@@ -1,4 +1,4 @@
-"""The monoid that merges partial attentions (docs/attention.md, "Merging").
+"""Front door of the monoid that merges partial attentions (docs/attention.md, "Merging").
 
 An element is a pair (value, lse): a normalised value and its log-weight. Merging is associative and commutative, and
 (0, -inf) is the neutral element. Tiles of a kernel, split keys, exact and Monarch parts of one row, text and video
@@ -9,46 +9,53 @@ from __future__ import annotations
 
 import torch
 
-from vmonarch.precision import own_precision
+from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.merge.reference import merge_partials_reference
+from vmonarch.validation import check_implementation
 
 
-@own_precision
 def merge_partials(
-    *partials: tuple[torch.Tensor, torch.Tensor],
+    *partials: tuple[torch.Tensor, torch.Tensor], implementation: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge partial attention results over disjoint sets of keys into the result over their union.
 
     Args:
-        partials: pairs (out [B, S, H, D], lse [B, H, S]); lse is the logarithm of the sum of exponentials that `out`
+        partials: pairs (out [B, S, H, E], lse [B, H, S]); lse is the logarithm of the sum of exponentials that `out`
             was normalised by, -inf where no key was attended (`out` is ignored there).
+        implementation: "torch"; "triton", the kernel (CUDA; two partial results of one dtype, float16, bfloat16 or
+            float32, with lse in float32; E up to 256, with stride 1); or "auto", see
+            `kernels.common.launch.use_triton`.
 
     Returns:
-        (out [B, S, H, D] in the dtype of the first `out`, lse [B, H, S]).
+        (out [B, S, H, E] in the dtype of the first `out`, lse [B, H, S]).
 
     Raises:
         TypeError: a partial result is not a pair of tensors, or `out` and `lse` are not floating point.
         ValueError: no partial result is given, or shapes or devices do not fit together.
+        NotImplementedError: implementation="triton", and the kernel cannot take this call; the message says why.
     """
     if not partials:
         raise ValueError("merge_partials needs at least one partial result (out, lse)")
     for number, partial in enumerate(partials):
         _check_partial(number, partial, partials[0])
+    check_implementation(implementation)
     outs = [out for out, _ in partials]
-    lses = torch.stack([lse for _, lse in partials])
-    # A finite shift keeps (-inf) - (-inf) out of the exponent where every part is empty.
-    lse_max = lses.amax(0)
-    shift = torch.where(torch.isneginf(lse_max), torch.zeros_like(lse_max), lse_max).detach()
-    weights = torch.exp(lses - shift)
-    total = weights.sum(0)
-    empty = total == 0
-    safe_total = torch.where(empty, torch.ones_like(total), total)
-    merged = torch.zeros_like(outs[0], dtype=torch.promote_types(outs[0].dtype, lses.dtype))
-    for out, weight in zip(outs, weights, strict=True):
-        share = (weight / safe_total).transpose(1, 2).unsqueeze(-1)
-        # An empty part counts for nothing whatever its `out` holds; a NaN weight must stay visible.
-        merged = merged + torch.where(share == 0, torch.zeros_like(merged), out * share)
-    lse = torch.where(empty, torch.full_like(total, -torch.inf), shift + torch.log(safe_total))
-    return merged.to(outs[0].dtype), lse
+    if use_triton("merge_partials", implementation, *outs, family="merge", unless=_why_not_kernels(partials)):
+        # Triton is imported when it is needed, not with the package.
+        from vmonarch.kernels.merge.op import merge_pair
+
+        return merge_pair(*partials[0], *partials[1])
+    return merge_partials_reference(*partials)
+
+
+def _why_not_kernels(partials: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> str | None:
+    if len(partials) != 2:
+        return f"there are {len(partials)} partial results (supported: 2)"
+    (first, first_lse), (second, second_lse) = partials
+    if first.dtype != second.dtype:
+        return f"out is {first.dtype} and {second.dtype} (supported: one dtype)"
+    dtypes = {first_lse.dtype, second_lse.dtype}
+    return None if dtypes == {torch.float32} else f"lse is {', '.join(map(str, dtypes))} (supported: torch.float32)"
 
 
 def _check_partial(number: int, partial: object, first: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -61,7 +68,7 @@ def _check_partial(number: int, partial: object, first: tuple[torch.Tensor, torc
             raise TypeError(f"{name} of partial result {number} must be floating point, got {tensor.dtype}")
     out, lse = partial
     if out.ndim != 4:
-        raise ValueError(f"out of partial result {number} must be [B, S, H, D], got shape {tuple(out.shape)}")
+        raise ValueError(f"out of partial result {number} must be [B, S, H, E], got shape {tuple(out.shape)}")
     expected = (out.shape[0], out.shape[2], out.shape[1])
     if lse.shape != expected:
         raise ValueError(f"lse of partial result {number} must be [B, H, S] = {expected}, got {tuple(lse.shape)}")

@@ -1,0 +1,1 @@
+"""The monoid that merges partial attentions."""
