@@ -60,6 +60,8 @@ RESIDUALS = "residuals.py"
 FAMILIES = "families.py"
 SEAM = "seam.py"
 SEQUENCE = "sequence.py"
+PARALLELISM = "parallelism.py"
+SPREAD = "spread.py"
 
 # name -> (file in the package, text in it, what the bug makes of it)
 BUGS = {
@@ -259,7 +261,7 @@ BUGS = {
     "joint-grid-transposed": (FAMILIES, "_of_latents(2, 3, 4)", "_of_latents(2, 4, 3)"),
     "joint-audio-in-place-of-video": (FAMILIES, '"video_dec_block.self', '"audio_dec_block.self'),
     "joint-audio-beside-video": (
-        FAMILIES, "_unwrapped(name) == self.attention", "_unwrapped(name).endswith(self.attention)"),
+        FAMILIES, "_unwrapped(name) in names", "_unwrapped(name).endswith(tuple(names))"),
     "joint-decoder-sees-one-video": (FAMILIES, "1 + (layer >= layers - config.num_decoder_layers)", "1"),
     "joint-sound-tells-branches-apart": (FAMILIES, '"sigma", "audio_hidden_states", ', '"sigma", '),
     "joint-mask-ignored": (SEAM, "return attn_mask[:, 0, 0]", "return None"),
@@ -269,6 +271,11 @@ BUGS = {
     "joint-padding-weighs-a-little": (SEQUENCE, "_NEVER = -3e4", "_NEVER = -3.0"),
     "joint-bias-beside-the-video": (
         SEQUENCE, "(0, 0, 0, 0, self.before, self.after)", "(0, 0, 0, 0, self.after, self.before)"),
+    "joint-text-counts-once-for-every-rank": (CONTEXT_PARALLEL, "if not others_whole:", "if config is not None:"),
+    "joint-mask-of-ranks-ignored": (
+        CONTEXT_PARALLEL, "self.sequence.beside(key_mask))", "self.sequence.beside(key_mask) | True)"),
+    "joint-every-rank-has-the-first-frame": (PARALLELISM, "args[position] - own.start", "args[position]"),
+    "joint-sound-attends-to-a-part": (SPREAD, 'across=("video_to_audio_attn",)', "across=()"),
 }  # fmt: skip
 # Tests that see a bug soonest; the interpreter, above all, is slow.
 KEYWORDS = {
@@ -332,6 +339,10 @@ KEYWORDS = {
     "window-kernel-sees-all-rows": "the_kernels and neighbourhood",
     "joint-grid-transposed": "stock_one",
     "joint-sound-tells-branches-apart": "tell_the_grid and ltx2",
+    "joint-text-counts-once-for-every-rank": "joint-hunyuan",
+    "joint-mask-of-ranks-ignored": "joint-hunyuan",
+    "joint-every-rank-has-the-first-frame": "joint-hunyuan",
+    "joint-sound-attends-to-a-part": "joint-ltx2",
 }
 # The same for all bugs of a file. Keywords match the names of folders and files, too: `kernels` is in all of them.
 FILE_KEYWORDS = {
@@ -369,7 +380,7 @@ TESTS = {
     BASED: ["tests/processors/test_based.py"],
     ADAPTERS: ["tests/processors/test_adapters.py"],
     VARIANTS: ["tests/processors/test_variants.py"],
-    CONTEXT_PARALLEL: ["tests/processors/test_context_parallel.py"],
+    **{file: ["tests/processors/test_context_parallel.py"] for file in (CONTEXT_PARALLEL, PARALLELISM, SPREAD)},
     GUIDANCE: ["tests/pipelines/test_guidance.py"],
     RESIDUALS: ["tests/processors/test_refresh.py"],
     **{file: ["tests/processors/test_families.py"] for file in (FAMILIES, SEAM, SEQUENCE)},

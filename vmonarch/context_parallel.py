@@ -5,7 +5,9 @@ heads inside (Ulysses attention): one all-to-all leads there, another one back. 
 latent frames (`frame_parallel_vmonarch_attention`): only tokens between the borders of its part and those of its frames
 move.
 
-Shapes: B batch, S tokens of the video, s tokens of this rank, H heads, h heads of this rank, D head dim.
+In joint attention, a rank may hold all tokens that are not the video's (`VideoSplit`).
+
+Shapes: B batch, S tokens of the sequence, s tokens of this rank, H heads, h heads of this rank, D head dim.
 
 Source: DeepSpeed Ulysses, §3.1.
 """
@@ -25,6 +27,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from vmonarch.callers import callers
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.distributed.exchange import Link, Moved, places_of, split_evenly
+from vmonarch.sequence import TokenSequence
 
 
 class Share(NamedTuple):
@@ -105,8 +108,43 @@ class TokenSplit:
         (gathered,) = self._link(x).redistribute([copies], (1,) * ranks, self.tokens).finish()
         return gathered.squeeze(0)
 
+    def whole_mask(self, key_mask: torch.Tensor) -> torch.Tensor:
+        """Which keys of the sequence may be attended, of a mask of this rank's: boolean [B, s] -> [B, S]."""
+        return self.gather(key_mask)
+
     def _link(self, *tensors: torch.Tensor) -> Link:
         return Link(self.group, tensors[0].device, any(x.requires_grad for x in tensors))
+
+
+@dataclass(frozen=True)
+class VideoSplit(TokenSplit):
+    """A split of the video's tokens in a sequence whose other tokens every rank holds, on the same sides of its part.
+
+    Args:
+        tokens: of the video, of every rank.
+        sequence: the whole of it.
+    """
+
+    sequence: TokenSequence
+
+    def gather_tokens(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        share, sequence = self.share(tensors[0].shape[2]), self.sequence
+        videos = super().gather_tokens(*map(sequence.video, tensors))
+        return tuple(
+            sequence.joined(video, share.of(sequence.beside(x), 2)) for video, x in zip(videos, tensors, strict=True)
+        )
+
+    def gather_heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        sequence = self.sequence
+        others = sequence.beside(x)
+        # Every rank gets all of the others, and their gradients are summed.
+        parts = [sequence.joined(video, others) for video in sequence.video(x).split(list(self.tokens), 1)]
+        split = TokenSplit(self.group, self.rank, tuple(part.shape[1] for part in parts))
+        return split.gather_heads(torch.cat(parts, 1), heads)
+
+    def whole_mask(self, key_mask: torch.Tensor) -> torch.Tensor:
+        video = key_mask.new_ones(len(key_mask), self.all_tokens)
+        return self.sequence.joined(video, self.sequence.beside(key_mask))
 
 
 def whole_frames(tokens: Sequence[int], grid: LatentGrid) -> tuple[int, ...]:
@@ -159,12 +197,12 @@ def check_no_first_block_cache() -> None:
         )
 
 
-def check_heads(ranks: int, heads: int, instead: str) -> None:
-    """Raise ValueError unless each of the ranks gets a head; `instead`: what to use where there are too few."""
+def check_heads(ranks: int, heads: int, instead: str | None = None) -> None:
+    """Raise ValueError unless each of the ranks gets a head; `instead`: what else to use where there are too few."""
     if ranks > heads:
         raise ValueError(
             f"ulysses_degree={ranks}, but every rank needs a head of self-attention, which has {heads}: use at most"
-            f" {heads} ranks, or {instead}"
+            f" {heads} ranks" + ("" if instead is None else f", or {instead}")
         )
 
 
@@ -177,3 +215,31 @@ def split_tokens(config: Any, tokens: int) -> TokenSplit:
     ranks = dist.get_world_size(group)
     sizes = gather_size_by_comm(tokens, group) if config.ulysses_anything else [tokens] * ranks
     return TokenSplit(group, dist.get_rank(group), tuple(sizes))
+
+
+def split_sequence(
+    config: Any, others_whole: bool, grid: LatentGrid, before: int | None, tokens: int
+) -> tuple[TokenSplit, TokenSequence]:
+    """The split of a joint sequence where this rank has this number of tokens, and the whole sequence.
+
+    Args:
+        others_whole: as in `Spread`.
+        before: as in `TokenSequence.of`.
+
+    Raises:
+        ValueError: the ranks have fewer tokens than the video.
+    """
+    if not others_whole:
+        split = split_tokens(config, tokens)
+        return split, TokenSequence.of(grid, before, split.all_tokens)
+    others = tokens - len(own_tokens(config, grid.tokens))
+    sequence = TokenSequence.of(grid, before, grid.tokens + others)
+    group = config._ulysses_mesh.get_group()
+    sizes = split_evenly(grid.tokens, dist.get_world_size(group))
+    return VideoSplit(group, dist.get_rank(group), sizes, sequence), sequence
+
+
+def own_tokens(config: Any, tokens: int) -> range:
+    """This rank's part of this number of tokens that diffusers has split under a `ContextParallelConfig`."""
+    group = config._ulysses_mesh.get_group()
+    return places_of(split_evenly(tokens, dist.get_world_size(group)), dist.get_rank(group))

@@ -6,13 +6,25 @@ Shapes: B batch, C channels, T × H × W the latent grid in tokens, S tokens of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vmonarch.grid import LatentGrid
+from vmonarch.spread import (
+    COGVIDEOX,
+    COSMOS,
+    HUNYUAN_VIDEO,
+    HUNYUAN_VIDEO_15,
+    KANDINSKY5,
+    LTX,
+    LTX2,
+    MINIMAX_H3,
+    MOCHI,
+    Spread,
+)
 
 Arguments = Mapping[str, Any]
 
@@ -37,6 +49,8 @@ class Family:
         batched: whether the module's processor computes the softmax of all samples in one call.
         by_step: arguments of a model's forward, beside the latents `hidden_states`, that change from one denoising step
             to the next.
+        spread: how its tokens are spread over ranks; None of models that context parallelism does not support, and of
+            the Wan family, whose tokens are the video's.
     """
 
     grid: Callable[[Arguments, Any], LatentGrid | None]
@@ -49,6 +63,7 @@ class Family:
     videos: Callable[[Any, int, int], int] = lambda config, layer, layers: 1
     batched: bool = True
     by_step: tuple[str, ...] = ("timestep",)
+    spread: Spread | None = None
 
     def layers(self, transformer: Any) -> list[tuple[int, torch.nn.Module]]:
         """(layer, module) of every self-attention module of the video, in the order in which they run."""
@@ -56,11 +71,21 @@ class Family:
         if hasattr(transformer, "vace_blocks"):
             # A control block of VACE counts as the layer that it feeds.
             blocks += zip(transformer.config.vace_layers, transformer.vace_blocks, strict=True)
+        return [(layer, module) for layer, block in blocks for module in self.attention_in(block)]
+
+    def attention_in(self, block: torch.nn.Module) -> list[torch.nn.Module]:
+        """The video's self-attention in a block."""
+        return _modules_named(block, (self.attention,))
+
+    def sharing(self, transformer: Any) -> list[torch.nn.Module]:
+        """The attention modules that have the video among their keys, which `spread` splits."""
+        assert self.spread is not None
+        names = (self.attention, *self.spread.across)
         return [
-            (layer, module)
-            for layer, block in blocks
-            for name, module in block.named_modules()
-            if _unwrapped(name) == self.attention
+            module
+            for blocks in self.blocks
+            for block in getattr(transformer, blocks)
+            for module in _modules_named(block, names)
         ]
 
     def number_of_layers(self, transformer: Any) -> int:
@@ -68,6 +93,10 @@ class Family:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _named, (next(name for name, family in FAMILIES.items() if family is self),)
+
+
+def _modules_named(block: torch.nn.Module, names: Collection[str]) -> list[torch.nn.Module]:
+    return [module for name, module in block.named_modules() if _unwrapped(name) in names]
 
 
 def _unwrapped(name: str) -> str:
@@ -118,8 +147,7 @@ def _all_before(arguments: Arguments) -> None:
 
 _WAN = Family(_BCTHW, ("blocks",), "attn1", own=True)
 _TWO_STREAMS = ("transformer_blocks", "single_transformer_blocks")
-_HUNYUAN = Family(_BCTHW, _TWO_STREAMS, "attn")
-_COGVIDEOX = Family(_BTCHW, ("transformer_blocks",), "attn1", _all_before)
+_COGVIDEOX = Family(_BTCHW, ("transformer_blocks",), "attn1", _all_before, spread=COGVIDEOX)
 
 # By the class of the model in diffusers.
 FAMILIES = {
@@ -128,21 +156,27 @@ FAMILIES = {
     "WanAnimateTransformer3DModel": _WAN,
     "ChronoEditTransformer3DModel": _WAN,
     "SkyReelsV2Transformer3DModel": _WAN,
-    "HunyuanVideoTransformer3DModel": _HUNYUAN,
+    "HunyuanVideoTransformer3DModel": Family(_BCTHW, _TWO_STREAMS, "attn", spread=HUNYUAN_VIDEO),
     "HunyuanVideoFramepackTransformer3DModel": Family(_BCTHW, _TWO_STREAMS, "attn", _framepack_history),
     "HunyuanVideo15Transformer3DModel": Family(
-        _BCTHW, ("transformer_blocks",), "attn", unseen_mask="attention_mask", by_step=("timestep", "timestep_r")
+        _BCTHW,
+        ("transformer_blocks",),
+        "attn",
+        unseen_mask="attention_mask",
+        by_step=("timestep", "timestep_r"),
+        spread=HUNYUAN_VIDEO_15,
     ),
     # Conditions come before the video in one pipeline of LTX, and after it in those of LTX-2.
-    "LTXVideoTransformer3DModel": Family(_of_arguments, ("transformer_blocks",), "attn1", _all_before),
+    "LTXVideoTransformer3DModel": Family(_of_arguments, ("transformer_blocks",), "attn1", _all_before, spread=LTX),
     "LTX2VideoTransformer3DModel": Family(
         _of_arguments,
         ("transformer_blocks",),
         "attn1",
         by_step=("timestep", "sigma", "audio_hidden_states", "audio_timestep", "audio_sigma"),
+        spread=LTX2,
     ),
     "Kandinsky5Transformer3DModel": Family(
-        _BTHWC, ("visual_transformer_blocks",), "self_attention", sparse="sparse_params"
+        _BTHWC, ("visual_transformer_blocks",), "self_attention", sparse="sparse_params", spread=KANDINSKY5
     ),
     "Kandinsky6Transformer3DModel": Family(
         _BTHWC,
@@ -157,11 +191,11 @@ FAMILIES = {
         "attn",
         videos=lambda config, layer, layers: 1 + (layer >= layers - config.num_decoder_layers),
     ),
-    "CosmosTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1"),
+    "CosmosTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", spread=COSMOS),
     "CogVideoXTransformer3DModel": _COGVIDEOX,
     "ConsisIDTransformer3DModel": _COGVIDEOX,
-    "MochiTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", batched=False),
-    "EasyAnimateTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", _all_before),
+    "MochiTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", batched=False, spread=MOCHI),
+    "EasyAnimateTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", _all_before, spread=COGVIDEOX),
     "AllegroTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1"),
     "HeliosTransformer3DModel": Family(_BCTHW, ("blocks",), "attn1", _all_before),
     "AnyFlowTransformer3DModel": Family(_BTCHW, ("blocks",), "attn1", by_step=("timestep", "r_timestep")),
@@ -171,6 +205,7 @@ FAMILIES = {
         "attn",
         _all_before,
         by_step=("timestep", "audio_hidden_states"),
+        spread=MINIMAX_H3,
     ),
 }
 

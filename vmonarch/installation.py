@@ -11,7 +11,6 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 
 from vmonarch.callers import module_calls
-from vmonarch.context_parallel import context_parallel_config
 from vmonarch.dense import DenseSet
 from vmonarch.families import (
     FAMILIES,
@@ -20,14 +19,20 @@ from vmonarch.families import (
     diffusers_class,
     family_of,
     forward_arguments,
-    heads_of,
     known_family,
 )
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
+from vmonarch.parallelism import (
+    check_parallelism,
+    check_restorable,
+    replace_enabling,
+    restore_enabling,
+    share_parallel_config,
+)
 from vmonarch.residuals import ResidualSharing
 from vmonarch.seam import borrow, ours_of
-from vmonarch.video_processor import VideoAttentionProcessor
+from vmonarch.video_processor import DenseLayerProcessor, VideoAttentionProcessor
 
 _SUPPORTED = ", ".join(FAMILIES)
 _COMPONENTS = ("transformer", "transformer_2")
@@ -178,7 +183,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     call to call. (Call the transformer itself, as pipelines do; its `.forward` would pass the hook by.) Applying again
     replaces the processor; `restore` returns to the original ones all the same. A transformer put into the pipeline
     later has its own processors: apply again. Cross-attention is not touched. diffusers' `enable_parallelism` may come
-    before or after; the transformers may be xfuser's (docs/parallel.md).
+    before or after, beyond the Wan family after; the transformers may be xfuser's (docs/parallel.md).
 
     A `BasedProcessor` has parameters: they are added to the transformer, and nothing but `restore` takes them away.
 
@@ -194,9 +199,10 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         TypeError: `pipe_or_transformer` has no supported transformer, or `processor` is not one of ours.
         ValueError: `dense_layers`, or an option of the processor, does not fit the transformer; `dense_steps` was asked
             for without a pipeline; a processor with parameters is applied already, or cannot be because the weights are
-            offloaded; a transformer runs with context parallelism and its ranks cannot share its heads.
+            offloaded; a transformer runs with context parallelism and its ranks cannot share its heads, or have its
+            tokens in another way than is needed.
         NotImplementedError: the transformer runs with ring attention (`enable_parallelism`), or with context
-            parallelism at all beyond the Wan family.
+            parallelism and is of a model that is not supported so.
         RuntimeError: diffusers computes attention beyond the Wan family in another way than is known.
     """
     transformers = find_transformers(pipe_or_transformer)
@@ -218,14 +224,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     for name, transformer in transformers.items():
         record = getattr(transformer, _ATTRIBUTE, None)
         attention = _with_processor(transformer)
-        parallel = context_parallel_config(getattr(transformer, "_parallel_config", None))
-        if parallel is not None:
-            if not known_family(transformer).own:
-                raise NotImplementedError(
-                    f"context parallelism is supported in the Wan family, not with {type(transformer).__name__}"
-                )
-            for _, attn in self_attention_modules(transformer):
-                processor.check_context_parallel(parallel, heads_of(attn))
+        check_parallelism(transformer, processor, applied=record is not None)
         originals = record.originals if record else _original_processors(transformer)
         if any(parameters_of(module.processor) for module in attention):
             raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {_KEEP}")
@@ -249,7 +248,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
             transformer.register_forward_hook(_end_call, always_call=True)
         family, names = known_family(transformer), forward_arguments(transformer)
         setattr(transformer, _ATTRIBUTE, _Record(context, originals, family, processor.grid, names))
-        _share_parallel_config(transformer)
+        share_parallel_config(transformer)
+        replace_enabling(transformer)
     return Installation(processor, transformers)
 
 
@@ -316,7 +316,7 @@ def bind_all(
     context: ForwardContext | None = None,
     originals: Mapping[torch.nn.Module, Any] | None = None,
 ) -> dict[torch.nn.Module, Any]:
-    """What `processor` makes of itself for each self-attention module that it is to compute; nothing is installed.
+    """What `processor` makes of itself for each self-attention module of the video; nothing is installed.
 
     Args:
         originals: the modules' processors so far; None to only look at what they get.
@@ -328,14 +328,16 @@ def bind_all(
     dense_layers, layers = DenseSet("dense_layers", processor.dense_layers), family.number_of_layers(transformer)
     bound = {}
     for layer, attn in family.layers(transformer):
-        if not dense_layers.contains(layer, layers):
-            original = None if originals is None else originals[attn]
-            ours = processor.bind(context, original, attn, layer, layers)
-            if family.own or original is None or ours is original:
-                bound[attn] = ours
-            else:
-                ours.videos = family.videos(transformer.config, layer, layers)
-                bound[attn] = borrow(family, original, ours)
+        original = None if originals is None else originals[attn]
+        dense = dense_layers.contains(layer, layers)
+        ours: Any = original if dense else processor.bind(context, original, attn, layer, layers)
+        if not family.own and original is not None:
+            if ours is original and family.spread is not None:
+                ours = DenseLayerProcessor().bind(context, original, attn, layer, layers)
+            if ours is not original:
+                ours.videos, ours.spread = family.videos(transformer.config, layer, layers), family.spread
+                ours = borrow(family, original, ours)
+        bound[attn] = ours
     return bound
 
 
@@ -363,15 +365,6 @@ def _write_config(transformer: Any, processor: VideoAttentionProcessor | None) -
         entries[CONFIG_ENTRY] = {"processor": type(processor).__name__, "config": processor.config}
     if entries.keys() != transformer.config.keys() or CONFIG_ENTRY in entries:
         transformer._internal_dict = FrozenDict(entries)
-
-
-def _share_parallel_config(transformer: Any) -> None:
-    """Tell of context parallelism the processors that were not there when diffusers told the others."""
-    config = getattr(transformer, "_parallel_config", None)
-    if context_parallel_config(config) is not None:
-        for module in transformer.modules():
-            if hasattr(getattr(module, "processor", None), "_parallel_config"):
-                module.processor._parallel_config = config
 
 
 def _check_family(transformer: torch.nn.Module, processor: VideoAttentionProcessor) -> None:
@@ -402,6 +395,7 @@ def restore(pipe_or_transformer: Any) -> None:
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
         ValueError: nothing is applied to any of its transformers (never was, or is restored already).
+        RuntimeError: tokens are spread over ranks by a plan of ours (docs/parallel.md).
     """
     _restore(find_transformers(pipe_or_transformer), f"the {type(pipe_or_transformer).__name__}")
 
@@ -429,6 +423,9 @@ def _remove_hooks(transformer: torch.nn.Module) -> None:
 
 
 def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
+    for transformer in transformers.values():
+        if hasattr(transformer, _ATTRIBUTE):
+            check_restorable(transformer)
     found = False
     for transformer in transformers.values():
         record = getattr(transformer, _ATTRIBUTE, None)
@@ -436,13 +433,14 @@ def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
             originals = record.originals
             _remove_hooks(transformer)
             delattr(transformer, _ATTRIBUTE)
+            restore_enabling(transformer)
             record.context.forget()
             _remove_lora(transformer, record.lora)
         else:
             originals = _original_processors(transformer) if _has_ours(transformer) else []
         for attn, original in originals:
             _set_processor(attn, original)
-        _share_parallel_config(transformer)
+        share_parallel_config(transformer)
         _write_config(transformer, None)
         found = found or record is not None or bool(originals)
     if not found:

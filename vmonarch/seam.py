@@ -52,8 +52,6 @@ def _dispatch(
     name = type(processor).__name__
     if dropout_p or is_causal or enable_gqa or attention_kwargs or scale not in (None, query.shape[-1] ** -0.5):
         raise NotImplementedError(f"{name} supports no dropout, causal mask, groups of heads or scale in this model")
-    if context_parallel_config(parallel_config) is not None:
-        raise NotImplementedError(f"{name} supports context parallelism in the Wan family only")
     if processor._attention_backend is not backend:
         processor._attention_backend = backend
     return processor.attend_joint(query, key, value, _key_mask(name, attn_mask, key.shape[1]))
@@ -131,13 +129,28 @@ def borrowed(cls: Any) -> Any:
         def refresh(self) -> Any:
             return self.ours.refresh
 
+        # diffusers sets it on every processor that has it, as those of some models do not.
+        @property
+        def _parallel_config(self) -> Any:
+            return self.ours._parallel_config
+
+        @_parallel_config.setter
+        def _parallel_config(self, config: Any) -> None:
+            self.ours._parallel_config = config
+
         # Modules tell by the signature which arguments a processor takes.
         @functools.wraps(cls.__call__)
         def __call__(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.ours.exact_now():
+            exact = self.ours.exact_now()
+            if exact and context_parallel_config(self._parallel_config) is None:
                 return super().__call__(attn, *args, **kwargs)
             sparse = self.family.sparse
             if sparse is not None and kwargs.get(sparse) is not None:
+                if exact:
+                    raise NotImplementedError(
+                        f"dense_steps and dense_layers keep the model's sparse attention ({sparse}), which context"
+                        " parallelism does not support: use dense_steps=0 and dense_layers=0"
+                    )
                 if kwargs[sparse]["to_fractal"] and self.ours.needs_raster:
                     raise ValueError(
                         f"{sparse} puts the tokens of a frame in another order: VMonarchProcessor serves it with"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from vmonarch.context_parallel import (
     check_no_first_block_cache,
     check_ring,
     context_parallel_config,
+    split_sequence,
     split_tokens,
 )
 from vmonarch.dense import DenseSet
@@ -41,6 +43,7 @@ from vmonarch.plan import AttentionPlan
 from vmonarch.projections import project
 from vmonarch.residuals import Refresh
 from vmonarch.sequence import TokenSequence, joint_attention, masked_attention
+from vmonarch.spread import Spread
 from vmonarch.xfuser_groups import split_video
 
 # Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
@@ -52,6 +55,10 @@ CROSS_ATTENTION_ONLY = (animate.WanAnimateFaceBlockCrossAttention,)
 def _may_be_parallel() -> bool:
     """Whether tokens may be spread over processes; torch.compile cannot look further."""
     return not torch.compiler.is_compiling() and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _needs_gradient(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 class VideoAttentionProcessor:
@@ -78,6 +85,8 @@ class VideoAttentionProcessor:
     parallel_by = "heads"
     # How many videos of the grid a joint sequence holds, one after the other.
     videos = 1
+    # How context parallelism spreads the tokens of a model beyond the Wan family.
+    spread: Spread | None = None
     # Declared for diffusers, which sets them on every processor that has them.
     _attention_backend: Any = None
     _parallel_config: Any = None
@@ -116,6 +125,20 @@ class VideoAttentionProcessor:
                 f"{self._dense} keeps the model's own attention, which shares heads evenly: its {heads} do not divide"
                 f" by ulysses_degree={ranks}; use ulysses_anything=True or {self._dense}=0"
             )
+
+    def check_joint_context_parallel(self, config: Any, heads: int) -> None:
+        """`check_context_parallel` beyond the Wan family, where all attention of the video is ours and by heads.
+
+        Raises:
+            NotImplementedError: ring attention, or `parallel_by="frames"`.
+            ValueError: there are fewer heads than ranks.
+        """
+        check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
+        if self.parallel_by != "heads":
+            raise NotImplementedError(
+                f"parallel_by={self.parallel_by!r} is supported in the Wan family only; use parallel_by='heads'"
+            )
+        check_heads(config.ulysses_degree, heads)
 
     def _check_heads(self, ranks: int, heads: int) -> None:
         """Raise ValueError if there are fewer heads than ranks where ranks share heads."""
@@ -192,7 +215,35 @@ class VideoAttentionProcessor:
             RuntimeError: the grid is not known.
             ValueError: there are fewer tokens than the video has.
         """
-        tokens = query.shape[1]
+        # Autocast, and norms in float32, leave queries and keys in another dtype than values.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if context_parallel_config(self._parallel_config) is not None:
+            return self._attend_joint_of_a_part(query, key, value, key_mask)
+        sequence = TokenSequence.of(*self.joint_grid(query.shape[1]), query.shape[1])
+        return self._attend_tokens(query, key, value, sequence, key_mask)
+
+    @torch.compiler.disable(reason="attention under context parallelism exchanges tokens between processes")
+    def _attend_joint_of_a_part(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`attend_joint` where this process has a part of the tokens.
+
+        Raises:
+            NotImplementedError: First Block Cache, or gradients where those of the ranks have no meaning.
+        """
+        check_no_first_block_cache()
+        assert self.spread is not None
+        if not self.spread.differentiable and _needs_gradient(query, key, value):
+            raise NotImplementedError(
+                "gradients are not supported under context parallelism with this model: call it under torch.no_grad()"
+            )
+        config, tokens = context_parallel_config(self._parallel_config), query.shape[1]
+        split, sequence = split_sequence(config, self.spread.others_whole, *self.joint_grid(tokens), tokens)
+        whole_mask = None if key_mask is None else split.whole_mask(key_mask)
+        return self._attend_tokens(query, key, value, sequence, whole_mask, split)
+
+    def joint_grid(self, tokens: int) -> tuple[LatentGrid, int | None]:
+        """The grid of the video in joint attention, and how many tokens come before it, as in `TokenSequence.of`."""
         call = None if self._context is None else self._context.current(tokens)
         if call is None:
             raise RuntimeError(
@@ -200,11 +251,7 @@ class VideoAttentionProcessor:
                 " grid=(frames, height, width) to the processor, and call the transformer itself, not its forward"
             )
         self._check_grid(call.grid)
-        grid = call.grid._replace(frames=self.videos * call.grid.frames)
-        sequence = TokenSequence.of(grid, call.before, tokens)
-        # Autocast, and norms in float32, leave queries and keys in another dtype than values.
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        return self._attend_tokens(query, key, value, sequence, key_mask)
+        return call.grid._replace(frames=self.videos * call.grid.frames), call.before
 
     @property
     def needs_raster(self) -> bool:
@@ -243,7 +290,7 @@ class VideoAttentionProcessor:
         split: TokenSplit | None,
     ) -> torch.Tensor:
         """`attend`, whose tensors may have a part of the tokens."""
-        if self.refresh is not None and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        if self.refresh is not None and _needs_gradient(query, key, value):
             raise RuntimeError("refresh is for inference: residuals have no gradient; train with refresh=None")
         if split is None:
             if self._number is not None and torch.compiler.is_compiling():
@@ -256,7 +303,21 @@ class VideoAttentionProcessor:
                 lambda: self._attend_by_heads(split, grid, self.attend_exactly, query, key, value),
                 lambda: self._attend_by_frames(split, grid, query, key, value),
             )
-        return self._attend_by_heads(split, sequence, self.attend_layer, query, key, value)
+        attend = self._attend_as_the_model if self.exact_now() else self.attend_layer
+        attend = functools.partial(attend, key_mask=key_mask)
+        return self._attend_by_heads(split, sequence, attend, query, key, value)
+
+    def _attend_as_the_model(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequence: TokenSequence,
+        heads: Share,
+        key_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What the model's own attention computes in one process, with the arguments of `attend_layer`."""
+        return self._own_attention(query, key, value, key_mask)
 
     def attend_layer(
         self,
@@ -618,3 +679,13 @@ class FullAttentionProcessor(VideoAttentionProcessor):
     @property
     def needs_raster(self) -> bool:
         return False
+
+
+class DenseLayerProcessor(FullAttentionProcessor):
+    """The model's own attention in a layer beyond the Wan family that keeps it, and ours where ranks share tokens.
+
+    Under our plans the model's own would count text once for every rank.
+    """
+
+    def exact_now(self) -> bool:
+        return True

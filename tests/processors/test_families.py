@@ -187,6 +187,17 @@ def test_padding_changes_nothing(name):
 
 
 @each_family
+def test_dense_layers_are_the_models_own(name):
+    case = FAMILIES[name]
+    model, inputs = case.make(), case.call()
+    stock = run(model, inputs)
+    with vmonarch.apply(model, processor_of(case, dense_layers=1.0)):
+        assert torch.equal(run(model, inputs), stock)
+    with vmonarch.apply(model, processor_of(case, dense_layers=1)):
+        assert error(run(model, inputs), stock) > 1e-4
+
+
+@each_family
 def test_it_is_restored_copied_and_pickled(name):
     case = FAMILIES[name]
     model, inputs = case.make(), case.call()
@@ -200,6 +211,7 @@ def test_it_is_restored_copied_and_pickled(name):
     vmonarch.restore(model)
     assert torch.equal(run(model, inputs), stock)
     assert all(model.get_submodule(name).processor is processor for name, processor in processors.items())
+    assert "enable_parallelism" not in vars(model)
     # The copies have contexts and processors of their own.
     assert torch.equal(run(twin, inputs), ours)
     vmonarch.restore(twin)
@@ -437,14 +449,17 @@ def test_what_is_not_supported_is_refused():
         run(model, inputs)
 
 
-def test_guidance_is_batched_and_tokens_are_shared_in_the_wan_family_only(monkeypatch):
+def test_guidance_is_batched_in_the_wan_family_only():
     pipe, _ = tiny_pipelines.pipeline("cogvideox")
     with pytest.raises(TypeError, match="Wan-family pipeline, got CogVideoXPipeline"), vmonarch.batched_guidance(pipe):
         pass
-    model = FAMILIES["ltx"].make()
-    monkeypatch.setattr("vmonarch.installation.context_parallel_config", lambda config: object())
-    with pytest.raises(NotImplementedError, match="Wan family, not with LTXVideoTransformer3DModel"):
-        vmonarch.apply(model, VMonarchProcessor())
+
+
+def test_tensor_parallelism_is_left_to_diffusers():
+    model = FAMILIES["hunyuan"].make()
+    vmonarch.apply(model, VMonarchProcessor())
+    with pytest.raises(ValueError, match="HunyuanVideoTransformer3DModel.*does not define one"):
+        model.enable_parallelism(config=diffusers.TensorParallelConfig())
 
 
 def test_nothing_is_kept_of_a_processor_that_has_run():

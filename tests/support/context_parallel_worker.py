@@ -15,6 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import joint_parallel
 import torch
 import torch.distributed as dist
 from count_sent import Sent
@@ -317,6 +318,7 @@ SAME = {
     "autocast-full": autocast_full,
     "compiled": compiled,
     "adapter": adapter,
+    **joint_parallel.SAME,
 }
 
 
@@ -441,6 +443,7 @@ REFUSED = {
     },
     "compiled-whole": (
         refused_on(compiled_whole), "attention under context parallelism exchanges tokens between processes"),
+    **{name: (refused(act), error) for name, (act, error) in joint_parallel.REFUSED.items()},
 }  # fmt: skip
 
 

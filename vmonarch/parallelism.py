@@ -1,0 +1,169 @@
+"""Context parallelism in a transformer to which a processor of ours is applied.
+
+In the Wan family diffusers' own `enable_parallelism` does it. Of other transformers `apply` replaces that method.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from diffusers import ContextParallelConfig
+
+from vmonarch.context_parallel import context_parallel_config, own_tokens
+from vmonarch.families import Family, heads_of, known_family
+from vmonarch.seam import ours_of
+from vmonarch.spread import Spread
+from vmonarch.video_processor import VideoAttentionProcessor
+
+
+def _config_of(transformer: Any) -> Any:
+    """diffusers' `ContextParallelConfig` of a transformer; None without one."""
+    return context_parallel_config(getattr(transformer, "_parallel_config", None))
+
+
+def _spread_of(transformer: Any) -> Spread:
+    """How the tokens of a transformer beyond the Wan family are spread over ranks.
+
+    Raises:
+        NotImplementedError: they cannot be.
+    """
+    spread = known_family(transformer).spread
+    if spread is None:
+        raise NotImplementedError(f"context parallelism is not supported with {type(transformer).__name__}")
+    return spread
+
+
+def _has_our_plan(transformer: Any) -> bool:
+    """Whether context parallelism spreads the tokens of such a transformer by a plan of ours."""
+    spread = known_family(transformer).spread
+    return spread is not None and spread.plan is not None
+
+
+def check_parallelism(transformer: Any, processor: VideoAttentionProcessor, applied: bool) -> None:
+    """Check that a processor can be applied to a transformer as parallel as that is.
+
+    Args:
+        applied: whether another one is applied already.
+
+    Raises:
+        NotImplementedError: it runs with ring attention, or is of a model that context parallelism does not support.
+        ValueError: its ranks cannot share its heads, or have their tokens in another way than by our plan.
+    """
+    config = _config_of(transformer)
+    if config is None:
+        return
+    if not applied and not known_family(transformer).own and _spread_of(transformer).plan is not None:
+        raise ValueError(
+            f"enable_parallelism has spread the tokens of a {type(transformer).__name__} in another way than"
+            " vmonarch.apply needs: load it again, and apply before enable_parallelism"
+        )
+    _check_processor(transformer, processor, config)
+
+
+def _check_processor(transformer: Any, processor: VideoAttentionProcessor, config: Any) -> None:
+    family = known_family(transformer)
+    check = processor.check_context_parallel if family.own else processor.check_joint_context_parallel
+    for _, attn in family.layers(transformer):
+        check(config, heads_of(attn))
+
+
+def replace_enabling(transformer: Any) -> None:
+    """Let `enable_parallelism` of a transformer beyond the Wan family do what a processor of ours needs."""
+    if not known_family(transformer).own:
+        transformer.enable_parallelism = functools.partial(_enable_parallelism, transformer)
+
+
+def restore_enabling(transformer: Any) -> None:
+    """Undo `replace_enabling`."""
+    vars(transformer).pop("enable_parallelism", None)
+
+
+def _enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) -> None:
+    """`enable_parallelism` of a transformer beyond the Wan family.
+
+    Args:
+        config: as in diffusers.
+        cp_plan: to be left alone for context parallelism.
+
+    Raises:
+        NotImplementedError: ring attention, `parallel_by="frames"`, or a model that is not supported.
+        ValueError: ranks cannot share the heads, or there is a `cp_plan`.
+    """
+    enable = functools.partial(type(transformer).enable_parallelism, transformer, config=config)
+    parallel = config if isinstance(config, ContextParallelConfig) else context_parallel_config(config)
+    if parallel is None:
+        return enable(cp_plan=cp_plan)
+    family, spread = known_family(transformer), _spread_of(transformer)
+    if cp_plan is not None:
+        raise ValueError("cp_plan must be left alone while a processor of vmonarch is applied, which brings its own")
+    for attn in _sharing(transformer):
+        ours = ours_of(attn)
+        if ours is None:
+            _check_even(attn, parallel)
+        else:
+            ours.check_joint_context_parallel(parallel, heads_of(attn))
+    enable(cp_plan=None if spread.plan is None else spread.plan(transformer.config))
+    share_parallel_config(transformer)
+    if spread.leading is not None:
+        _split_leading(transformer, family, spread.leading)
+
+
+def _check_even(attn: Any, config: Any) -> None:
+    """Raise ValueError if ranks cannot share the heads of attention that stays the model's own."""
+    if heads_of(attn) % config.ulysses_degree and not config.ulysses_anything:
+        raise ValueError(
+            f"attention beside the video's to itself stays the model's own, which shares heads evenly: its"
+            f" {heads_of(attn)} do not divide by ulysses_degree={config.ulysses_degree}; use ulysses_anything=True"
+        )
+
+
+def share_parallel_config(transformer: Any) -> None:
+    """Tell of context parallelism the attention processors that need to know, and no others."""
+    if _config_of(transformer) is not None:
+        sharing = set(_sharing(transformer))
+        for module in _with_parallel_config(transformer):
+            module.processor._parallel_config = transformer._parallel_config if module in sharing else None
+
+
+def _sharing(transformer: Any) -> list[Any]:
+    """The attention modules whose ranks share heads: all by diffusers' plans, by ours those whose keys are split."""
+    if _has_our_plan(transformer):
+        return known_family(transformer).sharing(transformer)
+    return _with_parallel_config(transformer)
+
+
+def _with_parallel_config(transformer: Any) -> list[Any]:
+    modules = transformer.modules()
+    return [module for module in modules if hasattr(getattr(module, "processor", None), "_parallel_config")]
+
+
+def check_restorable(transformer: Any) -> None:
+    """Raise RuntimeError if tokens are spread in a way in which the model's own attention would be wrong."""
+    if _config_of(transformer) is not None and _has_our_plan(transformer):
+        raise RuntimeError(
+            f"a {type(transformer).__name__} cannot be restored under context parallelism: its tokens are spread by a"
+            " plan of vmonarch's, with which its own attention would be wrong; load it again"
+        )
+
+
+def _split_leading(transformer: Any, family: Family, argument: str) -> None:
+    """Let blocks be given how many of the video's first tokens this rank has."""
+    for blocks in family.blocks:
+        for block in getattr(transformer, blocks):
+            names = list(inspect.signature(type(block).forward).parameters)[1:]
+            if argument in names:
+                hook = functools.partial(_count_own, names.index(argument), family)
+                block.register_forward_pre_hook(hook)
+
+
+def _count_own(position: int, family: Family, block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Forward pre-hook of a block: args (video, others, …), of which that at `position` is a number of tokens."""
+    (attn,) = family.attention_in(block)
+    ours = ours_of(attn)
+    assert ours is not None
+    grid, _ = ours.joint_grid(args[0].shape[1] + args[1].shape[1])
+    own = own_tokens(context_parallel_config(ours._parallel_config), grid.tokens)
+    count = min(max(args[position] - own.start, 0), len(own))
+    return (*args[:position], count, *args[position + 1 :])
