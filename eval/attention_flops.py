@@ -1,9 +1,10 @@
 """Predicted FLOPs of a method's self-attention, relative to full attention.
 
-They are counted, not derived: the transformer runs once more on tensors without data (torch's meta device), each method
-in its plain-torch form, and torch's counter sees every product. What the projections to queries, keys, values and back
-take is left out, so it is the attention itself, exact blocks, dense layers and dense steps included; a multiply-add
-counts 2. The fused kernels do the same products. Places of ragged blocks that are masked count as if they held tokens.
+They are counted, not derived: the transformer's self-attention modules run once more on tensors without data (torch's
+meta device), each method in its plain-torch form, and torch's counter sees every product. What the projections to
+queries, keys, values and back take is left out, so it is the attention itself, exact blocks, dense layers and dense
+steps included, and tokens of text where attention is joint; a multiply-add counts 2. The fused kernels do the same
+products. Places of ragged blocks that are masked count as if they held tokens.
 """
 
 from __future__ import annotations
@@ -21,22 +22,28 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vmonarch.configs.methods import AttentionMethod, FullAttention, Parameters
 from vmonarch.dense import DenseSet
+from vmonarch.installation import find_transformers, self_attention_modules
 from vmonarch.residuals import Refresh
 
 # See `step_kinds`.
 STEP_KINDS = ("dense", "exact", "kept", "approximate")
-# Of every attention module, whatever its processor.
-_PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 
 
 @dataclass
 class TransformerCall:
-    """One forward call of a transformer: its class, its config and its arguments, tensors without their data."""
+    """One forward call of a transformer, tensors without their data.
+
+    Args:
+        kind, config: of the transformer.
+        args, kwargs: of the call.
+        attention: (args, kwargs) of the calls of its self-attention modules.
+    """
 
     kind: Any = None
     config: Any = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    attention: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
 @dataclass
@@ -65,13 +72,16 @@ def recorded_call(pipe: Any) -> Iterator[TransformerCall]:
     def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call.kind, call.config = type(module), dict(module.config)  # type: ignore[arg-type]
         call.args, call.kwargs = _without_data((args, kwargs))
+        call.attention.clear()
 
-    found = [getattr(pipe, name, None) for name in ("transformer", "transformer_2")]
-    hooks = [
-        transformer.register_forward_pre_hook(record, with_kwargs=True)
-        for transformer in found
-        if transformer is not None
-    ]
+    def record_attention(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call.attention.append(_without_data((args, kwargs)))
+
+    hooks = []
+    for transformer in find_transformers(pipe).values():
+        hooks.append(transformer.register_forward_pre_hook(record, with_kwargs=True))
+        for _, module in self_attention_modules(transformer):
+            hooks.append(module.register_forward_pre_hook(record_attention, with_kwargs=True))
     try:
         yield call
     finally:
@@ -123,7 +133,7 @@ def step_kinds(parameters: Parameters, transformers: Sequence[str]) -> list[str]
 
 
 def attention_flops(call: TransformerCall, parameters: Parameters, component: str = "transformer") -> int:
-    """FLOPs of the self-attention of all layers in one forward call, without its projections.
+    """FLOPs of the video's self-attention of all layers in one forward call, without its projections.
 
     Args:
         parameters: of a method without dense steps.
@@ -136,16 +146,25 @@ def attention_flops(call: TransformerCall, parameters: Parameters, component: st
     with torch.device("meta"):
         transformer = call.kind.from_config(call.config)
     parameters.install(_Components(**{component: transformer}))
+    modules = [module for _, module in self_attention_modules(transformer)]
+
+    def attend(*args: Any, **kwargs: Any) -> None:
+        for module, (own_args, own_kwargs) in zip(modules, call.attention, strict=True):
+            module(*own_args, **own_kwargs)
+
+    # What is between them may look at the data, such as the lengths of prompts.
+    transformer.forward = attend
     # The counter knows the products that SDPA consists of, not its fused form on the CPU.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         transformer(*call.args, **call.kwargs)
-    names = [name for name, _ in transformer.named_modules() if name.rpartition(".")[2] == "attn1"]
     counts = {module: sum(flops.values()) for module, flops in counter.get_flop_counts().items()}
-    total = 0
-    for name in names:
-        path = f"{type(transformer).__name__}.{name}"
-        total += counts[path] - sum(counts.get(f"{path}.{part}", 0) for part in _PROJECTIONS)
-    return total
+    kind = type(transformer).__name__
+    projections = sum(
+        counts.get(f"{kind}.{name}", 0)
+        for name, module in transformer.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    )
+    return counts[kind] - projections
 
 
 def relative_flops(

@@ -17,7 +17,8 @@ import torch
 
 from vmonarch.configs import InputError, preset_names, read_yaml, suggest
 from vmonarch.grid import LatentGrid
-from vmonarch.pipelines.model_folder import TEXT_TO_VIDEO, ModelFolder, find_model, read_json
+from vmonarch.pipelines.kinds import TEXT_TO_VIDEO
+from vmonarch.pipelines.model_folder import ModelFolder, find_model, read_json
 
 # The encoder of google/umt5-xxl, which all Wan models share.
 UMT5_XXL: dict[str, Any] = {

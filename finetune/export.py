@@ -21,7 +21,7 @@ from vmonarch.configs import InputError
 from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints
 from vmonarch.finetune.config import FinetuneConfig, finetune_config
 from vmonarch.finetune.models import COMPONENTS, Experts, ModelFacts, load_experts, model_facts
-from vmonarch.pipelines.model_folder import ModelFolder, find_model
+from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
 WEIGHTS = ("auto", "last", "ema")
 
@@ -106,7 +106,7 @@ def _trained(
     config = dataclasses.replace(
         config, gradient_checkpointing=False, objective=dataclasses.replace(config.objective, distillation=0.0)
     )
-    folder = find_model(config.model, config.revision)
+    folder = find_wan_model(config.model, config.revision)
     if folder.fingerprint() != parts["run"]["model"]:
         raise CheckpointError(f"{path} was trained from another model than {folder.path}")
     tensors = parts["model"]

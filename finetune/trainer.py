@@ -35,7 +35,7 @@ from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.models import Annealing, Experts, load_experts, model_facts, share_clips
 from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
 from vmonarch.pipelines.environment import environment, seconds
-from vmonarch.pipelines.model_folder import ModelFolder, find_model
+from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 from vmonarch.pipelines.outputs import prepare_output_dir
 
 # What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
@@ -95,7 +95,7 @@ class Trainer:
         held_out = config.data.validation
         self.held_out = None if held_out is None else _open_clips("data.validation", held_out)
         self.output = Path(config.output_dir).expanduser()
-        self.folder: ModelFolder = find_model(config.model, config.revision)
+        self.folder: ModelFolder = find_wan_model(config.model, config.revision)
         self.facts = model_facts(self.folder, config)
         self.accelerator = _accelerator(config, len(self.facts.names))
         number, world = self.accelerator.process_index, self.accelerator.num_processes

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vmonarch.configs import InputError, build, check_keys, read_yaml
 from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
 from vmonarch.pipelines.devices import DTYPES, choose_device, choose_dtype
-from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, PROXY_RECORD, ModelFolder, read_json
+from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, KINDS
+from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
 
 if TYPE_CHECKING:
     from vmonarch.grid import LatentGrid
 
 OFFLOADS = ("none", "model", "group")
 _MAX_SEED = 2**63 - 1
-# Noise levels that Wan is trained on; more steps would repeat them.
+# Noise levels that models are trained on; more steps would repeat them.
 _MAX_STEPS = 1000
-# Text tokens that Wan is trained on.
+# Text tokens that any of the models takes.
 _MAX_TEXT_TOKENS = 512
 # Frames per second that are encoded and read back as they are.
 FPS = (0.1, 240.0)
@@ -37,18 +38,20 @@ class SamplingConfig:
     Args:
         prompts: one or more texts; every prompt is combined with every seed.
         seeds: distinct integers in [0, 2^63).
-        model: `embedded`, the folder of a Wan pipeline, or a hub id.
+        model: `embedded`, the folder of a pipeline (`vmonarch.pipelines.kinds`), or a hub id.
         revision: branch, tag or commit of a hub model.
-        image: path of the first frame, for image-to-video models.
+        image: path of the first frame, for Wan's image-to-video models.
         negative_prompt: what guidance leads away from.
         height, width: pixels, multiples of 16 (of 32 for some models).
-        num_frames: 4·k + 1.
+        num_frames: 4·k + 1 (8·k + 1 for LTX).
         steps: denoising steps, up to 1000.
-        guidance: classifier-free guidance scale; 1 or less turns guidance off.
+        guidance: classifier-free guidance scale; 1 or less turns guidance off. In HunyuanVideo it is a number that the
+            transformer is told, and takes no second forward call.
         guidance_2: the same for the low-noise transformer of two-stage models.
+        true_guidance: classifier-free guidance scale of HunyuanVideo, beside that number.
         flow_shift: shift of the scheduler's noise levels towards noise.
         fps: frames per second of the mp4, from 0.1 to 240.
-        max_sequence_length: text tokens that the transformer sees, up to 512.
+        max_sequence_length: text tokens that the transformer sees, up to 512; fixed in some models.
         dtype: auto, float32, bfloat16 or float16, of everything but the VAE.
         device: auto, cpu, cuda or cuda:N.
         offload: `model` keeps one component at a time on the GPU, `group` a few layers at a time, `none` everything.
@@ -57,7 +60,7 @@ class SamplingConfig:
         overwrite: number from 0001 and replace files of the same name, instead of taking the next free number.
 
     Raises:
-        InputError: a value that no Wan pipeline supports; the error names the field.
+        InputError: a value that no pipeline supports; the error names the field.
     """
 
     prompts: tuple[str, ...] = ()
@@ -72,6 +75,7 @@ class SamplingConfig:
     steps: int | None = None
     guidance: float | None = None
     guidance_2: float | None = None
+    true_guidance: float | None = None
     flow_shift: float | None = None
     fps: float | None = None
     max_sequence_length: int | None = None
@@ -103,7 +107,7 @@ class SamplingConfig:
             if value is not None and value > most:
                 raise InputError(name, f"must be at most {most}, got {value}")
         self._check_sizes(16, 16, 4)
-        for name in ("guidance", "guidance_2"):
+        for name in ("guidance", "guidance_2", "true_guidance"):
             self._check_number(name, positive=False)
         for name in ("flow_shift", "fps"):
             self._check_number(name, positive=True)
@@ -268,7 +272,11 @@ def read_prompts(path: str) -> tuple[str, ...]:
 
 
 def recommended_settings(model: ModelFolder) -> dict[str, Any]:
-    """What a model is best run with: its own settings if it is the embedded one, a finetune or a proxy, else Wan's."""
+    """What a model is best run with: its own settings if it is the embedded one, finetuned or a proxy, else its kind's.
+
+    Raises:
+        InputError: the pipeline has a part that is not supported.
+    """
     proxy = model.path / PROXY_RECORD
     if model.name == "embedded" or proxy.is_file() or _has_embedded_vae(model):
         from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, GenerationSettings
@@ -285,7 +293,7 @@ def recommended_settings(model: ModelFolder) -> dict[str, Any]:
             "max_sequence_length": 512,
             "negative_prompt": "",
         }
-    return read_yaml("wan", group="defaults")
+    return read_yaml(model.kind.defaults, group="defaults") | model.kind.recommended(model.configs)
 
 
 def _has_embedded_vae(model: ModelFolder) -> bool:
@@ -300,8 +308,10 @@ def complete(config: Config, model: ModelFolder) -> Config:
 
     Raises:
         InputError: sizes that the VAE cannot decode or that the transformer has no places for, a method that cannot
-            compute such a video or run on the device, or an image where none can be used or one is needed.
+            compute such a video or run on the device, a setting that the pipeline does not have, or an image where none
+            can be used or one is needed.
     """
+    _check_settings(config, model)
     recommended = recommended_settings(model)
     missing: dict[str, Any] = {key: value for key, value in recommended.items() if getattr(config, key) is None}
     # The record must find the model from any folder, and the embedded one on any machine.
@@ -326,17 +336,32 @@ def complete(config: Config, model: ModelFolder) -> Config:
     return config
 
 
+def _check_settings(config: SamplingConfig, model: ModelFolder) -> None:
+    """Check that the pipeline has every setting that is given, and carries every method."""
+    for name in ("true_guidance", "max_sequence_length"):
+        if getattr(config, name) is not None and name not in model.kind.arguments:
+            those = ", ".join(pipeline for pipeline, kind in KINDS.items() if name in kind.arguments)
+            raise InputError(name, f"is not a setting of this model, a {model.pipeline}, but of {those}")
+    if getattr(config, "batch_guidance", False) and not model.kind.wan:
+        raise InputError("batch_guidance", f"is for the Wan family, and this model is a {model.pipeline}")
+    if config.negative_prompt and "true_guidance" in model.kind.arguments and (config.true_guidance or 0) <= 1:
+        raise InputError("negative_prompt", f"needs true_guidance above 1 in a {model.pipeline}")
+    for argument, methods in config.attention_methods.items():
+        learnt = [method.label for method in methods if method.parameters.kind == "based"]
+        if learnt and not model.kind.wan:
+            raise InputError(argument, f"cannot be {learnt[0]!r}, which is for the Wan family, in a {model.pipeline}")
+
+
 def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
     """Check a completed config's sizes and methods against the model."""
     assert config.num_frames is not None and config.height is not None and config.width is not None
     grid = model.grid(config.num_frames, config.height, config.width)
-    most = [model.axis_tokens * patch for patch in model.patch]
-    for name, tokens, limit in (
-        ("num_frames", grid.frames, (most[0] - 1) * model.temporal + 1),
-        ("height", grid.height, most[1] * model.spatial),
-        ("width", grid.width, most[2] * model.spatial),
+    for name, tokens, most, patch in zip(
+        ("num_frames", "height", "width"), grid, model.axis_tokens, model.patch, strict=True
     ):
-        if tokens > model.axis_tokens:
+        if most is not None and tokens > most:
+            frames = name == "num_frames"
+            limit = (most * patch - 1) * model.temporal + 1 if frames else most * patch * model.spatial
             raise InputError(name, f"must be at most {limit} for this model, got {getattr(config, name)}")
     config.check_grid(grid)
     if not config.attention_methods:

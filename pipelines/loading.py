@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
 from vmonarch.pipelines.config import Config, SamplingConfig, complete
 from vmonarch.pipelines.devices import choose_device, choose_dtype
-from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, MODELS, ModelError, ModelFolder, find_model
+from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, Kind
+from vmonarch.pipelines.model_folder import MODELS, ModelError, ModelFolder, find_model
 from vmonarch.pipelines.outputs import prepare_output_dir
 from vmonarch.pipelines.processes import Shard
 from vmonarch.pipelines.records import Recorded, check_same_model
@@ -18,32 +21,43 @@ if TYPE_CHECKING:
     import torch
 
 
-def _load_tokenizer(model: ModelFolder) -> Any:
-    cls = model.component_class("tokenizer")
+# Of a pipeline: some have two text encoders.
+_TOKENIZERS = ("tokenizer", "tokenizer_2")
+
+
+def _load_small(model: ModelFolder, name: str) -> Any:
+    """A component without weights: a tokenizer or the scheduler."""
+    cls = model.component_class(name)
     try:
-        return cls.from_pretrained(model.path / "tokenizer")
+        return cls.from_pretrained(model.path / name)
     except Exception as error:
-        raise ModelError(f"{model.path / 'tokenizer'} cannot be loaded: {error}") from error
+        raise ModelError(f"{model.path / name} cannot be loaded: {error}") from error
 
 
-def check_prompt_lengths(config: SamplingConfig, tokenizer: Any) -> None:
-    """Check that no prompt is longer than the text encoder may see: nothing is cut off silently.
+def check_prompt_lengths(config: SamplingConfig, kind: Kind, tokenizers: Mapping[str, Any]) -> None:
+    """Check that no prompt is longer than the text encoders may see: nothing is cut off silently.
+
+    Where an encoder only sums the prompt up in one vector, a prompt that it does not see all of is warned of.
+
+    Args:
+        kind: of the pipeline.
+        tokenizers: by the names of its components.
 
     Raises:
         InputError: a prompt has more tokens than the limit; both numbers are told.
     """
-    from diffusers.pipelines.wan.pipeline_wan import prompt_clean
-
-    assert config.max_sequence_length is not None
-    limit = min(config.max_sequence_length, tokenizer.model_max_length)
     texts = [("prompts", prompt) for prompt in config.prompts]
     if config.negative_prompt:
         texts.append(("negative_prompt", config.negative_prompt))
     for name, text in texts:
-        tokens = len(tokenizer(prompt_clean(text), truncation=False, verbose=False).input_ids)
-        if tokens > limit:
-            raise InputError(
-                name, f"must have at most {limit} tokens for this model's text encoder; {shorten(text)!r} has {tokens}"
+        for tokens, limit, which, summary in kind.lengths(tokenizers, text, config.max_sequence_length):
+            if tokens <= limit:
+                continue
+            has = f"{shorten(text)!r} has {tokens}"
+            if not summary:
+                raise InputError(name, f"must have at most {limit} tokens{which} for this model's text encoder; {has}")
+            warnings.warn(
+                f"{name}: the encoder that makes one vector of a prompt sees {limit} tokens; {has}", stacklevel=2
             )
 
 
@@ -92,7 +106,7 @@ def read_pipeline(cls: Any, folder: ModelFolder, dtype: torch.dtype, **parts: An
 
 
 def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None = None) -> LoadedModel:
-    """Load the pipeline for a completed `config` onto its device; prompts are checked before the weights are read.
+    """Load the pipeline for a completed `config` onto its device; what can be is checked before the weights are read.
 
     Args:
         shard: this process among several, of which each takes the GPU of its number.
@@ -112,12 +126,14 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None 
     if config.offload != "none" and device.type == "cpu":
         raise InputError("offload", f"{config.offload} needs a CUDA device; supported on the CPU: none")
     start = time.perf_counter()
-    tokenizer = _load_tokenizer(folder)
-    check_prompt_lengths(config, tokenizer)
-    cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image is not None else folder.pipeline)
-    pipe = read_pipeline(cls, folder, dtype, tokenizer=tokenizer)
+    parts = {name: _load_small(folder, name) for name in _TOKENIZERS if name in folder.components}
+    check_prompt_lengths(config, folder.kind, parts)
     if config.flow_shift is not None:
-        pipe.scheduler = _shifted(pipe.scheduler, config.flow_shift)
+        parts["scheduler"] = _shifted(_load_small(folder, "scheduler"), config.flow_shift)
+    cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image is not None else folder.pipeline)
+    pipe = read_pipeline(cls, folder, dtype, **parts)
+    if folder.kind.tiled:
+        pipe.vae.enable_tiling()
     if config.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     elif config.offload == "group":
@@ -139,7 +155,8 @@ def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
             raise InputError(name, f"must be {has!r}, with which the pipeline was loaded, got {wanted!r}")
     if (config.image is None) != (model.config.image is None):
         raise InputError("image", "must be given to load the pipeline too, or neither time")
-    check_prompt_lengths(config, model.pipe.tokenizer)
+    tokenizers = {name: getattr(model.pipe, name) for name in _TOKENIZERS if name in model.folder.components}
+    check_prompt_lengths(config, model.folder.kind, tokenizers)
 
 
 def complete_and_load(
@@ -157,6 +174,11 @@ def complete_and_load(
     """
     folder = model.folder if model else find_model(config.model, config.revision)
     config = complete(config, folder)
+    if shard is not None and shard.size > 1 and not folder.kind.wan:
+        raise InputError(
+            "model",
+            f"must be of the Wan family for {shard.size} processes that share a video; it is a {folder.pipeline}",
+        )
     if recorded is not None and recorded.values.get("model") == config.model:
         check_same_model(recorded, folder)
     prepare_output_dir(config.output_dir)
@@ -168,6 +190,8 @@ def complete_and_load(
 
 def _shifted(scheduler: Any, flow_shift: float) -> Any:
     """The scheduler with another flow shift, whichever name its class has for it."""
+    if scheduler.config.get("use_dynamic_shifting"):
+        raise InputError("flow_shift", "cannot be set: this model's shift follows from the size of the video")
     for key in ("flow_shift", "shift"):
         if key in scheduler.config:
             return type(scheduler).from_config(scheduler.config, **{key: flow_shift})

@@ -1,4 +1,4 @@
-"""Finding the folder of a Wan pipeline, checking it before anything heavy is imported, and reading its components."""
+"""Finding the folder of a pipeline, checking it before anything heavy is imported, and reading its components."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
+from vmonarch.pipelines.kinds import KINDS, Configs, Kind
 
 if TYPE_CHECKING:
     import torch
 
     from vmonarch.grid import LatentGrid
 
-TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
-SUPPORTED_PIPELINES = (TEXT_TO_VIDEO, IMAGE_TO_VIDEO)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # In a proxy's folder: how it was trained, and what it is best run with (`vmonarch.eval.studies.proxy`).
 PROXY_RECORD = "proxy.json"
 # Components that are models and so must come with weights; the others are tokenizers, schedulers and processors.
-MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
+MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "text_encoder_2", "image_encoder")
 # Errors name at most this number of missing or unexpected tensors.
 _NAMED_TENSORS = 3
 # Up to here every weight is hashed for the record; above, their sizes must do: 60 GB would take minutes.
 _HASHED_BYTES = 256 * 2**20
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
+# Not the weights of other programs, which lie beside the components' folders.
+_HUB_FILES = ["*.json", "*/*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 class ModelError(RuntimeError):
@@ -40,7 +40,7 @@ class ModelError(RuntimeError):
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A checked Wan pipeline on disk.
+    """A checked pipeline on disk.
 
     Args:
         name: as the user gave it: `embedded`, a path or a hub id.
@@ -48,10 +48,12 @@ class ModelFolder:
         revision: commit of a hub model.
         pipeline: class name in `model_index.json`.
         components: library and class of each of the pipeline's parts, likewise.
+        configs: of its transformer (the first of two), its VAE and, where it has one, its guider.
         spatial, temporal: how many pixels (frames) of the video one latent pixel (frame) stands for.
         patch: latent pixels per token along frames, height and width.
         layers: of a transformer.
-        axis_tokens: the most tokens that a video may have along an axis: the length of the transformer's rotary tables.
+        axis_tokens: the most tokens that a video may have along frames, height and width: the length of the
+            transformer's rotary tables; None where these are made for the video.
         image_conditioned: the transformer takes an image and cannot do without.
         image_capable: it can take one.
         two_stage: it has a second transformer for the low-noise steps.
@@ -62,18 +64,24 @@ class ModelFolder:
     revision: str | None
     pipeline: str
     components: Mapping[str, tuple[str, str]]
+    configs: Configs
     spatial: int
     temporal: int
     patch: tuple[int, int, int]
     layers: int
-    axis_tokens: int
+    axis_tokens: tuple[int | None, int | None, int | None]
     image_conditioned: bool
     image_capable: bool
     two_stage: bool
 
     @property
+    def kind(self) -> Kind:
+        """What there is to know of pipelines of its class."""
+        return KINDS[self.pipeline]
+
+    @property
     def height_multiple(self) -> int:
-        """What a video's height must be a multiple of; diffusers itself demands 16."""
+        """What a video's height must be a multiple of; most of diffusers' pipelines demand 16."""
         return math.lcm(16, self.spatial * self.patch[1])
 
     @property
@@ -81,12 +89,16 @@ class ModelFolder:
         """What a video's width must be a multiple of."""
         return math.lcm(16, self.spatial * self.patch[2])
 
+    def latents(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """The VAE's latent frames, rows and columns for a video of this size."""
+        return (num_frames - 1) // self.temporal + 1, height // self.spatial, width // self.spatial
+
     def grid(self, num_frames: int, height: int, width: int) -> LatentGrid:
-        """The transformer's tokens for a video of this size."""
+        """The transformer's tokens for a video of this size; pipelines fill up the last token of too few frames."""
         from vmonarch.grid import LatentGrid
 
-        latents = ((num_frames - 1) // self.temporal + 1, height // self.spatial, width // self.spatial)
-        return LatentGrid(*(size // patch for size, patch in zip(latents, self.patch, strict=True)))
+        latents = self.latents(num_frames, height, width)
+        return LatentGrid(*(-(-size // patch) for size, patch in zip(latents, self.patch, strict=True)))
 
     def component_class(self, name: str) -> Any:
         """The class of a component.
@@ -175,13 +187,13 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
 
     Raises:
         InputError: `name` is none of these, or `revision` is given for one that is not the hub's.
-        ModelError: the folder holds no complete, supported Wan pipeline.
+        ModelError: the folder holds no complete, supported pipeline.
     """
     path, revision = _locate(name, revision)
     index = read_json(path / "model_index.json")
     pipeline = index.get("_class_name")
-    if pipeline not in SUPPORTED_PIPELINES:
-        raise ModelError(f"{path} holds a {pipeline}; supported: {', '.join(SUPPORTED_PIPELINES)}")
+    if pipeline not in KINDS:
+        raise ModelError(f"{path} holds a {pipeline}; supported: {', '.join(KINDS)}")
     components = {
         key: (str(entry[0]), str(entry[1]))
         for key, entry in index.items()
@@ -200,21 +212,22 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
             _check_weights(path / component)
     transformer = read_json(path / transformers[0] / "config.json")
     vae = read_json(path / "vae" / "config.json")
-    z_dim = vae.get("z_dim", 16)
-    patch = transformer.get("patch_size", (1, 2, 2))
+    configs = {"transformer": transformer, "vae": vae}
+    if "guider" in components:
+        configs["guider"] = read_json(path / "guider" / "guider_config.json")
+    kind, z_dim = KINDS[pipeline], vae.get("z_dim", 16)
     # Image-to-video models of Wan 2.1 and 2.2 A14B take mask and image latents as extra input channels.
-    image_conditioned = transformer.get("in_channels", z_dim) > z_dim
+    image_conditioned = kind.wan and transformer.get("in_channels", z_dim) > z_dim
     return ModelFolder(
         name=name,
         path=path,
         revision=revision,
         pipeline=pipeline,
         components=components,
-        spatial=vae.get("scale_factor_spatial") or 8,
-        temporal=vae.get("scale_factor_temporal") or 4,
-        patch=(patch[0], patch[1], patch[2]),
-        layers=transformer.get("num_layers", 40),
-        axis_tokens=transformer.get("rope_max_seq_len", 1024),
+        configs=configs,
+        **kind.sizes(configs),
+        # Wan's default: other configs always tell.
+        layers=sum(transformer.get(name, 40) for name in kind.layers),
         image_conditioned=image_conditioned,
         # The 5B model blends the image into the first latent frame instead of taking more channels.
         image_capable=image_conditioned or bool(index.get("expand_timesteps")),
@@ -222,9 +235,27 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
     )
 
 
+def find_wan_model(name: str, revision: str | None = None) -> ModelFolder:
+    """`find_model` for training, whose data and loss are the Wan family's.
+
+    Raises:
+        InputError: as there, or the pipeline is of another family.
+        ModelError: as there.
+    """
+    folder = find_model(name, revision)
+    if not folder.kind.wan:
+        supported = ", ".join(pipeline for pipeline, kind in KINDS.items() if kind.wan)
+        raise InputError(
+            "model",
+            f"must be of the Wan family, as training data and trainer are ({supported}); {name!r} is a"
+            f" {folder.pipeline}",
+        )
+    return folder
+
+
 def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
     """Local folder of a model and, for the hub's, its commit."""
-    supported = "must be 'embedded', a folder of a Wan pipeline or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    supported = "must be 'embedded', a folder of a pipeline or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
     if name == "embedded":
         from vmonarch.pipelines.embedded import embedded_model_path
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vmonarch.pipelines.config import SamplingConfig, open_image
 from vmonarch.pipelines.devices import synchronize
+from vmonarch.pipelines.kinds import Kind, kind_of
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.outputs import GenerationError
 
@@ -20,25 +21,29 @@ if TYPE_CHECKING:
     import torch
 
 
-class TransformerClock:
-    """Measures the forward calls of a pipeline's transformers from outside, while its block runs.
+_TRANSFORMERS = ("transformer", "transformer_2")
+_TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 
-    with TransformerClock(pipe, device) as clock:
+
+class ForwardClock:
+    """Measures the forward calls of some of a pipeline's components from outside, while its block runs.
+
+    with ForwardClock(pipe, ("transformer", "transformer_2"), device) as clock:
         pipe(...)
     clock.calls, clock.seconds()
     """
 
-    def __init__(self, pipe: Any, device: torch.device) -> None:
-        self._transformers = [getattr(pipe, name, None) for name in ("transformer", "transformer_2")]
+    def __init__(self, pipe: Any, components: Sequence[str], device: torch.device) -> None:
+        self._modules = [getattr(pipe, name, None) for name in components]
         self._device = device
         self._hooks: list[Any] = []
         self._marks: list[Any] = []
 
-    def __enter__(self) -> TransformerClock:
-        for transformer in filter(None, self._transformers):
+    def __enter__(self) -> ForwardClock:
+        for module in filter(None, self._modules):
             self._hooks += [
-                transformer.register_forward_pre_hook(lambda *_: self._marks.append(self._now()), prepend=True),
-                transformer.register_forward_hook(lambda *_: self._marks.append(self._now())),
+                module.register_forward_pre_hook(lambda *_: self._marks.append(self._now()), prepend=True),
+                module.register_forward_hook(lambda *_: self._marks.append(self._now())),
             ]
         return self
 
@@ -59,7 +64,7 @@ class TransformerClock:
 
     @property
     def calls(self) -> int:
-        """How many forward calls there were; classifier-free guidance makes two a step, batched or not."""
+        """How many forward calls there were. Of Wan's transformers guidance asks two a step, batched or not."""
         return len(self._marks) // 2
 
     def seconds(self) -> float:
@@ -77,7 +82,8 @@ class Latents:
 
     Args:
         latents: [B, C, T, h, w], normalised, on the model's device; of a `Batch` on the CPU.
-        seconds: of the stages text, denoise, and of the transformers' forward calls within it, for the whole batch.
+        seconds: of the text encoders' forward calls, of all else (denoise), and of the transformers' forward calls
+            within that, for the whole batch.
         transformer_calls: how many of these there were.
     """
 
@@ -125,42 +131,42 @@ def denoise(
 
     if len(prompts) != len(seeds) or not prompts:
         raise ValueError(f"seeds must have one entry for each of the {len(prompts)} prompts, got {len(seeds)}")
-    pipe, device = model.pipe, model.device
+    assert config.num_frames is not None and config.height is not None and config.width is not None
+    pipe, device, kind = model.pipe, model.device, model.folder.kind
+    size = model.folder.latents(config.num_frames, config.height, config.width)
     pipe.set_progress_bar_config(disable=progress is None, desc=progress, leave=False)
     with torch.no_grad(), deterministic_convolutions():
-        start = _mark(device)
-        embeds, negative_embeds = pipe.encode_prompt(
-            prompt=list(prompts),
-            negative_prompt=[config.negative_prompt or ""] * len(prompts),
-            do_classifier_free_guidance=config.guidance is not None and config.guidance > 1,
-            max_sequence_length=config.max_sequence_length,
-            device=device,
-        )
-        encoded = _mark(device)
-        arguments: dict[str, Any] = {
-            "prompt_embeds": embeds,
-            "negative_prompt_embeds": negative_embeds,
-            "height": config.height,
-            "width": config.width,
-            "num_frames": config.num_frames,
+        arguments = _arguments(kind, config, len(prompts)) | {
+            "prompt": list(prompts),
             "num_inference_steps": steps or config.steps,
-            "guidance_scale": config.guidance,
-            "max_sequence_length": config.max_sequence_length,
             "generator": [torch.Generator("cpu").manual_seed(seed) for seed in seeds],
             "output_type": "latent",
         }
-        if config.guidance_2 is not None:
-            arguments["guidance_scale_2"] = config.guidance_2
-        if config.image is not None:
-            arguments["image"] = open_image(config.image)
+        kind.prepare(pipe, config)
         guidance = batched_guidance(pipe) if batch_guidance else contextlib.nullcontext()
-        with TransformerClock(pipe, device) as clock, guidance:
-            latents = pipe(**arguments).frames
+        start = _mark(device)
+        with (
+            ForwardClock(pipe, _TEXT_ENCODERS, device) as text,
+            ForwardClock(pipe, _TRANSFORMERS, device) as clock,
+            guidance,
+        ):
+            found = pipe(**arguments).frames
         done = _mark(device)
-    if len(latents) != len(prompts):
-        raise GenerationError(f"the pipeline returned {len(latents)} videos for {len(prompts)} prompts")
-    seconds = {"text": encoded - start, "denoise": done - encoded, "transformer": clock.seconds()}
-    return Latents(latents, seconds, clock.calls)
+    if len(found) != len(prompts):
+        raise GenerationError(f"the pipeline returned {len(found)} videos for {len(prompts)} prompts")
+    encoding = text.seconds()
+    seconds = {"text": encoding, "denoise": done - start - encoding, "transformer": clock.seconds()}
+    return Latents(kind.latents(pipe, found, size), seconds, clock.calls)
+
+
+def _arguments(kind: Kind, config: SamplingConfig, videos: int) -> dict[str, Any]:
+    """What a pipeline is called with for a completed config, but for prompts, seeds and steps."""
+    arguments = {name: getattr(config, name) for name in ("height", "width", "num_frames")}
+    arguments |= {name: getattr(config, setting) for setting, name in kind.arguments.items()}
+    arguments["negative_prompt"] = [config.negative_prompt or ""] * videos
+    if config.image is not None:
+        arguments["image"] = open_image(config.image)
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def sample(
@@ -199,19 +205,15 @@ def deterministic_convolutions() -> Iterator[None]:
 def decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     """Frames [B, F, 3, H, W], float32 in [0, 1] on the CPU, of latents [B, C, T, h, w]; NaN stays NaN.
 
+    In float32 with one video they are those of the pipeline itself, bit for bit; in bfloat16 the VAE stays in float32.
     One video at a time: memory does not grow with the batch, nor do a video's bits depend on its neighbours here.
     """
     import torch
 
-    vae = pipe.vae
-    shape = (1, vae.config.z_dim, 1, 1, 1)
-    mean = torch.tensor(vae.config.latents_mean).view(shape).to(latents.device, vae.dtype)
-    # Divided by the inverse, as diffusers does it, to keep its bits.
-    inverse_std = (1.0 / torch.tensor(vae.config.latents_std).view(shape)).to(latents.device, vae.dtype)
-    videos = []
+    kind, videos = kind_of(pipe), []
     with torch.no_grad(), deterministic_convolutions():
-        for latent in latents.to(vae.dtype).split(1):
-            decoded = vae.decode(latent / inverse_std + mean, return_dict=False)[0]
+        for latent in latents.split(1):
+            decoded = kind.decode(pipe, latent)
             videos.append((decoded[0].float() / 2 + 0.5).clamp(0, 1).transpose(0, 1).cpu())
     pipe.maybe_free_model_hooks()
     return torch.stack(videos)

@@ -26,7 +26,7 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.evaluate import EvalConfig
 from vmonarch.families import FAMILIES
 from vmonarch.kernels.common.launch import HOPPER_DTYPES, HOPPER_HEAD_DIM, KERNEL_DTYPES, MAX_HEAD_DIM
-from vmonarch.pipelines.model_folder import SUPPORTED_PIPELINES
+from vmonarch.pipelines.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -169,13 +169,16 @@ def test_the_support_matrix_is_what_the_code_supports():
     matrix = {
         row[0].strip("`"): row[1:] for row in rows("README.md") if row[0].startswith("`Wan") or "3DModel" in row[0]
     }
-    others = {row[0].split("`")[1] for row in rows("docs/families.md") if row[0].startswith("`")}
+    named = {row[0].split("`")[1] for row in rows("docs/families.md") if row[0].startswith("`")}
+    pipelines = {name for name in named if name.endswith("Pipeline")}
+    others = named - pipelines
+    assert pipelines == {name for name, kind in KINDS.items() if not kind.wan}
     own = {name for name, family in FAMILIES.items() if family.own}
     assert set(matrix) == own and others == set(FAMILIES) - own
     assert len(others) == 17 and "seventeen" in (ROOT / "docs" / "faq.md").read_text()
     own_pipelines = [getattr(vmonarch.pipelines, name) for name in vmonarch.pipelines.__all__]
     with_setter = {get_type_hints(pipeline.__init__)["transformer"] for pipeline in own_pipelines}
-    commands = {get_type_hints(getattr(diffusers, name).__init__)["transformer"] for name in SUPPORTED_PIPELINES}
+    commands = {get_type_hints(getattr(diffusers, name).__init__)["transformer"] for name in KINDS}
     for model in (getattr(diffusers, name) for name in own):
         _, _, refresh, guidance, parallel, setter, command = matrix[model.__name__]
         assert refresh in ("yes", "untested") and guidance == "yes"

@@ -15,6 +15,8 @@ the call is also computed with one candidate in one layer after the other; to wh
 that, the first-order squares of the layer are scaled. Deep models do so in `replaced_layers` alone; layers between them
 are scaled by what these tell.
 
+Where attention is joint, of the video and of text, all this is of the video's queries and keys among themselves.
+
 Shapes: B batch, S = T·H·W tokens, H heads, D head dim; statistics are [steps, layers, heads].
 """
 
@@ -141,10 +143,11 @@ def measure(
     grid: LatentGrid,
     candidates: Mapping[str, Options],
     gradient: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Totals]:
-    """Exact output [B, S, H, D], and the sums of one call; query, key and value are [B, S, H, D].
+) -> tuple[torch.Tensor, torch.Tensor, Totals]:
+    """Exact output [B, S, H, D], its log-partition [B, H, S], and the sums of one call.
 
     Args:
+        query, key, value: [B, S, H, D].
         gradient: g [B, S, H, D], see the module; None for none.
     """
     B, S, H, _ = query.shape
@@ -177,7 +180,7 @@ def measure(
         kl=_on_the_host(kl),
         output=_on_the_host(output),
     )
-    return out, totals
+    return out, lse, totals
 
 
 def _on_the_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -338,14 +341,14 @@ class DiagnosisProcessor(VideoAttentionProcessor):
         bound._layer = layer
         return bound
 
-    def attend(
+    def attend_with_lse(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         grid: LatentGrid,
         heads: Share | None = None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if heads is not None:
             raise NotImplementedError("a diagnosis records all heads, but context parallelism spreads them over ranks")
         recorder, context, watch = self.recorder, self._context, self.recorder.watch
@@ -355,11 +358,11 @@ class DiagnosisProcessor(VideoAttentionProcessor):
                 return self._seen(query, key, value, grid)
             if watch.replaced == self._layer:
                 options = recorder.candidates[recorder.reference]
-                return method_attention(query, key, value, options, grid=grid)
-            return flash_entropy_attention(query, key, value)[0]
+                return method_attention(query, key, value, options, grid=grid, return_lse=True)
+            return flash_entropy_attention(query, key, value)[:2]
         step, steps, *_ = context.step("a diagnosis", "call vmonarch.restore")
         if step % recorder.every:
-            return flash_entropy_attention(query, key, value)[0]
+            return flash_entropy_attention(query, key, value)[:2]
         if recorder.grid not in (None, grid):
             raise ValueError(f"all videos must have one size: {tuple(recorder.grid or ())} and {tuple(grid)}")
         recorder.grid = grid
@@ -368,33 +371,35 @@ class DiagnosisProcessor(VideoAttentionProcessor):
             self._keep_maps(context.component, query, key, grid)
         if watch is not None:
             watch.step = step
-            return flash_entropy_attention(query, key, value)[0]
-        out, totals = measure(query, key, value, grid, recorder.candidates)
+            return flash_entropy_attention(query, key, value)[:2]
+        out, lse, totals = measure(query, key, value, grid, recorder.candidates)
         recorder.add(context.component, step, self._layer, totals)
-        return out
+        return out, lse
 
-    def _seen(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+    def _seen(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Full attention that is measured once the gradient of its output is known."""
         recorder, context, watch = self.recorder, self._context, self.recorder.watch
         assert context is not None and watch is not None and watch.step is not None and watch.velocity is not None
         component, step, velocity, inputs = context.component, watch.step, watch.velocity, watch.inputs
-        out: torch.Tensor = flash_entropy_attention(query, key, value)[0]
+        out, lse, _ = flash_entropy_attention(query, key, value)
         if not out.requires_grad:
             # Of the first layer, before which nothing is differentiated.
             out.requires_grad_()
         if torch._C._current_graph_task_id() != -1:
             # The block is computed again in backward, because it is checkpointed; the gradient comes next.
             inputs[self._layer] = query.detach(), key.detach(), value.detach()
-            return out
+            return out, lse
 
         def hook(gradient: torch.Tensor) -> None:
             q, k, v = inputs.pop(self._layer)
-            totals = measure(q, k, v, grid, recorder.candidates, gradient)[1]
+            totals = measure(q, k, v, grid, recorder.candidates, gradient)[-1]
             totals.velocity = velocity
             recorder.add(component, step, self._layer, totals)
 
         out.register_hook(hook)
-        return out
+        return out, lse
 
     def _keep_maps(self, component: str, query: torch.Tensor, key: torch.Tensor, grid: LatentGrid) -> None:
         recorder = self.recorder

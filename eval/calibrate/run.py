@@ -301,10 +301,11 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
 
 def _size(model: LoadedModel) -> tuple[int, int]:
     """Layers and heads of the pipeline's transformers."""
-    from vmonarch.installation import find_transformers
+    from vmonarch.families import heads_of
+    from vmonarch.installation import find_transformers, self_attention_modules
 
-    found: Any = next(iter(find_transformers(model.pipe).values()))
-    return len(found.blocks), found.config.num_attention_heads
+    modules = self_attention_modules(next(iter(find_transformers(model.pipe).values())))
+    return len(modules), heads_of(modules[0][1])
 
 
 def _write(target: Path, texts: Mapping[str, str], *, overwrite: bool) -> None:

@@ -31,8 +31,9 @@ from vmonarch.finetune.data.decode import BadVideo, ClipShape, decode_clips
 from vmonarch.finetune.embedded.vae import decode_parallel, encode_parallel, latent_statistics
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.devices import choose_device
+from vmonarch.pipelines.kinds import TEXT_TO_VIDEO
 from vmonarch.pipelines.loading import read_pipeline
-from vmonarch.pipelines.model_folder import TEXT_TO_VIDEO, find_model
+from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.sampling import deterministic_convolutions
 
 METHODS = (

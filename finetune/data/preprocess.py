@@ -46,7 +46,8 @@ from vmonarch.finetune.data.captions import Captioned, read_captions
 from vmonarch.finetune.data.decode import MAX_PIXELS, BadVideo, Cancelled, Clip, ClipShape, decode_clips
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, write_empty_caption, write_shard
 from vmonarch.finetune.data.schema import TEXT_LENGTH, Sample
-from vmonarch.pipelines.model_folder import IMAGE_TO_VIDEO, ModelFolder, find_model
+from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO
+from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
 FORMAT = "vmonarch-preprocess-1"
 MAX_CLIPS = 10_000
@@ -609,7 +610,7 @@ def preprocess(
             raise InputError("videos", f"must be a folder; there is none at {config.videos!r}")
         captioned = read_captions(config.captions)
         captions_sha256 = file_sha256(config.captions)
-    folder = find_model(config.model, config.revision)
+    folder = find_wan_model(config.model, config.revision)
     config = complete(config, folder)
     device = choose_device(config.device)
     choose_dtype(config.dtype, device)

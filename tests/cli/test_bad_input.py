@@ -402,7 +402,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "index is a list": (lambda m: (m / "model_index.json").write_text("[]"), ["model_index.json", "object"]),
     "other pipeline": (
         lambda m: edit_json(m / "model_index.json", _class_name="FluxPipeline"),
-        ["FluxPipeline", "WanPipeline, WanImageToVideoPipeline"],
+        ["FluxPipeline", "WanPipeline, WanImageToVideoPipeline, HunyuanVideoPipeline"],
     ),
     "index without vae": (lambda m: edit_json(m / "model_index.json", vae=None), ["no vae"]),
     "index without transformer": (lambda m: edit_json(m / "model_index.json", transformer=None), ["no transformer"]),

@@ -83,7 +83,7 @@ def test_the_record_tells_all(cli) -> None:
     assert record["model"]["dtype"] == record["model"]["vae_dtype"] == "float32"
 
 
-OPTIONAL = ("revision", "image", "guidance_2", "flow_shift")
+OPTIONAL = ("revision", "image", "guidance_2", "true_guidance", "flow_shift")
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -267,13 +267,16 @@ def test_a_hub_model_is_recorded_with_its_commit(cli, monkeypatch: pytest.Monkey
     import shutil
 
     import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
 
     snapshot = shutil.copytree(cli.model, cli.folder / "snapshots/0123abcd")
     asked = []
 
     def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         asked.append((name, revision))
-        assert "*.safetensors" in allow_patterns and "*.bin" not in allow_patterns
+        wanted = ["model_index.json", "vae/model.safetensors", "tokenizer/chat_template.jinja"]
+        others = ["of-other-programs.safetensors", "vae/model.bin"]
+        assert list(filter_repo_objects(wanted + others, allow_patterns=allow_patterns)) == wanted
         return str(snapshot)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

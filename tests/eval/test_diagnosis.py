@@ -69,11 +69,13 @@ def test_the_map_of_a_method_is_the_one_that_it_multiplies_values_with(name):
 
 def test_statistics_are_those_of_the_dense_maps():
     q, k, v = tensors()
-    out, totals = measure(q, k, v, GRID, CANDIDATES)
+    out, lse, totals = measure(q, k, v, GRID, CANDIDATES)
     P = dense(q, k)
     exact = torch.einsum("bhqk,bkhd->bqhd", P, v)
     torch.testing.assert_close(out, exact)
-    B, S, H, _ = q.shape
+    B, S, H, D = q.shape
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * D**-0.5
+    torch.testing.assert_close(lse.double(), logits.double().logsumexp(-1))
     assert totals.rows == B * S
     torch.testing.assert_close(totals.energy, exact.square().sum((0, 1, 3)))
     torch.testing.assert_close(totals.entropy, -(P * P.log()).sum((0, 2, 3)))

@@ -153,7 +153,10 @@ def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypat
         (str(tmp_path), "--output", "m", "--weights", "ema"): (2, "--weights cannot be ema: the run has no average"),
         (str(tmp_path), "--output", "m", "--step", "7"): (1, f"{tmp_path} has no checkpoint of step 7; it has: 1, 2"),
         (str(tmp_path), "--output", "m", "--model", str(tmp_path)): (1, f"{tmp_path} has no model_index.json"),
-        (str(tmp_path), "--output", "m", "--model", "nowhere"): (2, "--model must be 'embedded', a folder of a Wan"),
+        (str(tmp_path), "--output", "m", "--model", "nowhere"): (
+            2,
+            "--model must be 'embedded', a folder of a pipeline",
+        ),
     }
     monkeypatch.chdir(tmp_path)
     for given, (code, message) in bad.items():

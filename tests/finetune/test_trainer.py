@@ -8,6 +8,7 @@ from itertools import islice
 
 import diffusers
 import pytest
+import tiny_folders
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
@@ -33,6 +34,7 @@ def place(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finetune")
     for kind in ("t2v", "t2v-2.2", "t2v-5b", "i2v-2.1"):
         tiny.pipeline(kind).save_pretrained(folder / kind)
+    tiny_folders.save("ltx", folder / "ltx")
     write_shard(folder / "clips" / "a.parquet", tiny.clips(0, 13), rows_per_group=4)
     write_shard(folder / "held-out" / "a.parquet", tiny.clips(100, 5))
     write_shard(folder / "images" / "a.parquet", tiny.clips(0, 6, image=True))
@@ -56,6 +58,12 @@ def settings(place, output, kind="t2v", clips="clips", **changes):
         "checkpoints": {"every": 100},
     }
     return finetune_config(values, changes)
+
+
+def test_models_of_other_families_are_refused(place, tmp_path):
+    with pytest.raises(InputError, match="model must be of the Wan family, as training data and trainer are.*LTXPip"):
+        Trainer(settings(place, tmp_path / "run", kind="ltx"))
+    assert not (tmp_path / "run").exists()
 
 
 def losses(output):
@@ -387,6 +395,8 @@ def test_full_weights_become_a_folder_that_stock_diffusers_loads(tiny, place, tm
         assert torch.equal(tensor, sixth[f"parts.transformer.{name}"].to(tensor.dtype))
     with pytest.raises(CheckpointError, match="was trained from another model"):
         export(tmp_path / "run", tmp_path / "other", model=str(place / "t2v-5b"))
+    with pytest.raises(InputError, match="model must be of the Wan family.*LTXPipeline"):
+        export(tmp_path / "run", tmp_path / "other", model=str(place / "ltx"))
 
 
 @pytest.mark.parametrize("kind,train", [("t2v", "all"), ("t2v-2.2", "all"), ("t2v-2.2", "transformer_2")])

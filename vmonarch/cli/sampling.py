@@ -23,9 +23,10 @@ _BARE_WORD = re.compile(r"[!-\u052f]+")
 _OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
     ("--height", int, "PIXELS", "a multiple of 16"),
     ("--width", int, "PIXELS", "a multiple of 16"),
-    ("--num-frames", int, "N", "4·k + 1"),
+    ("--num-frames", int, "N", "4·k + 1 (LTX: 8·k + 1)"),
     ("--steps", int, "N", "denoising steps"),
     ("--guidance", float, "SCALE", "classifier-free guidance; 1 or less turns it off"),
+    ("--true-guidance", float, "SCALE", "classifier-free guidance of HunyuanVideo, beside its embedded one"),
     ("--guidance-2", float, "SCALE", "the same for the low-noise transformer of Wan 2.2 A14B"),
     ("--flow-shift", float, "SHIFT", "shift of the scheduler's noise levels"),
     ("--negative-prompt", str, "TEXT", "what guidance leads away from"),
@@ -45,7 +46,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overw
         "prompts", nargs="*", metavar="prompt", help="what the video shows; key=value overrides may stand here too"
     )
     parser.add_argument("--prompt-file", metavar="FILE", help="a prompt a line, UTF-8")
-    add_model_arguments(parser)
+    add_model_arguments(parser, "a pipeline")
     parser.add_argument("--image", metavar="FILE", help="first frame, for image-to-video models")
     parser.add_argument(
         "--seed",
@@ -81,12 +82,16 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overw
     output.add_argument("--quiet", action="store_true", help="no progress bars; print paths only")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the model and its version."""
+def add_model_arguments(parser: argparse.ArgumentParser, kind: str = "a Wan pipeline") -> None:
+    """Declare the model and its version.
+
+    Args:
+        kind: of the models that the command takes.
+    """
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="embedded (default), a folder of a Wan pipeline, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        help=f"embedded (default), a folder of {kind}, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
 

@@ -1,0 +1,359 @@
+"""The pipelines that videos are sampled from: all that differs between their classes in diffusers.
+
+To add one: a record in `KINDS`, a file in `configs/defaults/`, and a tiny pipeline in `tests/support/tiny_folders.py`.
+
+Legend: B videos of a batch, F frames, H and W pixels, C latent channels, T latent frames, h and w latent pixels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vmonarch.configs import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from vmonarch.pipelines.config import SamplingConfig
+
+TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
+# Contents of the config.json of a component, by the component's name.
+Configs = Mapping[str, Mapping[str, Any]]
+
+
+class TextLength(NamedTuple):
+    """How long a prompt is for a text encoder.
+
+    Args:
+        tokens: how many the prompt has.
+        limit: how many the encoder sees; the pipeline cuts off the others.
+        which: for errors, which of the prompt's words are counted; nothing for all.
+        summary: whether the encoder makes one vector of the prompt, and another one sees all of it.
+    """
+
+    tokens: int
+    limit: int
+    which: str = ""
+    summary: bool = False
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What there is to know of the pipelines of one class.
+
+    Args:
+        defaults: the file in `configs/defaults/` with the defaults of the class.
+        sizes: `spatial`, `temporal`, `patch` and `axis_tokens` of `ModelFolder`, of the components' configs.
+        layers: entries of the transformer's config that add up to its number of layers.
+        arguments: what the pipeline's call names the settings that not every pipeline has, by their own names.
+        lengths: how long a prompt is for each text encoder, of the tokenizers by their components' names, the prompt,
+            and the setting `max_sequence_length`.
+        decode: the VAE's video [1, 3, F, H, W] in [-1, 1] of latents [1, C, T, h, w], as the pipeline itself makes it.
+        latents: latents [B, C, T, h, w] of those that the pipeline returns, and their size (T, h, w).
+        recommended: defaults that the model's configs tell, over those of the class; an InputError that names the
+            model where these configs are not supported.
+        prepare: sets on a pipeline what its call has no argument for.
+        tiled: whether the model's card decodes in tiles, for want of memory.
+        wan: of the Wan family, which can be trained, whose guidance can be batched, and whose videos several GPUs can
+            share.
+    """
+
+    defaults: str
+    sizes: Callable[[Configs], dict[str, Any]]
+    arguments: Mapping[str, str]
+    lengths: Callable[[Mapping[str, Any], str, int | None], list[TextLength]]
+    decode: Callable[[Any, torch.Tensor], torch.Tensor]
+    layers: tuple[str, ...] = ("num_layers",)
+    latents: Callable[[Any, torch.Tensor, tuple[int, int, int]], torch.Tensor] = lambda pipe, found, size: found
+    recommended: Callable[[Configs], dict[str, Any]] = lambda configs: {}
+    prepare: Callable[[Any, SamplingConfig], None] = lambda pipe, config: None
+    tiled: bool = False
+    wan: bool = False
+
+
+def _any_size(spatial: int, temporal: int, patch: tuple[int, int, int]) -> dict[str, Any]:
+    return {"spatial": spatial, "temporal": temporal, "patch": patch, "axis_tokens": (None, None, None)}
+
+
+def _default(function: Any, argument: str) -> Any:
+    """The default of a function's argument."""
+    return inspect.signature(function).parameters[argument].default
+
+
+def _count(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text, truncation=False, verbose=False).input_ids)
+
+
+def _lengths(tokenizers: Mapping[str, Any], text: str, most: int | None) -> list[TextLength]:
+    """Of pipelines with one text encoder, which cut its text at `max_sequence_length`."""
+    assert most is not None
+    tokenizer = tokenizers["tokenizer"]
+    return [TextLength(_count(tokenizer, text), min(most, tokenizer.model_max_length))]
+
+
+_GUIDED = {"guidance": "guidance_scale", "max_sequence_length": "max_sequence_length"}
+
+
+# Wan
+
+
+def _wan_sizes(configs: Configs) -> dict[str, Any]:
+    vae, transformer = configs["vae"], configs["transformer"]
+    return {
+        "spatial": vae.get("scale_factor_spatial") or 8,
+        "temporal": vae.get("scale_factor_temporal") or 4,
+        "patch": tuple(transformer.get("patch_size", (1, 2, 2))),
+        # The length of the transformer's rotary tables.
+        "axis_tokens": (transformer.get("rope_max_seq_len", 1024),) * 3,
+    }
+
+
+def _wan_lengths(tokenizers: Mapping[str, Any], text: str, most: int | None) -> list[TextLength]:
+    from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+    return _lengths(tokenizers, prompt_clean(text), most)
+
+
+def _wan_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    vae = pipe.vae
+    shape = (1, vae.config.z_dim, 1, 1, 1)
+    mean = torch.tensor(vae.config.latents_mean).view(shape).to(latents.device, vae.dtype)
+    # Divided by the inverse, as diffusers does it, to keep its bits.
+    inverse_std = (1.0 / torch.tensor(vae.config.latents_std).view(shape)).to(latents.device, vae.dtype)
+    video: torch.Tensor = vae.decode(latents.to(vae.dtype) / inverse_std + mean, return_dict=False)[0]
+    return video
+
+
+# HunyuanVideo
+
+
+def _hunyuan_sizes(configs: Configs) -> dict[str, Any]:
+    vae, transformer = configs["vae"], configs["transformer"]
+    size = transformer.get("patch_size", 2)
+    return _any_size(
+        vae.get("spatial_compression_ratio", 8),
+        vae.get("temporal_compression_ratio", 4),
+        (transformer.get("patch_size_t", 1), size, size),
+    )
+
+
+def _hunyuan_lengths(tokenizers: Mapping[str, Any], text: str, most: int | None) -> list[TextLength]:
+    from diffusers import HunyuanVideoPipeline
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+
+    assert most is not None
+    whole = _count(tokenizers["tokenizer"], DEFAULT_PROMPT_TEMPLATE["template"].format(text))
+    seen = _default(HunyuanVideoPipeline._get_clip_prompt_embeds, "max_sequence_length")
+    return [
+        TextLength(whole - DEFAULT_PROMPT_TEMPLATE["crop_start"], most),
+        TextLength(_count(tokenizers["tokenizer_2"], text), seen, summary=True),
+    ]
+
+
+def _hunyuan_recommended(configs: Configs) -> dict[str, Any]:
+    if not configs["transformer"].get("guidance_embeds", False):
+        raise InputError(
+            "model",
+            "is a HunyuanVideoPipeline whose transformer has no embedded guidance; supported: guidance_embeds=true",
+        )
+    return {}
+
+
+def _scaled_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
+    vae = pipe.vae
+    video: torch.Tensor = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
+    return video
+
+
+# HunyuanVideo-1.5
+
+
+def _hunyuan15_sizes(configs: Configs) -> dict[str, Any]:
+    vae, transformer = configs["vae"], configs["transformer"]
+    size = transformer.get("patch_size", 1)
+    return _any_size(
+        vae.get("spatial_compression_ratio", 16),
+        vae.get("temporal_compression_ratio", 4),
+        (transformer.get("patch_size_t", 1), size, size),
+    )
+
+
+def _hunyuan15_recommended(configs: Configs) -> dict[str, Any]:
+    from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+
+    guider = configs.get("guider", {})
+    scale = guider.get("guidance_scale") if guider.get("enabled", True) else 1.0
+    if scale is None:
+        raise InputError("model", "has no guider with a guidance_scale; supported: ClassifierFreeGuidance")
+    processor = HunyuanVideo15ImageProcessor(vae_scale_factor=_hunyuan15_sizes(configs)["spatial"])
+    target = configs["transformer"].get("target_size", 640)
+    height, width = processor.calculate_default_height_width(9, 16, target)
+    return {"guidance": scale, "height": height, "width": width}
+
+
+def _hunyuan15_lengths(tokenizers: Mapping[str, Any], text: str, most: int | None) -> list[TextLength]:
+    from diffusers import HunyuanVideo15Pipeline
+    from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts, format_text_input
+
+    embed, glyphs = HunyuanVideo15Pipeline._get_mllm_prompt_embeds, HunyuanVideo15Pipeline._get_byt5_prompt_embeds
+    chat = tokenizers["tokenizer"].apply_chat_template(
+        format_text_input([text], _default(embed, "system_message")),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+    )
+    tokens = len(chat["input_ids"][0]) - _default(embed, "crop_start")
+    found = [TextLength(tokens, _default(embed, "tokenizer_max_length"))]
+    written = extract_glyph_texts(text)
+    if written is not None:
+        limit = _default(glyphs, "tokenizer_max_length")
+        found.append(TextLength(_count(tokenizers["tokenizer_2"], written), limit, " in quotation marks"))
+    return found
+
+
+def _hunyuan15_prepare(pipe: Any, config: SamplingConfig) -> None:
+    assert config.guidance is not None
+    wanted, has = {"guidance_scale": config.guidance, "enabled": config.guidance > 1}, pipe.guider.config
+    # diffusers warns of every guider that is made.
+    if any(has[name] != value for name, value in wanted.items()):
+        pipe.guider = pipe.guider.new(**wanted)
+
+
+# LTX
+
+
+def _ltx_sizes(configs: Configs) -> dict[str, Any]:
+    vae, transformer = configs["vae"], configs["transformer"]
+    size = transformer.get("patch_size", 1)
+    # A VAE that does not tell has a factor of 2 for every level that it scales, and its patches.
+    factor = 2 ** sum(vae.get("spatio_temporal_scaling", (True, True, True, False)))
+    return _any_size(
+        vae.get("spatial_compression_ratio") or vae.get("patch_size", 4) * factor,
+        vae.get("temporal_compression_ratio") or vae.get("patch_size_t", 1) * factor,
+        (transformer.get("patch_size_t", 1), size, size),
+    )
+
+
+def _ltx_latents(pipe: Any, found: torch.Tensor, size: tuple[int, int, int]) -> torch.Tensor:
+    config = pipe.transformer.config
+    latents: torch.Tensor = pipe._unpack_latents(found, *size, config.patch_size, config.patch_size_t)
+    return latents
+
+
+def _ltx_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
+    vae = pipe.vae
+    latents = pipe._denormalize_latents(latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
+    latents = latents.to(vae.dtype)
+    # The default of the pipeline's `decode_timestep`: no noise is left for the decoder.
+    timestep = latents.new_zeros(len(latents)) if vae.config.timestep_conditioning else None
+    video: torch.Tensor = vae.decode(latents, timestep, return_dict=False)[0]
+    return video
+
+
+# CogVideoX
+
+
+def _cogvideox_sizes(configs: Configs) -> dict[str, Any]:
+    vae, transformer = configs["vae"], configs["transformer"]
+    size, frames = transformer.get("patch_size", 2), transformer.get("patch_size_t")
+    sizes = _any_size(
+        2 ** (len(vae.get("block_out_channels", (128, 256, 256, 512))) - 1),
+        int(vae.get("temporal_compression_ratio", 4)),
+        (frames or 1, size, size),
+    )
+    if frames is not None:
+        # CogVideoX-1.5 cuts its rotary tables out of those of the largest size.
+        largest = (transformer.get("sample_height", 60) // size, transformer.get("sample_width", 90) // size)
+        sizes["axis_tokens"] = (None, *largest)
+    return sizes
+
+
+def _cogvideox_recommended(configs: Configs) -> dict[str, Any]:
+    transformer, spatial = configs["transformer"], _cogvideox_sizes(configs)["spatial"]
+    return {
+        "height": transformer.get("sample_height", 60) * spatial,
+        "width": transformer.get("sample_width", 90) * spatial,
+        "num_frames": transformer.get("sample_frames", 49),
+        # CogVideoX-1.5, whose tokens are of two latent frames, is trained on twice the rate.
+        "fps": 8.0 if transformer.get("patch_size_t") is None else 16.0,
+    }
+
+
+def _cogvideox_lengths(tokenizers: Mapping[str, Any], text: str, most: int | None) -> list[TextLength]:
+    from diffusers import CogVideoXPipeline
+
+    return _lengths(tokenizers, text, _default(CogVideoXPipeline.__call__, "max_sequence_length"))
+
+
+def _cogvideox_latents(pipe: Any, found: torch.Tensor, size: tuple[int, int, int]) -> torch.Tensor:
+    # Frames first, and those before the video are filled in to make whole tokens.
+    return found[:, -size[0] :].transpose(1, 2)
+
+
+def _cogvideox_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
+    video: torch.Tensor = pipe.decode_latents(latents.to(pipe.vae.dtype).transpose(1, 2))
+    return video
+
+
+_WAN = Kind(
+    defaults="wan",
+    sizes=_wan_sizes,
+    arguments=_GUIDED | {"guidance_2": "guidance_scale_2"},
+    lengths=_wan_lengths,
+    decode=_wan_decode,
+    wan=True,
+)
+
+# By the class in `model_index.json`.
+KINDS = {
+    TEXT_TO_VIDEO: _WAN,
+    IMAGE_TO_VIDEO: _WAN,
+    "HunyuanVideoPipeline": Kind(
+        defaults="hunyuan-video",
+        sizes=_hunyuan_sizes,
+        arguments=_GUIDED | {"true_guidance": "true_cfg_scale"},
+        lengths=_hunyuan_lengths,
+        decode=_scaled_decode,
+        layers=("num_layers", "num_single_layers"),
+        recommended=_hunyuan_recommended,
+        tiled=True,
+    ),
+    "HunyuanVideo15Pipeline": Kind(
+        defaults="hunyuan-video-1.5",
+        sizes=_hunyuan15_sizes,
+        arguments={},
+        lengths=_hunyuan15_lengths,
+        decode=_scaled_decode,
+        recommended=_hunyuan15_recommended,
+        prepare=_hunyuan15_prepare,
+        tiled=True,
+    ),
+    "LTXPipeline": Kind(
+        defaults="ltx",
+        sizes=_ltx_sizes,
+        arguments=_GUIDED | {"fps": "frame_rate"},
+        lengths=_lengths,
+        decode=_ltx_decode,
+        latents=_ltx_latents,
+    ),
+    "CogVideoXPipeline": Kind(
+        defaults="cogvideox",
+        sizes=_cogvideox_sizes,
+        arguments={"guidance": "guidance_scale"},
+        lengths=_cogvideox_lengths,
+        decode=_cogvideox_decode,
+        latents=_cogvideox_latents,
+        recommended=_cogvideox_recommended,
+        tiled=True,
+    ),
+}
+
+
+def kind_of(pipe: Any) -> Kind:
+    """The kind of a pipeline."""
+    return KINDS[type(pipe).__name__]

@@ -1,0 +1,284 @@
+"""Pipelines beyond Wan in the commands that sample: frames, grids and settings are those of the pipeline itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_folders
+import torch
+
+from vmonarch import LatentGrid, VMonarchProcessor, apply
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import resolve_method
+from vmonarch.eval.attention_flops import recorded_call, relative_flops
+from vmonarch.finetune.data.preprocess import preprocess, preprocess_config
+from vmonarch.flops import pair_flops, vmonarch_flops
+from vmonarch.pipelines import loading, sampling
+from vmonarch.pipelines.config import GenerateConfig, complete
+from vmonarch.pipelines.model_folder import find_model
+
+PROMPT = "a red circle moving right"
+# Settings that are not the defaults, and what the pipeline itself calls them.
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "hunyuan": (
+        {"guidance": 4.0, "true_guidance": 2.0, "negative_prompt": "blue", "max_sequence_length": 24},
+        {"guidance_scale": 4.0, "true_cfg_scale": 2.0, "negative_prompt": ["blue"], "max_sequence_length": 24},
+    ),
+    "hunyuan15": ({"negative_prompt": "blue"}, {"negative_prompt": ["blue"]}),
+    "ltx": (
+        {"guidance": 4.0, "negative_prompt": "blue", "fps": 12.0, "max_sequence_length": 16},
+        {"guidance_scale": 4.0, "negative_prompt": ["blue"], "frame_rate": 12.0, "max_sequence_length": 16},
+    ),
+    "cogvideox": (
+        {"guidance": 4.0, "negative_prompt": "blue"},
+        {"guidance_scale": 4.0, "negative_prompt": ["blue"]},
+    ),
+    "cogvideox15": ({"guidance": 1.0}, {"guidance_scale": 1.0}),
+}
+FAMILIES = ("hunyuan", "hunyuan15", "ltx", "cogvideox")
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def folders(made_once) -> Folders:
+    """Folder of one of `tiny_folders.FOLDERS`; not to be changed."""
+    return lambda name: made_once(f"pipeline-{name}", lambda path: tiny_folders.save(name, path))
+
+
+def config(folder: Path, name: str, **values: Any) -> GenerateConfig:
+    given = {"prompts": (PROMPT,), "model": str(folder), "steps": 2, "device": "cpu", **tiny_folders.size(name)}
+    return GenerateConfig(**given | values)
+
+
+def line(folder: Path, name: str, *words: object) -> list[object]:
+    size = [word for key, value in tiny_folders.size(name).items() for word in (f"--{key.replace('_', '-')}", value)]
+    return [PROMPT, "--model", folder, "--steps", 2, "--device", "cpu", *size, *words]
+
+
+@pytest.mark.parametrize("name", tiny_folders.FOLDERS)
+def test_full_attention_is_the_stock_pipeline(folders: Folders, name: str) -> None:
+    folder, (ours, theirs) = find_model(str(folders(name))), SETTINGS[name]
+    settings = complete(config(folder.path, name, attention="full", **ours), folder)
+    model = loading.load_model(settings, folder)
+    settings.attention.install(model.pipe)
+    found = sampling.sample(model, settings, [PROMPT], [7])
+    stock = tiny_folders.stock(folder.path)
+    call = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(7), "output_type": "pt"}
+    expected = stock(prompt=[PROMPT], **tiny_folders.size(name), **call, **theirs).frames
+    assert torch.equal(found.frames, expected)
+    size = settings.num_frames, settings.height, settings.width
+    assert found.latents.shape == (1, 4, *folder.latents(*size))  # type: ignore[arg-type]
+    # What any of the settings changes shows: they have reached the pipeline.
+    plain = complete(config(folder.path, name, attention="full"), folder)
+    other = sampling.denoise(model, plain, [PROMPT], [7]).latents
+    assert not torch.equal(found.latents, other)
+
+
+@pytest.mark.parametrize("name", tiny_folders.FOLDERS)
+def test_the_grid_is_that_of_the_call(folders: Folders, name: str) -> None:
+    folder = find_model(str(folders(name)))
+    settings = complete(config(folder.path, name), folder)
+    model = loading.load_model(settings, folder)
+    installation = apply(model.pipe, VMonarchProcessor())
+    sampling.denoise(model, settings, [PROMPT], [0], steps=1)
+    expected = LatentGrid(*tiny_folders.FOLDERS[name][2])
+    assert folder.grid(**tiny_folders.size(name)) == expected == installation.grid
+    modules = len([module for module in model.pipe.transformer.modules() if hasattr(module, "to_q")])
+    assert 2 <= folder.layers <= modules
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_record_repeats_every_bit(cli, folders: Folders, name: str) -> None:
+    words = ["--attention", "vmonarch-refresh", "--steps", 3, "--guidance", 1, "--batch-size", 2, "--seed", 0, 1]
+    code, _, err = cli("generate", *line(folders(name), name, *words), tiny=False)
+    assert code == 0, err
+    record, other = cli.records()
+    path = cli.folder / "outputs/generate" / other["video"].replace(".mp4", ".json")
+    code, _, err = cli("generate", "--from-json", path, "--quiet", tiny=False)
+    assert code == 0 and "bit-identical" in err, err
+    again = cli.records()[2]
+    assert again["config"] == other["config"] and again["frames_sha256"] == other["frames_sha256"]
+    assert again["frames_sha256"] != record["frames_sha256"]
+    assert record["model"]["vae_dtype"] == "float32" and record["frames_shape"][0] == record["config"]["num_frames"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_is_of_everything_but_the_vae(folders: Folders, name: str) -> None:
+    folder = find_model(str(folders(name)))
+    settings = complete(config(folder.path, name, dtype="bfloat16", guidance=1.0), folder)
+    model = loading.load_model(settings, folder)
+    settings.attention.install(model.pipe)
+    frames = sampling.sample(model, settings, [PROMPT], [0]).frames
+    assert (model.pipe.transformer.dtype, model.pipe.vae.dtype) == (torch.bfloat16, torch.float32)
+    assert frames.dtype == torch.float32 and frames.isfinite().all() and frames.std() > 0.01
+    assert model.pipe.text_encoder.dtype == torch.bfloat16
+
+
+def test_guidance_of_a_guider_is_turned_off_at_one(folders: Folders) -> None:
+    folder = find_model(str(folders("hunyuan15")))
+    settings = complete(config(folder.path, "hunyuan15"), folder)
+    model = loading.load_model(settings, folder)
+    assert settings.guidance == 2.0, "that of the folder"
+    for guidance, calls in ((2.0, 2), (0.5, 1), (7.0, 2)):
+        wanted = complete(config(folder.path, "hunyuan15", guidance=guidance), folder)
+        assert sampling.denoise(model, wanted, [PROMPT], [0], steps=1).transformer_calls == calls
+        assert model.pipe.guider.guidance_scale == guidance
+
+
+def test_a_decoder_that_is_told_the_time(folders: Folders, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(folders("ltx"), tmp_path / "model"))
+    stock = tiny_folders.stock(path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        stock.vae = type(stock.vae).from_config(stock.vae.config, timestep_conditioning=True).eval()
+    stock.save_pretrained(path)
+    stock, folder = tiny_folders.stock(path), find_model(str(path))
+    settings = complete(config(path, "ltx", attention="full"), folder)
+    found = sampling.sample(loading.load_model(settings, folder), settings, [PROMPT], [7]).frames
+    call = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(7), "output_type": "pt"}
+    assert torch.equal(found, stock(prompt=[PROMPT], **tiny_folders.size("ltx"), **call).frames)
+
+
+def test_methods_are_compared(cli, folders: Folders) -> None:
+    words = line(folders("hunyuan"), "hunyuan", "--methods", "vmonarch", "vmonarch:exact={band: 9}")
+    code, out, err = cli("compare", *words, tiny=False)
+    assert code == 0 and "PSNR" in out, err
+    (name,) = cli.outputs("outputs/compare")
+    (record,) = cli.records(f"outputs/compare/{name}")
+    near, exact = (record["means"][label]["psnr"] for label in record["methods"][1:])
+    assert record["complete"] and exact > 80 > near
+
+
+def test_methods_are_evaluated(cli, folders: Folders) -> None:
+    code, _, err = cli("eval", *line(folders("hunyuan15"), "hunyuan15", "--steps", 1), tiny=False)
+    assert code == 0, err
+    record = json.loads((cli.folder / "outputs/eval/evaluation.json").read_text())
+    # At this size nearly all of the work is text's.
+    assert record["attention_flops"] == {"full": 1.0, "vmonarch": pytest.approx(1, abs=0.01)}
+    assert record["statistics"]["vmonarch"]["psnr"]["items"] == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flops_count_the_text_beside_the_video(folders: Folders, name: str) -> None:
+    folder = find_model(str(folders(name)))
+    settings = complete(config(folder.path, name, attention="full", guidance=1.0), folder)
+    model = loading.load_model(settings, folder)
+    with recorded_call(model.pipe) as call:
+        sampling.denoise(model, settings, [PROMPT], [0], steps=1)
+    # Of HunyuanVideo-1.5 729 tokens of an image, 256 of glyphs and 1000 of the prompt.
+    text = {"hunyuan": 256, "hunyuan15": 729 + 256 + 1000, "ltx": 0, "cogvideox": 226}[name]
+    grid = folder.grid(**tiny_folders.size(name))
+    heads = model.pipe.transformer.config.num_attention_heads
+    dim = call.config["attention_head_dim"]
+    # The mask of padded text is a bias of rank 1 for the video's queries.
+    beside = pair_flops(grid.tokens * text, dim, rank=int("hunyuan" in name))
+    work = vmonarch_flops(grid, dim) + beside + pair_flops(text * (grid.tokens + text), dim)
+    expected = work / pair_flops((grid.tokens + text) ** 2, dim)
+    found = relative_flops(call, [resolve_method("vmonarch")], ["transformer"])["vmonarch"]
+    assert heads == 2 and found == pytest.approx(expected)
+
+
+def test_heads_are_diagnosed_and_planned(cli, folders: Folders) -> None:
+    words = ["--candidates", "vmonarch-t1", "vmonarch", "--every", 1, "--flops", 1.5]
+    code, _, err = cli("calibrate", *line(folders("hunyuan"), "hunyuan", *words), tiny=False)
+    assert code == 0, err
+    (folder,) = (cli.folder / "outputs/calibrate").iterdir()
+    part = json.loads((folder / "diagnosis.json").read_text())["transformers"]["transformer"]
+    assert part["steps"] == [0, 1] and all(math.isfinite(value) for value in part["candidates"]["vmonarch"]["kl"][0][1])
+    words = ["--attention", f"vmonarch:plan={folder / 'plan.json'}"]
+    code, _, err = cli("generate", *line(folders("hunyuan"), "hunyuan", *words), tiny=False)
+    assert code == 0, err
+
+
+LONG = "red " * 300
+# Of each pipeline: words after a prompt, and what the message must hold.
+BAD_INPUT = {
+    "image for text to video": ("hunyuan", ["--image", "first.png"], ["--image", "text-to-video model"]),
+    "two guidances": ("ltx", ["--guidance-2", "3"], ["--guidance-2", "two transformers"]),
+    "height": ("ltx", ["--height", "112"], ["--height", "multiple of 32 for this model", "96 or 128"]),
+    "width": ("hunyuan", ["--width", "72"], ["--width", "multiple of 16", "64 or 80"]),
+    "frames of LTX": ("ltx", ["--num-frames", "13"], ["--num-frames", "8·k + 1 for this model", "9 or 17"]),
+    "frames": ("cogvideox", ["--num-frames", "10"], ["--num-frames", "4·k + 1", "9 or 13"]),
+    "beyond the rotary tables": ("cogvideox15", ["--height", "80"], ["--height", "at most 64 for this model"]),
+    "batched guidance": ("cogvideox", ["--batch-guidance"], ["--batch-guidance", "Wan family", "CogVideoXPipeline"]),
+    "true guidance": ("ltx", ["--true-guidance", "3"], ["--true-guidance", "LTXPipeline", "HunyuanVideoPipeline"]),
+    "a length that is fixed": ("hunyuan15", ["--max-sequence-length", "9"], ["--max-sequence-length", "LTXPipeline"]),
+    "negative prompt of no use": (
+        "hunyuan",
+        ["--negative-prompt", "x"],
+        ["--negative-prompt", "true_guidance above"],
+    ),
+    "no flow shift": ("cogvideox", ["--flow-shift", "3"], ["--flow-shift", "CogVideoXDDIMScheduler"]),
+    "long prompt of HunyuanVideo": ("hunyuan", [LONG], ["prompt", "at most 256 tokens", "has 3"]),
+    "long prompt of 1.5": ("hunyuan15", [LONG * 4], ["prompt", "at most 1000 tokens for", "has 12"]),
+    "long glyphs of 1.5": ("hunyuan15", [f'a "{"x" * 300}"'], ["prompt", "256 tokens in quotation marks", "has 3"]),
+    "long prompt of LTX": ("ltx", [LONG], ["prompt", "at most 128 tokens", "has 301"]),
+    "long prompt of CogVideoX": ("cogvideox", [LONG], ["prompt", "at most 226 tokens", "has 301"]),
+    "learnt attention": ("hunyuan", ["--attention", "based"], ["--attention", "'based'", "Wan family"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input(cli, folders: Folders, case: str) -> None:
+    name, words, parts = BAD_INPUT[case]
+    code, out, err = cli("generate", *line(folders(name), name, *words), tiny=False)
+    assert code == 2 and out == "" and err.count("\n") == 1, err
+    assert all(part in err for part in parts), err
+    assert not cli.outputs()
+
+
+def test_a_prompt_that_is_too_long_for_its_summary(folders: Folders) -> None:
+    folder = find_model(str(folders("hunyuan")))
+    settings = complete(config(folder.path, "hunyuan", prompts=("red " * 76, "red " * 99)), folder)
+    with pytest.warns(UserWarning, match=r"prompts: the encoder .* sees 77 tokens; .* has 100") as found:
+        loading.load_model(settings, folder)
+    assert len([warning for warning in found if "sees 77" in str(warning.message)]) == 1
+
+
+def test_the_shift_of_a_schedule_that_depends_on_the_size(folders: Folders, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(folders("ltx"), tmp_path / "model"))
+    file = path / "scheduler/scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dynamic_shifting": True}))
+    folder = find_model(str(path))
+    with pytest.raises(InputError, match="flow_shift cannot be set: this model's shift follows from the size"):
+        loading.load_model(complete(config(path, "ltx", flow_shift=3.0), folder), folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "change", "message"),
+    [
+        ("hunyuan", "transformer/config.json", {"guidance_embeds": False}, "model is a .* no embedded guidance"),
+        (
+            "hunyuan15",
+            "guider/guider_config.json",
+            {"guidance_scale": None},
+            "model has no guider with a guidance_scale",
+        ),
+    ],
+    ids=["embedded", "guider"],
+)
+def test_a_model_without_guidance_of_its_kind(
+    folders: Folders, tmp_path: Path, name: str, file: str, change: dict[str, Any], message: str
+) -> None:
+    path = Path(shutil.copytree(folders(name), tmp_path / "model"))
+    (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | change))
+    with pytest.raises(InputError, match=message):
+        complete(config(path, name), find_model(str(path)))
+
+
+def test_videos_of_other_families_are_not_shared(folders: Folders) -> None:
+    with pytest.raises(InputError, match="model must be of the Wan family for 2 processes"):
+        loading.complete_and_load(config(folders("ltx"), "ltx"), None, shard=loading.Shard(0, 2, 0))
+
+
+def test_training_is_for_the_wan_family(folders: Folders, tmp_path: Path) -> None:
+    model = str(folders("ltx"))
+    message = "model must be of the Wan family, as training data and trainer are .*LTXPipeline"
+    with pytest.raises(InputError, match=message):
+        preprocess(preprocess_config({"model": model, "procedural": 1, "output": str(tmp_path / "data")}))
