@@ -11,6 +11,7 @@ import diffusers
 import pytest
 import tiny_pipelines
 import torch
+from peft import LoraConfig
 from tiny_families import FAMILIES, GRID, SHORT, first
 
 import vmonarch
@@ -70,8 +71,8 @@ def test_every_family_is_tested():
     assert all(hasattr(diffusers, name) for name in (*families.FAMILIES, *families.OUT_OF_SCOPE))
 
 
-@each_family
 @pytest.mark.parametrize("grid", [GRID, (5, 7, 3)], ids=str)
+@each_family
 def test_with_all_blocks_exact_the_model_is_the_stock_one(name, grid):
     case = FAMILIES[name]
     if case.needs_grid and grid != GRID:
@@ -316,6 +317,20 @@ def test_gradients_are_those_of_the_stock_model_with_and_without_checkpointing(n
     assert torch.equal(found["checkpointed"], found["plain"])
 
 
+@pytest.mark.parametrize("name", ["hunyuan", "ltx2"])
+def test_lora_layers_stay_at_work(name):
+    case = FAMILIES[name]
+    model, inputs = case.make(), case.call()
+    plain = run(model, inputs)
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    adapted = run(model, inputs)
+    assert error(adapted, plain) > 1e-4
+    vmonarch.apply(model, processor_of(case, exact=EVERYTHING))
+    assert error(run(model, inputs), adapted) < 1e-5
+    model.disable_adapters()
+    assert error(run(model, inputs), plain) < 1e-5
+
+
 def compiles_once(case, layers, backend):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -510,6 +525,24 @@ def test_pipelines_tell_the_grid_and_the_step(name, calls):
     shared = sample(refresh=(0, 2))
     assert 0 < error(shared, stock) < 0.5 * error(plain, stock)
     assert torch.equal(tiny_pipelines.sample(pipe, call), stock)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["model", "group", "sequential"])
+@pytest.mark.parametrize("name", ["hunyuan", "cogvideox"])
+def test_gpu_offloaded_weights(name, way):
+    pipe, call = tiny_pipelines.pipeline(name)
+    call = {key: on_the_gpu(value) for key, value in call.items()}
+    vmonarch.apply(pipe.to("cuda"), VMonarchProcessor(refresh=2))
+    expected = tiny_pipelines.sample(pipe, call)
+    pipe.to("cpu")
+    if way == "model":
+        pipe.enable_model_cpu_offload()
+    elif way == "group":
+        pipe.enable_group_offload(onload_device=torch.device("cuda"), offload_type="leaf_level")
+    else:
+        pipe.enable_sequential_cpu_offload()
+    assert error(tiny_pipelines.sample(pipe, call).cuda(), expected) < 1e-4
 
 
 @pytest.mark.gpu
