@@ -7,6 +7,7 @@ Legend: B videos of a batch, F frames, H and W pixels, C latent channels, T late
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -132,11 +133,12 @@ def _wan_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
 # HunyuanVideo
 
 
-def _hunyuan_sizes(configs: Configs) -> dict[str, Any]:
+def _hunyuan_sizes(configs: Configs, *, spatial: int = 8, patch: int = 2) -> dict[str, Any]:
+    """The defaults of the VAE and the transformer are those of HunyuanVideo."""
     vae, transformer = configs["vae"], configs["transformer"]
-    size = transformer.get("patch_size", 2)
+    size = transformer.get("patch_size", patch)
     return _any_size(
-        vae.get("spatial_compression_ratio", 8),
+        vae.get("spatial_compression_ratio", spatial),
         vae.get("temporal_compression_ratio", 4),
         (transformer.get("patch_size_t", 1), size, size),
     )
@@ -173,14 +175,7 @@ def _scaled_decode(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
 # HunyuanVideo-1.5
 
 
-def _hunyuan15_sizes(configs: Configs) -> dict[str, Any]:
-    vae, transformer = configs["vae"], configs["transformer"]
-    size = transformer.get("patch_size", 1)
-    return _any_size(
-        vae.get("spatial_compression_ratio", 16),
-        vae.get("temporal_compression_ratio", 4),
-        (transformer.get("patch_size_t", 1), size, size),
-    )
+_hunyuan15_sizes = functools.partial(_hunyuan_sizes, spatial=16, patch=1)
 
 
 def _hunyuan15_recommended(configs: Configs) -> dict[str, Any]:

@@ -265,6 +265,8 @@ BUGS = {
     "joint-decoder-sees-one-video": (FAMILIES, "1 + (layer >= layers - config.num_decoder_layers)", "1"),
     "joint-sound-tells-branches-apart": (FAMILIES, '"sigma", "audio_hidden_states", ', '"sigma", '),
     "joint-mask-ignored": (SEAM, "return attn_mask[:, 0, 0]", "return None"),
+    "joint-keys-alone-last": (SEAM, "(0, 0, 0, 0, keys_alone, 0)", "(0, 0, 0, 0, 0, keys_alone)"),
+    "joint-heads-in-another-group": (SEAM, "repeat_interleave(query.shape[2] // x.shape[2], 2)", "repeat(1, 1, 2, 1)"),
     "joint-unseen-mask-ignored": (SEAM, "if last is not None:", "if last is not None and name is None:"),
     "joint-text-counts-twice": (
         SEQUENCE, "merge_partials(ours, (out, lse), impl", "merge_partials(ours, *[(out, lse)] * 2, impl"),
@@ -279,6 +281,7 @@ BUGS = {
 }  # fmt: skip
 # Tests that see a bug soonest; the interpreter, above all, is slow.
 KEYWORDS = {
+    **dict.fromkeys(("joint-keys-alone-last", "joint-heads-in-another-group"), "all_blocks and cosmos3"),
     "entropy-gradient-flows": "gradient_is_stopped",
     "tiles-of-equal-size": "do_not_divide",
     "pre-is-post": "ragged_blocks",

@@ -14,9 +14,11 @@ def same_arguments(expected: Mapping[str, Any], given: Mapping[str, Any]) -> boo
 
 
 def same_value(expected: Any, given: Any) -> bool:
-    """Whether two arguments are the same object, equal tensors or equal values."""
+    """Whether two arguments are the same object, equal tensors or equal values, or sequences of such."""
     if expected is given:
         return True
+    if isinstance(expected, (list, tuple)) and isinstance(given, (list, tuple)):
+        return len(expected) == len(given) and all(map(same_value, expected, given))
     if isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
         alike = (expected.shape, expected.dtype, expected.device) == (given.shape, given.dtype, given.device)
         return alike and torch.equal(expected, given)

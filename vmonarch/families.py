@@ -130,6 +130,11 @@ def _of_arguments(arguments: Arguments, config: Any) -> LatentGrid | None:
     return None if None in sizes else LatentGrid(*sizes)  # type: ignore[arg-type]
 
 
+def _of_one_item(arguments: Arguments, config: Any) -> LatentGrid | None:
+    shapes = arguments.get("vision_token_shapes")
+    return LatentGrid(*shapes[0]) if shapes is not None and len(shapes) == 1 else None
+
+
 def _framepack_history(arguments: Arguments) -> int:
     """Tokens of the frames before, whose patches grow with their age."""
     patches = {"latents_clean": (1, 2, 2), "latents_history_2x": (2, 4, 4), "latents_history_4x": (4, 8, 8)}
@@ -192,6 +197,13 @@ FAMILIES = {
         videos=lambda config, layer, layers: 1 + (layer >= layers - config.num_decoder_layers),
     ),
     "CosmosTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", spread=COSMOS),
+    "Cosmos3OmniTransformer": Family(
+        _of_one_item,
+        ("layers",),
+        "self_attn",
+        lambda arguments: arguments["und_len"],
+        by_step=tuple(f"{kind}_{what}" for kind in ("vision", "sound", "action") for what in ("tokens", "timesteps")),
+    ),
     "CogVideoXTransformer3DModel": _COGVIDEOX,
     "ConsisIDTransformer3DModel": _COGVIDEOX,
     "MochiTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", batched=False, spread=MOCHI),
@@ -216,7 +228,8 @@ def _named(name: str) -> Family:
 
 def heads_of(attn: Any) -> int:
     """The number of heads of an attention module."""
-    heads: int = attn.heads if hasattr(attn, "heads") else attn.num_heads
+    names = ("heads", "num_heads", "num_attention_heads")
+    heads: int = next(getattr(attn, name) for name in names if hasattr(attn, name))
     return heads
 
 
@@ -229,7 +242,6 @@ OUT_OF_SCOPE = {
     "AnyFlowFARTransformer3DModel": "which attends to frames before by a cache of keys",
     "WanAnimate2Transformer3DModel": "whose self-attention has a mask of blocks",
     "Kandinsky6SRTransformer3DModel": "whose attention is block-sparse already",
-    "Cosmos3OmniTransformer": "whose heads share keys",
 }
 
 

@@ -203,16 +203,16 @@ class ResidualSharing:
         """The branch of a forward call that begins.
 
         Args:
-            arguments: of the call, by name, `hidden_states` among them; `by_step` names those that change from step to
-                step.
+            arguments: of the call, by name; `hidden_states` and those that `by_step` names change from step to step.
 
         Raises:
             RuntimeError: no pipeline has called the transformer, or its scheduler does not tell the step.
         """
         step = denoising_step(transformer, "refresh", "use refresh=None")
-        latents = arguments["hidden_states"]
+        latents = arguments.get("hidden_states")
         conditioning = {name: x for name, x in arguments.items() if name not in ("hidden_states", *by_step)}
-        conditioning["latents"] = (latents.shape, latents.dtype, latents.device)
+        if latents is not None:
+            conditioning["latents"] = (latents.shape, latents.dtype, latents.device)
         with self._lock:
             self._drop(lambda branch: not branch.may_go_on(step, transformer))
             branch = next((b for b in self._branches if b.is_of(step, transformer, conditioning)), None)

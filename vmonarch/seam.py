@@ -15,6 +15,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch.nn import functional
 
 from vmonarch.context_parallel import context_parallel_config
@@ -50,11 +51,21 @@ def _dispatch(
     """In place of `dispatch_attention_fn`: [B, S, H, D] -> [B, S, H, D]."""
     processor: VideoAttentionProcessor = _running.now["processor"]
     name = type(processor).__name__
-    if dropout_p or is_causal or enable_gqa or attention_kwargs or scale not in (None, query.shape[-1] ** -0.5):
-        raise NotImplementedError(f"{name} supports no dropout, causal mask, groups of heads or scale in this model")
+    if dropout_p or attention_kwargs or scale not in (None, query.shape[-1] ** -0.5):
+        raise NotImplementedError(f"{name} supports no dropout or scale in this model")
+    if is_causal:
+        # Of text to itself.
+        return dispatch_attention_fn(query, key, value, is_causal=True, enable_gqa=enable_gqa, backend=backend)
     if processor._attention_backend is not backend:
         processor._attention_backend = backend
-    return processor.attend_joint(query, key, value, _key_mask(name, attn_mask, key.shape[1]))
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
+    # Text that has keys alone comes first.
+    keys_alone = key.shape[1] - query.shape[1]
+    if keys_alone:
+        query = functional.pad(query, (0, 0, 0, 0, keys_alone, 0))
+    out = processor.attend_joint(query, key, value, _key_mask(name, attn_mask, key.shape[1]))
+    return out[:, keys_alone:]
 
 
 def _scaled_dot_product_attention(

@@ -25,6 +25,7 @@ from vmonarch import (
     families,
     vmonarch_attention,
 )
+from vmonarch.arguments import same_value
 from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.eval.bench.families import compiled
 from vmonarch.installation import own_processors, self_attention_modules
@@ -475,6 +476,14 @@ def test_tensor_parallelism_is_left_to_diffusers():
     vmonarch.apply(model, VMonarchProcessor())
     with pytest.raises(ValueError, match="HunyuanVideoTransformer3DModel.*does not define one"):
         model.enable_parallelism(config=diffusers.TensorParallelConfig())
+
+
+def test_arguments_are_compared_by_value_in_lists_too():
+    one, same, other = torch.ones(2), torch.ones(2), torch.zeros(2)
+    assert same_value([one, [3, one]], (same, [3, same]))
+    assert not same_value([one], [other])
+    assert not same_value([one], [same, same])
+    assert not same_value([one], one)
 
 
 def test_nothing_is_kept_of_a_processor_that_has_run():

@@ -73,7 +73,9 @@ class Tiny:
 
 
 def first(out: Any) -> torch.Tensor:
-    return out[0] if isinstance(out, (tuple, list)) else out
+    while isinstance(out, (tuple, list)):
+        out = out[0]
+    return out
 
 
 def hunyuan(T: int, H: int, W: int) -> Inputs:
@@ -162,6 +164,24 @@ def cosmos(T: int, H: int, W: int) -> Inputs:
         "encoder_hidden_states": noise(1, TEXT, 16),
         "attention_mask": torch.ones(1, TEXT).bool(),
         "fps": 30,
+    }
+
+
+def cosmos3(T: int, H: int, W: int) -> Inputs:
+    tokens = T * H * W
+    video = torch.arange(TEXT, TEXT + tokens)
+    return {
+        "input_ids": torch.arange(TEXT),
+        "text_indexes": torch.arange(TEXT),
+        "position_ids": torch.arange(TEXT + tokens)[None].expand(3, -1),
+        "und_len": TEXT,
+        "sequence_length": TEXT + tokens,
+        "vision_tokens": [noise(1, 2, T, H, W)],
+        "vision_token_shapes": [(T, H, W)],
+        "vision_sequence_indexes": video,
+        "vision_mse_loss_indexes": video,
+        "vision_timesteps": torch.full((tokens,), 0.5),
+        "vision_noisy_frame_indexes": [torch.arange(T)],
     }
 
 
@@ -395,6 +415,24 @@ FAMILIES = {
             "extra_pos_embed_type": "learnable",
         },
         cosmos,
+    ),
+    "cosmos3": Tiny(
+        "Cosmos3OmniTransformer",
+        {
+            "head_dim": 12,
+            "hidden_size": 24,
+            "intermediate_size": 24,
+            "latent_channel": 2,
+            "latent_patch_size": 1,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "patch_latent_dim": 2,
+            "rope_axes_dim": [2, 2, 2],
+            "vocab_size": 32,
+        },
+        cosmos3,
+        before=TEXT,
     ),
     "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox, before=TEXT),
     # Without a face.
