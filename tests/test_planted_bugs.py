@@ -58,6 +58,8 @@ CONTEXT_PARALLEL = "context_parallel.py"
 GUIDANCE = "guidance.py"
 RESIDUALS = "residuals.py"
 FAMILIES = "families.py"
+STEPS = "steps.py"
+ARGUMENTS = "arguments.py"
 SEAM = "seam.py"
 SEQUENCE = "sequence.py"
 PARALLELISM = "parallelism.py"
@@ -264,6 +266,10 @@ BUGS = {
         FAMILIES, "_unwrapped(name) in names", "_unwrapped(name).endswith(tuple(names))"),
     "joint-decoder-sees-one-video": (FAMILIES, "1 + (layer >= layers - config.num_decoder_layers)", "1"),
     "joint-sound-tells-branches-apart": (FAMILIES, '"sigma", "audio_hidden_states", ', '"sigma", '),
+    "control-tells-branches-apart": (FAMILIES, '("timestep", "block_controlnet_hidden_states")', '("timestep",)'),
+    "arguments-in-tuples-change-unseen": (ARGUMENTS, "yield from tensors_in(part)", "yield from ()"),
+    "loop-not-looked-at": (STEPS, "(kept is None or _place(kept, timesteps) is not None)", "True"),
+    "loop-of-another-pipeline": (STEPS, 'call["self"] is pipe and "t" in call', '"t" in call'),
     "joint-mask-ignored": (SEAM, "return attn_mask[:, 0, 0]", "return None"),
     "joint-keys-alone-last": (SEAM, "(0, 0, 0, 0, keys_alone, 0)", "(0, 0, 0, 0, 0, keys_alone)"),
     "joint-heads-in-another-group": (SEAM, "repeat_interleave(query.shape[2] // x.shape[2], 2)", "repeat(1, 1, 2, 1)"),
@@ -341,7 +347,9 @@ KEYWORDS = {
     "window-kernel-reaches-the-wrong-way": "the_kernels and sequence",
     "window-kernel-sees-all-rows": "the_kernels and neighbourhood",
     "joint-grid-transposed": "stock_one",
-    "joint-sound-tells-branches-apart": "tell_the_grid and ltx2",
+    "control-tells-branches-apart": "last_residual and cosmos",
+    "loop-of-another-pipeline": "tells_nothing",
+    "joint-sound-tells-branches-apart": "last_residual and ltx2",
     "joint-text-counts-once-for-every-rank": "joint-hunyuan",
     "joint-mask-of-ranks-ignored": "joint-hunyuan",
     "joint-every-rank-has-the-first-frame": "joint-hunyuan",
@@ -358,6 +366,8 @@ FILE_KEYWORDS = {
     GUIDANCE: "callback or breaks_off",
     **dict.fromkeys((FAMILIES, SEAM), "one_softmax or replaced or padding"),
     SEQUENCE: "one_softmax or every_kind",
+    STEPS: "tell_the_step and mochi",
+    ARGUMENTS: "in_a_tuple",
     RESIDUALS: "last_residual and t2v or interleave or frees or callback_changes or second or offloaded",
 }
 # The test files to run, those that look straight at the planted file first.
@@ -386,7 +396,8 @@ TESTS = {
     **{file: ["tests/processors/test_context_parallel.py"] for file in (CONTEXT_PARALLEL, PARALLELISM, SPREAD)},
     GUIDANCE: ["tests/pipelines/test_guidance.py"],
     RESIDUALS: ["tests/processors/test_refresh.py"],
-    **{file: ["tests/processors/test_families.py"] for file in (FAMILIES, SEAM, SEQUENCE)},
+    STEPS: ["tests/processors/test_families.py", "tests/processors/test_dense.py"],
+    **{file: ["tests/processors/test_families.py"] for file in (FAMILIES, SEAM, SEQUENCE, ARGUMENTS)},
     **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},
     **{
         file: ["tests/kernels/test_monarch_triton.py"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,21 @@ def same_arguments(expected: Mapping[str, Any], given: Mapping[str, Any]) -> boo
 
 
 def same_value(expected: Any, given: Any) -> bool:
-    """Whether two arguments are the same object, equal tensors or equal values, or sequences of such."""
+    """Whether two arguments are the same object, equal tensors, equal values or sequences of such."""
     if expected is given:
         return True
-    if isinstance(expected, (list, tuple)) and isinstance(given, (list, tuple)):
+    if isinstance(expected, (tuple, list)) and isinstance(given, (tuple, list)):
         return len(expected) == len(given) and all(map(same_value, expected, given))
     if isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
         alike = (expected.shape, expected.dtype, expected.device) == (given.shape, given.dtype, given.device)
         return alike and torch.equal(expected, given)
     return not isinstance(expected, torch.Tensor) and not isinstance(given, torch.Tensor) and expected == given
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an argument is or has in sequences."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)

@@ -196,7 +196,13 @@ FAMILIES = {
         "attn",
         videos=lambda config, layer, layers: 1 + (layer >= layers - config.num_decoder_layers),
     ),
-    "CosmosTransformer3DModel": Family(_BCTHW, ("transformer_blocks",), "attn1", spread=COSMOS),
+    "CosmosTransformer3DModel": Family(
+        _BCTHW,
+        ("transformer_blocks",),
+        "attn1",
+        by_step=("timestep", "block_controlnet_hidden_states"),
+        spread=COSMOS,
+    ),
     "Cosmos3OmniTransformer": Family(
         _of_one_item,
         ("layers",),

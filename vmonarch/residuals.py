@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vmonarch.arguments import same_arguments
+from vmonarch.arguments import same_arguments, tensors_in
 from vmonarch.dense import DenseSet
 from vmonarch.host_memory import Arriving, HostMemory
 from vmonarch.kernels.residual.api import (
@@ -172,7 +172,7 @@ class Branch:
 
 
 def _versions(conditioning: Mapping[str, Any]) -> list[int]:
-    tensors = (value for value in conditioning.values() if isinstance(value, torch.Tensor))
+    tensors = (tensor for value in conditioning.values() for tensor in tensors_in(value))
     # What inference mode has made has no version.
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 

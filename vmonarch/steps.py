@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vmonarch.callers import callers
+from vmonarch.callers import callers, method_calls
 
 
 def running_pipeline(transformer: torch.nn.Module | None) -> Any:
@@ -73,15 +73,14 @@ def denoising_step(transformer: torch.nn.Module | None, needed_by: str, instead:
             f"{needed_by} needs the denoising step, but no pipeline calls this transformer here: run it by a diffusers"
             f" pipeline that has it, in the same thread, or {instead}"
         )
-    timestep, scheduler = getattr(pipe, "_current_timestep", None), pipe.scheduler
+    scheduler = pipe.scheduler
+    timesteps, order = getattr(scheduler, "timesteps", None), getattr(scheduler, "order", 1)
+    timestep = _timestep(pipe, timesteps)
     if timestep is None:
         raise RuntimeError(
             f"{needed_by} needs the denoising step, but {type(pipe).__name__} calls this transformer outside of its"
             f" denoising loop; {instead}"
         )
-    # Pipelines go through the timesteps of their scheduler, of which each is a view. Values would not tell: they may
-    # occur twice, and to read them is to wait for the GPU.
-    timesteps, order = getattr(scheduler, "timesteps", None), getattr(scheduler, "order", 1)
     run = getattr(pipe, "_num_timesteps", 0)
     place = _place(timestep, timesteps)
     if place is not None and timesteps is not None:
@@ -92,13 +91,28 @@ def denoising_step(transformer: torch.nn.Module | None, needed_by: str, instead:
             return DenoisingStep(evaluation // order, -(-run // order), evaluation, last, timesteps, scheduler)
     raise RuntimeError(
         f"{needed_by} needs the denoising step, but the timestep of {type(pipe).__name__} is none of its scheduler's"
-        f" ({type(scheduler).__name__}): another pipeline with the same scheduler may have begun since, then give each"
-        f" its own, copy.deepcopy(pipe.scheduler); or {instead}"
+        f" ({type(scheduler).__name__}): it may go through others, or another pipeline with the same scheduler may have"
+        f" begun since, then give each its own, copy.deepcopy(pipe.scheduler); or {instead}"
     )
 
 
+def _timestep(pipe: Any, timesteps: Any) -> Any:
+    """Where the denoising loop of a pipeline is in the timesteps of its scheduler; None outside of the loop.
+
+    Some pipelines do not keep it, or keep a number that they have computed from it. They have it in the variable `t` of
+    the method that runs the loop.
+    """
+    kept = getattr(pipe, "_current_timestep", None)
+    if hasattr(pipe, "_current_timestep") and (kept is None or _place(kept, timesteps) is not None):
+        return kept
+    return next((call["t"] for call in method_calls() if call["self"] is pipe and "t" in call), kept)
+
+
 def _place(timestep: Any, timesteps: Any) -> int | None:
-    """Which entry of `timesteps` [N] the tensor `timestep` is a view of; None if of none."""
+    """Which entry of `timesteps` [N] the tensor `timestep` is a view of; None if of none.
+
+    Values would not tell: they may occur twice, and to read them is to wait for the GPU.
+    """
     if not isinstance(timestep, torch.Tensor) or not isinstance(timesteps, torch.Tensor):
         return None
     if timestep.ndim or timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():

@@ -30,6 +30,7 @@ from vmonarch.eval.studies import (
     mqar,
     parallel_bytes,
     residual_sharing,
+    support,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,6 +184,7 @@ TABLES = {
     "families": Table(families.families_table, "families"),
     "sequence": Table(sequence.sequence_table, "sequence"),
     "joint": Table(joint.joint_table, "joint"),
+    "support": Table(support.support_table, "support"),
     "float8": Table(float8.float8_table, "float8"),
     "fidelity": Table(fidelity_table, "eval-refresh"),
     "guidance": Table(guidance.guidance_table, "guidance"),

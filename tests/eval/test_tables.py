@@ -75,6 +75,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
         "eval-demo": ("statistics", "vmonarch", "psnr", "mean"),
         "parallel-bytes": ("cases", 0, "by_frames", "frames"),
         "joint": ("attention", "kl"),
+        "support": ("models", "HunyuanVideoTransformer3DModel", "`apply`", "failed"),
         "mqar": ("models", 0, "recall", "1024", "256"),
     }
     for name in tables.TABLES:

@@ -300,23 +300,70 @@ class Early(diffusers.WanPipeline):
         self.transformer(**self.inputs)
 
 
-class Unknown(diffusers.WanPipeline):
-    """As diffusion forcing, which gives every frame a timestep of its own."""
+class Computed(diffusers.WanPipeline):
+    """As Mochi, which keeps something else than its scheduler's timestep."""
 
     def __setattr__(self, name, value):
-        super().__setattr__(name, value.clone() if name == "_current_timestep" and value is not None else value)
+        super().__setattr__(name, 1000 - value if name == "_current_timestep" and value is not None else value)
 
 
-@pytest.mark.parametrize(
-    "kind, message", [(Early, "Early calls this transformer outside of its"), (Unknown, "of Unknown is none of its")]
-)
-def test_a_step_that_a_pipeline_does_not_tell_is_refused(tiny, kind, message):
+class Unkept(diffusers.WanPipeline):
+    """As Kandinsky 5, which keeps no timestep."""
+
+    def __setattr__(self, name, value):
+        if name != "_current_timestep":
+            super().__setattr__(name, value)
+
+
+class EarlyUnkept(Unkept, Early):
+    pass
+
+
+class Replaced(diffusers.WanPipeline):
+    """As Allegro, whose loop goes through timesteps that its scheduler has replaced."""
+
+    def prepare_latents(self, *args, **kwargs):
+        self.scheduler.set_timesteps(2)
+        return super().prepare_latents(*args, **kwargs)
+
+
+def derived(tiny, kind):
     pipe = kind(**tiny.pipeline("t2v").components)
     pipe.set_progress_bar_config(disable=True)
     pipe.inputs = tiny.inputs()
+    return pipe
+
+
+@pytest.mark.parametrize("kind", [Computed, Unkept])
+def test_the_step_is_that_of_the_loop_where_the_pipeline_does_not_keep_it(tiny, kind):
+    pipe = derived(tiny, kind)
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1]))
+    seen = watched(pipe.transformer)
+    tiny.quickly(pipe, 3)
+    assert tiny.taken(seen) == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        (Early, "Early calls this transformer outside of its"),
+        (EarlyUnkept, "EarlyUnkept calls this transformer outside of its"),
+        (Replaced, "of Replaced is none of its"),
+    ],
+)
+def test_a_step_that_a_pipeline_does_not_tell_is_refused(tiny, kind, message):
+    pipe = derived(tiny, kind)
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
     with pytest.raises(RuntimeError, match=f"dense_steps needs the denoising step.*{message}"):
         tiny.quickly(pipe, 2)
+
+
+def test_the_loop_of_another_pipeline_tells_nothing(tiny):
+    pipe, early = derived(tiny, Unkept), derived(tiny, EarlyUnkept)
+    early.register_modules(transformer=pipe.transformer, scheduler=pipe.scheduler)
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    with pytest.raises(RuntimeError, match="EarlyUnkept calls this transformer outside of its"):
+        tiny.quickly(pipe, 2, callback_on_step_end=lambda *_: tiny.quickly(early, 2) is None or {})
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,14 @@ from vmonarch import (
     TwoResolutionProcessor,
     VMonarchProcessor,
     families,
+    residuals,
     vmonarch_attention,
 )
 from vmonarch.arguments import same_value
 from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.eval.bench.families import compiled
 from vmonarch.installation import own_processors, self_attention_modules
+from vmonarch.kernels.residual.api import add_residual, attention_residual
 from vmonarch.seam import borrowed
 from vmonarch.sequence import masked_attention
 from vmonarch.video_processor import FullAttentionProcessor, VideoAttentionProcessor
@@ -511,29 +513,98 @@ def test_an_unknown_processor_is_refused():
     assert families.family_of(torch.nn.Linear(1, 1)) is None
 
 
-@pytest.mark.parametrize("name", tiny_pipelines.PIPELINES)
-def test_pipelines_tell_the_grid_and_the_step(name, calls):
-    pipe, call = tiny_pipelines.pipeline(name)
-    stock = tiny_pipelines.sample(pipe, call)
+@pytest.fixture
+def residuals_in_use(monkeypatch):
+    """(residuals as they are made, residuals as they are added)."""
+    made, added = [], []
+
+    def note_made(*args, **kwargs):
+        made.append(attention_residual(*args, **kwargs))
+        return made[-1]
+
+    def note_added(rough, residual, **kwargs):
+        added.append(residual)
+        return add_residual(rough, residual, **kwargs)
+
+    monkeypatch.setattr(residuals, "attention_residual", note_made)
+    monkeypatch.setattr(residuals, "add_residual", note_added)
+    return made, added
+
+
+def sample_with(name, pipe, call, **options):
     # With conditions the pipeline of LTX gives coordinates in place of the grid.
     given = {"grid": tiny_pipelines.GRID} if name == "ltx-condition" else {}
+    with vmonarch.apply(pipe, VMonarchProcessor(**options, **given)) as installation:
+        out = tiny_pipelines.sample(pipe, call)
+        assert installation.grid == tiny_pipelines.GRID
+    return out
 
-    def sample(**options):
-        calls.clear()
-        with vmonarch.apply(pipe, VMonarchProcessor(**options, **given)) as installation:
-            out = tiny_pipelines.sample(pipe, call)
-            assert installation.grid == tiny_pipelines.GRID
-        return out
 
-    assert error(sample(exact=EVERYTHING), stock) < 1e-5
-    plain = sample()
+WITHOUT_A_STEP = ["allegro"]
+WITH_STEPS = [name for name in tiny_pipelines.PIPELINES if name not in WITHOUT_A_STEP]
+
+
+@pytest.mark.parametrize("name", tiny_pipelines.PIPELINES)
+def test_pipelines_tell_the_grid(name, calls):
+    pipe, call = tiny_pipelines.pipeline(name)
+    stock = tiny_pipelines.sample(pipe, call)
+    assert error(sample_with(name, pipe, call, exact=EVERYTHING), stock) < 1e-5
+    video_alone = ("ltx", "ltx2", "kandinsky5", "kandinsky6", "cosmos", "cosmos-transfer", "allegro", "anyflow")
     video = math.prod(tiny_pipelines.GRID)
-    assert {query.shape[1] > video for _, query, *_ in calls} == {name not in ("ltx", "ltx2")}
-    assert torch.equal(sample(dense_steps=4), stock)
-    assert torch.equal(sample(refresh=1.0), stock)
-    shared = sample(refresh=(0, 2))
-    assert 0 < error(shared, stock) < 0.5 * error(plain, stock)
+    assert {query.shape[1] > video for _, query, *_ in calls} == {name not in video_alone}
     assert torch.equal(tiny_pipelines.sample(pipe, call), stock)
+
+
+@pytest.mark.parametrize("name", WITH_STEPS)
+def test_pipelines_tell_the_step(name, calls):
+    pipe, call = tiny_pipelines.pipeline(name)
+    sample_with(name, pipe, call)
+    queries = [query for _, query, *_ in calls]
+    calls.clear()
+    sample_with(name, pipe, call, dense_steps=(1, 2, 3))
+    # Exact attention of a step is the model's own.
+    assert 4 * len(calls) == len(queries)
+    assert torch.equal(calls[0][1], queries[0])
+    assert torch.equal(sample_with(name, pipe, call, dense_steps=4), tiny_pipelines.sample(pipe, call))
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_STEPS if name != "mochi"])
+def test_pipelines_share_the_last_residual_of_a_branch(name, calls, residuals_in_use):
+    pipe, call = tiny_pipelines.pipeline(name)
+    stock = tiny_pipelines.sample(pipe, call)
+    assert torch.equal(sample_with(name, pipe, call, refresh=1.0), stock)
+    plain = error(sample_with(name, pipe, call), stock)
+    made, added = residuals_in_use
+    calls.clear()
+    # Every branch calls every layer in the same order in every step.
+    shared = sample_with(name, pipe, call, refresh=(0, 2))
+    assert len(made) + len(added) == len(calls)
+    assert all(mine is last for mine, last in zip(added, made, strict=True))
+    assert 0 < error(shared, stock) < 0.5 * plain
+    assert torch.equal(tiny_pipelines.sample(pipe, call), stock)
+
+
+def test_a_prompt_in_a_tuple_that_a_callback_changes_has_residuals_of_its_own(residuals_in_use):
+    pipe, call = tiny_pipelines.pipeline("cosmos-transfer")
+
+    def change(pipe, step, timestep, tensors):
+        if step == 1:
+            tensors["prompt_embeds"].add_(1)
+        return {}
+
+    callback = {"callback_on_step_end": change, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+    sample_with("cosmos-transfer", pipe, call | callback, refresh=1)
+    made, added = residuals_in_use
+    # Two layers, two branches, four steps; one branch begins again in the third.
+    assert (len(made), len(added)) == (4 + 2, 4 + 2 + 4)
+
+
+@pytest.mark.parametrize("option", ["dense_steps", "refresh"])
+@pytest.mark.parametrize("name", WITHOUT_A_STEP)
+def test_a_pipeline_that_goes_through_other_timesteps_than_its_scheduler_is_refused(name, option):
+    pipe, call = tiny_pipelines.pipeline(name)
+    with pytest.raises(RuntimeError, match=f"{option} needs the denoising step, but the timestep of .* is none of its"):
+        sample_with(name, pipe, call, **{option: 1})
 
 
 @pytest.mark.gpu

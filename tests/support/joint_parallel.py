@@ -168,6 +168,11 @@ def conditions(tiny, ranks):
     return found
 
 
+# Pipelines, some of which have names of their own. Mochi has no `refresh`.
+REFRESHED = [
+    name for name in tiny_pipelines.PIPELINES if (name in SUPPORTED or name not in FAMILIES) and name != "mochi"
+]
+
 SAME = {
     **{f"joint-{name}": forward(name) for name in SUPPORTED},
     **{f"joint-odd-tokens-{name}": forward(name, grid=ODD, anything=True) for name in ("hunyuan-i2v", "mochi", "ltx")},
@@ -178,7 +183,7 @@ SAME = {
     "joint-gradients-three-heads": gradients("hunyuan-i2v", num_attention_heads=3),
     "joint-gradients-checkpointed": gradients("hunyuan-i2v", checkpointed=True),
     "joint-dense-steps": pipeline("hunyuan", dense_steps=(0, 2)),
-    **{f"joint-refresh-{name}": pipeline(name, dense_steps=1, refresh=(1, 3)) for name in tiny_pipelines.PIPELINES},
+    **{f"joint-refresh-{name}": pipeline(name, dense_steps=1, refresh=(1, 3)) for name in REFRESHED},
     "joint-orders": orders,
     "joint-masked": masked,
     "joint-compiled": compiled,

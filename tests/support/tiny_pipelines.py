@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import diffusers
 import numpy as np
 import torch
 from diffusers.guiders import ClassifierFreeGuidance
+from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from PIL import Image
 from tiny_families import FAMILIES, TEXT
@@ -25,23 +27,34 @@ _VAE: dict[str, Any] = {
     "layers_per_block": 1,
     "norm_num_groups": 4,
 }
+_COGVIDEOX_VAE = _VAE | {
+    "down_block_types": ("CogVideoXDownBlock3D",) * 4,
+    "up_block_types": ("CogVideoXUpBlock3D",) * 4,
+}
 
 
 def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-def _hunyuan(cls: Any = diffusers.HunyuanVideoPipeline, **config: Any) -> tuple[Any, dict[str, Any]]:
+def _image(height: int = SIZE["height"], width: int = SIZE["width"]) -> Image.Image:
+    return Image.fromarray(np.zeros((height, width, 3), np.uint8))
+
+
+def _hunyuan(
+    cls: Any = diffusers.HunyuanVideoPipeline, transformer: Any = None, **parts: Any
+) -> tuple[Any, dict[str, Any]]:
     mask = torch.ones(1, TEXT)
     mask[:, TEXT - 2 :] = 0
     pipe = cls(
         text_encoder=None,
         tokenizer=None,
-        transformer=FAMILIES["hunyuan"].make(**config),
+        transformer=transformer or FAMILIES["hunyuan"].make(),
         vae=diffusers.AutoencoderKLHunyuanVideo(**_VAE).eval(),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         text_encoder_2=None,
         tokenizer_2=None,
+        **parts,
     )
     prompt = {
         "prompt_embeds": _noise(1, TEXT, 16),
@@ -52,12 +65,11 @@ def _hunyuan(cls: Any = diffusers.HunyuanVideoPipeline, **config: Any) -> tuple[
 
 
 def _skyreels() -> tuple[Any, dict[str, Any]]:
-    pipe, call = _hunyuan(diffusers.HunyuanSkyreelsImageToVideoPipeline, in_channels=8)
+    pipe, call = _hunyuan(diffusers.HunyuanSkyreelsImageToVideoPipeline, FAMILIES["hunyuan"].make(in_channels=8))
     negative = {f"negative_{name}": 1 - call[name] for name in ("prompt_embeds", "pooled_prompt_embeds")}
-    image = Image.fromarray(np.zeros((SIZE["height"], SIZE["width"], 3), np.uint8))
     return pipe, call | negative | {
         "negative_prompt_attention_mask": call["prompt_attention_mask"],
-        "image": image,
+        "image": _image(),
         "true_cfg_scale": 2.0,
     }
 
@@ -112,7 +124,7 @@ def _guided(dim: int, text: int = TEXT) -> dict[str, Any]:
 
 def _ltx_condition() -> tuple[Any, dict[str, Any]]:
     pipe, call = _ltx(diffusers.LTXConditionPipeline)
-    image = Image.fromarray(np.zeros((LTX_SIZE["height"], LTX_SIZE["width"], 3), np.uint8))
+    image = _image(LTX_SIZE["height"], LTX_SIZE["width"])
     # In the middle, so that its tokens are added before the video's.
     return pipe, call | {"image": image, "frame_index": 8}
 
@@ -163,19 +175,218 @@ def _ltx2() -> tuple[Any, dict[str, Any]]:
 
 
 def _cogvideox() -> tuple[Any, dict[str, Any]]:
-    config = _VAE | {
-        "down_block_types": ("CogVideoXDownBlock3D",) * 4,
-        "up_block_types": ("CogVideoXUpBlock3D",) * 4,
-    }
     pipe = diffusers.CogVideoXPipeline(
         tokenizer=None,
         text_encoder=None,
-        vae=diffusers.AutoencoderKLCogVideoX(**config).eval(),
+        vae=diffusers.AutoencoderKLCogVideoX(**_COGVIDEOX_VAE).eval(),
         transformer=FAMILIES["cogvideox"].make(),
         scheduler=diffusers.CogVideoXDDIMScheduler(),
     )
     prompt = {"prompt_embeds": _noise(1, TEXT, 8), "negative_prompt_embeds": -_noise(1, TEXT, 8)}
     return pipe, SIZE | prompt
+
+
+def _wan_vae() -> Any:
+    return diffusers.AutoencoderKLWan(
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    ).eval()
+
+
+def _kandinsky5() -> tuple[Any, dict[str, Any]]:
+    pipe = diffusers.Kandinsky5T2VPipeline(
+        transformer=FAMILIES["kandinsky5"].make(),
+        vae=None,
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )
+    prompt = {}
+    for sign, factor in (("", 1), ("negative_", -1)):
+        prompt[f"{sign}prompt_embeds_qwen"] = factor * _noise(1, TEXT, 16)
+        prompt[f"{sign}prompt_embeds_clip"] = factor * _noise(1, 8)
+        prompt[f"{sign}prompt_cu_seqlens"] = torch.tensor([0, TEXT])
+    return pipe, SIZE | prompt
+
+
+class _NothingToCheck:
+    """In place of what checks prompts and decoded frames: there are none."""
+
+    def to(self, device: Any) -> None:
+        pass
+
+
+def _cosmos_transformer(**config: Any) -> Any:
+    # The condition's mask is a channel of the latents.
+    return FAMILIES["cosmos"].make(in_channels=5, **config)
+
+
+def _cosmos(
+    cls: Any = diffusers.Cosmos2_5_PredictBasePipeline, transformer: Any = None, **parts: Any
+) -> tuple[Any, dict[str, Any]]:
+    pipe = cls(
+        text_encoder=None,
+        tokenizer=None,
+        transformer=transformer or _cosmos_transformer(),
+        vae=_wan_vae(),
+        scheduler=diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
+        safety_checker=_NothingToCheck(),
+        **parts,
+    )
+    return pipe, SIZE | {"prompt_embeds": _noise(1, TEXT, 16), "negative_prompt_embeds": -_noise(1, TEXT, 16)}
+
+
+class _Control(diffusers.ModelMixin):
+    """In place of the controlnet: what it adds to the first block changes with the latents and the prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = torch.nn.Parameter(_noise(1, math.prod(GRID), 24))
+
+    def forward(self, latents: torch.Tensor, encoder_hidden_states: Any, **inputs: Any) -> tuple[list[torch.Tensor]]:
+        return ([self.places + latents.mean() + encoder_hidden_states[0].mean()],)
+
+
+def _cosmos_transfer() -> tuple[Any, dict[str, Any]]:
+    # The prompt is a tuple of the text's tokens and an image's.
+    image = {"img_context_dim_in": 4, "img_context_dim_out": 24, "img_context_num_tokens": 3}
+    transformer = _cosmos_transformer(controlnet_block_every_n=2, **image)
+    pipe, call = _cosmos(diffusers.Cosmos2_5_TransferPipeline, transformer, controlnet=_Control())
+    return pipe, call | {"controls": [_image()] * SIZE["num_frames"], "num_frames_per_chunk": SIZE["num_frames"]}
+
+
+def _motif() -> tuple[Any, dict[str, Any]]:
+    pipe = diffusers.MotifVideoPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=_wan_vae(),
+        text_encoder=None,
+        tokenizer=None,
+        # Beside the latents, those of a condition and their mask.
+        transformer=FAMILIES["motif"].make(in_channels=9),
+        guider=ClassifierFreeGuidance(guidance_scale=2.0),
+    )
+    return pipe, SIZE | _guided(16)
+
+
+def _kandinsky6() -> tuple[Any, dict[str, Any]]:
+    pipe = diffusers.Kandinsky6TI2VAPipeline(
+        transformer=FAMILIES["kandinsky6"].make(),
+        vae=None,
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        audio_vae=diffusers.MMAudioVAE(
+            mel_bins=8, latent_channels=4, hidden_channels=8, channel_multipliers=(1,), layers_per_block=1
+        ).eval(),
+        vocoder=diffusers.MMAudioVocoder(
+            num_mels=8,
+            upsample_initial_channel=4,
+            upsample_rates=(2,),
+            upsample_kernel_sizes=(4,),
+            resblock_kernel_sizes=(3,),
+            resblock_dilation_sizes=((1,),),
+        ).eval(),
+    )
+    prompt = {}
+    for sign, factor in (("", 1), ("negative_", -1)):
+        prompt[f"{sign}prompt_embeds"] = factor * _noise(1, TEXT, 16)
+        prompt[f"{sign}pooled_prompt_embeds"] = factor * _noise(1, 8)
+    return pipe, SIZE | prompt
+
+
+def _mochi() -> tuple[Any, dict[str, Any]]:
+    pipe = diffusers.MochiPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+        vae=None,
+        text_encoder=None,
+        tokenizer=None,
+        transformer=FAMILIES["mochi"].make(),
+    )
+    # Its frames are compressed by six.
+    return pipe, SIZE | {"num_frames": 13} | _guided(16)
+
+
+def _allegro() -> tuple[Any, dict[str, Any]]:
+    pipe = diffusers.AllegroPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=None,
+        transformer=FAMILIES["allegro"].make(),
+        scheduler=diffusers.DDIMScheduler(),
+    )
+    return pipe, SIZE | _guided(8) | {"negative_prompt": None}
+
+
+def _easyanimate() -> tuple[Any, dict[str, Any]]:
+    pipe = diffusers.EasyAnimatePipeline(
+        vae=diffusers.AutoencoderKLMagvit(
+            latent_channels=4, block_out_channels=[8, 8, 8, 8], layers_per_block=1, norm_num_groups=4
+        ).eval(),
+        text_encoder=None,
+        tokenizer=None,
+        transformer=FAMILIES["easyanimate"].make(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )
+    return pipe, SIZE | _guided(16)
+
+
+def _consisid() -> tuple[Any, dict[str, Any]]:
+    pipe = ConsisIDPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=diffusers.AutoencoderKLCogVideoX(**_COGVIDEOX_VAE).eval(),
+        # Beside the latents, those of the image.
+        transformer=FAMILIES["consisid"].make(in_channels=8),
+        scheduler=diffusers.CogVideoXDPMScheduler(),
+    )
+    prompt = {"prompt_embeds": _noise(1, TEXT, 8), "negative_prompt_embeds": -_noise(1, TEXT, 8)}
+    return pipe, SIZE | prompt | {"image": _image()}
+
+
+def _anyflow() -> tuple[Any, dict[str, Any]]:
+    pipe = diffusers.AnyFlowPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        transformer=FAMILIES["anyflow"].make(),
+        vae=_wan_vae(),
+        scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
+    )
+    prompt = {"prompt_embeds": _noise(1, TEXT, 16), "negative_prompt_embeds": -_noise(1, TEXT, 16)}
+    return pipe, SIZE | prompt | {"guidance_scale": 2.0}
+
+
+def _helios() -> tuple[Any, dict[str, Any]]:
+    pipe = diffusers.HeliosPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=_wan_vae(),
+        scheduler=diffusers.HeliosScheduler(stages=1),
+        transformer=FAMILIES["helios"].make(),
+    )
+    prompt = {"prompt_embeds": _noise(1, TEXT, 16), "negative_prompt_embeds": -_noise(1, TEXT, 16)}
+    return pipe, SIZE | prompt | {"num_latent_frames_per_chunk": 3}
+
+
+class _FramepackPipeline(diffusers.HunyuanVideoFramepackPipeline):
+    """Without an encoder of images."""
+
+    def encode_image(self, image: Any, device: Any = None, dtype: Any = None) -> torch.Tensor:
+        return _noise(1, 5, 16)
+
+
+def _framepack() -> tuple[Any, dict[str, Any]]:
+    pipe, call = _hunyuan(_FramepackPipeline, FAMILIES["framepack"].make(), image_encoder=None, feature_extractor=None)
+    # Two sections of the grid, one after the other.
+    return pipe, call | {"image": _image(), "latent_window_size": 3, "num_frames": 18}
 
 
 PIPELINES = {
@@ -186,6 +397,18 @@ PIPELINES = {
     "ltx-condition": _ltx_condition,
     "ltx2": _ltx2,
     "cogvideox": _cogvideox,
+    "kandinsky5": _kandinsky5,
+    "cosmos": _cosmos,
+    "cosmos-transfer": _cosmos_transfer,
+    "motif": _motif,
+    "kandinsky6": _kandinsky6,
+    "mochi": _mochi,
+    "allegro": _allegro,
+    "easyanimate": _easyanimate,
+    "consisid": _consisid,
+    "anyflow": _anyflow,
+    "helios": _helios,
+    "framepack": _framepack,
 }
 
 
@@ -199,5 +422,6 @@ def pipeline(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def sample(pipe: Any, call: dict[str, Any]) -> torch.Tensor:
-    frames: torch.Tensor = pipe(**call, generator=torch.Generator().manual_seed(1)).frames
-    return frames
+    frames = pipe(**call, generator=torch.Generator().manual_seed(1)).frames
+    # Framepack gives what there is after each section.
+    return frames[-1] if isinstance(frames, list) else frames
