@@ -351,8 +351,8 @@ def test_compiled_blocks_are_one_graph_for_all_layers(name):
 
 
 def on_the_gpu(value):
-    if isinstance(value, tuple):
-        return tuple(on_the_gpu(part) for part in value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(on_the_gpu(part) for part in value)
     return value.cuda() if isinstance(value, torch.Tensor) else value
 
 

@@ -340,6 +340,7 @@ def _easyanimate() -> tuple[Any, dict[str, Any]]:
 
 
 def _consisid() -> tuple[Any, dict[str, Any]]:
+    # By its module: diffusers itself names the pipeline only where OpenCV is installed.
     pipe = ConsisIDPipeline(
         tokenizer=None,
         text_encoder=None,
