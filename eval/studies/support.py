@@ -42,6 +42,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], str]] = {
     "their gradients": (("test_ranks_compute_what_one_process_computes",), "joint-gradients-"),
     "`generate`": (("test_full_attention_is_the_stock_pipeline", "test_a_record_repeats_every_bit"), ""),
 }
+_SUFFIX = "Transformer3DModel"
 # Tiny pipelines that are named after none of the tiny models.
 _OTHER_NAMES = {"skyreels": "hunyuan"}
 
@@ -93,15 +94,18 @@ def count(reports: Iterable[str], models: dict[str, str]) -> dict[str, dict[str,
 
 
 def support_table(results: dict[str, Any]) -> str:
-    """yes where all tests of a feature have passed, a dash where there was none."""
+    """yes where all tests of a feature have passed, a dash where there was none; models that are alike share a row."""
 
     def cell(counts: dict[str, int]) -> str:
         return "no" if counts["failed"] else "yes" if counts["passed"] else "–"
 
-    rows = [[f"`{name}`", *map(cell, features.values())] for name, features in results["models"].items()]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, features in results["models"].items():
+        alike.setdefault(tuple(map(cell, features.values())), []).append(name.removesuffix(_SUFFIX))
+    rows = [[", ".join(names), *cells] for cells, names in sorted(alike.items(), key=lambda row: -row[0].count("yes"))]
     passed = sum(counts["passed"] for features in results["models"].values() for counts in features.values())
     text = f"{passed} tests with tiny random models, {results['date'][:10]}. Made by `{results['command']}`."
-    return f"{markdown(['transformer', *FEATURES], rows)}\n{text}\n"
+    return f"{markdown([f'…{_SUFFIX}', *FEATURES], rows)}\n{text}\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
