@@ -18,6 +18,9 @@ from tiny_families import FAMILIES, TEXT
 SIZE = {"num_frames": 9, "height": 64, "width": 96}
 LTX_SIZE = {"num_frames": 17, "height": 128, "width": 192}
 GRID = (3, 4, 6)
+# Prompts are given as embeddings.
+_NO_ENCODER: dict[str, Any] = {"text_encoder": None, "tokenizer": None}
+_NO_ENCODERS = _NO_ENCODER | {"text_encoder_2": None, "tokenizer_2": None}
 
 _VAE: dict[str, Any] = {
     "in_channels": 3,
@@ -47,13 +50,10 @@ def _hunyuan(
     mask = torch.ones(1, TEXT)
     mask[:, TEXT - 2 :] = 0
     pipe = cls(
-        text_encoder=None,
-        tokenizer=None,
+        **_NO_ENCODERS,
         transformer=transformer or FAMILIES["hunyuan"].make(),
         vae=diffusers.AutoencoderKLHunyuanVideo(**_VAE).eval(),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        text_encoder_2=None,
-        tokenizer_2=None,
         **parts,
     )
     prompt = {
@@ -79,13 +79,10 @@ def _hunyuan15() -> tuple[Any, dict[str, Any]]:
         latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1
     )
     pipe = diffusers.HunyuanVideo15Pipeline(
-        text_encoder=None,
-        tokenizer=None,
+        **_NO_ENCODERS,
         transformer=FAMILIES["hunyuan15"].make(),
         vae=vae.eval(),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        text_encoder_2=None,
-        tokenizer_2=None,
         guider=ClassifierFreeGuidance(guidance_scale=2.0),
     )
     mask = torch.ones(1, TEXT)
@@ -110,8 +107,7 @@ def _ltx(cls: Any = diffusers.LTXPipeline) -> tuple[Any, dict[str, Any]]:
     pipe = cls(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=vae.eval(),
-        text_encoder=None,
-        tokenizer=None,
+        **_NO_ENCODER,
         transformer=FAMILIES["ltx"].make(),
     )
     return pipe, LTX_SIZE | _guided(16)
@@ -154,8 +150,7 @@ def _ltx2() -> tuple[Any, dict[str, Any]]:
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=vae.eval(),
         audio_vae=sound.eval(),
-        text_encoder=None,
-        tokenizer=None,
+        **_NO_ENCODER,
         connectors=LTX2TextConnectors(
             caption_channels=16, text_proj_in_factor=1, rope_double_precision=False, **connectors
         ).eval(),
@@ -176,8 +171,7 @@ def _ltx2() -> tuple[Any, dict[str, Any]]:
 
 def _cogvideox() -> tuple[Any, dict[str, Any]]:
     pipe = diffusers.CogVideoXPipeline(
-        tokenizer=None,
-        text_encoder=None,
+        **_NO_ENCODER,
         vae=diffusers.AutoencoderKLCogVideoX(**_COGVIDEOX_VAE).eval(),
         transformer=FAMILIES["cogvideox"].make(),
         scheduler=diffusers.CogVideoXDDIMScheduler(),
@@ -202,10 +196,7 @@ def _kandinsky5() -> tuple[Any, dict[str, Any]]:
     pipe = diffusers.Kandinsky5T2VPipeline(
         transformer=FAMILIES["kandinsky5"].make(),
         vae=None,
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
+        **_NO_ENCODERS,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
     )
     prompt = {}
@@ -232,8 +223,7 @@ def _cosmos(
     cls: Any = diffusers.Cosmos2_5_PredictBasePipeline, transformer: Any = None, **parts: Any
 ) -> tuple[Any, dict[str, Any]]:
     pipe = cls(
-        text_encoder=None,
-        tokenizer=None,
+        **_NO_ENCODER,
         transformer=transformer or _cosmos_transformer(),
         vae=_wan_vae(),
         scheduler=diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
@@ -266,8 +256,7 @@ def _motif() -> tuple[Any, dict[str, Any]]:
     pipe = diffusers.MotifVideoPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=_wan_vae(),
-        text_encoder=None,
-        tokenizer=None,
+        **_NO_ENCODER,
         # Beside the latents, those of a condition and their mask.
         transformer=FAMILIES["motif"].make(in_channels=9),
         guider=ClassifierFreeGuidance(guidance_scale=2.0),
@@ -279,10 +268,7 @@ def _kandinsky6() -> tuple[Any, dict[str, Any]]:
     pipe = diffusers.Kandinsky6TI2VAPipeline(
         transformer=FAMILIES["kandinsky6"].make(),
         vae=None,
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
+        **_NO_ENCODERS,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         audio_vae=diffusers.MMAudioVAE(
             mel_bins=8, latent_channels=4, hidden_channels=8, channel_multipliers=(1,), layers_per_block=1
@@ -307,8 +293,7 @@ def _mochi() -> tuple[Any, dict[str, Any]]:
     pipe = diffusers.MochiPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
         vae=None,
-        text_encoder=None,
-        tokenizer=None,
+        **_NO_ENCODER,
         transformer=FAMILIES["mochi"].make(),
     )
     # Its frames are compressed by six.
@@ -317,8 +302,7 @@ def _mochi() -> tuple[Any, dict[str, Any]]:
 
 def _allegro() -> tuple[Any, dict[str, Any]]:
     pipe = diffusers.AllegroPipeline(
-        tokenizer=None,
-        text_encoder=None,
+        **_NO_ENCODER,
         vae=None,
         transformer=FAMILIES["allegro"].make(),
         scheduler=diffusers.DDIMScheduler(),
@@ -331,8 +315,7 @@ def _easyanimate() -> tuple[Any, dict[str, Any]]:
         vae=diffusers.AutoencoderKLMagvit(
             latent_channels=4, block_out_channels=[8, 8, 8, 8], layers_per_block=1, norm_num_groups=4
         ).eval(),
-        text_encoder=None,
-        tokenizer=None,
+        **_NO_ENCODER,
         transformer=FAMILIES["easyanimate"].make(),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
     )
@@ -342,8 +325,7 @@ def _easyanimate() -> tuple[Any, dict[str, Any]]:
 def _consisid() -> tuple[Any, dict[str, Any]]:
     # By its module: diffusers itself names the pipeline only where OpenCV is installed.
     pipe = ConsisIDPipeline(
-        tokenizer=None,
-        text_encoder=None,
+        **_NO_ENCODER,
         vae=diffusers.AutoencoderKLCogVideoX(**_COGVIDEOX_VAE).eval(),
         # Beside the latents, those of the image.
         transformer=FAMILIES["consisid"].make(in_channels=8),
@@ -355,8 +337,7 @@ def _consisid() -> tuple[Any, dict[str, Any]]:
 
 def _anyflow() -> tuple[Any, dict[str, Any]]:
     pipe = diffusers.AnyFlowPipeline(
-        tokenizer=None,
-        text_encoder=None,
+        **_NO_ENCODER,
         transformer=FAMILIES["anyflow"].make(),
         vae=_wan_vae(),
         scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
@@ -367,8 +348,7 @@ def _anyflow() -> tuple[Any, dict[str, Any]]:
 
 def _helios() -> tuple[Any, dict[str, Any]]:
     pipe = diffusers.HeliosPipeline(
-        tokenizer=None,
-        text_encoder=None,
+        **_NO_ENCODER,
         vae=_wan_vae(),
         scheduler=diffusers.HeliosScheduler(stages=1),
         transformer=FAMILIES["helios"].make(),
