@@ -28,6 +28,7 @@ from vmonarch.configs import (
     read_yaml,
     suggest,
 )
+from vmonarch.configs.stack import Stack
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.options import OPTION_FIELDS, VMonarchOptions
@@ -585,11 +586,13 @@ class AttentionMethod:
         name: as in `configs/attention/`.
         parameters: of the method's processor.
         label: what tables and videos call it: the name, and the overrides when there are any.
+        stack: what a recipe switches on besides; `vmonarch.pipelines.recipes` does it.
     """
 
     name: str
     parameters: Parameters
     label: str
+    stack: Stack = Stack()
 
     def install(self, pipe: Any) -> None:
         """Leave exactly this method on the Wan pipeline `pipe`."""
@@ -631,6 +634,18 @@ class AttentionMethod:
         return {"name": self.name, "kind": self.parameters.kind, "label": self.label, **values}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recipe(AttentionMethod):
+    """A recipe of `configs/recipes/`: an attention method with a stack of what makes the rest of a video fast."""
+
+    attention: AttentionMethod
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name, attention and stack, as plain values that `resolve_method` reads back."""
+        stack = {key: dict(value) if isinstance(value, Mapping) else value for key, value in vars(self.stack).items()}
+        return {"name": self.name, "label": self.label, "attention": self.attention.to_dict(), **stack}
+
+
 def merge_attention(below: Any, above: Any) -> Any:
     """One attention entry over another."""
     if isinstance(above, str) or not isinstance(above, Mapping):
@@ -650,6 +665,11 @@ def method_names() -> list[str]:
     return preset_names("attention")
 
 
+def recipe_names() -> list[str]:
+    """Names of the recipes that ship in `configs/recipes/`."""
+    return preset_names("recipes")
+
+
 def _split(text: str) -> list[str]:
     """Comma-separated overrides, with commas inside brackets left alone."""
     parts, depth = [""], 0
@@ -663,7 +683,7 @@ def _split(text: str) -> list[str]:
 
 
 def resolve_method(spec: str | Mapping[str, Any], *, argument: str = "attention") -> AttentionMethod:
-    """The method that `spec` names: `name`, `name:key=value,key=value`, or a mapping with `name` and parameters.
+    """The method or recipe that `spec` names: `name`, `name:key=value,…`, or a mapping with `name` and parameters.
 
     Raises:
         InputError: an unknown name, an unknown parameter, or a value of another type.
@@ -683,7 +703,9 @@ def resolve_method(spec: str | Mapping[str, Any], *, argument: str = "attention"
             raise InputError(f"{argument}.kind", f"must be one of {', '.join(KINDS)}, got {kind!r}")
     else:
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
-    known = method_names()
+    if name in recipe_names():
+        return _recipe(name, values, label, argument)
+    known = [*method_names(), *recipe_names()]
     if name not in known:
         listed = ", ".join(known)
         raise InputError(argument, f"must be one of {listed}, got {name!r}{suggest(str(name), known)}")
@@ -697,3 +719,18 @@ def resolve_method(spec: str | Mapping[str, Any], *, argument: str = "attention"
         changed = {key: value for key, value in values.items() if defaults[key] != value}
         label = name + (":" if changed else "") + ",".join(f"{key}={value}" for key, value in changed.items())
     return AttentionMethod(name=name, parameters=parameters, label=label)
+
+
+def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> Recipe:
+    """The recipe of this name in `configs/recipes/`, with `values` over what it says."""
+    given = deep_merge(read_yaml(name, group="recipes"), {k: v for k, v in values.items() if k != "attention"})
+    if isinstance(cache := values.get("cache"), Mapping) and "kind" in cache:
+        given["cache"] = dict(cache)
+    attention = given.pop("attention")
+    if "attention" in values:
+        attention = merge_attention(attention, values["attention"])
+    method = resolve_method(attention, argument=f"{argument}.attention")
+    if isinstance(method, Recipe):
+        raise InputError(f"{argument}.attention", f"must be an attention method, got the recipe {method.name!r}")
+    stack = build(Stack, given, prefix=f"{argument}.")
+    return Recipe(name, method.parameters, label or name, stack, attention=method)

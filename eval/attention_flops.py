@@ -26,7 +26,7 @@ from vmonarch.installation import find_transformers, self_attention_modules
 from vmonarch.residuals import Refresh
 
 # See `step_kinds`.
-STEP_KINDS = ("dense", "exact", "kept", "approximate")
+STEP_KINDS = ("dense", "exact", "kept", "skipped", "approximate")
 
 
 @dataclass
@@ -102,11 +102,12 @@ def transformers_by_step(pipe: Any, steps: int) -> list[str]:
     return [names[int(t < boundary * scheduler.config.num_train_timesteps)] for t in timesteps]
 
 
-def step_kinds(parameters: Parameters, transformers: Sequence[str]) -> list[str]:
+def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str]:
     """What a method does in every denoising step, each of `STEP_KINDS`.
 
     "dense": the model's own attention, by `dense_steps`. "exact": exact attention, by `refresh`; "kept": the same, and
-    its residual is kept. "approximate": the method itself, with the last residual if there is one.
+    its residual is kept. "approximate": the method itself, with the last residual if there is one. "skipped": nothing,
+    by a recipe's cache.
 
     Args:
         transformers: of every step (`transformers_by_step`).
@@ -115,12 +116,15 @@ def step_kinds(parameters: Parameters, transformers: Sequence[str]) -> list[str]
         ValueError: the method asks for more steps than there are.
     """
     steps = len(transformers)
-    dense = DenseSet("dense_steps", getattr(parameters, "dense_steps", 0))
-    refresh = Refresh.parse(getattr(parameters, "refresh", None))
+    dense = DenseSet("dense_steps", getattr(method.parameters, "dense_steps", 0))
+    refresh = Refresh.parse(getattr(method.parameters, "refresh", None))
     kinds = []
     # The step in which a transformer has last renewed its residuals, whether they were of use or not.
     made: dict[str, int] = {}
     for step, name in enumerate(transformers):
+        if method.stack.skips(transformers[:step].count(name)):
+            kinds.append("skipped")
+            continue
         due, kept = (-1, False) if refresh is None else refresh.at(step, steps)
         if dense.contains(step, steps):
             kinds.append("dense")
@@ -172,8 +176,8 @@ def relative_flops(
 ) -> dict[str, float | None]:
     """Attention FLOPs of a whole video over those of full attention, by the methods' labels.
 
-    None for Based, whose layers cannot be made without their learnt weights, and for two-resolution attention with
-    `beta`, whose work depends on the data.
+    None for Based, whose layers cannot be made without their learnt weights, and where the work depends on the data: in
+    two-resolution attention with `beta`, and with caches other than "taylorseer".
 
     Args:
         call: any forward call of the sampling.
@@ -183,14 +187,14 @@ def relative_flops(
     full = attention_flops(call, FullAttention())
     shares: dict[str, float | None] = {}
     for method in methods:
-        if not method.parameters.countable:
+        if not (method.parameters.countable and method.stack.predictable):
             shares[method.label] = None
             continue
         parameters = method.parameters.without_dense()
         sparse = {name: attention_flops(call, parameters, name) for name in dict.fromkeys(transformers)}
         work = 0.0
-        for kind, name in zip(step_kinds(method.parameters, transformers), transformers, strict=True):
-            work += sparse[name] if kind == "approximate" else full
-            work += sparse[name] if kind == "kept" else 0
+        for kind, name in zip(step_kinds(method, transformers), transformers, strict=True):
+            work += full if kind in ("dense", "exact", "kept") else 0
+            work += sparse[name] if kind in ("kept", "approximate") else 0
         shares[method.label] = work / (steps * full)
     return shares

@@ -27,6 +27,7 @@ from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.render.table import aligned, shown_number
 from vmonarch.files import AtomicFiles, file_name, short_hash
+from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.model_folder import PROXY_RECORD
@@ -192,19 +193,26 @@ def load_for(config: Methods, model: LoadedModel | None) -> tuple[Methods, Loade
     """
     config, model = complete_and_load(config, model)
     for method in config.methods:
-        method.install(model.pipe)
+        recipes.apply(model.pipe, method, steps=config.steps)
     return config, model
 
 
 def warm_up(model: LoadedModel, config: MethodsConfig, batch: Sequence[tuple[str, int]], *, progress: bool) -> None:
-    """One step of every method, and one decoding, at the full shape of a batch of prompts and seeds."""
+    """One step of every method, and one decoding, at the full shape of a batch of prompts and seeds.
+
+    All steps of a method that compiles: each kind of step compiles something, and the last kind may come late.
+    """
     prompts, seeds = [prompt for prompt, _ in batch], [seed for _, seed in batch]
     latents = None
     for method in config.methods:
-        # Its first step may be a dense one, which would warm up nothing of the method.
-        method.parameters.without_dense().install(model.pipe)
         title = f"warm-up, {method.label}" if progress else None
-        latents = denoise(model, config, prompts, seeds, steps=1, progress=title).latents
+        steps = config.steps if method.stack.compile else 1
+        if steps == 1:
+            # The only step may be a dense one, which would warm up nothing of the method.
+            method = dataclasses.replace(method, parameters=method.parameters.without_dense())
+        recipes.apply(model.pipe, method, steps=config.steps)
+        batched = method.stack.batch_guidance
+        latents = denoise(model, config, prompts, seeds, steps=steps, batch_guidance=batched, progress=title).latents
     assert latents is not None
     decode(model.pipe, latents[:1])
 
@@ -220,9 +228,10 @@ def sample_methods(
     prompts, seeds = [prompt for prompt, _ in batch], [seed for _, seed in batch]
     samples: dict[str, Batch] = {}
     for method in config.methods:
-        method.install(model.pipe)
+        recipes.apply(model.pipe, method, steps=config.steps)
         shown = None if title is None else f"{title}, {method.label}"
-        samples[method.label] = sample(model, config, prompts, seeds, progress=shown)
+        batched = method.stack.batch_guidance
+        samples[method.label] = sample(model, config, prompts, seeds, batch_guidance=batched, progress=shown)
     return samples
 
 
@@ -310,7 +319,8 @@ def compare(config: CompareConfig, *, progress: bool = False, model: LoadedModel
         target = output / f"{number}-{short_hash(config.to_dict())}"
         target.mkdir(exist_ok=config.overwrite)
         try:
-            return _Run(config, model, target, progress).run()
+            with recipes.room_for_versions(config.methods):
+                return _Run(config, model, target, progress).run()
         finally:
             if not any(target.iterdir()):
                 target.rmdir()

@@ -42,12 +42,14 @@ from vmonarch.eval.compare import (
 from vmonarch.eval.render.table import aligned
 from vmonarch.eval.summary import BOOTSTRAP_SEED, MEASURES, RESAMPLES, differences, statistics, summary_rows
 from vmonarch.files import AtomicFiles, file_name, short_hash
+from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.devices import choose_device, choose_dtype
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.model_folder import ModelFolder, find_model
 from vmonarch.pipelines.outputs import GenerationError, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
+from vmonarch.pipelines.sampling import denoise
 
 if TYPE_CHECKING:
     import numpy as np
@@ -208,7 +210,8 @@ def evaluate(
         config, model = load_for(config, model)
         # What is counted is the same for all processes, so the first that has anything to do counts.
         counts = shard.rank == min(n % shard.size for n in left)
-        _Run(config, model, output, progress, counts).run(own, len(jobs))
+        with recipes.room_for_versions(config.methods):
+            _Run(config, model, output, progress, counts).run(own, len(jobs))
     missing = sum(not is_done(output, item) for item in jobs)
     if missing:
         return Evaluation(output, None, missing)
@@ -344,9 +347,12 @@ class _Run:
         """Warm up and, if that is for this process to do, count FLOPs on what the transformer was called with."""
         from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
 
+        pairs = [(item.prompt, item.seed) for item in batch]
+        # Of its own, because what is compiled cannot be recorded.
+        recipes.apply(self.model.pipe, "full")
         with recorded_call(self.model.pipe) as call:
-            pairs = [(item.prompt, item.seed) for item in batch]
-            warm_up(self.model, self.config, pairs, progress=self.progress)
+            denoise(self.model, self.config, *zip(*pairs, strict=True), steps=1)
+        warm_up(self.model, self.config, pairs, progress=self.progress)
         path = self.output / "flops.json"
         if self.counts and not path.exists():
             assert self.config.steps is not None

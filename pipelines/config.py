@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, build, check_keys, read_yaml
 from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
+from vmonarch.configs.stack import Stack
 from vmonarch.pipelines.devices import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, KINDS
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
@@ -126,6 +127,11 @@ class SamplingConfig:
         """The methods that compute self-attention, by the field that names them."""
         return {}
 
+    @property
+    def stack(self) -> Stack:
+        """What the model is loaded for, besides attention; nothing where methods with stacks of their own share it."""
+        return Stack()
+
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise InputError for a setting that does not fit videos of this latent grid."""
 
@@ -198,8 +204,8 @@ class GenerateConfig(SamplingConfig):
     """`SamplingConfig`, plus how to compute self-attention and what to write.
 
     Args:
-        attention: name of a method in `configs/attention/` (`vmonarch`, `full`, …), `name:key=value,…`, a mapping of
-            name and parameters, or an `AttentionMethod`.
+        attention: name of a method in `configs/attention/` (`vmonarch`, `full`, …) or of a recipe in
+            `configs/recipes/`, `name:key=value,…`, a mapping of name and parameters, or an `AttentionMethod`.
         batch_guidance: compute both predictions of guidance in one forward call (`vmonarch.batched_guidance`).
         contact_sheet: write a PNG of twelve frames beside each video.
     """
@@ -217,6 +223,12 @@ class GenerateConfig(SamplingConfig):
     def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
         """As in `SamplingConfig`."""
         return {"attention": (self.attention,)}
+
+    @property
+    def stack(self) -> Stack:
+        """As in `SamplingConfig`."""
+        stack: Stack = self.attention.stack
+        return stack
 
 
 def _check_unicode(name: str, text: str) -> None:
@@ -342,8 +354,12 @@ def _check_settings(config: SamplingConfig, model: ModelFolder) -> None:
         if getattr(config, name) is not None and name not in model.kind.arguments:
             those = ", ".join(pipeline for pipeline, kind in KINDS.items() if name in kind.arguments)
             raise InputError(name, f"is not a setting of this model, a {model.pipeline}, but of {those}")
-    if getattr(config, "batch_guidance", False) and not model.kind.wan:
+    stacks = [method.stack for methods in config.attention_methods.values() for method in methods]
+    batched = getattr(config, "batch_guidance", False) or any(stack.batch_guidance for stack in stacks)
+    if batched and not model.kind.wan:
         raise InputError("batch_guidance", f"is for the Wan family, and this model is a {model.pipeline}")
+    if config.offload == "group" and any(stack.linears for stack in stacks):
+        raise InputError("offload", "cannot be group with quantised linear layers; supported: none, model")
     if config.negative_prompt and "true_guidance" in model.kind.arguments and (config.true_guidance or 0) <= 1:
         raise InputError("negative_prompt", f"needs true_guidance above 1 in a {model.pipeline}")
     for argument, methods in config.attention_methods.items():

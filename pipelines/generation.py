@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vmonarch.files import AtomicFiles, short_hash
+from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import GenerateConfig, SamplingConfig
 from vmonarch.pipelines.devices import reset_peak_memory
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load, shorten
@@ -89,7 +90,7 @@ def generate(
     check_sharing(config, shard)
     config, model = complete_and_load(config, model, shard=shard, recorded=recorded)
     with shared_videos(model, config, shard):
-        config.attention.install(model.pipe)
+        recipes.apply(model.pipe, config.attention, steps=config.steps)
         return _generate(config, recorded, progress, model, shard)
 
 
@@ -102,10 +103,11 @@ def _generate(
 ) -> list[GeneratedVideo]:
     """`generate` with everything in place."""
     batches = _batches(config, recorded)
+    batched = config.batch_guidance or config.stack.batch_guidance
     if shard.rank > 0:
         # The first process decodes and writes.
         for jobs in batches:
-            denoise(model, config, jobs.prompts, jobs.seeds, batch_guidance=config.batch_guidance)
+            denoise(model, config, jobs.prompts, jobs.seeds, batch_guidance=batched)
         return []
     total = sum(len(jobs.written) for jobs in batches)
     about = facts(config, model)
@@ -115,7 +117,7 @@ def _generate(
     for jobs in batches:
         reset_peak_memory(model.device)
         title = f"video {len(videos) + len(failures) + 1} of {total}" if progress else None
-        result = sample(model, config, jobs.prompts, jobs.seeds, batch_guidance=config.batch_guidance, progress=title)
+        result = sample(model, config, jobs.prompts, jobs.seeds, batch_guidance=batched, progress=title)
         for index in jobs.written:
             record = _record(config, model, about, jobs, index, result)
             number = len(videos) + len(failures) + 1 if config.overwrite else None

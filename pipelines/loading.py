@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
+from vmonarch.installation import find_transformers
 from vmonarch.pipelines.config import Config, SamplingConfig, complete
 from vmonarch.pipelines.devices import choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, Kind
 from vmonarch.pipelines.model_folder import MODELS, ModelError, ModelFolder, find_model
 from vmonarch.pipelines.outputs import prepare_output_dir
 from vmonarch.pipelines.processes import Shard
+from vmonarch.pipelines.recipes import quantize_for_good
 from vmonarch.pipelines.records import Recorded, check_same_model
 
 if TYPE_CHECKING:
@@ -134,6 +136,9 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None 
     pipe = read_pipeline(cls, folder, dtype, **parts)
     if folder.kind.tiled:
         pipe.vae.enable_tiling()
+    if linears := config.stack.linears:
+        for transformer in find_transformers(pipe).values():
+            quantize_for_good(transformer, linears, device)
     if config.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     elif config.offload == "group":

@@ -16,9 +16,10 @@ from diffusers import DiffusionPipeline, UniPCMultistepScheduler
 from vmonarch.eval.attention_flops import STEP_KINDS
 from vmonarch.eval.bench.clock import Clock
 from vmonarch.eval.wan_models import WanModel
+from vmonarch.pipelines.recipes import RECOMPILE_LIMIT
 
-# A block of the model is one function to torch.compile; every method makes a version of it.
-RECOMPILE_LIMIT = 64
+# The names that pipelines give guidance's two calls.
+CONTEXTS = ("cond", "uncond")
 TEXT_TOKENS = 512
 GUIDANCE = 5.0
 
@@ -62,6 +63,7 @@ class Denoiser(DiffusionPipeline):
         model: says how timesteps are given.
         latents: [1, C, T, h, w]. texts: embeddings of the prompt and of the negative prompt, [1, 512, text_dim].
         transformer_2: of a model with two; all steps are computed by the first.
+        batched: guidance takes one forward call, of the batch of both.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Denoiser(DiffusionPipeline):
         steps: int,
         clock: Clock,
         transformer_2: torch.nn.Module | None = None,
+        batched: bool = False,
     ) -> None:
         super().__init__()
         scheduler = UniPCMultistepScheduler(
@@ -81,7 +84,7 @@ class Denoiser(DiffusionPipeline):
         self.register_modules(transformer=transformer, transformer_2=transformer_2, scheduler=scheduler)
         self.register_to_config(boundary_ratio=model.boundary_ratio)
         self.model, self.latents, self.texts, self.steps, self.clock = model, latents, texts, steps, clock
-        self.input = latents.to(texts[0].dtype)
+        self.input, self.batched = latents.to(texts[0].dtype), batched
         self.tokens = model.grid((latents.shape[2], latents.shape[3], latents.shape[4])).tokens
         # Of each step: when its forward calls began and ended, and when it ended.
         self.marks: list[tuple[int, tuple[Any, ...]]] = []
@@ -96,19 +99,38 @@ class Denoiser(DiffusionPipeline):
         record = getattr(self.transformer, "_vmonarch_record", None)
         if record is not None:
             record.context.forget()
+        self._begin_cache(step)
+
+    def _begin_cache(self, step: int) -> None:
+        """Let a step cache count from this step."""
+        if not self.transformer.is_cache_enabled:
+            return
+        self.transformer._reset_stateful_cache()
+        registries = [getattr(module, "_diffusers_hook", None) for module in self.transformer.modules()]
+        for name in CONTEXTS:
+            with self.transformer.cache_context(name):
+                for registry in filter(None, registries):
+                    for hook in registry.hooks.values():
+                        hook.state_manager.get_state().current_step = step - 1
 
     def forward(self, text: int = 0) -> torch.Tensor:
-        """Velocity [1, C, T, h, w]."""
+        """Velocity [1, C, T, h, w] with one of the texts."""
+        return self._predict(self.texts[text], CONTEXTS[text])
+
+    def _predict(self, texts: torch.Tensor, context: str) -> torch.Tensor:
+        """Velocities [B, C, T, h, w] with texts [B, 512, text_dim]."""
+        batch = len(texts)
         self._current_timestep = self.scheduler.timesteps[self.next_step]
-        timestep = self._current_timestep.expand(1)
+        timestep = self._current_timestep.expand(batch)
         if self.model.expand_timesteps:
-            timestep = (torch.ones(self.tokens, device=self.latents.device) * timestep)[None]
-        out: torch.Tensor = self.transformer(
-            hidden_states=self.input,
-            timestep=timestep,
-            encoder_hidden_states=self.texts[text],
-            return_dict=False,
-        )[0]
+            timestep = torch.ones(batch, self.tokens, device=self.latents.device) * timestep[:, None]
+        with self.transformer.cache_context(context):
+            out: torch.Tensor = self.transformer(
+                hidden_states=self.input.expand(batch, -1, -1, -1, -1),
+                timestep=timestep,
+                encoder_hidden_states=texts,
+                return_dict=False,
+            )[0]
         return out
 
     def __call__(self) -> None:
@@ -116,9 +138,13 @@ class Denoiser(DiffusionPipeline):
         if self.next_step == self.steps:
             self.begin()
         start = self.clock.mark()
-        prompt = self.forward(0)
-        middle = self.clock.mark()
-        negative = self.forward(1)
+        if self.batched:
+            prompt, negative = self._predict(torch.cat(list(self.texts)), CONTEXTS[0]).split(1)
+            middle = self.clock.mark()
+        else:
+            prompt = self.forward(0)
+            middle = self.clock.mark()
+            negative = self.forward(1)
         stop = self.clock.mark()
         guided = negative + GUIDANCE * (prompt - negative)
         self.scheduler.step(guided, self._current_timestep, self.latents, return_dict=False)
@@ -141,8 +167,8 @@ class Denoiser(DiffusionPipeline):
 def steps_to_measure(kinds: Sequence[str]) -> list[range]:
     """Consecutive steps, as few as possible, among which there is one of every kind; a run may begin with each range.
 
-    An approximate step comes with the steps before it, back to the one whose residual it uses. If there are approximate
-    steps, one of them is the last of the last range.
+    An approximate step comes with the steps before it, back to the one whose residual it uses, and a skipped one with
+    those back to the last that was computed. If there are approximate steps, one of them is the last of the last range.
 
     Args:
         kinds: of all steps (`step_kinds`).
@@ -152,7 +178,9 @@ def steps_to_measure(kinds: Sequence[str]) -> list[range]:
         if kind not in kinds or any(kinds[step] == kind for steps in ranges for step in steps):
             continue
         first = last = kinds.index(kind)
-        if kind == "approximate" and "kept" in kinds[:last]:
-            first = max(step for step in range(last) if kinds[step] == "kept")
+        if kind == "skipped":
+            first = max(step for step in range(last) if kinds[step] != "skipped")
+        if kinds[first] == "approximate" and "kept" in kinds[:first]:
+            first = max(step for step in range(first) if kinds[step] == "kept")
         ranges.insert(0, range(first, last + 1))
     return ranges

@@ -43,6 +43,7 @@ from vmonarch.eval.bench.runner import choose, distinct
 from vmonarch.eval.wan_models import WanModel, read_model
 from vmonarch.files import check_output, write_json
 from vmonarch.grid import LatentGrid
+from vmonarch.pipelines import recipes
 from vmonarch.pipelines.environment import memory_bytes
 
 FORMAT = "vmonarch-e2e-1"
@@ -134,8 +135,9 @@ class E2EConfig:
     """What `run_bench` measures, and where the result goes.
 
     Args:
-        methods: of `configs/attention/`.
-        modes: of MODES. Eager rows use diffusers' standard attention backend, compiled ones cuDNN's.
+        methods: of `configs/attention/` or `configs/recipes/`.
+        modes: of MODES. Eager rows use diffusers' standard attention backend, compiled ones cuDNN's. Recipes that
+            compile have compiled rows alone.
         rounds: steps of every row, at most.
         steps: of a video.
         budget: seconds; what does not fit is left out and named.
@@ -166,9 +168,13 @@ class E2EConfig:
         choose("modes", self.modes, {mode: mode for mode in MODES})
         for method in self.methods:
             try:
-                step_kinds(method.parameters, ["transformer"] * self.steps)
+                step_kinds(method, ["transformer"] * self.steps)
             except ValueError as error:
                 raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error
+            if not method.stack.predictable:
+                raise InputError(
+                    "methods", f"{method.label!r} has a cache whose steps depend on the data; supported: taylorseer"
+                )
 
 
 def measure_component(build: Callable[[], torch.nn.Module], call: Callable[[Any], Any], clock: Clock) -> dict[str, Any]:
@@ -240,6 +246,7 @@ class Row:
         self.record: dict[str, Any] = {
             "method": method.label,
             "kind": method.parameters.kind,
+            "recipe": bool(method.stack),
             "mode": mode,
             "options": method.to_dict(),
         }
@@ -251,7 +258,9 @@ class Row:
     def build(self, stock: torch.nn.Module) -> torch.nn.Module:
         """The transformer with the method, compiled if it is to be."""
         transformer: Any = share_weights(stock)
-        self.method.install(transformer)
+        recipes.apply(transformer, self.method, compile_backend=self.bench.compile_backend)
+        if self.method.stack.compile:
+            return transformer
         compiled = self.mode == "compiled"
         on_gpu = next(stock.parameters()).is_cuda
         transformer.set_attention_backend("_native_cudnn" if compiled and on_gpu else "native")
@@ -259,20 +268,18 @@ class Row:
             transformer.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=self.bench.compile_backend)
         return transformer
 
-    def prepare(
-        self, make: Callable[[torch.nn.Module], Denoiser], stock: torch.nn.Module, expected: dict[str, torch.Tensor]
-    ) -> None:
+    def prepare(self, make: Callable[..., Denoiser], stock: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
         """Build it, and let it make two forward calls: the first is checked, the second is taken apart.
 
         Where steps differ, what is taken apart is an approximate one, which is checked too; steps of the other kinds
         are done before it.
 
         Args:
-            make: the denoiser of a transformer.
+            make: the denoiser of a transformer, and of whether guidance is batched.
             expected: outputs of rows before; this one's are added if it is eager.
         """
-        denoiser = make(self.build(stock))
-        self.kinds = step_kinds(self.method.parameters, transformers_by_step(denoiser, self.bench.steps))
+        denoiser = make(self.build(stock), self.method.stack.batch_guidance)
+        self.kinds = step_kinds(self.method, transformers_by_step(denoiser, self.bench.steps))
         self.ranges = steps_to_measure(self.kinds)
         clock, device = denoiser.clock, denoiser.clock.device
         started = time.monotonic()
@@ -332,7 +339,7 @@ class Row:
             of: nothing for the first forward call; for others "_" and what they are.
         """
         bound = BOUNDS[out.dtype]
-        exact = self.record["kind"] == "full"
+        exact = self.record["kind"] == "full" and not self.method.stack.linears
         errors = self.record.setdefault("errors", {})
         problems = []
         if not bool(out.isfinite().all()):
@@ -432,7 +439,12 @@ def run_setting(
     say(f"{setting.name} VAE: {case['vae']['status']}")
     release_memory(device)
     base = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    rows = [Row(method, mode, bench, base) for method in bench.methods for mode in bench.modes]
+    rows = [
+        Row(method, mode, bench, base)
+        for method in bench.methods
+        for mode in bench.modes
+        if mode == "compiled" or not method.stack.compile
+    ]
     case["rows"] = [row.record for row in rows]
     try:
         # All are there as in a pipeline; they are alike, so that the first one stands for all.
@@ -449,8 +461,9 @@ def run_setting(
     size = (1, TEXT_TOKENS, model.transformer["text_dim"])
     texts = [torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(2)]
 
-    def make(transformer: torch.nn.Module) -> Denoiser:
-        return Denoiser(transformer, model, noise, texts, bench.steps, clock, *transformers[1:])
+    def make(transformer: torch.nn.Module, batched: bool = False) -> Denoiser:
+        second = transformers[1] if len(transformers) > 1 else None
+        return Denoiser(transformer, model, noise, texts, bench.steps, clock, second, batched)
 
     expected: dict[str, torch.Tensor] = {}
     torch.compiler.reset()

@@ -315,7 +315,7 @@ def test_parts_are_timed_around_what_they_are_named_after(tiny, monkeypatch):
 def test_kinds_of_steps_and_the_fewest_that_hold_them(method, second, kinds, ranges):
     """`second`: the first step of the second transformer."""
     transformers = ["transformer" if step < second else "transformer_2" for step in range(6)]
-    found = step_kinds(resolve_method(method).parameters, transformers)
+    found = step_kinds(resolve_method(method), transformers)
     assert "".join(kind[0] for kind in found) == kinds
     assert sorted(map(tuple, steps_to_measure(found))) == sorted(ranges)
     assert "a" not in kinds or steps_to_measure(found)[-1][-1] == kinds.index("a")
@@ -375,7 +375,7 @@ def test_each_kind_of_step_is_measured_as_it_is_in_a_run(bench, forwards, monkey
         "kept": ({"attend_exactly": 2, "attend": 2, "attention_residual": 2}, (2, 4)),
         "approximate": ({"attend": 2, "add_residual": 2}, (4, 4)),
     }
-    kinds = step_kinds(resolve_method(REFRESH).parameters, ["transformer"] * 8)
+    kinds = step_kinds(resolve_method(REFRESH), ["transformer"] * 8)
     rounds = 2 + results["runs"][0]["cases"][0]["warm_up"]
     rows, table = rows_of(results), e2e_table(results)
     # The first is stock diffusers.

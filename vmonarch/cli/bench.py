@@ -72,7 +72,9 @@ def _e2e_arguments(parser: argparse.ArgumentParser) -> None:
         " file (random weights), a folder of a Wan pipeline, or a hub id",
     )
     parser.add_argument("--modes", **_SEVERAL, help="eager, compiled (default: both)")
-    parser.add_argument("--methods", **_SEVERAL, help="as `vmonarch compare` takes them (default: full vmonarch)")
+    parser.add_argument(
+        "--methods", "--recipe", **_SEVERAL, help="as `vmonarch compare` takes them (default: full vmonarch)"
+    )
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="of a video (default %(default)s)")
     parser.add_argument("--transformer-only", action="store_true", help="no VAE and no text encoder")
     parser.add_argument(

@@ -7,8 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_config, sampling_layers
-from vmonarch.configs import preset_names
+from vmonarch.cli.sampling import (
+    add_sampling_arguments,
+    hide_loading_bars,
+    method_help,
+    sampling_config,
+    sampling_layers,
+)
 
 if TYPE_CHECKING:
     from vmonarch.pipelines.config import GenerateConfig
@@ -20,6 +25,7 @@ examples:
   vmonarch generate "first prompt" "second prompt" --seed 1 2 3 --attention full
   vmonarch generate "…" attention.num_iterations=3 attention.exact.band=1
   vmonarch generate "…" --config wan2.1-t2v-1.3b --offload model
+  vmonarch generate "…" --config wan2.1-t2v-14b --recipe fast
   vmonarch generate --from-json outputs/generate/0001-1f3b9c8e.json
   torchrun --nproc-per-node 4 -m vmonarch generate "…"   # every video on four GPUs
 
@@ -32,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, group="generate")
     parser.add_argument(
         "--attention",
+        "--recipe",
         metavar="METHOD",
-        help=f"one of {', '.join(preset_names('attention'))} (default vmonarch), or METHOD:key=value,…",
+        help=f"{method_help()} (default vmonarch)",
     )
     parser.add_argument(
         "--batch-guidance",

@@ -96,13 +96,16 @@ def add_model_arguments(parser: argparse.ArgumentParser, kind: str = "a Wan pipe
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
 
 
+def method_help() -> str:
+    """What names a method on the command line."""
+    attention, recipes = (", ".join(preset_names(group)) for group in ("attention", "recipes"))
+    return f"{attention}, a recipe ({recipes}), or METHOD:key=value,…"
+
+
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare which methods sample, and which of them is the reference."""
     parser.add_argument(
-        "--methods",
-        nargs="+",
-        metavar="METHOD",
-        help=f"of {', '.join(preset_names('attention'))}, or METHOD:key=value,… (default full vmonarch)",
+        "--methods", "--recipe", nargs="+", metavar="METHOD", help=f"of {method_help()} (default full vmonarch)"
     )
     parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
 

@@ -1,0 +1,287 @@
+"""Recipes: attention with all else that makes a video fast, switched on by one word and off by another.
+
+    from vmonarch.pipelines import recipes
+
+    recipes.apply(pipe, "fast")                       # or "fast:cache=null", or a mapping
+    video = pipe("a lighthouse in a storm").frames[0]
+    recipes.apply(pipe, "full")                       # stock again
+
+A recipe is a file of `configs/recipes/`: an attention method, and a `vmonarch.configs.stack.Stack` of compiled blocks,
+quantised linear layers, a step cache of diffusers and batched guidance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.configs.stack import CACHES, Stack
+
+if TYPE_CHECKING:
+    import torch
+
+_ATTRIBUTE = "_vmonarch_stack"
+# A block of a model is one function to torch.compile; every method, and every kind of step, makes a version of it.
+RECOMPILE_LIMIT = 64
+# Linear layers of other sizes have no products in float8.
+_FLOAT8_MULTIPLE = 16
+# The first GPUs with products in float8: Ada.
+_FLOAT8_CAPABILITY = (8, 9)
+
+
+@dataclass
+class _Installed:
+    """What a transformer carries of a stack.
+
+    Args:
+        blocks: whose forward is compiled, each with the forward that was set on it before, if any.
+        cache: whether a step cache is enabled.
+        backend: whether the attention backend was chosen.
+        linears: how weights are quantised now.
+        weights: the weights of linear layers by how they are quantised, None for the model's own; empty of those of a
+            transformer that was quantised for good.
+    """
+
+    blocks: list[tuple[Any, Any]] = field(default_factory=list)
+    cache: bool = False
+    backend: bool = False
+    linears: str | None = None
+    weights: dict[str | None, list[Any]] = field(default_factory=dict)
+
+    @property
+    def for_good(self) -> bool:
+        """Whether the weights in the model's own type are gone."""
+        return self.linears is not None and None not in self.weights
+
+
+def apply(
+    pipe: Any,
+    recipe: str | Mapping[str, Any] | AttentionMethod,
+    *,
+    steps: int | None = None,
+    compile_backend: str = "inductor",
+) -> AttentionMethod:
+    """Put a recipe or an attention method on a pipeline of diffusers, in place of what it carries of either.
+
+    Weights that are quantised are kept in their own type too, for the next call; `quantize_for_good` saves the memory.
+    A recipe with `batch_guidance` needs the call of the pipeline inside `vmonarch.batched_guidance(pipe)` besides.
+
+    Args:
+        recipe: a name of `configs/recipes/` or `configs/attention/`, `name:key=value,…`, or what `resolve_method` gave.
+        steps: denoising steps of a run, which the cache "mag" must know.
+        compile_backend: of torch.compile.
+
+    Returns:
+        the method.
+
+    Raises:
+        InputError: an unknown name or option, or what the pipeline or its device cannot do.
+    """
+    method = recipe if isinstance(recipe, AttentionMethod) else resolve_method(recipe, argument="recipe")
+    caches = _cache_config(method.stack, steps)
+    transformers = _transformers(pipe)
+    # Where it computes: with offloading the weights are elsewhere.
+    device = getattr(pipe, "_execution_device", None) or next(transformers[0].parameters()).device
+    for transformer in transformers:
+        _check(transformer, method.stack, device)
+        _take_off(transformer)
+    method.install(pipe)
+    for transformer in transformers:
+        _put_on(transformer, method.stack, caches, device, compile_backend)
+    return method
+
+
+def quantize_for_good(transformer: torch.nn.Module, linears: str, device: torch.device) -> None:
+    """Quantise the linear layers of a transformer's blocks, block by block on `device`; the weights are not kept.
+
+    Every block returns to where it was, so that neither the model in its own type nor a block too many has to fit.
+
+    Raises:
+        InputError: the device cannot compute them, or torchao is missing.
+    """
+    import torch
+
+    _check_linears(linears, device)
+    for block in _blocks(transformer):
+        home = next(block.parameters()).device
+        block.to(device)
+        for module in _linears(block):
+            module.weight = _quantised(module, linears)
+        block.to(home)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    setattr(transformer, _ATTRIBUTE, _Installed(linears=linears))
+
+
+@contextlib.contextmanager
+def room_for_versions(methods: Iterable[AttentionMethod]) -> Iterator[None]:
+    """Let torch.compile make a version of a block for each of several methods, and for every kind of their steps."""
+    if not any(method.stack.compile for method in methods):
+        yield
+        return
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+        yield
+
+
+def _transformers(pipe: Any) -> list[Any]:
+    from vmonarch.installation import find_transformers
+
+    return list(find_transformers(pipe).values())
+
+
+def _blocks(transformer: Any) -> list[Any]:
+    """The repeated blocks of a transformer, as diffusers names them."""
+    return [m for m in transformer.modules() if type(m).__name__ in (transformer._repeated_blocks or ())]
+
+
+def _linears(block: torch.nn.Module) -> list[Any]:
+    """The linear layers that can be quantised."""
+    import torch
+
+    return [
+        module
+        for module in block.modules()
+        if isinstance(module, torch.nn.Linear)
+        and module.in_features % _FLOAT8_MULTIPLE == module.out_features % _FLOAT8_MULTIPLE == 0
+    ]
+
+
+def _check(transformer: Any, stack: Stack, device: torch.device) -> None:
+    installed = getattr(transformer, _ATTRIBUTE, None) or _Installed()
+    if installed.for_good and stack.linears != installed.linears:
+        raise InputError(
+            "linears", f"must be {installed.linears!r}, got {stack.linears!r}: the model was quantised for good"
+        )
+    if stack.linears:
+        _check_linears(stack.linears, device)
+    if stack.compile and not _blocks(transformer):
+        name = type(transformer).__name__
+        raise InputError("compile", f"cannot be used: diffusers names no repeated blocks of {name}")
+
+
+def _check_linears(linears: str, device: torch.device) -> None:
+    import importlib.util
+
+    import torch
+
+    if importlib.util.find_spec("torchao") is None:
+        raise InputError("linears", f"{linears!r} needs torchao: pip install 'vmonarch[float8]'")
+    if linears != "float8":
+        return
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+        raise InputError(
+            "linears", "'float8' needs a GPU of Ada, Hopper or newer; elsewhere use float8-weights or null"
+        )
+
+
+def _quantised(module: Any, linears: str) -> Any:
+    """The weight of a layer, quantised; the layer keeps its own."""
+    import torch
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        Float8WeightOnlyConfig,
+        PerRow,
+        quantize_,
+    )
+
+    # With torchao's settings of inductor, which it makes for the whole process, a block takes minutes to compile.
+    ours = {"set_inductor_config": False}
+    config = (
+        Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), **ours)
+        if linears == "float8"
+        else Float8WeightOnlyConfig(**ours)
+    )
+    # torchao quantises modules, and one of these is a module with this weight alone.
+    alone = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    alone.weight = module.weight
+    quantize_(alone, config)
+    return alone.weight
+
+
+def _cache_config(stack: Stack, steps: int | None) -> Any:
+    """The configuration of diffusers for a stack's cache; None for none.
+
+    Raises:
+        InputError: an argument that the class does not have or take.
+    """
+    if stack.cache is None:
+        return None
+    import diffusers
+    import torch
+
+    arguments = dict(stack.cache)
+    cls = getattr(diffusers, f"{CACHES[arguments.pop('kind')]}CacheConfig")
+    known = [option.name for option in dataclasses.fields(cls)]
+    for name in arguments:
+        if name not in known:
+            raise InputError(f"cache.{name}", f"is no argument of {cls.__name__}; known: {', '.join(known)}")
+    if cls is diffusers.TaylorSeerCacheConfig:
+        # Of one output alone the factors are small, whatever their type.
+        arguments = {"use_lite_mode": True, "taylor_factors_dtype": torch.float32} | arguments
+    if cls is diffusers.MagCacheConfig and steps is not None:
+        arguments.setdefault("num_inference_steps", steps)
+    try:
+        return cls(**arguments)
+    except (TypeError, ValueError) as error:
+        raise InputError("cache", f"cannot be used: {' '.join(str(error).split())}") from error
+
+
+def _put_on(transformer: Any, stack: Stack, cache: Any, device: torch.device, backend: str) -> None:
+    if not stack:
+        return
+    import torch
+
+    installed = getattr(transformer, _ATTRIBUTE, None) or _Installed()
+    setattr(transformer, _ATTRIBUTE, installed)
+    if stack.linears != installed.linears:
+        _swap_weights(transformer, installed, stack.linears)
+    if stack.compile:
+        if device.type == "cuda":
+            transformer.set_attention_backend("_native_cudnn")
+            installed.backend = True
+        for block in _blocks(transformer):
+            installed.blocks.append((block, vars(block).get("forward")))
+            # Not block.compile(), which would compile the cache's hooks too, and these are no graph.
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
+    if cache is not None:
+        transformer.enable_cache(cache)
+        installed.cache = True
+
+
+def _take_off(transformer: Any) -> None:
+    """Leave the transformer as it was before any stack; quantised weights are kept for another time."""
+    installed: _Installed | None = getattr(transformer, _ATTRIBUTE, None)
+    if installed is None:
+        return
+    if installed.cache:
+        transformer.disable_cache()
+        installed.cache = False
+    for block, before in installed.blocks:
+        del block.forward
+        if before is not None:
+            block.forward = before
+    installed.blocks = []
+    if installed.backend:
+        transformer.reset_attention_backend()
+        installed.backend = False
+    if installed.linears and not installed.for_good:
+        _swap_weights(transformer, installed, None)
+
+
+def _swap_weights(transformer: Any, installed: _Installed, linears: str | None) -> None:
+    """Give the linear layers the weights that are quantised this way, made the first time."""
+    modules = [module for block in _blocks(transformer) for module in _linears(block)]
+    installed.weights.setdefault(None, [module.weight for module in modules])
+    if linears not in installed.weights:
+        assert linears is not None
+        installed.weights[linears] = [_quantised(module, linears) for module in modules]
+    for module, weight in zip(modules, installed.weights[linears], strict=True):
+        module.weight = weight
+    installed.linears = linears

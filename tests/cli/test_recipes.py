@@ -1,0 +1,198 @@
+"""Recipes: each part of a stack does what it says, alone and together, and goes without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import recipe_names, resolve_method
+from vmonarch.eval.attention_flops import step_kinds
+from vmonarch.pipelines import recipes
+from vmonarch.pipelines.config import GenerateConfig, complete
+from vmonarch.pipelines.loading import LoadedModel, load_model
+from vmonarch.pipelines.model_folder import find_model
+from vmonarch.pipelines.sampling import denoise
+
+STEPS = 7
+CACHE = {"kind": "taylorseer", "disable_cache_before_step": 2, "cache_interval": 3, "max_order": 1}
+ALL = "fast:linears=null,attention.refresh=[0,1,3],cache={kind: taylorseer, disable_cache_before_step: 2}"
+
+
+def config(model: Path, **values: Any) -> GenerateConfig:
+    tiny = {"height": 32, "width": 48, "num_frames": 9, "steps": STEPS, "device": "cpu", "guidance": 4.0}
+    return GenerateConfig(prompts=("a red circle moving right",), model=str(model), **tiny | values)
+
+
+@pytest.fixture
+def loaded(tiny_model: Path) -> LoadedModel:
+    folder = find_model(str(tiny_model))
+    return load_model(complete(config(tiny_model, attention="full"), folder), folder)
+
+
+@pytest.fixture
+def sample(loaded: LoadedModel) -> Callable[..., torch.Tensor]:
+    """sample(recipe): latents with it, blocks compiled by the "eager" backend."""
+
+    def latents(recipe: Any, backend: Any = "eager") -> torch.Tensor:
+        method = recipes.apply(loaded.pipe, recipe, steps=STEPS, compile_backend=backend)
+        batched = method.stack.batch_guidance
+        return denoise(loaded, loaded.config, loaded.config.prompts, [0], batch_guidance=batched).latents
+
+    return latents
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_is_written_and_read_back(name: str) -> None:
+    recipe = resolve_method(name)
+    assert recipe.name == recipe.label == name and recipe.stack
+    assert resolve_method(recipe.to_dict()) == recipe
+    plain = resolve_method(f"{name}:attention=full,cache=null")
+    assert (plain.parameters.kind, plain.stack.cache) == ("full", None)
+    assert resolve_method({"name": name, "cache": {"kind": "sea"}}).stack.cache == {"kind": "sea"}
+
+
+def test_a_recipe_leaves_no_trace(sample: Callable[..., torch.Tensor], loaded: LoadedModel) -> None:
+    transformer = loaded.pipe.transformer
+    before = [set(vars(block)) for block in transformer.blocks]
+    stock, with_all = sample("full"), sample(ALL)
+    assert transformer.is_cache_enabled and not torch.equal(stock, with_all)
+    assert torch.equal(sample("full"), stock) and not transformer.is_cache_enabled
+    # diffusers leaves its empty registry of hooks behind.
+    assert [set(vars(block)) - {"_diffusers_hook"} for block in transformer.blocks] == before
+
+
+def test_blocks_are_compiled_below_the_caches_hooks(sample: Callable[..., torch.Tensor]) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([node for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    torch.compiler.reset()
+    assert torch.equal(sample("stock"), sample("full"))
+    cached = sample({"name": "stock", "cache": CACHE}, backend)
+    # One for both blocks and every step, with all that a block computes.
+    assert len(graphs) == 1 and len(graphs[0]) > 20
+    assert torch.equal(cached, sample({"name": "stock", "compile": False, "cache": CACHE}))
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_interval": 2}, {"disable_cache_after_step": 5}], ids=str)
+def test_a_stack_knows_which_steps_its_cache_skips(
+    options: dict[str, int], sample: Callable[..., torch.Tensor], loaded: LoadedModel
+) -> None:
+    method = resolve_method({"name": "stock", "compile": False, "cache": CACHE | options})
+    steps: list[int] = []
+    loaded.pipe.transformer.blocks[0].ffn.register_forward_hook(
+        lambda *_: steps.append(list(loaded.pipe.scheduler.timesteps).index(loaded.pipe.current_timestep))
+    )
+    sample(method)
+    computed = [step for step in range(STEPS) if not method.stack.skips(step)]
+    assert 2 < len(computed) < STEPS and sorted({*steps}) == computed and len(steps) == 2 * len(computed)
+
+
+def test_steps_that_are_skipped_are_told_apart_for_each_transformer() -> None:
+    method = resolve_method({"name": "stock", "attention": {"name": "reuse", "refresh": [0, 2, 5]}, "cache": CACHE})
+    kinds = step_kinds(method, ["transformer"] * 7 + ["transformer_2"] * 4)
+    # e exact, k kept, s skipped, a approximate: step 2 is skipped, so that the next to be computed renews the residual.
+    assert "".join(kind[0] for kind in kinds) == "kaskssk" + "kasa"
+
+
+def test_a_recipe_is_recorded_and_made_again(cli: Any) -> None:
+    code, _, err = cli("generate", "a red circle", "--recipe", ALL, "attention.compile=false", "steps=5")
+    assert code == 0, err
+    (record,) = cli.records()
+    assert record["config"]["attention"]["cache"]["disable_cache_before_step"] == 2
+    # Two calls of the transformer a step; a cache skips blocks.
+    assert record["transformer_calls"] == 10
+    (path,) = (cli.folder / "outputs/generate").glob("*.json")
+    code, _, err = cli("generate", "--from-json", path, tiny=False)
+    assert code == 0 and "bit-identical" in err
+
+
+def test_recipes_are_compared_with_stock(cli: Any) -> None:
+    line = ["--recipe", "stock:compile=false", "near-lossless:compile=false,linears=null,batch_guidance=true"]
+    code, _, err = cli("compare", "a red circle", *line)
+    assert code == 0, err
+    (folder,) = cli.outputs("outputs/compare")
+    (record,) = cli.records(f"outputs/compare/{folder}")
+    means = record["means"]
+    assert list(means) == ["full", *line[1:]]
+    assert means[line[1]]["psnr"] == "inf" and 10 < means[line[2]]["psnr"] < 200
+
+
+@pytest.fixture
+def wide(tiny: Any) -> torch.nn.Module:
+    """A transformer whose linear layers can be quantised."""
+    return tiny.transformer(num_attention_heads=2, attention_head_dim=16, ffn_dim=64)
+
+
+def test_linear_layers_are_quantised_and_come_back(wide: torch.nn.Module) -> None:
+    pytest.importorskip("torchao")
+    own = {name: parameter for name, parameter in wide.named_parameters()}
+    recipes.apply(wide, "stock:compile=false,linears=float8-weights")
+    quantised = {name for name, parameter in wide.named_parameters() if parameter is not own[name]}
+    linears = {f"{name}.weight" for name, m in wide.blocks.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert quantised == {f"blocks.{name}" for name in linears}
+    weight = wide.blocks[0].ffn.net[2].weight
+    assert weight.qdata.dtype == torch.float8_e4m3fn
+    assert 0 < (weight.dequantize() - own["blocks.0.ffn.net.2.weight"]).abs().max() < 0.05
+    recipes.apply(wide, "full")
+    assert all(parameter is own[name] for name, parameter in wide.named_parameters())
+    recipes.apply(wide, "stock:compile=false,linears=float8-weights")
+    assert wide.blocks[0].ffn.net[2].weight is weight
+
+
+def test_a_model_quantised_for_good_stays_so(wide: torch.nn.Module) -> None:
+    pytest.importorskip("torchao")
+    recipes.quantize_for_good(wide, "float8-weights", torch.device("cpu"))
+    weight = wide.blocks[1].attn1.to_q.weight
+    recipes.apply(wide, "stock:compile=false,linears=float8-weights")
+    assert wide.blocks[1].attn1.to_q.weight is weight and weight.qdata.dtype == torch.float8_e4m3fn
+    with pytest.raises(
+        InputError, match="linears must be 'float8-weights', got None: the model was quantised for good"
+    ):
+        recipes.apply(wide, "full")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        ("fst", r"recipe must be one of .*near-lossless.*did you mean fast\?"),
+        ("fast:linears=int4", "recipe.linears must be null or one of float8, float8-weights"),
+        ("fast:linears=float8", "linears 'float8' needs a GPU of Ada, Hopper or newer"),
+        ("fast:attention=stock", "recipe.attention must be an attention method, got the recipe 'stock'"),
+        ("stock:cache=3", "recipe.cache must be null or a mapping with a kind of first_block, mag, sea, taylorseer"),
+        ("stock:cache={kind: tea}", "recipe.cache.kind must be one of .*did you mean sea"),
+        ("stock:cache={kind: sea, order: 2}", "cache.order is no argument of SeaCacheConfig; known: threshold"),
+        ("stock:cache={kind: sea, threshold: -1}", "cache cannot be used: `threshold` must be non-negative"),
+    ],
+)  # fmt: skip
+def test_what_a_recipe_cannot_do_is_said(recipe: str, problem: str, wide: torch.nn.Module, monkeypatch: Any) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(InputError, match=problem):
+        recipes.apply(wide, recipe)
+
+
+def test_quantised_layers_need_torchao(wide: torch.nn.Module, monkeypatch: Any) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"linears 'float8-weights' needs torchao: pip install 'vmonarch\[float8\]'"):
+        recipes.apply(wide, "stock:linears=float8-weights")
+
+
+def test_group_offloading_and_quantised_layers_exclude_each_other(tiny_model: Path) -> None:
+    folder = find_model(str(tiny_model))
+    with pytest.raises(InputError, match="offload cannot be group with quantised linear layers"):
+        complete(config(tiny_model, attention="near-lossless", offload="group"), folder)
+
+
+def test_caches_that_look_at_the_data_are_not_extrapolated(tmp_path: Path) -> None:
+    from vmonarch.eval.bench.e2e import E2EConfig
+
+    methods = (resolve_method("stock:cache={kind: sea}"),)
+    with pytest.raises(InputError, match="has a cache whose steps depend on the data; supported: taylorseer"):
+        E2EConfig(tmp_path / "e2e.json", settings=(), methods=methods)
