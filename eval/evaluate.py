@@ -46,6 +46,7 @@ from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.devices import choose_device, choose_dtype
 from vmonarch.pipelines.loading import LoadedModel
+from vmonarch.pipelines.lora import lora_sha256
 from vmonarch.pipelines.model_folder import ModelFolder, find_model
 from vmonarch.pipelines.outputs import GenerationError, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
@@ -247,8 +248,11 @@ def _claimed(output: Path, item: Item) -> Iterator[bool]:
 
 def _settings(config: EvalConfig, folder: ModelFolder) -> dict[str, Any]:
     """All that an item's numbers depend on, but versions and machine."""
-    values = {key: value for key, value in config.to_dict().items() if key not in _FREE}
+    # Older evaluations do not have the settings that may be empty.
+    values = {key: value for key, value in config.to_dict().items() if key not in _FREE and value != []}
     dtype = choose_dtype(config.dtype, choose_device(config.device))
+    if hashes := lora_sha256(config):
+        values["lora_sha256"] = hashes
     return values | {"dtype": str(dtype).removeprefix("torch."), "model_files": folder.fingerprint()}
 
 

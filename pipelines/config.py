@@ -15,12 +15,14 @@ from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_m
 from vmonarch.configs.stack import Stack
 from vmonarch.pipelines.devices import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, KINDS
+from vmonarch.pipelines.lora import LORA, check_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
 
 if TYPE_CHECKING:
     from vmonarch.grid import LatentGrid
 
 OFFLOADS = ("none", "model", "group")
+SCHEDULERS = ("unipc", "euler", "lcm")
 _MAX_SEED = 2**63 - 1
 # Noise levels that models are trained on; more steps would repeat them.
 _MAX_STEPS = 1000
@@ -41,6 +43,8 @@ class SamplingConfig:
         seeds: distinct integers in [0, 2^63).
         model: `embedded`, the folder of a pipeline (`vmonarch.pipelines.kinds`), or a hub id.
         revision: branch, tag or commit of a hub model.
+        lora: LoRA files to fuse with the weights, each as `vmonarch.pipelines.lora.find_lora` takes it.
+        lora_2: the same for the low-noise transformer of two-stage models, whose first transformer has `lora`.
         image: path of the first frame, for Wan's image-to-video models.
         negative_prompt: what guidance leads away from.
         height, width: pixels, multiples of 16 (of 32 for some models).
@@ -48,8 +52,10 @@ class SamplingConfig:
         steps: denoising steps, up to 1000.
         guidance: classifier-free guidance scale; 1 or less turns guidance off. In HunyuanVideo it is a number that the
             transformer is told, and takes no second forward call.
-        guidance_2: the same for the low-noise transformer of two-stage models.
+        guidance_2: the same for the low-noise transformer of two-stage models; unused where guidance is off.
         true_guidance: classifier-free guidance scale of HunyuanVideo, beside that number.
+        scheduler: unipc, euler or lcm, for the Wan family (`vmonarch.pipelines.schedulers`).
+        sigmas: noise levels of euler's or lcm's steps, falling, in (0, 1]; flow_shift does not move them.
         flow_shift: shift of the scheduler's noise levels towards noise.
         fps: frames per second of the mp4, from 0.1 to 240.
         max_sequence_length: text tokens that the transformer sees, up to 512; fixed in some models.
@@ -68,6 +74,8 @@ class SamplingConfig:
     seeds: tuple[int, ...] = (0,)
     model: str = "embedded"
     revision: str | None = None
+    lora: tuple[str, ...] = ()
+    lora_2: tuple[str, ...] = ()
     image: str | None = None
     negative_prompt: str | None = None
     height: int | None = None
@@ -77,6 +85,8 @@ class SamplingConfig:
     guidance: float | None = None
     guidance_2: float | None = None
     true_guidance: float | None = None
+    scheduler: str | None = None
+    sigmas: tuple[float, ...] = ()
     flow_shift: float | None = None
     fps: float | None = None
     max_sequence_length: int | None = None
@@ -88,13 +98,14 @@ class SamplingConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "seeds"):
+        for name in ("prompts", "seeds", "sigmas", *LORA):
             value = getattr(self, name)
             if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
                 raise InputError(name, f"must be a sequence, got {value!r}")
             object.__setattr__(self, name, tuple(value))
         self._check_prompts()
         self._check_seeds()
+        self._check_sigmas()
         for name in ("height", "width", "num_frames", "steps", "max_sequence_length", "batch_size"):
             value = getattr(self, name)
             if name != "batch_size" and value is None:
@@ -165,6 +176,24 @@ class SamplingConfig:
         repeated = sorted({seed for seed in self.seeds if self.seeds.count(seed) > 1})
         if repeated:
             raise InputError("seeds", f"must differ, or the same video is made twice; repeated: {repeated}")
+
+    def _check_sigmas(self) -> None:
+        """Check scheduler and sigmas, of which there is one for each step."""
+        if self.scheduler is not None and self.scheduler not in SCHEDULERS:
+            raise InputError("scheduler", f"must be one of {', '.join(SCHEDULERS)}, got {self.scheduler!r}")
+        if not self.sigmas:
+            return
+        if self.scheduler not in ("euler", "lcm"):
+            raise InputError("sigmas", f"needs scheduler euler or lcm, got {self.scheduler!r}")
+        for sigma in self.sigmas:
+            if isinstance(sigma, bool) or not isinstance(sigma, (int, float)) or not 0 < sigma <= 1:
+                raise InputError("sigmas", f"must be numbers above 0 and at most 1, got {sigma!r}")
+        if list(self.sigmas) != sorted(set(self.sigmas), reverse=True):
+            raise InputError("sigmas", f"must fall from step to step, got {self.sigmas}")
+        if self.steps is None:
+            object.__setattr__(self, "steps", len(self.sigmas))
+        if self.steps != len(self.sigmas):
+            raise InputError("sigmas", f"must be {self.steps}, as many as steps, got {len(self.sigmas)}")
 
     def _check_sizes(self, height_multiple: int, width_multiple: int, temporal: int, where: str = "") -> None:
         """Raise InputError unless the sizes that are given are such multiples, and num_frames is `temporal`·k + 1."""
@@ -330,6 +359,8 @@ def complete(config: Config, model: ModelFolder) -> Config:
     missing["model"] = model.name if model.name == "embedded" or model.revision else str(model.path)
     if model.revision is not None:
         missing["revision"] = model.revision
+    for name in LORA:
+        missing[name] = tuple(check_lora(name, word).word for word in getattr(config, name))
     if config.image is not None:
         missing["image"] = str(Path(config.image).expanduser().resolve())
     config = dataclasses.replace(config, **missing)
@@ -337,8 +368,6 @@ def complete(config: Config, model: ModelFolder) -> Config:
         raise InputError("prompts", "must hold at least one prompt")
     config._check_sizes(model.height_multiple, model.width_multiple, model.temporal, " for this model")
     _check_video(config, model)
-    if config.guidance_2 is not None and not model.two_stage:
-        raise InputError("guidance_2", "is for models with two transformers; this one has one")
     if config.image is None and (model.image_conditioned or model.pipeline == IMAGE_TO_VIDEO):
         raise InputError("image", "is needed: this is an image-to-video model")
     if config.image is not None:
@@ -356,12 +385,16 @@ def _check_settings(config: SamplingConfig, model: ModelFolder) -> None:
             raise InputError(name, f"is not a setting of this model, a {model.pipeline}, but of {those}")
     stacks = [method.stack for methods in config.attention_methods.values() for method in methods]
     batched = getattr(config, "batch_guidance", False) or any(stack.batch_guidance for stack in stacks)
-    if batched and not model.kind.wan:
-        raise InputError("batch_guidance", f"is for the Wan family, and this model is a {model.pipeline}")
+    for name, wanted in (("batch_guidance", batched), ("scheduler", config.scheduler)):
+        if wanted and not model.kind.wan:
+            raise InputError(name, f"is for the Wan family, and this model is a {model.pipeline}")
     if config.offload == "group" and any(stack.linears for stack in stacks):
         raise InputError("offload", "cannot be group with quantised linear layers; supported: none, model")
     if config.negative_prompt and "true_guidance" in model.kind.arguments and (config.true_guidance or 0) <= 1:
         raise InputError("negative_prompt", f"needs true_guidance above 1 in a {model.pipeline}")
+    for name in ("guidance_2", "lora_2"):
+        if getattr(config, name) not in (None, ()) and not model.two_stage:
+            raise InputError(name, "is for models with two transformers; this one has one")
     for argument, methods in config.attention_methods.items():
         learnt = [method.label for method in methods if method.parameters.kind == "based"]
         if learnt and not model.kind.wan:

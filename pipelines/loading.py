@@ -13,6 +13,7 @@ from vmonarch.installation import find_transformers
 from vmonarch.pipelines.config import Config, SamplingConfig, complete
 from vmonarch.pipelines.devices import choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, Kind
+from vmonarch.pipelines.lora import LORA, fuse_loras
 from vmonarch.pipelines.model_folder import MODELS, ModelError, ModelFolder, find_model
 from vmonarch.pipelines.outputs import prepare_output_dir
 from vmonarch.pipelines.processes import Shard
@@ -114,7 +115,7 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None 
         shard: this process among several, of which each takes the GPU of its number.
 
     Raises:
-        InputError: a prompt is too long, or device, dtype, offload or flow_shift do not fit.
+        InputError: a prompt is too long, or device, dtype, offload, flow_shift or LoRA layers do not fit.
         ModelError: a component cannot be loaded.
     """
     import diffusers
@@ -130,10 +131,10 @@ def load_model(config: SamplingConfig, folder: ModelFolder, shard: Shard | None 
     start = time.perf_counter()
     parts = {name: _load_small(folder, name) for name in _TOKENIZERS if name in folder.components}
     check_prompt_lengths(config, folder.kind, parts)
-    if config.flow_shift is not None:
-        parts["scheduler"] = _shifted(_load_small(folder, "scheduler"), config.flow_shift)
+    parts["scheduler"] = _scheduler(folder, config)
     cls = getattr(diffusers, IMAGE_TO_VIDEO if config.image is not None else folder.pipeline)
     pipe = read_pipeline(cls, folder, dtype, **parts)
+    fuse_loras(pipe, config)
     if folder.kind.tiled:
         pipe.vae.enable_tiling()
     if linears := config.stack.linears:
@@ -154,7 +155,7 @@ def check_loaded(config: SamplingConfig, model: LoadedModel) -> None:
     Raises:
         InputError: a setting that loading depends on differs, or a prompt is too long.
     """
-    for name in ("dtype", "device", "offload", "flow_shift"):
+    for name in ("dtype", "device", "offload", "scheduler", "sigmas", "flow_shift", *LORA):
         wanted, has = getattr(config, name), getattr(model.config, name)
         if wanted != has:
             raise InputError(name, f"must be {has!r}, with which the pipeline was loaded, got {wanted!r}")
@@ -191,6 +192,17 @@ def complete_and_load(
         return config, load_model(config, folder, shard)
     check_loaded(config, model)
     return config, model
+
+
+def _scheduler(folder: ModelFolder, config: SamplingConfig) -> Any:
+    """The model's own scheduler, or the one that is asked for with the same flow shift unless another is given."""
+    own = _load_small(folder, "scheduler")
+    if config.scheduler is None:
+        return own if config.flow_shift is None else _shifted(own, config.flow_shift)
+    from vmonarch.pipelines.schedulers import few_step_scheduler
+
+    shift = config.flow_shift or own.config.get("flow_shift") or own.config.get("shift", 1.0)
+    return few_step_scheduler(config.scheduler, shift, config.sigmas)
 
 
 def _shifted(scheduler: Any, flow_shift: float) -> Any:

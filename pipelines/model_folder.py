@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
-from vmonarch.pipelines.kinds import KINDS, Configs, Kind
+from vmonarch.pipelines.kinds import KINDS, TEXT_TO_VIDEO, Configs, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from vmonarch.grid import LatentGrid
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# FastWan's checkpoints name a class of FastVideo, whose components are those of the stock pipeline.
+_ALIASES = {"WanDMDPipeline": TEXT_TO_VIDEO}
 # In a proxy's folder: how it was trained, and what it is best run with (`vmonarch.eval.studies.proxy`).
 PROXY_RECORD = "proxy.json"
 # Components that are models and so must come with weights; the others are tokenizers, schedulers and processors.
@@ -191,7 +193,8 @@ def find_model(name: str, revision: str | None = None) -> ModelFolder:
     """
     path, revision = _locate(name, revision)
     index = read_json(path / "model_index.json")
-    pipeline = index.get("_class_name")
+    pipeline: Any = index.get("_class_name")
+    pipeline = _ALIASES.get(pipeline, pipeline)
     if pipeline not in KINDS:
         raise ModelError(f"{path} holds a {pipeline}; supported: {', '.join(KINDS)}")
     components = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, file_sha256
+from vmonarch.pipelines.lora import LORA, find_lora, lora_sha256
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +87,10 @@ def check_same_model(recorded: Recorded, model: ModelFolder) -> None:
     image = recorded.values.get("image")
     if image is not None and file_sha256(image) != recorded.model.get("image_sha256"):
         raise InputError("from_json", f"names an image that has changed since: {image}")
+    words = [(name, word) for name in LORA for word in recorded.values.get(name, ())]
+    for (name, word), before in zip(words, recorded.model.get("lora_sha256", ()), strict=True):
+        if file_sha256(find_lora(name, word).file) != before:
+            raise InputError("from_json", f"names a LoRA file that has changed since: {word}")
 
 
 def environment_differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -118,6 +123,7 @@ def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
             "vae_dtype": str(model.pipe.vae.dtype).removeprefix("torch."),
             "scheduler": type(model.pipe.scheduler).__name__,
             "image_sha256": file_sha256(config.image) if config.image else None,
+            "lora_sha256": lora_sha256(config),
             **model.folder.fingerprint(),
         },
         "environment": environment(model.device),

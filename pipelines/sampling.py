@@ -136,13 +136,17 @@ def denoise(
     size = model.folder.latents(config.num_frames, config.height, config.width)
     pipe.set_progress_bar_config(disable=progress is None, desc=progress, leave=False)
     with torch.no_grad(), deterministic_convolutions():
+        generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
         arguments = _arguments(kind, config, len(prompts)) | {
             "prompt": list(prompts),
             "num_inference_steps": steps or config.steps,
-            "generator": [torch.Generator("cpu").manual_seed(seed) for seed in seeds],
+            "generator": generators,
             "output_type": "latent",
         }
         kind.prepare(pipe, config)
+        if hasattr(pipe.scheduler, "generator"):
+            # Pipelines give it to no step.
+            pipe.scheduler.generator = generators
         guidance = batched_guidance(pipe) if batch_guidance else contextlib.nullcontext()
         start = _mark(device)
         with (

@@ -18,6 +18,7 @@ from typing import get_args, get_type_hints
 import diffusers
 import pytest
 import torch
+from peft import LoraConfig
 
 import vmonarch
 from vmonarch import BasedProcessor, FlashBiasProcessor, VMonarchProcessor, vmonarch_attention
@@ -226,6 +227,9 @@ def no_hub(tiny, monkeypatch, tmp_path):
         "__call__",
         lambda self, *prompt, **options: call(self, *prompt, **{"num_inference_steps": 2} | options | small),
     )
+    lora = LoraConfig(r=2, target_modules=["to_q"])
+    load = lambda self, *_, **__: self.transformer.add_adapter(lora)
+    monkeypatch.setattr(diffusers.WanPipeline, "load_lora_weights", load)
     monkeypatch.setattr(vmonarch.eval.evaluate, "EvalConfig", evaluation_config)
     monkeypatch.chdir(tmp_path)
     methods, layers = {"own": {"exact": {"band": 0}}}, {"transformer": [["own"] * 2] * 2}

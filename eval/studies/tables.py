@@ -41,6 +41,7 @@ DOCUMENTS = (
     "docs/families.md",
     "docs/speed.md",
     "docs/compose.md",
+    "docs/few-steps.md",
     "docs/based.md",
     "docs/finetuning.md",
     "docs/parallel.md",

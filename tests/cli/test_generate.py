@@ -83,7 +83,7 @@ def test_the_record_tells_all(cli) -> None:
     assert record["model"]["dtype"] == record["model"]["vae_dtype"] == "float32"
 
 
-OPTIONAL = ("revision", "image", "guidance_2", "true_guidance", "flow_shift")
+OPTIONAL = ("revision", "scheduler", "image", "guidance_2", "true_guidance", "flow_shift")
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

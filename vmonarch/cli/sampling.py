@@ -28,6 +28,7 @@ _OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
     ("--guidance", float, "SCALE", "classifier-free guidance; 1 or less turns it off"),
     ("--true-guidance", float, "SCALE", "classifier-free guidance of HunyuanVideo, beside its embedded one"),
     ("--guidance-2", float, "SCALE", "the same for the low-noise transformer of Wan 2.2 A14B"),
+    ("--scheduler", str, "NAME", "unipc, euler or lcm, for models of a few steps (default: the model's own)"),
     ("--flow-shift", float, "SHIFT", "shift of the scheduler's noise levels"),
     ("--negative-prompt", str, "TEXT", "what guidance leads away from"),
     ("--fps", float, "RATE", "frames per second of the mp4"),
@@ -47,6 +48,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overw
     )
     parser.add_argument("--prompt-file", metavar="FILE", help="a prompt a line, UTF-8")
     add_model_arguments(parser, "a pipeline")
+    for option, about in (("--lora", ""), ("--lora-2", ", for the low-noise transformer of Wan 2.2 A14B")):
+        parser.add_argument(
+            option,
+            action="append",
+            metavar="FILE[:SCALE]",
+            help=f"LoRA layers to fuse with the weights{about}; may be repeated",
+        )
     parser.add_argument("--image", metavar="FILE", help="first frame, for image-to-video models")
     parser.add_argument(
         "--seed",
@@ -58,6 +66,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overw
     sizes = parser.add_argument_group("sampling (default: what the model recommends)")
     for option, kind, metavar, text in _OPTIONS:
         sizes.add_argument(option, type=kind, metavar=metavar, help=text)
+    sizes.add_argument(
+        "--sigmas", type=_numbers, metavar="S,S,…", help="noise levels of euler's or lcm's steps, such as 1,0.757,0.522"
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--dtype",
@@ -190,6 +201,13 @@ def _check_prompt_words(prompts: list[str]) -> None:
             f"must stand in quotes, or each word is a prompt of its own: {line!r}; for prompts of one word use"
             " --prompt-file",
         )
+
+
+def _numbers(word: str) -> list[float]:
+    try:
+        return [float(number) for number in word.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, got {word!r}") from error
 
 
 def _seed(word: str) -> int:

@@ -1,0 +1,175 @@
+"""LoRA files: finding them, and adding what they have learnt to a pipeline's weights.
+
+They are fused as soon as the pipeline is loaded, and nothing of them is left but changed weights. So they cost no time
+in any step, and compiled blocks, quantised layers, CUDA graphs and offloading see plain layers; a layer that is
+quantised already cannot be fused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vmonarch.configs import InputError, file_sha256
+
+if TYPE_CHECKING:
+    import torch
+
+    from vmonarch.pipelines.config import SamplingConfig
+
+# The transformer that each setting is for.
+LORA = {"lora": "transformer", "lora_2": "transformer_2"}
+_SUPPORTED = "must be PATH or PATH:SCALE, of a .safetensors file, a folder with one, or one of the hub, OWNER/NAME/FILE"
+_ADAPTER = "vmonarch_fused"
+# Errors and warnings name at most this number of tensors.
+_NAMED_TENSORS = 3
+
+
+class LoraFile(NamedTuple):
+    """A file with LoRA layers, what they are multiplied by, and `PATH:SCALE` by which it is found from anywhere."""
+
+    file: Path
+    scale: float
+    word: str
+
+
+def find_lora(argument: str, word: str) -> LoraFile:
+    """The file that `PATH`, `PATH:SCALE` or the same with a file of the hub stands for.
+
+    Raises:
+        InputError: there is no such file, or it is no safetensors file.
+    """
+    name, scale = _split(argument, word)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        found = sorted(path.glob("*.safetensors"))
+        if len(found) != 1:
+            raise InputError(argument, f"{_SUPPORTED}; {name!r} holds {len(found)} .safetensors files")
+        path = found[0]
+    if path.exists():
+        path = path.resolve()
+        name = str(path)
+    else:
+        path = _download(argument, name)
+    return LoraFile(path, scale, f"{name}:{scale:g}")
+
+
+def _split(argument: str, word: str) -> tuple[str, float]:
+    """Path and scale; what follows the last colon is part of the path unless it is a number."""
+    name, colon, number = word.rpartition(":")
+    try:
+        scale = float(number) if colon else None
+    except ValueError:
+        scale = None
+    name, scale = (word, 1.0) if scale is None else (name, scale)
+    if not name.strip() or not math.isfinite(scale):
+        raise InputError(argument, f"{_SUPPORTED}, got {word!r}")
+    return name, scale
+
+
+def _download(argument: str, name: str) -> Path:
+    """The hub's file, which is read where it has been downloaded before."""
+    owner, model, file = [*name.split("/", 2), "", ""][:3]
+    if not (owner and model and file.endswith(".safetensors")) or owner in (".", "..", "~"):
+        raise InputError(argument, f"{_SUPPORTED}; there is no file {name!r}")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(f"{owner}/{model}", file))
+    except Exception as error:
+        # The hub library raises its own, requests' and OSErrors; the user needs the same sentence for all of them.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            argument, f"{name!r} is neither a file here nor could it be had from the hub: {reason}"
+        ) from error
+
+
+def check_lora(argument: str, word: str) -> LoraFile:
+    """`find_lora`, with a look at the file's header and for what reads LoRA layers.
+
+    Raises:
+        InputError: the file cannot be read, or PEFT is missing.
+    """
+    from safetensors import safe_open
+
+    if importlib.util.find_spec("peft") is None:
+        raise InputError(argument, "needs PEFT: pip install peft")
+    lora = find_lora(argument, word)
+    try:
+        with safe_open(lora.file, "numpy"):
+            return lora
+    except Exception as error:
+        raise InputError(argument, f"{_SUPPORTED}; {lora.file} cannot be read: {error}") from error
+
+
+def lora_sha256(config: SamplingConfig) -> list[str]:
+    """Hashes of the files of a config, those of `lora` first."""
+    return [file_sha256(find_lora(name, word).file) for name in LORA for word in getattr(config, name)]
+
+
+def fuse_loras(pipe: Any, config: SamplingConfig) -> None:
+    """Add the LoRA layers of a completed config to a pipeline's weights, which are still on the CPU.
+
+    Raises:
+        InputError: the pipeline takes none, or has no place for a file's layers.
+    """
+    for argument in LORA:
+        for word in getattr(config, argument):
+            _fuse(pipe, argument, find_lora(argument, word))
+
+
+def _fuse(pipe: Any, argument: str, lora: LoraFile) -> None:
+    if not hasattr(pipe, "load_lora_weights"):
+        raise InputError(argument, f"cannot be used: diffusers loads no LoRA layers into a {type(pipe).__name__}")
+    component, file = LORA[argument], {"weight_name": lora.file.name, "local_files_only": True}
+    second = {"load_into_transformer_2": True} if argument == "lora_2" else {}
+    transformer = getattr(pipe, component)
+    try:
+        layers = pipe.lora_state_dict(str(lora.file.parent), **file)
+        pipe.load_lora_weights(str(lora.file.parent), adapter_name=_ADAPTER, **file, **second)
+        there = {key.replace(f".{_ADAPTER}", "") for key in transformer.state_dict() if f".{_ADAPTER}" in key}
+        transformer.fuse_lora(lora_scale=lora.scale, safe_fusing=True)
+    except Exception as error:
+        # diffusers and PEFT raise all kinds here, from KeyError to RuntimeError: the same to the user.
+        reason = " ".join(str(error).split())
+        raise InputError(
+            argument, f"{lora.file} cannot be fused with the {component}: {type(error).__name__}: {reason}"
+        ) from error
+    transformer.unload_lora()
+    # diffusers only logs what it passes over.
+    lost = sorted(key for key in layers if "lora_" in key and key.removeprefix("transformer.") not in there)
+    if lost:
+        raise InputError(
+            argument, f"{lora.file} holds {len(lost)} tensors that the {component} has no place for: {_listed(lost)}"
+        )
+    if not there:
+        raise InputError(argument, f"{lora.file} holds no LoRA layers of the {component}")
+    _warn_of_left_out(argument, lora.file, layers)
+
+
+def _warn_of_left_out(argument: str, file: Path, layers: dict[str, torch.Tensor]) -> None:
+    """Warn of differences of weights that diffusers' conversion drops, if there is anything in them."""
+    from safetensors.torch import load_file
+
+    known = list(layers.values())
+    left_out = [
+        key
+        for key, value in load_file(file).items()
+        if key.endswith((".diff", ".diff_b"))
+        and value.any()
+        and not any(value.shape == other.shape and value.equal(other) for other in known)
+    ]
+    if left_out:
+        warnings.warn(
+            f"{argument}: diffusers leaves out {len(left_out)} tensors of {file.name}, which are not zero:"
+            f" {_listed(left_out)}",
+            stacklevel=2,
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
+    return ", ".join(names[:_NAMED_TENSORS]) + more

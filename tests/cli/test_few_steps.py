@@ -1,0 +1,258 @@
+"""LoRA files, schedulers and noise levels of models that are distilled to a few steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import vmonarch
+from vmonarch.configs import InputError
+from vmonarch.pipelines.config import GenerateConfig, complete
+from vmonarch.pipelines.loading import LoadedModel, load_model
+from vmonarch.pipelines.lora import find_lora
+from vmonarch.pipelines.model_folder import find_model
+from vmonarch.pipelines.sampling import denoise
+
+PROMPT = "a red circle moving right"
+TINY = {"height": 32, "width": 48, "num_frames": 9, "negative_prompt": "", "device": "cpu"}
+RANK, ALPHA, SCALE = 2, 3.0, 0.5
+# diffusers' names of the layers of a block, and those of Wan's own code.
+BLOCK = {
+    **{f"attn1.to_{x}": f"self_attn.{x}" for x in "qkv"},
+    "attn1.to_out.0": "self_attn.o",
+    **{f"attn2.to_{x}": f"cross_attn.{x}" for x in "qkv"},
+    "attn2.to_out.0": "cross_attn.o",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+}
+BLOCKS = {f"blocks.{i}.{ours}": f"blocks.{i}.{theirs}" for i in (0, 1) for ours, theirs in BLOCK.items()}
+OUTER = {
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "proj_out": "head.head",
+}
+
+
+def weights(component: Path) -> dict[str, torch.Tensor]:
+    return load_file(component / "diffusion_pytorch_model.safetensors")
+
+
+def load(model: Path, **values: object) -> LoadedModel:
+    folder = find_model(str(model))
+    config = GenerateConfig(**{"prompts": (PROMPT,), "model": str(model), **TINY, **values})  # type: ignore[arg-type]
+    return load_model(complete(config, folder), folder)
+
+
+def write_lora(form: str, component: Path, file: Path) -> dict[str, torch.Tensor]:
+    """A file in one of the forms that are about, and the transformer's weights with it at SCALE, by hand."""
+    torch.manual_seed(3)
+    merged, tensors = weights(component), {}
+    original = form in ("lightx2v", "causvid")
+    for ours, theirs in (BLOCKS | OUTER if original else BLOCKS).items():
+        weight = merged[f"{ours}.weight"]
+        down, up = torch.randn(RANK, weight.shape[1]), torch.randn(weight.shape[0], RANK)
+        alpha = 1.0
+        if form == "diffusers":
+            tensors |= {f"transformer.{ours}.lora_A.weight": down, f"transformer.{ours}.lora_B.weight": up}
+        elif form == "musubi":
+            name, alpha = f"lora_unet_{theirs.replace('.', '_')}", ALPHA / RANK
+            tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+            tensors[f"{name}.alpha"] = torch.tensor(ALPHA)
+        else:
+            pair = ("lora_down", "lora_up") if form == "lightx2v" else ("lora_A", "lora_B")
+            name, bias = f"diffusion_model.{theirs}", torch.randn(weight.shape[0])
+            tensors |= dict(zip((f"{name}.{x}.weight" for x in pair), (down, up), strict=True))
+            tensors[f"{name}.diff_b"] = bias
+            merged[f"{ours}.bias"] = merged[f"{ours}.bias"] + SCALE * bias
+            if form == "lightx2v" and ours in BLOCKS:
+                alpha, tensors[f"{name}.alpha"] = ALPHA / RANK, torch.tensor(ALPHA)
+        merged[f"{ours}.weight"] = weight + SCALE * alpha * up @ down
+    if original:
+        # As those files have it: differences of norms that are zero.
+        tensors["diffusion_model.blocks.0.self_attn.norm_q.diff"] = torch.zeros(24)
+    save_file(tensors, file)
+    return merged
+
+
+@pytest.mark.parametrize("form", ["diffusers", "lightx2v", "causvid", "musubi"])
+def test_lora_layers_of_every_form_become_the_weights_computed_by_hand(form, tiny_model, tmp_path) -> None:
+    file = tmp_path / "layers.safetensors"
+    expected = write_lora(form, tiny_model / "transformer", file)
+    transformer = load(tiny_model, lora=(f"{file}:{SCALE}",)).pipe.transformer
+    found = transformer.state_dict()
+    assert found.keys() == expected.keys(), "nothing is left of the layers"
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_each_transformer_gets_its_own_lora_layers(tiny_two_stage_model, tmp_path) -> None:
+    files = {name: tmp_path / name / "layers.safetensors" for name in ("transformer", "transformer_2")}
+    for file in files.values():
+        file.parent.mkdir()
+    expected = write_lora("lightx2v", tiny_two_stage_model / "transformer_2", files["transformer_2"])
+    # A folder stands for its only file.
+    pipe = load(tiny_two_stage_model, lora_2=(f"{files['transformer_2'].parent}:{SCALE}",)).pipe
+    for name, weight in pipe.transformer_2.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5, msg=name)
+    first = weights(tiny_two_stage_model / "transformer")
+    assert all(weight.equal(first[name]) for name, weight in pipe.transformer.state_dict().items())
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_unfused_lora_layers_survive_vmonarch_before_and_after(order, tiny_model, tmp_path) -> None:
+    file = tmp_path / "layers.safetensors"
+    write_lora("lightx2v", tiny_model / "transformer", file)
+    fused = load(tiny_model, lora=(f"{file}:{SCALE}",), steps=1, guidance=1.0)
+    plain = load(tiny_model, steps=1, guidance=1.0)
+
+    def latents(model: LoadedModel) -> torch.Tensor:
+        return denoise(model, model.config, [PROMPT], [0]).latents
+
+    exact = latents(fused)
+    vmonarch.apply(fused.pipe, vmonarch.VMonarchProcessor())
+    if order == "before":
+        vmonarch.apply(plain.pipe, vmonarch.VMonarchProcessor())
+    plain.pipe.load_lora_weights(str(tmp_path), weight_name=file.name, adapter_name="few")
+    plain.pipe.set_adapters("few", SCALE)
+    if order == "after":
+        vmonarch.apply(plain.pipe, vmonarch.VMonarchProcessor())
+    approximate = latents(fused)
+    assert not torch.allclose(approximate, exact, atol=1e-3)
+    torch.testing.assert_close(latents(plain), approximate, atol=1e-4, rtol=1e-3)
+    for model in (fused, plain):
+        vmonarch.restore(model.pipe)
+        torch.testing.assert_close(latents(model), exact, atol=1e-4, rtol=1e-3)
+
+
+def test_what_diffusers_leaves_out_of_a_lora_file_is_told(tiny_model, tmp_path) -> None:
+    file = tmp_path / "layers.safetensors"
+    write_lora("lightx2v", tiny_model / "transformer", file)
+    save_file(load_file(file) | {"diffusion_model.blocks.0.norm3.diff_b": torch.ones(24)}, file)
+    with pytest.warns(UserWarning, match="leaves out 1 tensors of layers.safetensors.*norm3.diff_b"):
+        load(tiny_model, lora=(str(file),))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ({"transformer.blocks.7.attn1.to_q": (24, 24)}, "blocks.7.attn1.to_q"),
+        ({"transformer.blocks.0.attn1.to_q": (20, 24)}, "size mismatch"),
+        ({"transformer.blocks.0.attn1.to_q": (24, 24), "transformer.blocks.2.ffn.net.2": (24, 32)}, "2 tensors"),
+        ({"unet.blocks.0.attn1.to_q": (24, 24)}, "no place for: unet"),
+        ({}, "no LoRA layers"),
+    ],
+    ids=["no such layer", "other size", "one of two layers", "other model", "nothing"],
+)
+def test_a_lora_file_of_another_model_is_refused(tensors, problem, tiny_model, tmp_path) -> None:
+    file = tmp_path / "layers.safetensors"
+    pairs = {f"{name}.lora_{x}.weight" for name in tensors for x in "AB"}
+    layers = {
+        name: torch.ones(*((RANK, size[1]) if "lora_A" in name else (size[0], RANK)))
+        for name in sorted(pairs)
+        for size in [tensors[name.split(".lora_")[0]]]
+    }
+    save_file(layers, file)
+    with pytest.raises(InputError, match=problem) as error:
+        load(tiny_model, lora=(str(file),))
+    assert error.value.argument == "lora"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--lora", "there-is-none.safetensors"], "no file"),
+        (["--lora", "owner/name"], "no file"),
+        (["--lora", ".:nan"], "PATH:SCALE"),
+        (["--lora", "text.safetensors"], "cannot be read"),
+        (["--lora-2", "text.safetensors"], "two transformers"),
+        (["--scheduler", "heun"], "unipc, euler, lcm"),
+        (["--sigmas", "1,0.5"], "needs scheduler"),
+        (["--sigmas", "1;0.5"], "numbers"),
+        (["--scheduler", "lcm", "--sigmas", "0.5,1"], "fall"),
+        (["--scheduler", "lcm", "--sigmas", "1,0"], "above 0"),
+        (["--scheduler", "lcm", "--sigmas", "1,0.7,0.5"], "2, as many as steps"),
+    ],
+)
+def test_a_bad_setting_is_named(cli, words, problem) -> None:
+    (cli.folder / "text.safetensors").write_text("layers")
+    code, _, err = cli("generate", PROMPT, *words)
+    assert code == 2 and words[-2] in err and problem in err, err
+    assert not cli.outputs()
+
+
+def test_a_few_step_video_is_made_again_from_its_record(cli, tmp_path) -> None:
+    file = tmp_path / "layers.safetensors"
+    write_lora("lightx2v", cli.model / "transformer", file)
+    settings = ["--scheduler", "lcm", "--sigmas", "1,0.757,0.522", "--guidance", 1, "--steps", 3]
+    code, _, err = cli("generate", PROMPT, PROMPT + " slowly", "--lora", f"{file}:{SCALE}", "--seed", 4, *settings)
+    assert code == 0, err
+    record = cli.records()[1]
+    assert record["config"]["lora"] == [f"{file}:{SCALE}"] and len(record["model"]["lora_sha256"][0]) == 64
+    assert record["model"]["scheduler"] == "LCMScheduler" and record["config"]["sigmas"] == [1.0, 0.757, 0.522]
+    assert record["transformer_calls"] == 3, "one call a step: guidance is off"
+    again = cli.folder / "outputs/generate" / record["video"]
+    torch.manual_seed(99)
+    code, _, err = cli("generate", "--from-json", again.with_suffix(".json"), tiny=False)
+    assert code == 0 and "bit-identical" in err, err
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file)
+    code, _, err = cli("generate", "--from-json", again.with_suffix(".json"), tiny=False)
+    assert code == 2 and "LoRA file that has changed" in err
+
+
+@pytest.mark.parametrize("scheduler", ["euler", "lcm", "unipc"])
+def test_few_steps_are_at_even_noise_levels_before_the_shift(scheduler, tiny_model) -> None:
+    """And residual sharing finds the step: with all of them exact it is full attention."""
+    model = load(tiny_model, steps=4, guidance=1.0, scheduler=scheduler, flow_shift=5.0)
+    full = denoise(model, model.config, [PROMPT], [0]).latents
+    levels = torch.tensor([1.0, 0.9375, 5 / 6, 0.625, 0.0])
+    torch.testing.assert_close(model.pipe.scheduler.sigmas.float(), levels, atol=2e-3, rtol=0)
+    found = []
+    for refresh in (1, 4):
+        vmonarch.apply(model.pipe, vmonarch.VMonarchProcessor(refresh=refresh))
+        found.append(denoise(model, model.config, [PROMPT], [0]).latents)
+    assert not torch.allclose(found[0], full, atol=1e-3)
+    torch.testing.assert_close(found[1], full, atol=1e-4, rtol=1e-4)
+
+
+def test_euler_and_lcm_do_what_their_formulas_say(tiny_model) -> None:
+    """LCM's noise is each seed's own, drawn after the first, whatever the batch."""
+    found = {}
+    for name in ("euler", "lcm"):
+        model = load(tiny_model, steps=2, guidance=1.0, scheduler=name, sigmas=(1.0, 0.4), attention="full")
+        velocities: list[torch.Tensor] = []
+        hook = model.pipe.transformer.register_forward_hook(lambda m, a, out, v=velocities: v.append(out[0].clone()))
+        found[name] = denoise(model, model.config, [PROMPT] * 2, [7, 8]).latents
+        hook.remove()
+        generators = [torch.Generator().manual_seed(seed) for seed in (7, 8)]
+        draw = lambda shape=found[name].shape, g=generators: torch.cat(
+            [torch.randn(1, *shape[1:], generator=x) for x in g]
+        )
+        x = draw()
+        for sigma, after, velocity in zip((1.0, 0.4), (0.4, 0.0), velocities, strict=True):
+            clean = x - sigma * velocity
+            x = (1 - after) * clean + after * draw() if name == "lcm" else x + (after - sigma) * velocity
+        torch.testing.assert_close(found[name], x, atol=1e-5, rtol=1e-5)
+        single = denoise(model, model.config, [PROMPT], [8]).latents
+        torch.testing.assert_close(single[0], found[name][1], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(found["euler"], found["lcm"], atol=1e-2)
+
+
+def test_fastwans_checkpoints_are_wan_pipelines(broken_model) -> None:
+    index = json.loads((broken_model / "model_index.json").read_text())
+    (broken_model / "model_index.json").write_text(json.dumps(index | {"_class_name": "WanDMDPipeline"}))
+    model = load(broken_model, steps=3, guidance=1.0, scheduler="lcm", sigmas=(1.0, 0.757, 0.522))
+    assert denoise(model, model.config, [PROMPT], [0]).transformer_calls == 3
+
+
+def test_a_scale_is_what_follows_the_last_colon(tmp_path) -> None:
+    file = tmp_path / "a:b.safetensors"
+    save_file({"x": torch.ones(1)}, file)
+    assert [find_lora("lora", word).scale for word in (f"{file}", f"{file}:-0.25")] == [1.0, -0.25]
+    assert find_lora("lora", f"{file}:2").word == f"{file}:2"
