@@ -27,6 +27,7 @@ PACKAGES = (
 EXTRAS = {
     "parallel": ("xfuser",),
     "eval": ("torchvision",),
+    "ui": ("gradio",),
     "dev": ("pytest", "ruff", "mypy"),
 }
 

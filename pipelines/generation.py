@@ -67,6 +67,7 @@ def generate(
     progress: bool = False,
     model: LoadedModel | None = None,
     shard: Shard | None = None,
+    keep_frames: bool = False,
 ) -> list[GeneratedVideo]:
     """Generate every prompt with every seed and write mp4, contact sheet and record of each.
 
@@ -76,6 +77,7 @@ def generate(
         model: a pipeline loaded before with the same model settings (`load_model`), to save loading it again.
         shard: this process among several that make the same call and compute every video together, each on a GPU of its
             own; the first one writes. A pipeline given as `model` serves no more afterwards. None: this process alone.
+        keep_frames: give back the videos' frames, too; they stay in memory until then.
 
     Returns:
         The videos in order: prompts outermost, then seeds; none in processes that do not write.
@@ -91,7 +93,7 @@ def generate(
     config, model = complete_and_load(config, model, shard=shard, recorded=recorded)
     with shared_videos(model, config, shard):
         recipes.apply(model.pipe, config.attention, steps=config.steps)
-        return _generate(config, recorded, progress, model, shard)
+        return _generate(config, recorded, progress, model, shard, keep_frames)
 
 
 def _generate(
@@ -100,6 +102,7 @@ def _generate(
     progress: bool,
     model: LoadedModel,
     shard: Shard,
+    keep_frames: bool,
 ) -> list[GeneratedVideo]:
     """`generate` with everything in place."""
     batches = _batches(config, recorded)
@@ -129,6 +132,8 @@ def _generate(
             if recorded is not None:
                 same = recorded.frames_sha256 == record["frames_sha256"]
                 video = dataclasses.replace(video, reproduced=same)
+            if keep_frames:
+                video = dataclasses.replace(video, frames=result.frames[index])
             videos.append(video)
     if failures:
         made = f"; {len(videos)} of {total} videos were made" if total > 1 else ""

@@ -23,6 +23,7 @@ from vmonarch.configs import InputError
 COMMANDS = {
     "generate": "make videos from prompts",
     "compare": "the same videos through full attention and other methods, with the numbers",
+    "ui": "a web page: prompts to videos, beside those of full attention",
     "eval": "methods × prompts × seeds: quality against full attention, statistics, a report",
     "vbench": "VBench's scores of videos, by the official package",
     "calibrate": "what every head loses, and a plan of what every head computes",

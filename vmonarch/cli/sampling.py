@@ -69,18 +69,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overw
     sizes.add_argument(
         "--sigmas", type=_numbers, metavar="S,S,…", help="noise levels of euler's or lcm's steps, such as 1,0.757,0.522"
     )
-    machine = parser.add_argument_group("machine")
-    machine.add_argument(
-        "--dtype",
-        metavar="TYPE",
-        help="auto (default: float32 on CPU, bfloat16 on CUDA), float32, bfloat16, float16; the VAE stays float32",
-    )
-    machine.add_argument(
-        "--device", metavar="DEVICE", help="auto (default: cuda where there is one), cpu, cuda, cuda:N"
-    )
-    machine.add_argument(
-        "--offload", metavar="HOW", help="none (default), model, group: keep weights on the CPU meanwhile"
-    )
+    machine = add_machine_arguments(parser)
     machine.add_argument("--batch-size", type=int, metavar="N", help="videos sampled together (default 1)")
     output = parser.add_argument_group("configuration and output")
     known = ", ".join(preset_names(group))
@@ -111,6 +100,23 @@ def method_help() -> str:
     """What names a method on the command line."""
     attention, recipes = (", ".join(preset_names(group)) for group in ("attention", "recipes"))
     return f"{attention}, a recipe ({recipes}), or METHOD:key=value,…"
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Declare what is computed on and in; returns the group, for more of its kind."""
+    machine = parser.add_argument_group("machine")
+    machine.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        help="auto (default: float32 on CPU, bfloat16 on CUDA), float32, bfloat16, float16; the VAE stays float32",
+    )
+    machine.add_argument(
+        "--device", metavar="DEVICE", help="auto (default: cuda where there is one), cpu, cuda, cuda:N"
+    )
+    machine.add_argument(
+        "--offload", metavar="HOW", help="none (default), model, group: keep weights on the CPU meanwhile"
+    )
+    return machine
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
