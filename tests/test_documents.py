@@ -198,8 +198,8 @@ def test_the_table_of_gpus_has_the_limits_of_the_kernels():
     assert set(HOPPER_DTYPES) == {torch.float16, torch.bfloat16}
 
 
-# Of documents whose snippets need what a test has not: several processes, VBench's environment.
-NOT_RUN = {"docs/parallel.md", "docs/vbench.md"}
+# Of documents whose snippets need what a test has not: several processes, VBench's environment, a Hub kernel on a GPU.
+NOT_RUN = {"docs/engines.md", "docs/parallel.md", "docs/vbench.md"}
 
 
 def snippets(path: Path) -> list[str]:

@@ -27,6 +27,7 @@ from vmonarch.configs import InputError
 from vmonarch.configs.methods import FlashBiasAttention, VMonarchAttention, resolve_method
 from vmonarch.context_parallel import Share, check_ring
 from vmonarch.dense import DenseSet
+from vmonarch.enums import add_member
 from vmonarch.grid import LatentGrid
 from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
 from vmonarch.video_processor import VideoAttentionProcessor
@@ -100,31 +101,8 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
     functions = backends.ATTENTION_FUNCTION_REGISTRY
     # Without a configuration, its own choice for this machine; nothing of the state is read.
     dense = functions[state._select_attention_backend(None)]
-    member = _member(backends.AttentionBackendType, name.upper())
+    member = add_member(backends.AttentionBackendType, name.upper(), f"{name.upper()} of vmonarch")
     functions[member] = _attention_function(processor, dense, xfuser_groups())
-    return member
-
-
-def _member(backends: Any, name: str) -> Any:
-    """The member of xfuser's enumeration of backends for one of ours, added if it is not there.
-
-    An enumeration cannot be extended by subclassing, and xfuser looks names up in this one.
-    """
-    value = f"{name} of vmonarch"
-    if name in backends.__members__:
-        if backends[name].value != value:
-            raise ValueError(f"name must not be that of a backend of xfuser's own, got {name!r}")
-        return backends[name]
-    member = object.__new__(backends)
-    member._name_, member._value_ = name, value
-    member.__objclass__ = backends
-    member._sort_order_ = len(backends)
-    setattr(backends, name, member)
-    backends._member_map_[name] = member
-    backends._member_names_.append(name)
-    backends._value2member_map_[value] = member
-    if not (backends[name] is backends(value) is member and list(backends)[-1] is member):
-        raise RuntimeError("this Python's Enum takes no further member, which vmonarch needs for a backend of xfuser")
     return member
 
 

@@ -256,7 +256,7 @@ def _chip_name(index: int) -> str:
 
 @functools.cache
 def _tables() -> dict[str, Any]:
-    folder = resources.files("vmonarch.kernels.common") / "tables"
+    folder = resources.files(__package__) / "tables"
     tables = (json.loads(file.read_text()) for file in folder.iterdir() if file.name.endswith(".json"))
     return {table["chip"]: table["entries"] for table in tables}
 

@@ -500,7 +500,7 @@ REFUSED = {
         "TypeError: processor must be a VMonarchProcessor or FlashBiasProcessor, got BasedProcessor"),
     "name-of-theirs": (
         register(VMonarchProcessor, lambda: "sdpa"),
-        "ValueError: name must not be that of a backend of xfuser's own, got 'SDPA'"),
+        "ValueError: name must not be that of another member of AttentionBackendType, got 'SDPA'"),
     "name-of-two-words": (register(VMonarchProcessor, lambda: "two words"), "ValueError: name must be one word"),
     "no-registry": (
         without("xfuser.core.distributed.attention_backend", "ATTENTION_FUNCTION_REGISTRY"),
