@@ -14,7 +14,7 @@ COMPILES = tests/kernels/test_compiles.py
 MUTANTS = tests/test_planted_bugs.py
 PROMPT ?= a red circle moving to the right over a dark grey background
 
-.PHONY: help demo finetune-demo test compiles mutants lint types check clean
+.PHONY: help demo finetune-demo test compiles mutants lint types site package check clean
 
 help:
 	@echo "make demo    generate and compare videos on the embedded model (CPU, minutes)"
@@ -24,7 +24,9 @@ help:
 	@echo "make mutants   plant bugs in the kernels and elsewhere; the tests have to find them"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
-	@echo "make check   lint, types, test, compiles and mutants"
+	@echo "make site    build the documentation in build/site/html; broken links end it"
+	@echo "make package  build the sources' archive and the wheel in build/package, and check them"
+	@echo "make check   lint, types, site, package, test, compiles and mutants"
 	@echo "make clean   remove the environment and outputs of the tools"
 
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -68,7 +70,13 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-check: lint types test compiles mutants
+site: $(READY)
+	$(BIN)/python -m vmonarch.eval.studies.site
+
+package: $(READY)
+	$(BIN)/python -m vmonarch.eval.studies.package
+
+check: lint types site package test compiles mutants
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

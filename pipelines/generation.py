@@ -80,7 +80,7 @@ def generate(
         keep_frames: give back the videos' frames, too; they stay in memory until then.
 
     Returns:
-        The videos in order: prompts outermost, then seeds; none in processes that do not write.
+        The videos, by prompt and then by seed; none in processes that do not write.
 
     Raises:
         InputError: an argument that cannot be used, found before anything is loaded where possible.

@@ -256,6 +256,20 @@ def test_snippets_run(path, tiny, no_hub):
             exec(code, given)
 
 
+def test_the_commands_of_the_tutorial_make_what_it_says(monkeypatch, tmp_path, capsys):
+    """As they stand but for a small video and one step; without the one that needs a model of the hub."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^ {4}(vmonarch .*)$", (ROOT / "docs" / "tutorial.md").read_text(), re.M)
+    commands = [shlex.split(line)[1:] for line in blocks if "--config" not in line]
+    assert [words[0] for words in commands] == ["info", "generate", "compare"]
+    for words in commands:
+        less = [] if words[0] == "info" else ["--steps", "1", "--num-frames", "5", "--height", "32", "--width", "32"]
+        assert importlib.import_module("vmonarch.cli").main([*words, *less]) == 0
+    assert {path.suffix for path in Path("outputs/generate").iterdir()} == {".mp4", ".png", ".json"}
+    assert list(Path("outputs/compare").glob("*/*-side-by-side.mp4"))
+    assert "| vmonarch-refresh |" in capsys.readouterr().out
+
+
 def test_sections_that_code_cites_exist():
     sections = {path.relative_to(ROOT).as_posix(): headings(path.read_text()) for path in DOCUMENTS}
     cited = 0
@@ -288,10 +302,10 @@ def test_sections_that_links_name_exist():
     assert found > 40
 
 
-def test_errors_that_the_faq_explains_are_in_the_code():
+def test_errors_that_troubleshooting_explains_are_in_the_code():
     # As one text: messages are written over several lines.
     code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in SOURCES if "tests" not in path.parts))
-    messages = [row[0].strip("`") for row in rows("docs/faq.md") if row[0].startswith("`")]
+    messages = [row[0].strip("`") for row in rows("docs/troubleshooting.md") if row[0].startswith("`")]
     assert len(messages) > 20
     for message in messages:
         for part in filter(None, re.split(r"\s*…\s*", message)):

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from vmonarch.lazy import lazy_names
 
-__version__ = "0.1.0.dev0"
-
 # Public name -> module that defines it. Resolved on first use, so that `import vmonarch` never loads diffusers.
 _EXPORTS = {
+    "__version__": "vmonarch.version",
     "LatentGrid": "vmonarch.grid",
     "ExactBlocks": "vmonarch.exact",
     "VMonarchOptions": "vmonarch.options",
@@ -43,7 +42,7 @@ _EXPORTS = {
     "load_adapter": "vmonarch.adapters",
 }
 
-__all__ = [*_EXPORTS, "__version__"]
+__all__ = [*_EXPORTS]
 
 if TYPE_CHECKING:
     from vmonarch import bias as bias
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
     from vmonarch.processors import VMonarchProcessor as VMonarchProcessor
     from vmonarch.residuals import Refresh as Refresh
     from vmonarch.two_resolution_options import TwoResolutionOptions as TwoResolutionOptions
+    from vmonarch.version import __version__ as __version__
 
 
 __getattr__, __dir__ = lazy_names(

@@ -193,7 +193,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         processor: a `VMonarchProcessor` or another of ours. It is not changed and may be applied elsewhere too.
 
     Returns:
-        The installation: `.grid` seen last, `.restore()`, and a context manager that restores.
+        The installation, with `.grid` seen last and `.restore()`; also a context manager that restores.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer, or `processor` is not one of ours.

@@ -120,11 +120,11 @@ def method_flops(options: Options | None, grid: LatentGrid, head_dim: int) -> fl
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """See the module.
+    """What every head of every layer computes, as `vmonarch calibrate` plans it.
 
     Args:
         methods: options by name, or mappings of them; None for exact attention.
-        layers: [layers][heads] of names, by name of the transformer.
+        layers: names, one for each head of each layer, by name of the transformer.
         about: how the plan was made.
 
     Raises:

@@ -57,6 +57,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
         "train-h200": ("cases", 0, "rows", 1, "ms", "median"),
         "e2e": ("runs", 0, "cases", 0, "rows", 0, "step_s", "median"),
         "video": ("runs", with_videos, "cases", 0, "rows", 0, "video_s"),
+        **dict.fromkeys(("gpu-fits", "gpu-memory", "gpu-others"), ("runs", -1, "hardware")),
         **dict.fromkeys(("norm", "guidance", "families", "sequence"), ("cases", 0, "rows", 0, "ms", "median")),
         **dict.fromkeys(
             ("finetune-embedded", "finetune-embedded-1500", "finetune-embedded-distilled"),
