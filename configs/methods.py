@@ -36,7 +36,7 @@ from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolution
 from vmonarch.validation import check_implementation, check_parallel_by
 
 if TYPE_CHECKING:
-    from vmonarch.processors import FlashBiasProcessor, VMonarchProcessor
+    from vmonarch.processors import FlashBiasProcessor, TwoResolutionProcessor, VMonarchProcessor
 
 
 @dataclass(frozen=True)
@@ -443,11 +443,15 @@ class TwoResolutionAttention(TwoResolutionOptions, _Kind):
             check_implementation(self.implementation)
             _check_dense(self)
 
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+    def processor(self) -> TwoResolutionProcessor:
+        """The method as a processor."""
         from vmonarch import TwoResolutionProcessor
 
-        _replace(pipe, TwoResolutionProcessor(**vars(self)))
+        return TwoResolutionProcessor(**vars(self))
+
+    def install(self, pipe: Any) -> None:
+        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+        _replace(pipe, self.processor())
 
     @property
     def options(self) -> TwoResolutionOptions:

@@ -14,7 +14,7 @@ import torch
 
 from vmonarch.dense import DenseSet
 from vmonarch.grid import LatentGrid
-from vmonarch.residuals import Branch, ResidualSharing
+from vmonarch.residuals import PipelineBranch, ResidualSharing
 from vmonarch.steps import DenoisingStep, denoising_step
 
 
@@ -119,7 +119,7 @@ class ForwardContext:
         if self.sharing is not None:
             self.sharing.forget()
 
-    def branch(self) -> Branch | None:
+    def branch(self) -> PipelineBranch | None:
         """The branch whose residuals the running thread's forward call uses; None outside of one."""
         return self._own.latest.get("branch")
 

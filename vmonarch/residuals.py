@@ -116,9 +116,36 @@ class _Kept(NamedTuple):
     host: HostMemory | None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Branch:
-    """The calls of a transformer in one run of a pipeline that differ in nothing but step and latents, one a step.
+    """The calls of a transformer in one run that differ in nothing but step and latents, and their residuals.
+
+    Args:
+        layers: how many keep a residual.
+        step: of the latest call.
+        due: a residual must have been made in this step or later to be used.
+        kept: whether the residual of this step is of use in the next.
+        residuals: by layer, in the order of layers; see `ResidualSharing.attend`.
+        arriving: those that are on their way from the host.
+    """
+
+    layers: int
+    step: int = -1
+    due: int = 0
+    kept: bool = False
+    residuals: dict[Any, _Kept] = dataclasses.field(default_factory=dict)
+    arriving: dict[Any, Arriving] = dataclasses.field(default_factory=dict)
+
+    def enter(self, step: int, steps: int, refresh: Refresh) -> None:
+        """A forward call begins in this step of so many."""
+        self.step = step
+        self.due, self.kept = refresh.at(step, steps)
+        self.arriving.clear()
+
+
+@dataclasses.dataclass(kw_only=True)
+class PipelineBranch(Branch):
+    """A branch in one run of a pipeline of diffusers, with one call a step.
 
     Args:
         run: the timesteps of the run.
@@ -126,12 +153,8 @@ class Branch:
         transformer: which is called.
         conditioning: what the transformer is called with, without latents and timestep.
         versions: of the tensors in there, which tell of changes in place.
-        step, evaluation: of the latest call.
+        evaluation: of the latest call.
         last: whether no other one follows.
-        due: a residual must have been made in this step or later to be used.
-        kept: whether the residual of this step is of use in the next.
-        residuals: by layer, in the order of layers; see `ResidualSharing.attend`.
-        arriving: those that are on their way from the host.
     """
 
     run: weakref.ref[torch.Tensor]
@@ -139,19 +162,8 @@ class Branch:
     transformer: weakref.ref[torch.nn.Module]
     conditioning: Mapping[str, Any]
     versions: list[int]
-    step: int = -1
     evaluation: int = -1
     last: bool = False
-    due: int = 0
-    kept: bool = False
-    residuals: dict[Any, _Kept] = dataclasses.field(default_factory=dict)
-    arriving: dict[Any, Arriving] = dataclasses.field(default_factory=dict)
-
-    def enter(self, step: DenoisingStep, refresh: Refresh) -> None:
-        """A forward call begins in this step."""
-        self.step, self.evaluation, self.last = step.step, step.evaluation, step.last
-        self.due, self.kept = refresh.at(step.step, step.steps)
-        self.arriving.clear()
 
     def may_go_on(self, step: DenoisingStep, transformer: torch.nn.Module) -> bool:
         """Whether what the branch holds may be of use in that step, in which this transformer is called, or later."""
@@ -190,7 +202,7 @@ class ResidualSharing:
 
     def __init__(self, refresh: Refresh) -> None:
         self.refresh = refresh
-        self._branches: list[Branch] = []
+        self._branches: list[PipelineBranch] = []
         self._lock = threading.Lock()
         # By device: a transformer may be spread over several.
         self._hosts: dict[torch.device, HostMemory] = {}
@@ -199,7 +211,9 @@ class ResidualSharing:
         return ResidualSharing, (self.refresh,)
 
     @torch.compiler.disable(reason="refresh looks for the pipeline; compile_repeated_blocks leaves that out")
-    def begin(self, transformer: torch.nn.Module, arguments: Mapping[str, Any], by_step: Collection[str]) -> Branch:
+    def begin(
+        self, transformer: torch.nn.Module, arguments: Mapping[str, Any], by_step: Collection[str]
+    ) -> PipelineBranch:
         """The branch of a forward call that begins.
 
         Args:
@@ -217,14 +231,21 @@ class ResidualSharing:
             self._drop(lambda branch: not branch.may_go_on(step, transformer))
             branch = next((b for b in self._branches if b.is_of(step, transformer, conditioning)), None)
             if branch is None:
-                references = weakref.ref(step.timesteps), weakref.ref(step.scheduler), weakref.ref(transformer)
-                branch = Branch(*references, conditioning, _versions(conditioning))
+                branch = PipelineBranch(
+                    layers=_sharing_layers(transformer),
+                    run=weakref.ref(step.timesteps),
+                    scheduler=weakref.ref(step.scheduler),
+                    transformer=weakref.ref(transformer),
+                    conditioning=conditioning,
+                    versions=_versions(conditioning),
+                )
                 self._branches.append(branch)
-            branch.enter(step, self.refresh)
+            branch.evaluation, branch.last = step.evaluation, step.last
+            branch.enter(step.step, step.steps, self.refresh)
         self._fetch(branch, next(iter(branch.residuals), None))
         return branch
 
-    def end(self, branch: Branch | None) -> None:
+    def end(self, branch: PipelineBranch | None) -> None:
         """The forward call is over: after a run's last one its residuals are freed."""
         if branch is not None and branch.last:
             with self._lock:
@@ -235,7 +256,7 @@ class ResidualSharing:
         with self._lock:
             self._drop(lambda branch: True)
 
-    def _drop(self, over: Callable[[Branch], bool]) -> None:
+    def _drop(self, over: Callable[[PipelineBranch], bool]) -> None:
         """Free the residuals of some branches, which the traceback of an exception may still hold."""
         for branch in filter(over, self._branches):
             branch.residuals.clear()
@@ -286,11 +307,9 @@ class ResidualSharing:
             torch.OutOfMemoryError: there is not.
         """
         free = None if branch.residuals or self._offloads(out.device) else _free_bytes(out.device)
-        transformer = branch.transformer()
-        if free is None or transformer is None:
+        if free is None:
             return
-        B, S, H, E = out.shape
-        layers = sum(getattr(getattr(m, "processor", None), "refresh", None) is not None for m in transformer.modules())
+        (B, S, H, E), layers = out.shape, branch.layers
         needed = {dtype: layers * residual_bytes(B, S, H, E, dtype) for dtype in DTYPES}
         if needed[self.refresh.dtype] > free:
             smaller = [f'dtype="{dtype}" ({size / 2**30:.1f} GiB)' for dtype, size in needed.items() if size <= free]
@@ -328,6 +347,11 @@ class ResidualSharing:
         for following in layers[layers.index(layer) + 1 :][:1]:
             self._fetch(branch, following)
         return residual
+
+
+def _sharing_layers(transformer: torch.nn.Module) -> int:
+    """How many layers of a transformer keep residuals."""
+    return sum(getattr(getattr(m, "processor", None), "refresh", None) is not None for m in transformer.modules())
 
 
 def _free_bytes(device: torch.device) -> int | None:

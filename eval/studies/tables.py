@@ -21,6 +21,7 @@ from vmonarch.eval.compare import format_table
 from vmonarch.eval.render.table import made, markdown, percent, shown_number
 from vmonarch.eval.studies import (
     ablations,
+    comfyui,
     finetune_scores,
     float8,
     footage,
@@ -45,6 +46,7 @@ DOCUMENTS = (
     "docs/gpu-sizes.md",
     "docs/compose.md",
     "docs/few-steps.md",
+    "docs/comfyui.md",
     "docs/based.md",
     "docs/finetuning.md",
     "docs/parallel.md",
@@ -222,6 +224,7 @@ TABLES = {
         for name in ("proxy-two-resolution", "proxy-mixed-plans", "embedded-refresh-two-resolution")
     },
     "residual-sharing": Table(residual_sharing.study_table, "residual-sharing"),
+    "comfyui": Table(comfyui.study_table, "comfyui"),
 }
 
 

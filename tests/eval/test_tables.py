@@ -68,6 +68,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
         "float8": ("cases", 0, "rows", 1, "error"),
         "fidelity": ("evaluations", "proxy-refresh", "statistics", "vmonarch", "psnr", "mean"),
         "residual-sharing": ("results", "layer:0.05", "psnr"),
+        "comfyui": ("compared", 1, "to_diffusers"),
         **{
             name: ("evaluations", table.make.keywords["name"], "statistics", "vmonarch", "psnr", "mean")
             for name, table in tables.TABLES.items()

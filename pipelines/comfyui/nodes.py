@@ -1,0 +1,162 @@
+"""The nodes, which only ComfyUI can import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy_api.latest import ComfyExtension, io, ui
+
+from vmonarch.configs import InputError
+from vmonarch.pipelines.comfyui.seam import KEY, PRESETS, SeamAttention, Settings
+from vmonarch.plan import plan_names
+
+_CATEGORY = "model_patches/vmonarch"
+
+
+class VMonarch(io.ComfyNode):
+    """Puts VMonarch on a model."""
+
+    @classmethod
+    def define_schema(cls) -> Any:
+        return io.Schema(
+            node_id="VMonarch",
+            display_name="VMonarch Attention",
+            category=_CATEGORY,
+            description="Makes the self-attention of Wan, HunyuanVideo and LTX-Video models cheaper on long videos.",
+            search_aliases=["sparse attention", "monarch"],
+            inputs=[
+                io.Model.Input("model"),
+                io.Combo.Input(
+                    "preset",
+                    options=list(PRESETS),
+                    default=PRESETS[0],
+                    tooltip="vmonarch-refresh is the nearest to exact attention. Presets without refresh need no memory"
+                    " for residuals.",
+                ),
+                io.String.Input(
+                    "refresh",
+                    default="",
+                    tooltip="Steps with exact attention, which renews the residuals: a count (6), a fraction (0.28),"
+                    " indices (0, 1, 3, 7) or none. Empty: what the preset says.",
+                ),
+                io.Float.Input(
+                    "start_percent",
+                    default=0.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="Attention is exact before this part of the schedule.",
+                ),
+                io.Float.Input(
+                    "end_percent",
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="Attention is exact after this part of the schedule.",
+                ),
+                io.String.Input(
+                    "dense_blocks",
+                    default="",
+                    tooltip="Transformer blocks whose attention stays exact, such as 0, 1, 38-39.",
+                ),
+                io.String.Input(
+                    "plan",
+                    default="",
+                    tooltip="A plan of vmonarch calibrate: the path of its JSON, or its name in ComfyUI's input folder."
+                    " It decides what every head computes; of the preset only the refresh remains.",
+                ),
+                io.Combo.Input(
+                    "plan_part",
+                    options=["transformer", "transformer_2"],
+                    default="transformer",
+                    tooltip="Which model of the plan this is. Wan 2.2 A14B has two: high noise, then low noise.",
+                    advanced=True,
+                ),
+                io.Combo.Input(
+                    "residuals",
+                    options=["int8", "bfloat16"],
+                    default="int8",
+                    tooltip="How residuals are kept between steps.",
+                    advanced=True,
+                ),
+                io.Boolean.Input(
+                    "offload_residuals",
+                    default=False,
+                    tooltip="Keep residuals in RAM instead of VRAM; they come back one layer ahead.",
+                    advanced=True,
+                ),
+            ],
+            outputs=[io.Model.Output(display_name="model")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        preset: str,
+        refresh: str,
+        start_percent: float,
+        end_percent: float,
+        dense_blocks: str,
+        plan: str,
+        plan_part: str,
+        residuals: str,
+        offload_residuals: bool,
+    ) -> Any:
+        """A copy of `model` with VMonarch on it, in place of an earlier one."""
+        if plan and plan not in plan_names():
+            # A whole path stays what it is.
+            plan = str(Path(folder_paths.get_input_directory()) / plan)
+        settings = Settings(
+            preset=preset,
+            refresh=refresh,
+            start_percent=start_percent,
+            end_percent=end_percent,
+            dense_blocks=dense_blocks,
+            plan=plan,
+            plan_part=plan_part,
+            residuals=residuals,
+            offload=offload_residuals,
+        )
+        patched = model.clone()
+        SeamAttention(settings).install(patched, CallbacksMP, WrappersMP)
+        return io.NodeOutput(patched)
+
+
+class VMonarchReport(io.ComfyNode):
+    """Says what VMonarch did in the latest sampling run."""
+
+    @classmethod
+    def define_schema(cls) -> Any:
+        return io.Schema(
+            node_id="VMonarchReport",
+            display_name="VMonarch Report",
+            category=_CATEGORY,
+            description="What VMonarch computed in the latest sampling run, what it left untouched, and why.",
+            is_output_node=True,
+            inputs=[
+                io.Model.Input("model", tooltip="The model that was sampled with."),
+                io.Latent.Input("samples", tooltip="What the sampler made: the report waits for it."),
+            ],
+            outputs=[io.Latent.Output(display_name="samples"), io.String.Output(display_name="report")],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, samples: Any) -> Any:
+        """The samples, and the report."""
+        seam = model.get_attachment(KEY)
+        if seam is None:
+            raise InputError("model", "has no VMonarch node before it")
+        text = "VMonarch has not run yet." if seam.report is None else str(seam.report)
+        return io.NodeOutput(samples, text, ui=ui.PreviewText(text))
+
+
+class VMonarchExtension(ComfyExtension):
+    """What the folder gives to ComfyUI."""
+
+    async def get_node_list(self) -> list[Any]:
+        return [VMonarch, VMonarchReport]

@@ -1,0 +1,591 @@
+"""VMonarch at the seam that ComfyUI has for attention, `optimized_attention_override`, in the sampling runs of a model.
+
+Nothing of ComfyUI is imported: it hands in what it has. Around every forward call of the model, the override is put in
+the call's `transformer_options`, on top of the one that is there, and taken out again (`SeamAttention.forward`).
+
+Shapes: B batch, S tokens, of which N = T·H·W are the video's, H heads, D head dim; latents are [B, C, T, H, W].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import TwoResolutionAttention, VMonarchAttention, resolve_method
+from vmonarch.dense import DenseSet
+from vmonarch.forward_context import ForwardContext
+from vmonarch.grid import LatentGrid
+from vmonarch.residuals import Branch, Refresh, ResidualSharing
+from vmonarch.sequence import TokenSequence, joint_attention
+
+PRESETS = (
+    "vmonarch-refresh",
+    "vmonarch-refresh-fast",
+    "vmonarch",
+    "vmonarch-lite",
+    "vmonarch-t1",
+    "vmonarch-t3",
+    "two-resolution",
+)
+# What ComfyUI calls the override, and what keeps ours apart from those of other nodes.
+OVERRIDE = "optimized_attention_override"
+KEY = "vmonarch"
+_LOG = logging.getLogger(__name__)
+
+Arguments = Mapping[str, Any]
+
+
+class Family(NamedTuple):
+    """What there is to know of the models of one class of ComfyUI.
+
+    Args:
+        blocks: names of the lists of transformer blocks, in the order of the model.
+        grid: of the video's tokens, from what the model is called with; None where that does not tell.
+        before: how many other tokens come before the video's, likewise; None for all that there are.
+        joint: whether there may be other tokens in the sequence at all.
+        block_types: what `transformer_options["block_type"]` says in each of `blocks`; empty if the model tells neither
+            that nor `block_index`.
+    """
+
+    blocks: tuple[str, ...]
+    grid: Callable[[Any, Arguments], LatentGrid | None]
+    before: Callable[[Any, Arguments], int | None]
+    joint: bool
+    block_types: tuple[str, ...]
+
+    def layers(self, model: Any) -> int:
+        """How many transformer blocks a model has."""
+        return sum(len(getattr(model, name)) for name in self.blocks)
+
+    def layer(self, model: Any, options: Arguments) -> int | None:
+        """Which of them the model is in; None if it does not say."""
+        block, kind = options.get("block_index"), options.get("block_type")
+        if block is None or kind not in self.block_types:
+            return None
+        before = self.blocks[: self.block_types.index(kind)]
+        return int(block) + sum(len(getattr(model, name)) for name in before)
+
+
+def _wan_grid(model: Any, arguments: Arguments) -> LatentGrid:
+    """For the models of the family that do not tell it; they fill up the last patch."""
+    frames, height, width = arguments["x"].shape[2:]
+    more = arguments.get("time_dim_concat")
+    frames += 0 if more is None else more.shape[2]
+    return LatentGrid(*(math.ceil(n / p) for n, p in zip((frames, height, width), model.patch_size, strict=True)))
+
+
+def _wan_reference(model: Any, arguments: Arguments) -> int:
+    """Tokens of a reference image, which come first; all others that the family knows come last."""
+    reference = arguments.get("reference_latent")
+    if reference is None or getattr(model, "ref_conv", None) is None:
+        return 0
+    return math.prod(n // p for n, p in zip(reference.shape[-2:], model.patch_size[1:], strict=True))
+
+
+def _hunyuan_grid(model: Any, arguments: Arguments) -> LatentGrid | None:
+    sizes = arguments["x"].shape[2:]
+    if len(sizes) != 3 or any(n % p for n, p in zip(sizes, model.patch_size, strict=True)):
+        return None
+    return LatentGrid(*(n // p for n, p in zip(sizes, model.patch_size, strict=True)))
+
+
+def _ltx_grid(model: Any, arguments: Arguments) -> LatentGrid | None:
+    x = arguments["x"]
+    # Of video and audio.
+    x = x[0] if isinstance(x, (list, tuple)) else x
+    return LatentGrid(*x.shape[2:]) if x.ndim == 5 else None
+
+
+FAMILIES: dict[str, Family] = {
+    "WanModel": Family(("blocks",), _wan_grid, _wan_reference, True, ("double",)),
+    # Text comes first, and after it the reference, if there is one.
+    "HunyuanVideo": Family(
+        ("double_blocks", "single_blocks"), _hunyuan_grid, lambda model, arguments: None, True, ("double", "single")
+    ),
+    "LTXVModel": Family(("transformer_blocks",), _ltx_grid, lambda model, arguments: 0, False, ()),
+}
+
+
+def family_of(model: Any) -> Family:
+    """The family of a model of ComfyUI (its `diffusion_model`).
+
+    Raises:
+        InputError: it belongs to none.
+    """
+    # torch.compile may have wrapped it.
+    kind = type(getattr(model, "_orig_mod", model))
+    for base in kind.__mro__:
+        if base.__name__ in FAMILIES:
+            return FAMILIES[base.__name__]
+    supported = "Wan, HunyuanVideo and LTX-Video"
+    raise InputError("model", f"must be a video model of a supported family ({supported}), got {kind.__name__}")
+
+
+def parse_steps(refresh: str) -> Any:
+    """`steps` of a `Refresh` from text: a count, a fraction, or indices with commas between them.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    try:
+        (*several,) = json.loads(f"[{refresh}]")
+    except ValueError as error:
+        what = 'a count ("6"), a fraction ("0.28"), indices ("0, 1, 3, 7"), "none", or empty for the preset\'s own'
+        raise InputError("refresh", f"must be {what}, got {refresh!r}") from error
+    return several[0] if len(several) == 1 else several
+
+
+def parse_blocks(blocks: str) -> frozenset[int]:
+    """Indices from text such as "0, 1, 38-39".
+
+    Raises:
+        InputError: it is something else.
+    """
+    found: set[int] = set()
+    for part in filter(None, (part.strip() for part in blocks.split(","))):
+        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
+        if match is None:
+            raise InputError("dense_blocks", f'must be indices and ranges of them, such as "0, 1, 38-39", got {part!r}')
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the node was given.
+
+    Args:
+        preset: one of `PRESETS`; with a plan, only its `refresh` counts.
+        refresh: empty for that of the preset, "none", or see `parse_steps`.
+        start_percent, end_percent: of the schedule, within which the preset is used; exact attention outside.
+        dense_blocks: blocks that stay exact; see `parse_blocks`.
+        plan: empty, or the path of a plan's JSON, or the name of one that ships.
+        plan_part: which of the plan's transformers this model is.
+        residuals: "int8" or "bfloat16", as in `Refresh`.
+        offload: keep residuals in the host's memory, as in `Refresh`.
+
+    Raises:
+        InputError: an entry has an unsupported value.
+    """
+
+    preset: str = PRESETS[0]
+    refresh: str = ""
+    start_percent: float = 0.0
+    end_percent: float = 1.0
+    dense_blocks: str = ""
+    plan: str = ""
+    plan_part: str = "transformer"
+    residuals: str = "int8"
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise InputError("preset", f"must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+        if not 0 <= self.start_percent <= self.end_percent <= 1:
+            got = f"start_percent={self.start_percent}, end_percent={self.end_percent}"
+            raise InputError("start_percent", f"must be from 0 to end_percent, and that at most 1; got {got}")
+        parse_blocks(self.dense_blocks)
+        self.sharing()
+
+    def sharing(self) -> Refresh | None:
+        """When attention is exact and renews the residuals; None if there are none."""
+        steps: Any = self.refresh.strip()
+        if not steps:
+            steps = resolve_method(self.preset).parameters.refresh  # type: ignore[union-attr]
+        else:
+            steps = None if steps == "none" else parse_steps(steps)
+        try:
+            return None if steps is None else Refresh(steps, dtype=self.residuals, offload=self.offload)
+        except (TypeError, ValueError) as error:
+            raise InputError("refresh", f"{self.refresh!r} cannot be used: {error}") from error
+
+    def processor(self) -> Any:
+        """What computes attention where it is not exact.
+
+        Raises:
+            InputError: there is no such plan.
+        """
+        name: dict[str, Any] = {"name": "vmonarch", "plan": self.plan} if self.plan else {"name": self.preset}
+        parameters = resolve_method(name).parameters
+        assert isinstance(parameters, (VMonarchAttention, TwoResolutionAttention))
+        # Residuals are shared here, not by the processor, which would look for a pipeline of diffusers.
+        return dataclasses.replace(parameters, refresh=None).processor()
+
+
+class _Heads(NamedTuple):
+    """All that a processor asks an attention module for."""
+
+    heads: int
+
+
+@dataclasses.dataclass
+class Report:
+    """What happened to attention in one sampling run.
+
+    Args:
+        model: class of the model.
+        preset: what computed attention.
+        grids: of the videos.
+        forwards: how many forward calls there were.
+        steps: how many steps the schedule has.
+        attended: calls of self-attention of the video that the preset answered.
+        exact: those of them that `refresh` made exact.
+        refreshed: the steps of the latter.
+        untouched: other calls, by the reason.
+        residual_bytes: memory of the residuals at the end.
+        branches: how many guidance branches had residuals.
+    """
+
+    model: str
+    preset: str
+    grids: set[LatentGrid] = dataclasses.field(default_factory=set)
+    forwards: int = 0
+    steps: int = 0
+    attended: int = 0
+    exact: int = 0
+    refreshed: set[int] = dataclasses.field(default_factory=set)
+    untouched: Counter[str] = dataclasses.field(default_factory=Counter)
+    residual_bytes: int = 0
+    branches: int = 0
+
+    def __str__(self) -> str:
+        grids = ", ".join("×".join(map(str, grid)) for grid in sorted(self.grids)) or "unknown"
+        parts = [
+            f"VMonarch on {self.model}: latent grid {grids}, steps {self.steps}, forward calls {self.forwards}.",
+            f"Calls of self-attention by {self.preset}: {self.attended - self.exact}.",
+        ]
+        if self.exact:
+            steps = ", ".join(map(str, sorted(self.refreshed)))
+            parts.append(f"Exact, to renew residuals: {self.exact} (steps {steps}).")
+        if self.branches:
+            parts.append(f"Residuals: {self.residual_bytes / 2**30:.2f} GiB, guidance branches {self.branches}.")
+        if self.untouched:
+            listed = "; ".join(f"{count} {reason}" for reason, count in self.untouched.most_common())
+            parts.append(f"Untouched: {listed}.")
+        if not (self.attended or self.untouched):
+            parts.append("No call of attention came by: another node may have taken the seam.")
+        return " ".join(parts)
+
+
+class _Run:
+    """One sampling run: its residuals, its report, and between which noise levels the preset is used."""
+
+    def __init__(self, report: Report, refresh: Refresh | None, sigmas: tuple[float, float]) -> None:
+        self.report = report
+        self.refresh = refresh
+        self.sharing = None if refresh is None else ResidualSharing(refresh)
+        self.sigma_start, self.sigma_end = sigmas
+        self.branches: dict[Any, Branch] = {}
+
+    def branch(self, x: Any, options: Arguments, step: int | None, layers: int) -> Branch | None:
+        """The branch of a forward call that begins; None if there are no residuals, or it cannot be told."""
+        if self.refresh is None or step is None or not options.get("uuids"):
+            return None
+        x = x if isinstance(x, torch.Tensor) else x[0]
+        window = getattr(options.get("context_window"), "index_list", ())
+        # Guidance may ask once more, with some blocks left out.
+        replaced = {kind: frozenset(blocks) for kind, blocks in options.get("patches_replace", {}).items()}
+        key = (tuple(options["uuids"]), x.shape, x.dtype, x.device, tuple(window), frozenset(replaced.items()))
+        branch = self.branches.setdefault(key, Branch(layers=layers))
+        branch.enter(step, self.report.steps, self.refresh)
+        return branch
+
+    def attend(
+        self,
+        call: _Call,
+        layer: Any,
+        exact: Callable[[], torch.Tensor],
+        approximate: Callable[[], torch.Tensor],
+        samples: int,
+    ) -> torch.Tensor:
+        """Attention [B, S, H, D] of one layer, with its residual if they are shared."""
+        self.report.attended += 1
+        if self.sharing is None or call.branch is None or call.step is None:
+            return approximate()
+        step = call.step
+
+        def counted() -> torch.Tensor:
+            self.report.exact += 1
+            self.report.refreshed.add(step)
+            return exact()
+
+        return self.sharing.attend(call.branch, (layer, samples), counted, approximate, "auto")
+
+    def end(self) -> Report:
+        """Free the residuals."""
+        for branch in self.branches.values():
+            kept = [tensor for kept in branch.residuals.values() for tensor in kept.residual if tensor is not None]
+            self.report.residual_bytes += sum(tensor.nbytes for tensor in kept)
+            self.report.branches += bool(kept)
+            # A traceback may still hold the branch.
+            branch.residuals.clear()
+            branch.arriving.clear()
+        return self.report
+
+
+@dataclasses.dataclass
+class _Call:
+    """One forward call of the model.
+
+    Args:
+        grid: from its arguments; what the model says itself goes before.
+        before: as in `Family`.
+        prompts: numbers of tokens of what it attends to by cross-attention.
+        why_exact: why all of it stays exact; None if it does not.
+        step: of the schedule; None if the sampler does not tell.
+        seen: how many calls of self-attention of the video there were, by block.
+    """
+
+    run: _Run
+    family: Family
+    model: Any
+    grid: LatentGrid | None
+    before: int | None
+    prompts: frozenset[int]
+    why_exact: str | None
+    step: int | None
+    branch: Branch | None
+    seen: Counter[Any] = dataclasses.field(default_factory=Counter)
+
+
+class _Place(NamedTuple):
+    """Where a call of attention is: in which layer, what computes that, and where the video is in the sequence."""
+
+    layer: Any
+    processor: Any
+    sequence: TokenSequence
+
+
+class SeamAttention:
+    """VMonarch on one model: in every sampling run it begins anew.
+
+    Args:
+        settings: of the node.
+
+    Raises:
+        InputError: the settings cannot be used.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.refresh = settings.sharing()
+        self.processor = settings.processor()
+        self.label = f"plan {Path(settings.plan).name}" if settings.plan else settings.preset
+        self.report: Report | None = None
+        self._dense = parse_blocks(settings.dense_blocks)
+        self._context = ForwardContext(DenseSet("dense_steps", 0), settings.plan_part)
+        self._layers: dict[tuple[int, int, int], Any] = {}
+        self._run: _Run | None = None
+
+    def install(self, patcher: Any, callbacks: Any, wrappers: Any) -> None:
+        """Put it on a model in place of the one that is there.
+
+        Args:
+            patcher: ComfyUI's `ModelPatcher`, a clone that this is to be the only change of.
+            callbacks, wrappers: ComfyUI's `CallbacksMP` and `WrappersMP`.
+
+        Raises:
+            InputError: the model belongs to no supported family, or has fewer blocks than `dense_blocks` names.
+        """
+        model = patcher.get_model_object("diffusion_model")
+        blocks = family_of(model).layers(getattr(model, "_orig_mod", model))
+        if self._dense and max(self._dense) >= blocks:
+            problem = f"names block {max(self._dense)}, but the model has {blocks} (0 to {blocks - 1})"
+            raise InputError("dense_blocks", problem)
+        patcher.remove_wrappers_with_key(wrappers.DIFFUSION_MODEL, KEY)
+        patcher.add_wrapper_with_key(wrappers.DIFFUSION_MODEL, KEY, self.forward)
+        for when, callback in ((callbacks.ON_PRE_RUN, self.begin_run), (callbacks.ON_CLEANUP, self.end_run)):
+            patcher.remove_callbacks_with_key(when, KEY)
+            patcher.add_callback_with_key(when, KEY, callback)
+        patcher.set_attachments(KEY, self)
+
+    def begin_run(self, patcher: Any) -> None:
+        """A sampling run begins."""
+        self.end_run(patcher)
+        sampling = patcher.get_model_object("model_sampling")
+        window = self.settings.start_percent, self.settings.end_percent
+        start, end = (float(sampling.percent_to_sigma(percent)) for percent in window)
+        model = patcher.get_model_object("diffusion_model")
+        name = type(getattr(model, "_orig_mod", model)).__name__
+        # A sampler may add noise to the first level.
+        self._run = _Run(Report(name, self.label), self.refresh, (start if window[0] else math.inf, end))
+
+    def end_run(self, patcher: Any) -> None:
+        """A sampling run is over: free its residuals and say what happened."""
+        if self._run is None:
+            return
+        report, self._run = self._run.end(), None
+        if report.forwards:
+            self.report = report
+            _LOG.log(logging.INFO if report.attended else logging.WARNING, "%s", report)
+
+    # The model itself may be compiled.
+    @torch.compiler.disable(recursive=False)
+    def forward(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """A wrapper of ComfyUI around a forward call of the model."""
+        arguments = inspect.signature(executor.original).bind(*args, **kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
+        options = arguments.get("transformer_options")
+        if self._run is None or not options:
+            return executor(*args, **kwargs)
+        call = self._begin_call(self._run, executor.class_obj, arguments, options)
+        there, previous = OVERRIDE in options, options.get(OVERRIDE)
+        options[OVERRIDE] = functools.partial(self._attention, call, previous)
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            if there:
+                options[OVERRIDE] = previous
+            else:
+                options.pop(OVERRIDE, None)
+
+    @torch.compiler.disable
+    def _begin_call(self, run: _Run, model: Any, arguments: Arguments, options: Arguments) -> _Call:
+        family = family_of(model)
+        sigma = float(options["sigmas"][0]) if options.get("sigmas") is not None else None
+        step = None
+        if sigma is not None and options.get("sample_sigmas") is not None:
+            schedule = options["sample_sigmas"].tolist()
+            run.report.steps = len(schedule) - 1
+            step = step_of(sigma, schedule)
+        branch = run.branch(arguments["x"], options, step, family.layers(model))
+        why = None
+        if sigma is not None and not run.sigma_end <= sigma <= run.sigma_start:
+            why = "outside of start_percent to end_percent"
+        elif run.sharing is not None and branch is None:
+            why = "with refresh, where the sampler tells no step or guidance branch"
+        run.report.forwards += 1
+        context, image = arguments.get("context"), arguments.get("clip_fea")
+        prompts = frozenset(x.shape[n] for x, n in ((context, 1), (image, -2)) if isinstance(x, torch.Tensor))
+        grid, before = family.grid(model, arguments), family.before(model, arguments)
+        return _Call(run, family, model, grid, before, prompts, why, step, branch)
+
+    @torch.compiler.disable
+    def _attention(
+        self,
+        call: _Call,
+        previous: Callable[..., torch.Tensor] | None,
+        func: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: int,
+        mask: torch.Tensor | None = None,
+        attn_precision: Any = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **others: Any,
+    ) -> torch.Tensor:
+        """The override: [B, S, H·D], or [B, H, S, D] with `skip_reshape` -> likewise, by `skip_output_reshape`."""
+        theirs = func if previous is None else functools.partial(previous, func)
+        named = dict(attn_precision=attn_precision, **others)
+
+        def exact() -> torch.Tensor:
+            shaped = dict(mask=mask, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape)
+            return theirs(q, k, v, heads, **shaped, **named)
+
+        found = self._place(call, q, k, v, heads, mask, skip_reshape, others)
+        if isinstance(found, str):
+            call.run.report.untouched[found] += 1
+            return exact()
+        query, key, value = (_by_heads(x, heads, skip_reshape) for x in (q, k, v))
+        # Rotary embeddings may leave them in another dtype.
+        query, key, grid = query.to(value.dtype), key.to(value.dtype), found.sequence.grid
+
+        def own(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return _by_heads(theirs(query.flatten(2), key.flatten(2), value.flatten(2), heads, **named), heads, False)
+
+        def approximate() -> torch.Tensor:
+            if not found.sequence.others:
+                out: torch.Tensor = found.processor.attend(query, key, value, grid)
+                return out
+            video = lambda q, k, v: found.processor.attend_with_lse(q, k, v, grid)
+            return joint_attention(query, key, value, found.sequence, None, video=video, exact=own)
+
+        out = call.run.attend(
+            call, found.layer, lambda: _by_heads(exact(), heads, skip_output_reshape), approximate, len(query)
+        )
+        return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+
+    def _place(
+        self,
+        call: _Call,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: int,
+        mask: torch.Tensor | None,
+        skip_reshape: bool,
+        others: Arguments,
+    ) -> _Place | str:
+        """Where in the model a call of attention is, or why it is not for the preset."""
+        if not q.shape == k.shape == v.shape or q.ndim != (4 if skip_reshape else 3):
+            return "cross-attention"
+        tokens, options = q.shape[-2], others.get("transformer_options") or {}
+        if tokens in call.prompts:
+            return "with as many tokens as the prompt, which may be cross-attention"
+        told = options.get("grid_sizes")
+        grid = call.grid if told is None else LatentGrid(*map(int, told))
+        if grid is None:
+            return "where the model tells no latent grid"
+        beside = tokens - grid.tokens
+        if beside < (call.before or 0) or (beside and not call.family.joint):
+            return "of other tokens than the video's"
+        if not call.family.block_types:
+            block: int | None = call.seen.total()
+        else:
+            block = call.family.layer(call.model, options)
+        if block is None:
+            return "outside of the transformer's blocks"
+        call.run.report.grids.add(grid)
+        # VACE has a second block within some blocks.
+        layer = block, call.seen[block]
+        call.seen[block] += 1
+        if mask is not None:
+            return "with a mask"
+        scale, head_dim = others.get("scale"), q.shape[-1] if skip_reshape else q.shape[-1] // heads
+        if scale is not None and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-4):
+            return "with a scale of its own"
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return "with gradients"
+        if call.why_exact is not None:
+            return call.why_exact
+        if block in self._dense:
+            return "in dense_blocks"
+        processor = self._bound(block, call.family.layers(call.model), heads)
+        if processor is None:
+            return "that the plan leaves exact"
+        return _Place(layer, processor, TokenSequence.of(grid, call.before, tokens))
+
+    def _bound(self, block: int, blocks: int, heads: int) -> Any:
+        """The processor of one block; None if the plan has nothing but exact attention for it."""
+        key = block, blocks, heads
+        if key not in self._layers:
+            self._layers[key] = self.processor.bind(self._context, None, _Heads(heads), block, blocks)
+        return self._layers[key]
+
+
+def _by_heads(x: torch.Tensor, heads: int, apart: bool) -> torch.Tensor:
+    """[B, H, S, D] if the heads are apart, or else [B, S, H·D] -> [B, S, H, D]."""
+    return x.transpose(1, 2) if apart else x.unflatten(2, (heads, -1))
+
+
+def step_of(sigma: float, schedule: Sequence[float]) -> int:
+    """Which step of a schedule of n + 1 falling noise levels a call at `sigma` is in; between two levels, the first's.
+
+    Samplers of higher order also call the model between the levels, or at the next one.
+    """
+    reached = sum(level >= sigma * (1 - 1e-4) for level in schedule[:-1])
+    return max(reached - 1, 0)

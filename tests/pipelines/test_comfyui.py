@@ -1,0 +1,393 @@
+"""VMonarch at ComfyUI's seam for attention, against a stand-in of it; `eval/studies/comfyui.py` runs ComfyUI itself."""
+
+import asyncio
+import importlib.util
+import json
+import logging
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from comfyui_stand_in import (
+    CALLBACKS,
+    GRID,
+    KEY,
+    PROMPT,
+    WRAPPERS,
+    CameraWanModel,
+    HunyuanVideo,
+    LTXVModel,
+    Patcher,
+    WanModel,
+    by_heads,
+    exact,
+    sampling,
+)
+
+import vmonarch
+from vmonarch import VMonarchOptions, vmonarch_attention
+from vmonarch.configs import InputError
+from vmonarch.configs.methods import resolve_method
+from vmonarch.kernels.residual.api import add_residual, attention_residual
+from vmonarch.pipelines import comfyui
+from vmonarch.pipelines.comfyui.seam import PRESETS, SeamAttention, Settings, parse_blocks, parse_steps, step_of
+from vmonarch.residuals import Refresh
+from vmonarch.sequence import TokenSequence, joint_attention
+
+FOLDER = Path(comfyui.__file__).resolve().parent
+SCHEDULE = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.2, 0.0]
+# Eight steps of vmonarch-refresh.
+DUE = (0, 1, 4)
+
+
+def patched(model, **settings):
+    patcher = Patcher(model).clone()
+    seam = SeamAttention(Settings(**settings))
+    seam.install(patcher, CALLBACKS, WRAPPERS)
+    return patcher, seam
+
+
+def inputs(model, block, sigma, prompts, beside=0):
+    """Query, key and value [B, S, H, D] of a block's self-attention."""
+    return [by_heads(model.tokens(block, sigma, prompts, name, GRID.tokens + beside)) for name in "qkv"]
+
+
+def ours(model, block, sigma, prompts, **options):
+    return vmonarch_attention(*inputs(model, block, sigma, prompts), grid=GRID, options=VMonarchOptions(**options))
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["heads-together", "heads-apart"])
+@pytest.mark.parametrize("kind", [WanModel, CameraWanModel, HunyuanVideo, LTXVModel])
+def test_self_attention_of_the_video_is_the_presets_and_cross_attention_is_not(kind, apart):
+    model = kind(apart=apart)
+    patcher, seam = patched(model, preset="vmonarch")
+    with sampling(patcher, SCHEDULE) as ask:
+        found = ask(0.9)
+    blocks = [(name, index, 0) for name in kind.lists for index in range(2)]
+    for block, out in zip(blocks, found, strict=True):
+        close(out, ours(model, block, 0.9, ("cond", "uncond")))
+    assert (seam.report.attended, seam.report.exact, seam.report.grids) == (len(blocks), 0, {GRID})
+    assert seam.report.untouched == {"cross-attention": len(blocks)}
+
+
+@pytest.mark.parametrize("calls", [[("cond", "uncond")], [("uncond",), ("cond",)]], ids=["in-one-call", "one-by-one"])
+@pytest.mark.parametrize("kind", [WanModel, LTXVModel])
+def test_every_guidance_branch_has_its_residuals(calls, kind):
+    model = kind(twice=(1,))
+    patcher, seam = patched(model)
+    blocks = [(*model.lists, 0, 0), (*model.lists, 1, 0), (*model.lists, 1, 1)]
+    residuals = {}
+    with sampling(patcher, SCHEDULE) as ask:
+        for step, sigma in enumerate(SCHEDULE[:-1]):
+            for prompts in calls:
+                for block, out in zip(blocks, ask(sigma, prompts), strict=True):
+                    true, rough = (
+                        exact(*inputs(model, block, sigma, prompts)),
+                        ours(model, block, sigma, prompts, num_iterations=1, exact=None),
+                    )
+                    if step in DUE:
+                        residuals[prompts, block] = attention_residual(true, rough)
+                        close(out, true)
+                    else:
+                        close(out, add_residual(rough, residuals[prompts, block]))
+    report = seam.report
+    assert (report.attended, report.exact) == (8 * 3 * len(calls), 3 * 3 * len(calls))
+    assert (report.refreshed, report.steps, report.branches) == (set(DUE), 8, len(calls))
+
+
+def test_guidance_that_leaves_blocks_out_and_windows_have_residuals_of_their_own():
+    patcher, seam = patched(WanModel())
+    with sampling(patcher, SCHEDULE) as ask:
+        for more in (
+            {},
+            {"patches_replace": {"dit": {("double_block", 1): None}}},
+            {"context_window": SimpleNamespace(index_list=[0, 1])},
+            {"context_window": SimpleNamespace(index_list=[1, 2])},
+        ):
+            ask(0.9, **more)
+    assert (seam.report.exact, seam.report.branches) == (8, 4)
+
+
+def test_samplers_of_higher_order_refresh_once_a_step():
+    patcher, seam = patched(WanModel(blocks=1))
+    with sampling(patcher, SCHEDULE) as ask:
+        # Heun's method: at a level, then at the next one.
+        for first, second in zip(SCHEDULE[:-2], SCHEDULE[1:-1], strict=True):
+            ask(first)
+            ask(second)
+        ask(SCHEDULE[-2])
+    assert (seam.report.attended, seam.report.exact, seam.report.refreshed) == (15, len(DUE), set(DUE))
+
+
+@pytest.mark.parametrize(
+    "sigma, step", [(1.0, 0), (1.2, 0), (0.95, 0), (0.9, 1), (0.9 + 1e-6, 1), (0.3, 6), (0.2, 7), (0.01, 7)]
+)
+def test_the_step_is_that_of_the_level_before(sigma, step):
+    assert step_of(sigma, SCHEDULE) == step
+
+
+REASONS = {
+    "with a mask": (dict(named={"mask": torch.zeros(1, 1, 1, GRID.tokens)}), {}, {}),
+    "with a scale of its own": (dict(named={"scale": 0.1}), {}, {}),
+    "with gradients": ({}, {}, {}),
+    "in dense_blocks": ({}, {"dense_blocks": "0-1"}, {}),
+    "outside of start_percent to end_percent": ({}, {"start_percent": 0.5}, {}),
+    "with as many tokens as the prompt, which may be cross-attention": ({}, {}, {"prompt": GRID.tokens}),
+    "with refresh, where the sampler tells no step or guidance branch": ({}, {"preset": PRESETS[0]}, {}),
+    "of other tokens than the video's": (dict(beside=(0, 2)), {}, {}),
+    "outside of the transformer's blocks": ({}, {}, {}),
+    "where the model tells no latent grid": ({}, {}, {}),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_is_not_for_the_preset_is_left_untouched_and_the_reason_reported(reason, caplog):
+    of_model, settings, of_call = REASONS[reason]
+    kind = LTXVModel if "beside" in of_model else HunyuanVideo if "grid" in reason else WanModel
+    model = kind(**of_model)
+    told = {"sample_sigmas": None} if "refresh" in reason else {}
+    if "blocks" in reason and not settings:
+        model.tells_block = False
+    if "gradients" in reason:
+        model.tokens = lambda *of: WanModel.tokens(*of).requires_grad_()
+    if "grid" in reason:
+        # Of which sizes are no whole patches.
+        model.patch_size = (2, 2, 2)
+    patcher, seam = patched(model, **{"preset": "vmonarch"} | settings)
+    blocks = [(name, index, 0) for name in model.lists for index in range(2)]
+    with caplog.at_level(logging.WARNING), sampling(patcher, SCHEDULE, **told) as ask:
+        if "grid" in reason:
+            x = torch.zeros(1, 16, GRID.frames, 2 * GRID.height, 2 * GRID.width)
+            options = {"uuids": ["cond"], "sigmas": [0.9], "wrappers": patcher.wrappers}
+            model(x, torch.tensor([0.9]), torch.zeros(1, PROMPT, 4), options)
+            blocks = []
+        else:
+            found = ask(0.9, ("cond",), **of_call)
+            for block, out in zip(blocks, found, strict=True):
+                beside = sum(of_model.get("beside", ()))
+                close(out, exact(*inputs(model, block, 0.9, ("cond",), beside), **of_model.get("named", {})))
+    assert reason in seam.report.untouched and not seam.report.attended
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("kind, beside", [(WanModel, (8, 3)), (WanModel, (0, 3)), (HunyuanVideo, (6, 0))])
+def test_reference_and_text_tokens_meet_the_video_in_one_softmax(kind, beside):
+    model = kind(blocks=1, beside=beside)
+    patcher, seam = patched(model, preset="vmonarch")
+    with sampling(patcher, SCHEDULE) as ask:
+        # Of 2 × 4 tokens.
+        found = ask(0.9, ("cond",), **({"reference": torch.zeros(1, 16, 4, 8)} if beside[0] == 8 else {}))
+    query, key, value = inputs(model, (next(iter(model.lists)), 0, 0), 0.9, ("cond",), sum(beside))
+    expected = joint_attention(
+        query,
+        key,
+        value,
+        TokenSequence(GRID, *beside),
+        None,
+        video=lambda *qkv: vmonarch_attention(*qkv, grid=GRID, return_lse=True),
+        exact=exact,
+    )
+    close(found[0], expected)
+    assert seam.report.attended == len(model.lists)
+
+
+def test_another_override_gets_what_is_left_and_stays():
+    seen = []
+
+    def theirs(func, q, k, *args, **kwargs):
+        seen.append(q.shape == k.shape)
+        return func(q, k, *args, **kwargs)
+
+    patcher, _ = patched(WanModel())
+    # After ours, as another node would do it.
+    patcher.model_options["transformer_options"][KEY] = theirs
+    with sampling(patcher, SCHEDULE) as ask:
+        ask(1.0)
+        assert seen.count(True) == 2, "exact steps are theirs"
+        ask(0.9)
+        seen.clear()
+        ask(0.8)
+    assert seen == [False, False]
+
+
+def test_the_last_of_several_nodes_is_the_one_and_the_first_model_keeps_its_own():
+    model = WanModel()
+    first, of_first = patched(model, preset="vmonarch")
+    second = first.clone()
+    of_second = SeamAttention(Settings(preset="vmonarch-t1"))
+    of_second.install(second, CALLBACKS, WRAPPERS)
+    for patcher, iterations in ((second, 1), (first, 2), (second.clone(), 1)):
+        with sampling(patcher, SCHEDULE) as ask:
+            close(ask(0.9)[0], ours(model, ("blocks", 0, 0), 0.9, ("cond", "uncond"), num_iterations=iterations))
+    assert of_first.report.attended == of_second.report.attended == 2
+    assert second.wrappers[WRAPPERS.DIFFUSION_MODEL] == {"vmonarch": [of_second.forward]}
+    assert [len(callbacks["vmonarch"]) for callbacks in second.callbacks.values()] == [1, 1]
+    assert second.get_attachment("vmonarch") is of_second and first.get_attachment("vmonarch") is of_first
+
+
+def test_a_run_frees_its_residuals_however_it_ends_and_the_next_begins_anew():
+    patcher, seam = patched(WanModel())
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), sampling(patcher, SCHEDULE) as ask:
+            ask(0.9)
+            ask(0.8)
+            (branch,) = seam._run.branches.values()
+            assert len(branch.residuals) == 2 and branch.layers == 2
+            raise KeyboardInterrupt
+        assert not branch.residuals and seam._run is None
+        assert (seam.report.attended, seam.report.exact, seam.report.forwards) == (4, 2, 2)
+
+
+PLAN = {
+    "format": "vmonarch-plan-1",
+    "methods": {"t1": {"num_iterations": 1}, "plain": {"exact": None}, "full": None},
+    "layers": {"transformer_2": [["t1", "plain"], ["full", "full"]]},
+}
+
+
+def test_a_plan_decides_what_every_head_computes(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLAN))
+    model = WanModel()
+    patcher, seam = patched(model, plan=str(path), plan_part="transformer_2", refresh="none")
+    with sampling(patcher, SCHEDULE) as ask:
+        mixed, full = ask(0.9)
+    block = ("blocks", 0, 0), 0.9, ("cond", "uncond")
+    close(mixed[:, :, :1], ours(model, *block, num_iterations=1)[:, :, :1])
+    close(mixed[:, :, 1:], ours(model, *block, exact=None)[:, :, 1:])
+    close(full, exact(*inputs(model, ("blocks", 1, 0), *block[1:])))
+    assert seam.report.untouched["that the plan leaves exact"] == 1 and seam.report.attended == 1
+    patcher, _ = patched(model, plan=str(path), refresh="none")
+    with pytest.raises(ValueError, match="it is for transformer_2"), sampling(patcher, SCHEDULE) as ask:
+        ask(0.9)
+
+
+def test_there_are_fewer_steps_than_refresh_asks_for():
+    patcher, _ = patched(WanModel(), refresh="6")
+    with pytest.raises(ValueError, match="refresh=6, but there are only 4 steps"):
+        with sampling(patcher, SCHEDULE[4:]) as ask:
+            ask(0.6)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_the_named_methods(preset):
+    settings, method = Settings(preset=preset, residuals="bfloat16"), resolve_method(preset).parameters
+    assert settings.processor().options == method.options
+    expected = None if method.refresh is None else Refresh(method.refresh, dtype="bfloat16")
+    assert settings.sharing() == expected and (expected is not None) == ("refresh" in preset)
+    assert Settings(preset=preset, refresh="none").sharing() is None
+
+
+@pytest.mark.parametrize("text, steps", [("6", 6), ("0.16", 0.16), ("0, 3", [0, 3]), ("[0, 3]", [0, 3])])
+def test_steps_are_read(text, steps):
+    assert parse_steps(text) == steps
+    assert Settings(refresh=text).sharing() == Refresh(steps)
+
+
+def test_blocks_are_read():
+    assert parse_blocks(" 0, 3 - 5,7,") == {0, 3, 4, 5, 7}
+
+
+@pytest.mark.parametrize(
+    "argument, settings",
+    [
+        ("preset", {"preset": "fast"}),
+        ("refresh", {"refresh": "often"}),
+        ("refresh", {"refresh": "1.5"}),
+        ("refresh", {"residuals": "int4"}),
+        ("start_percent", {"start_percent": 0.6, "end_percent": 0.5}),
+        ("dense_blocks", {"dense_blocks": "0, last"}),
+        ("dense_blocks", {"dense_blocks": "2"}),
+        ("attention.plan", {"plan": "missing.json"}),
+        ("model", {}),
+    ],
+)
+def test_bad_input_is_named(argument, settings):
+    model = WanModel() if settings else torch.nn.Linear(1, 1)
+    with pytest.raises(InputError) as error:
+        patched(model, **settings)
+    assert error.value.argument == argument
+
+
+@pytest.fixture
+def nodes(monkeypatch, tmp_path):
+    """The module of the nodes, with stand-ins of what it takes of ComfyUI."""
+
+    class Names:
+        """Whose every name is a kind of input or output."""
+
+        def __getattr__(self, kind):
+            made = lambda name=None, **about: SimpleNamespace(kind=kind, id=name, **about)
+            return SimpleNamespace(Input=made, Output=made)
+
+    io = Names()
+    io.ComfyNode, io.Schema = object, lambda **about: SimpleNamespace(**about)
+    io.NodeOutput = lambda *values, ui=None: (*values, ui)
+    modules = {
+        "folder_paths": dict(get_input_directory=lambda: str(tmp_path)),
+        "comfy": {},
+        "comfy.patcher_extension": dict(CallbacksMP=CALLBACKS, WrappersMP=WRAPPERS),
+        "comfy_api": {},
+        "comfy_api.latest": dict(ComfyExtension=object, io=io, ui=SimpleNamespace(PreviewText=lambda text: text)),
+    }
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "vmonarch.pipelines.comfyui.nodes", raising=False)
+    yield importlib.import_module("vmonarch.pipelines.comfyui.nodes")
+    del sys.modules["vmonarch.pipelines.comfyui.nodes"], comfyui.nodes
+
+
+def test_the_nodes_patch_a_model_and_report(nodes, tmp_path):
+    found = asyncio.run(asyncio.run(comfyui.comfy_entrypoint()).get_node_list())
+    assert found == [nodes.VMonarch, nodes.VMonarchReport]
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    settings = {entry.id: entry.default for entry in nodes.VMonarch.define_schema().inputs[1:]}
+    before = Patcher(WanModel())
+    patcher, _ = nodes.VMonarch.execute(before, **settings | {"plan": "plan.json", "plan_part": "transformer_2"})
+    assert not before.wrappers and not before.attachments
+    assert nodes.VMonarchReport.execute(patcher, "latents")[1] == "VMonarch has not run yet."
+    with sampling(patcher, SCHEDULE) as ask:
+        ask(1.0), ask(0.9), ask(0.8)
+    latents, text, _ = nodes.VMonarchReport.execute(patcher, "latents")
+    assert latents == "latents"
+    assert "on WanModel: latent grid 3×2×4, steps 8, forward calls 3." in text
+    assert (
+        "by plan plan.json: 1. Exact, to renew residuals: 2 (steps 0, 1). Residuals: 0.00 GiB, guidance branches 1."
+        in text
+    )
+    assert "6 cross-attention; 3 that the plan leaves exact" in text
+    with pytest.raises(InputError, match="model has no VMonarch node before it"):
+        nodes.VMonarchReport.execute(before, "latents")
+
+
+def test_workflows_that_ship_have_all_inputs_of_the_node(nodes):
+    schema = nodes.VMonarch.define_schema()
+    names = [entry.id for entry in schema.inputs]
+    workflow = json.loads((FOLDER / "wan-t2v.api.json").read_text())
+    settings = workflow["vmonarch"]["inputs"]
+    assert list(settings) == names
+    settings = {name: value for name, value in settings.items() if name != "model"}
+    assert settings == {entry.id: entry.default for entry in schema.inputs[1:]}
+    (example,) = (FOLDER / "example_workflows").glob("*.json")
+    (node,) = [node for node in json.loads(example.read_text())["nodes"] if node["type"] == "VMonarch"]
+    assert node["widgets_values"] == list(settings.values())
+
+
+def test_the_folder_asks_for_a_package_that_has_its_code():
+    project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == [f"vmonarch>={vmonarch.__version__}"]
+    assert (FOLDER / "requirements.txt").read_text().split() == project["dependencies"]
+    # As ComfyUI does it: by its path, under another name.
+    spec = importlib.util.spec_from_file_location("custom_nodes.vmonarch", FOLDER / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert asyncio.iscoroutinefunction(module.comfy_entrypoint)
