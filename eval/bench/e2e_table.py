@@ -20,6 +20,19 @@ VIDEO_METHODS = {
 }
 
 
+# The rows of `stack_table`: the parts of the recipe `fast`, each alone, and recipes.
+STACK_METHODS = {
+    "full": "stock, compiled",
+    "stock:batch_guidance=true": "guidance in one call",
+    "stock:linears=float8": "float8 linear layers",
+    "fast:linears=null,cache=null": "VMonarch, exact in 16 % of the steps",
+    "fast:attention=full,linears=null": "step cache",
+    "near-lossless": "recipe `near-lossless`",
+    "fast": "recipe `fast`",
+    "fast:batch_guidance=true": "recipe `fast`, guidance in one call",
+}
+
+
 def in_order(found: dict[str, Any]) -> dict[str, Any]:
     """What is found by setting, in the order of SETTINGS; others last."""
     order = {setting.name: i for i, setting in enumerate(SETTINGS)}
@@ -75,9 +88,7 @@ def e2e_table(results: dict[str, Any]) -> str:
                 ]
             )
             if "kinds" in row:
-                of_kind = [row["kinds"].get(kind) for kind in STEP_KINDS]
-                cells = ["–" if k is None else f"{k['steps']} × {k['step_s']['median']:.3f}" for k in of_kind]
-                kinds.append([*name, *cells])
+                kinds.append((name, row["kinds"]))
             if "parts" in row:
                 parts.append([*name, *(f"{100 * row['parts'][part] / row['parts_of_ms']:.0f} %" for part in PARTS)])
                 times = row["parts_of_ms"] / 1e3 / row["single_forward_s"]
@@ -89,7 +100,10 @@ def e2e_table(results: dict[str, Any]) -> str:
     heading = ["setting", "method", "forward s", "step s", "denoising s", "video s"]
     table = markdown([*heading, "× stock eager", "× stock compiled", "GB", "error"], rows)
     shares_table = markdown(["setting", "method", *PARTS], parts)
-    kinds_table = f"\nSteps of each kind, and their seconds:\n\n{markdown(['setting', 'method', *STEP_KINDS], kinds)}"
+    met = [kind for kind in STEP_KINDS if any(kind in found for _, found in kinds)]
+    cell = lambda k: "–" if k is None else f"{k['steps']} × {k['step_s']['median']:.3f}"
+    lines = [[*name, *(cell(found.get(kind)) for kind in met)] for name, found in kinds]
+    kinds_table = f"\nSteps of each kind, and their seconds:\n\n{markdown(['setting', 'method', *met], lines)}"
     return (
         f"{table}{kinds_table if kinds else ''}\nWhere a forward call spends its time:\n\n{shares_table}\n{longer}"
         f"{_about(results)}"
@@ -128,6 +142,28 @@ def video_table(results: dict[str, Any]) -> str:
     heading = ["setting", "tokens", "full attention, s", *(f"{title}, s" for title in titles)]
     table = markdown([*heading, "full attention, GB", *(f"{title}, GB" for title in titles[:1])], lines)
     return table + "\n" + "\n".join(dict.fromkeys(made)) + "\n"
+
+
+def stack_table(results: dict[str, Any]) -> str:
+    """Seconds per video of what recipes are made of, alone and together, with ratios to the stock model, compiled."""
+    settings = newest_rows(results)
+    rows, made = [], []
+    for method, title in STACK_METHODS.items():
+        cells = []
+        for found in settings.values():
+            stock, row = found[STOCK][0], found.get((method, "compiled"), ({},))[0]
+            faster = f"{stock['video_s'] / row['video_s']:.2f}×" if row else "–"
+            cells += [shown_number(row.get("video_s")), faster, shown_number(row.get("peak_bytes"), factor=1e-9)]
+        rows.append([title, *cells])
+    heading = [title for name in settings for title in (f"{name}, s", "faster", "GB")]
+    table = markdown(["blocks compiled, and", *heading], rows)
+    for run in results["runs"]:
+        versions = run["versions"]
+        made.append(
+            f"{run['hardware']}, {run['date'][:10]}, torch {versions['torch']}, Triton {versions['triton']},"
+            f" {run['settings']['steps']} steps, random weights. Made by `{run['command']}`."
+        )
+    return table + "\n" + "\n".join(made) + "\n"
 
 
 def _about(results: dict[str, Any]) -> str:

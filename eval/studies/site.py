@@ -57,6 +57,7 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
         "Pipelines and commands",
         (
             *(f"pipelines.{name}" for name in vmonarch.pipelines.__all__),
+            *("pipelines.recipes.apply", "configs.stack.Stack"),
             *("pipelines.generation.generate", "eval.compare.compare", "eval.evaluate.evaluate"),
             *("eval.similarity.similarity", "eval.similarity.lpips", "eval.similarity.paper_score"),
         ),

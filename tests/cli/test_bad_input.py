@@ -136,7 +136,7 @@ GENERATE = {
 
 
 COMPARE = {
-    "unknown method": (["--methods", "full", "fast"], ["--methods", "vmonarch-t1", "'fast'"]),
+    "unknown method": (["--methods", "full", "quick"], ["--methods", "vmonarch-t1", "near-lossless", "'quick'"]),
     "method twice": (["--methods", "vmonarch", "vmonarch"], ["--methods", "must differ", "vmonarch"]),
     "unknown parameter": (["--methods", "vmonarch:steps=2"], ["methods.steps", "no known key"]),
     "unknown reference": (["--reference", "exact"], ["--reference", "full"]),
@@ -178,7 +178,7 @@ EVAL = {
     "unknown method": (["a red", "--methods", "vmonarch-t"], ["--methods must be one of"]),
     "unknown config": (
         ["a red", "--config", "table9"],
-        ["refresh, refresh-plans-embedded, refresh-two-resolution, schedules, table2"],
+        ["refresh, refresh-plans-embedded, refresh-two-resolution, schedules, stack, table2"],
     ),
 }
 

@@ -105,6 +105,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "generate": lambda name: build_config(GenerateConfig, read_yaml(name, group="generate"), PROMPT),
     "models": read_model_config,
     "preprocess": lambda name: preprocess_config(read_yaml(name, group="preprocess"), VIDEOS),
+    "recipes": resolve_method,
 }
 VIDEOS = {"videos": "clips", "captions": "captions.jsonl", "output": "data"}
 
