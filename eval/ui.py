@@ -79,6 +79,12 @@ _NEEDED = re.compile(
     r"/|/(config|theme\.css|favicon\.ico|manifest\.json|pwa_icon)|/(assets|static|svelte|outputs)/.*"
     r"|/gradio_api/(startup-events|queue/(join|data)|run/predict|cancel|reset|heartbeat/\w+)/?"
 )
+# What the first video does, the others do.
+_LEAD = """
+for (const other of this.closest('.vm-videos').querySelectorAll('video:not([controls])')) {
+    if (Math.abs(other.currentTime - this.currentTime) > .1) other.currentTime = this.currentTime;
+    if (this.paused) other.pause(); else other.play();
+}"""
 _CSS = """
 .gradio-container { max-width: 1400px !important; overflow: clip !important; }
 [data-testid="status-tracker"]:has(> .validation-error), [data-testid="status-tracker"] > .validation-error {
@@ -343,17 +349,19 @@ def _error(text: str) -> str:
 
 
 def _figures(videos: list[GeneratedVideo]) -> str:
-    """Players beside each other, with their files."""
+    """Players beside each other, in step with the first, with their files."""
     figures = ""
+    lead = "controls " + " ".join(f'on{event}="{_LEAD}"' for event in ("play", "pause", "seeked", "timeupdate"))
     for video in videos:
         files = {"video": video.video, "contact sheet": video.contact_sheet, "record": video.record_path}
         links = "".join(
             f'<a href="outputs/{path.name}" download>{name}</a>' for name, path in files.items() if path is not None
         )
         figures += (
-            f'<figure><video src="outputs/{video.video.name}" controls loop muted autoplay playsinline></video>'
+            f'<figure><video src="outputs/{video.video.name}" {lead} loop muted autoplay playsinline></video>'
             f"<figcaption><b>{html.escape(_label(video))}</b><br>{links}</figcaption></figure>"
         )
+        lead = ""
     return f'<div class="vm-videos">{figures}</div>'
 
 

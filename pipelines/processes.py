@@ -56,7 +56,7 @@ def check_sharing(config: SamplingConfig, shard: Shard) -> None:
     """Check that several processes can compute the videos of a config together, before anything is loaded.
 
     Raises:
-        InputError: `device` or `offload` does not fit.
+        InputError: `device`, `offload` or a recipe's cache does not fit.
     """
     import torch
 
@@ -70,6 +70,8 @@ def check_sharing(config: SamplingConfig, shard: Shard) -> None:
         )
     if config.offload != "none":
         raise InputError("offload", f"must be none for {shard.size} processes that share a video, got {config.offload}")
+    if config.stack.cache is not None:
+        raise InputError("cache", f"must be null for {shard.size} processes that share a video")
 
 
 @contextlib.contextmanager

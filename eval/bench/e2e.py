@@ -246,7 +246,6 @@ class Row:
         self.record: dict[str, Any] = {
             "method": method.label,
             "kind": method.parameters.kind,
-            "recipe": bool(method.stack),
             "mode": mode,
             "options": method.to_dict(),
         }

@@ -2,9 +2,10 @@
 
 The embedded model with its guidance is distilled into LoRA layers that need none, for 8 and for 4 steps of Euler's
 method: in every step the student's velocity learns to lead where the teacher arrives in several steps. It begins with
-states of the teacher, which are replaced bit by bit by those that the student itself comes through. A second student
-goes on from the first with VMonarch at work in all of its steps. All are sampled as users sample them, by the settings
-`lora`, `scheduler` and `steps`, on prompts whose combinations training never shows.
+states of the teacher, which are replaced bit by bit by those that the student itself comes through. The student of 4
+steps goes on from that of 8, and a second one of each goes on from the first with VMonarch at work in all of its steps.
+All are sampled as users sample them, by the settings `lora`, `scheduler` and `steps`, on prompts whose combinations
+training never shows.
 
 Legend: N states of a pool, n steps, B videos, C latent channels, T latent frames, h and w latent pixels.
 """
@@ -79,8 +80,8 @@ class FewSteps:
     every: int = 48
     batch: int = 64
     updates: int = 100_000
-    rank: int = 128
-    learning_rate: float = 1e-3
+    rank: int = 64
+    learning_rate: float = 2e-4
     prompts: int = 48
     num_frames: int = EMBEDDED_SETTINGS.num_frames
     seed: int = 0
@@ -238,11 +239,13 @@ def distil(study: FewSteps, folder: Path, device: str, compile: bool) -> list[di
     from peft import get_peft_model_state_dict
 
     part = 0.5 * 60 * study.minutes / (3 * len(study.steps))
-    logs = []
+    logs, full = [], None
     for steps in study.steps:
-        student, distillation = None, Distillation(study, steps, device, compile)
-        for attention, parts in (("full", 2), ("vmonarch", 1)):
-            student, log = distillation.train(attention, parts * part, student)
+        distillation = Distillation(study, steps, device, compile)
+        # A student of fewer steps goes on from one of more.
+        full, log = distillation.train("full", 2 * part, full)
+        made = {"full": (full, log), "vmonarch": distillation.train("vmonarch", part, full)}
+        for attention, (student, log) in made.items():
             WanPipeline.save_lora_weights(
                 str(folder), get_peft_model_state_dict(student), weight_name=f"{steps}-{attention}.safetensors"
             )

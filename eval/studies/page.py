@@ -144,6 +144,7 @@ def use(browser: Any, url: str, folder: Path, screenshot: Path) -> dict[str, Any
     found["table"] = [row.split("\t") for row in first.locator(".vm-table").inner_text().splitlines()]
     players = first.evaluate("[...document.querySelectorAll('video')].map(v => [v.readyState, v.currentTime])")
     assert len(players) == 2 and all(ready >= 3 and time > 0 for ready, time in players), players
+    assert abs(players[0][1] - players[1][1]) < 0.2, f"the videos are not in step: {players}"
     found["videos_play"] = players
     with first.expect_download() as event:
         first.get_by_role("link", name="video").first.click()

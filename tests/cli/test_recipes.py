@@ -16,6 +16,7 @@ from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import GenerateConfig, complete
 from vmonarch.pipelines.loading import LoadedModel, load_model
 from vmonarch.pipelines.model_folder import find_model
+from vmonarch.pipelines.processes import Shard, check_sharing
 from vmonarch.pipelines.sampling import denoise
 
 STEPS = 7
@@ -188,6 +189,30 @@ def test_group_offloading_and_quantised_layers_exclude_each_other(tiny_model: Pa
     folder = find_model(str(tiny_model))
     with pytest.raises(InputError, match="offload cannot be group with quantised linear layers"):
         complete(config(tiny_model, attention="near-lossless", offload="group"), folder)
+
+
+def test_processes_that_share_a_video_have_no_cache(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    shard = Shard(rank=0, local_rank=0, size=2)
+    check_sharing(config(tiny_model, attention="near-lossless", device="auto"), shard)
+    with pytest.raises(InputError, match="cache must be null for 2 processes that share a video"):
+        check_sharing(config(tiny_model, attention="fast", device="auto"), shard)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["stock:linears=float8", "stock:linears=float8,attention=vmonarch"])
+def test_float8_layers_on_the_gpu(recipe: str, tiny: Any) -> None:
+    pytest.importorskip("torchao")
+    model = tiny.transformer(num_attention_heads=2, attention_head_dim=64, ffn_dim=256).to("cuda", torch.bfloat16)
+    inputs = {name: value.cuda() for name, value in tiny.inputs(dtype=torch.bfloat16).items() if name != "return_dict"}
+    found = []
+    for each in (recipe.replace("linears=float8", "linears=null"), f"{recipe},compile=false", recipe):
+        recipes.apply(model, each)
+        with torch.no_grad():
+            found.append(model(**inputs, return_dict=False)[0].float())
+    own, eager, compiled = found
+    assert 1e-4 < (eager - own).norm() / own.norm() < 0.2
+    assert (compiled - eager).norm() < 0.02 * eager.norm()
 
 
 def test_caches_that_look_at_the_data_are_not_extrapolated(tmp_path: Path) -> None:
