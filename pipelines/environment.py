@@ -28,6 +28,7 @@ EXTRAS = {
     "parallel": ("xfuser",),
     "eval": ("torchvision",),
     "ui": ("gradio",),
+    "float8": ("torchao",),
     "dev": ("pytest", "ruff", "mypy"),
 }
 

@@ -160,7 +160,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert (model["path"] and model["bytes"] > 10**5) or "missing" in model["problem"]
     assert main(["info"]) == 0
     text = capsys.readouterr().out
-    for word in (__version__, version("torch"), "embedded model", "cpu", "vmonarch-t1"):
+    for word in (__version__, version("torch"), "embedded model", "cpu", "vmonarch-t1", "near-lossless"):
         assert word in text
 
 

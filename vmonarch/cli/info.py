@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     model = facts["embedded_model"]
     size = f"{model['bytes'] / 2**20:.1f} MiB at {model['path']}" if model["path"] else model["problem"]
     rows.append(("embedded model", size))
-    rows.append(("attention methods", ", ".join(facts["attention_methods"])))
+    rows += [(kind.replace("_", " "), ", ".join(facts[kind])) for kind in ("attention_methods", "recipes")]
     for extra, packages in facts["extras"].items():
         missing = [name for name, version in packages.items() if version is None]
         rows.append((f"extra {extra}", f"missing {', '.join(missing)}" if missing else "installed"))
@@ -54,7 +54,7 @@ def collect() -> dict[str, Any]:
     """Versions, devices with the implementation each would use, the embedded model, methods and extras."""
     import torch
 
-    from vmonarch.configs.methods import method_names
+    from vmonarch.configs.methods import method_names, recipe_names
     from vmonarch.pipelines.environment import EXTRAS, environment, package_versions
 
     facts = environment("cpu")
@@ -64,6 +64,7 @@ def collect() -> dict[str, Any]:
         "devices": [_device(device) for device in devices],
         "embedded_model": _embedded_model(),
         "attention_methods": method_names(),
+        "recipes": recipe_names(),
         "extras": {extra: package_versions(names) for extra, names in EXTRAS.items()},
     }
 
