@@ -55,7 +55,7 @@ COMPILE_SHARE = 0.25
 BOUNDS = {torch.bfloat16: 5e-2, torch.float32: 1e-3}
 FORMULAE = {
     "step": "two forward calls (prompt and negative prompt, batch 1), guidance, one step of UniPC; where steps differ,"
-    " their mean, Σ number · median / steps, and so for forward",
+    " their mean, Σ number · median / steps, and so for forward; without guidance a step is one forward call",
     "video": "steps · median step + VAE decode + 2 · text encoder: extrapolated from the measured steps",
     "ratio": "median step of full attention / median step, in the same run",
     "error": "‖x − x₀‖ / ‖x₀‖ of one forward call, x₀ by stock diffusers, eager, in the same dtype",
@@ -140,6 +140,7 @@ class E2EConfig:
             compile have compiled rows alone.
         rounds: steps of every row, at most.
         steps: of a video.
+        guidance: whether a step takes two forward calls; else it takes one, measured all the same in pairs.
         budget: seconds; what does not fit is left out and named.
         say: told what is done.
         transformer_only: no VAE and no text encoder.
@@ -153,6 +154,7 @@ class E2EConfig:
     modes: tuple[str, ...] = MODES
     rounds: int = 5
     steps: int = 50
+    guidance: bool = True
     budget: float = 540.0
     transformer_only: bool = False
     compile_backend: str = "inductor"
@@ -171,6 +173,8 @@ class E2EConfig:
                 step_kinds(method, ["transformer"] * self.steps)
             except ValueError as error:
                 raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error
+            if method.stack.batch_guidance and not self.guidance:
+                raise InputError("methods", f"{method.label!r} batches guidance, and there is none")
             if not method.stack.predictable:
                 raise InputError(
                     "methods", f"{method.label!r} has a cache whose steps depend on the data; supported: taylorseer"
@@ -218,11 +222,17 @@ def measure_text_encoder(model: WanModel, clock: Clock) -> dict[str, Any]:
     )
 
 
-def video_seconds(step_s: float, steps: int, vae: dict[str, Any], text: dict[str, Any]) -> dict[str, float | None]:
-    """{"denoise_s", "video_s"}: extrapolated; no seconds per video without those of VAE and text encoder."""
+def video_seconds(
+    step_s: float, steps: int, vae: dict[str, Any], text: dict[str, Any], texts: int = 2
+) -> dict[str, float | None]:
+    """{"denoise_s", "video_s"}: extrapolated; no seconds per video without those of VAE and text encoder.
+
+    Args:
+        texts: prompts to encode.
+    """
     denoise = steps * step_s
     complete = vae["status"] == text["status"] == "ok"
-    return {"denoise_s": denoise, "video_s": denoise + vae["seconds"] + 2 * text["seconds"] if complete else None}
+    return {"denoise_s": denoise, "video_s": denoise + vae["seconds"] + texts * text["seconds"] if complete else None}
 
 
 class Row:
@@ -386,8 +396,11 @@ class Row:
             kinds[kind] = {
                 "steps": self.kinds.count(kind),
                 "forward_s": summary([seconds for step in found for seconds in step.forward]),
-                "step_s": summary([step.whole for step in found]),
             }
+            if self.bench.guidance:
+                kinds[kind]["step_s"] = summary([step.whole for step in found])
+            else:
+                kinds[kind]["step_s"] = kinds[kind]["forward_s"]
         for name in ("forward_s", "step_s"):
             self.record[name] = {
                 key: sum(kind["steps"] * kind[name][key] for kind in kinds.values()) / self.bench.steps
@@ -396,7 +409,8 @@ class Row:
         if len(kinds) > 1:
             self.record["kinds"] = kinds
         self.record["rounds"] = rounds
-        self.record.update(video_seconds(self.record["step_s"]["median"], self.bench.steps, vae, text))
+        texts = 2 if self.bench.guidance else 1
+        self.record.update(video_seconds(self.record["step_s"]["median"], self.bench.steps, vae, text, texts))
 
 
 def _skipped(what: str) -> dict[str, Any]:
@@ -568,7 +582,7 @@ def run_bench(bench: E2EConfig) -> dict[str, Any]:
         "settings": {
             "dtype": str(measured_dtype(device)).removeprefix("torch."),
             "batch": 1,
-            "guidance": GUIDANCE,
+            "guidance": GUIDANCE if bench.guidance else None,
             "steps": bench.steps,
             "text_tokens": TEXT_TOKENS,
             "rounds": bench.rounds,

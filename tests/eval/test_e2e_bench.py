@@ -14,6 +14,7 @@ from diffusers import WanTransformer3DModel
 import vmonarch
 from vmonarch import VMonarchProcessor, residuals
 from vmonarch.cli import main
+from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import step_kinds
 from vmonarch.eval.bench import e2e
@@ -430,18 +431,25 @@ def test_what_is_compiled_for_a_kind_of_step_is_not_taken_apart(bench, monkeypat
     assert counts == [0]
 
 
-def test_seconds_of_a_video_are_those_of_its_steps(bench):
-    config = bench(REFRESH, steps=8)
+@pytest.mark.parametrize("guidance", [True, False])
+def test_seconds_of_a_video_are_those_of_its_steps(bench, guidance):
+    config = bench(REFRESH, steps=8, guidance=guidance)
     row = e2e.Row(config.methods[0], "eager", config, 0)
     row.kinds = ["exact", "kept", *["approximate"] * 6]
     seconds = {0: [5.0, 4.0, 6.0], 1: [7.0, 9.0, 8.0], 2: [1.0, 3.0, 2.5]}
     times = [StepTimes(step, whole, (whole / 4, whole / 4)) for step, wholes in seconds.items() for whole in wholes]
     row.denoiser = SimpleNamespace(step_times=lambda: times)
     row.finish(3, {"status": "ok", "seconds": 10.0}, {"status": "ok", "seconds": 1.0})
-    assert row.record["denoise_s"] == 5.0 + 8.0 + 6 * 2.5 and row.record["video_s"] == 28.0 + 10.0 + 2.0
-    assert row.record["step_s"]["median"] == 28.0 / 8 and row.record["forward_s"]["median"] == 7.0 / 8
-    assert row.record["step_s"]["min"] == (4.0 + 7.0 + 6 * 1.0) / 8
+    denoise, texts = (5.0 + 8.0 + 6 * 2.5, 2.0) if guidance else (7.0, 1.0)
+    assert row.record["denoise_s"] == denoise and row.record["video_s"] == denoise + 10.0 + texts
+    assert row.record["step_s"]["median"] == denoise / 8 and row.record["forward_s"]["median"] == 7.0 / 8
+    assert row.record["step_s"]["min"] == (4.0 + 7.0 + 6 * 1.0) / (8 if guidance else 32)
     assert row.record["kinds"]["kept"]["forward_s"]["median"] == 2.0
+
+
+def test_without_guidance_nothing_is_batched(bench):
+    with pytest.raises(InputError, match="batches guidance, and there is none"):
+        bench("stock:batch_guidance=true", guidance=False)
 
 
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")], ids=["wrong", "failing"])

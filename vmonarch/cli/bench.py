@@ -76,6 +76,9 @@ def _e2e_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods", "--recipe", **_SEVERAL, help="as `vmonarch compare` takes them (default: full vmonarch)"
     )
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="of a video (default %(default)s)")
+    parser.add_argument(
+        "--no-guidance", dest="guidance", action="store_false", help="one forward call a step, as few-step models have"
+    )
     parser.add_argument("--transformer-only", action="store_true", help="no VAE and no text encoder")
     parser.add_argument(
         "--compile-backend", default="inductor", metavar="NAME", help="of torch.compile (default %(default)s)"
@@ -175,6 +178,7 @@ def _e2e(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]
         methods=tuple(resolve_method(name, argument="methods") for name in arguments.methods or ("full", "vmonarch")),
         modes=e2e.MODES if arguments.modes is None else tuple(words(arguments.modes)),
         steps=positive("steps", arguments.steps),
+        guidance=arguments.guidance,
         transformer_only=arguments.transformer_only,
         compile_backend=arguments.compile_backend,
         say=say,
