@@ -199,7 +199,7 @@ def test_the_table_of_gpus_has_the_limits_of_the_kernels():
 
 
 # Of documents whose snippets need what a test has not: several processes, VBench's environment, a Hub kernel on a GPU.
-NOT_RUN = {"docs/engines.md", "docs/parallel.md", "docs/vbench.md"}
+NOT_RUN = {"docs/engines.md", "docs/parallel.md", "docs/recipes.md", "docs/vbench.md"}
 
 
 def snippets(path: Path) -> list[str]:
