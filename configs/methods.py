@@ -657,7 +657,7 @@ def merge_attention(below: Any, above: Any) -> Any:
     if "name" in above:
         return dict(above)
     if isinstance(below, str):
-        below = resolve_method(below).to_dict()
+        below = resolve_method(below, recipes=True).to_dict()
     if not isinstance(below, Mapping):
         return dict(above)
     # The label named the parameters as they were.
@@ -686,8 +686,13 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def resolve_method(spec: str | Mapping[str, Any], *, argument: str = "attention") -> AttentionMethod:
-    """The method or recipe that `spec` names: `name`, `name:key=value,…`, or a mapping with `name` and parameters.
+def resolve_method(
+    spec: str | Mapping[str, Any], *, argument: str = "attention", recipes: bool = False
+) -> AttentionMethod:
+    """The method that `spec` names: `name`, `name:key=value,key=value`, or a mapping with `name` and parameters.
+
+    Args:
+        recipes: whether it may be a recipe; for callers that do what its stack says.
 
     Raises:
         InputError: an unknown name, an unknown parameter, or a value of another type.
@@ -708,8 +713,10 @@ def resolve_method(spec: str | Mapping[str, Any], *, argument: str = "attention"
     else:
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
     if name in recipe_names():
+        if not recipes:
+            raise InputError(argument, f"must be an attention method, got the recipe {name!r}")
         return _recipe(name, values, label, argument)
-    known = [*method_names(), *recipe_names()]
+    known = [*method_names(), *(recipe_names() if recipes else ())]
     if name not in known:
         listed = ", ".join(known)
         raise InputError(argument, f"must be one of {listed}, got {name!r}{suggest(str(name), known)}")
@@ -734,7 +741,5 @@ def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> 
     if "attention" in values:
         attention = merge_attention(attention, values["attention"])
     method = resolve_method(attention, argument=f"{argument}.attention")
-    if isinstance(method, Recipe):
-        raise InputError(f"{argument}.attention", f"must be an attention method, got the recipe {method.name!r}")
     stack = build(Stack, given, prefix=f"{argument}.")
     return Recipe(name, method.parameters, label or name, stack, attention=method)

@@ -114,7 +114,7 @@ class CompareConfig(MethodsConfig):
 
 
 def _method(spec: Any, argument: str) -> AttentionMethod:
-    return spec if isinstance(spec, AttentionMethod) else resolve_method(spec, argument=argument)
+    return spec if isinstance(spec, AttentionMethod) else resolve_method(spec, argument=argument, recipes=True)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def apply(
     Raises:
         InputError: an unknown name or option, or what the pipeline or its device cannot do.
     """
-    method = recipe if isinstance(recipe, AttentionMethod) else resolve_method(recipe, argument="recipe")
+    method = recipe if isinstance(recipe, AttentionMethod) else resolve_method(recipe, argument="recipe", recipes=True)
     caches = _cache_config(method.stack, steps)
     transformers = _transformers(pipe)
     # Where it computes: with offloading the weights are elsewhere.

@@ -198,7 +198,7 @@ def test_the_table_of_gpus_has_the_limits_of_the_kernels():
     assert set(HOPPER_DTYPES) == {torch.float16, torch.bfloat16}
 
 
-# Of documents whose snippets need what a test has not: several processes, VBench's environment, a Hub kernel on a GPU.
+# Of documents whose snippets need what a test has not: several processes, VBench's environment, a GPU.
 NOT_RUN = {"docs/engines.md", "docs/parallel.md", "docs/recipes.md", "docs/vbench.md"}
 
 

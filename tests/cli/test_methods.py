@@ -105,7 +105,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "generate": lambda name: build_config(GenerateConfig, read_yaml(name, group="generate"), PROMPT),
     "models": read_model_config,
     "preprocess": lambda name: preprocess_config(read_yaml(name, group="preprocess"), VIDEOS),
-    "recipes": resolve_method,
+    "recipes": lambda name: resolve_method(name, recipes=True),
 }
 VIDEOS = {"videos": "clips", "captions": "captions.jsonl", "output": "data"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import recipe_names, resolve_method
 from vmonarch.eval.attention_flops import step_kinds
+from vmonarch.finetune.config import finetune_config
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import GenerateConfig, complete
 from vmonarch.pipelines.loading import LoadedModel, load_model
@@ -20,6 +22,7 @@ from vmonarch.pipelines.processes import Shard, check_sharing
 from vmonarch.pipelines.sampling import denoise
 
 STEPS = 7
+resolve = functools.partial(resolve_method, recipes=True)
 CACHE = {"kind": "taylorseer", "disable_cache_before_step": 2, "cache_interval": 3, "max_order": 1}
 ALL = "fast:linears=null,attention.refresh=[0,1,3],cache={kind: taylorseer, disable_cache_before_step: 2}"
 
@@ -49,12 +52,19 @@ def sample(loaded: LoadedModel) -> Callable[..., torch.Tensor]:
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_written_and_read_back(name: str) -> None:
-    recipe = resolve_method(name)
+    recipe = resolve(name)
     assert recipe.name == recipe.label == name and recipe.stack
-    assert resolve_method(recipe.to_dict()) == recipe
-    plain = resolve_method(f"{name}:attention=full,cache=null")
+    assert resolve(recipe.to_dict()) == recipe
+    plain = resolve(f"{name}:attention=full,cache=null")
     assert (plain.parameters.kind, plain.stack.cache) == ("full", None)
-    assert resolve_method({"name": name, "cache": {"kind": "sea"}}).stack.cache == {"kind": "sea"}
+    assert resolve({"name": name, "cache": {"kind": "sea"}}).stack.cache == {"kind": "sea"}
+
+
+def test_who_cannot_switch_on_a_stack_refuses_recipes() -> None:
+    with pytest.raises(InputError, match="attention must be an attention method, got the recipe 'fast'"):
+        resolve_method("fast")
+    with pytest.raises(InputError, match="attention must be an attention method, got the recipe 'fast'"):
+        finetune_config({"attention": "fast"})
 
 
 def test_a_recipe_leaves_no_trace(sample: Callable[..., torch.Tensor], loaded: LoadedModel) -> None:
@@ -86,7 +96,7 @@ def test_blocks_are_compiled_below_the_caches_hooks(sample: Callable[..., torch.
 def test_a_stack_knows_which_steps_its_cache_skips(
     options: dict[str, int], sample: Callable[..., torch.Tensor], loaded: LoadedModel
 ) -> None:
-    method = resolve_method({"name": "stock", "compile": False, "cache": CACHE | options})
+    method = resolve({"name": "stock", "compile": False, "cache": CACHE | options})
     steps: list[int] = []
     loaded.pipe.transformer.blocks[0].ffn.register_forward_hook(
         lambda *_: steps.append(list(loaded.pipe.scheduler.timesteps).index(loaded.pipe.current_timestep))
@@ -97,7 +107,7 @@ def test_a_stack_knows_which_steps_its_cache_skips(
 
 
 def test_steps_that_are_skipped_are_told_apart_for_each_transformer() -> None:
-    method = resolve_method({"name": "stock", "attention": {"name": "reuse", "refresh": [0, 2, 5]}, "cache": CACHE})
+    method = resolve({"name": "stock", "attention": {"name": "reuse", "refresh": [0, 2, 5]}, "cache": CACHE})
     kinds = step_kinds(method, ["transformer"] * 7 + ["transformer_2"] * 4)
     # e exact, k kept, s skipped, a approximate: step 2 is skipped, so that the next to be computed renews the residual.
     assert "".join(kind[0] for kind in kinds) == "kaskssk" + "kasa"
@@ -218,6 +228,6 @@ def test_float8_layers_on_the_gpu(recipe: str, tiny: Any) -> None:
 def test_caches_that_look_at_the_data_are_not_extrapolated(tmp_path: Path) -> None:
     from vmonarch.eval.bench.e2e import E2EConfig
 
-    methods = (resolve_method("stock:cache={kind: sea}"),)
+    methods = (resolve("stock:cache={kind: sea}"),)
     with pytest.raises(InputError, match="has a cache whose steps depend on the data; supported: taylorseer"):
         E2EConfig(tmp_path / "e2e.json", settings=(), methods=methods)

@@ -47,7 +47,9 @@ def bench(tiny_yaml, tmp_path):
         options = {"modes": ("eager",), "rounds": 1, "transformer_only": True, "device": "cpu"}
         options |= {"compile_backend": "eager", **changes}
         options.setdefault("settings", e2e.choose_settings(["5x32x64"], tiny_yaml))
-        return e2e.E2EConfig(tmp_path / "e2e.json", methods=tuple(map(resolve_method, methods)), **options)
+        return e2e.E2EConfig(
+            tmp_path / "e2e.json", methods=tuple(resolve_method(method, recipes=True) for method in methods), **options
+        )
 
     return config
 

@@ -175,7 +175,9 @@ def _e2e(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]
     settings = None if arguments.settings is None else words(arguments.settings)
     config = e2e.E2EConfig(
         settings=e2e.choose_settings(settings, arguments.model, arguments.quick),
-        methods=tuple(resolve_method(name, argument="methods") for name in arguments.methods or ("full", "vmonarch")),
+        methods=tuple(
+            resolve_method(name, argument="methods", recipes=True) for name in arguments.methods or ("full", "vmonarch")
+        ),
         modes=e2e.MODES if arguments.modes is None else tuple(words(arguments.modes)),
         steps=positive("steps", arguments.steps),
         guidance=arguments.guidance,
