@@ -134,7 +134,7 @@ def test_commands_and_their_flags_exist(path, commands_only_parse):
             for method in [*(options.get("methods") or []), *filter(None, [options.get("attention")])]:
                 # Files of the reader's are not here.
                 if not re.search(r"plan=\S+\.json|adapter=\S+\.safetensors", method):
-                    resolve_method(method)
+                    resolve_method(method, recipes=True)
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"(?:^ {4}|`)make ([\w-]+)", prose(path), re.M)) <= set(targets)
 
