@@ -62,8 +62,6 @@ class Stack:
         from diffusers import TaylorSeerCacheConfig as Defaults
 
         option = lambda name: self.cache.get(name, getattr(Defaults, name))
-        first, last, interval = (
-            option(f"{name}") for name in ("disable_cache_before_step", "disable_cache_after_step", "cache_interval")
-        )
-        computed = call < first or (call - first - 1) % interval == 0 or (last is not None and call >= last)
-        return not computed
+        first, last = option("disable_cache_before_step"), option("disable_cache_after_step")
+        computed = call < first or (call - first - 1) % option("cache_interval") == 0
+        return not computed and (last is None or call < last)
