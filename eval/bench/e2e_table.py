@@ -18,10 +18,9 @@ VIDEO_METHODS = {
     "vmonarch-refresh-fast": "VMonarch, fast",
     "vmonarch": "VMonarch, every step",
 }
-
-
-# The rows of `stack_table`: the parts of the recipe `fast`, each alone, and recipes.
-STACK_METHODS = {
+# What rows of `stack_table` are called that have another title than their method: parts of the recipe `fast`, recipes.
+STACK_TITLES = {
+    **VIDEO_METHODS,
     "full": "stock, compiled",
     "stock:batch_guidance=true": "guidance in one call",
     "stock:linears=float8": "float8 linear layers",
@@ -148,13 +147,13 @@ def stack_table(results: dict[str, Any]) -> str:
     """Seconds per video of what recipes are made of, alone and together, with ratios to the stock model, compiled."""
     settings = newest_rows(results)
     rows, made = [], []
-    for method, title in STACK_METHODS.items():
+    for method in dict.fromkeys(method for found in settings.values() for method, _ in found):
         cells = []
         for found in settings.values():
             stock, row = found[STOCK][0], found.get((method, "compiled"), ({},))[0]
             faster = f"{stock['video_s'] / row['video_s']:.2f}×" if row else "–"
             cells += [shown_number(row.get("video_s")), faster, shown_number(row.get("peak_bytes"), factor=1e-9)]
-        rows.append([title, *cells])
+        rows.append([STACK_TITLES.get(method, f"`{method}`"), *cells])
     heading = [title for name in settings for title in (f"{name}, s", "faster", "GB")]
     table = markdown(["blocks compiled, and", *heading], rows)
     for run in results["runs"]:

@@ -22,6 +22,7 @@ from vmonarch.eval.render.table import made, markdown, percent, shown_number
 from vmonarch.eval.studies import (
     ablations,
     comfyui,
+    few_steps,
     finetune_scores,
     float8,
     footage,
@@ -188,6 +189,9 @@ TABLES = {
     "e2e": Table(e2e_table.e2e_table, "e2e"),
     "video": Table(e2e_table.video_table, "e2e"),
     "stack": Table(e2e_table.stack_table, "stack"),
+    "stack-fidelity": _ablation("eval-stack", "stack"),
+    "few-steps": Table(few_steps.few_steps_table, "few-steps"),
+    "few-steps-speed": Table(e2e_table.stack_table, "few-steps-e2e"),
     "gpu-fits": Table(gpu_sizes.fits_table, "e2e"),
     "gpu-memory": Table(gpu_sizes.memory_table, "e2e"),
     "gpu-others": Table(gpu_sizes.others_table, "e2e"),

@@ -56,7 +56,8 @@ def test_a_changed_number_changes_the_table(tmp_path):
         "footage-run": ("results", 1, "velocity_errors", 0),
         "train-h200": ("cases", 0, "rows", 1, "ms", "median"),
         "e2e": ("runs", 0, "cases", 0, "rows", 0, "step_s", "median"),
-        "stack": ("runs", 0, "cases", 0, "rows", -1, "video_s"),
+        **dict.fromkeys(("stack", "few-steps-speed"), ("runs", 0, "cases", 0, "rows", -1, "video_s")),
+        "few-steps": ("rows", 0, "work"),
         "video": ("runs", with_videos, "cases", 0, "rows", 0, "video_s"),
         **dict.fromkeys(("gpu-fits", "gpu-memory", "gpu-others"), ("runs", -1, "hardware")),
         **dict.fromkeys(("norm", "guidance", "families", "sequence"), ("cases", 0, "rows", 0, "ms", "median")),
@@ -75,6 +76,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
             for name, table in tables.TABLES.items()
             if isinstance(table.make, functools.partial)
         },
+        "stack-fidelity": ("evaluations", "stack", "statistics", "fast", "psnr", "mean"),
         "eval-demo": ("statistics", "vmonarch", "psnr", "mean"),
         "parallel-bytes": ("cases", 0, "by_frames", "frames"),
         "joint": ("attention", "kl"),
