@@ -37,7 +37,9 @@ from vmonarch.eval.attention_flops import recorded_call, relative_flops, transfo
 from vmonarch.eval.compare import MethodsConfig, warm_up
 from vmonarch.eval.similarity import similarity
 from vmonarch.installation import find_transformers
+from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import GenerateConfig, SamplingConfig, complete, recommended_settings
+from vmonarch.pipelines.devices import choose_device
 from vmonarch.pipelines.environment import seconds
 from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.loading import LoadedModel, check_loaded, load_model
@@ -54,6 +56,9 @@ METHODS = {
     "vmonarch-lite": "the least work",
     "two-resolution": "exact where it matters",
     "full": "exact and slow",
+    "near-lossless": "recipe, vmonarch-refresh in float8, compiled",
+    "fast": "recipe, also skips steps",
+    "stock": "recipe, exact and compiled",
 }
 EXAMPLES = (
     "a red circle moving to the right over a dark grey background",
@@ -197,6 +202,8 @@ class Studio:
             **values, dtype=self.config.dtype, device=self.config.device, offload=self.config.offload
         )
         config = complete(config, folder)
+        if config.stack.linears:
+            recipes.check_linears(config.stack.linears, choose_device(config.device))
         loaded = self.loaded
         if loaded is not None and loaded.config.model == config.model:
             check_loaded(config, loaded)
@@ -209,7 +216,8 @@ class Studio:
             self.warm.clear()
             gc.collect()
             torch.cuda.empty_cache()
-            self.loaded = load_model(config, self.folder(config.model))
+            # For any method: with a recipe the weights would be quantised for good.
+            self.loaded = load_model(dataclasses.replace(config, attention="full"), self.folder(config.model))
         return self.loaded
 
     def check(self, *values: Any) -> list[dict[str, Any]]:
@@ -228,7 +236,8 @@ class Studio:
             self.complete(dict(zip(FIELDS, values, strict=False)))
         except InputError as error:
             # An image-to-video model needs an image, which the page does not take.
-            return "model" if error.argument == "image" else error.argument, error.problem
+            fields = {"image": "model", "linears": "attention"}
+            return fields.get(error.argument, error.argument), error.problem
         except ModelError as error:
             return "model", str(error)
         return "", ""
@@ -283,7 +292,9 @@ class Studio:
                 videos: list[GeneratedVideo] = []
                 for one in configs:
                     watch(f"{one.attention.label} attention")
-                    videos += generate(one, model=model, keep_frames=True)
+                    # Not over a `yield`: gradio goes on in another thread, and the limit is a thread's.
+                    with recipes.room_for_versions([one.attention]):
+                        videos += generate(one, model=model, keep_frames=True)
                     if len(videos) < len(configs):
                         yield _figures(videos)
             assert config.steps is not None
@@ -292,9 +303,12 @@ class Studio:
             yield _figures(videos) + _table(videos, shares, model.device)
 
     def _warm_up(self, config: GenerateConfig, model: LoadedModel, watch: Callable[[str], None]) -> None:
-        """One step of both methods where the size is new, so that neither is charged for what a first call costs."""
+        """One step of both methods where the size is new, so that neither is charged for what a first call costs.
+
+        Not of what compiles, for which it would have to be all steps.
+        """
         size = (config.attention, config.height, config.width, config.num_frames)
-        if size in self.warm:
+        if size in self.warm or config.stack.compile:
             return
         watch("Warming up")
         shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(SamplingConfig)}

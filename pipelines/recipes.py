@@ -106,7 +106,7 @@ def quantize_for_good(transformer: torch.nn.Module, linears: str, device: torch.
     """
     import torch
 
-    _check_linears(linears, device)
+    check_linears(linears, device)
     for block in _blocks(transformer):
         home = next(block.parameters()).device
         block.to(device)
@@ -116,6 +116,22 @@ def quantize_for_good(transformer: torch.nn.Module, linears: str, device: torch.
     if device.type == "cuda":
         torch.cuda.empty_cache()
     setattr(transformer, _ATTRIBUTE, _Installed(linears=linears))
+
+
+def check_linears(linears: str, device: torch.device) -> None:
+    """Raise InputError if linear layers cannot be quantised so on a device."""
+    import importlib.util
+
+    import torch
+
+    if importlib.util.find_spec("torchao") is None:
+        raise InputError("linears", f"{linears!r} needs torchao: pip install 'vmonarch[float8]'")
+    if linears != "float8":
+        return
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+        raise InputError(
+            "linears", "'float8' needs a GPU of Ada, Hopper or newer; elsewhere use float8-weights or null"
+        )
 
 
 @contextlib.contextmanager
@@ -160,25 +176,10 @@ def _check(transformer: Any, stack: Stack, device: torch.device) -> None:
             "linears", f"must be {installed.linears!r}, got {stack.linears!r}: the model was quantised for good"
         )
     if stack.linears:
-        _check_linears(stack.linears, device)
+        check_linears(stack.linears, device)
     if stack.compile and not _blocks(transformer):
         name = type(transformer).__name__
         raise InputError("compile", f"cannot be used: diffusers names no repeated blocks of {name}")
-
-
-def _check_linears(linears: str, device: torch.device) -> None:
-    import importlib.util
-
-    import torch
-
-    if importlib.util.find_spec("torchao") is None:
-        raise InputError("linears", f"{linears!r} needs torchao: pip install 'vmonarch[float8]'")
-    if linears != "float8":
-        return
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
-        raise InputError(
-            "linears", "'float8' needs a GPU of Ada, Hopper or newer; elsewhere use float8-weights or null"
-        )
 
 
 def _quantised(module: Any, linears: str) -> Any:

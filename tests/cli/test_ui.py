@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vmonarch.configs import InputError, preset_names
+from vmonarch.configs.methods import recipe_names
 from vmonarch.eval.similarity import similarity
 from vmonarch.pipelines.config import build_config
 from vmonarch.pipelines.generation import GenerateConfig, generate
@@ -102,6 +104,7 @@ def files(server: Any) -> list[str]:
     ("field", "value", "said"),
     [
         ("prompts", "", "Must not be empty"),
+        ("attention", "fast", "'float8' needs"),
         ("prompts", "a " * 600, "at most 512 tokens"),
         ("seeds", "-1", "Must lie between 0 and 2^63 - 1, got -1"),
         ("seeds", "9223372036854775808", "Must lie between 0 and 2^63 - 1, got 9223372036854775808"),
@@ -161,6 +164,28 @@ def test_without_the_comparison_there_is_one_video(server, visitor):
     before = files(server)
     visitor.results(compare=False)
     assert len(files(server)) == len(before) + 3
+
+
+def test_a_recipe_compiles_blocks_once_although_they_are_watched(server, visitor, tiny_model, monkeypatch):
+    before, compile, graphs = files(server), torch.compile, []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda function, **given: compile(function, **given | {"backend": backend}))
+    shown = json.dumps(visitor.results(attention="stock"))
+    assert graphs and "vm-error" not in shown and "PSNR" in shown
+    once = len(graphs)
+    visitor.cancel()
+    Visitor(server, tiny_model).results(attention="stock", compare=False)
+    assert len(graphs) == once
+    made = [
+        load_record(str(server.studio.output / name))
+        for name in files(server)
+        if name not in before and ".json" in name
+    ]
+    assert [record.values["attention"]["label"] for record in made] == ["stock", "full", "stock"]
 
 
 def test_cancelling_stops_the_sampling_and_the_next_visitor_has_the_turn(server, visitor, tiny_model):
@@ -227,7 +252,7 @@ def test_the_page_needs_nothing_from_elsewhere(visitor):
 
 def test_the_methods_are_named_settings():
     assert next(iter(ui.METHODS)) == "vmonarch-refresh"
-    assert set(ui.METHODS) <= set(preset_names("attention"))
+    assert set(ui.METHODS) <= {*preset_names("attention"), *recipe_names()}
 
 
 @pytest.mark.parametrize(
