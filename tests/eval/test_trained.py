@@ -1,0 +1,107 @@
+"""The study of trained attention: what its peers compute, before and after they learn, and its table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from vmonarch.eval.studies import trained
+from vmonarch.finetune.embedded.transformer import project
+from vmonarch.grid import LatentGrid
+from vmonarch.installation import self_attention_modules
+
+GRID = LatentGrid(8, 6, 5)  # four tiles of keys
+
+
+@pytest.fixture
+def attn(tiny: Any) -> Any:
+    transformer = tiny.transformer()
+    return next(module for _, module in self_attention_modules(transformer))
+
+
+def _inputs(attn: Any) -> torch.Tensor:
+    return torch.randn(2, GRID.tokens, attn.to_q.in_features, generator=torch.Generator().manual_seed(0))
+
+
+def _tiles() -> torch.Tensor:
+    """[S] the tile of every token."""
+    t, h, w = torch.meshgrid(*(torch.arange(size) for size in GRID), indexing="ij")
+    return (t // 4 * 2 + h // 3).flatten() + 0 * w.flatten()
+
+
+@torch.no_grad()
+def _parts(attn: Any, x: torch.Tensor, share: float) -> tuple[torch.Tensor, ...]:
+    """query, key and value [B, H, S, D], and whether key tiles are chosen for tokens [B, H, S, 4], densely."""
+    q, k, v = (y.transpose(1, 2) for y in project(attn, x, x, None))
+    tile = _tiles()
+    means = lambda y: torch.stack([y[:, :, tile == i].mean(2) for i in range(4)], 2)
+    best = (means(q) @ means(k).mT).topk(int(4 * share), -1).indices
+    chosen = torch.zeros(*q.shape[:2], 4, 4, dtype=torch.bool).scatter(-1, best, True)
+    return q, k, v, chosen[:, :, tile]
+
+
+@pytest.mark.parametrize("kind", list(trained.CONTROLS))
+@torch.no_grad()
+def test_peers_begin_as_block_sparse_attention(attn, kind):
+    x = _inputs(attn)
+    q, k, v, chosen = _parts(attn, x, 0.5)
+    logits = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~chosen[..., _tiles()], -torch.inf)
+    wanted = attn.to_out[0]((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(trained.CONTROLS[kind](attn, GRID, 0.5)(attn, x), wanted)
+
+
+@torch.no_grad()
+def test_sla_adds_linear_attention_to_the_other_tiles(attn):
+    x = _inputs(attn)
+    q, k, v, chosen = _parts(attn, x, 0.25)
+    sla = trained.SLA(attn, GRID, 0.25)
+    before = sla(attn, x)
+    sla.projection.weight.normal_(generator=torch.Generator().manual_seed(1))
+    weights = (q.softmax(-1) @ k.softmax(-1).mT).masked_fill(chosen[..., _tiles()], 0)
+    linear = sla.projection(weights / weights.sum(-1, keepdim=True) @ v)
+    added = linear.transpose(1, 2).flatten(2) @ attn.to_out[0].weight.T
+    torch.testing.assert_close(sla(attn, x) - before, added, atol=2e-5, rtol=2e-4)
+
+
+@torch.no_grad()
+def test_vsa_adds_gated_attention_between_means(attn):
+    x = _inputs(attn)
+    q, k, v, _ = _parts(attn, x, 0.25)
+    vsa = trained.VSA(attn, GRID, 0.25)
+    before = vsa(attn, x)
+    vsa.gate.weight.normal_(generator=torch.Generator().manual_seed(1))
+    tile = _tiles()
+    mean_q, mean_k, mean_v = (torch.stack([y[:, :, tile == i].mean(2) for i in range(4)], 2) for y in (q, k, v))
+    compressed = ((mean_q @ mean_k.mT * q.shape[-1] ** -0.5).softmax(-1) @ mean_v)[:, :, tile]
+    added = (compressed.transpose(1, 2).flatten(2) * vsa.gate(x)) @ attn.to_out[0].weight.T
+    torch.testing.assert_close(vsa(attn, x) - before, added, atol=2e-5, rtol=2e-4)
+
+
+def test_peers_work_as_much_as_what_they_consist_of():
+    sparse = "block-topk:sparsity=0.75,cube=[4,3,5]"
+    found = trained.work(["full", sparse, "vsa:0.25", "sla:0.25"])
+    assert found["full"] == 1.0 and found["vsa:0.25"] == found[sparse] == pytest.approx(0.25, abs=0.01)
+    assert found["sla:0.25"] - found[sparse] == pytest.approx(64 / 960)
+
+
+def test_the_table_compares_means_over_seeds_with_full_attention():
+    def run(method: str, seed: int, loss: float) -> dict[str, Any]:
+        scores = {"prompt_score": 0.5, "psnr": 20.0, "ssim": 0.75}
+        checks = [{"updates": 0, "flow": [0.25, 0.5]}, {"updates": 1, "flow": [loss, loss]}]
+        before = scores | {"prompt_score": 0.25} if seed == 0 else None
+        return {"method": method, "seed": seed, "checks": checks, "before": before, "after": scores}
+
+    runs = [run("full", 0, 0.25), run("vmonarch", 0, 0.5), run("vmonarch", 1, 0.25)]
+    results = {
+        "runs": runs,
+        "work": {"full": 1.0, "vmonarch": 0.25},
+        "training": {"updates": 1, "batch": 2, "objective": "flow"},
+        "hardware": "a machine",
+        "date": "2026-11-26",
+        "command": "python",
+    }
+    text = trained.table(results)
+    assert "| vmonarch | 25.0 % | 0.3750 | 0.3750 ± 0.1768 | +50.0 % | 25.0 % | 50.0 % | 20.0 | 0.750 |" in text
+    assert "objective flow, 2 seeds" in text
