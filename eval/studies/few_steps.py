@@ -45,6 +45,7 @@ from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.sampling import decode, denoise
 
+# Not the layers of time: with LoRA on these, compiled blocks had wrong gradients on an H200 with torch 2.11.
 TARGETS = [*LORA_TARGETS, "proj_out"]
 METHODS: tuple[str, ...] = (
     "full",

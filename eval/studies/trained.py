@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import json
 import multiprocessing
-import queue
 import statistics
 import sys
 import time
@@ -383,7 +382,7 @@ class Bench:
         )
         trained = time.monotonic() - started
         exchange()
-        state = {key.replace("_orig_mod.", ""): value.detach().clone() for key, value in student.state_dict().items()}
+        state = student.state_dict()
         return {
             "method": name,
             "seed": seed,
@@ -443,12 +442,6 @@ def run_all(
     jobs: Sequence[tuple[str, int]], training: Training, devices: Sequence[str], compile: bool, deadline: float
 ) -> Iterator[dict[str, Any]]:
     """The runs, as they are done, in one process for each of `devices`; none begins after the deadline."""
-    if len(devices) == 1:
-        line: queue.Queue[str] = queue.Queue()
-        line.put(devices[0])
-        _begin(training, line, compile)
-        yield from (found for name, seed in jobs if (found := _run(name, seed, deadline)) is not None)
-        return
     context = multiprocessing.get_context("spawn")
     shared = context.Queue()
     for device in devices:
@@ -475,17 +468,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no run is begun")
     options = parser.parse_args(arguments)
-    given = {key: getattr(options, key) for key in ("objective", "updates", "learning_rate")}
-    training = dataclasses.replace(QUICK if options.quick else Training(), **{k: v for k, v in given.items() if v})
+    names = ("objective", "updates", "learning_rate")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    training = dataclasses.replace(QUICK if options.quick else Training(), **given)
     try:
         check_output(options.output)
+        shares = work(options.methods)
     except InputError as error:
         parser.error(str(error))
     deadline = time.time() + options.budget
     record = script_record("studies.trained", arguments, options.devices[0])
-    record |= {"training": dataclasses.asdict(training), "runs": []}
+    record |= {"training": dataclasses.asdict(training), "runs": [], "work": shares}
     jobs = [(name, seed) for seed in options.seeds for name in options.methods]
-    record["work"] = work(options.methods)
     for run in run_all(jobs, training, options.devices, not options.no_compile, deadline):
         record["runs"].append(run)
         print(

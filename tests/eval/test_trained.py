@@ -31,15 +31,18 @@ def _tiles() -> torch.Tensor:
     return (t // 4 * 2 + h // 3).flatten() + 0 * w.flatten()
 
 
+def _means(x: torch.Tensor) -> torch.Tensor:
+    """Of x [B, H, S, D] over every tile, [B, H, 4, D]."""
+    return torch.stack([x[:, :, _tiles() == i].mean(2) for i in range(4)], 2)
+
+
 @torch.no_grad()
 def _parts(attn: Any, x: torch.Tensor, share: float) -> tuple[torch.Tensor, ...]:
     """query, key and value [B, H, S, D], and whether key tiles are chosen for tokens [B, H, S, 4], densely."""
     q, k, v = (y.transpose(1, 2) for y in project(attn, x, x, None))
-    tile = _tiles()
-    means = lambda y: torch.stack([y[:, :, tile == i].mean(2) for i in range(4)], 2)
-    best = (means(q) @ means(k).mT).topk(int(4 * share), -1).indices
+    best = (_means(q) @ _means(k).mT).topk(int(4 * share), -1).indices
     chosen = torch.zeros(*q.shape[:2], 4, 4, dtype=torch.bool).scatter(-1, best, True)
-    return q, k, v, chosen[:, :, tile]
+    return q, k, v, chosen[:, :, _tiles()]
 
 
 @pytest.mark.parametrize("kind", list(trained.CONTROLS))
@@ -72,9 +75,7 @@ def test_vsa_adds_gated_attention_between_means(attn):
     vsa = trained.VSA(attn, GRID, 0.25)
     before = vsa(attn, x)
     vsa.gate.weight.normal_(generator=torch.Generator().manual_seed(1))
-    tile = _tiles()
-    mean_q, mean_k, mean_v = (torch.stack([y[:, :, tile == i].mean(2) for i in range(4)], 2) for y in (q, k, v))
-    compressed = ((mean_q @ mean_k.mT * q.shape[-1] ** -0.5).softmax(-1) @ mean_v)[:, :, tile]
+    compressed = ((_means(q) @ _means(k).mT * q.shape[-1] ** -0.5).softmax(-1) @ _means(v))[:, :, _tiles()]
     added = (compressed.transpose(1, 2).flatten(2) * vsa.gate(x)) @ attn.to_out[0].weight.T
     torch.testing.assert_close(vsa(attn, x) - before, added, atol=2e-5, rtol=2e-4)
 
