@@ -1,23 +1,25 @@
 """Attention that is trained, at equal work: `python -m vmonarch.eval.studies.trained --output JSON`.
 
-Every method starts from the embedded model's weights and takes the same updates on the same clips, with several seeds.
-Full attention does so too, and as it is, it teaches the others if the objective is its velocity. Beside the methods of
-`configs/attention` stand two peers that learn weights of their own (`VSA`, `SLA`).
-
-Legend: B videos, C latent channels, T latent frames, h and w latent pixels, S tokens, H heads, D head dim, m tiles of
-keys, n tiles of queries.
+A run is a method and what its training has of its own: "vmonarch", or "vmonarch objective=flow updates=500". Every run
+starts from the weights of the embedded model, or of a proxy (`studies.proxy`), and takes the same updates on the same
+clips, with several seeds. Full attention does so too, and as it is, it teaches the others where the objective is its
+velocity. Beside the methods of `configs/attention` stand the peers of `vmonarch.eval.peers`: "topk:share=0.25", and
+"vsa:share=0.25" and "sla:share=0.18", which learn weights of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
 import multiprocessing
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -25,60 +27,74 @@ from typing import Any
 import torch
 from torch import nn
 
-from vmonarch.configs import InputError
-from vmonarch.configs.methods import resolve_method
+from vmonarch.configs import InputError, build, parse_overrides
+from vmonarch.configs.methods import AttentionMethod, TwoResolutionAttention, resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
+from vmonarch.eval.peers import PEERS, SLA, Control
 from vmonarch.eval.prompt_score import generate, score_videos
 from vmonarch.eval.record import script_parser, script_record
 from vmonarch.eval.render.table import made, markdown, percent, shown_number
 from vmonarch.eval.similarity import similarity
+from vmonarch.eval.studies.proxy import proxy_grid
 from vmonarch.files import check_output, write_json
 from vmonarch.finetune.embedded import loop
 from vmonarch.finetune.embedded.data import held_out_prompts, sample_scenes
 from vmonarch.finetune.embedded.text import TEXT_LENGTH, TRAIN_TOKENS, encode_text, tokenize, write_captions
-from vmonarch.finetune.embedded.transformer import TrainingAttention, draw_clips, encode_clips, project, velocity
+from vmonarch.finetune.embedded.transformer import TrainingAttention, draw_clips, encode_clips, velocity
+from vmonarch.finetune.models import Annealing, Experts
+from vmonarch.finetune.objective import NoiseLevels
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import self_attention_modules
-from vmonarch.kernels.two_resolution.api import two_resolution_attention
-from vmonarch.kernels.two_resolution.reference import chosen_tiles, tile_means
-from vmonarch.kernels.two_resolution.tiling import places_of, tiling_of
-from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
-from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, GenerationSettings, embedded_model_path
+from vmonarch.pipelines.model_folder import PROXY_RECORD
 
-METHODS: tuple[str, ...] = (
+RUNS: tuple[str, ...] = (
     "full",
     "vmonarch",
     "vmonarch-own",
     "vmonarch:plan=embedded-1.00",
-    "two-resolution:share=0.15",
-    "block-topk:sparsity=0.75,cube=[4,3,5]",
-    "vsa:0.25",
-    "sla:0.1875",
+    "two-resolution:share=0.2",
+    "topk:share=0.25",
+    "vsa:share=0.25",
+    "sla:share=0.18",
     "local",
 )
 OBJECTIVES = ("flow", "velocity")
-# Of a peer's tiles: the box of at most 64 tokens that divides the embedded model's grid.
-CUBE = (4, 3, 5)
+PRECISIONS = ("bf16", "fp32")
+# Layers that get LoRA.
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
 CAPTION_DROPOUT = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Sizes of a run.
+    """How a run is trained and tried.
 
     Args:
-        objective: "flow", noise minus clip; or "velocity", what the teacher says.
+        objective: "velocity", what the teacher says; or "flow", noise minus clip.
+        outputs: weight of the squared distance of every layer's attention output to the teacher's, relative to that.
+        anneal: updates over which the layers go from full attention to the method, the last ones first.
+        lora: rank of the layers that are trained in place of all weights; 0 for all weights.
+        clip: norm that gradients are cut to.
         clips: that are trained on; `held_out` others are not.
         levels: of noise, at which held-out clips are tried.
         check: so many updates lie between two such trials.
         prompts: of the 64 held out; `sampling_steps` for each.
+
+    Raises:
+        InputError: an objective or precision that there is not.
     """
 
-    objective: str = "flow"
+    objective: str = "velocity"
+    outputs: float = 0.0
     updates: int = 1500
     batch: int = 32
     learning_rate: float = 3e-4
+    clip: float = 1.0
     ema: float = 0.998
+    anneal: int = 0
+    lora: int = 0
+    precision: str = "bf16"
     clips: int = 16_384
     held_out: int = 256
     levels: int = 8
@@ -86,186 +102,143 @@ class Training:
     prompts: int = 64
     sampling_steps: int = EMBEDDED_SETTINGS.num_inference_steps
 
+    def __post_init__(self) -> None:
+        for name, supported in (("objective", OBJECTIVES), ("precision", PRECISIONS)):
+            if getattr(self, name) not in supported:
+                raise InputError(name, f"must be one of {', '.join(supported)}, got {getattr(self, name)!r}")
+
+    def changed(self, overrides: Sequence[str]) -> Training:
+        """With `key=value` words laid over it.
+
+        Raises:
+            InputError: an unknown key, or a value that is not supported.
+        """
+        return build(Training, dataclasses.asdict(self) | parse_overrides(overrides))
+
 
 QUICK = Training(updates=2, batch=1, clips=2, held_out=2, levels=2, check=2, prompts=1, sampling_steps=2)
 
 
-class Control(nn.Module):
-    """A peer in one attention module of a Wan model: exact attention to the best tiles of keys, and a learnt part.
+def method_of(name: str) -> tuple[type[Control] | None, AttentionMethod]:
+    """(class of a peer or None, method) of a word of `resolve_method`, in which a peer's kind may stand for
+    "two-resolution" without the rest.
 
-    Args:
-        attn: the module.
-        grid: of the tokens.
-        share: of the tiles of keys that are exact.
+    Raises:
+        InputError: an unknown name, or options that it has not.
     """
-
-    def __init__(self, attn: Any, grid: LatentGrid, share: float) -> None:
-        super().__init__()
-        self.grid = grid
-        self.options = TwoResolutionOptions(share=share, tile=CUBE, query_tile=CUBE, rest=False)
-        self.tiling = tiling_of(grid, self.options)
-
-    def forward(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        rotary_emb: Any = None,
-    ) -> torch.Tensor:
-        query, key, value = project(attn, hidden_states, hidden_states, rotary_emb)
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        exact = chosen_tiles(query, key, self.tiling, self.options, scale=query.shape[-1] ** -0.5).exact
-        near = two_resolution_attention(
-            query, key, value, grid=self.grid, options=self.options, selection=exact.contiguous()
-        )
-        out = near + self.far(hidden_states, query, key, value, exact).to(near.dtype)
-        projected: torch.Tensor = attn.to_out[0](out.flatten(2, 3))
-        return projected
-
-    def far(
-        self, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exact: Any
-    ) -> torch.Tensor:
-        """[B, S, H, D] that the tiles chosen, `exact` [B, H, n, m], do not tell."""
-        raise NotImplementedError
-
-    def to_tokens(self, of_tiles: torch.Tensor) -> torch.Tensor:
-        """[B, H, n, …] of tiles of queries as [B, S, H, …] of the tokens."""
-        places = places_of(self.tiling.of_queries, of_tiles.device)
-        tile = places.place // places.token.shape[1]
-        return of_tiles[:, :, tile].transpose(1, 2)
-
-
-class VSA(Control):
-    """The compressed branch: attention between the means of cubes, times a gate of the token's own.
-
-    The gate is linear in the token and 0 at first, as where the authors finetune.
-
-    Source: Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention (2025), §3.
-    """
-
-    def __init__(self, attn: Any, grid: LatentGrid, share: float) -> None:
-        super().__init__(attn, grid, share)
-        width = attn.to_q.in_features
-        self.gate = nn.Linear(width, width).to(attn.to_q.weight)
-        nn.init.zeros_(self.gate.weight)
-        nn.init.zeros_(self.gate.bias)
-
-    def far(
-        self, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exact: Any
-    ) -> torch.Tensor:
-        q, k, v = (tile_means(x, self.tiling) for x in (query, key, value))
-        compressed = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
-        return self.to_tokens(compressed) * self.gate(hidden_states).unflatten(2, (query.shape[2], -1))
-
-
-class SLA(Control):
-    """Linear attention to the tiles that are not chosen, with softmax as feature map, and a projection, 0 at first.
-
-    No tile is left out; the paper's share of negligible ones saves nothing in a linear part.
-
-    Source: Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention
-    (2025).
-    """
-
-    def __init__(self, attn: Any, grid: LatentGrid, share: float) -> None:
-        super().__init__(attn, grid, share)
-        dim = attn.to_q.out_features // attn.heads
-        self.projection = nn.Linear(dim, dim, bias=False).to(attn.to_q.weight)
-        nn.init.zeros_(self.projection.weight)
-
-    def far(
-        self, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exact: Any
-    ) -> torch.Tensor:
-        q, k = (torch.softmax(x.float(), -1) for x in (query, key))
-        places = places_of(self.tiling, key.device)
-        present = places.present[None, :, :, None, None]
-        of_tiles = lambda x: torch.where(present, x[:, places.token], 0)  # [B, m, b, H, …]
-        keys = of_tiles(k)
-        sums = torch.einsum("bmphd,bmphe->bhmde", keys, of_tiles(value.float()))
-        rest = (~exact).float()  # [B, H, n, m]
-        states = torch.einsum("bhnm,bhmde->bhnde", rest, sums)
-        totals = torch.einsum("bhnm,bhmd->bhnd", rest, keys.sum(2).transpose(1, 2))
-        there = places_of(self.tiling.of_queries, key.device)
-        queries = q[:, there.token]  # [B, n, a, H, D]
-        mass = torch.einsum("bnahd,bhnd->bnah", queries, totals)
-        linear = torch.einsum("bnahd,bhnde->bnahe", queries, states) / mass.clamp(min=1e-6).unsqueeze(-1)
-        return self.projection(linear.flatten(1, 2)[:, there.place])
-
-
-CONTROLS: dict[str, type[Control]] = {"vsa": VSA, "sla": SLA}
+    kind, _, options = name.partition(":")
+    word = name if kind not in PEERS else "two-resolution:rest=false" + (options and f",{options}")
+    return PEERS.get(kind), resolve_method(word, argument="--runs")
 
 
 def put_on(name: str, transformer: Any, grid: LatentGrid) -> None:
-    """Put a method on a transformer: a word of `resolve_method`, or `KIND:SHARE` of `CONTROLS`.
+    """Put a method on a transformer.
 
     Raises:
-        InputError: an unknown name.
+        InputError: as `method_of`.
     """
-    kind, _, share = name.partition(":")
-    if kind not in CONTROLS:
-        resolve_method(name, argument="--methods").install(transformer)
+    peer, method = method_of(name)
+    if peer is None:
+        method.install(transformer)
         return
+    assert isinstance(method.parameters, TwoResolutionAttention)
     attn: Any
     for _, attn in self_attention_modules(transformer):
-        attn.set_processor(CONTROLS[kind](attn, grid, float(share)))
+        attn.set_processor(peer(attn, grid, method.parameters.options))
 
 
-def work(names: Sequence[str]) -> dict[str, float | None]:
-    """Attention FLOPs over those of full attention, by the names.
+def settings_of(model: Path) -> GenerationSettings:
+    """What a proxy or the embedded model is run with."""
+    record = model / PROXY_RECORD
+    return GenerationSettings(**json.loads(record.read_text())["generation"]) if record.exists() else EMBEDDED_SETTINGS
 
-    A peer's exact tiles count as those of block-topk. The linear part of SLA has 2·S·D² multiplications for each head
-    beside 2·S²·D of full attention; the compressed branch of VSA has as many as the choice of tiles, which counts.
-    """
+
+def pipeline_of(model: Path, device: str) -> Any:
+    """The pipeline in a folder."""
     from diffusers import WanPipeline
 
-    words = {}
-    for name in names:
-        kind, _, share = name.partition(":")
-        sparse = f"block-topk:sparsity={1 - float(share)},cube={list(CUBE)}" if kind in CONTROLS else name
-        words[name] = resolve_method(sparse, argument="--methods")
-    settings, pipe = EMBEDDED_SETTINGS, WanPipeline.from_pretrained(embedded_model_path())
+    pipe = WanPipeline.from_pretrained(model).to(device)
     pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def work(names: Sequence[str], model: Path) -> dict[str, float | None]:
+    """Attention FLOPs over those of full attention, by the names of methods.
+
+    The linear part of SLA has 2·S·D² multiplications for each head, beside 2·S²·D of full attention. The compressed
+    branch of VSA has as many as the choice of tiles, which counts as nothing.
+
+    Raises:
+        InputError: as `method_of`.
+    """
+    methods = {name: method_of(name) for name in names}
+    settings, pipe = settings_of(model), pipeline_of(model, "cpu")
     size = {key: getattr(settings, key) for key in ("height", "width", "num_frames")}
     with recorded_call(pipe) as call:
         pipe("a circle", **size, num_inference_steps=1, output_type="latent")
-    shares = relative_flops(call, list(words.values()), ["transformer"])
-    found = {name: shares[method.label] for name, method in words.items()}
-    tokens = (1 + (settings.num_frames - 1) // 4) * (settings.height // 16) * (settings.width // 16)
-    linear = pipe.transformer.config.attention_head_dim / tokens
-    return {n: share + linear if share is not None and n.startswith("sla:") else share for n, share in found.items()}
+    shares = relative_flops(call, [method for _, method in methods.values()], ["transformer"])
+    linear = pipe.transformer.config.attention_head_dim / proxy_grid(settings).tokens
+    found = {name: (peer, shares[method.label]) for name, (peer, method) in methods.items()}
+    return {name: share + linear if share and peer is SLA else share for name, (peer, share) in found.items()}
+
+
+def draw_all(training: Training, model: Path, device: str, compile: bool, output: Path) -> None:
+    """Write what all runs have in common: clips of both kinds, their captions, and the videos of the model as it is."""
+    settings, pipe = settings_of(model), pipeline_of(model, device)
+    drawn = {}
+    for name, count, seed in (("clips", training.clips, 15_485_863), ("held_out", training.held_out, 32_452_843)):
+        scenes = sample_scenes(count, seed)
+        tokens = tokenize(pipe.tokenizer, write_captions(scenes, seed + 1, 1))
+        scale = settings.height // EMBEDDED_SETTINGS.height
+        drawn[name] = encode_clips(pipe.vae, scenes, device, batch=min(64, count), compile=compile, scale=scale)
+        drawn[f"{name}_tokens"] = tokens.view(count, 1, -1)
+    torch.save(drawn | {"reference": sample(pipe, training, settings)}, output)
+
+
+def sample(pipe: Any, training: Training, settings: GenerationSettings) -> torch.Tensor:
+    """Videos of the held-out prompts, [B, F, Y, X, 3]."""
+    return generate(
+        pipe,
+        [item.prompt for item in held_out_prompts()[: training.prompts]],
+        seed=0,
+        batch=16,
+        steps=training.sampling_steps,
+        guidance=settings.guidance_scale,
+        size=(settings.height, settings.width, settings.num_frames),
+    )
 
 
 class Bench:
-    """What all runs in a process have in common: the model, clips of both kinds, and the teacher's videos."""
+    """A process that runs: the model, full attention that teaches, and what was drawn.
 
-    def __init__(self, training: Training, device: str, compile: bool) -> None:
-        from diffusers import WanPipeline
+    Args:
+        model: folder of the pipeline.
+        drawn: file that `draw_all` wrote.
+    """
 
-        self.training, self.device, self.compile = training, device, compile
-        self.pipe = WanPipeline.from_pretrained(embedded_model_path()).to(device)
-        self.pipe.set_progress_bar_config(disable=True)
+    def __init__(self, model: Path, drawn: Path, device: str, compile: bool) -> None:
+        self.device, self.compile = device, compile
+        self.settings, self.pipe = settings_of(model), pipeline_of(model, device)
         self.encoder = self.pipe.text_encoder.eval().requires_grad_(False)
         self.stock = self.pipe.transformer.eval().requires_grad_(False)
-        self.clips, self.tokens = self._clips(training.clips, 15_485_863)
-        self.held_out, self.captions = self._clips(training.held_out, 32_452_843)
+        tensors = torch.load(drawn, weights_only=True)
+        self.reference = tensors.pop("reference")
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self.clips, self.tokens = tensors["clips"], tensors["clips_tokens"]
+        self.held_out, self.captions = tensors["held_out"], tensors["held_out_tokens"]
         frames, height, width = self.clips.shape[2:]
         self.grid = LatentGrid(frames, height // 2, width // 2)
-        self.teacher = self._fast(copy.deepcopy(self.stock), "full")
-        self.reference = self.videos(self.stock)
+        self.teacher = self._model("full", compile)
 
-    def _clips(self, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        scenes = sample_scenes(count, seed)
-        tokens = tokenize(self.pipe.tokenizer, write_captions(scenes, seed + 1, 1)).to(self.device)
-        latents = encode_clips(self.pipe.vae, scenes, self.device, batch=min(64, count), compile=self.compile)
-        return latents, tokens.view(count, 1, -1)
-
-    def _fast(self, transformer: Any, name: str) -> Any:
+    def _model(self, name: str, compile: bool = False, state: dict[str, torch.Tensor] | None = None) -> Any:
         """A transformer with a method, and with cross-attention as it is trained."""
+        transformer = copy.deepcopy(self.stock)
         transformer.set_attn_processor(TrainingAttention(TEXT_LENGTH - TRAIN_TOKENS))
         if name != "full":
             put_on(name, transformer, self.grid)
-        elif self.compile:
+        if state is not None:
+            transformer.load_state_dict(state)
+        if compile:
             transformer.compile_repeated_blocks(dynamic=False)
         return transformer
 
@@ -273,86 +246,152 @@ class Bench:
     def text(self, ids: torch.Tensor) -> torch.Tensor:
         return encode_text(self.encoder, ids, padding=1)[0].float()
 
-    def videos(self, transformer: Any) -> torch.Tensor:
-        """Of the held-out prompts, [B, F, Y, X, 3]."""
-        self.pipe.transformer, settings = transformer, EMBEDDED_SETTINGS
-        return generate(
-            self.pipe,
-            [item.prompt for item in held_out_prompts()[: self.training.prompts]],
-            seed=0,
-            batch=16,
-            steps=self.training.sampling_steps,
-            guidance=settings.guidance_scale,
-            size=(settings.height, settings.width, settings.num_frames),
-        )
-
     @torch.no_grad()
-    def losses(self, model: Any) -> dict[str, list[float]]:
-        """Of held-out clips, at every level of noise: of flow matching, and the distance to the teacher's velocity."""
-        training = self.training
-        found: dict[str, list[float]] = {"levels": [], "flow": [], "to_teacher": []}
+    def trials(self, levels: int) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+        """(level of noise, arguments of `velocity`) of the held-out clips, always the same ones.
+
+        The levels are as far apart as `vmonarch finetune` has those of its validation.
+        """
         generator = torch.Generator(self.device).manual_seed(0)
-        for level in range(training.levels):
-            u, shift = (level + 0.5) / training.levels, EMBEDDED_SETTINGS.flow_shift
-            sigma = shift * u / (1 + (shift - 1) * u)
-            sums = [0.0, 0.0]
-            for start in range(0, training.held_out, 64):
+        of_training = NoiseLevels(shift=self.settings.flow_shift)
+        for level, sigma in enumerate(of_training.levels((torch.arange(levels) + 0.5) / levels).tolist()):
+            for start in range(0, len(self.held_out), 64):
                 clean = self.held_out[start : start + 64].float()
                 noise = torch.randn(clean.shape, generator=generator, device=self.device)
                 text = self.text(self.captions[start : start + 64, 0])
-                given = (clean, noise, torch.full((len(clean),), sigma, device=self.device), text)
-                with loop.autocast(self.device):
-                    predicted, taught = velocity(model, *given), velocity(self.teacher, *given)
-                for i, target in enumerate((noise - clean, taught)):
-                    sums[i] += (predicted - target).square().flatten(1).mean(1).sum().item()
-            found["levels"].append(round(sigma, 4))
-            found["flow"].append(sums[0] / training.held_out)
-            found["to_teacher"].append(sums[1] / training.held_out)
+                yield level, (clean, noise, torch.full((len(clean),), sigma, device=self.device), text)
+
+    @torch.no_grad()
+    def losses(self, model: Any, levels: int) -> dict[str, list[float]]:
+        """Of held-out clips, at every level of noise: of flow matching, and the distance to the teacher's velocity."""
+        found = {name: [0.0] * levels for name in ("flow", "to_teacher")}
+        for level, given in self.trials(levels):
+            clean, noise = given[:2]
+            with loop.autocast(self.device):
+                predicted, taught = velocity(model, *given), velocity(self.teacher, *given)
+            for name, target in (("flow", noise - clean), ("to_teacher", taught)):
+                square = (predicted - target).square().flatten(1).mean(1).sum().item()
+                found[name][level] += square / len(self.held_out)
         return found
 
-    def scores(self, name: str, state: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+    @torch.no_grad()
+    def where(self, name: str, state: dict[str, torch.Tensor], levels: int) -> dict[str, Any]:
+        """Where a trained method loses.
+
+        Returns:
+            "loss": of flow matching. "layers": the same when one layer has full attention again, for every layer.
+            "heads": of every layer and head, the squared change of attention's output by the method, relative to the
+            output of full attention.
+        """
+        model = self._model(name, state=state)
+        modules: list[Any] = [attn for _, attn in self_attention_modules(model)]
+        plain = TrainingAttention(TEXT_LENGTH - TRAIN_TOKENS)
+        loss = lambda: statistics.fmean(self.losses(model, levels)["flow"])
+        before, layers = loss(), []
+        for attn in modules:
+            own = attn.processor
+            attn.set_processor(plain)
+            layers.append(loss())
+            attn.set_processor(own)
+        change, size = (torch.zeros(len(modules), modules[0].heads, device=self.device) for _ in range(2))
+
+        def compare(layer: int) -> Callable[..., None]:
+            def hook(attn: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+                projection, attn.to_out[0] = attn.to_out[0], nn.Identity()
+                own, full = (
+                    processor(attn, *args, **named).float().unflatten(2, (attn.heads, -1))
+                    for processor in (attn.processor, plain)
+                )
+                attn.to_out[0] = projection
+                change[layer] += (own - full).square().sum((0, 1, 3))
+                size[layer] += full.square().sum((0, 1, 3))
+
+            return hook
+
+        for layer, attn in enumerate(modules):
+            attn.register_forward_pre_hook(compare(layer), with_kwargs=True)
+        for _, given in self.trials(levels):
+            with loop.autocast(self.device):
+                velocity(model, *given)
+        return {"loss": before, "layers": layers, "heads": (change / size).tolist()}
+
+    def scores(self, name: str, state: dict[str, torch.Tensor] | None, training: Training) -> dict[str, Any]:
         """Of the videos by weights, None for the model's own: beside the model as it is, and full attention by them."""
-        sampler, full = copy.deepcopy(self.stock), copy.deepcopy(self.stock)
-        put_on(name, sampler, self.grid)
-        if state is not None:
-            sampler.load_state_dict(state)
-            full.load_state_dict({key: state[key] for key in full.state_dict()})
-        videos = self.videos(sampler)
-        prompts = held_out_prompts()[: self.training.prompts]
-        shares, entries = score_videos(videos, prompts, self.reference, self.device)
-        score = statistics.fmean((e["colour"] + e["shape"] + e["direction"]) / 3 for e in entries)
-        own = self.reference if state is None else videos if name == "full" else self.videos(full)
+
+        def videos(method: str) -> torch.Tensor:
+            self.pipe.transformer = copy.deepcopy(self.stock)
+            put_on(method, self.pipe.transformer, self.grid)
+            if state is not None:
+                there = self.pipe.transformer.state_dict()
+                self.pipe.transformer.load_state_dict({key: state[key] for key in there})
+            return sample(self.pipe, training, self.settings)
+
+        ours = videos(name)
+        own = self.reference if state is None else ours if name == "full" else videos("full")
+        shares, entries = score_videos(
+            ours, held_out_prompts()[: training.prompts], self.reference[: training.prompts], self.device
+        )
         near = [
-            similarity(*(x.to(self.device).permute(0, 3, 1, 2) for x in pair)) for pair in zip(videos, own, strict=True)
+            similarity(*(x.to(self.device).permute(0, 3, 1, 2) for x in pair)) for pair in zip(ours, own, strict=True)
         ]
         return {
-            "prompt_score": score,
+            "prompt_score": statistics.fmean((e["colour"] + e["shape"] + e["direction"]) / 3 for e in entries),
             "all": shares["all"],
             "psnr_to_shipped": shares.get("psnr_db"),
             "psnr": statistics.fmean(min(99.0, entry.psnr) for entry in near),
             "ssim": statistics.fmean(entry.ssim for entry in near),
         }
 
-    def run(self, name: str, seed: int) -> dict[str, Any]:
-        """Train with a method, and score it before and after."""
-        training, started = self.training, time.monotonic()
+    def student(self, name: str, training: Training) -> Any:
+        """A transformer with a method and with weights to train."""
+        student = self._model(name, self.compile and not training.outputs)
+        student.requires_grad_(not training.lora)
+        if training.lora:
+            from peft import LoraConfig
+
+            student.add_adapter(LoraConfig(r=training.lora, lora_alpha=training.lora, target_modules=TARGETS))
+            for key, parameter in student.named_parameters():
+                parameter.requires_grad_(".lora_" in key or ".processor." in key)
+        return student
+
+    def run(self, name: str, training: Training, seed: int, thorough: bool) -> dict[str, Any]:
+        """Train with a method, and score it.
+
+        Args:
+            thorough: also score it before, and find where it loses.
+        """
+        started = time.monotonic()
         torch.manual_seed(seed)
-        student = self._fast(copy.deepcopy(self.stock).requires_grad_(True), name)
+        student = self.student(name, training)
+        annealing = Annealing(Experts({"transformer": student}), training.anneal)
+        teacher = self._model("full") if training.outputs else self.teacher
+        outputs: dict[str, list[torch.Tensor]] = {"student": [], "teacher": []}
+        for who, model in (("student", student), ("teacher", teacher)) if training.outputs else ():
+            for _, attn in self_attention_modules(model):
+                attn.register_forward_hook(lambda *call, kept=outputs[who]: kept.append(call[-1].float()))
         learnt = [parameter for parameter in student.parameters() if parameter.requires_grad]
         average = [parameter.detach().clone() for parameter in learnt]
-        checks = [{"updates": 0, **self.losses(student)}]
+        checks = [{"updates": 0, **self.losses(student, training.levels)}]
 
         def losses(update: int) -> dict[str, torch.Tensor]:
             torch.manual_seed(seed * 1_000_003 + update)
-            shift = EMBEDDED_SETTINGS.flow_shift
+            annealing.at(update)
+            shift = self.settings.flow_shift
             _, clean, ids, _, noise, sigma = draw_clips(self.clips, self.tokens, training.batch, CAPTION_DROPOUT, shift)
             given = (clean, noise, sigma, self.text(ids))
-            with loop.autocast(self.device):
+            for kept in outputs.values():
+                kept.clear()
+            with contextlib.nullcontext() if training.precision == "fp32" else loop.autocast(self.device):
                 target = noise - clean
-                if training.objective == "velocity":
+                if training.objective == "velocity" or training.outputs:
                     with torch.no_grad():
-                        target = velocity(self.teacher, *given)
-                return {"loss": (velocity(student, *given) - target).square().mean()}
+                        taught = velocity(teacher, *given)
+                    target = taught if training.objective == "velocity" else target
+                loss = (velocity(student, *given) - target).square().mean()
+            for own, full in zip(outputs["student"], outputs["teacher"], strict=True):
+                share = (own - full).square().mean() / full.square().mean()
+                loss = loss + training.outputs * share / len(outputs["student"])
+            return {"loss": loss}
 
         def exchange() -> None:
             with torch.no_grad():
@@ -364,7 +403,7 @@ class Bench:
         def after(update: int, last: bool) -> None:
             if last or update % training.check == 0:
                 exchange()
-                checks.append({"updates": update, **self.losses(student)})
+                checks.append({"updates": update, **self.losses(student, training.levels)})
                 exchange()
 
         log: list[dict[str, Any]] = []
@@ -377,18 +416,22 @@ class Bench:
             steps=training.updates,
             rate=loop.trapezoid(training.learning_rate, min(100, 1 + training.updates // 10), 0.5),
             ema=training.ema,
+            clip=training.clip,
             log=log,
             after=after,
         )
         trained = time.monotonic() - started
         exchange()
+        if training.lora:
+            student.fuse_lora()
+            student.unload_lora()
         state = student.state_dict()
         return {
-            "method": name,
             "seed": seed,
             "checks": checks,
-            "before": self.scores(name, None) if seed == 0 else None,
-            "after": self.scores(name, state),
+            "before": self.scores(name, None, training) if thorough else None,
+            "after": self.scores(name, state, training),
+            "where": self.where(name, state, min(4, training.levels)) if thorough and name != "full" else None,
             "train_seconds": round(trained, 1),
             "seconds": round(time.monotonic() - started, 1),
         }
@@ -396,22 +439,22 @@ class Bench:
 
 def table(results: dict[str, Any]) -> str:
     """Losses and how far they are above that of full attention, scores before and after: means over the seeds."""
-    by_method = {name: [run for run in results["runs"] if run["method"] == name] for name in results["work"]}
+    of_run = {words: [run for run in results["runs"] if run["run"] == words] for words in results["order"]}
     loss = lambda run: statistics.fmean(run["checks"][-1]["flow"])
-    control = statistics.fmean(map(loss, by_method["full"])) if by_method.get("full") else None
+    control = statistics.fmean(map(loss, of_run["full"])) if of_run.get("full") else None
     rows = []
-    for name, runs in by_method.items():
+    for words, runs in of_run.items():
         if not runs:
             continue
-        share, losses = results["work"][name], [loss(run) for run in runs]
+        share, losses = results["work"][words.split()[0]], [loss(run) for run in runs]
         more = "–" if control is None else f"{100 * (statistics.fmean(losses) / control - 1):+.1f} %"
-        spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
         before = next((run["before"]["prompt_score"] for run in runs if run["before"]), None)
+        scores = [100 * run["after"]["prompt_score"] for run in runs]
         first = statistics.fmean(runs[0]["checks"][0]["flow"])
-        cells = [name, "–" if share is None else percent(share)]
-        cells += [f"{first:.4f}", f"{statistics.fmean(losses):.4f}{spread}", more]
+        cells = [words, "–" if share is None else percent(share)]
+        cells += [f"{first:.4f}", f"{statistics.fmean(losses):.4f}{_spread(losses, 4)}", more]
         cells += ["–" if before is None else percent(before)]
-        cells += [percent(statistics.fmean(run["after"]["prompt_score"] for run in runs))]
+        cells += [f"{statistics.fmean(scores):.1f}{_spread(scores, 1)} %"]
         for key, digits in (("psnr", 1), ("ssim", 3)):
             cells.append(shown_number(statistics.fmean(run["after"][key] for run in runs), digits))
         rows.append(cells)
@@ -423,71 +466,82 @@ def table(results: dict[str, Any]) -> str:
     return made(results, markdown(heading, rows), f"{about}, {seeds} seeds; ")
 
 
+def _spread(values: Sequence[float], digits: int) -> str:
+    """Standard deviation over the seeds."""
+    return f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+
+
 _bench: Bench | None = None
 
 
-def _begin(training: Training, devices: Any, compile: bool) -> None:
+def _begin(model: Path, drawn: Path, devices: Any, compile: bool) -> None:
     global _bench
     device = devices.get()
     torch.set_float32_matmul_precision("high")
-    _bench = Bench(training, device, compile and device != "cpu")
+    torch._dynamo.config.recompile_limit = 64
+    _bench = Bench(model, drawn, device, compile and device != "cpu")
 
 
-def _run(name: str, seed: int, deadline: float) -> dict[str, Any] | None:
+def _run(words: str, training: Training, seed: int, thorough: bool, deadline: float) -> dict[str, Any] | None:
     assert _bench is not None
-    return None if time.time() > deadline else _bench.run(name, seed)
-
-
-def run_all(
-    jobs: Sequence[tuple[str, int]], training: Training, devices: Sequence[str], compile: bool, deadline: float
-) -> Iterator[dict[str, Any]]:
-    """The runs, as they are done, in one process for each of `devices`; none begins after the deadline."""
-    context = multiprocessing.get_context("spawn")
-    shared = context.Queue()
-    for device in devices:
-        shared.put(device)
-    with ProcessPoolExecutor(len(devices), context, _begin, (training, shared, compile)) as executor:
-        for future in as_completed([executor.submit(_run, name, seed, deadline) for name, seed in jobs]):
-            if (found := future.result()) is not None:
-                yield found
+    if time.time() > deadline:
+        return None
+    return {"run": words} | _bench.run(words.split()[0], training, seed, thorough)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = script_parser("studies.trained", __doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), help="words of attention, vsa:SHARE, sla:SHARE")
+    parser.add_argument("--model", type=Path, default=embedded_model_path(), help="folder of a proxy")
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), help="words of attention or topk, vsa, sla; see above")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--objective", choices=OBJECTIVES, default=Training.objective)
-    parser.add_argument("--updates", type=int)
-    parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--training", nargs="+", default=[], metavar="KEY=VALUE", help="of all runs")
     parser.add_argument("--quick", action="store_true", help="two updates of everything, to see that it runs")
     parser.add_argument("--no-compile", action="store_true", help="run eagerly")
     parser.add_argument(
-        "--devices", nargs="+", default=["cuda" if torch.cuda.is_available() else "cpu"], help="of runs"
+        "--devices", nargs="+", default=["cuda" if torch.cuda.is_available() else "cpu"], help="a process for each"
     )
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no run is begun")
     options = parser.parse_args(arguments)
-    names = ("objective", "updates", "learning_rate")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    training = dataclasses.replace(QUICK if options.quick else Training(), **given)
+    deadline = time.time() + options.budget
     try:
         check_output(options.output)
-        shares = work(options.methods)
+        training = (QUICK if options.quick else Training()).changed(options.training)
+        own = {words: training.changed(words.split()[1:]) for words in options.runs}
+        shares = work(list(dict.fromkeys(words.split()[0] for words in options.runs)), options.model)
     except InputError as error:
         parser.error(str(error))
-    deadline = time.time() + options.budget
-    record = script_record("studies.trained", arguments, options.devices[0])
-    record |= {"training": dataclasses.asdict(training), "runs": [], "work": shares}
-    jobs = [(name, seed) for seed in options.seeds for name in options.methods]
-    for run in run_all(jobs, training, options.devices, not options.no_compile, deadline):
-        record["runs"].append(run)
-        print(
-            json.dumps({key: run[key] for key in ("method", "seed", "after", "train_seconds", "seconds")}), flush=True
-        )
-        write_json(options.output, record)
+    device, compile = options.devices[0], not options.no_compile
+    record = script_record("studies.trained", arguments, device)
+    record |= {"training": dataclasses.asdict(training), "order": options.runs, "work": shares, "runs": []}
+    context = multiprocessing.get_context("spawn")
+    failed: list[BaseException] = []
+    devices = context.Queue()
+    for name in options.devices:
+        devices.put(name)
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = Path(folder) / "drawn.pt"
+        with ProcessPoolExecutor(1, context) as executor:  # which leaves nothing on the device
+            executor.submit(draw_all, training, options.model, device, compile and device != "cpu", drawn).result()
+        shared = options.model, drawn, devices, compile
+        with ProcessPoolExecutor(len(options.devices), context, _begin, shared) as executor:
+            futures = [
+                executor.submit(_run, words, own[words], seed, seed == options.seeds[0], deadline)
+                for seed in options.seeds
+                for words in options.runs
+            ]
+            for future in as_completed(futures):
+                if (problem := future.exception()) is not None:
+                    failed.append(problem)
+                    traceback.print_exception(problem)
+                elif (run := future.result()) is not None:
+                    record["runs"].append(run)
+                    shown = ("run", "seed", "after", "train_seconds", "seconds")
+                    print(json.dumps({key: run[key] for key in shown}), flush=True)
+                    write_json(options.output, record)
     print(table(record))
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def train(
     rate: Callable[[int, float], float],
     ema: float,
     log: list[dict[str, Any]],
+    clip: float = 1.0,
     first: int = 0,
     time_limit: float = math.inf,
     after: Callable[[int, bool], None] = lambda step, last: None,
@@ -41,6 +42,7 @@ def train(
         losses: of a step, scalars by name; "loss" is minimised, the others are only logged.
         rate: learning rate of a step and of the share of the run that is over, in [0, 1).
         log: gets the means over every 100 steps.
+        clip: norm that gradients are cut to.
         time_limit: seconds; a run that cannot do all its steps in this time ends earlier.
         after: called after each step with the steps done and whether it was the last.
 
@@ -61,7 +63,7 @@ def train(
         found = losses(step)
         found["loss"].backward()
         parallel.average_gradients(parameters)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, clip)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate(step, progress)

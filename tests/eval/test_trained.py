@@ -7,12 +7,20 @@ from typing import Any
 import pytest
 import torch
 
+from vmonarch.configs import InputError
+from vmonarch.eval import peers
 from vmonarch.eval.studies import trained
 from vmonarch.finetune.embedded.transformer import project
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import self_attention_modules
+from vmonarch.pipelines.embedded import embedded_model_path
+from vmonarch.two_resolution_options import TwoResolutionOptions
 
 GRID = LatentGrid(8, 6, 5)  # four tiles of keys
+
+
+def _options(share: float) -> TwoResolutionOptions:
+    return TwoResolutionOptions(share=share, rest=False, tile=(4, 3, 5), query_tile=(4, 3, 5))
 
 
 @pytest.fixture
@@ -45,21 +53,21 @@ def _parts(attn: Any, x: torch.Tensor, share: float) -> tuple[torch.Tensor, ...]
     return q, k, v, chosen[:, :, _tiles()]
 
 
-@pytest.mark.parametrize("kind", list(trained.CONTROLS))
+@pytest.mark.parametrize("kind", list(peers.PEERS))
 @torch.no_grad()
 def test_peers_begin_as_block_sparse_attention(attn, kind):
     x = _inputs(attn)
     q, k, v, chosen = _parts(attn, x, 0.5)
     logits = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~chosen[..., _tiles()], -torch.inf)
     wanted = attn.to_out[0]((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(trained.CONTROLS[kind](attn, GRID, 0.5)(attn, x), wanted)
+    torch.testing.assert_close(peers.PEERS[kind](attn, GRID, _options(0.5))(attn, x), wanted)
 
 
 @torch.no_grad()
 def test_sla_adds_linear_attention_to_the_other_tiles(attn):
     x = _inputs(attn)
     q, k, v, chosen = _parts(attn, x, 0.25)
-    sla = trained.SLA(attn, GRID, 0.25)
+    sla = peers.SLA(attn, GRID, _options(0.25))
     before = sla(attn, x)
     sla.projection.weight.normal_(generator=torch.Generator().manual_seed(1))
     weights = (q.softmax(-1) @ k.softmax(-1).mT).masked_fill(chosen[..., _tiles()], 0)
@@ -72,7 +80,7 @@ def test_sla_adds_linear_attention_to_the_other_tiles(attn):
 def test_vsa_adds_gated_attention_between_means(attn):
     x = _inputs(attn)
     q, k, v, _ = _parts(attn, x, 0.25)
-    vsa = trained.VSA(attn, GRID, 0.25)
+    vsa = peers.VSA(attn, GRID, _options(0.25))
     before = vsa(attn, x)
     vsa.gate.weight.normal_(generator=torch.Generator().manual_seed(1))
     compressed = ((_means(q) @ _means(k).mT * q.shape[-1] ** -0.5).softmax(-1) @ _means(v))[:, :, _tiles()]
@@ -81,10 +89,19 @@ def test_vsa_adds_gated_attention_between_means(attn):
 
 
 def test_peers_work_as_much_as_what_they_consist_of():
-    sparse = "block-topk:sparsity=0.75,cube=[4,3,5]"
-    found = trained.work(["full", sparse, "vsa:0.25", "sla:0.25"])
-    assert found["full"] == 1.0 and found["vsa:0.25"] == found[sparse] == pytest.approx(0.25, abs=0.01)
-    assert found["sla:0.25"] - found[sparse] == pytest.approx(64 / 960)
+    sparse = "two-resolution:rest=false,share=0.25"
+    found = trained.work(["full", sparse, "topk:share=0.25", "vsa:share=0.25", "sla:share=0.25"], embedded_model_path())
+    assert found["full"] == 1.0 and found[sparse] == pytest.approx(0.25, abs=0.01)
+    assert found["vsa:share=0.25"] == found["topk:share=0.25"] == found[sparse]
+    assert found["sla:share=0.25"] - found[sparse] == pytest.approx(64 / 960)
+
+
+def test_a_run_changes_its_training_by_words():
+    changed = trained.Training().changed(["learning_rate=1e-4", "lora=8", "objective=flow"])
+    assert changed == trained.Training(learning_rate=1e-4, lora=8, objective="flow")
+    for words, named in {"rate=1": "rate", "lora=many": "lora", "objective=videos": "objective"}.items():
+        with pytest.raises(InputError, match=named):
+            trained.Training().changed([words])
 
 
 def test_the_table_compares_means_over_seeds_with_full_attention():
@@ -92,11 +109,12 @@ def test_the_table_compares_means_over_seeds_with_full_attention():
         scores = {"prompt_score": 0.5, "psnr": 20.0, "ssim": 0.75}
         checks = [{"updates": 0, "flow": [0.25, 0.5]}, {"updates": 1, "flow": [loss, loss]}]
         before = scores | {"prompt_score": 0.25} if seed == 0 else None
-        return {"method": method, "seed": seed, "checks": checks, "before": before, "after": scores}
+        return {"run": method, "seed": seed, "checks": checks, "before": before, "after": scores}
 
     runs = [run("full", 0, 0.25), run("vmonarch", 0, 0.5), run("vmonarch", 1, 0.25)]
     results = {
         "runs": runs,
+        "order": ["full", "vmonarch", "local"],
         "work": {"full": 1.0, "vmonarch": 0.25},
         "training": {"updates": 1, "batch": 2, "objective": "flow"},
         "hardware": "a machine",
@@ -104,5 +122,5 @@ def test_the_table_compares_means_over_seeds_with_full_attention():
         "command": "python",
     }
     text = trained.table(results)
-    assert "| vmonarch | 25.0 % | 0.3750 | 0.3750 ± 0.1768 | +50.0 % | 25.0 % | 50.0 % | 20.0 | 0.750 |" in text
+    assert "| vmonarch | 25.0 % | 0.3750 | 0.3750 ± 0.1768 | +50.0 % | 25.0 % | 50.0 ± 0.0 % | 20.0 | 0.750 |" in text
     assert "objective flow, 2 seeds" in text

@@ -1,0 +1,126 @@
+"""Peers of VMonarch that are trained, as attention processors of a Wan model: for `studies.trained` alone.
+
+Each has exact attention to the tiles of keys with the best mean scores, and differs in what stands for the others. The
+tiles are those of `two_resolution_attention`, whose kernels they run in.
+
+Legend: B videos, S tokens, H heads, D head dim, m tiles of keys, n tiles of queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from vmonarch.finetune.embedded.transformer import project
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.two_resolution.api import two_resolution_attention
+from vmonarch.kernels.two_resolution.reference import chosen_tiles, tile_means
+from vmonarch.kernels.two_resolution.tiling import places_of, tiling_of
+from vmonarch.two_resolution_options import TwoResolutionOptions
+
+
+class Control(nn.Module):
+    """A peer in one attention module of a Wan model: exact attention to the best tiles of keys, and nothing else.
+
+    Args:
+        attn: the module.
+        grid: of the tokens.
+        options: of the tiles, and how many of them are exact.
+    """
+
+    def __init__(self, attn: Any, grid: LatentGrid, options: TwoResolutionOptions) -> None:
+        super().__init__()
+        self.grid, self.options, self.tiling = grid, options, tiling_of(grid, options)
+
+    def forward(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> torch.Tensor:
+        query, key, value = project(attn, hidden_states, hidden_states, rotary_emb)
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        exact = chosen_tiles(query, key, self.tiling, self.options, scale=query.shape[-1] ** -0.5).exact
+        out = two_resolution_attention(
+            query, key, value, grid=self.grid, options=self.options, selection=exact.contiguous()
+        )
+        far = self.far(hidden_states, query, key, value, exact)
+        out = out if far is None else out + far.to(out.dtype)
+        projected: torch.Tensor = attn.to_out[0](out.flatten(2, 3))
+        return projected
+
+    def far(
+        self, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exact: Any
+    ) -> torch.Tensor | None:
+        """[B, S, H, D] that is added for the tiles that are not chosen (`exact` [B, H, n, m]); None for nothing."""
+        return None
+
+    def to_tokens(self, of_tiles: torch.Tensor) -> torch.Tensor:
+        """[B, H, n, …] of tiles of queries as [B, S, H, …] of the tokens."""
+        places = places_of(self.tiling.of_queries, of_tiles.device)
+        tile = places.place // places.token.shape[1]
+        return of_tiles[:, :, tile].transpose(1, 2)
+
+
+class VSA(Control):
+    """The compressed branch: attention between the means of cubes, times a gate of the token's own.
+
+    The gate is linear in the token and 0 at first, as where the authors finetune.
+
+    Source: Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention (2025), §3.
+    """
+
+    def __init__(self, attn: Any, grid: LatentGrid, options: TwoResolutionOptions) -> None:
+        super().__init__(attn, grid, options)
+        width = attn.to_q.in_features
+        self.gate = nn.Linear(width, width).to(attn.to_q.weight)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+
+    def far(
+        self, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exact: Any
+    ) -> torch.Tensor:
+        q, k, v = (tile_means(x, self.tiling) for x in (query, key, value))
+        compressed = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+        return self.to_tokens(compressed) * self.gate(hidden_states).unflatten(2, (query.shape[2], -1))
+
+
+class SLA(Control):
+    """Linear attention to the tiles that are not chosen, with softmax as feature map, and a projection, 0 at first.
+
+    No tile is left out; the paper's share of negligible ones saves nothing in a linear part.
+
+    Source: Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention
+    (2025).
+    """
+
+    def __init__(self, attn: Any, grid: LatentGrid, options: TwoResolutionOptions) -> None:
+        super().__init__(attn, grid, options)
+        dim = attn.to_q.out_features // attn.heads
+        self.projection = nn.Linear(dim, dim, bias=False).to(attn.to_q.weight)
+        nn.init.zeros_(self.projection.weight)
+
+    def far(
+        self, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exact: Any
+    ) -> torch.Tensor:
+        q, k = (torch.softmax(x.float(), -1) for x in (query, key))
+        places = places_of(self.tiling, key.device)
+        present = places.present[None, :, :, None, None]
+        of_tiles = lambda x: torch.where(present, x[:, places.token], 0)  # [B, m, b, H, …]
+        keys = of_tiles(k)
+        sums = torch.einsum("bmphd,bmphe->bhmde", keys, of_tiles(value.float()))
+        rest = (~exact).float()  # [B, H, n, m]
+        states = torch.einsum("bhnm,bhmde->bhnde", rest, sums)
+        totals = torch.einsum("bhnm,bhmd->bhnd", rest, keys.sum(2).transpose(1, 2))
+        there = places_of(self.tiling.of_queries, key.device)
+        queries = q[:, there.token]  # [B, n, a, H, D]
+        mass = torch.einsum("bnahd,bhnd->bnah", queries, totals)
+        linear = torch.einsum("bnahd,bhnde->bnahe", queries, states) / mass.clamp(min=1e-6).unsqueeze(-1)
+        return self.projection(linear.flatten(1, 2)[:, there.place])
+
+
+PEERS: dict[str, type[Control]] = {"topk": Control, "vsa": VSA, "sla": SLA}
