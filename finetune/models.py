@@ -118,18 +118,28 @@ class Experts(nn.Module):
         return self.parts[expert](**arguments)
 
 
-def load_experts(folder: ModelFolder, facts: ModelFacts, config: FinetuneConfig) -> tuple[Experts, Experts | None]:
-    """(what is trained, in float32 with the run's attention; the teacher with full attention or None).
+def load_experts(
+    folder: ModelFolder, facts: ModelFacts, config: FinetuneConfig, frozen: torch.dtype = torch.float32
+) -> tuple[Experts, Experts | None]:
+    """(what is trained, with the run's attention; a teacher of its own with full attention, or None).
+
+    A teacher of LoRA layers has the weights that these leave as they are; see `BeforeLora`.
+
+    Args:
+        frozen: dtype of the weights that LoRA leaves as they are, but for the layers that the model keeps in float32.
+            All that is trained is float32.
 
     Raises:
         InputError: an attention that does not fit, or LoRA layers on top of those that an attention adapter brings.
         ModelError: the weights cannot be loaded.
     """
+    from diffusers.training_utils import cast_training_params
     from peft import LoraConfig
 
-    parts: dict[str, Any] = {name: folder.read_component(name, torch.float32) for name in facts.names}
+    dtype = frozen if config.lora.rank else torch.float32
+    parts: dict[str, Any] = {name: folder.read_component(name, dtype) for name in facts.names}
     teacher = None
-    if config.objective.distillation:
+    if config.objective.distillation and not config.lora.rank:
         teacher = Experts(copy.deepcopy(parts)).eval().requires_grad_(False)
     for component, model in parts.items():
         # Full attention at the first steps of sampling has no counterpart here, where every noise level is as likely.
@@ -151,6 +161,7 @@ def load_experts(folder: ModelFolder, facts: ModelFacts, config: FinetuneConfig)
             )
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not config.lora.rank or ".lora_" in name or ".processor." in name)
+        cast_training_params(model, torch.float32)
         if config.gradient_checkpointing:
             model.enable_gradient_checkpointing()
     return Experts(parts).train(), teacher
@@ -167,13 +178,13 @@ def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
             )
 
 
-def share_clips(experts: Experts, size: int, device: torch.device, anneal: int = 0) -> None:
+def share_clips(experts: Experts, size: int, device: torch.device, at_times_full: bool = False) -> None:
     """Spread the tokens of every clip over `size` neighbouring processes (diffusers' context parallelism).
 
     Each process then has the gradients of its own tokens: those of a clip are the sum over its processes.
 
     Args:
-        anneal: steps in which some layers have full attention, as in `Annealing`.
+        at_times_full: layers also have full attention, by `Annealing` or `BeforeLora`.
 
     Raises:
         InputError: the transformers do not support it, or the processes cannot share their heads.
@@ -196,7 +207,7 @@ def share_clips(experts: Experts, size: int, device: torch.device, anneal: int =
                 ours = isinstance(attn.processor, VideoAttentionProcessor)
                 if ours:
                     attn.processor.check_context_parallel(config, attn.heads)
-                if anneal or not ours:
+                if at_times_full or not ours:
                     full.check_context_parallel(config, attn.heads)
                 if not ours:
                     attn.set_processor(FullAttentionProcessor()._place(None, attn.processor))
@@ -215,6 +226,44 @@ def _full_attention(ours: VideoAttentionProcessor, original: Any) -> Any:
     full = FullAttentionProcessor()._place(None, original)
     full._parallel_config = ours._parallel_config
     return full
+
+
+class BeforeLora:
+    """A teacher of LoRA layers: the transformers without these and with full attention, in the same weights."""
+
+    def __init__(self, experts: Experts) -> None:
+        from peft.tuners.lora import LoraLayer
+
+        from vmonarch.installation import own_processors
+
+        self._experts = experts
+        self._lora = {
+            name: [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+            for name, model in experts.parts.items()
+        }
+        self._full = {
+            name: [(attn, _full_attention(ours, original)) for attn, ours, original in own_processors(model)]
+            for name, model in experts.parts.items()
+        }
+
+    def __call__(self, expert: str, **arguments: Any) -> Any:
+        """The call of a `WanTransformer3DModel`, without gradients."""
+        layers = [(attn, full, attn.processor) for attn, full in self._full[expert]]
+        try:
+            for attn, full, _ in layers:
+                attn.set_processor(full)
+            self._scale(expert, 0.0)
+            with torch.no_grad():
+                return self._experts(expert, **arguments)
+        finally:
+            for attn, _, before in layers:
+                attn.set_processor(before)
+            self._scale(expert, 1.0)
+
+    def _scale(self, expert: str, scale: float) -> None:
+        for layer in self._lora[expert]:
+            for adapter in layer.active_adapters:
+                layer.set_scale(adapter, scale)
 
 
 class Annealing:

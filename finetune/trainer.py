@@ -32,7 +32,7 @@ from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
 from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
 from vmonarch.finetune.data.parquet import ParquetFolder
 from vmonarch.finetune.data.schema import TEXT_LENGTH
-from vmonarch.finetune.models import Annealing, Experts, load_experts, model_facts, share_clips
+from vmonarch.finetune.models import Annealing, BeforeLora, Experts, load_experts, model_facts, share_clips
 from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
 from vmonarch.pipelines.environment import environment, seconds
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
@@ -175,18 +175,23 @@ class Trainer:
 
     def _load(self) -> None:
         config, accelerator = self.config, self.accelerator
-        experts, teacher = load_experts(self.folder, self.facts, config)
+        products = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        # FSDP wants the weights of a block to have one dtype.
+        fsdp = accelerator.distributed_type is DistributedType.FSDP
+        experts, teacher = load_experts(self.folder, self.facts, config, torch.float32 if fsdp else products)
+        distils_lora = bool(config.objective.distillation and config.lora.rank)
         if self.ranks.group > 1:
             for shared in (experts, *(() if teacher is None else (teacher,))):
-                share_clips(shared, self.ranks.group, accelerator.device, config.anneal)
+                share_clips(shared, self.ranks.group, accelerator.device, distils_lora or config.anneal > 0)
         self.annealing = Annealing(experts, config.anneal)
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained, config.optimizer, accelerator.device)
         # The parts are reached through this; training goes through what accelerate makes of it.
         self.experts: Experts = experts
         self.model, self.optimizer = accelerator.prepare(experts, optimizer)
-        products = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        self.teacher = None if teacher is None else teacher.to(accelerator.device, products)
+        self.teacher: Experts | BeforeLora | None = BeforeLora(experts) if distils_lora else teacher
+        if isinstance(self.teacher, Experts):
+            self.teacher.to(accelerator.device, products)
         self.trained = {
             name: p for name, p in accelerator.unwrap_model(self.model).named_parameters() if p.requires_grad
         }

@@ -21,11 +21,11 @@ from vmonarch.finetune.config import OptimizerConfig, finetune_config
 from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.data.schema import Sample
 from vmonarch.finetune.export import export
-from vmonarch.finetune.models import Experts, share_clips
+from vmonarch.finetune.models import Experts, load_experts, model_facts, share_clips
 from vmonarch.finetune.objective import NoiseLevels
 from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
 from vmonarch.pipelines.config import recommended_settings
-from vmonarch.pipelines.model_folder import find_model
+from vmonarch.pipelines.model_folder import find_model, find_wan_model
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +220,41 @@ def test_the_teacher_is_full_attention_and_stays_as_it_is(place, tmp_path):
     assert not vmonarch.installation.is_applied(part) and equal(
         dict(part.named_parameters()), dict(stock.named_parameters())
     )
+
+
+def test_the_teacher_of_lora_layers_is_the_model_before_them(place, tmp_path):
+    """In the same weights: with full attention and without what is learnt; afterwards all is as it was."""
+    options = {"lora": {"rank": 4}, "steps": 3, "optimizer": {"learning_rate": 0.1}}
+    trainer = Trainer(settings(place, tmp_path / "one", objective={"distillation": 0.5}, **options))
+    trainer.run()
+    stock = diffusers.WanTransformer3DModel.from_pretrained(place / "t2v" / "transformer")
+    batch = next(iter(trainer.loader))
+    draw = trainer.objective.draw(batch.latents, step=0)
+    arguments, _ = trainer.objective._inputs(draw, batch.latents, batch.text, {})
+    with torch.no_grad():
+        before = trainer.experts("transformer", **arguments, return_dict=False)[0]
+        taught = trainer.teacher("transformer", **arguments, return_dict=False)[0]
+        after = trainer.experts("transformer", **arguments, return_dict=False)[0]
+        wanted = stock(**arguments, return_dict=False)[0]
+    torch.testing.assert_close(taught, wanted)
+    assert torch.equal(before, after) and (after - wanted).abs().max() > 0.01
+    assert len(list(trainer.experts.parameters())) == len(list(stock.parameters())) + len(trainer.trained)
+    assert all(parameter.requires_grad for parameter in trainer.trained.values())
+
+
+def test_weights_that_lora_leaves_need_no_more_digits_than_products(place):
+    config = settings(place, "unused", lora={"rank": 4})
+    folder = find_wan_model(config.model)
+    facts = model_facts(folder, config)
+    (precise, _), (short, _) = (load_experts(folder, facts, config, dtype) for dtype in (torch.float32, torch.bfloat16))
+    dtypes = {name: parameter.dtype for name, parameter in short.named_parameters()}
+    assert {dtypes[name] for name in dtypes if ".lora_" in name or "scale_shift_table" in name} == {torch.float32}
+    assert {dtypes[name] for name in dtypes if name.endswith("base_layer.weight")} == {torch.bfloat16}
+    latents, text = torch.randn(1, 16, 2, 8, 8), torch.randn(1, 4, facts.text_dim)
+    arguments = {"hidden_states": latents, "timestep": torch.tensor([500.0]), "encoder_hidden_states": text}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        a, b = (model("transformer", **arguments, return_dict=False)[0].float() for model in (precise, short))
+    assert (a - b).norm() < 0.02 * a.norm()
 
 
 HEADS = "every rank needs a head of self-attention, which has 2"
