@@ -19,6 +19,7 @@ from vmonarch.configs import InputError
 from vmonarch.finetune.config import FinetuneConfig
 from vmonarch.finetune.objective import Conditioning
 from vmonarch.pipelines.model_folder import ModelError, ModelFolder, read_json
+from vmonarch.pipelines.recipes import RECOMPILE_LIMIT
 
 if TYPE_CHECKING:
     from vmonarch.video_processor import VideoAttentionProcessor
@@ -159,12 +160,31 @@ def load_experts(
                     target_modules=list(config.lora.targets),
                 )
             )
+            for layer in _lora_layers(model):
+                # Autocast does it, without a copy in float32.
+                layer.cast_input_dtype_enabled = False
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not config.lora.rank or ".lora_" in name or ".processor." in name)
         cast_training_params(model, torch.float32)
         if config.gradient_checkpointing:
             model.enable_gradient_checkpointing()
     return Experts(parts).train(), teacher
+
+
+def _lora_layers(model: nn.Module) -> list[Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+
+
+def compile_blocks(experts: Experts) -> None:
+    """Let torch compile the blocks, in a version for every attention that they come to have."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    model: Any
+    for model in experts.parts.values():
+        model.compile_repeated_blocks(dynamic=False)
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
@@ -232,15 +252,10 @@ class BeforeLora:
     """A teacher of LoRA layers: the transformers without these and with full attention, in the same weights."""
 
     def __init__(self, experts: Experts) -> None:
-        from peft.tuners.lora import LoraLayer
-
         from vmonarch.installation import own_processors
 
         self._experts = experts
-        self._lora = {
-            name: [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
-            for name, model in experts.parts.items()
-        }
+        self._lora = {name: _lora_layers(model) for name, model in experts.parts.items()}
         self._full = {
             name: [(attn, _full_attention(ours, original)) for attn, ours, original in own_processors(model)]
             for name, model in experts.parts.items()

@@ -32,7 +32,15 @@ from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
 from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
 from vmonarch.finetune.data.parquet import ParquetFolder
 from vmonarch.finetune.data.schema import TEXT_LENGTH
-from vmonarch.finetune.models import Annealing, BeforeLora, Experts, load_experts, model_facts, share_clips
+from vmonarch.finetune.models import (
+    Annealing,
+    BeforeLora,
+    Experts,
+    compile_blocks,
+    load_experts,
+    model_facts,
+    share_clips,
+)
 from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
 from vmonarch.pipelines.environment import environment, seconds
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
@@ -44,6 +52,9 @@ FREE = ("output_dir", "steps", "trackers", "log_every", "validation", "checkpoin
         "data.path", "model", "revision")  # fmt: skip
 # That a process waits for the others, of which a launcher ends all when one dies.
 WAITING = timedelta(hours=6)
+# By how much the gradient of compiled blocks may differ from that of eager ones, relative to its norm: bfloat16 gives
+# some hundredths, and blocks that are compiled wrongly a multiple.
+GRADIENT_CHANGE = 0.2
 
 
 class TrainingError(RuntimeError):
@@ -91,7 +102,7 @@ class Trainer:
         self.config = config
         # Before the model, which may have to be downloaded.
         _check_trackers(config.trackers)
-        clips = _open_clips("data.path", config.data.path)
+        self.clips = _open_clips("data.path", config.data.path)
         held_out = config.data.validation
         self.held_out = None if held_out is None else _open_clips("data.validation", held_out)
         self.output = Path(config.output_dir).expanduser()
@@ -125,7 +136,7 @@ class Trainer:
             self.facts.conditioning,
             config.objective.distillation,
         )
-        self.loader = self._loader(clips, config.seed, config.micro_batch, training=True)
+        self.loader = self._loader(self.clips, config.seed, config.micro_batch, training=True)
         prepare_output_dir(config.output_dir)
         self.checkpoints = Checkpoints(
             self.output / "checkpoints",
@@ -192,6 +203,9 @@ class Trainer:
         self.teacher: Experts | BeforeLora | None = BeforeLora(experts) if distils_lora else teacher
         if isinstance(self.teacher, Experts):
             self.teacher.to(accelerator.device, products)
+        for compiled in (experts, teacher) if config.compile else ():
+            if compiled is not None:
+                compile_blocks(compiled)
         self.trained = {
             name: p for name, p in accelerator.unwrap_model(self.model).named_parameters() if p.requires_grad
         }
@@ -289,9 +303,11 @@ class Trainer:
         """Train to the last step; returns what the log's last lines say.
 
         Raises:
-            TrainingError: a loss or gradient is not finite; no weight was changed by it.
+            TrainingError: a loss or gradient is not finite, or compiled blocks are wrong; no weight was changed by it.
         """
         config = self.config
+        if config.compile:
+            self._check_compiled()
         self._record()
         last: dict[str, Any] = {"step": self.step}
         with self._trackers(), contextlib.closing(iter(self.loader)) as batches:
@@ -315,6 +331,37 @@ class Trainer:
                     self.save()
                     clock.pause()
         return last
+
+    def _check_compiled(self) -> None:
+        """Compare the gradients of a clip by compiled and by eager blocks.
+
+        Raises:
+            TrainingError: they differ.
+        """
+        self.annealing.at(self.config.anneal)
+        loader = self._loader(self.clips, 0, 1, training=False)
+        batch = next(iter(loader))
+        latents = batch.latents.to(self.accelerator.device)
+        for expert in self.objective.experts:
+            plain = dataclasses.replace(self.objective, experts=(expert,), distillation=0.0)
+            draw = plain.draw(latents, step=0)
+            found: list[list[torch.Tensor | None]] = []
+            for stance in ("force_eager", "default"):
+                with torch.compiler.set_stance(stance):
+                    self.accelerator.backward(self._losses(plain, draw, batch, latents).mean())
+                parameters = list(self.model.parameters())
+                found.append([None if p.grad is None else _own_part(p.grad).cpu() for p in parameters])
+                for parameter in parameters:
+                    parameter.grad = None
+            pairs = [(a, b) for a, b in zip(*found, strict=True) if a is not None and b is not None]
+            sums = torch.tensor([[(a - b).square().sum(), a.square().sum()] for a, b in pairs]).sum(0)
+            change = self.accelerator.reduce(sums.to(self.accelerator.device), "sum").cpu()
+            if not change[0].sqrt() <= GRADIENT_CHANGE * change[1].sqrt():
+                raise TrainingError(
+                    f"the gradient of compiled blocks differs from that of eager ones by"
+                    f" {(change[0] / change[1]).sqrt():.2g} of its norm, where at most {GRADIENT_CHANGE} is right; use"
+                    f" compile=false with torch {torch.__version__}"
+                )
 
     def _update(self, batches: Iterator[Batch]) -> dict[str, float]:
         config, accelerator = self.config, self.accelerator
@@ -545,6 +592,12 @@ def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     return accelerator
+
+
+def _own_part(gradient: Any) -> torch.Tensor:
+    """Of a gradient that FSDP spreads over ranks, what is on this one."""
+    part: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return part
 
 
 class _Clock:

@@ -1,6 +1,7 @@
 """Training runs of tiny models: they resume exactly, stop before a bad update, and leave files that others load."""
 
 import dataclasses
+import functools
 import json
 import math
 from contextlib import nullcontext
@@ -166,7 +167,7 @@ def test_settings_reach_what_they_are_for(place, tmp_path, monkeypatch):
     products = set()
     model.blocks[0].ffn.register_forward_hook(lambda module, given, made: products.add(made.dtype))
     trainer._update(iter([batch] * trainer.accumulation))
-    assert products == {torch.bfloat16} and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert products == {torch.bfloat16} and {p.dtype for p in trainer.trained.values()} == {torch.float32}
     # Held-out clips are not told their first frame, whose tokens would have timestep 0.
     times = []
     model.register_forward_pre_hook(lambda module, _, given: times.append(given["timestep"]), with_kwargs=True)
@@ -252,9 +253,56 @@ def test_weights_that_lora_leaves_need_no_more_digits_than_products(place):
     assert {dtypes[name] for name in dtypes if name.endswith("base_layer.weight")} == {torch.bfloat16}
     latents, text = torch.randn(1, 16, 2, 8, 8), torch.randn(1, 4, facts.text_dim)
     arguments = {"hidden_states": latents, "timestep": torch.tensor([500.0]), "encoder_hidden_states": text}
+    given = []
+    for name, module in short.named_modules():
+        if name.endswith(".lora_A"):
+            module["default"].register_forward_pre_hook(lambda _, inputs: given.append(inputs[0].dtype))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         a, b = (model("transformer", **arguments, return_dict=False)[0].float() for model in (precise, short))
     assert (a - b).norm() < 0.02 * a.norm()
+    # float32 copies of all inputs would take a gigabyte at a time in a large model.
+    assert given and set(given[-3:]) == {torch.bfloat16}
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Blocks are traced, differentiated ahead of time, and run without a compiler, which would take a minute."""
+    stock = diffusers.WanTransformer3DModel.compile_repeated_blocks
+    traced = functools.partialmethod(stock, backend="aot_eager")
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "compile_repeated_blocks", traced)
+
+
+@pytest.mark.parametrize("more", [{}, {"lora": {"rank": 4}, "objective": {"distillation": 1.0}}], ids=["all", "lora"])
+def test_compiled_blocks_learn_the_same(place, tmp_path, compiled, more):
+    curves = []
+    for compile in (False, True):
+        trainer = Trainer(settings(place, tmp_path / str(compile), steps=3, compile=compile, **more))
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        trainer.run()
+        assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == compile
+        curves.append(losses(tmp_path / str(compile)))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+def test_blocks_that_are_compiled_wrongly_are_not_trained(place, tmp_path, monkeypatch):
+    calls = []
+
+    def compile_wrongly(model, **_):
+        """The second backward pass, that of the compiled blocks, has nine times the gradient of one weight."""
+
+        def change(gradient):
+            calls.append(0)
+            return gradient * (1 if len(calls) == 1 else 9)
+
+        model.blocks[0].ffn.net[2].weight.register_hook(change)
+
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "compile_repeated_blocks", compile_wrongly)
+    trainer = Trainer(settings(place, tmp_path, steps=3, compile=True))
+    before = weights(trainer)
+    with pytest.raises(TrainingError, match="the gradient of compiled blocks differs .*; use compile=false"):
+        trainer.run()
+    assert equal(weights(trainer), before) and len(calls) == 2
 
 
 HEADS = "every rank needs a head of self-attention, which has 2"
