@@ -34,6 +34,7 @@ from vmonarch.eval.studies import (
     parallel_bytes,
     residual_sharing,
     support,
+    trained,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +61,7 @@ DOCUMENTS = (
     "docs/lab/footage.md",
     "docs/lab/kernels.md",
     "docs/lab/speed.md",
+    "docs/lab/trained.md",
     "finetune/embedded/README.md",
 )
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -206,6 +208,8 @@ TABLES = {
     "finetune-embedded": Table(finetune_scores.finetune_table, "finetune-embedded"),
     "finetune-embedded-1500": Table(finetune_scores.finetune_table, "finetune-embedded-1500"),
     "finetune-embedded-distilled": Table(finetune_scores.finetune_table, "finetune-embedded-distilled"),
+    "trained-tries": Table(trained.table, "trained-tries"),
+    "trained-tries-plans": Table(trained.table, "trained-tries-plans"),
     "footage": Table(footage.footage_table, "footage"),
     "footage-proxy": Table(footage.footage_table, "footage-proxy"),
     "footage-run": Table(footage_run.footage_run_table, "footage-run"),

@@ -248,13 +248,10 @@ class Bench:
 
     @torch.no_grad()
     def trials(self, levels: int) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-        """(level of noise, arguments of `velocity`) of the held-out clips, always the same ones.
-
-        The levels are as far apart as `vmonarch finetune` has those of its validation.
-        """
+        """(level of noise, arguments of `velocity`) of the held-out clips, always the same ones."""
         generator = torch.Generator(self.device).manual_seed(0)
-        of_training = NoiseLevels(shift=self.settings.flow_shift)
-        for level, sigma in enumerate(of_training.levels((torch.arange(levels) + 0.5) / levels).tolist()):
+        of_all = NoiseLevels("uniform", shift=self.settings.flow_shift)
+        for level, sigma in enumerate(of_all.levels((torch.arange(levels) + 0.5) / levels).tolist()):
             for start in range(0, len(self.held_out), 64):
                 clean = self.held_out[start : start + 64].float()
                 noise = torch.randn(clean.shape, generator=generator, device=self.device)
@@ -286,7 +283,7 @@ class Bench:
         model = self._model(name, state=state)
         modules: list[Any] = [attn for _, attn in self_attention_modules(model)]
         plain = TrainingAttention(TEXT_LENGTH - TRAIN_TOKENS)
-        loss = lambda: statistics.fmean(self.losses(model, levels)["flow"])
+        loss = lambda: loss_of(self.losses(model, levels)["flow"])
         before, layers = loss(), []
         for attn in modules:
             own = attn.processor
@@ -437,11 +434,18 @@ class Bench:
         }
 
 
+def loss_of(levels: Sequence[float]) -> float:
+    """The mean of losses at levels of noise, each as often as training has it."""
+    weights = [NoiseLevels().share(i / len(levels), (i + 1) / len(levels)) for i in range(len(levels))]
+    return sum(weight * loss for weight, loss in zip(weights, levels, strict=True))
+
+
 def table(results: dict[str, Any]) -> str:
     """Losses and how far they are above that of full attention, scores before and after: means over the seeds."""
     of_run = {words: [run for run in results["runs"] if run["run"] == words] for words in results["order"]}
-    loss = lambda run: statistics.fmean(run["checks"][-1]["flow"])
-    control = statistics.fmean(map(loss, of_run["full"])) if of_run.get("full") else None
+    loss = lambda run: loss_of(run["checks"][-1]["flow"])
+    full = next((runs for words, runs in of_run.items() if words.split()[0] == "full" and runs), None)
+    control = None if full is None else statistics.fmean(map(loss, full))
     rows = []
     for words, runs in of_run.items():
         if not runs:
@@ -450,7 +454,7 @@ def table(results: dict[str, Any]) -> str:
         more = "–" if control is None else f"{100 * (statistics.fmean(losses) / control - 1):+.1f} %"
         before = next((run["before"]["prompt_score"] for run in runs if run["before"]), None)
         scores = [100 * run["after"]["prompt_score"] for run in runs]
-        first = statistics.fmean(runs[0]["checks"][0]["flow"])
+        first = loss_of(runs[0]["checks"][0]["flow"])
         cells = [words, "–" if share is None else percent(share)]
         cells += [f"{first:.4f}", f"{statistics.fmean(losses):.4f}{_spread(losses, 4)}", more]
         cells += ["–" if before is None else percent(before)]
