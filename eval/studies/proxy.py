@@ -8,7 +8,7 @@ the transformer. The folder is a stock Wan pipeline; it also holds `proxy.json`,
 Work: 6·parameters·tokens + 14·tokens²·width·layers FLOPs a clip, forward and backward (`clip_flops`), 1.7e12 here. The
 embedded model's run, 10,534 steps of 256 clips in 762 s on an H200, did 1.9e14 FLOP/s (`RATE`) by the same formula.
 At that rate seven of ten minutes, the others being for clips, compiling and saving, are 1,980 steps of 24 clips;
-`proxy.json` has the steps that were done.
+`proxy.json` has the steps that were done. Under `torchrun` every process draws clips and batches of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.eval.record import script_parser, script_record
 from vmonarch.files import write_json
+from vmonarch.finetune.embedded import parallel
 from vmonarch.finetune.embedded.__main__ import save_pipeline
 from vmonarch.finetune.embedded.data import sample_scenes
 from vmonarch.finetune.embedded.text import attribute_targets, tokenize, write_captions
@@ -120,7 +121,7 @@ def train(
         arguments: of the command, for the record.
 
     Returns:
-        what `PROXY_RECORD` holds.
+        what `PROXY_RECORD` holds; of several processes, the first one writes the folder.
 
     Raises:
         InputError: `output` exists or cannot be written, or the time is over before training begins.
@@ -142,13 +143,13 @@ def train(
     text_encoder = UMT5EncoderModel.from_pretrained(base / "text_encoder")
 
     # Other clips than those of the embedded model.
-    scenes = sample_scenes(training.clips, training.seed + 104_729)
-    captions = write_captions(scenes, training.seed + 104_730, training.captions_per_clip)
+    scenes = sample_scenes(training.clips, parallel.own_seed(training.seed + 104_729))
+    captions = write_captions(scenes, parallel.own_seed(training.seed + 104_730), training.captions_per_clip)
     tokens = tokenize(tokenizer, captions).view(training.clips, training.captions_per_clip, -1).to(device)
     latents = encode_clips(vae, scenes, device, batch=16, compile=compile, scale=training.scale)
     prepared = time.monotonic() - started
     print(f"{training.clips} clips, latents {list(latents.shape)}, {prepared:.0f} s", flush=True)
-    left = 60 * training.minutes - prepared - RESERVED_SECONDS
+    left = parallel.first_process_says(60 * training.minutes - prepared - RESERVED_SECONDS, device)
     if left <= 0:
         raise InputError("minutes", f"must be more than {training.minutes:g}: clips and saving alone take as long")
 
@@ -181,10 +182,13 @@ def train(
         "parameters": parameters,
         "grid": list(grid),
         "steps": log[-1]["step"],
+        "processes": parallel.world_size(),
         "clip_flops": clip_flops(parameters, grid.tokens, config),
         "expected_steps_h200": round(expected_steps(left, training.batch, parameters, grid.tokens, config)),
         "log": log,
     }
+    if parallel.rank() > 0:
+        return record
     temporary = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
         save_pipeline(
@@ -220,14 +224,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = {name: value for name in asdict(base) if (value := getattr(options, name, None)) is not None}
     torch.backends.cudnn.benchmark = True
     try:
-        record = train(
-            ProxyTraining(**{**vars(base), **given}),
-            options.output,
-            device=options.device,
-            compile=not options.no_compile and options.device != "cpu",
-            checkpoint=options.checkpoint,
-            arguments=arguments,
-        )
+        with parallel.process_group(options.device) as device:
+            record = train(
+                ProxyTraining(**{**vars(base), **given}),
+                options.output,
+                device=device,
+                compile=not options.no_compile and device != "cpu",
+                checkpoint=options.checkpoint,
+                arguments=arguments,
+            )
+            if parallel.rank() > 0:
+                return 0
     except InputError as error:
         command.error(str(error))
     print(json.dumps({key: record[key] for key in ("parameters", "grid", "steps", "expected_steps_h200", "seconds")}))
