@@ -49,8 +49,8 @@ class ObjectiveConfig:
         sigma: logit_normal or uniform, with mean and std of the normal.
         flow_shift: null for that of the model's scheduler.
         image_share: share of the clips whose first frame is given, for models that can do both (Wan2.2 5B).
-        distillation: weight of the distance to the velocity of the model with full attention as it was at the start,
-            of which a copy is kept; 0 for none.
+        distillation: share of the loss that is the distance to the velocity of the model with full attention as it was
+            at the start, of which a copy is kept, but with LoRA; the rest is the distance to that of the clips.
     """
 
     sigma: str = "logit_normal"
@@ -191,9 +191,10 @@ class FinetuneConfig:
         self._check("seed", 0, 2**63 - 1)
         self._check("objective.mean", -math.inf, math.inf)
         for name in ("anneal", "data.workers", "optimizer.warmup", "lora.rank", "validation.every",
-                     "validation.videos_every", "objective.distillation", "optimizer.weight_decay"):  # fmt: skip
+                     "validation.videos_every", "optimizer.weight_decay"):  # fmt: skip
             self._check(name, 0, math.inf)
-        for name in ("data.caption_dropout", "data.bad_fraction", "objective.image_share", "optimizer.final"):
+        for name in ("data.caption_dropout", "data.bad_fraction", "objective.image_share", "objective.distillation",
+                     "optimizer.final"):  # fmt: skip
             self._check(name, 0, 1)
         if self.sequence_parallel_size > 1 and self.validation.videos_every:
             raise InputError("validation.videos_every", "must be 0 with sequence_parallel_size, which spreads clips")

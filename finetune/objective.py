@@ -123,7 +123,7 @@ class Objective:
     Args:
         levels, experts, conditioning: see there.
         seed: of the run.
-        distillation: weight of the squared difference to the velocity of a teacher; 0 for none.
+        distillation: share of the loss that is the squared difference to the velocity of a teacher.
     """
 
     levels: NoiseLevels
@@ -175,7 +175,7 @@ class Objective:
             assert teacher is not None
             with torch.no_grad():
                 wanted = teacher(**arguments, return_dict=False)[0].float()
-            loss = loss + self.distillation * _mean_square(velocity - wanted, counted)
+            loss = torch.lerp(loss, _mean_square(velocity - wanted, counted), self.distillation)
         return loss
 
     def _inputs(

@@ -28,7 +28,7 @@ from vmonarch.configs import InputError, deep_merge, parse_overrides, read_yaml
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.prompt_score import generate, score_videos
 from vmonarch.eval.record import script_parser, script_record
-from vmonarch.eval.render.table import made, markdown, shown_number
+from vmonarch.eval.render.table import made, markdown, percent, shown_number
 from vmonarch.files import check_output, write_json
 from vmonarch.finetune.config import finetune_config
 from vmonarch.finetune.data.parquet import write_empty_caption, write_shard
@@ -198,8 +198,8 @@ def finetune_table(results: dict[str, Any]) -> str:
     heading = ["", "loss before", "after", "more than full", "all three before", "after", "direction before", "after"]
     table = markdown([*heading, "PSNR dB before", "after", "SSIM before", "after"], rows)
     settings = results["settings"]
-    weight = settings["objective"]["distillation"]
-    distilled = f", distillation from full attention with weight {weight:g}" if weight else ""
+    share = settings["objective"]["distillation"]
+    distilled = f", {percent(share)} of the loss the distance to full attention's velocity" if share else ""
     about = (
         f"{settings['steps']} updates of {settings['batch_size']} clips, {results['clips']} clips,"
         f" {results['prompts']} prompts of {results['sampling_steps']} sampling steps{distilled}; "

@@ -62,7 +62,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
         **dict.fromkeys(("gpu-fits", "gpu-memory", "gpu-others"), ("runs", -1, "hardware")),
         **dict.fromkeys(("norm", "guidance", "families", "sequence"), ("cases", 0, "rows", 0, "ms", "median")),
         **dict.fromkeys(
-            ("finetune-embedded", "finetune-embedded-1500", "finetune-embedded-distilled"),
+            ("finetune-embedded", "finetune-embedded-1500"),
             ("results", "vmonarch", "validation_loss", "after"),
         ),
         **dict.fromkeys(("trained-tries", "trained-tries-plans"), ("runs", 1, "checks", -1, "flow", 0)),

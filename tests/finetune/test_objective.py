@@ -103,13 +103,13 @@ def test_a_model_that_knows_the_velocity_has_no_loss():
     assert ours.losses(exact, draw, latents, torch.zeros(2, 1, 1), {}).abs().max() == 0
 
 
-def test_distillation_adds_the_distance_to_the_teacher():
+def test_of_the_loss_a_share_is_the_distance_to_the_teacher():
     latents, text = torch.randn(SHAPE), torch.zeros(2, 1, 1)
     plain, distilled = objective(), objective(distillation=0.25)
     draw = plain.draw(latents, step=0)
     alone = plain.losses(Recorder(0.5), draw, latents, text, {})
     both = distilled.losses(Recorder(0.5), draw, latents, text, {}, teacher=Recorder(2.0))
-    torch.testing.assert_close(both, alone + 0.25 * 1.5**2)
+    torch.testing.assert_close(both, 0.75 * alone + 0.25 * 1.5**2)
 
 
 def test_channels_give_the_first_frame_as_the_stock_pipeline_does():
