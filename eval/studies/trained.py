@@ -38,7 +38,7 @@ from vmonarch.eval.similarity import similarity
 from vmonarch.eval.studies.proxy import proxy_grid
 from vmonarch.files import check_output, write_json
 from vmonarch.finetune.embedded import loop
-from vmonarch.finetune.embedded.data import held_out_prompts, sample_scenes
+from vmonarch.finetune.embedded.data import HeldOutPrompt, held_out_prompts, sample_scenes
 from vmonarch.finetune.embedded.text import TEXT_LENGTH, TRAIN_TOKENS, encode_text, tokenize, write_captions
 from vmonarch.finetune.embedded.transformer import TrainingAttention, draw_clips, encode_clips, velocity
 from vmonarch.finetune.models import Annealing, Experts
@@ -79,7 +79,7 @@ class Training:
         clips: that are trained on; `held_out` others are not.
         levels: of noise, at which held-out clips are tried.
         check: so many updates lie between two such trials.
-        prompts: of the 64 held out; `sampling_steps` for each.
+        prompts: of the 64 held out; each gives `takes` videos, of `sampling_steps`.
 
     Raises:
         InputError: an objective or precision that there is not.
@@ -100,6 +100,7 @@ class Training:
     levels: int = 8
     check: int = 500
     prompts: int = 64
+    takes: int = 2
     sampling_steps: int = EMBEDDED_SETTINGS.num_inference_steps
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class Training:
         return build(Training, dataclasses.asdict(self) | parse_overrides(overrides))
 
 
-QUICK = Training(updates=2, batch=1, clips=2, held_out=2, levels=2, check=2, prompts=1, sampling_steps=2)
+QUICK = Training(updates=2, batch=1, clips=2, held_out=2, levels=2, check=2, prompts=1, takes=1, sampling_steps=2)
 
 
 def method_of(name: str) -> tuple[type[Control] | None, AttentionMethod]:
@@ -195,11 +196,16 @@ def draw_all(training: Training, model: Path, device: str, compile: bool, output
     torch.save(drawn | {"reference": sample(pipe, training, settings)}, output)
 
 
+def prompts_of(training: Training) -> list[HeldOutPrompt]:
+    """The held-out prompt of every video."""
+    return training.takes * held_out_prompts()[: training.prompts]
+
+
 def sample(pipe: Any, training: Training, settings: GenerationSettings) -> torch.Tensor:
-    """Videos of the held-out prompts, [B, F, Y, X, 3]."""
+    """Videos of `prompts_of` a training, [B, F, Y, X, 3]."""
     return generate(
         pipe,
-        [item.prompt for item in held_out_prompts()[: training.prompts]],
+        [item.prompt for item in prompts_of(training)],
         seed=0,
         batch=16,
         steps=training.sampling_steps,
@@ -325,9 +331,7 @@ class Bench:
 
         ours = videos(name)
         own = self.reference if state is None else ours if name == "full" else videos("full")
-        shares, entries = score_videos(
-            ours, held_out_prompts()[: training.prompts], self.reference[: training.prompts], self.device
-        )
+        shares, entries = score_videos(ours, prompts_of(training), self.reference, self.device)
         near = [
             similarity(*(x.to(self.device).permute(0, 3, 1, 2) for x in pair)) for pair in zip(ours, own, strict=True)
         ]
@@ -408,7 +412,7 @@ class Bench:
             f"{name}, seed {seed}",
             learnt,
             average,
-            [torch.optim.AdamW(learnt, betas=(0.9, 0.98), weight_decay=0.01)],
+            [torch.optim.AdamW(learnt, betas=(0.9, 0.98), weight_decay=0.01, fused=self.device != "cpu")],
             losses,
             steps=training.updates,
             rate=loop.trapezoid(training.learning_rate, min(100, 1 + training.updates // 10), 0.5),
