@@ -74,6 +74,7 @@ class Training:
         objective: "velocity", what the teacher says; or "flow", noise minus clip.
         outputs: weight of the squared distance of every layer's attention output to the teacher's, relative to that.
         anneal: updates over which the layers go from full attention to the method, the last ones first.
+        also: options of the method with which the trained weights are scored once more, such as "refresh=0.25".
         lora: rank of the layers that are trained in place of all weights; 0 for all weights.
         clip: norm that gradients are cut to.
         clips: that are trained on; `held_out` others are not.
@@ -94,6 +95,7 @@ class Training:
     ema: float = 0.998
     anneal: int = 0
     lora: int = 0
+    also: str = ""
     precision: str = "bf16"
     clips: int = 16_384
     held_out: int = 256
@@ -432,6 +434,9 @@ class Bench:
             "checks": checks,
             "before": self.scores(name, None, training) if thorough else None,
             "after": self.scores(name, state, training),
+            "also": self.scores(f"{name}{',' if ':' in name else ':'}{training.also}", state, training)
+            if training.also
+            else None,
             "where": self.where(name, state, min(4, training.levels)) if thorough and name != "full" else None,
             "train_seconds": round(trained, 1),
             "seconds": round(time.monotonic() - started, 1),
@@ -457,21 +462,27 @@ def table(results: dict[str, Any]) -> str:
         share, losses = results["work"][words.split()[0]], [loss(run) for run in runs]
         more = "–" if control is None else f"{100 * (statistics.fmean(losses) / control - 1):+.1f} %"
         before = next((run["before"]["prompt_score"] for run in runs if run["before"]), None)
-        scores = [100 * run["after"]["prompt_score"] for run in runs]
         first = loss_of(runs[0]["checks"][0]["flow"])
         cells = [words, "–" if share is None else percent(share)]
         cells += [f"{first:.4f}", f"{statistics.fmean(losses):.4f}{_spread(losses, 4)}", more]
         cells += ["–" if before is None else percent(before)]
-        cells += [f"{statistics.fmean(scores):.1f}{_spread(scores, 1)} %"]
-        for key, digits in (("psnr", 1), ("ssim", 3)):
-            cells.append(shown_number(statistics.fmean(run["after"][key] for run in runs), digits))
-        rows.append(cells)
+        rows.append(cells + _scores([run["after"] for run in runs]))
+        if again := [run["also"] for run in runs if run.get("also")]:
+            rows.append(["the same weights, `also`", *["–"] * 5, *_scores(again)])
     heading = ["", "attention FLOPs", "loss before", "after", "more than full", "prompt score before", "after"]
-    heading += ["PSNR dB to own full attention", "SSIM"]
+    heading += ["PSNR dB to own full attention", "SSIM", "PSNR dB to shipped"]
     training = results["training"]
     seeds = len({run["seed"] for run in results["runs"]})
     about = f"{training['updates']} updates of {training['batch']} clips, objective {training['objective']}"
     return made(results, markdown(heading, rows), f"{about}, {seeds} seeds; ")
+
+
+def _scores(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Cells of what `Bench.scores` found with every seed."""
+    scores = [100 * run["prompt_score"] for run in runs]
+    mean = lambda key, digits: shown_number(statistics.fmean(run[key] for run in runs), digits)
+    cells = [f"{statistics.fmean(scores):.1f}{_spread(scores, 1)} %"]
+    return [*cells, *(mean(key, digits) for key, digits in (("psnr", 1), ("ssim", 3), ("psnr_to_shipped", 1)))]
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

@@ -106,10 +106,17 @@ def test_a_run_changes_its_training_by_words():
 
 def test_the_table_compares_means_over_seeds_with_full_attention():
     def run(method: str, seed: int, loss: float) -> dict[str, Any]:
-        scores = {"prompt_score": 0.5, "psnr": 20.0, "ssim": 0.75}
+        scores = {"prompt_score": 0.5, "psnr": 20.0, "ssim": 0.75, "psnr_to_shipped": 18.0}
         checks = [{"updates": 0, "flow": [0.25, 0.5]}, {"updates": 1, "flow": [loss, loss]}]
         before = scores | {"prompt_score": 0.25} if seed == 0 else None
-        return {"run": method, "seed": seed, "checks": checks, "before": before, "after": scores}
+        return {
+            "run": method,
+            "seed": seed,
+            "checks": checks,
+            "before": before,
+            "after": scores,
+            "also": scores | {"psnr": 30.0},
+        }
 
     runs = [run("full", 0, 0.25), run("vmonarch", 0, 0.5), run("vmonarch", 1, 0.25)]
     results = {
@@ -122,5 +129,9 @@ def test_the_table_compares_means_over_seeds_with_full_attention():
         "command": "python",
     }
     text = trained.table(results)
-    assert "| vmonarch | 25.0 % | 0.3750 | 0.3750 ± 0.1768 | +50.0 % | 25.0 % | 50.0 ± 0.0 % | 20.0 | 0.750 |" in text
+    assert (
+        "| vmonarch | 25.0 % | 0.3750 | 0.3750 ± 0.1768 | +50.0 % | 25.0 % | 50.0 ± 0.0 % | 20.0 | 0.750 | 18.0 |"
+        in text
+    )
+    assert "| the same weights, `also` | – | – | – | – | – | 50.0 ± 0.0 % | 30.0 | 0.750 | 18.0 |" in text
     assert "objective flow, 2 seeds" in text
