@@ -3,7 +3,7 @@
 The embedded model with its guidance is distilled into LoRA layers that need none, for 8 and for 4 steps of Euler's
 method: in every step the student's velocity learns to lead where the teacher arrives in several steps. It begins with
 states of the teacher, which are replaced bit by bit by those that the student itself comes through. The student of 4
-steps goes on from that of 8, and a second one of each goes on from the first with VMonarch at work in all of its steps.
+steps goes on from that of 8, and a second one of each goes on from the first with `attention` at work in all its steps.
 All are sampled as users sample them, by the settings `lora`, `scheduler` and `steps`, on prompts whose combinations
 training never shows.
 
@@ -12,6 +12,7 @@ Legend: N states of a pool, n steps, B videos, C latent channels, T latent frame
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import itertools
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-import vmonarch
+from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.eval.compare import prompt_scorer
@@ -47,13 +48,8 @@ from vmonarch.pipelines.sampling import decode, denoise
 
 # Not the layers of time: with LoRA on these, compiled blocks had wrong gradients on an H200 with torch 2.11.
 TARGETS = [*LORA_TARGETS, "proj_out"]
-METHODS: tuple[str, ...] = (
-    "full",
-    "vmonarch",
-    "vmonarch:dense_steps=1",
-    "vmonarch:refresh=0.25",
-    "vmonarch:refresh=0.5",
-)
+# Of the attention, the options that videos are sampled with.
+OPTIONS = ("", "dense_steps=1", "refresh=0.25", "refresh=0.5")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +57,7 @@ class FewSteps:
     """Sizes of a run.
 
     Args:
+        attention: that students learn with, beside full attention, and that videos are sampled with.
         minutes: of everything; two thirds of it are for training.
         steps: of the students.
         teacher_steps: of all the teacher's way, with two evaluations each; a multiple of each of `steps`.
@@ -71,6 +68,7 @@ class FewSteps:
         prompts: of the 64 held out.
     """
 
+    attention: str = "vmonarch"
     minutes: float = 9.0
     steps: tuple[int, ...] = (8, 4)
     teacher_steps: int = 16
@@ -86,6 +84,12 @@ class FewSteps:
     prompts: int = 48
     num_frames: int = EMBEDDED_SETTINGS.num_frames
     seed: int = 0
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Full attention, and the other with all `OPTIONS`."""
+        mark = "," if ":" in self.attention else ":"
+        return "full", *(self.attention + (options and mark + options) for options in OPTIONS)
 
 
 QUICK = FewSteps(
@@ -186,7 +190,7 @@ class Distillation:
         """A student and the log of its training.
 
         Args:
-            attention: full, or vmonarch with its default options.
+            attention: full, or another method.
             start: a student whose LoRA layers it goes on with.
         """
         from peft import LoraConfig
@@ -199,8 +203,8 @@ class Distillation:
         student.add_adapter(LoraConfig(r=study.rank, lora_alpha=study.rank, target_modules=TARGETS))
         if start is not None:
             student.load_state_dict(start.state_dict())
-        if attention == "vmonarch":
-            vmonarch.apply(student, vmonarch.VMonarchProcessor())
+        if attention != "full":
+            resolve_method(attention).install(student)
         elif self.compile:
             student.compile_repeated_blocks(dynamic=False)
         learnt = [parameter for parameter in student.parameters() if parameter.requires_grad]
@@ -235,7 +239,7 @@ class Distillation:
 
 
 def distil(study: FewSteps, folder: Path, device: str, compile: bool) -> list[dict[str, Any]]:
-    """Train all students and write `{steps}-{attention}.safetensors` for each; their logs."""
+    """Train all students and write LoRA files `{steps}-{attention}.safetensors`; their logs."""
     from diffusers import WanPipeline
     from peft import get_peft_model_state_dict
 
@@ -245,11 +249,10 @@ def distil(study: FewSteps, folder: Path, device: str, compile: bool) -> list[di
         distillation = Distillation(study, steps, device, compile)
         # A student of fewer steps goes on from one of more.
         full, log = distillation.train("full", 2 * part, full)
-        made = {"full": (full, log), "vmonarch": distillation.train("vmonarch", part, full)}
+        made = {"full": (full, log), study.attention: distillation.train(study.attention, part, full)}
         for attention, (student, log) in made.items():
-            WanPipeline.save_lora_weights(
-                str(folder), get_peft_model_state_dict(student), weight_name=f"{steps}-{attention}.safetensors"
-            )
+            name = f"{steps}-{file_name(attention)}.safetensors"
+            WanPipeline.save_lora_weights(str(folder), get_peft_model_state_dict(student), weight_name=name)
             logs.append({"steps": steps, "attention": attention, "trajectories": distillation.made, "log": log})
     return logs
 
@@ -266,17 +269,17 @@ def sample(model: LoadedModel, config: SamplingConfig, prompts: Sequence[str]) -
 
 def measure(study: FewSteps, folder: Path, device: str, sheets: Path | None) -> list[dict[str, Any]]:
     """Rows of the table. PSNR and SSIM are to what the same student makes with full attention, which itself is compared
-    with the teacher; the students that learnt with VMonarch are compared with the one that did not."""
+    with the teacher; the students that learnt with another attention are compared with the one that did not."""
     prompts = [prompt.prompt for prompt in held_out_prompts()[: study.prompts]]
     # Name, settings, methods, and the row that the methods after full are compared with.
     runs: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
-        ("teacher", {"steps": study.sampled_steps}, METHODS[:2], "teacher"),
+        ("teacher", {"steps": study.sampled_steps}, study.methods[:2], "teacher"),
     ]
     for steps in study.steps:
         euler = {"steps": steps, "scheduler": "euler"}
-        runs.append((f"teacher, {steps} steps", euler, METHODS[:1], "teacher"))
-        for attention, words in (("full", METHODS), ("vmonarch", METHODS[1:])):
-            lora = (str(folder / f"{steps}-{attention}.safetensors"),)
+        runs.append((f"teacher, {steps} steps", euler, study.methods[:1], "teacher"))
+        for attention, words in (("full", study.methods), (study.attention, study.methods[1:])):
+            lora = (str(folder / f"{steps}-{file_name(attention)}.safetensors"),)
             name = f"student of {attention}, {steps} steps"
             runs.append((name, euler | {"guidance": 1.0, "lora": lora}, words, f"student of full, {steps} steps"))
     full: dict[str, torch.Tensor] = {}
@@ -327,6 +330,14 @@ def few_steps_table(results: dict[str, Any]) -> str:
     return made(results, table, about)
 
 
+def attention_method(word: str) -> str:
+    """A word of `resolve_method`, for the command line."""
+    try:
+        return resolve_method(word).label
+    except InputError as error:
+        raise argparse.ArgumentTypeError(error.problem) from error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = script_parser("studies.few_steps", __doc__, whole=True)
@@ -334,11 +345,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true", help="run eagerly")
     parser.add_argument("--quick", action="store_true", help="two updates of everything, to see that it runs")
+    parser.add_argument("--attention", type=attention_method, help="that students learn with (default vmonarch)")
     parser.add_argument("--minutes", type=float, help=f"of everything (default {FewSteps.minutes:g})")
     parser.add_argument("--prompts", type=int, help=f"of the 64 held out (default {FewSteps.prompts})")
     parser.add_argument("--sheets", type=Path, help="folder for a contact sheet of every row")
     options = parser.parse_args(arguments)
-    given = {name: value for name in ("minutes", "prompts") if (value := getattr(options, name)) is not None}
+    given = {
+        name: value for name in ("attention", "minutes", "prompts") if (value := getattr(options, name)) is not None
+    }
     study = dataclasses.replace(QUICK if options.quick else FewSteps(), **given)
     if options.sheets is not None:
         options.sheets.mkdir(parents=True, exist_ok=True)
