@@ -686,6 +686,11 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
+def with_options(word: str, options: str) -> str:
+    """A word of `resolve_method` with further options in its own form, "a=1,b=2"; none if "" is given."""
+    return word + (options and f"{',' if ':' in word else ':'}{options}")
+
+
 def resolve_method(
     spec: str | Mapping[str, Any], *, argument: str = "attention", recipes: bool = False
 ) -> AttentionMethod:

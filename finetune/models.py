@@ -177,13 +177,12 @@ def _lora_layers(model: nn.Module) -> list[Any]:
     return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
 
 
-def compile_blocks(experts: Experts) -> None:
-    """Let torch compile the blocks, in a version for every attention that they come to have."""
+def compile_blocks(*models: Any) -> None:
+    """Let torch compile the transformers' blocks, in a version for every attention that they come to have."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
-    model: Any
-    for model in experts.parts.values():
+    for model in models:
         model.compile_repeated_blocks(dynamic=False)
 
 

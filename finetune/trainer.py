@@ -203,9 +203,9 @@ class Trainer:
         self.teacher: Experts | BeforeLora | None = BeforeLora(experts) if distils_lora else teacher
         if isinstance(self.teacher, Experts):
             self.teacher.to(accelerator.device, products)
-        for compiled in (experts, teacher) if config.compile else ():
-            if compiled is not None:
-                compile_blocks(compiled)
+        if config.compile:
+            for compiled in filter(None, (experts, teacher)):
+                compile_blocks(*compiled.parts.values())
         self.trained = {
             name: p for name, p in accelerator.unwrap_model(self.model).named_parameters() if p.requires_grad
         }

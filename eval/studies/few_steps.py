@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import resolve_method
+from vmonarch.configs.methods import resolve_method, with_options
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.eval.compare import prompt_scorer
 from vmonarch.eval.prompt_score import contact_sheet
@@ -41,6 +41,7 @@ from vmonarch.finetune.embedded.based import LORA_TARGETS
 from vmonarch.finetune.embedded.data import held_out_prompts, sample_scenes
 from vmonarch.finetune.embedded.text import TEXT_LENGTH, TRAIN_TOKENS, encode_text, tokenize, write_captions
 from vmonarch.finetune.embedded.transformer import TrainingAttention
+from vmonarch.finetune.models import compile_blocks
 from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
@@ -88,8 +89,7 @@ class FewSteps:
     @property
     def methods(self) -> tuple[str, ...]:
         """Full attention, and the other with all `OPTIONS`."""
-        mark = "," if ":" in self.attention else ":"
-        return "full", *(self.attention + (options and mark + options) for options in OPTIONS)
+        return "full", *(with_options(self.attention, options) for options in OPTIONS)
 
 
 QUICK = FewSteps(
@@ -127,7 +127,7 @@ class Distillation:
         self.teacher.set_attn_processor(TrainingAttention(TEXT_LENGTH - TRAIN_TOKENS))
         self.plain = copy.deepcopy(self.teacher)
         if compile:
-            self.teacher.compile_repeated_blocks(dynamic=False)
+            compile_blocks(self.teacher)
         # Other scenes than those that the embedded model was trained on.
         captions = write_captions(sample_scenes(study.captions, study.seed + 32_452), study.seed + 32_453, 1)
         self.tokens = tokenize(pipe.tokenizer, captions).to(device)
@@ -206,7 +206,7 @@ class Distillation:
         if attention != "full":
             resolve_method(attention).install(student)
         elif self.compile:
-            student.compile_repeated_blocks(dynamic=False)
+            compile_blocks(student)
         learnt = [parameter for parameter in student.parameters() if parameter.requires_grad]
         average = [parameter.detach().clone() for parameter in learnt]
         levels = torch.tensor(self.levels, device=self.device)
@@ -359,8 +359,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = script_record("studies.few_steps", arguments, options.device)
     compile = not options.no_compile and options.device != "cpu"
     torch.set_float32_matmul_precision("high")
-    # One code for the blocks of all models, each with and without gradients.
-    torch._dynamo.config.recompile_limit = 64
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         record |= {"study": dataclasses.asdict(study), "training": distil(study, Path(folder), options.device, compile)}

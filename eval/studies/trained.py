@@ -28,25 +28,27 @@ import torch
 from torch import nn
 
 from vmonarch.configs import InputError, build, parse_overrides
-from vmonarch.configs.methods import AttentionMethod, TwoResolutionAttention, resolve_method
+from vmonarch.configs.methods import AttentionMethod, TwoResolutionAttention, resolve_method, with_options
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.eval.peers import PEERS, SLA, Control
 from vmonarch.eval.prompt_score import generate, score_videos
 from vmonarch.eval.record import script_parser, script_record
 from vmonarch.eval.render.table import made, markdown, percent, shown_number
 from vmonarch.eval.similarity import similarity
-from vmonarch.eval.studies.proxy import proxy_grid
+from vmonarch.eval.studies.finetune_scores import load
 from vmonarch.files import check_output, write_json
 from vmonarch.finetune.embedded import loop
+from vmonarch.finetune.embedded.based import LORA_TARGETS
 from vmonarch.finetune.embedded.data import HeldOutPrompt, held_out_prompts, sample_scenes
 from vmonarch.finetune.embedded.text import TEXT_LENGTH, TRAIN_TOKENS, encode_text, tokenize, write_captions
 from vmonarch.finetune.embedded.transformer import TrainingAttention, draw_clips, encode_clips, velocity
-from vmonarch.finetune.models import Annealing, Experts
+from vmonarch.finetune.models import Annealing, Experts, compile_blocks
 from vmonarch.finetune.objective import NoiseLevels
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import self_attention_modules
-from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, GenerationSettings, embedded_model_path
-from vmonarch.pipelines.model_folder import PROXY_RECORD
+from vmonarch.pipelines.config import recommended_settings
+from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
+from vmonarch.pipelines.model_folder import find_model
 
 RUNS: tuple[str, ...] = (
     "full",
@@ -61,8 +63,6 @@ RUNS: tuple[str, ...] = (
 )
 OBJECTIVES = ("flow", "velocity")
 PRECISIONS = ("bf16", "fp32")
-# Layers that get LoRA.
-TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
 CAPTION_DROPOUT = 0.1
 
 
@@ -150,19 +150,9 @@ def put_on(name: str, transformer: Any, grid: LatentGrid) -> None:
         attn.set_processor(peer(attn, grid, method.parameters.options))
 
 
-def settings_of(model: Path) -> GenerationSettings:
+def settings_of(model: Path) -> dict[str, Any]:
     """What a proxy or the embedded model is run with."""
-    record = model / PROXY_RECORD
-    return GenerationSettings(**json.loads(record.read_text())["generation"]) if record.exists() else EMBEDDED_SETTINGS
-
-
-def pipeline_of(model: Path, device: str) -> Any:
-    """The pipeline in a folder."""
-    from diffusers import WanPipeline
-
-    pipe = WanPipeline.from_pretrained(model).to(device)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return recommended_settings(find_model(str(model)))
 
 
 def work(names: Sequence[str], model: Path) -> dict[str, float | None]:
@@ -175,24 +165,24 @@ def work(names: Sequence[str], model: Path) -> dict[str, float | None]:
         InputError: as `method_of`.
     """
     methods = {name: method_of(name) for name in names}
-    settings, pipe = settings_of(model), pipeline_of(model, "cpu")
-    size = {key: getattr(settings, key) for key in ("height", "width", "num_frames")}
+    settings, pipe = settings_of(model), load(model, "cpu")
+    size = {key: settings[key] for key in ("height", "width", "num_frames")}
     with recorded_call(pipe) as call:
         pipe("a circle", **size, num_inference_steps=1, output_type="latent")
     shares = relative_flops(call, [method for _, method in methods.values()], ["transformer"])
-    linear = pipe.transformer.config.attention_head_dim / proxy_grid(settings).tokens
+    linear = pipe.transformer.config.attention_head_dim / find_model(str(model)).grid(**size).tokens
     found = {name: (peer, shares[method.label]) for name, (peer, method) in methods.items()}
     return {name: share + linear if share and peer is SLA else share for name, (peer, share) in found.items()}
 
 
 def draw_all(training: Training, model: Path, device: str, compile: bool, output: Path) -> None:
     """Write what all runs have in common: clips of both kinds, their captions, and the videos of the model as it is."""
-    settings, pipe = settings_of(model), pipeline_of(model, device)
+    settings, pipe = settings_of(model), load(model, device)
     drawn = {}
     for name, count, seed in (("clips", training.clips, 15_485_863), ("held_out", training.held_out, 32_452_843)):
         scenes = sample_scenes(count, seed)
         tokens = tokenize(pipe.tokenizer, write_captions(scenes, seed + 1, 1))
-        scale = settings.height // EMBEDDED_SETTINGS.height
+        scale = settings["height"] // EMBEDDED_SETTINGS.height
         drawn[name] = encode_clips(pipe.vae, scenes, device, batch=min(64, count), compile=compile, scale=scale)
         drawn[f"{name}_tokens"] = tokens.view(count, 1, -1)
     torch.save(drawn | {"reference": sample(pipe, training, settings)}, output)
@@ -203,7 +193,7 @@ def prompts_of(training: Training) -> list[HeldOutPrompt]:
     return training.takes * held_out_prompts()[: training.prompts]
 
 
-def sample(pipe: Any, training: Training, settings: GenerationSettings) -> torch.Tensor:
+def sample(pipe: Any, training: Training, settings: dict[str, Any]) -> torch.Tensor:
     """Videos of `prompts_of` a training, [B, F, Y, X, 3]."""
     return generate(
         pipe,
@@ -211,8 +201,8 @@ def sample(pipe: Any, training: Training, settings: GenerationSettings) -> torch
         seed=0,
         batch=16,
         steps=training.sampling_steps,
-        guidance=settings.guidance_scale,
-        size=(settings.height, settings.width, settings.num_frames),
+        guidance=settings["guidance"],
+        size=(settings["height"], settings["width"], settings["num_frames"]),
     )
 
 
@@ -226,7 +216,7 @@ class Bench:
 
     def __init__(self, model: Path, drawn: Path, device: str, compile: bool) -> None:
         self.device, self.compile = device, compile
-        self.settings, self.pipe = settings_of(model), pipeline_of(model, device)
+        self.settings, self.pipe = settings_of(model), load(model, device)
         self.encoder = self.pipe.text_encoder.eval().requires_grad_(False)
         self.stock = self.pipe.transformer.eval().requires_grad_(False)
         tensors = torch.load(drawn, weights_only=True)
@@ -247,7 +237,7 @@ class Bench:
         if state is not None:
             transformer.load_state_dict(state)
         if compile:
-            transformer.compile_repeated_blocks(dynamic=False)
+            compile_blocks(transformer)
         return transformer
 
     @torch.no_grad()
@@ -258,7 +248,7 @@ class Bench:
     def trials(self, levels: int) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
         """(level of noise, arguments of `velocity`) of the held-out clips, always the same ones."""
         generator = torch.Generator(self.device).manual_seed(0)
-        of_all = NoiseLevels("uniform", shift=self.settings.flow_shift)
+        of_all = NoiseLevels("uniform", shift=self.settings["flow_shift"])
         for level, sigma in enumerate(of_all.levels((torch.arange(levels) + 0.5) / levels).tolist()):
             for start in range(0, len(self.held_out), 64):
                 clean = self.held_out[start : start + 64].float()
@@ -352,7 +342,7 @@ class Bench:
         if training.lora:
             from peft import LoraConfig
 
-            student.add_adapter(LoraConfig(r=training.lora, lora_alpha=training.lora, target_modules=TARGETS))
+            student.add_adapter(LoraConfig(r=training.lora, lora_alpha=training.lora, target_modules=LORA_TARGETS))
             for key, parameter in student.named_parameters():
                 parameter.requires_grad_(".lora_" in key or ".processor." in key)
         return student
@@ -379,7 +369,7 @@ class Bench:
         def losses(update: int) -> dict[str, torch.Tensor]:
             torch.manual_seed(seed * 1_000_003 + update)
             annealing.at(update)
-            shift = self.settings.flow_shift
+            shift = self.settings["flow_shift"]
             _, clean, ids, _, noise, sigma = draw_clips(self.clips, self.tokens, training.batch, CAPTION_DROPOUT, shift)
             given = (clean, noise, sigma, self.text(ids))
             for kept in outputs.values():
@@ -434,9 +424,7 @@ class Bench:
             "checks": checks,
             "before": self.scores(name, None, training) if thorough else None,
             "after": self.scores(name, state, training),
-            "also": self.scores(f"{name}{',' if ':' in name else ':'}{training.also}", state, training)
-            if training.also
-            else None,
+            "also": self.scores(with_options(name, training.also), state, training) if training.also else None,
             "where": self.where(name, state, min(4, training.levels)) if thorough and name != "full" else None,
             "train_seconds": round(trained, 1),
             "seconds": round(time.monotonic() - started, 1),
@@ -497,7 +485,6 @@ def _begin(model: Path, drawn: Path, devices: Any, compile: bool) -> None:
     global _bench
     device = devices.get()
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.recompile_limit = 64
     _bench = Bench(model, drawn, device, compile and device != "cpu")
 
 
