@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 Arguments = ParamSpec("Arguments")
@@ -53,7 +54,8 @@ def _device_type(arguments: Iterable[object]) -> str | None:
 def _with_own_graph(op: Callable[..., Any], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     learns = lambda x: isinstance(x, torch.Tensor) and x.requires_grad
     arguments, structure = pytree.tree_flatten((args, kwargs))
-    inside = [x.detach().requires_grad_() if learns(x) else x for x in arguments]
+    start = torch.empty(0, requires_grad=True)
+    inside = [_Entrance.apply(start, x.detach()) if learns(x) else x for x in arguments]
     args, kwargs = pytree.tree_unflatten(inside, structure)
     results, structure = pytree.tree_flatten(op(*args, **kwargs))
     outputs = [x for x in results if learns(x)]
@@ -64,14 +66,27 @@ def _with_own_graph(op: Callable[..., Any], device: str, args: tuple[Any, ...], 
     return pytree.tree_unflatten(results, structure)
 
 
+class _Entrance(torch.autograd.Function):
+    """Where an own graph ends in an input; a leaf would keep the input's memory, which is the checkpoint's to free."""
+
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        raise AssertionError("gradients of an own graph are taken here, and go no further")
+
+
 class _OwnGraph(torch.autograd.Function):
-    """The results of an op whose backward pass is run without autocast."""
+    """The results of an op whose backward pass is run without autocast. It keeps the op's graph and no tensors."""
 
     @staticmethod
     def forward(
         ctx: Any, device: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.device, ctx.outputs, ctx.inputs = device, outputs, inputs
+        ctx.device = device
+        ctx.outputs, ctx.inputs = ([get_gradient_edge(x) for x in tensors] for tensors in (outputs, inputs))
         ctx.set_materialize_grads(False)
         return tuple(x.detach() for x in outputs)
 

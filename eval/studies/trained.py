@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -227,6 +227,7 @@ class Bench:
         frames, height, width = self.clips.shape[2:]
         self.grid = LatentGrid(frames, height // 2, width // 2)
         self.teacher = self._model("full", compile)
+        self._trials: dict[int, list[tuple[int, tuple[torch.Tensor, ...], torch.Tensor]]] = {}
 
     def _model(self, name: str, compile: bool = False, state: dict[str, torch.Tensor] | None = None) -> Any:
         """A transformer with a method, and with cross-attention as it is trained."""
@@ -245,49 +246,44 @@ class Bench:
         return encode_text(self.encoder, ids, padding=1)[0].float()
 
     @torch.no_grad()
-    def trials(self, levels: int) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-        """(level of noise, arguments of `velocity`) of the held-out clips, always the same ones."""
-        generator = torch.Generator(self.device).manual_seed(0)
-        of_all = NoiseLevels("uniform", shift=self.settings["flow_shift"])
-        for level, sigma in enumerate(of_all.levels((torch.arange(levels) + 0.5) / levels).tolist()):
-            for start in range(0, len(self.held_out), 64):
-                clean = self.held_out[start : start + 64].float()
-                noise = torch.randn(clean.shape, generator=generator, device=self.device)
-                text = self.text(self.captions[start : start + 64, 0])
-                yield level, (clean, noise, torch.full((len(clean),), sigma, device=self.device), text)
+    def trials(self, levels: int) -> list[tuple[int, tuple[torch.Tensor, ...], torch.Tensor]]:
+        """(level of noise, arguments of `velocity`, the teacher's) of the held-out clips, always the same ones."""
+        if levels not in self._trials:
+            generator = torch.Generator(self.device).manual_seed(0)
+            of_all = NoiseLevels("uniform", shift=self.settings["flow_shift"])
+            found = self._trials[levels] = []
+            for level, sigma in enumerate(of_all.levels((torch.arange(levels) + 0.5) / levels).tolist()):
+                for start in range(0, len(self.held_out), 64):
+                    clean = self.held_out[start : start + 64].float()
+                    noise = torch.randn(clean.shape, generator=generator, device=self.device)
+                    text = self.text(self.captions[start : start + 64, 0])
+                    given = clean, noise, torch.full((len(clean),), sigma, device=self.device), text
+                    with loop.autocast(self.device):
+                        found.append((level, given, velocity(self.teacher, *given)))
+        return self._trials[levels]
 
     @torch.no_grad()
     def losses(self, model: Any, levels: int) -> dict[str, list[float]]:
         """Of held-out clips, at every level of noise: of flow matching, and the distance to the teacher's velocity."""
         found = {name: [0.0] * levels for name in ("flow", "to_teacher")}
-        for level, given in self.trials(levels):
+        for level, given, taught in self.trials(levels):
             clean, noise = given[:2]
             with loop.autocast(self.device):
-                predicted, taught = velocity(model, *given), velocity(self.teacher, *given)
+                predicted = velocity(model, *given)
             for name, target in (("flow", noise - clean), ("to_teacher", taught)):
                 square = (predicted - target).square().flatten(1).mean(1).sum().item()
                 found[name][level] += square / len(self.held_out)
         return found
 
     @torch.no_grad()
-    def where(self, name: str, state: dict[str, torch.Tensor], levels: int) -> dict[str, Any]:
-        """Where a trained method loses.
+    def heads(self, name: str, state: dict[str, torch.Tensor], levels: int) -> list[list[float]]:
+        """Of every layer and head, the squared change of attention's output by a method, relative to full attention's.
 
-        Returns:
-            "loss": of flow matching. "layers": the same when one layer has full attention again, for every layer.
-            "heads": of every layer and head, the squared change of attention's output by the method, relative to the
-            output of full attention.
+        Both are of the trained weights, with what the layers before make of the held-out clips by the method.
         """
         model = self._model(name, state=state)
         modules: list[Any] = [attn for _, attn in self_attention_modules(model)]
         plain = TrainingAttention(TEXT_LENGTH - TRAIN_TOKENS)
-        loss = lambda: loss_of(self.losses(model, levels)["flow"])
-        before, layers = loss(), []
-        for attn in modules:
-            own = attn.processor
-            attn.set_processor(plain)
-            layers.append(loss())
-            attn.set_processor(own)
         change, size = (torch.zeros(len(modules), modules[0].heads, device=self.device) for _ in range(2))
 
         def compare(layer: int) -> Callable[..., None]:
@@ -305,10 +301,11 @@ class Bench:
 
         for layer, attn in enumerate(modules):
             attn.register_forward_pre_hook(compare(layer), with_kwargs=True)
-        for _, given in self.trials(levels):
+        for _, given, _ in self.trials(levels):
             with loop.autocast(self.device):
                 velocity(model, *given)
-        return {"loss": before, "layers": layers, "heads": (change / size).tolist()}
+        found: list[list[float]] = (change / size).tolist()
+        return found
 
     def scores(self, name: str, state: dict[str, torch.Tensor] | None, training: Training) -> dict[str, Any]:
         """Of the videos by weights, None for the model's own: beside the model as it is, and full attention by them."""
@@ -351,7 +348,7 @@ class Bench:
         """Train with a method, and score it.
 
         Args:
-            thorough: also score it before, and find where it loses.
+            thorough: also score it before, and find what its heads lose.
         """
         started = time.monotonic()
         torch.manual_seed(seed)
@@ -425,7 +422,7 @@ class Bench:
             "before": self.scores(name, None, training) if thorough else None,
             "after": self.scores(name, state, training),
             "also": self.scores(with_options(name, training.also), state, training) if training.also else None,
-            "where": self.where(name, state, min(4, training.levels)) if thorough and name != "full" else None,
+            "heads": self.heads(name, state, training.levels) if thorough and name != "full" else None,
             "train_seconds": round(trained, 1),
             "seconds": round(time.monotonic() - started, 1),
         }

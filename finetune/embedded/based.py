@@ -37,6 +37,7 @@ from vmonarch.finetune.embedded.transformer import (
     project,
     velocity,
 )
+from vmonarch.finetune.models import compile_blocks
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.window.neighbours import neighbours
 
@@ -217,8 +218,7 @@ class Trainer:
         for block in self.teacher.blocks:
             block.attn1.set_processor(TrainingAttention(0))
         if self.compile:
-            for model in (self.teacher, self.student):
-                model.compile_repeated_blocks(dynamic=False)
+            compile_blocks(self.teacher, self.student)
 
     @torch.no_grad()
     def _encode(self, ids: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from vmonarch.finetune.embedded.vae import (
     encode_parallel,
     latent_statistics,
 )
+from vmonarch.finetune.models import compile_options
 
 TRANSFORMER_CONFIG: dict[str, Any] = {
     "patch_size": (1, 2, 2),
@@ -233,8 +234,8 @@ def train_transformer(
         first, log = state["step"], state["log"]
     if isinstance(transformer, WanTransformer3DModel):
         transformer.set_attn_processor(TrainingAttention(TEXT_LENGTH - tokens.shape[-1]))
-    model = torch.compile(transformer, dynamic=False) if compile else transformer
-    encoder = torch.compile(text_encoder, dynamic=False) if compile else text_encoder
+    compiled = lambda module: torch.compile(module, dynamic=False, options=compile_options()) if compile else module
+    model, encoder = compiled(transformer), compiled(text_encoder)
 
     def losses(step: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(parallel.own_seed(seed * 1_000_003 + step))

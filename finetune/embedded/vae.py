@@ -21,6 +21,7 @@ from torch import nn
 from vmonarch.finetune.embedded import loop, parallel
 from vmonarch.finetune.embedded.data import render, sample_scenes
 from vmonarch.finetune.embedded.optimizer import StackedMuon
+from vmonarch.finetune.models import compile_options
 
 LATENT_CHANNELS = 16
 VAE_CONFIG: dict[str, Any] = {
@@ -174,7 +175,7 @@ def train_vae(
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0),
     ]
     model: nn.Module = _Autoencoder(vae)
-    step_function = torch.compile(model, dynamic=False) if compile else model
+    step_function = torch.compile(model, dynamic=False, options=compile_options()) if compile else model
     if parallel.world_size() > 1:
         torch.manual_seed(parallel.own_seed(seed))
 

@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 from op_checks import assert_bits
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from vmonarch import flash_bias_attention, vmonarch_attention
 from vmonarch.eval.studies import fuzz
@@ -90,8 +92,6 @@ def test_the_memory_of_the_op_is_freed_by_the_backward_pass():
 
 
 def test_checkpointed_it_is_the_same():
-    from torch.utils.checkpoint import checkpoint
-
     tensors = with_factors()
     gradients = []
     for inside in (False, True):
@@ -99,6 +99,20 @@ def test_checkpointed_it_is_the_same():
             out = checkpoint(flash_bias_attention, *tensors, use_reentrant=False)
             gradients.append(torch.autograd.grad(out.sin().sum(), tensors))
     assert_bits(*gradients)
+
+
+def test_checkpointed_nothing_is_kept():
+    kept = []
+
+    def block(query, key, value):
+        tensors = [x * 2 for x in (query, key, value)]
+        out = vmonarch_attention(*tensors, grid=(2, 3, 4))
+        kept.extend(StorageWeakRef(x.untyped_storage()) for x in (*tensors, out))
+        return out.sum()
+
+    with autocast():
+        out = checkpoint(block, *with_factors()[:3], use_reentrant=False)
+    assert out.requires_grad and [x.expired() for x in kept] == 4 * [True]
 
 
 def test_compiled_there_is_no_graph_break(dynamo):
