@@ -1,23 +1,30 @@
 """Peers of VMonarch that are trained, as attention processors of a Wan model: for `studies.trained` alone.
 
-Each has exact attention to the tiles of keys with the best mean scores, and differs in what stands for the others. The
-tiles are those of `two_resolution_attention`, whose kernels they run in.
+Most have exact attention to the tiles of keys with the best mean scores, and differ in what stands for the others. The
+tiles are those of `two_resolution_attention`, whose kernels they run in. `Tempered` is VMonarch with more to learn.
 
 Legend: B videos, S tokens, H heads, D head dim, m tiles of keys, n tiles of queries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from vmonarch.configs import InputError
 from vmonarch.finetune.embedded.transformer import project
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.flash_entropy.reference import to_groups
+from vmonarch.kernels.monarch.blocks import exact_key_frames, grid_layout
+from vmonarch.kernels.monarch.reference import centroids, exact_blocks, exact_part, output, position_major, r_step
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.kernels.two_resolution.reference import chosen_tiles, tile_means
 from vmonarch.kernels.two_resolution.tiling import places_of, tiling_of
+from vmonarch.options import VMonarchOptions
+from vmonarch.precision import own_precision
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
 
@@ -123,4 +130,80 @@ class SLA(Control):
         return self.projection(linear.flatten(1, 2)[:, there.place])
 
 
-PEERS: dict[str, type[Control]] = {"topk": Control, "vsa": VSA, "sla": SLA}
+class Tempered(nn.Module):
+    """Monarch attention; heads learn the temperatures of R and L, and the weight of the exact part, all 1 at first.
+
+    It is `monarch_attention_reference` for blocks of one frame, in its stages.
+
+    Raises:
+        InputError: blocks that are not whole frames, or coarse ones.
+    """
+
+    def __init__(self, attn: Any, grid: LatentGrid, options: VMonarchOptions) -> None:
+        super().__init__()
+        supported = VMonarchOptions(num_iterations=options.num_iterations, exact=options.exact)
+        if options != supported:
+            raise InputError("tempered", f"supports num_iterations and exact alone, got {options}")
+        self.grid, self.options = grid, options
+        self.logs = nn.Parameter(torch.zeros(3, attn.heads, device=attn.to_q.weight.device))
+
+    def forward(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> torch.Tensor:
+        query, key, value = project(attn, hidden_states, hidden_states, rotary_emb)
+        out = tempered_attention(query, key, value, self.logs, self.grid, self.options)
+        projected: torch.Tensor = attn.to_out[0](out.to(value.dtype).flatten(2, 3))
+        return projected
+
+
+@own_precision
+def tempered_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    logs: torch.Tensor,
+    grid: LatentGrid,
+    options: VMonarchOptions,
+) -> torch.Tensor:
+    """[B, S, H, D] of `Tempered`, in float32; logs: [3, H] of R's and L's inverse temperatures and of the weight."""
+    layout = grid_layout(grid, **options.cut(grid.frames), device=query.device)
+    inverse_r, inverse_l = logs[:2].exp()[:, :, None, None, None]
+    query, key, value = query.float() * query.shape[-1] ** -0.5, key.float(), value.float()
+    q, k, v = (layout.to_blocks(x) for x in (query, key, value))
+    exact_table = out_exact = lse_exact = None
+    if options.pattern is not None:
+        assert layout.frame is not None
+        key_frames = exact_key_frames(options.pattern, grid.frames, 1)
+        exact_table = exact_blocks(key_frames, layout.frame)
+        parts = exact_part(to_groups(query), to_groups(key), to_groups(value), key_frames)
+        out, lse = (x.unflatten(0, (len(q), -1)) for x in parts)
+        lse = lse + logs[2, :, None]
+        out_exact, lse_exact = (position_major(x.unflatten(2, (grid.frames, -1))) for x in (out, lse))
+
+    of_l = position_major(q * inverse_l)
+    blocks = lambda x: x.unflatten(0, q.shape[:2]).transpose(2, 3)
+    z = q
+    for _ in range(options.num_iterations - 1):
+        aL, cL, _ = r_step(z * inverse_r, k, None, None, True)
+        aL, cL = position_major(aL), position_major(cL * inverse_l[..., 0])
+        known = (exact_table, lse_exact) if options.pattern is not None and options.pattern.aware else (None, None)
+        z = blocks(centroids(of_l, aL, cL, *known, None, options)) / inverse_l
+    aL, cL, y = r_step(z * inverse_r, k, None, v, True)
+    assert y is not None
+    aL, cL, y = position_major(aL), position_major(cL * inverse_l[..., 0]), position_major(y)
+    o, _ = output(of_l, aL, cL, y, exact_table, lse_exact, out_exact)
+    return layout.to_tokens(blocks(o)).transpose(1, 2)
+
+
+# What makes each, and the method whose options it takes.
+PEERS: dict[str, tuple[Callable[..., nn.Module], str]] = {
+    "topk": (Control, "two-resolution:rest=false"),
+    "vsa": (VSA, "two-resolution:rest=false"),
+    "sla": (SLA, "two-resolution:rest=false"),
+    "tempered": (Tempered, "vmonarch"),
+}

@@ -4,7 +4,7 @@ A run is a method and what its training has of its own: "vmonarch", or "vmonarch
 starts from the weights of the embedded model, or of a proxy (`studies.proxy`), and takes the same updates on the same
 clips, with several seeds. Full attention does so too, and as it is, it teaches the others where the objective is its
 velocity. Beside the methods of `configs/attention` stand the peers of `vmonarch.eval.peers`: "topk:share=0.25", and
-"vsa:share=0.25" and "sla:share=0.18", which learn weights of their own.
+"vsa:share=0.25", "sla:share=0.18" and "tempered:num_iterations=1", which learn weights of their own.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from vmonarch.configs import InputError, build, parse_overrides
-from vmonarch.configs.methods import AttentionMethod, TwoResolutionAttention, resolve_method, with_options
+from vmonarch.configs.methods import AttentionMethod, resolve_method, with_options
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
-from vmonarch.eval.peers import PEERS, SLA, Control
+from vmonarch.eval.peers import PEERS, SLA
 from vmonarch.eval.prompt_score import generate, score_videos
 from vmonarch.eval.record import script_parser, script_record
 from vmonarch.eval.render.table import made, markdown, percent, shown_number
@@ -122,16 +122,18 @@ class Training:
 QUICK = Training(updates=2, batch=1, clips=2, held_out=2, levels=2, check=2, prompts=1, takes=1, sampling_steps=2)
 
 
-def method_of(name: str) -> tuple[type[Control] | None, AttentionMethod]:
-    """(class of a peer or None, method) of a word of `resolve_method`, in which a peer's kind may stand for
-    "two-resolution" without the rest.
+def method_of(name: str) -> tuple[Callable[..., nn.Module] | None, AttentionMethod]:
+    """(what makes a peer or None, method) of a word of `resolve_method`, or of a peer and options of its base.
 
     Raises:
         InputError: an unknown name, or options that it has not.
     """
     kind, _, options = name.partition(":")
-    word = name if kind not in PEERS else "two-resolution:rest=false" + (options and f",{options}")
-    return PEERS.get(kind), resolve_method(word, argument="--runs")
+    if kind not in PEERS:
+        return None, resolve_method(name, argument="--runs")
+    peer, base = PEERS[kind]
+    word = base + (options and f"{',' if ':' in base else ':'}{options}")
+    return peer, resolve_method(word, argument="--runs")
 
 
 def put_on(name: str, transformer: Any, grid: LatentGrid) -> None:
@@ -144,10 +146,10 @@ def put_on(name: str, transformer: Any, grid: LatentGrid) -> None:
     if peer is None:
         method.install(transformer)
         return
-    assert isinstance(method.parameters, TwoResolutionAttention)
+    parameters: Any = method.parameters
     attn: Any
     for _, attn in self_attention_modules(transformer):
-        attn.set_processor(peer(attn, grid, method.parameters.options))
+        attn.set_processor(peer(attn, grid, parameters.options))
 
 
 def settings_of(model: Path) -> dict[str, Any]:
@@ -194,7 +196,9 @@ def prompts_of(training: Training) -> list[HeldOutPrompt]:
 
 
 def sample(pipe: Any, training: Training, settings: dict[str, Any]) -> torch.Tensor:
-    """Videos of `prompts_of` a training, [B, F, Y, X, 3]."""
+    """Videos of `prompts_of` a training, [B, F, Y, X, 3], with the precision of its products."""
+    if training.precision == "bf16":
+        pipe.transformer.forward = loop.autocast(str(pipe.device))(pipe.transformer.forward)
     return generate(
         pipe,
         [item.prompt for item in prompts_of(training)],

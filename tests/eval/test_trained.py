@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from vmonarch import vmonarch_attention
 from vmonarch.configs import InputError
 from vmonarch.eval import peers
 from vmonarch.eval.studies import trained
@@ -53,14 +54,14 @@ def _parts(attn: Any, x: torch.Tensor, share: float) -> tuple[torch.Tensor, ...]
     return q, k, v, chosen[:, :, _tiles()]
 
 
-@pytest.mark.parametrize("kind", list(peers.PEERS))
+@pytest.mark.parametrize("kind", ["topk", "vsa", "sla"])
 @torch.no_grad()
 def test_peers_begin_as_block_sparse_attention(attn, kind):
     x = _inputs(attn)
     q, k, v, chosen = _parts(attn, x, 0.5)
     logits = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~chosen[..., _tiles()], -torch.inf)
     wanted = attn.to_out[0]((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(peers.PEERS[kind](attn, GRID, _options(0.5))(attn, x), wanted)
+    torch.testing.assert_close(peers.PEERS[kind][0](attn, GRID, _options(0.5))(attn, x), wanted)
 
 
 @torch.no_grad()
@@ -86,6 +87,39 @@ def test_vsa_adds_gated_attention_between_means(attn):
     compressed = ((_means(q) @ _means(k).mT * q.shape[-1] ** -0.5).softmax(-1) @ _means(v))[:, :, _tiles()]
     added = (compressed.transpose(1, 2).flatten(2) * vsa.gate(x)) @ attn.to_out[0].weight.T
     torch.testing.assert_close(vsa(attn, x) - before, added, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("options", ["", ":exact=null,num_iterations=3", ":exact={rows: [0], band: 0}"])
+@torch.no_grad()
+def test_temperatures_are_those_of_monarch_attention_at_first(attn, options):
+    x = _inputs(attn)
+    peer, method = trained.method_of(f"tempered{options}")
+    tempered = peer(attn, GRID, method.parameters.options)
+    wanted = vmonarch_attention(*project(attn, x, x, None), grid=GRID, options=method.parameters.options)
+    found = lambda: tempered(attn, x) - attn.to_out[0].bias
+    torch.testing.assert_close(found(), wanted.flatten(2) @ attn.to_out[0].weight.T)
+
+
+@torch.no_grad()
+def test_temperatures_and_the_weight_are_where_they_should_be(attn):
+    x = _inputs(attn)
+    peer, method = trained.method_of("tempered:exact={band: 0},num_iterations=1")
+    tempered = peer(attn, GRID, method.parameters.options)
+    tempered.logs.normal_(generator=torch.Generator().manual_seed(1))
+    inverse_r, inverse_l, weight = (log.exp()[:, None, None, None] for log in tempered.logs)
+    # [B, H, P, T, D] of positions P and frames T; the scale is the queries'.
+    q, k, v = (y.unflatten(1, (GRID.frames, -1)).permute(0, 3, 2, 1, 4) for y in project(attn, x, x, None))
+    q = q * q.shape[-1] ** -0.5
+    of_frames = lambda y: y.transpose(2, 3)  # [B, H, T, P, D]
+    R = (inverse_r * of_frames(q) @ of_frames(k).mT).softmax(-1)  # [B, H, T, P, P]
+    aL, cL, y = R @ of_frames(k), (R * R.log()).sum(-1), R @ of_frames(v)
+    Z = inverse_l * (q @ of_frames(aL).mT - of_frames(cL[..., None]).mT)  # [B, H, P, T, T]
+    exact = of_frames(q) @ of_frames(k).mT
+    own = of_frames(exact.logsumexp(-1, keepdim=True)) + weight.log()
+    Z = torch.cat([Z.masked_fill(torch.eye(GRID.frames, dtype=torch.bool), -torch.inf), own], -1).softmax(-1)
+    out = Z[..., :-1] @ of_frames(y) + Z[..., -1:] * of_frames(exact.softmax(-1) @ of_frames(v))
+    out = out.permute(0, 3, 2, 1, 4).flatten(1, 2).flatten(2)
+    torch.testing.assert_close(tempered(attn, x), attn.to_out[0](out))
 
 
 def test_peers_work_as_much_as_what_they_consist_of():
