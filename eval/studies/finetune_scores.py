@@ -4,7 +4,11 @@
 
 Every method starts from the shipped weights and takes the same updates on the same clips in the same order; "full" is
 the control. Before and after: validation loss on clips that are never trained on, and the 64 held-out prompts
-(attributes read back from the pixels; PSNR and SSIM against the shipped model with full attention).
+(attributes read back from the pixels; PSNR and SSIM against the shipped model with full attention). With a schedule
+that is constant a run may be scored after several numbers of updates, and resumed by another command:
+
+    python -m vmonarch.eval.studies.finetune_scores --config recipe --updates 500 1500 5000 --folder runs \\
+        --methods vmonarch:plan=embedded-1.00 --output docs/benchmarks/finetune-recipe.json batch_size=32 micro_batch=32
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.prompt_score import generate, score_videos
 from vmonarch.eval.record import script_parser, script_record
 from vmonarch.eval.render.table import made, markdown, percent, shown_number
-from vmonarch.files import check_output, write_json
+from vmonarch.files import check_output, file_name, write_json
 from vmonarch.finetune.config import finetune_config
 from vmonarch.finetune.data.parquet import write_empty_caption, write_shard
 from vmonarch.finetune.data.preprocess import PipelineEncoders
@@ -58,7 +62,7 @@ METHODS = (
 # Validation and checkpoints come before the first and after the last update anyway.
 NEVER = 1 << 30
 # What the document says of a run.
-SETTINGS = ("steps", "batch_size", "seed", "precision", "objective", "optimizer", "ema", "anneal")
+SETTINGS = ("steps", "batch_size", "seed", "precision", "objective", "optimizer", "ema", "anneal", "lora")
 
 
 def make_clips(pipe: Any, path: Path, count: int, seed: int, device: str) -> None:
@@ -85,13 +89,17 @@ class Plan:
 
     Args:
         folder: holds `clips` and `held-out`, and the videos of the shipped model with full attention.
-        overrides: of the settings in configs/finetune/embedded.yaml.
+        runs: where those of all methods go.
+        config: of configs/finetune, and `overrides` of its settings. updates: after which the weights are scored.
         prompts: how many of the held-out ones. sampling_steps: of a video.
         deadline: `time.time()` after which no method is begun.
     """
 
     folder: Path
+    runs: Path
+    config: str
     overrides: dict[str, Any]
+    updates: tuple[int, ...]
     prompts: int
     sampling_steps: int
     device: str
@@ -136,42 +144,51 @@ def load(path: Path, device: str) -> Any:
     return pipe
 
 
-def finetune(method: AttentionMethod, data: Path, folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Train and export into `folder`; validation losses before and after."""
-    given = {
-        "attention": method.to_dict(),
-        "output_dir": str(folder / "run"),
-        "trackers": [],
-        "data": {"path": str(data / "clips"), "validation": str(data / "held-out")},
-    }
-    config = finetune_config(read_yaml("embedded", group="finetune"), overrides, given)
-    Trainer(config).run()
-    lines = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
-    losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
-    export(folder / "run", folder / "model", dtype=torch.float32)
-    settings = {key: config.to_dict()[key] for key in SETTINGS}
-    return {"before": losses[0], "after": losses[-1], "settings": settings}
+def finetune(plan: Plan, method: AttentionMethod, run: Path) -> Iterator[tuple[int, dict[str, Any], Any]]:
+    """Train in the folder of a run, or go on there: (updates, what the document says of them, the pipeline) of each."""
+    for updates in plan.updates:
+        given = {
+            "attention": method.to_dict(),
+            "steps": updates,
+            "output_dir": str(run),
+            "trackers": [],
+            "data": {"path": str(plan.folder / "clips"), "validation": str(plan.folder / "held-out")},
+            "checkpoints": {"keep": len(plan.updates)},
+        }
+        config = finetune_config(read_yaml(plan.config, group="finetune"), plan.overrides, given)
+        Trainer(config).run()
+        lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+        losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+        with tempfile.TemporaryDirectory() as folder:
+            name = "layers.safetensors" if config.lora.rank else "model"
+            written = export(run, Path(folder) / name, step=updates, dtype=torch.float32)
+            pipe = load(embedded_model_path() if config.lora.rank else written, plan.device)
+            if config.lora.rank:
+                pipe.load_lora_weights(str(written))
+                pipe.fuse_lora()
+                pipe.unload_lora_weights()
+        settings = {key: config.to_dict()[key] for key in SETTINGS}
+        yield updates, {"loss": {"before": losses[0], "after": losses[updates]}, "settings": settings}, pipe
 
 
-def run_method(plan: Plan, name: str, folder: Path) -> dict[str, Any] | None:
-    """Everything of one method; None after the deadline."""
+def run_method(plan: Plan, name: str) -> list[dict[str, Any]]:
+    """Everything of one method, after all numbers of updates; nothing after the deadline."""
     if time.time() > plan.deadline:
-        return None
+        return []
     method = resolve_method(name)
     before = plan.score(load(embedded_model_path(), plan.device), method)
-    run = finetune(method, plan.folder, folder, plan.overrides)
-    return {
-        "method": method.label,
-        "settings": run["settings"],
-        "result": {
-            "validation_loss": {key: run[key] for key in ("before", "after")},
-            "before": before,
-            "after": plan.score(load(folder / "model", plan.device), method),
-        },
-    }
+    return [
+        {
+            "method": method.label,
+            "label": method.label if len(plan.updates) == 1 else f"{method.label}, {updates} updates",
+            "settings": found["settings"],
+            "result": {"validation_loss": found["loss"], "before": before, "after": plan.score(pipe, method)},
+        }
+        for updates, found, pipe in finetune(plan, method, plan.runs / file_name(method.label))
+    ]
 
 
-def run_all(jobs: Sequence[tuple[Plan, str, Path]], processes: int) -> Iterator[dict[str, Any] | None]:
+def run_all(jobs: Sequence[tuple[Plan, str]], processes: int) -> Iterator[list[dict[str, Any]]]:
     """`run_method` of all jobs, as they are done."""
     if processes == 1:
         yield from (run_method(*job) for job in jobs)
@@ -201,7 +218,8 @@ def finetune_table(results: dict[str, Any]) -> str:
     share = settings["objective"]["distillation"]
     distilled = f", {percent(share)} of the loss the distance to full attention's velocity" if share else ""
     about = (
-        f"{settings['steps']} updates of {settings['batch_size']} clips, {results['clips']} clips,"
+        f"{', '.join(map(str, results.get('updates', [settings['steps']])))} updates of {settings['batch_size']} clips,"
+        f" {results['clips']} clips,"
         f" {results['prompts']} prompts of {results['sampling_steps']} sampling steps{distilled}; "
     )
     return made(results, table, about)
@@ -216,7 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--held-out", type=int, default=64, help="clips for the validation loss")
     parser.add_argument("--prompts", type=int, default=64, help="how many of the 64 held-out prompts")
     parser.add_argument("--sampling-steps", type=int, default=EMBEDDED_SETTINGS.num_inference_steps)
-    parser.add_argument("overrides", nargs="*", help="key=value over configs/finetune/embedded.yaml, for all methods")
+    parser.add_argument("--config", default="embedded", help="of configs/finetune")
+    parser.add_argument("--updates", nargs="+", type=int, help="after which to score (default: the steps of --config)")
+    parser.add_argument("--folder", type=Path, help="where the runs are kept, and resumed if they are there")
+    parser.add_argument("overrides", nargs="*", help="key=value over --config, for all methods")
     parser.add_argument("--processes", type=int, default=4, help="that work on one method each")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no method is begun")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -227,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overrides = deep_merge(
             {"validation": {"every": NEVER}, "checkpoints": {"every": NEVER}}, parse_overrides(options.overrides)
         )
-        finetune_config(read_yaml("embedded", group="finetune"), overrides)
+        steps = finetune_config(read_yaml(options.config, group="finetune"), overrides).steps
     except InputError as error:
         parser.error(str(error))
     if options.processes < 1:
@@ -235,26 +256,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline = time.time() + options.budget
     document: dict[str, Any] = {
         **script_record("studies.finetune_scores", arguments, options.device),
+        "updates": options.updates or [steps],
         "clips": options.clips,
         "prompts": options.prompts,
         "sampling_steps": options.sampling_steps,
     }
-    results: dict[str, Any] = {}
+    results: dict[str, dict[str, Any]] = {}
     order = [method.label for method in methods]
     with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(Path(folder), overrides, options.prompts, options.sampling_steps, options.device, deadline)
+        plan = Plan(
+            Path(folder),
+            options.folder or Path(folder),
+            options.config,
+            overrides,
+            tuple(options.updates or [steps]),
+            options.prompts,
+            options.sampling_steps,
+            options.device,
+            deadline,
+        )
         base = load(embedded_model_path(), options.device)
         make_clips(base, plan.folder / "clips", options.clips, 0, options.device)
         make_clips(base, plan.folder / "held-out", options.held_out, 1, options.device)
         save_file({"videos": plan.videos(base)}, plan.reference)
         del base
-        jobs = [(plan, name, plan.folder / str(number)) for number, name in enumerate(options.methods)]
+        jobs = [(plan, name) for name in options.methods]
         for done in run_all(jobs, options.processes):
-            if done is not None:
-                results[done["method"]], document["settings"] = done["result"], done["settings"]
-                print(done["method"], json.dumps(done["result"]), flush=True)
-            document["results"] = {label: results[label] for label in order if label in results}
-            document["left_out"] = [label for label in order if label not in results]
+            for scored in done:
+                results.setdefault(scored["method"], {})[scored["label"]] = scored["result"]
+                document["settings"] = scored["settings"]
+                print(scored["label"], json.dumps(scored["result"]), flush=True)
+            document["results"] = {key: result for name in order for key, result in results.get(name, {}).items()}
+            document["left_out"] = [name for name in order if name not in results]
             write_json(options.output, document)
     return 0
 
