@@ -8,7 +8,6 @@ Legend: B videos, S tokens, H heads, D head dim, m tiles of keys, n tiles of que
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,18 +27,18 @@ from vmonarch.precision import own_precision
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
 
-class Control(nn.Module):
-    """A peer in one attention module of a Wan model: exact attention to the best tiles of keys, and nothing else.
+class Peer(nn.Module):
+    """What one attention module of a Wan model has in place of full attention.
 
     Args:
         attn: the module.
         grid: of the tokens.
-        options: of the tiles, and how many of them are exact.
+        options: of the method.
     """
 
-    def __init__(self, attn: Any, grid: LatentGrid, options: TwoResolutionOptions) -> None:
+    def __init__(self, attn: Any, grid: LatentGrid, options: Any) -> None:
         super().__init__()
-        self.grid, self.options, self.tiling = grid, options, tiling_of(grid, options)
+        self.grid, self.options = grid, options
 
     def forward(
         self,
@@ -50,15 +49,34 @@ class Control(nn.Module):
         rotary_emb: Any = None,
     ) -> torch.Tensor:
         query, key, value = project(attn, hidden_states, hidden_states, rotary_emb)
+        out = self.attend(hidden_states, query, key, value)
+        projected: torch.Tensor = attn.to_out[0](out.to(value.dtype).flatten(2, 3))
+        return projected
+
+    def attend(
+        self, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, S, H, D] of as many queries, keys and values."""
+        raise NotImplementedError
+
+
+class Control(Peer):
+    """Exact attention to the best tiles of keys, and nothing else; the options say how many of them are exact."""
+
+    def __init__(self, attn: Any, grid: LatentGrid, options: TwoResolutionOptions) -> None:
+        super().__init__(attn, grid, options)
+        self.tiling = tiling_of(grid, options)
+
+    def attend(
+        self, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         query, key = query.to(value.dtype), key.to(value.dtype)
         exact = chosen_tiles(query, key, self.tiling, self.options, scale=query.shape[-1] ** -0.5).exact
         out = two_resolution_attention(
             query, key, value, grid=self.grid, options=self.options, selection=exact.contiguous()
         )
         far = self.far(hidden_states, query, key, value, exact)
-        out = out if far is None else out + far.to(out.dtype)
-        projected: torch.Tensor = attn.to_out[0](out.flatten(2, 3))
-        return projected
+        return out if far is None else out + far.to(out.dtype)
 
     def far(
         self, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exact: Any
@@ -130,7 +148,7 @@ class SLA(Control):
         return self.projection(linear.flatten(1, 2)[:, there.place])
 
 
-class Tempered(nn.Module):
+class Tempered(Peer):
     """Monarch attention; heads learn the temperatures of R and L, and the weight of the exact part, all 1 at first.
 
     It is `monarch_attention_reference` for blocks of one frame, in its stages.
@@ -140,25 +158,16 @@ class Tempered(nn.Module):
     """
 
     def __init__(self, attn: Any, grid: LatentGrid, options: VMonarchOptions) -> None:
-        super().__init__()
+        super().__init__(attn, grid, options)
         supported = VMonarchOptions(num_iterations=options.num_iterations, exact=options.exact)
         if options != supported:
             raise InputError("tempered", f"supports num_iterations and exact alone, got {options}")
-        self.grid, self.options = grid, options
         self.logs = nn.Parameter(torch.zeros(3, attn.heads, device=attn.to_q.weight.device))
 
-    def forward(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        rotary_emb: Any = None,
+    def attend(
+        self, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        query, key, value = project(attn, hidden_states, hidden_states, rotary_emb)
-        out = tempered_attention(query, key, value, self.logs, self.grid, self.options)
-        projected: torch.Tensor = attn.to_out[0](out.to(value.dtype).flatten(2, 3))
-        return projected
+        return tempered_attention(query, key, value, self.logs, self.grid, self.options)
 
 
 @own_precision
@@ -201,7 +210,7 @@ def tempered_attention(
 
 
 # What makes each, and the method whose options it takes.
-PEERS: dict[str, tuple[Callable[..., nn.Module], str]] = {
+PEERS: dict[str, tuple[type[Peer], str]] = {
     "topk": (Control, "two-resolution:rest=false"),
     "vsa": (VSA, "two-resolution:rest=false"),
     "sla": (SLA, "two-resolution:rest=false"),

@@ -181,7 +181,7 @@ def compile_options() -> dict[str, Any]:
     """The `options` of torch.compile for what is trained.
 
     With `mix_order_reduction` torch 2.11 sums wrongly over many tokens: in the backward pass of Wan's blocks the
-    gradient of `scale_shift_table` is 160 times as large as the eager one (H100, 11,648 tokens).
+    gradient of `scale_shift_table` is off by 160 times its norm (H100, 11,648 tokens).
     """
     import torch._inductor
 

@@ -19,8 +19,8 @@ def own_precision(op: Callable[Arguments, Results]) -> Callable[Arguments, Resul
 
     torch runs a backward pass under the autocast of whoever calls it, which may be another than that of the forward
     pass. Where autocast is on, the nodes of the op's graph therefore turn it off for themselves. A second derivative
-    has nodes of its own, which do not. torch.compile makes backward passes of plain torch under the autocast around the
-    compiled call, unless `torch._functorch.config.backward_pass_autocast` is "off".
+    would have nodes that do not, and is refused. torch.compile makes backward passes of plain torch under the autocast
+    around the compiled call, unless `torch._functorch.config.backward_pass_autocast` is "off".
 
     Args:
         op: all tensors that it differentiates by are among its arguments, alone or in tuples.
@@ -60,7 +60,12 @@ def _keep_out_of_backward(device: str, results: Any, arguments: Any) -> None:
     nodes = lambda tree: [
         get_gradient_edge(x).node for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor) and x.requires_grad
     ]
-    turn_off = lambda _: torch.set_autocast_enabled(device, False)
+
+    def turn_off(_: Any) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("cannot differentiate twice an op that was called under autocast: call it without")
+        torch.set_autocast_enabled(device, False)
+
     seen, waiting = set(nodes(arguments)), nodes(results)
     while waiting:
         node = waiting.pop()

@@ -44,8 +44,10 @@ from vmonarch.finetune.embedded.transformer import encode_clips
 from vmonarch.finetune.embedded.vae import latent_statistics
 from vmonarch.finetune.export import export
 from vmonarch.finetune.trainer import Trainer
+from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.loading import read_pipeline
+from vmonarch.pipelines.lora import fuse_loras
 from vmonarch.pipelines.model_folder import find_model
 
 # The paper's Table 3 (iterations, frames per block, recomputation), and exact patterns beside it.
@@ -164,9 +166,8 @@ def finetune(plan: Plan, method: AttentionMethod, run: Path) -> Iterator[tuple[i
             written = export(run, Path(folder) / name, step=updates, dtype=torch.float32)
             pipe = load(embedded_model_path() if config.lora.rank else written, plan.device)
             if config.lora.rank:
-                pipe.load_lora_weights(str(written))
-                pipe.fuse_lora()
-                pipe.unload_lora_weights()
+                prompts = tuple(item.prompt for item in plan.held_out)
+                fuse_loras(pipe, SamplingConfig(prompts=prompts, lora=(str(written),)))
         settings = {key: config.to_dict()[key] for key in SETTINGS}
         yield updates, {"loss": {"before": losses[0], "after": losses[updates]}, "settings": settings}, pipe
 
@@ -251,12 +252,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps = finetune_config(read_yaml(options.config, group="finetune"), overrides).steps
     except InputError as error:
         parser.error(str(error))
+    updates = options.updates or [steps]
+    if updates != sorted({n for n in updates if n > 0}):
+        parser.error(f"--updates must be positive and ascending, got {updates}")
     if options.processes < 1:
         parser.error(f"--processes must be at least 1, got {options.processes}")
     deadline = time.time() + options.budget
     document: dict[str, Any] = {
         **script_record("studies.finetune_scores", arguments, options.device),
-        "updates": options.updates or [steps],
+        "updates": updates,
         "clips": options.clips,
         "prompts": options.prompts,
         "sampling_steps": options.sampling_steps,
@@ -269,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.folder or Path(folder),
             options.config,
             overrides,
-            tuple(options.updates or [steps]),
+            tuple(updates),
             options.prompts,
             options.sampling_steps,
             options.device,

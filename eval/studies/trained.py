@@ -30,7 +30,7 @@ from torch import nn
 from vmonarch.configs import InputError, build, parse_overrides
 from vmonarch.configs.methods import AttentionMethod, resolve_method, with_options
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
-from vmonarch.eval.peers import PEERS, SLA
+from vmonarch.eval.peers import PEERS, SLA, Peer
 from vmonarch.eval.prompt_score import generate, score_videos
 from vmonarch.eval.record import script_parser, script_record
 from vmonarch.eval.render.table import made, markdown, percent, shown_number
@@ -122,8 +122,8 @@ class Training:
 QUICK = Training(updates=2, batch=1, clips=2, held_out=2, levels=2, check=2, prompts=1, takes=1, sampling_steps=2)
 
 
-def method_of(name: str) -> tuple[Callable[..., nn.Module] | None, AttentionMethod]:
-    """(what makes a peer or None, method) of a word of `resolve_method`, or of a peer and options of its base.
+def method_of(name: str) -> tuple[type[Peer] | None, AttentionMethod]:
+    """(class of a peer or None, method) of a word of `resolve_method`, or of a peer and options of its base.
 
     Raises:
         InputError: an unknown name, or options that it has not.
@@ -132,8 +132,7 @@ def method_of(name: str) -> tuple[Callable[..., nn.Module] | None, AttentionMeth
     if kind not in PEERS:
         return None, resolve_method(name, argument="--runs")
     peer, base = PEERS[kind]
-    word = base + (options and f"{',' if ':' in base else ':'}{options}")
-    return peer, resolve_method(word, argument="--runs")
+    return peer, resolve_method(with_options(base, options), argument="--runs")
 
 
 def put_on(name: str, transformer: Any, grid: LatentGrid) -> None:

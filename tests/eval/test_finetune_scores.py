@@ -54,3 +54,7 @@ def test_unknown_methods_are_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         finetune_scores.main(["stepps=1", *SMALL, "--output", str(tmp_path / "x.json")])
     assert "stepps is no known key" in capsys.readouterr().err
+    for updates in (["2", "1"], ["0", "1"]):
+        with pytest.raises(SystemExit):
+            finetune_scores.main([*SMALL, "--output", str(tmp_path / "x.json"), "--updates", *updates])
+        assert "--updates must be positive and ascending" in capsys.readouterr().err

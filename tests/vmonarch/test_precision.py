@@ -57,12 +57,38 @@ def test_large_factors_and_a_backward_pass_outside():
     assert_bits(*(torch.autograd.grad(x.sin().sum(), tensors) for x in (actual, expected)))
 
 
-def test_gradients_may_be_taken_twice():
+def test_gradients_may_be_taken_twice_but_not_differentiated():
     query, key, value = with_factors()[:3]
     with autocast():
-        _, lse = vmonarch_attention(query, key, value, grid=(2, 3, 4), return_lse=True)
-        first, again = (torch.autograd.grad(lse.sum(), (query, key), retain_graph=True) for _ in range(2))
+        out, lse = vmonarch_attention(query, key, value, grid=(2, 3, 4), return_lse=True)
+        first = torch.autograd.grad(lse.sum(), (query, key), retain_graph=True)
+        again = torch.autograd.grad(lse.sum(), (query, key), retain_graph=True)
         assert_bits(first, again)
+        with pytest.raises(RuntimeError, match="does not require grad|differentiate twice"):
+            torch.autograd.grad(torch.autograd.grad(out.sum(), query, create_graph=True)[0].sum(), query)
+
+
+def test_the_memory_of_the_op_is_freed_by_the_backward_pass():
+    freed = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            freed.append(ctx)
+            return gradient * 2
+
+    x = torch.ones(3, requires_grad=True)
+    with autocast():
+        out = own_precision(lambda x: Product.apply(x * 1))(x)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="after they have already been freed"):
+        _ = freed[0].saved_tensors
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
 
 
 def test_only_the_nodes_of_the_op_turn_it_off():
