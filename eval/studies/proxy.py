@@ -9,6 +9,8 @@ Work: 6·parameters·tokens + 14·tokens²·width·layers FLOPs a clip, forward 
 embedded model's run, 10,534 steps of 256 clips in 762 s on an H200, did 1.9e14 FLOP/s (`RATE`) by the same formula.
 At that rate seven of ten minutes, the others being for clips, compiling and saving, are 1,980 steps of 24 clips;
 `proxy.json` has the steps that were done. Under `torchrun` every process draws clips and batches of its own.
+
+With `--from-embedded` the transformer too starts as the embedded model's, of its size, and learns the larger frames.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class ProxyTraining:
         minutes: for everything, from the first clip to the saved folder.
         steps: at most; the clock ends a run before.
         scale: pixels of a scene's side to those of the embedded model's.
-        config: of the transformer.
+        from_embedded: the transformer starts from the embedded model's.
+        config: of the transformer, where it starts anew.
     """
 
     minutes: float = 10.0
@@ -72,6 +75,7 @@ class ProxyTraining:
     learning_rate: float = 1e-3
     seed: int = 0
     scale: int = SCALE
+    from_embedded: bool = False
     config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -154,12 +158,15 @@ def train(
         raise InputError("minutes", f"must be more than {training.minutes:g}: clips and saving alone take as long")
 
     torch.manual_seed(training.seed)
-    config = PROXY_CONFIG if training.config is None else training.config
+    config, transformer = training.config or PROXY_CONFIG, None
+    if training.from_embedded:
+        config, transformer = TRANSFORMER_CONFIG, WanTransformer3DModel.from_pretrained(base / "transformer")
     transformer, text_encoder, log = train_transformer(
         latents=latents,
         tokens=tokens,
         targets=attribute_targets(scenes).to(device),
         text_encoder=text_encoder,
+        transformer=transformer,
         config=config,
         steps=training.steps,
         batch=training.batch,
@@ -219,6 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("minutes", "clips", "batch", "steps", "learning_rate", "seed"):
         default = getattr(ProxyTraining, name)
         command.add_argument(f"--{name.replace('_', '-')}", type=type(default), help=f"default {default}")
+    command.add_argument("--from-embedded", action="store_true", help="start from the embedded model's transformer")
     options = parser.parse_args(arguments)
     base = QUICK if options.quick else ProxyTraining()
     given = {name: value for name in asdict(base) if (value := getattr(options, name, None)) is not None}

@@ -209,6 +209,20 @@ def sample(pipe: Any, training: Training, settings: dict[str, Any]) -> torch.Ten
     )
 
 
+class Velocity(nn.Module):
+    """`velocity` of a transformer with the precision of a training."""
+
+    def __init__(self, transformer: Any, precision: str) -> None:
+        super().__init__()
+        self.transformer, self.rounds = transformer, precision == "bf16"
+
+    def forward(
+        self, clean: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor, text: torch.Tensor
+    ) -> torch.Tensor:
+        with loop.autocast(str(clean.device)) if self.rounds else contextlib.nullcontext():
+            return velocity(self.transformer, clean, noise, sigma, text)
+
+
 class Bench:
     """A process that runs: the model, full attention that teaches, and what was drawn.
 
@@ -247,6 +261,21 @@ class Bench:
     @torch.no_grad()
     def text(self, ids: torch.Tensor) -> torch.Tensor:
         return encode_text(self.encoder, ids, padding=1)[0].float()
+
+    def velocity_of(self, model: Any, training: Training) -> Callable[..., torch.Tensor]:
+        """`Velocity` of a model, for batches of a training.
+
+        Where blocks are compiled, a GPU is told of a whole pass at once: its many small kernels take less time than it
+        takes to ask for them one by one. What changes, or looks, during training cannot be part of such a pass.
+        """
+        predict = Velocity(model, training.precision)
+        if not self.compile or training.anneal or training.outputs:
+            return predict
+        clean = torch.zeros(training.batch, *self.clips.shape[1:], device=self.device)
+        text = self.text(self.tokens[: training.batch, 0])
+        given = clean, torch.zeros_like(clean), clean.new_ones(training.batch), text
+        graphed: Any = torch.cuda.make_graphed_callables(predict, given, allow_unused_input=True)
+        return graphed
 
     @torch.no_grad()
     def trials(self, levels: int) -> list[tuple[int, tuple[torch.Tensor, ...], torch.Tensor]]:
@@ -358,6 +387,7 @@ class Bench:
         student = self.student(name, training)
         annealing = Annealing(Experts({"transformer": student}), training.anneal)
         teacher = self._model("full") if training.outputs else self.teacher
+        predict, teach = (self.velocity_of(model, training) for model in (student, teacher))
         outputs: dict[str, list[torch.Tensor]] = {"student": [], "teacher": []}
         for who, model in (("student", student), ("teacher", teacher)) if training.outputs else ():
             for _, attn in self_attention_modules(model):
@@ -374,13 +404,12 @@ class Bench:
             given = (clean, noise, sigma, self.text(ids))
             for kept in outputs.values():
                 kept.clear()
-            with contextlib.nullcontext() if training.precision == "fp32" else loop.autocast(self.device):
-                target = noise - clean
-                if training.objective == "velocity" or training.outputs:
-                    with torch.no_grad():
-                        taught = velocity(teacher, *given)
-                    target = taught if training.objective == "velocity" else target
-                loss = (velocity(student, *given) - target).square().mean()
+            target = given[1] - given[0]
+            if training.objective == "velocity" or training.outputs:
+                with torch.no_grad():
+                    taught = teach(*given)
+                target = taught if training.objective == "velocity" else target
+            loss = (predict(*given) - target).square().mean()
             for own, full in zip(outputs["student"], outputs["teacher"], strict=True):
                 share = (own - full).square().mean() / full.square().mean()
                 loss = loss + training.outputs * share / len(outputs["student"])
@@ -478,6 +507,21 @@ def _spread(values: Sequence[float], digits: int) -> str:
     return f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
 
 
+def earlier_runs(path: Path, training: Training, runs: Sequence[str]) -> list[dict[str, Any]]:
+    """Those that an output has of `runs`.
+
+    Raises:
+        InputError: there is no such output, or it is of another training.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("--resume", f"holds {str(path)!r}, which cannot be read: {error}") from error
+    if found.get("training") != dataclasses.asdict(training):
+        raise InputError("--resume", f"must be an output of the same training, {str(path)!r} is not")
+    return [run for run in found["runs"] if run["run"] in runs]
+
+
 _bench: Bench | None = None
 
 
@@ -509,18 +553,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--devices", nargs="+", default=["cuda" if torch.cuda.is_available() else "cpu"], help="a process for each"
     )
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no run is begun")
+    parser.add_argument("--resume", type=Path, help="output of the same command, whose runs are kept")
     options = parser.parse_args(arguments)
     deadline = time.time() + options.budget
     try:
         check_output(options.output)
         training = (QUICK if options.quick else Training()).changed(options.training)
         own = {words: training.changed(words.split()[1:]) for words in options.runs}
+        done = [] if options.resume is None else earlier_runs(options.resume, training, options.runs)
         shares = work(list(dict.fromkeys(words.split()[0] for words in options.runs)), options.model)
     except InputError as error:
         parser.error(str(error))
     device, compile = options.devices[0], not options.no_compile
     record = script_record("studies.trained", arguments, device)
-    record |= {"training": dataclasses.asdict(training), "order": options.runs, "work": shares, "runs": []}
+    record |= {"training": dataclasses.asdict(training), "order": options.runs, "work": shares, "runs": done}
     context = multiprocessing.get_context("spawn")
     failed: list[BaseException] = []
     devices = context.Queue()
@@ -536,6 +582,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 executor.submit(_run, words, own[words], seed, seed == options.seeds[0], deadline)
                 for seed in options.seeds
                 for words in options.runs
+                if (words, seed) not in {(run["run"], run["seed"]) for run in done}
             ]
             for future in as_completed(futures):
                 if (problem := future.exception()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from vmonarch import vmonarch_attention
 from vmonarch.configs import InputError
 from vmonarch.eval import peers
 from vmonarch.eval.studies import trained
+from vmonarch.files import write_json
 from vmonarch.finetune.embedded.transformer import project
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import self_attention_modules
@@ -135,6 +137,17 @@ def test_a_run_changes_its_training_by_words():
     for words, named in {"rate=1": "rate", "lora=many": "lora", "objective=videos": "objective"}.items():
         with pytest.raises(InputError, match=named):
             trained.Training().changed([words])
+
+
+def test_runs_of_an_earlier_output_are_kept_if_the_training_is_the_same(tmp_path):
+    path, training = tmp_path / "trained.json", trained.Training(updates=3)
+    runs = [{"run": "full", "seed": 0}, {"run": "local", "seed": 0}]
+    write_json(path, {"training": dataclasses.asdict(training), "runs": runs})
+    assert trained.earlier_runs(path, training, ["vmonarch", "full"]) == runs[:1]
+    with pytest.raises(InputError, match="--resume must be an output of the same training"):
+        trained.earlier_runs(path, trained.Training(updates=4), ["full"])
+    with pytest.raises(InputError, match="--resume holds .* which cannot be read"):
+        trained.earlier_runs(tmp_path / "none.json", training, ["full"])
 
 
 def test_the_table_compares_means_over_seeds_with_full_attention():
