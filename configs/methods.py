@@ -31,12 +31,12 @@ from vmonarch.configs import (
 from vmonarch.configs.stack import Stack
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
-from vmonarch.options import OPTION_FIELDS, VMonarchOptions
+from vmonarch.options import OPTION_FIELDS, FirstOrderOptions, Options, VMonarchOptions
 from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolutionOptions
 from vmonarch.validation import check_implementation, check_parallel_by
 
 if TYPE_CHECKING:
-    from vmonarch.processors import FlashBiasProcessor, TwoResolutionProcessor, VMonarchProcessor
+    from vmonarch.processors import FirstOrderProcessor, FlashBiasProcessor, TwoResolutionProcessor, VMonarchProcessor
 
 
 @dataclass(frozen=True)
@@ -424,8 +424,8 @@ class LocalAttention(_Variant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoResolutionAttention(TwoResolutionOptions, _Kind):
-    """Exact attention to the best key tiles and to the means of the others; see `vmonarch.TwoResolutionProcessor`.
+class _OpAttention(_Kind, Options):
+    """What the kinds have whose op is all in its options, of the class that they name beside this one.
 
     Args:
         dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
@@ -443,15 +443,24 @@ class TwoResolutionAttention(TwoResolutionOptions, _Kind):
             check_implementation(self.implementation)
             _check_dense(self)
 
+    def processor(self) -> TwoResolutionProcessor | FirstOrderProcessor:
+        """The method as a processor."""
+        raise NotImplementedError
+
+    def install(self, pipe: Any) -> None:
+        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+        _replace(pipe, self.processor())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoResolutionAttention(_OpAttention, TwoResolutionOptions):
+    """Exact attention to the best key tiles and to the means of the others; see `vmonarch.TwoResolutionProcessor`."""
+
     def processor(self) -> TwoResolutionProcessor:
         """The method as a processor."""
         from vmonarch import TwoResolutionProcessor
 
         return TwoResolutionProcessor(**vars(self))
-
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
-        _replace(pipe, self.processor())
 
     @property
     def options(self) -> TwoResolutionOptions:
@@ -462,6 +471,22 @@ class TwoResolutionAttention(TwoResolutionOptions, _Kind):
     def countable(self) -> bool:
         """Not with beta: how many tiles exceed the threshold depends on the data."""
         return self.beta is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstOrderAttention(_OpAttention, FirstOrderOptions):
+    """Attention to the first order around mean queries; see `vmonarch.FirstOrderProcessor`."""
+
+    def processor(self) -> FirstOrderProcessor:
+        """The method as a processor."""
+        from vmonarch import FirstOrderProcessor
+
+        return FirstOrderProcessor(**vars(self))
+
+    @property
+    def options(self) -> FirstOrderOptions:
+        """The options of attention alone."""
+        return FirstOrderOptions(parts=self.parts)
 
 
 @dataclass(frozen=True)
@@ -549,7 +574,7 @@ def _naming_the_option() -> Iterator[None]:
 
 
 def _check_dense(
-    method: VMonarchAttention | FlashBiasAttention | TwoResolutionAttention | BlockTopKAttention | _Variant,
+    method: VMonarchAttention | FlashBiasAttention | BlockTopKAttention | _OpAttention | _Variant,
 ) -> None:
     from vmonarch.dense import DenseSet
     from vmonarch.residuals import Refresh
@@ -577,6 +602,7 @@ Parameters = (
     | LocalAttention
     | BlockTopKAttention
     | TwoResolutionAttention
+    | FirstOrderAttention
     | NoAttention
 )
 KINDS: dict[str, type[Parameters]] = {method.kind: method for method in typing.get_args(Parameters)}

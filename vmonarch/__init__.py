@@ -19,6 +19,7 @@ _EXPORTS = {
     "LatentGrid": "vmonarch.grid",
     "ExactBlocks": "vmonarch.exact",
     "VMonarchOptions": "vmonarch.options",
+    "FirstOrderOptions": "vmonarch.options",
     "TwoResolutionOptions": "vmonarch.two_resolution_options",
     "AttentionPlan": "vmonarch.plan",
     "merge_partials": "vmonarch.kernels.merge.api",
@@ -27,6 +28,7 @@ _EXPORTS = {
     "taylor_attention": "vmonarch.kernels.taylor.api",
     "window_attention": "vmonarch.kernels.window.api",
     "two_resolution_attention": "vmonarch.kernels.two_resolution.api",
+    "first_order_attention": "vmonarch.kernels.first_order.api",
     "monarch_attention": "vmonarch.kernels.monarch.api",
     "vmonarch_attention": "vmonarch.kernels.monarch.api",
     "frame_parallel_vmonarch_attention": "vmonarch.kernels.distributed.api",
@@ -34,6 +36,7 @@ _EXPORTS = {
     "Refresh": "vmonarch.residuals",
     "FlashBiasProcessor": "vmonarch.processors",
     "TwoResolutionProcessor": "vmonarch.processors",
+    "FirstOrderProcessor": "vmonarch.processors",
     "BasedProcessor": "vmonarch.based",
     "apply": "vmonarch.installation",
     "restore": "vmonarch.installation",
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
     from vmonarch.kernels.distributed.api import (
         frame_parallel_vmonarch_attention as frame_parallel_vmonarch_attention,
     )
+    from vmonarch.kernels.first_order.api import first_order_attention as first_order_attention
     from vmonarch.kernels.flash_bias.api import flash_bias_attention as flash_bias_attention
     from vmonarch.kernels.flash_entropy.api import flash_entropy_attention as flash_entropy_attention
     from vmonarch.kernels.merge.api import merge_partials as merge_partials
@@ -69,8 +73,10 @@ if TYPE_CHECKING:
     from vmonarch.kernels.taylor.api import taylor_attention as taylor_attention
     from vmonarch.kernels.two_resolution.api import two_resolution_attention as two_resolution_attention
     from vmonarch.kernels.window.api import window_attention as window_attention
+    from vmonarch.options import FirstOrderOptions as FirstOrderOptions
     from vmonarch.options import VMonarchOptions as VMonarchOptions
     from vmonarch.plan import AttentionPlan as AttentionPlan
+    from vmonarch.processors import FirstOrderProcessor as FirstOrderProcessor
     from vmonarch.processors import FlashBiasProcessor as FlashBiasProcessor
     from vmonarch.processors import TwoResolutionProcessor as TwoResolutionProcessor
     from vmonarch.processors import VMonarchProcessor as VMonarchProcessor

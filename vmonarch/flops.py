@@ -6,6 +6,7 @@ Forward, of one head; a backward pass has every product once, the recomputed sco
     R-steps           4·b·c·d each, c keys or pooled cells; the last, which also multiplies values, 6·b·S·d, or 6·d for
                       every pair of a centroid and a token or mean
     L-steps           4·S·m·d each
+    first order       S·(2·(n + 1)·d² + (6·n + 2)·d), n boxes of queries
     exact blocks      4·d for every pair of tokens in them; in rows in two resolutions, of tokens or means
 
 S tokens, m blocks of at most b positions, d head dim. Source: docs/attention.md, "FLOPs".
@@ -20,7 +21,7 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.blocks import exact_key_frames
 from vmonarch.kernels.two_resolution.selection import exact_tiles
 from vmonarch.kernels.two_resolution.tiling import Tiling, frame_tiling, tiling_of
-from vmonarch.options import VMonarchOptions
+from vmonarch.options import FirstOrderOptions, VMonarchOptions
 from vmonarch.two_resolution_options import TwoResolutionOptions, r_options, row_options
 
 
@@ -42,6 +43,12 @@ def pair_flops(pairs: float, head_dim: int, *, rank: int = 0, training: bool = F
 def full_flops(grid: LatentGrid, head_dim: int) -> float:
     """FLOPs of exact attention between all tokens."""
     return float(pair_flops(grid.tokens**2, head_dim))
+
+
+def first_order_flops(grid: LatentGrid, head_dim: int, options: FirstOrderOptions) -> float:
+    """Of one head with these options."""
+    boxes = options.parts_of(grid).tokens
+    return float(grid.tokens * (2 * (boxes + 1) * head_dim**2 + (6 * boxes + 2) * head_dim))
 
 
 def full_attention_work(tokens: int, heads: int, head_dim: int, *, itemsize: int, training: bool) -> StageWork:

@@ -28,6 +28,9 @@ class Options:
 
     kind: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError if an option has an unsupported value."""
+
     @classmethod
     def of(cls, options: object, named: Mapping[str, Any]) -> Self:
         """`options`, or those that are named.
@@ -53,6 +56,30 @@ class Options:
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if an option does not fit videos of this latent grid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstOrderOptions(Options):
+    """Around which mean queries attention is computed to the first order.
+
+    Args:
+        parts: into how many parts time, height and width are cut, as evenly as they can be, and into no more than they
+            have tokens; the queries of each box have a mean of their own.
+
+    Raises:
+        TypeError, ValueError: an option has an unsupported value; the message begins with its name.
+    """
+
+    kind: ClassVar[str] = "first_order"
+
+    parts: tuple[int, int, int] = (1, 1, 1)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(LatentGrid.parse(self.parts, argument="parts")))
+
+    def parts_of(self, grid: LatentGrid) -> LatentGrid:
+        """Into how many parts each axis of a video is cut."""
+        return LatentGrid(*map(min, self.parts, grid))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ As JSON:
      "layers": {"transformer": [["t1", "full", …], …]},
      "about": {…}}
 
-A method is the options of `vmonarch_attention` that differ from the defaults, or with "kind": "two_resolution" those of
-`two_resolution_attention`; null is exact attention. `layers` names a method for each head of each layer, for each
-transformer of the pipeline.
+A method is the options of `vmonarch_attention` that differ from the defaults; with "kind": "two_resolution" or
+"first_order" it is `two_resolution_attention` or `first_order_attention`; null is exact attention. `layers` names a
+method for each head of each layer, for each transformer of the pipeline.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ import torch
 
 from vmonarch.exact import ExactBlocks
 from vmonarch.files import AtomicFiles
-from vmonarch.flops import full_flops, two_resolution_flops, vmonarch_flops
+from vmonarch.flops import first_order_flops, full_flops, two_resolution_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
+from vmonarch.kernels.first_order.api import first_order_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.two_resolution.api import two_resolution_attention
-from vmonarch.options import Options, VMonarchOptions
+from vmonarch.options import FirstOrderOptions, Options, VMonarchOptions
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
 FORMAT = "vmonarch-plan-1"
@@ -39,6 +40,7 @@ FULL = "full"
 _OPS: dict[type[Options], Callable[..., Any]] = {
     VMonarchOptions: vmonarch_attention,
     TwoResolutionOptions: two_resolution_attention,
+    FirstOrderOptions: first_order_attention,
 }
 
 
@@ -114,6 +116,8 @@ def method_flops(options: Options | None, grid: LatentGrid, head_dim: int) -> fl
         return full_flops(grid, head_dim)
     if isinstance(options, TwoResolutionOptions):
         return two_resolution_flops(grid, head_dim, options)
+    if isinstance(options, FirstOrderOptions):
+        return first_order_flops(grid, head_dim, options)
     assert isinstance(options, VMonarchOptions)
     return vmonarch_flops(grid, head_dim, options)
 

@@ -6,7 +6,7 @@ Shapes: B batch, S = T·H·W tokens, H heads, D head dim; the latent grid is T f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,9 +20,8 @@ from vmonarch.kernels.common.launch import learns
 from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
-from vmonarch.kernels.two_resolution.api import two_resolution_attention
 from vmonarch.layer_operator import number_of
-from vmonarch.options import OPTION_FIELDS, VMonarchOptions, has_options, takes_options
+from vmonarch.options import OPTION_FIELDS, FirstOrderOptions, Options, VMonarchOptions, has_options, takes_options
 from vmonarch.plan import AttentionPlan, heads_by_method, method_attention
 from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolutionOptions
 from vmonarch.validation import check_implementation, check_parallel_by
@@ -290,8 +289,42 @@ class FlashBiasProcessor(SelfApplying):
     _attend_sequence = SelfApplying._attend_sequence_exactly
 
 
+class _OpProcessor(SelfApplying):
+    """Base of processors of an op that plans have, too: what it computes is all in its options."""
+
+    _KIND: ClassVar[type[Options]]
+    _OPTIONS: tuple[str, ...] = ("dense_steps", "dense_layers", "refresh", "grid", "implementation")
+
+    def __init__(
+        self,
+        *,
+        dense_steps: object = 0,
+        dense_layers: object = 0,
+        refresh: object = None,
+        grid: object = None,
+        implementation: str = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, refresh=refresh, grid=grid)
+        self.options = self._KIND(**options)
+        check_implementation(implementation)
+        self.implementation = implementation
+
+    def attend_with_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        given = dict(grid=grid, return_lse=True, implementation=self.implementation)
+        out, lse = method_attention(query, key, value, self.options, **given)
+        return out, lse
+
+
 @has_options(TwoResolutionOptions)
-class TwoResolutionProcessor(SelfApplying):
+class TwoResolutionProcessor(_OpProcessor):
     """Attention in two resolutions for the video transformers of diffusers (`two_resolution_attention`).
 
     Cross-attention, with text or with an image, stays exact.
@@ -305,39 +338,24 @@ class TwoResolutionProcessor(SelfApplying):
         TypeError, ValueError: an option has an unsupported value.
     """
 
-    _OPTIONS = (
-        *(field.name for field in TWO_RESOLUTION_FIELDS),
-        "dense_steps",
-        "dense_layers",
-        "refresh",
-        "grid",
-        "implementation",
-    )
+    _KIND = TwoResolutionOptions
+    _OPTIONS = (*(field.name for field in TWO_RESOLUTION_FIELDS), *_OpProcessor._OPTIONS)
 
-    def __init__(
-        self,
-        *,
-        dense_steps: object = 0,
-        dense_layers: object = 0,
-        refresh: object = None,
-        grid: object = None,
-        implementation: str = "auto",
-        **options: Any,
-    ) -> None:
-        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, refresh=refresh, grid=grid)
-        self.options = TwoResolutionOptions(**options)
-        check_implementation(implementation)
-        self.implementation = implementation
 
-    def attend_with_lse(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        heads: Share | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = two_resolution_attention(
-            query, key, value, grid=grid, options=self.options, return_lse=True, implementation=self.implementation
-        )
-        return out, lse
+@has_options(FirstOrderOptions)
+class FirstOrderProcessor(_OpProcessor):
+    """Attention to the first order around mean queries (`first_order_attention`), in all heads: for comparisons.
+
+    Plans give it to the heads that it is for. Cross-attention, with text or with an image, stays exact.
+
+    Args:
+        dense_steps, dense_layers, refresh, grid: as in `VMonarchProcessor`.
+        implementation: as in `first_order_attention`.
+        **options: the `FirstOrderOptions` by name: parts.
+
+    Raises:
+        TypeError, ValueError: an option has an unsupported value.
+    """
+
+    _KIND = FirstOrderOptions
+    _OPTIONS = ("parts", *_OpProcessor._OPTIONS)

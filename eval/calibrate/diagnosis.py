@@ -434,6 +434,7 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
     grid = recorder.grid
     if grid is None or not recorder.totals:
         raise ValueError("nothing was recorded: the pipeline has run no step with self-attention")
+    head_dim = recorder.inputs[0].shape[-1]
     transformers = {}
     for component in dict.fromkeys(name for name, _, _ in recorder.totals):
         steps = sorted({step for name, step, _ in recorder.totals if name == component})
@@ -469,7 +470,7 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
         "candidates": {
             name: {
                 "options": method_dict(options),
-                "flops": method_flops(options, grid, 1) / method_flops(None, grid, 1),
+                "flops": method_flops(options, grid, head_dim) / method_flops(None, grid, head_dim),
                 "ms": times.get(name),
             }
             for name, options in recorder.candidates.items()

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, read_document, suggest
-from vmonarch.configs.methods import AttentionMethod, TwoResolutionAttention, VMonarchAttention, resolve_method
+from vmonarch.configs.methods import (
+    AttentionMethod,
+    FirstOrderAttention,
+    TwoResolutionAttention,
+    VMonarchAttention,
+    resolve_method,
+)
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.options import Options, VMonarchOptions
 from vmonarch.pipelines.config import SamplingConfig
@@ -44,9 +50,12 @@ CANDIDATES = (
     "two-resolution",
     "two-resolution:share=0.2",
     "two-resolution:share=0.4",
+    "first-order",
+    "first-order:parts=[1,2,2]",
+    "first-order:parts=[1,4,4]",
 )
 # Kinds of methods that a head can get.
-_KINDS = (VMonarchAttention, TwoResolutionAttention)
+_KINDS = (VMonarchAttention, TwoResolutionAttention, FirstOrderAttention)
 
 
 @dataclass(frozen=True)
@@ -121,8 +130,8 @@ class CalibrateConfig(SamplingConfig):
     """`SamplingConfig`, plus what to record and to plan.
 
     Args:
-        candidates: methods of kind vmonarch or two_resolution, as `vmonarch compare` takes them, without a bias, a
-            plan, or dense steps and layers.
+        candidates: methods of kind vmonarch, two_resolution or first_order, as `vmonarch compare` takes them, without a
+            bias, a plan, or dense steps and layers.
         every: record every so many steps; None for about ten of them.
         maps: "layer:head" of attention maps to keep; none for the first, the middle and the last layer's first head.
         budget, flops, time, measure, limit: see `Budget`.

@@ -192,7 +192,7 @@ CALIBRATE = {
     "work and time": (["p", "--time", "1", "--flops", "1"], ["flops and time exclude each other"]),
     "another kind": (
         ["p", "--candidates", "full"],
-        ["candidates must be of kind vmonarch or two_resolution, got 'full'"],
+        ["candidates must be of kind vmonarch or two_resolution or first_order, got 'full'"],
     ),
     "work that depends on data": (
         ["p", "--candidates", "two-resolution:share=null,beta=1.0"],

@@ -123,7 +123,9 @@ def test_candidates_are_what_their_methods_change():
     assert [entry["exact"]["band"] for entry in found[9:15]] == [0, 1, 0, 1, 2, 3]
     assert ["rows" in entry["exact"] for entry in found[9:15]] == [False] * 2 + [True] * 4
     kind = {"kind": "two_resolution"}
-    assert found[15:] == [kind, kind | {"share": 0.2}, kind | {"share": 0.4}]
+    assert found[15:18] == [kind, kind | {"share": 0.2}, kind | {"share": 0.4}]
+    kind = {"kind": "first_order"}
+    assert found[18:] == [kind, kind | {"parts": (1, 2, 2)}, kind | {"parts": (1, 4, 4)}]
     with pytest.raises(InputError, match="candidates must be a list"):
         CalibrateConfig(prompts=("p",), candidates="vmonarch")
 

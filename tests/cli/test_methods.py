@@ -33,7 +33,14 @@ def pipe(tiny_model: Path):
 
 @pytest.mark.parametrize("name", method_names())
 def test_every_method_installs_what_it_says(name: str, pipe, shipped_adapter: Path) -> None:
-    from vmonarch import BasedProcessor, ExactBlocks, FlashBiasProcessor, TwoResolutionProcessor, VMonarchProcessor
+    from vmonarch import (
+        BasedProcessor,
+        ExactBlocks,
+        FirstOrderProcessor,
+        FlashBiasProcessor,
+        TwoResolutionProcessor,
+        VMonarchProcessor,
+    )
     from vmonarch.variants import VARIANTS, VariantProcessor
 
     method = resolve_method(name)
@@ -43,6 +50,7 @@ def test_every_method_installs_what_it_says(name: str, pipe, shipped_adapter: Pa
     kinds = {"full": (), "vmonarch": VMonarchProcessor, "flashbias": FlashBiasProcessor, "based": BasedProcessor}
     kinds |= dict.fromkeys(VARIANTS, VariantProcessor)
     kinds |= dict.fromkeys(("two_resolution", "block_topk"), TwoResolutionProcessor)
+    kinds["first_order"] = FirstOrderProcessor
     kind = method.parameters.kind
     assert isinstance(processor, kinds[kind] or type(pipe.transformer.blocks[0].attn2.processor))
     assert (kind == "full") != isinstance(processor, tuple(filter(None, kinds.values())))

@@ -15,6 +15,7 @@ from vmonarch import (
     ExactBlocks,
     LatentGrid,
     VMonarchProcessor,
+    first_order_attention,
     two_resolution_attention,
     vmonarch_attention,
 )
@@ -33,6 +34,7 @@ METHODS = {
     "plain": {"exact": None},
     "full": None,
     "sparse": {"kind": "two_resolution", **SPARSE},
+    "tangent": {"kind": "first_order", "parts": (1, 2, 1)},
 }
 
 
@@ -56,7 +58,7 @@ ORDERS = {
     "grouped": ["t1", "t1", "own", "full"],
     "mixed": ["own", "t1", "full", "own"],
     "uneven": ["own", "own", "t1", "own"],
-    "kinds": ["own", "sparse", "full", "sparse"],
+    "kinds": ["own", "sparse", "tangent", "sparse"],
     "one-each": ["full", "plain", "sparse", "t1"],
     "all-alike": ["own"] * 4,
 }
@@ -76,6 +78,8 @@ def test_every_head_computes_what_the_plan_says(tiny, name):
             wanted = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in one)).transpose(1, 2)
         elif method == "sparse":
             wanted = two_resolution_attention(*one, grid=grid, **SPARSE)
+        elif method == "tangent":
+            wanted = first_order_attention(*one, grid=grid, parts=(1, 2, 1))
         else:
             options = {"exact": ExactBlocks(band=0)} if method == "own" else METHODS[method]
             wanted = vmonarch_attention(*one, grid=grid, **options)
