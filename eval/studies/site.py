@@ -36,20 +36,23 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "processors": (
         "Processors",
         (
-            *("VMonarchProcessor", "FlashBiasProcessor", "TwoResolutionProcessor", "BasedProcessor"),
-            *("save_adapter", "load_adapter"),
+            *("VMonarchProcessor", "FlashBiasProcessor", "TwoResolutionProcessor", "FirstOrderProcessor"),
+            *("BasedProcessor", "save_adapter", "load_adapter"),
         ),
     ),
     "options": (
         "Options",
-        (*("VMonarchOptions", "ExactBlocks", "Refresh", "TwoResolutionOptions", "AttentionPlan", "LatentGrid"),),
+        (
+            *("VMonarchOptions", "ExactBlocks", "Refresh", "TwoResolutionOptions", "FirstOrderOptions"),
+            *("AttentionPlan", "LatentGrid"),
+        ),
     ),
     "ops": (
         "Ops",
         (
             *("vmonarch_attention", "frame_parallel_vmonarch_attention", "monarch_attention"),
-            *("flash_entropy_attention", "two_resolution_attention", "merge_partials", "flash_bias_attention"),
-            *("taylor_attention", "window_attention"),
+            *("flash_entropy_attention", "two_resolution_attention", "first_order_attention", "merge_partials"),
+            *("flash_bias_attention", "taylor_attention", "window_attention"),
         ),
     ),
     "bias": ("Biases", tuple(f"bias.{name}" for name in vmonarch.bias.__all__)),
