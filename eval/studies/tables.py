@@ -207,6 +207,7 @@ TABLES = {
     "guidance": Table(guidance.guidance_table, "guidance"),
     "finetune-embedded": Table(finetune_scores.finetune_table, "finetune-embedded"),
     "finetune-embedded-1500": Table(finetune_scores.finetune_table, "finetune-embedded-1500"),
+    "trained-embedded": Table(trained.table, "trained-embedded"),
     "trained-tries": Table(trained.table, "trained-tries"),
     "trained-tries-plans": Table(trained.table, "trained-tries-plans"),
     "footage": Table(footage.footage_table, "footage"),

@@ -65,7 +65,9 @@ def test_a_changed_number_changes_the_table(tmp_path):
             ("finetune-embedded", "finetune-embedded-1500"),
             ("results", "vmonarch", "validation_loss", "after"),
         ),
-        **dict.fromkeys(("trained-tries", "trained-tries-plans"), ("runs", 1, "checks", -1, "flow", 0)),
+        **dict.fromkeys(
+            ("trained-embedded", "trained-tries", "trained-tries-plans"), ("runs", 1, "checks", -1, "flow", 0)
+        ),
         "parallel": ("rows", 0, "ms", "median"),
         "parallel-compiled": ("rows", 0, "ms", "median"),
         "float8": ("cases", 0, "rows", 1, "error"),
