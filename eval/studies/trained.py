@@ -567,6 +567,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device, compile = options.devices[0], not options.no_compile
     record = script_record("studies.trained", arguments, device)
     record |= {"training": dataclasses.asdict(training), "order": options.runs, "work": shares, "runs": done}
+    kept = {(run["run"], run["seed"]) for run in done}
     context = multiprocessing.get_context("spawn")
     failed: list[BaseException] = []
     devices = context.Queue()
@@ -582,7 +583,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 executor.submit(_run, words, own[words], seed, seed == options.seeds[0], deadline)
                 for seed in options.seeds
                 for words in options.runs
-                if (words, seed) not in {(run["run"], run["seed"]) for run in done}
+                if (words, seed) not in kept
             ]
             for future in as_completed(futures):
                 if (problem := future.exception()) is not None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from vmonarch.eval import prompt_score
 from vmonarch.eval.compare import prompt_scorer
@@ -11,6 +12,7 @@ from vmonarch.eval.prompt_score import expected_objects, read_video, score_readi
 from vmonarch.eval.studies import proxy
 from vmonarch.finetune.embedded.data import render, sample_scenes
 from vmonarch.pipelines.config import recommended_settings
+from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.model_folder import find_model
 
@@ -104,11 +106,15 @@ def test_a_run_ends_by_the_clock_and_goes_on_from_its_checkpoint(folder, tmp_pat
 
     monkeypatch.setattr(proxy, "train_transformer", finished)
     state = tmp_path / "a" / "state.pt"
-    options = ["train", "--quick", "--device", "cpu", "--minutes", "3", "--checkpoint", str(state)]
+    options = ["train", "--quick", "--device", "cpu", "--minutes", "3", "--checkpoint", str(state), "--from-embedded"]
     with pytest.raises(KeyboardInterrupt):
         proxy.main([*options, "--output", str(tmp_path / "model")])
     assert 0 < given[0]["time_limit"] < 180 - proxy.RESERVED_SECONDS
     assert given[0]["checkpoint"] == state and given[0]["sigma_shift"] == 5.0
+    own = load_file(embedded_model_path() / "transformer" / "diffusion_pytorch_model.safetensors")
+    learnt = given[0]["transformer"].state_dict()
+    assert given[0]["config"] == proxy.TRANSFORMER_CONFIG and learnt.keys() == own.keys()
+    assert all(torch.equal(learnt[name], own[name].float()) for name in own)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
 
 
