@@ -50,6 +50,7 @@ PROCESSORS = "processors.py"
 FLOPS = "flops.py"
 DIAGNOSIS = "eval/calibrate/diagnosis.py"
 PLANNING = "eval/calibrate/planning.py"
+REFINING = "eval/calibrate/refining.py"
 BASED = "based.py"
 ADAPTERS = "adapters.py"
 TRAINED = "finetune/models.py"
@@ -234,6 +235,8 @@ BUGS = {
     "diagnosis-kl-the-other-way": (DIAGNOSIS, "(lse.double() - weight.double())", "(weight.double() - lse.double())"),
     "diagnosis-own-frame-is-the-next": (DIAGNOSIS, "own=distance[:, 0]", "own=distance[:, 1]"),
     "planning-allows-twice-the-error": (PLANNING, "choices.values > budget", "choices.values > 2 * budget"),
+    "refining-counts-errors-twice": (REFINING, ".cpu() / 2)", ".cpu())"),
+    "refining-keeps-the-first": (REFINING, "min(found, key=lambda measured: measured.error).plan", "found[0].plan"),
     "planning-spends-what-is-not-there": (PLANNING, "(more <= left + 1e-12)", "(more <= left + 1)"),
     "adapter-of-any-model": (ADAPTERS, "if saved.get(key) != here.get(key)", "if False"),
     "held-cL-of-the-wrong-sign": (VARIANTS, "_hold(cL, -math.log", "_hold(cL, math.log"),
@@ -393,6 +396,7 @@ TESTS = {
     **{file: ["tests/finetune/test_trainer.py"] for file in (TRAINER, TRAINED)},
     **{file: ["tests/processors/test_plan.py"] for file in (PLAN, FLOPS, PROCESSORS)},
     **{file: ["tests/eval/test_diagnosis.py"] for file in (DIAGNOSIS, PLANNING)},
+    REFINING: ["tests/eval/test_refining.py"],
     BASED: ["tests/processors/test_based.py"],
     ADAPTERS: ["tests/processors/test_adapters.py"],
     VARIANTS: ["tests/processors/test_variants.py"],

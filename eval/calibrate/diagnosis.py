@@ -23,7 +23,7 @@ Shapes: B batch, S = T·H·W tokens, H heads, D head dim; statistics are [steps,
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,8 +201,19 @@ class Watch:
 
     step: int | None = None
     velocity: float | None = None
-    inputs: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    inputs: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     replaced: int | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A recorded call of a transformer, and the model's output `velocity` with full attention."""
+
+    component: str
+    module: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    velocity: torch.Tensor
 
 
 @dataclass
@@ -222,6 +233,7 @@ class Recorder:
         inputs: query, key and value [1, S, H, D] of a recorded call.
         pictures: maps by (transformer, layer, head, method).
         watch: inside `watched`.
+        calls: those that were watched.
     """
 
     candidates: dict[str, Options]
@@ -233,6 +245,7 @@ class Recorder:
     inputs: tuple[torch.Tensor, ...] = ()
     pictures: dict[tuple[str, int, int, str], torch.Tensor] = field(default_factory=dict)
     watch: Watch | None = None
+    calls: list[Call] = field(default_factory=list)
 
     @property
     def reference(self) -> str:
@@ -265,10 +278,8 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
     """Within it, a recorded call of a transformer is computed again: with gradients, to be measured then, and once for
     each of `replaced_layers`, with the reference in that layer.
 
-    Blocks are checkpointed, so that no more than one keeps what its backward needs.
-
     Raises:
-        InputError: in the block: a transformer cannot be differentiated, or not in this memory.
+        InputError: in the block: see `differentiate`.
     """
     generator = torch.Generator().manual_seed(0)
     watch = Watch()
@@ -278,8 +289,10 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
             return
         step, velocity = watch.step, output[0].double()
         watch.velocity = velocity.square().sum().item()
+        recorder.calls.append(Call(component, module, args, kwargs, output[0]))
+        noise = torch.randn(velocity.shape, generator=generator).to(velocity.device)
         try:
-            _differentiate(module, args, kwargs, generator)
+            differentiate(recorder.calls[-1], lambda found: (found.float() * noise).sum())
             layers = sum(place[:2] == (component, step) for place in recorder.totals)
             for layer in replaced_layers(layers):
                 watch.replaced = layer
@@ -302,8 +315,15 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
             hook.remove()
 
 
-def _differentiate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator) -> None:
-    """Compute a transformer's call with gradients of its output times normal noise, and none of its parameters."""
+def differentiate(call: Call, loss: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    """Compute a call again, with gradients of a loss of its output, and none of parameters; the loss.
+
+    Blocks are checkpointed, so that no more than one keeps what its backward needs.
+
+    Raises:
+        InputError: the transformer cannot be differentiated, or not in this memory.
+    """
+    module = call.module
     learnt = [parameter for parameter in module.parameters() if parameter.requires_grad]
     checkpointed = module.is_gradient_checkpointing
     try:
@@ -311,9 +331,8 @@ def _differentiate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], g
             parameter.requires_grad_(False)
         module.enable_gradient_checkpointing()
         with torch.enable_grad():
-            found = module(*args, **kwargs)[0]
-            noise = torch.randn(found.shape, generator=generator)
-            (found.float() * noise.to(found.device)).sum().backward()
+            found = loss(module(*call.args, **call.kwargs)[0])
+            found.backward()
     except RuntimeError as error:
         instead = "leave it out with --no-sensitivity (sensitivity=False)"
         raise InputError("sensitivity", f"cannot be measured: {error}; {instead}") from error
@@ -322,6 +341,29 @@ def _differentiate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], g
             parameter.requires_grad_(True)
         if not checkpointed:
             module.disable_gradient_checkpointing()
+    return found.item()
+
+
+def when_differentiated(
+    out: torch.Tensor,
+    kept: dict[int, tuple[torch.Tensor, ...]],
+    layer: int,
+    tensors: tuple[torch.Tensor, ...],
+    receive: Callable[..., None],
+) -> None:
+    """Give `receive` the gradient of a layer's output, and tensors, within `differentiate`.
+
+    Args:
+        kept: the tensors by layer, while the backward pass of a checkpointed block runs.
+    """
+    if not out.requires_grad:
+        # Of the first layer, before which nothing is differentiated.
+        out.requires_grad_()
+    if torch._C._current_graph_task_id() != -1:
+        # The block is computed again in backward, because it is checkpointed; the gradient comes next.
+        kept[layer] = tuple(x.detach() for x in tensors)
+    else:
+        out.register_hook(lambda gradient: receive(gradient, *kept.pop(layer)))
 
 
 class DiagnosisProcessor(VideoAttentionProcessor):
@@ -382,23 +424,15 @@ class DiagnosisProcessor(VideoAttentionProcessor):
         """Full attention that is measured once the gradient of its output is known."""
         recorder, context, watch = self.recorder, self._context, self.recorder.watch
         assert context is not None and watch is not None and watch.step is not None and watch.velocity is not None
-        component, step, velocity, inputs = context.component, watch.step, watch.velocity, watch.inputs
+        component, step, velocity = context.component, watch.step, watch.velocity
         out, lse, _ = flash_entropy_attention(query, key, value)
-        if not out.requires_grad:
-            # Of the first layer, before which nothing is differentiated.
-            out.requires_grad_()
-        if torch._C._current_graph_task_id() != -1:
-            # The block is computed again in backward, because it is checkpointed; the gradient comes next.
-            inputs[self._layer] = query.detach(), key.detach(), value.detach()
-            return out, lse
 
-        def hook(gradient: torch.Tensor) -> None:
-            q, k, v = inputs.pop(self._layer)
+        def record(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             totals = measure(q, k, v, grid, recorder.candidates, gradient)[-1]
             totals.velocity = velocity
             recorder.add(component, step, self._layer, totals)
 
-        out.register_hook(hook)
+        when_differentiated(out, watch.inputs, self._layer, (query, key, value), record)
         return out, lse
 
     def _keep_maps(self, component: str, query: torch.Tensor, key: torch.Tensor, grid: LatentGrid) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from vmonarch.plan import FULL, AttentionPlan
 MEASURES = ("error", "layer_error", "output_error", "kl")
 # Of the error of layers, beside what errors change in the output.
 _LAYER_WEIGHT = 0.4
+# Of the mean share of heads: no head's errors count for less, since shares are noisy and can be negative.
+_LEAST_SHARE = 0.02
 
 
 def measures_of(diagnosis: Mapping[str, Any]) -> tuple[str, ...]:
@@ -50,6 +52,20 @@ class _Choices:
     values: torch.Tensor
     shares: torch.Tensor
     places: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """A plan that was measured in place (`refining.measure_plan`).
+
+    Args:
+        error: ‖v' - v‖²/‖v‖² of the model's output.
+        shares: by transformer, [layers, heads]: of the heads' errors in it.
+    """
+
+    plan: AttentionPlan
+    error: float
+    shares: Mapping[str, torch.Tensor]
 
 
 def over_steps(values: Any, measure: str) -> torch.Tensor:
@@ -106,6 +122,7 @@ def plan_within_work(
     limit: tuple[str, float] | None = None,
     *,
     cost: str = "flops",
+    found: Sequence[InPlace] = (),
 ) -> AttentionPlan:
     """The least sum of the measure over all heads (of relative errors: of their squares) for so much work.
 
@@ -121,6 +138,7 @@ def plan_within_work(
             candidate.
         cost: what work is, "flops" or "time". The time is measured head by head, and VMonarch with its defaults must be
             a candidate.
+        found: plans of this diagnosis that were measured in place: their heads' shares correct the measure.
 
     Raises:
         InputError: no diagnosis, an unknown measure, less work than the cheapest methods need, a limit that cannot be
@@ -138,6 +156,7 @@ def plan_within_work(
         asked["weights"] = {"layer_error": _LAYER_WEIGHT}
         layer = _summable(_choices(diagnosis, "layer_error"), "layer_error")
         values = _relative(values, diagnosis, "measure") + _LAYER_WEIGHT * _relative(layer, diagnosis, "measure")
+    values = _corrected(choices, values, found)
     if limit is None:
         return _plan(diagnosis, choices, _least(choices, values, work * unit), measure, asked)
     name, share = limit
@@ -155,6 +174,38 @@ def plan_within_work(
         middle = (low + high) / 2
         low, high = (low, middle) if kept(pick(middle)) else (middle, high)
     return _plan(diagnosis, choices, pick(high), measure, asked | {"limit": {name: share}})
+
+
+def _corrected(choices: _Choices, values: torch.Tensor, found: Sequence[InPlace]) -> torch.Tensor:
+    """Values [heads, methods] in units of the error in place.
+
+    What a head had in a plan has the mean of the shares that were measured. Its other methods keep their proportions,
+    times the geometric mean of what its shares were of its values; where it was exact in all plans, of what those of
+    all heads were in the first.
+    """
+    if not found:
+        return values
+    heads = torch.arange(len(values))
+    chosen = torch.stack([_chosen(choices, measured.plan) for measured in found])
+    shares = torch.stack([
+        torch.cat([measured.shares[name].flatten() for name, _, _ in choices.places]) for measured in found
+    ])  # fmt: skip
+    had = values[heads, chosen]
+    ratio = (shares.clamp(min=_LEAST_SHARE * shares.mean()) / had).log().masked_fill(had == 0, 0.0)
+    common = (shares[0].sum() / had[0].sum()).log()
+    times = (had != 0).sum(0)
+    scale = torch.where(times == 0, common, ratio.sum(0) / times.clamp(min=1)).exp()
+    corrected = values * scale[:, None]
+    for head in heads.tolist():
+        for method in chosen[:, head].unique().tolist():
+            corrected[head, method] = shares[chosen[:, head] == method, head].mean()
+    return corrected
+
+
+def _chosen(choices: _Choices, plan: AttentionPlan) -> torch.Tensor:
+    """The method of every head in a plan: [heads]."""
+    rows = [row for component, _, _ in choices.places for row in plan.layers[component]]
+    return torch.tensor([choices.names.index(name) for row in rows for name in row])
 
 
 def _default_cost(diagnosis: Mapping[str, Any], cost: str) -> float:

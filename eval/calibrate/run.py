@@ -29,6 +29,7 @@ from vmonarch.pipelines.sampling import denoise
 from vmonarch.plan import AttentionPlan
 
 if TYPE_CHECKING:
+    from vmonarch.eval.calibrate.planning import InPlace
     from vmonarch.grid import LatentGrid
 
 CANDIDATES = (
@@ -114,15 +115,18 @@ class Budget:
             )
         return name, value
 
-    def plan(self, diagnosis: Mapping[str, Any]) -> AttentionPlan:
-        """The plan for a diagnosis; without a budget, for as much work as VMonarch's."""
+    def plan(self, diagnosis: Mapping[str, Any], found: Sequence[InPlace] = ()) -> AttentionPlan:
+        """The plan for a diagnosis; without a budget, for as much work as VMonarch's.
+
+        Args:
+            found: see `plan_within_work`.
+        """
         from vmonarch.eval.calibrate.planning import plan_within_error, plan_within_work
 
         if self.error is not None:
             return plan_within_error(diagnosis, self.error, self.measure or "error")
-        if self.time is not None:
-            return plan_within_work(diagnosis, self.time, self.measure, self._limit(), cost="time")
-        return plan_within_work(diagnosis, 1.0 if self.flops is None else self.flops, self.measure, self._limit())
+        work, cost = (1.0 if self.flops is None else self.flops, "flops") if self.time is None else (self.time, "time")
+        return plan_within_work(diagnosis, work, self.measure, self._limit(), cost=cost, found=found)
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,8 @@ class CalibrateConfig(SamplingConfig):
         budget, flops, time, measure, limit: see `Budget`.
         sensitivity: also measure what a head's errors change in the model's output: recorded calls are computed again,
             once with gradients and once for each of up to eight layers.
+        refine: how many plans are measured in place, each made from what the ones before it showed; the best is kept.
+            0 keeps the first, unmeasured.
     """
 
     output_dir: str = "outputs/calibrate"
@@ -149,6 +155,7 @@ class CalibrateConfig(SamplingConfig):
     measure: str | None = None
     limit: str | None = None
     sensitivity: bool = True
+    refine: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,6 +171,11 @@ class CalibrateConfig(SamplingConfig):
         for name, measure in self.allowed.measures.items():
             if measure == "output_error" and not self.sensitivity:
                 raise InputError(name, "cannot be output_error without sensitivity, which measures it")
+        if isinstance(self.refine, bool) or not isinstance(self.refine, int) or self.refine < 0:
+            raise InputError("refine", f"must be a number of plans, at least 0, got {self.refine!r}")
+        unused = {"no-sensitivity": not self.sensitivity, "budget": self.budget, "limit": self.limit}
+        if self.refine and (given := [name for name, value in unused.items() if value not in (None, False)]):
+            raise InputError("refine", f"measures plans for flops or time, with gradients; leave out {given[0]}")
         for name in ("limit", "time"):
             if getattr(self, name) is not None and VMonarchOptions() not in map(_options, methods):
                 raise InputError(name, "is relative to VMonarch with its defaults, which is not among the candidates")
@@ -253,6 +265,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     """
     from vmonarch import apply, restore
     from vmonarch.eval.calibrate.diagnosis import DiagnosisProcessor, Recorder, document, watched
+    from vmonarch.eval.calibrate.refining import refine
     from vmonarch.eval.calibrate.report import report
     from vmonarch.eval.calibrate.timing import head_times
 
@@ -296,7 +309,11 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
             raise GenerationError(f"{target} cannot be written to: {error}; {kept}") from error
         # What was sampled is on disk by now: a plan that cannot be made costs no more than another --diagnosis.
         try:
-            plan = config.allowed.plan(diagnosis)
+            plan = (
+                refine(model.pipe, recorder.calls, diagnosis, config.allowed, config.refine)
+                if config.refine
+                else config.allowed.plan(diagnosis)
+            )
         except InputError as error:
             kept = f"the diagnosis is {target / 'diagnosis.json'}, from which --diagnosis makes other plans"
             raise InputError(error.argument, f"{error.problem}; {kept}") from error

@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave out what errors change in the model's output, which takes gradients and up to eight calls",
     )
     parser.add_argument(
+        "--refine",
+        type=int,
+        metavar="N",
+        help="measure N plans in place, each made from what the ones before it showed, and keep the best",
+    )
+    parser.add_argument(
         "--diagnosis",
         metavar="FILE",
         help="make another plan from this one, of all its candidates or of --candidates; nothing is sampled",
@@ -64,8 +70,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     check_alone()
     if arguments.diagnosis is not None:
-        if arguments.prompts:
-            raise InputError("prompts", "must not be given with --diagnosis, which samples nothing")
+        for name in ("prompts", "refine"):
+            if getattr(arguments, name):
+                raise InputError(name, "must not be given with --diagnosis, which runs no model")
         budget = Budget(arguments.budget, arguments.flops, arguments.time, arguments.measure, arguments.limit)
         plan = budget.plan(read_diagnosis(arguments.diagnosis, arguments.candidates))
         path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json"))
@@ -99,5 +106,7 @@ def _tell(plan: object, *, quiet: bool) -> None:
         f"work: {100 * predicted['flops_of_full']:.1f} % of full attention, {predicted['flops_of_vmonarch']:.2f} × "
         f"default VMonarch; predicted mean error {predicted['mean_error']:.4f}, row-KL {predicted['mean_kl']:.4f}"
     )
+    if errors := plan.about.get("in_place"):
+        print(f"change of the model's output, measured: {min(errors):.3g} (the first plan's: {errors[0]:.3g})")
     if "time_of_full" in predicted:
         print(f"time: {100 * predicted['time_of_full']:.1f} % of full attention's, as measured head by head")

@@ -1,0 +1,127 @@
+"""A plan measured in place: how far the model's output is from full attention's, and which heads' errors make it so.
+
+A diagnosis tells what a head loses where all others are exact. With a plan, all heads lose something, and later layers
+see what the earlier ones made. So recorded calls are computed again with the plan, and with the gradient of
+E = ‖v' - v‖²/‖v‖², where v' is the model's output with the plan and v that with full attention. If δ is what a head's
+output is off, on its own inputs, and J the Jacobian from there to the output, then v' - v = Σ J δ to first order, and
+½ ⟨∂E/∂o, δ⟩ is the head's share ⟨v' - v, J δ⟩/‖v‖² of E: all shares, which add up to E, from one backward pass.
+
+The shares correct what the next plan goes by (`planning.plan_within_work`), and the best plan that was measured stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vmonarch import apply, restore
+from vmonarch.context_parallel import Share
+from vmonarch.eval.calibrate.diagnosis import Call, differentiate, when_differentiated
+from vmonarch.eval.calibrate.planning import InPlace
+from vmonarch.eval.calibrate.run import Budget
+from vmonarch.forward_context import ForwardContext
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
+from vmonarch.plan import AttentionPlan
+from vmonarch.processors import VMonarchProcessor
+
+
+class SharesProcessor(VMonarchProcessor):
+    """VMonarch with a plan that adds up the shares of heads within `differentiate`.
+
+    Args:
+        shares: by transformer, [layers, heads] in float64: added to.
+    """
+
+    def __init__(self, plan: AttentionPlan, shares: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(plan=plan)
+        self._shares = shares
+        self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._layer = 0
+
+    def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
+        bound = super().bind(context, original, attn, layer, layers)
+        if bound is not original:
+            bound._layer = layer
+        return bound
+
+    def _attend_heads(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None,
+        return_lse: bool,
+    ) -> Any:
+        found = super()._attend_heads(query, key, value, grid, heads, return_lse)
+        out = found[0] if return_lse else found
+        assert self._context is not None
+        shares = self._shares[self._context.component][self._layer]
+
+        def add(
+            gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, approximate: torch.Tensor
+        ) -> None:
+            error = approximate.double() - flash_entropy_attention(q, k, v)[0].double()
+            shares.add_((gradient * error).sum((0, 1, 3)).cpu() / 2)
+
+        when_differentiated(out, self._inputs, self._layer, (query, key, value, out), add)
+        return found
+
+
+def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Call]) -> InPlace:
+    """What a plan changes in the output of recorded calls, on average, and the shares of its heads.
+
+    Raises:
+        InputError: see `differentiate`.
+    """
+    shares = {
+        name: torch.zeros(len(layers), len(layers[0]), dtype=torch.float64) for name, layers in plan.layers.items()
+    }
+    inexact = {
+        component
+        for component, layers in plan.layers.items()
+        for row in layers
+        for name in row
+        if plan.methods[name] is not None
+    }
+    error = 0.0
+    apply(pipe, SharesProcessor(plan, shares))
+    try:
+        for call in calls:
+            if call.component not in inexact:
+                continue
+            size = call.velocity.float().square().sum()
+
+            def change(found: torch.Tensor, call: Call = call, size: torch.Tensor = size) -> torch.Tensor:
+                return (found.float() - call.velocity.float()).square().sum() / size
+
+            error += differentiate(call, change) / len(calls)
+    finally:
+        restore(pipe)
+    return InPlace(plan, error, {name: found / len(calls) for name, found in shares.items()})
+
+
+def refine(
+    pipe: Any, calls: Sequence[Call], diagnosis: Mapping[str, Any], budget: Budget, rounds: int
+) -> AttentionPlan:
+    """The best of so many plans, each of which goes by what the ones before it showed in place.
+
+    `about["in_place"]` of the plan has the ‖v' - v‖²/‖v‖² of all of them.
+
+    Raises:
+        InputError: see `differentiate` and `Budget.plan`.
+    """
+    found: list[InPlace] = []
+    for _ in range(rounds):
+        plan = budget.plan(diagnosis, found)
+        if any(plan.layers == earlier.plan.layers for earlier in found):
+            break
+        found.append(measure_plan(pipe, plan, calls))
+        if found[-1].error == 0:
+            break
+    best = min(found, key=lambda measured: measured.error).plan
+    errors = [float(f"{measured.error:.6g}") for measured in found]
+    return AttentionPlan(best.methods, best.layers, {**best.about, "in_place": errors})

@@ -1,0 +1,157 @@
+"""A plan measured in place: heads' shares in the change of the output, and the plans that go by them."""
+
+import pytest
+import torch
+
+import vmonarch
+from vmonarch import AttentionPlan, LatentGrid, VMonarchProcessor
+from vmonarch.eval.calibrate import diagnosis
+from vmonarch.eval.calibrate.diagnosis import Call, DiagnosisProcessor, Recorder, watched
+from vmonarch.eval.calibrate.planning import InPlace, default_flops, plan_within_work
+from vmonarch.eval.calibrate.refining import measure_plan, refine
+from vmonarch.eval.calibrate.run import Budget
+from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
+from vmonarch.options import VMonarchOptions
+
+PLAN = AttentionPlan(
+    {"t1": {"num_iterations": 1, "exact": None}, "first": {"kind": "first_order"}, "full": None},
+    {"transformer": [["t1", "first"], ["full", "t1"]]},
+    {},
+)
+
+
+def recorded(tiny):
+    """A pipeline with stock attention, and two calls that it made."""
+    pipe = tiny.pipeline()
+    recorder = Recorder({"t1": VMonarchOptions(num_iterations=1)})
+    vmonarch.apply(pipe, DiagnosisProcessor(recorder))
+    pipe.set_progress_bar_config(disable=True)
+    with watched(recorder, pipe):
+        pipe(
+            prompt=tiny.PROMPT, height=tiny.HEIGHT, width=tiny.WIDTH, num_frames=tiny.FRAMES, num_inference_steps=2,
+            guidance_scale=1.0, output_type="latent", generator=torch.Generator().manual_seed(0),
+            max_sequence_length=16,
+        )  # fmt: skip
+    vmonarch.restore(pipe)
+    return pipe, recorder.calls
+
+
+class Moved(VMonarchProcessor):
+    """A plan with the output of one head moved on, by `step` of its distance to full attention."""
+
+    def __init__(self, plan, place, step):
+        super().__init__(plan=plan)
+        self.place, self.step = place, step
+
+    def bind(self, context, original, attn, layer, layers):
+        bound = super().bind(context, original, attn, layer, layers)
+        bound.layer = layer
+        return bound
+
+    def _attend_heads(self, query, key, value, grid, heads, return_lse):
+        out = super()._attend_heads(query, key, value, grid, heads, return_lse)
+        if self.layer == self.place[0]:
+            head = slice(self.place[1], self.place[1] + 1)
+            exact = flash_entropy_attention(query, key, value)[0]
+            out[:, :, head] += self.step * (out - exact)[:, :, head]
+        return out
+
+
+def change_by(pipe, calls, processor):
+    """‖v' - v‖²/‖v‖², the mean over calls."""
+    vmonarch.apply(pipe, processor)
+    with torch.no_grad():
+        found = [call.module(*call.args, **call.kwargs)[0].double() for call in calls]
+    vmonarch.restore(pipe)
+    kept = [call.velocity.double() for call in calls]
+    pairs = zip(found, kept, strict=True)
+    return sum(((a - b).square().sum() / b.square().sum()).item() for a, b in pairs) / len(calls)
+
+
+def test_the_share_of_a_head_is_half_of_how_the_change_grows_with_its_error(tiny):
+    """By finite differences: E grows by 2·share·ε where the head's error grows by ε."""
+    pipe, calls = recorded(tiny)
+    assert len(calls) == 2 and all(isinstance(call, Call) for call in calls)
+    found = measure_plan(pipe, PLAN, calls)
+    assert found.plan is PLAN
+    assert found.error == pytest.approx(change_by(pipe, calls, VMonarchProcessor(plan=PLAN)), rel=1e-4)
+    shares = found.shares["transformer"]
+    assert abs(shares[1, 0]) < 1e-6 * found.error, "an exact head"
+    for place in ((0, 0), (0, 1), (1, 1)):
+        up, down = (change_by(pipe, calls, Moved(PLAN, place, step)) for step in (0.05, -0.05))
+        assert shares[place].item() == pytest.approx((up - down) / 0.2, rel=0.02), place
+    assert shares.sum().item() == pytest.approx(found.error, rel=0.2)
+    model = pipe.transformer
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not model.is_gradient_checkpointing and not model._forward_hooks
+
+
+COSTS = {"cheap": 0.1, "default": 0.3, "dear": 0.6}
+
+
+def made_up(layers=4, heads=6):
+    """A diagnosis, and what every head and method loses in place: other heads lose more than the diagnosis says."""
+    generator = torch.Generator().manual_seed(0)
+    options = {"cheap": {"num_iterations": 1, "exact": None}, "default": {}, "dear": {"exact": {"band": 1}}}
+    scale = torch.rand(layers, heads, generator=generator, dtype=torch.float64) + 0.1
+    values = {name: scale * (1 - cost) ** 2 for name, cost in COSTS.items()}
+    entries = {n: dict.fromkeys(("error", "layer_error", "kl"), [v.tolist()]) for n, v in values.items()}
+    found = {
+        "format": diagnosis.FORMAT,
+        "grid": [8, 3, 4],
+        "candidates": {name: {"options": options[name], "flops": cost} for name, cost in COSTS.items()},
+        "transformers": {
+            "transformer": {"steps": [0], "layers": layers, "heads": heads, "candidates": entries},
+        },
+    }
+    wrong = torch.exp(2 * torch.randn(layers, heads, generator=generator, dtype=torch.float64))
+    truth = {name: 0.01 * wrong * value for name, value in values.items()} | {"full": torch.zeros(layers, heads)}
+    return found, truth
+
+
+def in_place(plan, truth):
+    shares = torch.zeros(4, 6, dtype=torch.float64)
+    for layer, names in enumerate(plan.layers["transformer"]):
+        for head, name in enumerate(names):
+            shares[layer, head] = truth[name][layer, head]
+    return InPlace(plan, shares.sum().item(), {"transformer": shares})
+
+
+def test_shares_in_place_correct_what_a_plan_goes_by(monkeypatch):
+    found, truth = made_up()
+    work = 0.3 / default_flops(LatentGrid(8, 3, 4)) + 1e-9
+    # The same with what is true in place of what the diagnosis says.
+    part = found["transformers"]["transformer"]
+    told = {n: {"layer_error": [truth[n].tolist()]} for n in COSTS}
+    known = found | {"transformers": {"transformer": part | {"candidates": told}}}
+    monkeypatch.setattr("vmonarch.eval.calibrate.planning.measures_of", lambda _: ("layer_error",))
+    best = in_place(plan_within_work(known, work), truth).error
+    seen = []
+    monkeypatch.setattr(
+        "vmonarch.eval.calibrate.refining.measure_plan",
+        lambda pipe, plan, calls: seen.append(in_place(plan, truth)) or seen[-1],
+    )
+    refined = refine(None, [], found, Budget(flops=work), 8)
+    errors = [measured.error for measured in seen]
+    assert refined.about["in_place"] == pytest.approx(errors, rel=1e-5)
+    assert in_place(refined, truth).error == min(errors)
+    assert best <= min(errors) < 1.05 * best < 0.8 * errors[0]
+    assert all(measured.plan.about["predicted"]["flops_of_full"] <= 0.3 + 1e-6 for measured in seen)
+    plans = [measured.plan.layers for measured in seen]
+    assert all(plans.count(plan) == 1 for plan in plans), "no plan is measured twice"
+
+
+def test_a_head_whose_errors_cancel_others_keeps_its_measured_share():
+    """Below zero a share cannot scale what its head's other methods lose; they are taken to lose little."""
+    found, truth = made_up()
+    first = plan_within_work(found, 1.2)
+    measured = in_place(first, truth)
+    layer, head = next(
+        (i, j) for i, row in enumerate(first.layers["transformer"]) for j, name in enumerate(row) if name == "default"
+    )
+    measured.shares["transformer"][layer, head] = -0.1
+    again = plan_within_work(found, 1.2, found=[measured])
+    assert again.layers["transformer"][layer][head] == "default"
+    measured.shares["transformer"][layer, head] = 10 * truth["default"].sum()
+    again = plan_within_work(found, 1.2, found=[measured])
+    assert again.layers["transformer"][layer][head] == "full"
