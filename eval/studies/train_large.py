@@ -33,7 +33,7 @@ from vmonarch.finetune.data.schema import TEXT_LENGTH, Sample
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.plan import AttentionPlan
 
-PLAN = "embedded-1.00"
+PLAN = "embedded-1.00-refined"
 RUNS = ("attention=full", "attention=vmonarch", "attention=vmonarch:plan=PLAN")
 # Clips of a run; an update has one.
 CLIPS = 2
