@@ -36,10 +36,9 @@ from vmonarch.eval.render.table import made, markdown, percent, shown_number
 from vmonarch.files import check_output, file_name, write_json
 from vmonarch.finetune.config import finetune_config
 from vmonarch.finetune.data.parquet import write_empty_caption, write_shard
-from vmonarch.finetune.data.preprocess import PipelineEncoders
 from vmonarch.finetune.data.schema import Sample
 from vmonarch.finetune.embedded.data import HeldOutPrompt, held_out_prompts, sample_scenes
-from vmonarch.finetune.embedded.text import write_captions
+from vmonarch.finetune.embedded.text import TEXT_LENGTH, encode_text, tokenize, write_captions
 from vmonarch.finetune.embedded.transformer import encode_clips
 from vmonarch.finetune.embedded.vae import latent_statistics
 from vmonarch.finetune.export import export
@@ -70,19 +69,26 @@ SETTINGS = ("steps", "batch_size", "seed", "precision", "objective", "optimizer"
 def make_clips(pipe: Any, path: Path, count: int, seed: int, device: str) -> None:
     """Write a folder of procedural clips as `vmonarch preprocess --procedural` does, many at a time.
 
-    The VAE takes all frames of a clip at once, which equals its stock chunked form.
+    The VAE takes all frames of a clip at once, and the text encoder captions without padding, which equals their stock
+    forms.
     """
     scenes = sample_scenes(count, seed)
     captions = write_captions(scenes, seed + 1, 1)
     mean, std = latent_statistics(pipe.vae, device)
     latents = encode_clips(pipe.vae, scenes, device, batch=min(64, count)).float() * std + mean
-    encoders = PipelineEncoders(pipe, torch.device(device), 512)
+    ids = tokenize(pipe.tokenizer, [*captions, ""], TEXT_LENGTH)
+    counts = (ids != 0).sum(1).tolist()
+    with torch.no_grad():
+        batches = [
+            encode_text(pipe.text_encoder, part, padding=0)[0] for part in ids[:, : max(counts)].to(device).split(64)
+        ]
+    texts = [text[:count].float().cpu() for text, count in zip(torch.cat(batches), counts, strict=True)]
     rows = (
-        Sample(f"procedural-{seed}-{n}", latents[n].cpu(), encoders.text(caption), caption=caption)
+        Sample(f"procedural-{seed}-{n}", latents[n].cpu(), texts[n], caption=caption)
         for n, caption in enumerate(captions)
     )
     write_shard(path / "clips.parquet", rows)
-    write_empty_caption(path, encoders.text(""))
+    write_empty_caption(path, texts[-1])
 
 
 @dataclass(frozen=True)

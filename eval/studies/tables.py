@@ -34,6 +34,7 @@ from vmonarch.eval.studies import (
     parallel_bytes,
     residual_sharing,
     support,
+    train_large,
     trained,
 )
 
@@ -207,6 +208,7 @@ TABLES = {
     "guidance": Table(guidance.guidance_table, "guidance"),
     "finetune-embedded": Table(finetune_scores.finetune_table, "finetune-embedded"),
     "finetune-embedded-1500": Table(finetune_scores.finetune_table, "finetune-embedded-1500"),
+    "train-14b": Table(train_large.table, "train-14b"),
     "trained-embedded": Table(trained.table, "trained-embedded"),
     "trained-tries": Table(trained.table, "trained-tries"),
     "trained-tries-plans": Table(trained.table, "trained-tries-plans"),

@@ -528,6 +528,9 @@ _bench: Bench | None = None
 def _begin(model: Path, drawn: Path, devices: Any, compile: bool) -> None:
     global _bench
     device = devices.get()
+    if device != "cpu":
+        # Graphs are recorded on the device of the process.
+        torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")
     _bench = Bench(model, drawn, device, compile and device != "cpu")
 

@@ -54,6 +54,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
         "neural-bias": ("biases", "gravity", "relative_error"),
         **dict.fromkeys(("footage", "footage-proxy"), ("results", 1, "velocity_error")),
         "footage-run": ("results", 1, "velocity_errors", 0),
+        "train-14b": ("rows", 1, "seconds", 0),
         "train-h200": ("cases", 0, "rows", 1, "ms", "median"),
         "e2e": ("runs", 0, "cases", 0, "rows", 0, "step_s", "median"),
         **dict.fromkeys(("stack", "few-steps-speed"), ("runs", 0, "cases", 0, "rows", -1, "video_s")),
