@@ -11,7 +11,7 @@ The shares correct what the next plan goes by (`planning.plan_within_work`), and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from vmonarch import apply, restore
 from vmonarch.context_parallel import Share
 from vmonarch.eval.calibrate.diagnosis import Call, differentiate, when_differentiated
 from vmonarch.eval.calibrate.planning import InPlace
-from vmonarch.eval.calibrate.run import Budget
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
@@ -105,18 +104,21 @@ def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Call]) -> InPla
 
 
 def refine(
-    pipe: Any, calls: Sequence[Call], diagnosis: Mapping[str, Any], budget: Budget, rounds: int
+    pipe: Any, calls: Sequence[Call], make: Callable[[Sequence[InPlace]], AttentionPlan], rounds: int
 ) -> AttentionPlan:
     """The best of so many plans, each of which goes by what the ones before it showed in place.
 
     `about["in_place"]` of the plan has the ‖v' - v‖²/‖v‖² of all of them.
 
+    Args:
+        make: a plan from those before it.
+
     Raises:
-        InputError: see `differentiate` and `Budget.plan`.
+        InputError: see `differentiate`.
     """
     found: list[InPlace] = []
     for _ in range(rounds):
-        plan = budget.plan(diagnosis, found)
+        plan = make(found)
         if any(plan.layers == earlier.plan.layers for earlier in found):
             break
         found.append(measure_plan(pipe, plan, calls))

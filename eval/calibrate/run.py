@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -309,11 +310,8 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
             raise GenerationError(f"{target} cannot be written to: {error}; {kept}") from error
         # What was sampled is on disk by now: a plan that cannot be made costs no more than another --diagnosis.
         try:
-            plan = (
-                refine(model.pipe, recorder.calls, diagnosis, config.allowed, config.refine)
-                if config.refine
-                else config.allowed.plan(diagnosis)
-            )
+            make = functools.partial(config.allowed.plan, diagnosis)
+            plan = refine(model.pipe, recorder.calls, make, config.refine) if config.refine else make()
         except InputError as error:
             kept = f"the diagnosis is {target / 'diagnosis.json'}, from which --diagnosis makes other plans"
             raise InputError(error.argument, f"{error.problem}; {kept}") from error

@@ -20,7 +20,7 @@ def test_a_model_is_diagnosed_planned_and_reported(cli):
     sparse = "two-resolution:share=0.2,tile=[1,2,2]"
     words = ["calibrate", PROMPT, "--every", 1, "--maps", "1:0", "--candidates", "vmonarch-t1", sparse]
     code, out, err = cli(*words, "--flops", 0.5, "--measure", "kl", "--refine", 2)
-    assert code == 0 and "work:" in out and "change of the model's output, measured: " in out, err
+    assert code == 0 and "work:" in out and "change of the model's output, measured in place: " in out, err
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["diagnosis.json", "plan.json", "report.html"]
     diagnosis = json.loads((folder / "diagnosis.json").read_text())
@@ -32,6 +32,7 @@ def test_a_model_is_diagnosed_planned_and_reported(cli):
     assert 1 <= len(plan.about["in_place"]) <= 2 and min(plan.about["in_place"]) > 0
     assert plan.about["measure"] == "kl" and plan.about["predicted"]["flops_of_vmonarch"] <= 0.5 + 1e-6
     page = check_whole((folder / "report.html").read_text())
+    assert "Measured in place, the output changes by" in " ".join(text for _, text in page.texts)
     # Maps of full attention and of two candidates.
     pictures = page.of("img")
     assert len(pictures) == 3 and all(picture["src"].startswith("data:image/png;base64,") for picture in pictures)

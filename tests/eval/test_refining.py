@@ -9,7 +9,6 @@ from vmonarch.eval.calibrate import diagnosis
 from vmonarch.eval.calibrate.diagnosis import Call, DiagnosisProcessor, Recorder, watched
 from vmonarch.eval.calibrate.planning import InPlace, default_flops, plan_within_work
 from vmonarch.eval.calibrate.refining import measure_plan, refine
-from vmonarch.eval.calibrate.run import Budget
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.options import VMonarchOptions
 
@@ -131,7 +130,7 @@ def test_shares_in_place_correct_what_a_plan_goes_by(monkeypatch):
         "vmonarch.eval.calibrate.refining.measure_plan",
         lambda pipe, plan, calls: seen.append(in_place(plan, truth)) or seen[-1],
     )
-    refined = refine(None, [], found, Budget(flops=work), 8)
+    refined = refine(None, [], lambda seen: plan_within_work(found, work, found=seen), 8)
     errors = [measured.error for measured in seen]
     assert refined.about["in_place"] == pytest.approx(errors, rel=1e-5)
     assert in_place(refined, truth).error == min(errors)

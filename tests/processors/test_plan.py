@@ -283,8 +283,8 @@ def test_plans_that_ship_are_known_by_name_and_fit_the_embedded_model():
         layers = config["num_layers"]
         assert all(len(plan.heads_of("transformer", i, layers, config["num_attention_heads"])) for i in range(layers))
         grid = LatentGrid(16, 6, 10)
-        heads = layers * config["num_attention_heads"]
-        work = plan.flops(grid, 96) / (heads * vmonarch_flops(grid, 96))
+        heads, head_dim = layers * config["num_attention_heads"], config["attention_head_dim"]
+        work = plan.flops(grid, head_dim) / (heads * vmonarch_flops(grid, head_dim))
         limit = float(name.split("-")[1])
         assert limit - 0.05 < work <= limit + 1e-9, (name, work)
     used = {method["plan"] for method in read_yaml("plans-embedded", group="eval")["methods"] if "plan" in method}

@@ -107,6 +107,7 @@ def _tell(plan: object, *, quiet: bool) -> None:
         f"default VMonarch; predicted mean error {predicted['mean_error']:.4f}, row-KL {predicted['mean_kl']:.4f}"
     )
     if errors := plan.about.get("in_place"):
-        print(f"change of the model's output, measured: {min(errors):.3g} (the first plan's: {errors[0]:.3g})")
+        best, first = (100 * error**0.5 for error in (min(errors), errors[0]))
+        print(f"change of the model's output, measured in place: {best:.2f} % (first plan: {first:.2f} %)")
     if "time_of_full" in predicted:
         print(f"time: {100 * predicted['time_of_full']:.1f} % of full attention's, as measured head by head")
