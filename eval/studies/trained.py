@@ -507,11 +507,16 @@ def _spread(values: Sequence[float], digits: int) -> str:
     return f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
 
 
-def earlier_runs(path: Path, training: Training, runs: Sequence[str]) -> list[dict[str, Any]]:
+def earlier_runs(
+    path: Path, training: Training, runs: Sequence[str], shares: dict[str, float | None]
+) -> list[dict[str, Any]]:
     """Those that an output has of `runs`.
 
+    Args:
+        shares: `work` of the methods, by which the model is known, too.
+
     Raises:
-        InputError: there is no such output, or it is of another training.
+        InputError: there is no such output, or it is of another training or model.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -519,6 +524,10 @@ def earlier_runs(path: Path, training: Training, runs: Sequence[str]) -> list[di
         raise InputError("--resume", f"holds {str(path)!r}, which cannot be read: {error}") from error
     if found.get("training") != dataclasses.asdict(training):
         raise InputError("--resume", f"must be an output of the same training, {str(path)!r} is not")
+    if other := [name for name, share in found["work"].items() if shares.get(name, share) != share]:
+        raise InputError(
+            "--resume", f"must be an output of the same model, but {other[0]!r} does other work in {str(path)!r}"
+        )
     return [run for run in found["runs"] if run["run"] in runs]
 
 
@@ -563,8 +572,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_output(options.output)
         training = (QUICK if options.quick else Training()).changed(options.training)
         own = {words: training.changed(words.split()[1:]) for words in options.runs}
-        done = [] if options.resume is None else earlier_runs(options.resume, training, options.runs)
         shares = work(list(dict.fromkeys(words.split()[0] for words in options.runs)), options.model)
+        done = [] if options.resume is None else earlier_runs(options.resume, training, options.runs, shares)
     except InputError as error:
         parser.error(str(error))
     device, compile = options.devices[0], not options.no_compile

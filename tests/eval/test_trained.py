@@ -139,15 +139,22 @@ def test_a_run_changes_its_training_by_words():
             trained.Training().changed([words])
 
 
-def test_runs_of_an_earlier_output_are_kept_if_the_training_is_the_same(tmp_path):
+def test_runs_of_an_earlier_output_are_kept_if_training_and_model_are_the_same(tmp_path):
     path, training = tmp_path / "trained.json", trained.Training(updates=3)
     runs = [{"run": "full", "seed": 0}, {"run": "local", "seed": 0}]
-    write_json(path, {"training": dataclasses.asdict(training), "runs": runs})
-    assert trained.earlier_runs(path, training, ["vmonarch", "full"]) == runs[:1]
-    with pytest.raises(InputError, match="--resume must be an output of the same training"):
-        trained.earlier_runs(path, trained.Training(updates=4), ["full"])
-    with pytest.raises(InputError, match="--resume holds .* which cannot be read"):
-        trained.earlier_runs(tmp_path / "none.json", training, ["full"])
+    shares = {"full": 1.0, "local": 0.25}
+    write_json(path, {"training": dataclasses.asdict(training), "runs": runs, "work": shares})
+    kept = lambda **changed: trained.earlier_runs(
+        **{"path": path, "training": training, "runs": ["vmonarch", "full"], "shares": {"full": 1.0}} | changed
+    )
+    assert kept() == runs[:1]
+    for changed, message in (
+        ({"training": trained.Training(updates=4)}, "must be an output of the same training"),
+        ({"shares": shares | {"local": 0.2}}, "must be an output of the same model, but 'local' does other work"),
+        ({"path": tmp_path / "none.json"}, "holds .* which cannot be read"),
+    ):
+        with pytest.raises(InputError, match=f"--resume {message}"):
+            kept(**changed)
 
 
 def test_the_table_compares_means_over_seeds_with_full_attention():
