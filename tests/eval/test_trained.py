@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from vmonarch.configs import InputError
 from vmonarch.eval import peers
 from vmonarch.eval.studies import trained
 from vmonarch.files import write_json
-from vmonarch.finetune.embedded.transformer import project
+from vmonarch.finetune.embedded.transformer import draw_clips, project
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import self_attention_modules
 from vmonarch.pipelines.embedded import embedded_model_path
@@ -188,3 +189,32 @@ def test_the_table_compares_means_over_seeds_with_full_attention():
     )
     assert "| the same weights, `also` | – | – | – | – | – | 50.0 ± 0.0 % | 30.0 | 0.750 | 18.0 |" in text
     assert "objective flow, 2 seeds" in text
+
+
+@pytest.mark.gpu
+def test_recorded_passes_have_the_gradients_of_others(tmp_path, monkeypatch):
+    """On the last GPU, as a process of the study has it: a pass is recorded on the current one."""
+    training = dataclasses.replace(trained.QUICK, batch=4, clips=8)
+    device, drawn = f"cuda:{torch.cuda.device_count() - 1}", tmp_path / "drawn.pt"
+    devices: queue.Queue[str] = queue.Queue()
+    devices.put(device)
+    monkeypatch.setattr(trained, "_bench", None)
+    with torch.cuda.device(0):
+        trained.draw_all(training, embedded_model_path(), device, False, drawn)
+        trained._begin(embedded_model_path(), drawn, devices, True)
+        bench = trained._bench
+        assert bench is not None
+        student = bench.student("vmonarch:plan=embedded-1.00-refined", training)
+        learnt = list(student.parameters())
+        passes = trained.Velocity(student, training.precision), bench.velocity_of(student, training)
+        for seed in range(2):
+            torch.manual_seed(seed)
+            _, clean, ids, _, noise, sigma = draw_clips(bench.clips, bench.tokens, training.batch, 0.1, 3.0)
+            found = []
+            for predict in passes:
+                (predict(clean, noise, sigma, bench.text(ids)) - noise + clean).square().mean().backward()
+                found.append(torch.cat([x.grad.flatten() for x in learnt if x.grad is not None]))
+                for parameter in learnt:
+                    parameter.grad = None
+            assert found[0].norm() > 0
+            assert (found[1] - found[0]).norm() < 0.01 * found[0].norm(), seed
