@@ -203,8 +203,9 @@ class CalibrateConfig(SamplingConfig):
 
     @property
     def allowed(self) -> Budget:
-        """What the plan may cost."""
-        return Budget(self.budget, self.flops, self.time, self.measure, self.limit)
+        """What the plan may cost; where plans are measured in place, the first goes by the error of layers."""
+        measure = self.measure or ("layer_error" if self.refine else None)
+        return Budget(self.budget, self.flops, self.time, measure, self.limit)
 
 
 def _candidate(spec: Any) -> AttentionMethod:

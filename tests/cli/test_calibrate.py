@@ -150,5 +150,11 @@ def test_what_a_model_that_cannot_be_differentiated_needs_is_said(cli, monkeypat
     assert "output_error" not in Path(out.split()[-2]).read_text()
 
 
+def test_a_plan_in_place_begins_with_the_error_of_layers():
+    measures = [CalibrateConfig(prompts=("p",), **given).allowed.measure for given in ({}, {"refine": 2})]
+    assert measures == [None, "layer_error"]
+    assert CalibrateConfig(prompts=("p",), refine=2, measure="kl").allowed.measure == "kl"
+
+
 def test_the_shipped_settings_build():
     assert build_config(CalibrateConfig, read_yaml("quick", group="calibrate"), {"prompts": ["p"]}).every == 10
