@@ -103,6 +103,8 @@ class VideoAttentionProcessor:
         self._bias: BiasOption | None = None
         # torch.compile finds the layer by it when it runs; None where it is to look inside.
         self._number: torch.Tensor | None = None
+        # Which of the transformer's blocks it is in, once it is bound.
+        self._layer = 0
         self._context: ForwardContext | None = None
         self._original: Any = None
         # Whether the transformer is one of xfuser's, whose ranks may hold parts of the tokens.
@@ -482,7 +484,9 @@ class VideoAttentionProcessor:
             attn: the module.
             layer: which of the transformer's `layers` blocks it is in.
         """
-        return copy.copy(self)._place(context, original)
+        bound = copy.copy(self)._place(context, original)
+        bound._layer = layer
+        return bound
 
     def _place(self, context: ForwardContext | None, original: Any) -> VideoAttentionProcessor:
         self._context = context

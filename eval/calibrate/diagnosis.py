@@ -33,7 +33,6 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.context_parallel import Share
-from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.installation import find_transformers
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
@@ -227,25 +226,25 @@ class Recorder:
         every: the steps 0, every, 2·every, … are recorded.
         maps: (layer, head) whose attention maps are kept, of the first video, at the recorded step nearest the middle.
         map_size: rows and columns of a map.
+        calls: where the calls that are watched go; None keeps none of them, and their tensors, in memory.
 
     Attributes:
         grid: of the videos. totals: by (transformer, step, layer).
         inputs: query, key and value [1, S, H, D] of a recorded call.
         pictures: maps by (transformer, layer, head, method).
         watch: inside `watched`.
-        calls: those that were watched.
     """
 
     candidates: dict[str, Options]
     every: int = 1
     maps: tuple[tuple[int, int], ...] = ()
     map_size: int = 300
+    calls: list[Call] | None = None
     grid: LatentGrid | None = None
     totals: dict[tuple[str, int, int], Totals] = field(default_factory=dict)
     inputs: tuple[torch.Tensor, ...] = ()
     pictures: dict[tuple[str, int, int, str], torch.Tensor] = field(default_factory=dict)
     watch: Watch | None = None
-    calls: list[Call] = field(default_factory=list)
 
     @property
     def reference(self) -> str:
@@ -289,10 +288,12 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
             return
         step, velocity = watch.step, output[0].double()
         watch.velocity = velocity.square().sum().item()
-        recorder.calls.append(Call(component, module, args, kwargs, output[0]))
+        call = Call(component, module, args, kwargs, output[0])
+        if recorder.calls is not None:
+            recorder.calls.append(call)
         noise = torch.randn(velocity.shape, generator=generator).to(velocity.device)
         try:
-            differentiate(recorder.calls[-1], lambda found: (found.float() * noise).sum())
+            differentiate(call, lambda found: (found.float() * noise).sum())
             layers = sum(place[:2] == (component, step) for place in recorder.totals)
             for layer in replaced_layers(layers):
                 watch.replaced = layer
@@ -376,12 +377,6 @@ class DiagnosisProcessor(VideoAttentionProcessor):
         super().__init__()
         self.recorder = recorder
         self._needs_apply = "a diagnosis"
-        self._layer = 0
-
-    def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
-        bound = super().bind(context, original, attn, layer, layers)
-        bound._layer = layer
-        return bound
 
     def attend_with_lse(
         self,

@@ -190,9 +190,12 @@ def _corrected(choices: _Choices, values: torch.Tensor, found: Sequence[InPlace]
     shares = torch.stack([
         torch.cat([measured.shares[name].flatten() for name, _, _ in choices.places]) for measured in found
     ])  # fmt: skip
+    # Their sums, to first order, and above 0.
+    errors = torch.tensor([measured.error for measured in found], dtype=torch.float64)
     had = values[heads, chosen]
-    ratio = (shares.clamp(min=_LEAST_SHARE * shares.mean()) / had).log().masked_fill(had == 0, 0.0)
-    common = (shares[0].sum() / had[0].sum()).log()
+    least = _LEAST_SHARE * errors.mean() / len(heads)
+    ratio = (shares.clamp(min=least) / had).log().masked_fill(had == 0, 0.0)
+    common = (errors[0] / had[0].sum()).log()
     times = (had != 0).sum(0)
     scale = torch.where(times == 0, common, ratio.sum(0) / times.clamp(min=1)).exp()
     corrected = values * scale[:, None]

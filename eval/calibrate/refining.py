@@ -11,17 +11,15 @@ The shares correct what the next plan goes by (`planning.plan_within_work`), and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from vmonarch import apply, restore
-from vmonarch.context_parallel import Share
 from vmonarch.eval.calibrate.diagnosis import Call, differentiate, when_differentiated
 from vmonarch.eval.calibrate.planning import InPlace
-from vmonarch.forward_context import ForwardContext
-from vmonarch.grid import LatentGrid
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.plan import AttentionPlan
 from vmonarch.processors import VMonarchProcessor
@@ -38,25 +36,12 @@ class SharesProcessor(VMonarchProcessor):
         super().__init__(plan=plan)
         self._shares = shares
         self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._layer = 0
-
-    def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
-        bound = super().bind(context, original, attn, layer, layers)
-        if bound is not original:
-            bound._layer = layer
-        return bound
 
     def _attend_heads(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: LatentGrid,
-        heads: Share | None,
-        return_lse: bool,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        found = super()._attend_heads(query, key, value, grid, heads, return_lse)
-        out = found[0] if return_lse else found
+        found = super()._attend_heads(query, key, value, *args, **kwargs)
+        out = found[0] if isinstance(found, tuple) else found
         assert self._context is not None
         shares = self._shares[self._context.component][self._layer]
 
@@ -68,6 +53,11 @@ class SharesProcessor(VMonarchProcessor):
 
         when_differentiated(out, self._inputs, self._layer, (query, key, value, out), add)
         return found
+
+
+def _change(velocity: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """‖v' - v‖²/‖v‖² of v, and of v' in `found`."""
+    return (found.float() - velocity).square().sum() / velocity.square().sum()
 
 
 def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Call]) -> InPlace:
@@ -92,12 +82,7 @@ def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Call]) -> InPla
         for call in calls:
             if call.component not in inexact:
                 continue
-            size = call.velocity.float().square().sum()
-
-            def change(found: torch.Tensor, call: Call = call, size: torch.Tensor = size) -> torch.Tensor:
-                return (found.float() - call.velocity.float()).square().sum() / size
-
-            error += differentiate(call, change) / len(calls)
+            error += differentiate(call, functools.partial(_change, call.velocity.float())) / len(calls)
     finally:
         restore(pipe)
     return InPlace(plan, error, {name: found / len(calls) for name, found in shares.items()})

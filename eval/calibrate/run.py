@@ -174,8 +174,12 @@ class CalibrateConfig(SamplingConfig):
                 raise InputError(name, "cannot be output_error without sensitivity, which measures it")
         if isinstance(self.refine, bool) or not isinstance(self.refine, int) or self.refine < 0:
             raise InputError("refine", f"must be a number of plans, at least 0, got {self.refine!r}")
-        unused = {"no-sensitivity": not self.sensitivity, "budget": self.budget, "limit": self.limit}
-        if self.refine and (given := [name for name, value in unused.items() if value not in (None, False)]):
+        without = {
+            "no-sensitivity": not self.sensitivity,
+            "budget": self.budget is not None,
+            "limit": self.limit is not None,
+        }
+        if self.refine and (given := [name for name, is_given in without.items() if is_given]):
             raise InputError("refine", f"measures plans for flops or time, with gradients; leave out {given[0]}")
         for name in ("limit", "time"):
             if getattr(self, name) is not None and VMonarchOptions() not in map(_options, methods):
@@ -266,7 +270,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or a map or a budget does not fit.
     """
     from vmonarch import apply, restore
-    from vmonarch.eval.calibrate.diagnosis import DiagnosisProcessor, Recorder, document, watched
+    from vmonarch.eval.calibrate.diagnosis import Call, DiagnosisProcessor, Recorder, document, watched
     from vmonarch.eval.calibrate.refining import refine
     from vmonarch.eval.calibrate.report import report
     from vmonarch.eval.calibrate.timing import head_times
@@ -282,7 +286,9 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         if layer >= layers or head >= heads:
             raise InputError("maps", f"must lie in {layers} layers of {heads} heads, got {layer}:{head}")
     candidates = {method.label: _options(method) for method in config.candidates}
-    recorder = Recorder(candidates, config.every or max(1, config.steps // 10), maps)
+    calls: list[Call] = []
+    every = config.every or max(1, config.steps // 10)
+    recorder = Recorder(candidates, every, maps, calls=calls if config.refine else None)
     batches = config.batches()
     apply(model.pipe, DiagnosisProcessor(recorder))
     try:
@@ -312,7 +318,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         # What was sampled is on disk by now: a plan that cannot be made costs no more than another --diagnosis.
         try:
             make = functools.partial(config.allowed.plan, diagnosis)
-            plan = refine(model.pipe, recorder.calls, make, config.refine) if config.refine else make()
+            plan = refine(model.pipe, calls, make, config.refine) if config.refine else make()
         except InputError as error:
             kept = f"the diagnosis is {target / 'diagnosis.json'}, from which --diagnosis makes other plans"
             raise InputError(error.argument, f"{error.problem}; {kept}") from error

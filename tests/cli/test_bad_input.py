@@ -191,6 +191,7 @@ CALIBRATE = {
     ),
     "refining nothing": (["p", "--refine", "-1"], ["refine must be a number of plans"]),
     "refining without gradients": (["p", "--refine", "2", "--no-sensitivity"], ["refine", "leave out no-sensitivity"]),
+    "refining plans without error": (["p", "--refine", "2", "--budget", "0"], ["refine", "leave out budget"]),
     "refining plans for an error": (["p", "--refine", "2", "--budget", "1"], ["refine", "leave out budget"]),
     "work and time": (["p", "--time", "1", "--flops", "1"], ["flops and time exclude each other"]),
     "another kind": (

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from made_up_diagnosis import made_up
 
 import vmonarch
 from vmonarch import AttentionPlan, ExactBlocks, LatentGrid, VMonarchProcessor, vmonarch_attention
@@ -252,26 +253,6 @@ def test_what_cannot_be_diagnosed_is_named(tiny):
 
 
 # Plans
-
-
-def made_up(steps=2, layers=3, heads=4, seed=0):
-    """A diagnosis whose errors fall with the work of a candidate, differently for every head."""
-    generator = torch.Generator().manual_seed(seed)
-    names = {"cheap": 0.1, "default": 0.3, "dear": 0.6}
-    options = {"cheap": {"num_iterations": 1, "exact": None}, "default": {}, "dear": {"exact": {"band": 1}}}
-    scale = torch.rand(steps, layers, heads, generator=generator) + 0.1
-    values = {name: (scale * (1 - flops) ** 2).tolist() for name, flops in names.items()}
-    return {
-        "format": diagnosis.FORMAT,
-        "grid": [8, 3, 4],
-        "candidates": {name: {"options": options[name], "flops": flops} for name, flops in names.items()},
-        "transformers": {
-            "transformer": {
-                "steps": list(range(steps)), "layers": layers, "heads": heads,
-                "candidates": {n: dict.fromkeys(("error", "layer_error", "kl"), v) for n, v in values.items()},
-            }
-        },
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("measure_name", ["error", "kl"])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from made_up_diagnosis import made_up
 
 import vmonarch
 from vmonarch import AttentionPlan, LatentGrid, VMonarchProcessor
-from vmonarch.eval.calibrate import diagnosis
 from vmonarch.eval.calibrate.diagnosis import Call, DiagnosisProcessor, Recorder, watched
 from vmonarch.eval.calibrate.planning import InPlace, default_flops, plan_within_work
 from vmonarch.eval.calibrate.refining import measure_plan, refine
@@ -22,7 +22,7 @@ PLAN = AttentionPlan(
 def recorded(tiny):
     """A pipeline with stock attention, and two calls that it made."""
     pipe = tiny.pipeline()
-    recorder = Recorder({"t1": VMonarchOptions(num_iterations=1)})
+    recorder = Recorder({"t1": VMonarchOptions(num_iterations=1)}, calls=[])
     vmonarch.apply(pipe, DiagnosisProcessor(recorder))
     pipe.set_progress_bar_config(disable=True)
     with watched(recorder, pipe):
@@ -42,14 +42,9 @@ class Moved(VMonarchProcessor):
         super().__init__(plan=plan)
         self.place, self.step = place, step
 
-    def bind(self, context, original, attn, layer, layers):
-        bound = super().bind(context, original, attn, layer, layers)
-        bound.layer = layer
-        return bound
-
     def _attend_heads(self, query, key, value, grid, heads, return_lse):
         out = super()._attend_heads(query, key, value, grid, heads, return_lse)
-        if self.layer == self.place[0]:
+        if self._layer == self.place[0]:
             head = slice(self.place[1], self.place[1] + 1)
             exact = flash_entropy_attention(query, key, value)[0]
             out[:, :, head] += self.step * (out - exact)[:, :, head]
@@ -85,27 +80,13 @@ def test_the_share_of_a_head_is_half_of_how_the_change_grows_with_its_error(tiny
     assert not model.is_gradient_checkpointing and not model._forward_hooks
 
 
-COSTS = {"cheap": 0.1, "default": 0.3, "dear": 0.6}
-
-
-def made_up(layers=4, heads=6):
+def made_up_in_place():
     """A diagnosis, and what every head and method loses in place: other heads lose more than the diagnosis says."""
-    generator = torch.Generator().manual_seed(0)
-    options = {"cheap": {"num_iterations": 1, "exact": None}, "default": {}, "dear": {"exact": {"band": 1}}}
-    scale = torch.rand(layers, heads, generator=generator, dtype=torch.float64) + 0.1
-    values = {name: scale * (1 - cost) ** 2 for name, cost in COSTS.items()}
-    entries = {n: dict.fromkeys(("error", "layer_error", "kl"), [v.tolist()]) for n, v in values.items()}
-    found = {
-        "format": diagnosis.FORMAT,
-        "grid": [8, 3, 4],
-        "candidates": {name: {"options": options[name], "flops": cost} for name, cost in COSTS.items()},
-        "transformers": {
-            "transformer": {"steps": [0], "layers": layers, "heads": heads, "candidates": entries},
-        },
-    }
-    wrong = torch.exp(2 * torch.randn(layers, heads, generator=generator, dtype=torch.float64))
-    truth = {name: 0.01 * wrong * value for name, value in values.items()} | {"full": torch.zeros(layers, heads)}
-    return found, truth
+    found = made_up(steps=1, layers=4, heads=6)
+    candidates = found["transformers"]["transformer"]["candidates"]
+    wrong = torch.exp(2 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    truth = {name: 0.01 * wrong * torch.tensor(values["layer_error"])[0] for name, values in candidates.items()}
+    return found, truth | {"full": torch.zeros(4, 6)}
 
 
 def in_place(plan, truth):
@@ -117,11 +98,11 @@ def in_place(plan, truth):
 
 
 def test_shares_in_place_correct_what_a_plan_goes_by(monkeypatch):
-    found, truth = made_up()
+    found, truth = made_up_in_place()
     work = 0.3 / default_flops(LatentGrid(8, 3, 4)) + 1e-9
     # The same with what is true in place of what the diagnosis says.
     part = found["transformers"]["transformer"]
-    told = {n: {"layer_error": [truth[n].tolist()]} for n in COSTS}
+    told = {name: {"layer_error": [truth[name].tolist()]} for name in part["candidates"]}
     known = found | {"transformers": {"transformer": part | {"candidates": told}}}
     monkeypatch.setattr("vmonarch.eval.calibrate.planning.measures_of", lambda _: ("layer_error",))
     best = in_place(plan_within_work(known, work), truth).error
@@ -142,7 +123,7 @@ def test_shares_in_place_correct_what_a_plan_goes_by(monkeypatch):
 
 def test_a_head_whose_errors_cancel_others_keeps_its_measured_share():
     """Below zero a share cannot scale what its head's other methods lose; they are taken to lose little."""
-    found, truth = made_up()
+    found, truth = made_up_in_place()
     first = plan_within_work(found, 1.2)
     measured = in_place(first, truth)
     layer, head = next(
