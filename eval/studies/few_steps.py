@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -267,9 +267,12 @@ def sample(model: LoadedModel, config: SamplingConfig, prompts: Sequence[str]) -
     return torch.cat(videos)
 
 
-def measure(study: FewSteps, folder: Path, device: str, sheets: Path | None) -> list[dict[str, Any]]:
-    """Rows of the table. PSNR and SSIM are to what the same student makes with full attention, which itself is compared
-    with the teacher; the students that learnt with another attention are compared with the one that did not."""
+def measure(study: FewSteps, folder: Path, device: str, sheets: Path | None) -> Iterator[dict[str, Any]]:
+    """Rows of the table, as they are done.
+
+    PSNR and SSIM are to what the same student makes with full attention, which itself is compared with the teacher; the
+    students that learnt with another attention are compared with the one that did not.
+    """
     prompts = [prompt.prompt for prompt in held_out_prompts()[: study.prompts]]
     # Name, settings, methods, and the row that the methods after full are compared with.
     runs: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
@@ -283,7 +286,6 @@ def measure(study: FewSteps, folder: Path, device: str, sheets: Path | None) -> 
             name = f"student of {attention}, {steps} steps"
             runs.append((name, euler | {"guidance": 1.0, "lora": lora}, words, f"student of full, {steps} steps"))
     full: dict[str, torch.Tensor] = {}
-    rows = []
     for name, settings, words, own in runs:
         settings |= {"device": device, "batch_size": min(16, len(prompts)), "num_frames": study.num_frames}
         config, model = complete_and_load(SamplingConfig(prompts=tuple(prompts), **settings), None)
@@ -307,9 +309,7 @@ def measure(study: FewSteps, folder: Path, device: str, sheets: Path | None) -> 
                 pairs = zip(videos, reference, strict=True)
                 near = [dataclasses.asdict(similarity(x.to(device), y.to(device))) for x, y in pairs]
                 row |= {key: statistics.fmean(entry[key] for entry in near) for key in ("psnr", "ssim")}
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    return rows
+            yield row
 
 
 def few_steps_table(results: dict[str, Any]) -> str:
@@ -364,9 +364,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record |= {"study": dataclasses.asdict(study), "training": distil(study, Path(folder), options.device, compile)}
         record["train_seconds"] = round(time.monotonic() - started, 1)
         torch.set_float32_matmul_precision("highest")
-        record["rows"] = measure(study, Path(folder), options.device, options.sheets)
-    record["seconds"] = round(time.monotonic() - started, 1)
-    write_json(options.output, record)
+        record["rows"] = []
+        for row in measure(study, Path(folder), options.device, options.sheets):
+            print(json.dumps(row), flush=True)
+            record["rows"].append(row)
+            record["seconds"] = round(time.monotonic() - started, 1)
+            write_json(options.output, record)
     print(few_steps_table(record))
     return 0
 

@@ -210,6 +210,7 @@ TABLES = {
     "finetune-embedded-1500": Table(finetune_scores.finetune_table, "finetune-embedded-1500"),
     "train-14b": Table(train_large.table, "train-14b"),
     "trained-embedded": Table(trained.table, "trained-embedded"),
+    "trained-proxy": Table(trained.table, "trained-proxy"),
     "trained-tries": Table(trained.table, "trained-tries"),
     "trained-tries-plans": Table(trained.table, "trained-tries-plans"),
     "footage": Table(footage.footage_table, "footage"),

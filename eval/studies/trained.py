@@ -537,9 +537,9 @@ _bench: Bench | None = None
 def _begin(model: Path, drawn: Path, devices: Any, compile: bool) -> None:
     global _bench
     device = devices.get()
-    if device != "cpu":
-        # Graphs are recorded on the device of the process.
-        torch.cuda.set_device(device)
+    # Graphs are recorded on the device of the process. "cuda" is the one that it has.
+    if (index := torch.device(device).index) is not None:
+        torch.cuda.set_device(index)
     torch.set_float32_matmul_precision("high")
     _bench = Bench(model, drawn, device, compile and device != "cpu")
 

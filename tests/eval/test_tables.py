@@ -67,7 +67,8 @@ def test_a_changed_number_changes_the_table(tmp_path):
             ("results", "vmonarch", "validation_loss", "after"),
         ),
         **dict.fromkeys(
-            ("trained-embedded", "trained-tries", "trained-tries-plans"), ("runs", 1, "checks", -1, "flow", 0)
+            ("trained-embedded", "trained-proxy", "trained-tries", "trained-tries-plans"),
+            ("runs", 1, "checks", -1, "flow", 0),
         ),
         "parallel": ("rows", 0, "ms", "median"),
         "parallel-compiled": ("rows", 0, "ms", "median"),
