@@ -36,9 +36,11 @@ def test_every_method_is_scored_before_and_after(tmp_path, monkeypatch):
     assert str(tmp_path) not in (tmp_path / "scores.json").read_text()
 
 
-@pytest.mark.slow
 def test_processes_take_one_method_each_and_none_after_the_budget(tmp_path, monkeypatch, forkserver):
     monkeypatch.setattr(finetune_scores.multiprocessing, "get_context", {"spawn": forkserver}.get)
+    # No method is begun, so clips and videos of the shipped model are not needed.
+    monkeypatch.setattr(finetune_scores, "make_clips", lambda *_: None)
+    monkeypatch.setattr(finetune_scores, "generate", lambda *_, **options: torch.zeros(1))
     path = tmp_path / "scores.json"
     finetune_scores.main(
         [*ONE, *SMALL, "--processes", "2", "--output", str(path), "--methods", "full", "vmonarch", "--budget", "0"]
