@@ -335,7 +335,7 @@ def differentiate(call: Call, loss: Callable[[torch.Tensor], torch.Tensor]) -> f
             found = loss(module(*call.args, **call.kwargs)[0])
             found.backward()
     except RuntimeError as error:
-        instead = "leave it out with --no-sensitivity (sensitivity=False)"
+        instead = "leave out --refine, and what it needs, with --no-sensitivity (sensitivity=False)"
         raise InputError("sensitivity", f"cannot be measured: {error}; {instead}") from error
     finally:
         for parameter in learnt:
