@@ -207,7 +207,7 @@ class BasedProcessor(VideoAttentionProcessor):
         if kind == "full":
             return original
         bound = BasedLayer(kind, attn, layer, **{name: getattr(self, name) for name in self._OPTIONS})
-        return bound._place(context, original)
+        return bound._place(context, original, layer)
 
 
 class BasedLayer(torch.nn.Module, BasedProcessor):

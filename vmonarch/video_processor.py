@@ -484,11 +484,10 @@ class VideoAttentionProcessor:
             attn: the module.
             layer: which of the transformer's `layers` blocks it is in.
         """
-        bound = copy.copy(self)._place(context, original)
-        bound._layer = layer
-        return bound
+        return copy.copy(self)._place(context, original, layer)
 
-    def _place(self, context: ForwardContext | None, original: Any) -> VideoAttentionProcessor:
+    def _place(self, context: ForwardContext | None, original: Any, layer: int = 0) -> VideoAttentionProcessor:
+        self._layer = layer
         self._context = context
         # A copy, so that an attention backend chosen later reaches the dense steps and leaves the original alone.
         self._original = copy.copy(original)
