@@ -28,9 +28,12 @@ class InputError(ValueError):
     """An argument that cannot be used: `argument` is its name, the message says why and what is supported."""
 
     def __init__(self, argument: str, problem: str) -> None:
-        super().__init__(f"{argument} {problem}")
+        super().__init__(argument, problem)
         self.argument = argument
         self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.argument} {self.problem}"
 
 
 def is_override(text: str) -> bool:

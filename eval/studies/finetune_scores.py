@@ -178,32 +178,35 @@ def finetune(plan: Plan, method: AttentionMethod, run: Path) -> Iterator[tuple[i
         yield updates, {"loss": {"before": losses[0], "after": losses[updates]}, "settings": settings}, pipe
 
 
-def run_method(plan: Plan, name: str) -> list[dict[str, Any]]:
-    """Everything of one method, after all numbers of updates; nothing after the deadline."""
+def run_method(plan: Plan, name: str) -> Iterator[dict[str, Any]]:
+    """Everything of one method, after each number of updates; nothing if it would begin after the deadline."""
     if time.time() > plan.deadline:
-        return []
+        return
     method = resolve_method(name)
     before = plan.score(load(embedded_model_path(), plan.device), method)
-    return [
-        {
+    for updates, found, pipe in finetune(plan, method, plan.runs / file_name(method.label)):
+        yield {
             "method": method.label,
             "label": method.label if len(plan.updates) == 1 else f"{method.label}, {updates} updates",
             "settings": found["settings"],
             "result": {"validation_loss": found["loss"], "before": before, "after": plan.score(pipe, method)},
         }
-        for updates, found, pipe in finetune(plan, method, plan.runs / file_name(method.label))
-    ]
 
 
-def run_all(jobs: Sequence[tuple[Plan, str]], processes: int) -> Iterator[list[dict[str, Any]]]:
-    """`run_method` of all jobs, as they are done."""
+def _whole_method(plan: Plan, name: str) -> list[dict[str, Any]]:
+    return list(run_method(plan, name))
+
+
+def run_all(plan: Plan, names: Sequence[str], processes: int) -> Iterator[dict[str, Any]]:
+    """`run_method` of all names: from one process each row when it is done, from several all rows of a method."""
     if processes == 1:
-        yield from (run_method(*job) for job in jobs)
+        for name in names:
+            yield from run_method(plan, name)
         return
     # Not a Pool, whose processes may have no children: the loader has its own.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as executor:
-        for future in as_completed([executor.submit(run_method, *job) for job in jobs]):
-            yield future.result()
+        for future in as_completed([executor.submit(_whole_method, plan, name) for name in names]):
+            yield from future.result()
 
 
 def finetune_table(results: dict[str, Any]) -> str:
@@ -290,12 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_clips(base, plan.folder / "held-out", options.held_out, 1, options.device)
         save_file({"videos": plan.videos(base)}, plan.reference)
         del base
-        jobs = [(plan, name) for name in options.methods]
-        for done in run_all(jobs, options.processes):
-            for scored in done:
-                results.setdefault(scored["method"], {})[scored["label"]] = scored["result"]
-                document["settings"] = scored["settings"]
-                print(scored["label"], json.dumps(scored["result"]), flush=True)
+        for row in run_all(plan, options.methods, options.processes):
+            results.setdefault(row["method"], {})[row["label"]] = row["result"]
+            document["settings"] = row["settings"]
+            print(row["label"], json.dumps(row["result"]), flush=True)
             document["results"] = {key: result for name in order for key, result in results.get(name, {}).items()}
             document["left_out"] = [name for name in order if name not in results]
             write_json(options.output, document)

@@ -1,5 +1,7 @@
 """Whatever cannot be used fails with an error that names the argument and what is supported, and changes nothing."""
 
+import pickle
+
 import diffusers
 import pytest
 import tiny_wan
@@ -18,6 +20,7 @@ from vmonarch import (
     monarch_attention,
     vmonarch_attention,
 )
+from vmonarch.configs import InputError
 
 Q = torch.randn(1, 12, 2, 4)
 OUT, LSE = torch.zeros(1, 12, 2, 4), torch.zeros(1, 2, 12)
@@ -304,3 +307,9 @@ def test_a_transformer_called_without_latents_says_what_stock_says():
         model()
     with pytest.raises(ValueError, match="not enough values|unpack|5"):
         model(torch.randn(1, 16, 4, 4), torch.tensor([1]), torch.randn(1, 7, 16))
+
+
+def test_error_from_another_process() -> None:
+    """A process of a study hands its error on with pickle, which is whole on the other side."""
+    error = pickle.loads(pickle.dumps(InputError("--size", "must be a multiple of 16")))
+    assert (error.argument, str(error)) == ("--size", "--size must be a multiple of 16")
