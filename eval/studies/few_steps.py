@@ -59,7 +59,7 @@ class FewSteps:
 
     Args:
         attention: that students learn with, beside full attention, and that videos are sampled with.
-        minutes: of everything; two thirds of it are for training.
+        minutes: of everything but each student's first pass, which compiles; two thirds of it are for training.
         steps: of the students.
         teacher_steps: of all the teacher's way, with two evaluations each; a multiple of each of `steps`.
         sampled_steps: of the teacher where it is sampled beside the students.
@@ -220,6 +220,11 @@ class Distillation:
             found = self.velocity(student, self.states[rows, step].float(), levels[step], text)
             return {"loss": (found - self.velocities[rows, step]).square().mean()}
 
+        left = seconds - (time.monotonic() - began)
+        # Compiles, which is not to take the time of learning.
+        losses(0)["loss"].backward()
+        for parameter in learnt:
+            parameter.grad = None
         log: list[dict[str, Any]] = []
         loop.train(
             f"{self.n} steps, {attention}",
@@ -231,7 +236,7 @@ class Distillation:
             rate=loop.trapezoid(study.learning_rate, min(100, 1 + study.updates // 10), 0.5),
             ema=0.99,
             log=log,
-            time_limit=seconds - (time.monotonic() - began),
+            time_limit=left,
         )
         with torch.no_grad():
             torch._foreach_copy_(learnt, average)

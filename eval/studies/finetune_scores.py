@@ -215,15 +215,18 @@ def finetune_table(results: dict[str, Any]) -> str:
     rows = []
     for name, result in results["results"].items():
         loss = result["validation_loss"]
-        more = "–" if control is None or name == "full" else f"{100 * (loss['after'] / control - 1):+.1f} %"
-        cells = [name, f"{loss['before']:.4f}", f"{loss['after']:.4f}", more]
+        cells = [name, f"{loss['before']:.4f}", f"{loss['after']:.4f}"]
+        if control is not None:
+            cells.append("–" if name == "full" else f"{100 * (loss['after'] / control - 1):+.1f} %")
         for key in ("all", "direction"):
             cells += [f"{100 * result[when][key]:.0f} %" for when in ("before", "after")]
         for key, digits in (("psnr_db", 1), ("ssim", 3)):
             cells += [shown_number(result[when].get(key), digits) for when in ("before", "after")]
         rows.append(cells)
-    heading = ["", "loss before", "after", "more than full", "all three before", "after", "direction before", "after"]
-    table = markdown([*heading, "PSNR dB before", "after", "SSIM before", "after"], rows)
+    heading = ["", "loss before", "after"] + ["more than full"] * (control is not None)
+    for score in ("all three", "direction", "PSNR dB", "SSIM"):
+        heading += [f"{score} before", "after"]
+    table = markdown(heading, rows)
     settings = results["settings"]
     share = settings["objective"]["distillation"]
     distilled = f", {percent(share)} of the loss the distance to full attention's velocity" if share else ""
@@ -293,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_clips(base, plan.folder / "held-out", options.held_out, 1, options.device)
         save_file({"videos": plan.videos(base)}, plan.reference)
         del base
+        write_json(options.output, document | {"results": {}, "left_out": order})
         for row in run_all(plan, options.methods, options.processes):
             results.setdefault(row["method"], {})[row["label"]] = row["result"]
             document["settings"] = row["settings"]

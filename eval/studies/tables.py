@@ -65,7 +65,7 @@ DOCUMENTS = (
     "docs/lab/trained.md",
     "finetune/embedded/README.md",
 )
-_BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- table: (?P<name>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def embedded_model_table(results: dict[str, Any]) -> str:
@@ -208,7 +208,9 @@ TABLES = {
     "guidance": Table(guidance.guidance_table, "guidance"),
     "finetune-embedded": Table(finetune_scores.finetune_table, "finetune-embedded"),
     "finetune-embedded-1500": Table(finetune_scores.finetune_table, "finetune-embedded-1500"),
+    "finetune-recipe": Table(finetune_scores.finetune_table, "finetune-recipe"),
     "train-14b": Table(train_large.table, "train-14b"),
+    "train-lora-1.3b": Table(train_large.table, "train-lora-1.3b"),
     "trained-embedded": Table(trained.table, "trained-embedded"),
     "trained-proxy": Table(trained.table, "trained-proxy"),
     "trained-tries": Table(trained.table, "trained-tries"),

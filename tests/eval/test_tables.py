@@ -54,7 +54,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
         "neural-bias": ("biases", "gravity", "relative_error"),
         **dict.fromkeys(("footage", "footage-proxy"), ("results", 1, "velocity_error")),
         "footage-run": ("results", 1, "velocity_errors", 0),
-        "train-14b": ("rows", 1, "seconds", 0),
+        **dict.fromkeys(("train-14b", "train-lora-1.3b"), ("rows", 1, "seconds", 0)),
         "train-h200": ("cases", 0, "rows", 1, "ms", "median"),
         "e2e": ("runs", 0, "cases", 0, "rows", 0, "step_s", "median"),
         **dict.fromkeys(("stack", "few-steps-speed"), ("runs", 0, "cases", 0, "rows", -1, "video_s")),
@@ -65,6 +65,10 @@ def test_a_changed_number_changes_the_table(tmp_path):
         **dict.fromkeys(
             ("finetune-embedded", "finetune-embedded-1500"),
             ("results", "vmonarch", "validation_loss", "after"),
+        ),
+        "finetune-recipe": (
+            *("results", "vmonarch:plan=embedded-1.00-refined, 500 updates"),
+            *("validation_loss", "after"),
         ),
         **dict.fromkeys(
             ("trained-embedded", "trained-proxy", "trained-tries", "trained-tries-plans"),
