@@ -223,7 +223,9 @@ def finetune_table(results: dict[str, Any]) -> str:
         for key, digits in (("psnr_db", 1), ("ssim", 3)):
             cells += [shown_number(result[when].get(key), digits) for when in ("before", "after")]
         rows.append(cells)
-    heading = ["", "loss before", "after"] + ["more than full"] * (control is not None)
+    heading = ["", "loss before", "after"]
+    if control is not None:
+        heading.append("more than full")
     for score in ("all three", "direction", "PSNR dB", "SSIM"):
         heading += [f"{score} before", "after"]
     table = markdown(heading, rows)

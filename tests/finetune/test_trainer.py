@@ -280,7 +280,6 @@ def test_compiled_blocks_learn_the_same(place, tmp_path, monkeypatch, more):
     curves = []
     for compile in (False, True):
         trainer = Trainer(settings(place, tmp_path / str(compile), steps=3, compile=compile, **more))
-        torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         trainer.run()
         assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == compile
