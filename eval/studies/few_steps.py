@@ -318,21 +318,33 @@ def measure(study: FewSteps, folder: Path, device: str, sheets: Path | None) -> 
 
 
 def few_steps_table(results: dict[str, Any]) -> str:
-    """Work, similarity to full attention and prompt score of teacher and students."""
-    rows = [
-        [
-            row["model"],
-            row["method"],
-            percent(row["work"]),
-            *(shown_number(row.get(key), digits) for key, digits in (("psnr", 2), ("ssim", 3))),
-            percent(row["prompt_score"]),
-        ]
-        for row in results["rows"]
-    ]
-    table = markdown(["model", "attention", "attention FLOPs", "PSNR dB", "SSIM", "prompt score"], rows)
+    """Work, PSNR to full attention and prompt score, of few steps beside each other; under it the teacher's in many."""
     study = results["study"]
-    about = f"{study['prompts']} prompts; teacher: {study['sampled_steps']} steps with guidance; "
-    return made(results, table, about)
+    counts = study["steps"]
+    shown: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in results["rows"]:
+        name = row["model"].removesuffix(f", {row['steps']} steps")
+        shown.setdefault((name, row["method"]), {})[row["steps"]] = row
+    cells = lambda row: [
+        percent(row.get("work")),
+        shown_number(row.get("psnr"), 2),
+        percent(row.get("prompt_score")),
+    ]
+    heading = ["model", "attention"]
+    for steps in counts:
+        heading += [f"{steps} steps: attention FLOPs", "PSNR dB", "prompt score"]
+    rows = [
+        [*names, *(cell for steps in counts for cell in cells(of_steps.get(steps, {})))]
+        for names, of_steps in shown.items()
+        if not of_steps.keys().isdisjoint(counts)
+    ]
+    about = f"{study['prompts']} prompts. The teacher in {study['sampled_steps']} steps with guidance: "
+    about += "; ".join(
+        f"{method} {percent(row['prompt_score'])}{shown_number(row['psnr'], 2, ', {} dB') if 'psnr' in row else ''}"
+        for (_, method), of_steps in shown.items()
+        if (row := of_steps.get(study["sampled_steps"]))
+    )
+    return made(results, markdown(heading, rows), f"{about}. ")
 
 
 def attention_method(word: str) -> str:

@@ -55,12 +55,21 @@ def test_the_teacher_arrives_by_a_method_of_second_order():
 
 def test_the_table_shows_every_row():
     rows = [
-        {"model": "teacher", "method": "full", "work": 1.0, "prompt_score": 0.9},
-        {"model": "student of full, 4 steps", "method": "vmonarch", "work": 0.5, "prompt_score": 0.75, "psnr": 21.5,
-         "ssim": 0.75},
+        {"model": "teacher", "steps": 50, "method": "full", "work": 1.0, "prompt_score": 0.9},
+        {"model": "teacher", "steps": 50, "method": "vmonarch", "work": 0.25, "prompt_score": 0.7, "psnr": 20.0},
+        {"model": "teacher, 4 steps", "steps": 4, "method": "full", "work": 1.0, "prompt_score": 0.6, "psnr": 18.5},
+        {"model": "student of full, 8 steps", "steps": 8, "method": "vmonarch", "work": 0.5, "prompt_score": 0.75,
+         "psnr": 21.5},
+        {"model": "student of full, 4 steps", "steps": 4, "method": "vmonarch", "work": 0.6, "prompt_score": 0.8,
+         "psnr": 22.5},
     ]  # fmt: skip
-    about = {"study": {"prompts": 48, "sampled_steps": 50}, "hardware": "a GPU", "date": "2026-11-26", "command": "run"}
+    study = {"prompts": 48, "sampled_steps": 50, "steps": (8, 4)}
+    about = {"study": study, "hardware": "a GPU", "date": "2026-11-26", "command": "run"}
     table = few_steps.few_steps_table({"rows": rows} | about)
-    assert "| teacher | full | 100.0 % | – | – | 90.0 % |" in table
-    assert "| student of full, 4 steps | vmonarch | 50.0 % | 21.50 | 0.750 | 75.0 % |" in table
+    assert (
+        "| model | attention | 8 steps: attention FLOPs | PSNR dB | prompt score | 4 steps: attention FLOPs |" in table
+    )
+    assert "| teacher | full | – | – | – | 100.0 % | 18.50 | 60.0 % |" in table
+    assert "| student of full | vmonarch | 50.0 % | 21.50 | 75.0 % | 60.0 % | 22.50 | 80.0 % |" in table
+    assert "in 50 steps with guidance: full 90.0 %; vmonarch 70.0 %, 20.00 dB. a GPU" in table
     assert "48 prompts" in table and "Made by `run`" in table
