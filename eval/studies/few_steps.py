@@ -320,31 +320,29 @@ def measure(study: FewSteps, folder: Path, device: str, sheets: Path | None) -> 
 def few_steps_table(results: dict[str, Any]) -> str:
     """Work, PSNR to full attention and prompt score, of few steps beside each other; under it the teacher's in many."""
     study = results["study"]
-    counts = study["steps"]
-    shown: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    few: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    many = []
     for row in results["rows"]:
-        name = row["model"].removesuffix(f", {row['steps']} steps")
-        shown.setdefault((name, row["method"]), {})[row["steps"]] = row
-    cells = lambda row: [
-        percent(row.get("work")),
-        shown_number(row.get("psnr"), 2),
-        percent(row.get("prompt_score")),
-    ]
-    heading = ["model", "attention"]
-    for steps in counts:
+        if row["model"] == "teacher":
+            psnr = f", {row['psnr']:.2f} dB" if "psnr" in row else ""
+            many.append(f"{row['method']} {percent(row['prompt_score'])}{psnr}")
+        else:
+            name = row["model"].removesuffix(f", {row['steps']} steps")
+            few.setdefault((name, row["method"]), {})[row["steps"]] = row
+    heading, rows = ["model", "attention"], [list(names) for names in few]
+    for steps in study["steps"]:
         heading += [f"{steps} steps: attention FLOPs", "PSNR dB", "prompt score"]
-    rows = [
-        [*names, *(cell for steps in counts for cell in cells(of_steps.get(steps, {})))]
-        for names, of_steps in shown.items()
-        if not of_steps.keys().isdisjoint(counts)
-    ]
-    about = f"{study['prompts']} prompts. The teacher in {study['sampled_steps']} steps with guidance: "
-    about += "; ".join(
-        f"{method} {percent(row['prompt_score'])}{shown_number(row['psnr'], 2, ', {} dB') if 'psnr' in row else ''}"
-        for (_, method), of_steps in shown.items()
-        if (row := of_steps.get(study["sampled_steps"]))
+        for cells, of_steps in zip(rows, few.values(), strict=True):
+            found = of_steps.get(steps, {})
+            cells += [
+                percent(found.get("work")),
+                shown_number(found.get("psnr"), 2),
+                percent(found.get("prompt_score")),
+            ]
+    about = (
+        f"{study['prompts']} prompts. The teacher in {study['sampled_steps']} steps with guidance: {'; '.join(many)}. "
     )
-    return made(results, markdown(heading, rows), f"{about}. ")
+    return made(results, markdown(heading, rows), about)
 
 
 def attention_method(word: str) -> str:
