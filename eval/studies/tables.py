@@ -24,15 +24,11 @@ from vmonarch.eval.studies import (
     comfyui,
     few_steps,
     finetune_scores,
-    float8,
-    footage,
-    footage_run,
     gpu_sizes,
     joint,
     kernel_plots,
     mqar,
     parallel_bytes,
-    residual_sharing,
     support,
     train_large,
     trained,
@@ -65,6 +61,8 @@ DOCUMENTS = (
     "docs/lab/trained.md",
     "finetune/embedded/README.md",
 )
+# Of studies whose scripts have served and are gone (tag `studies-2026-11`).
+STORED = ("float8", "footage", "footage-proxy", "footage-run", "neural-bias", "residual-sharing")
 _BLOCK = re.compile(r"(<!-- table: (?P<name>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -119,19 +117,10 @@ def kernel_log_table(results: dict[str, Any]) -> str:
     return "\n".join(parts) + f"\n{results['hardware']}, {results['versions']}.\n"
 
 
-def neural_bias_table(results: dict[str, Any]) -> str:
-    """How close two networks come to biases without factors."""
-    rows = [
-        [name, *(percent(record[f"relative_error{kind}"]) for kind in ("", "_of_svd", "_of_a_constant"))]
-        for name, record in results["biases"].items()
-    ]
-    settings = results["settings"]
-    table = markdown(["bias", "two networks", "SVD of the matrix", "a constant"], rows)
-    about = (
-        f"Relative error (Frobenius norm) on {settings['fresh_points']} points that were not trained on, rank"
-        f" {settings['rank']}; "
-    )
-    return made(results, table, about)
+def stored_table(results: dict[str, Any]) -> str:
+    """What a study that is gone has left in its JSON: `tables` of cells, and a `caption` with where they come from."""
+    parts = [markdown(part["header"], part["rows"]) for part in results["tables"]]
+    return "\n".join([*parts, f"{results['caption']}\n"])
 
 
 def fidelity_table(results: dict[str, Any]) -> str:
@@ -183,7 +172,6 @@ TABLES = {
     "kernels-h200": Table(kernel_plots.kernels_table, "kernels-h200"),
     "speed": Table(kernel_plots.speed_table, "kernels-h200"),
     "kernel-log": Table(kernel_log_table, "kernel-log"),
-    "neural-bias": Table(neural_bias_table, "neural-bias"),
     "flash-bias-h200": Table(tables.flash_bias_table, "flash-bias-h200"),
     "based-h200": Table(tables.based_table, "based-h200"),
     "based-embedded": Table(embedded_model_table, "based-embedded"),
@@ -204,7 +192,6 @@ TABLES = {
     "sequence": Table(sequence.sequence_table, "sequence"),
     "joint": Table(joint.joint_table, "joint"),
     "support": Table(support.support_table, "support"),
-    "float8": Table(float8.float8_table, "float8"),
     "fidelity": Table(fidelity_table, "eval-refresh"),
     "guidance": Table(guidance.guidance_table, "guidance"),
     "finetune-embedded": Table(finetune_scores.finetune_table, "finetune-embedded"),
@@ -217,9 +204,6 @@ TABLES = {
     "trained-proxy-second": Table(trained.table, "trained-proxy-second"),
     "trained-tries": Table(trained.table, "trained-tries"),
     "trained-tries-plans": Table(trained.table, "trained-tries-plans"),
-    "footage": Table(footage.footage_table, "footage"),
-    "footage-proxy": Table(footage.footage_table, "footage-proxy"),
-    "footage-run": Table(footage_run.footage_run_table, "footage-run"),
     "eval-demo": Table(summary.evaluation_table, "eval-demo"),
     "parallel": Table(parallel.parallel_table, "parallel"),
     "parallel-compiled": Table(parallel.parallel_table, "parallel-compiled"),
@@ -240,8 +224,8 @@ TABLES = {
         name: _ablation("eval-two-resolution", name)
         for name in ("proxy-two-resolution", "proxy-mixed-plans", "embedded-refresh-two-resolution")
     },
-    "residual-sharing": Table(residual_sharing.study_table, "residual-sharing"),
     "comfyui": Table(comfyui.study_table, "comfyui"),
+    **{name: Table(stored_table, name) for name in STORED},
 }
 
 

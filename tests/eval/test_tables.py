@@ -50,10 +50,8 @@ def test_a_changed_number_changes_the_table(tmp_path):
         **dict.fromkeys(
             ("kernels-h200", "speed", "flash-bias-h200", "based-h200"), ("cases", 0, "rows", 0, "ms", "median")
         ),
+        **dict.fromkeys(tables.STORED, ("tables", 0, "rows", 1, 1)),
         "kernel-log": ("sections", 0, "entries", 0, "seen"),
-        "neural-bias": ("biases", "gravity", "relative_error"),
-        **dict.fromkeys(("footage", "footage-proxy"), ("results", 1, "velocity_error")),
-        "footage-run": ("results", 1, "velocity_errors", 0),
         **dict.fromkeys(("train-14b", "train-lora-1.3b"), ("rows", 1, "seconds", 0)),
         "train-h200": ("cases", 0, "rows", 1, "ms", "median"),
         "e2e": ("runs", 0, "cases", 0, "rows", 0, "step_s", "median"),
@@ -76,9 +74,7 @@ def test_a_changed_number_changes_the_table(tmp_path):
         ),
         "parallel": ("rows", 0, "ms", "median"),
         "parallel-compiled": ("rows", 0, "ms", "median"),
-        "float8": ("cases", 0, "rows", 1, "error"),
         "fidelity": ("evaluations", "proxy-refresh", "statistics", "vmonarch", "psnr", "mean"),
-        "residual-sharing": ("results", "layer:0.05", "psnr"),
         "comfyui": ("compared", 1, "to_diffusers"),
         **{
             name: ("evaluations", table.make.keywords["name"], "statistics", "vmonarch", "psnr", "mean")
