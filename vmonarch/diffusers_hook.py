@@ -19,6 +19,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from vmonarch.requirements import warn_of_versions
+
 _Function = Callable[[ModuleType], None]
 
 
@@ -82,7 +84,11 @@ def after_import(name: str, function: _Function) -> None:
 
 
 def install() -> None:
-    """Have `set_attn_processor` of diffusers' pipelines and models take our processors; may be called again."""
+    """Have `set_attn_processor` of diffusers' pipelines and models take our processors; may be called again.
+
+    Another version of diffusers than ours gives a warning.
+    """
+    after_import("diffusers", warn_of_versions)
     after_import("diffusers.models.attention", _change_models)
     after_import("diffusers.pipelines.pipeline_utils", _change_pipelines)
     after_import("diffusers.modular_pipelines.modular_pipeline", _change_pipelines)

@@ -14,6 +14,7 @@ from comfy_api.latest import ComfyExtension, io, ui
 from vmonarch.configs import InputError
 from vmonarch.pipelines.comfyui.seam import KEY, PRESETS, SeamAttention, Settings
 from vmonarch.plan import plan_names
+from vmonarch.requirements import check_versions
 
 _CATEGORY = "model_patches/vmonarch"
 
@@ -129,6 +130,7 @@ class VMonarch(io.ComfyNode):
         offload_residuals: bool,
     ) -> Any:
         """A copy of `model` with VMonarch on it, in place of an earlier one."""
+        check_versions()
         settings = Settings(
             preset=preset,
             refresh=refresh,

@@ -154,6 +154,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["vmonarch"] == __version__ and facts["packages"]["torch"] == version("torch")
     assert facts["devices"][0]["device"] == "cpu" and facts["devices"][0]["dtype"] == "float32"
     assert facts["devices"][0]["implementation"] == "torch"
+    assert not facts["unsupported"]
     assert len(facts["devices"]) == 1 + torch.cuda.device_count()
     assert {"full", "vmonarch"} <= set(facts["attention_methods"]) and "dev" in facts["extras"]
     model = facts["embedded_model"]

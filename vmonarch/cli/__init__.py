@@ -17,6 +17,7 @@ from types import FrameType
 from vmonarch import __version__
 from vmonarch.cli.parser import Parser
 from vmonarch.configs import InputError
+from vmonarch.requirements import check_versions
 
 # Each is a module here with `add_arguments(parser)` and `run(arguments)`. All are imported for every command, so none
 # imports torch, or what takes as long, before it is run.
@@ -35,6 +36,8 @@ COMMANDS = {
     "info": "versions, devices, the embedded model, installed extras",
     "completion": "a script with which bash, zsh or fish completes these commands and their options",
 }
+# They serve whatever versions of torch and diffusers are installed.
+_WITHOUT_VERSIONS = ("info", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +66,7 @@ def build_parser() -> Parser:
         module.add_arguments(command)
         for leaf in command.leaves():
             leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
-            leaf.set_defaults(command=module.run)
+            leaf.set_defaults(command=module.run, needs_versions=name not in _WITHOUT_VERSIONS)
     return parser
 
 
@@ -73,6 +76,8 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     previous = _on_terminate()
     try:
+        if arguments.needs_versions:
+            check_versions()
         arguments.command(arguments)
     except KeyboardInterrupt as stop:
         print(f"\n{parser.prog}: interrupted; {str(stop) or 'nothing half-written is left'}", file=sys.stderr)
