@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -144,6 +145,21 @@ def test_unexpected_errors_are_one_line_too(cli, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sampling, "decode", broken)
     code, _, err = cli("generate", "a red circle", "--quiet")
     assert code == 1 and err == "vmonarch generate: error: RuntimeError: CUDA error: out of memory\n"
+
+
+@pytest.mark.parametrize(
+    ("logger", "message"),
+    [
+        ("torchao", "Failed to load _C_mxfp8.so: Could not load this library"),
+        ("torch.utils._pytree", "<enum 'A'> is native. Calling register_constant() on Enum subclasses is deprecated"),
+    ],
+)
+def test_what_the_import_of_torchao_says_is_shown_for_debugging_alone(logger: str, message: str) -> None:
+    def shown(said: str) -> bool:
+        return bool(logging.getLogger(logger).filter(logging.makeLogRecord({"name": logger, "msg": said})))
+
+    assert main(["completion", "bash", "--debug"]) == 0 and shown(message)
+    assert main(["completion", "bash"]) == 0 and not shown(message) and shown("Another warning")
 
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:

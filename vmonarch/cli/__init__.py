@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -38,6 +39,12 @@ COMMANDS = {
 }
 # They serve whatever versions of torch and diffusers are installed.
 _WITHOUT_VERSIONS = ("info", "completion")
+# By logger, what torchao's import says. diffusers imports it wherever it is installed, and nothing here uses what
+# it could not load. --debug shows it.
+_NOTICES = {
+    "torchao": ("Failed to load", "Skipping import of cpp extensions"),
+    "torch.utils._pytree": ("Calling register_constant() on Enum subclasses",),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,6 +81,9 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
     # Read when these libraries are first imported: their notices on missing extras are not about what was asked for.
     for library in ("DIFFUSERS", "TRANSFORMERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    for name in _NOTICES:
+        change = logging.getLogger(name).removeFilter if arguments.debug else logging.getLogger(name).addFilter
+        change(_is_no_notice)
     previous = _on_terminate()
     try:
         if arguments.needs_versions:
@@ -96,6 +106,10 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
     return 0
+
+
+def _is_no_notice(record: logging.LogRecord) -> bool:
+    return not any(notice in record.getMessage() for notice in _NOTICES[record.name])
 
 
 def is_explained(error: Exception) -> bool:
