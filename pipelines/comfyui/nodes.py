@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +109,8 @@ class VMonarch(io.ComfyNode):
             others: which ComfyUI compares itself.
         """
         if plan is None:
-            # Equal to nothing, itself included.
-            return math.nan
+            # Equal to nothing. Not math.nan: in ComfyUI's keys an object would be equal to itself.
+            return float("nan")
         path = Path(_whole(plan))
         return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
