@@ -22,13 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import gradio as gr
 import torch
 import uvicorn
 from fastapi import FastAPI
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.staticfiles import StaticFiles
 
@@ -481,18 +479,22 @@ def build_app(studio: Studio) -> Any:
         enable_monitoring=False,
     )
 
+    hosts = {"localhost", "127.0.0.1", "::1", studio.config.host}
+
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
         answer: Any = app
         if scope["type"] == "http":
-            headers = dict(scope["headers"])
-            origin = urlsplit(headers.get(b"origin", b"")).netloc
-            if not _NEEDED.fullmatch(scope["path"]) or origin not in (b"", headers.get(b"host")):
+            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+            host, origin = headers.get(b"host", ""), headers.get(b"origin")
+            # Another site's name that is made to point here would make its pages ours.
+            if studio.config.local and re.sub(r":\d+$", "", host).strip("[]") not in hosts:
+                answer = PlainTextResponse("Invalid host header", 400)
+            # Files and sandboxed frames have the origin "null".
+            elif not _NEEDED.fullmatch(scope["path"]) or origin not in (None, f"http://{host}", f"https://{host}"):
                 answer = PlainTextResponse("Not found", 404)
         await answer(scope, receive, send)
 
-    # Another site's name that is made to point here would make its pages ours.
-    hosts = ["localhost", "127.0.0.1", "::1", studio.config.host] if studio.config.local else ["*"]
-    return TrustedHostMiddleware(guarded, hosts)
+    return guarded
 
 
 class PageServer(uvicorn.Server):

@@ -125,22 +125,32 @@ def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]
         TypeError: there is a transformer of another kind, or none.
         ValueError: the pipeline's transformers are all None.
     """
-    kind = type(pipe_or_transformer).__name__
     if isinstance(pipe_or_transformer, torch.nn.Module):
         return {"transformer": _unwrap(pipe_or_transformer)}
-    if not hasattr(pipe_or_transformer, "transformer") or isinstance(pipe_or_transformer, type):
-        raise TypeError(
-            "pipe_or_transformer must be a pipeline with a video transformer, or such a transformer"
-            f" ({_SUPPORTED}), got {_describe(pipe_or_transformer)}"
-        )
-    components = {name: getattr(pipe_or_transformer, name, None) for name in _COMPONENTS}
-    present = {name: component for name, component in components.items() if component is not None}
-    if not present:
-        raise ValueError(f"the {kind} has no transformer: transformer and transformer_2 are both None")
+    kind, present = type(pipe_or_transformer).__name__, transformers_in(pipe_or_transformer)
     for name, component in present.items():
         if not isinstance(component, torch.nn.Module):
             raise TypeError(f"{kind}.{name} must be one of {_SUPPORTED}, got {type(component).__name__}")
     return {name: _unwrap(component, f"{kind}.{name}") for name, component in present.items()}
+
+
+def transformers_in(pipe: object) -> dict[str, Any]:
+    """The transformers that a pipeline has, supported or not, by component name.
+
+    Raises:
+        TypeError: it is no pipeline with a transformer.
+        ValueError: its transformers are all None.
+    """
+    if not hasattr(pipe, "transformer") or isinstance(pipe, type):
+        raise TypeError(
+            "pipe_or_transformer must be a pipeline with a video transformer, or such a transformer"
+            f" ({_SUPPORTED}), got {_describe(pipe)}"
+        )
+    components = {name: getattr(pipe, name, None) for name in _COMPONENTS}
+    present = {name: component for name, component in components.items() if component is not None}
+    if not present:
+        raise ValueError(f"the {type(pipe).__name__} has no transformer: transformer and transformer_2 are both None")
+    return present
 
 
 def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> torch.nn.Module:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vmonarch.requirements import check_versions
+
 
 def lazy_names(
     package: str, *, names: Mapping[str, str] | None = None, modules: Sequence[str] = ()
@@ -25,9 +27,14 @@ def lazy_names(
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}; it offers {', '.join(sorted(offered))}"
             )
-        if not offered[name]:
-            return importlib.import_module(f"{package}.{name}")
-        value = getattr(importlib.import_module(offered[name]), name)
+        try:
+            if not offered[name]:
+                return importlib.import_module(f"{package}.{name}")
+            value = getattr(importlib.import_module(offered[name]), name)
+        except ImportError:
+            # Another version may be why.
+            check_versions()
+            raise
         # Found at once from now on.
         setattr(sys.modules[package], name, value)
         return value

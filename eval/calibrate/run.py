@@ -241,7 +241,7 @@ def parse_maps(maps: Sequence[str]) -> tuple[tuple[int, int], ...]:
     found = []
     for entry in maps:
         layer, colon, head = str(entry).partition(":")
-        if not colon or not layer.isdigit() or not head.isdigit():
+        if not colon or not layer.isdecimal() or not head.isdecimal():
             raise InputError("maps", f"must be layer:head, such as 3:0, got {entry!r}")
         found.append((int(layer), int(head)))
     return tuple(found)

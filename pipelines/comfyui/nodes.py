@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,14 @@ from comfy_api.latest import ComfyExtension, io, ui
 from vmonarch.configs import InputError
 from vmonarch.pipelines.comfyui.seam import KEY, PRESETS, SeamAttention, Settings
 from vmonarch.plan import plan_names
+from vmonarch.requirements import check_versions
 
 _CATEGORY = "model_patches/vmonarch"
+
+
+def _whole(plan: str) -> str:
+    """The path of a plan in ComfyUI's input folder; one that ships, none, and a whole path stay what they are."""
+    return plan if not plan or plan in plan_names() else str(Path(folder_paths.get_input_directory()) / plan)
 
 
 class VMonarch(io.ComfyNode):
@@ -94,6 +101,20 @@ class VMonarch(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, plan: str | None, **others: Any) -> Any:
+        """What tells one plan's file from another of the same name: ComfyUI keeps the node's output while it is equal.
+
+        Args:
+            plan: the input; None if it comes from another node, which ComfyUI has not asked yet.
+            others: which ComfyUI compares itself.
+        """
+        if plan is None:
+            # Equal to nothing. Not math.nan: in ComfyUI's keys an object would be equal to itself.
+            return float("nan")
+        path = Path(_whole(plan))
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+    @classmethod
     def execute(
         cls,
         model: Any,
@@ -108,16 +129,14 @@ class VMonarch(io.ComfyNode):
         offload_residuals: bool,
     ) -> Any:
         """A copy of `model` with VMonarch on it, in place of an earlier one."""
-        if plan and plan not in plan_names():
-            # A whole path stays what it is.
-            plan = str(Path(folder_paths.get_input_directory()) / plan)
+        check_versions()
         settings = Settings(
             preset=preset,
             refresh=refresh,
             start_percent=start_percent,
             end_percent=end_percent,
             dense_blocks=dense_blocks,
-            plan=plan,
+            plan=_whole(plan),
             plan_part=plan_part,
             residuals=residuals,
             offload=offload_residuals,

@@ -56,7 +56,7 @@ class Family(NamedTuple):
         before: how many other tokens come before the video's, likewise; None for all that there are.
         joint: whether there may be other tokens in the sequence at all.
         block_types: what `transformer_options["block_type"]` says in each of `blocks`; empty if the model tells neither
-            that nor `block_index`.
+            that nor `block_index`. Older versions of ComfyUI tell them of no model.
     """
 
     blocks: tuple[str, ...]
@@ -69,13 +69,21 @@ class Family(NamedTuple):
         """How many transformer blocks a model has."""
         return sum(len(getattr(model, name)) for name in self.blocks)
 
-    def layer(self, model: Any, options: Arguments) -> int | None:
-        """Which of them the model is in; None if it does not say."""
-        block, kind = options.get("block_index"), options.get("block_type")
-        if block is None or kind not in self.block_types:
-            return None
+    def layer(self, model: Any, options: Arguments, seen: int) -> int | str:
+        """Which of them the model is in, or why that cannot be told.
+
+        Args:
+            seen: how many calls of self-attention of the video there were in this forward call.
+        """
+        if not self.block_types or "block_index" not in options:
+            # A subclass may attend more often than once in a block, as VACE does, so that the count is not the block's.
+            counts = not self.block_types or type(model).__name__ in FAMILIES
+            return seen if counts else "in a block that this ComfyUI does not tell; newer versions do"
+        kind = options.get("block_type")
+        if kind not in self.block_types:
+            return "outside of the transformer's blocks"
         before = self.blocks[: self.block_types.index(kind)]
-        return int(block) + sum(len(getattr(model, name)) for name in before)
+        return int(options["block_index"]) + sum(len(getattr(model, name)) for name in before)
 
 
 def _wan_grid(model: Any, arguments: Arguments) -> LatentGrid:
@@ -141,25 +149,26 @@ def parse_steps(refresh: str) -> Any:
     """
     try:
         (*several,) = json.loads(f"[{refresh}]")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         what = 'a count ("6"), a fraction ("0.28"), indices ("0, 1, 3, 7"), "none", or empty for the preset\'s own'
         raise InputError("refresh", f"must be {what}, got {refresh!r}") from error
     return several[0] if len(several) == 1 else several
 
 
-def parse_blocks(blocks: str) -> frozenset[int]:
-    """Indices from text such as "0, 1, 38-39".
+def parse_blocks(blocks: str) -> tuple[range, ...]:
+    """Ranges of indices from text such as "0, 1, 38-39".
 
     Raises:
-        InputError: it is something else.
+        InputError: it is something else, or a range ends before it begins.
     """
-    found: set[int] = set()
+    found: list[range] = []
     for part in filter(None, (part.strip() for part in blocks.split(","))):
-        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
-        if match is None:
+        match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", part)
+        several = match and range(int(match[1]), int(match[2] or match[1]) + 1)
+        if not several:
             raise InputError("dense_blocks", f'must be indices and ranges of them, such as "0, 1, 38-39", got {part!r}')
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(found)
+        found.append(several)
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -401,8 +410,9 @@ class SeamAttention:
         """
         model = patcher.get_model_object("diffusion_model")
         blocks = family_of(model).layers(getattr(model, "_orig_mod", model))
-        if self._dense and max(self._dense) >= blocks:
-            problem = f"names block {max(self._dense)}, but the model has {blocks} (0 to {blocks - 1})"
+        last = max((several[-1] for several in self._dense), default=0)
+        if last >= blocks:
+            problem = f"names block {last}, but the model has {blocks} (0 to {blocks - 1})"
             raise InputError("dense_blocks", problem)
         patcher.remove_wrappers_with_key(wrappers.DIFFUSION_MODEL, KEY)
         patcher.add_wrapper_with_key(wrappers.DIFFUSION_MODEL, KEY, self.forward)
@@ -543,12 +553,9 @@ class SeamAttention:
         beside = tokens - grid.tokens
         if beside < (call.before or 0) or (beside and not call.family.joint):
             return "of other tokens than the video's"
-        if not call.family.block_types:
-            block: int | None = call.seen.total()
-        else:
-            block = call.family.layer(call.model, options)
-        if block is None:
-            return "outside of the transformer's blocks"
+        block = call.family.layer(call.model, options, call.seen.total())
+        if isinstance(block, str):
+            return block
         call.run.report.grids.add(grid)
         # VACE has a second block within some blocks.
         layer = block, call.seen[block]
@@ -562,7 +569,7 @@ class SeamAttention:
             return "with gradients"
         if call.why_exact is not None:
             return call.why_exact
-        if block in self._dense:
+        if any(block in several for several in self._dense):
             return "in dense_blocks"
         processor = self._bound(block, call.family.layers(call.model), heads)
         if processor is None:
@@ -582,10 +589,16 @@ def _by_heads(x: torch.Tensor, heads: int, apart: bool) -> torch.Tensor:
     return x.transpose(1, 2) if apart else x.unflatten(2, (heads, -1))
 
 
-def step_of(sigma: float, schedule: Sequence[float]) -> int:
-    """Which step of a schedule of n + 1 falling noise levels a call at `sigma` is in; between two levels, the first's.
+def step_of(sigma: float, schedule: Sequence[float]) -> int | None:
+    """Which step of a schedule of n + 1 noise levels a call at `sigma` is in; between two levels, the first's.
 
-    Samplers of higher order also call the model between the levels, or at the next one.
+    The levels fall, or rise as they do in unsampling; None if they do both. Samplers of higher order also call the
+    model between the levels, or at the next one.
     """
-    reached = sum(level >= sigma * (1 - 1e-4) for level in schedule[:-1])
+    if list(schedule) == sorted(schedule, reverse=True):
+        reached = sum(level >= sigma * (1 - 1e-4) for level in schedule[:-1])
+    elif list(schedule) == sorted(schedule):
+        reached = sum(level <= sigma * (1 + 1e-4) for level in schedule[:-1])
+    else:
+        return None
     return max(reached - 1, 0)

@@ -206,6 +206,7 @@ CALIBRATE = {
     "twice": (["p", "--candidates", "vmonarch", "vmonarch"], ["candidates must differ; repeated: vmonarch"]),
     "no step": (["p", "--every", "0"], ["every must be at least 1, got 0"]),
     "no map": (["p", "--maps", "1-2"], ["maps must be layer:head, such as 3:0, got '1-2'"]),
+    "map in other digits": (["p", "--maps", "²:0"], ["maps must be layer:head, such as 3:0, got '²:0'"]),
     "map outside": (["p", "--maps", "9:0"], ["maps must lie in 2 layers of 2 heads, got 9:0"]),
     "negative budget": (["p", "--budget", "-1"], ["--budget must be finite and at least 0, got -1.0"]),
     "no work": (["p", "--flops", "nan"], ["--flops must be finite and at least 0, got nan"]),

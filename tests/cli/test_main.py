@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -146,6 +147,21 @@ def test_unexpected_errors_are_one_line_too(cli, monkeypatch: pytest.MonkeyPatch
     assert code == 1 and err == "vmonarch generate: error: RuntimeError: CUDA error: out of memory\n"
 
 
+@pytest.mark.parametrize(
+    ("logger", "message"),
+    [
+        ("torchao", "Failed to load _C_mxfp8.so: Could not load this library"),
+        ("torch.utils._pytree", "<enum 'A'> is native. Calling register_constant() on Enum subclasses is deprecated"),
+    ],
+)
+def test_what_the_import_of_torchao_says_is_shown_for_debugging_alone(logger: str, message: str) -> None:
+    def shown(said: str) -> bool:
+        return bool(logging.getLogger(logger).filter(logging.makeLogRecord({"name": logger, "msg": said})))
+
+    assert main(["completion", "bash", "--debug"]) == 0 and shown(message)
+    assert main(["completion", "bash"]) == 0 and not shown(message) and shown("Another warning")
+
+
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
@@ -154,6 +170,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["vmonarch"] == __version__ and facts["packages"]["torch"] == version("torch")
     assert facts["devices"][0]["device"] == "cpu" and facts["devices"][0]["dtype"] == "float32"
     assert facts["devices"][0]["implementation"] == "torch"
+    assert not facts["unsupported"]
     assert len(facts["devices"]) == 1 + torch.cuda.device_count()
     assert {"full", "vmonarch"} <= set(facts["attention_methods"]) and "dev" in facts["extras"]
     model = facts["embedded_model"]

@@ -232,8 +232,15 @@ def test_nothing_can_be_uploaded_or_asked_for_by_other_sites(visitor):
     assert visitor.ask("GET", "/")[0] == 200
     assert visitor.ask("POST", "/gradio_api/upload")[0] == 404
     assert visitor.ask("GET", "/", Host="example.com")[0] == 400
-    assert visitor.ask("GET", "/", Origin="http://example.com")[0] == 404
+    for origin in ("http://example.com", "null", "file://"):
+        assert visitor.ask("GET", "/", Origin=origin)[0] == 404
     assert visitor.ask("GET", "/", Origin="http://{}:{}".format(*visitor.address))[0] == 200
+
+
+def test_the_address_of_this_machine_may_be_one_of_ipv6(visitor):
+    host = f"[::1]:{visitor.address[1]}"
+    assert visitor.ask("GET", "/", Host=host, Origin=f"http://{host}")[0] == 200
+    assert visitor.ask("GET", "/", Host="[::2]")[0] == 400
 
 
 def test_it_listens_on_this_machine_alone(server):

@@ -127,11 +127,23 @@ def test_samplers_of_higher_order_refresh_once_a_step():
     assert (seam.report.attended, seam.report.exact, seam.report.refreshed) == (15, len(DUE), set(DUE))
 
 
+def test_noise_levels_that_rise_as_in_unsampling_renew_residuals_too():
+    # As ComfyUI flips a schedule.
+    rising = [1e-4, *reversed(SCHEDULE[:-1])]
+    patcher, seam = patched(WanModel(blocks=1))
+    with sampling(patcher, rising) as ask:
+        for sigma in rising[:-1]:
+            ask(sigma)
+    assert (seam.report.attended, seam.report.exact, seam.report.refreshed) == (8, len(DUE), set(DUE))
+
+
 @pytest.mark.parametrize(
     "sigma, step", [(1.0, 0), (1.2, 0), (0.95, 0), (0.9, 1), (0.9 + 1e-6, 1), (0.3, 6), (0.2, 7), (0.01, 7)]
 )
 def test_the_step_is_that_of_the_level_before(sigma, step):
     assert step_of(sigma, SCHEDULE) == step
+    assert step_of(1.2 - sigma, [1.2 - level for level in SCHEDULE]) == step
+    assert step_of(sigma, [*SCHEDULE, *SCHEDULE]) is None
 
 
 REASONS = {
@@ -144,6 +156,7 @@ REASONS = {
     "with refresh, where the sampler tells no step or guidance branch": ({}, {"preset": PRESETS[0]}, {}),
     "of other tokens than the video's": (dict(beside=(0, 2)), {}, {}),
     "outside of the transformer's blocks": ({}, {}, {}),
+    "in a block that this ComfyUI does not tell; newer versions do": ({}, {}, {}),
     "where the model tells no latent grid": ({}, {}, {}),
 }
 
@@ -152,9 +165,12 @@ REASONS = {
 def test_what_is_not_for_the_preset_is_left_untouched_and_the_reason_reported(reason, caplog):
     of_model, settings, of_call = REASONS[reason]
     kind = LTXVModel if "beside" in of_model else HunyuanVideo if "grid" in reason else WanModel
+    kind = CameraWanModel if "ComfyUI" in reason else kind
     model = kind(**of_model)
     told = {"sample_sigmas": None} if "refresh" in reason else {}
-    if "blocks" in reason and not settings:
+    if "outside of the transformer" in reason:
+        model.lists = {"blocks": "another"}
+    if "ComfyUI" in reason:
         model.tells_block = False
     if "gradients" in reason:
         model.tokens = lambda *of: WanModel.tokens(*of).requires_grad_()
@@ -176,6 +192,19 @@ def test_what_is_not_for_the_preset_is_left_untouched_and_the_reason_reported(re
                 close(out, exact(*inputs(model, block, 0.9, ("cond",), beside), **of_model.get("named", {})))
     assert reason in seam.report.untouched and not seam.report.attended
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize("kind", [WanModel, HunyuanVideo])
+def test_blocks_are_counted_where_comfyui_does_not_tell_them(kind):
+    model = kind()
+    model.tells_block = False
+    patcher, seam = patched(model, preset="vmonarch", dense_blocks="1")
+    blocks = [(name, index, 0) for name in kind.lists for index in range(2)]
+    with sampling(patcher, SCHEDULE) as ask:
+        for block, out in zip(blocks, ask(0.9), strict=True):
+            qkv = inputs(model, block, 0.9, ("cond", "uncond"))
+            close(out, exact(*qkv) if block == blocks[1] else vmonarch_attention(*qkv, grid=GRID))
+    assert seam.report.untouched["in dense_blocks"] == 1
 
 
 @pytest.mark.parametrize("kind, beside", [(WanModel, (8, 3)), (WanModel, (0, 3)), (HunyuanVideo, (6, 0))])
@@ -293,7 +322,7 @@ def test_steps_are_read(text, steps):
 
 
 def test_blocks_are_read():
-    assert parse_blocks(" 0, 3 - 5,7,") == {0, 3, 4, 5, 7}
+    assert parse_blocks(" 0, 3 - 5,7,") == (range(1), range(3, 6), range(7, 8))
 
 
 @pytest.mark.parametrize(
@@ -302,10 +331,14 @@ def test_blocks_are_read():
         ("preset", {"preset": "fast"}),
         ("refresh", {"refresh": "often"}),
         ("refresh", {"refresh": "1.5"}),
+        ("refresh", {"refresh": "[" * 5000}),
         ("refresh", {"residuals": "int4"}),
         ("start_percent", {"start_percent": 0.6, "end_percent": 0.5}),
         ("dense_blocks", {"dense_blocks": "0, last"}),
         ("dense_blocks", {"dense_blocks": "2"}),
+        ("dense_blocks", {"dense_blocks": "5-2"}),
+        ("dense_blocks", {"dense_blocks": "0-300000000"}),
+        ("dense_blocks", {"dense_blocks": "9" * 5000}),
         ("attention.plan", {"plan": "missing.json"}),
         ("model", {}),
     ],
@@ -368,6 +401,20 @@ def test_the_nodes_patch_a_model_and_report(nodes, tmp_path):
     assert "6 cross-attention; 3 that the plan leaves exact" in text
     with pytest.raises(InputError, match="model has no VMonarch node before it"):
         nodes.VMonarchReport.execute(before, "latents")
+
+
+def test_a_plan_that_is_replaced_under_its_name_is_another(nodes, tmp_path):
+    settings = {entry.id: getattr(entry, "default", None) for entry in nodes.VMonarch.define_schema().inputs}
+    told = lambda plan: nodes.VMonarch.fingerprint_inputs(**settings | {"plan": plan})
+    assert told("") is told("plan.json") is None
+    plan = tmp_path / "plan.json"
+    plan.write_text("1")
+    first = told("plan.json")
+    plan.write_text("2")
+    second = told("plan.json")
+    assert first != second and second == told("plan.json") == told(str(plan))
+    # Of another node, which ComfyUI has not asked; in a tuple, an object is equal to itself.
+    assert (told(None),) != (told(None),)
 
 
 def test_workflows_that_ship_have_all_inputs_of_the_node(nodes):

@@ -43,6 +43,40 @@ def test_importing_the_package_loads_little_and_costs_under_a_second_beyond_torc
     )
 
 
+def test_versions_that_are_not_supported_are_told_on_first_use(tmp_path):
+    (tmp_path / "diffusers.py").touch()
+    for name, version in (("diffusers", "0.35.2"), ("torch", "2.9.1+cpu"), ("triton", "3.5.0")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    run_python(
+        """
+        import contextlib, io, warnings
+        import vmonarch
+        from vmonarch.cli import main
+        said = [
+            "diffusers 0.35.2 is installed, vmonarch needs diffusers",
+            "torch 2.9.1+cpu is installed, vmonarch needs torch",
+            "triton 3.5.0 is installed, vmonarch needs triton",
+        ]
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            assert (main(["info"]), main(["generate", "a red circle"])) == (0, 1)
+        assert all(what in out.getvalue() and what in err.getvalue() for what in said), err.getvalue()
+        assert vmonarch.__version__ and vmonarch.LatentGrid and vmonarch.vmonarch_attention
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                raise AssertionError(vmonarch.apply)
+            except ImportError as error:
+                assert all(what in str(error) for what in said), error
+        assert all(any(what in str(w.message) for w in warned) for what in said), warned
+        """,
+        cwd=tmp_path,
+        path=[tmp_path],
+    )
+
+
 def test_every_public_name_resolves_and_has_a_docstring():
     for name in vmonarch.__all__:
         assert getattr(vmonarch, name) is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from types import FrameType
 from vmonarch import __version__
 from vmonarch.cli.parser import Parser
 from vmonarch.configs import InputError
+from vmonarch.requirements import check_versions
 
 # Each is a module here with `add_arguments(parser)` and `run(arguments)`. All are imported for every command, so none
 # imports torch, or what takes as long, before it is run.
@@ -34,6 +36,14 @@ COMMANDS = {
     "tune": "find the kernels' launch options for the chip at hand",
     "info": "versions, devices, the embedded model, installed extras",
     "completion": "a script with which bash, zsh or fish completes these commands and their options",
+}
+# They serve whatever versions of torch and diffusers are installed.
+_WITHOUT_VERSIONS = ("info", "completion")
+# By logger, what torchao's import says. diffusers imports it wherever it is installed, and nothing here uses what
+# it could not load. --debug shows it.
+_NOTICES = {
+    "torchao": ("Failed to load", "Skipping import of cpp extensions"),
+    "torch.utils._pytree": ("Calling register_constant() on Enum subclasses",),
 }
 
 
@@ -63,7 +73,7 @@ def build_parser() -> Parser:
         module.add_arguments(command)
         for leaf in command.leaves():
             leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
-            leaf.set_defaults(command=module.run)
+            leaf.set_defaults(command=module.run, needs_versions=name not in _WITHOUT_VERSIONS)
     return parser
 
 
@@ -71,8 +81,13 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
     # Read when these libraries are first imported: their notices on missing extras are not about what was asked for.
     for library in ("DIFFUSERS", "TRANSFORMERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    for name in _NOTICES:
+        change = logging.getLogger(name).removeFilter if arguments.debug else logging.getLogger(name).addFilter
+        change(_is_no_notice)
     previous = _on_terminate()
     try:
+        if arguments.needs_versions:
+            check_versions()
         arguments.command(arguments)
     except KeyboardInterrupt as stop:
         print(f"\n{parser.prog}: interrupted; {str(stop) or 'nothing half-written is left'}", file=sys.stderr)
@@ -91,6 +106,10 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
     return 0
+
+
+def _is_no_notice(record: logging.LogRecord) -> bool:
+    return not any(notice in record.getMessage() for notice in _NOTICES[record.name])
 
 
 def is_explained(error: Exception) -> bool:

@@ -29,7 +29,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     rows = [("vmonarch", f"{facts['vmonarch']} (commit {facts['git_commit'] or 'unknown'})")]
     rows += [("python", facts["python"]), ("platform", facts["platform"])]
-    rows += [(name, version or "not installed") for name, version in facts["packages"].items()]
+    installed = facts["packages"] | facts["unsupported"]
+    rows += [(name, version or "not installed") for name, version in installed.items()]
     for device in facts["devices"]:
         memory = f", {device['memory_bytes'] / 2**30:.0f} GiB" if device["memory_bytes"] else ""
         chosen = f"{device['implementation']} attention, {device['dtype']}"
@@ -51,16 +52,21 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """Versions, devices with the implementation each would use, the embedded model, methods and extras."""
+    """Versions, devices with the implementation each would use, the embedded model, methods and extras.
+
+    `unsupported` tells of versions that vmonarch does not support.
+    """
     import torch
 
     from vmonarch.configs.methods import method_names, recipe_names
     from vmonarch.pipelines.environment import EXTRAS, environment, package_versions
+    from vmonarch.requirements import unsupported_versions
 
     facts = environment("cpu")
     devices = ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     return {
         **{key: facts[key] for key in ("vmonarch", "git_commit", "python", "platform", "packages", "cuda")},
+        "unsupported": unsupported_versions(),
         "devices": [_device(device) for device in devices],
         "embedded_model": _embedded_model(),
         "attention_methods": method_names(),

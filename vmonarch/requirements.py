@@ -1,0 +1,59 @@
+"""Whether the installed versions are those that vmonarch needs: what pyproject.toml demands, from the metadata."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import warnings
+
+# Whose private parts vmonarch uses, or whose other versions compute other things.
+CHECKED = ("torch", "triton", "diffusers")
+
+
+class UnsupportedVersion(ImportError):
+    """A version is installed that vmonarch cannot use."""
+
+
+@functools.cache
+def unsupported_versions() -> dict[str, str]:
+    """By distribution, a sentence on a version that vmonarch does not support; nothing is imported.
+
+    What is not installed counts as supported: its import tells.
+    """
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    found: dict[str, str] = {}
+    try:
+        needed = [Requirement(text) for text in importlib.metadata.requires("vmonarch") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        # A checkout that was never installed.
+        return found
+    for requirement in needed:
+        name, specifier, marker = requirement.name, requirement.specifier, requirement.marker
+        if name not in CHECKED or (marker is not None and not marker.evaluate({"extra": ""})):
+            continue
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        # A build from the sources before a release counts as that release.
+        if not specifier.contains(Version(version).base_version):
+            found[name] = f"{name} {version} is installed, vmonarch needs {name}{specifier}"
+    return found
+
+
+def check_versions() -> None:
+    """Check the versions, before what needs them is imported.
+
+    Raises:
+        UnsupportedVersion: vmonarch needs others.
+    """
+    if found := unsupported_versions():
+        raise UnsupportedVersion("; ".join(found.values()))
+
+
+def warn_of_versions(module: object = None) -> None:
+    """Warn of each version that vmonarch does not support; takes the module whose import was waited for."""
+    for sentence in unsupported_versions().values():
+        warnings.warn(sentence, stacklevel=2)
