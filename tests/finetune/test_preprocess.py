@@ -170,6 +170,8 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
     assert main(words) == 0
     printed = capsys.readouterr()
     assert f"{tmp_path / 'out' / 'manifest.json'}  (4 clips in 1 shards, " in printed.out
+    cropped = "4 videos were cropped to the shape of 48×32; the most, bikes.mp4, to 64% of its picture"
+    assert cropped in printed.err
     samples = [decode_row(row) for row in rows_of(tmp_path / "out")]
     assert [sample.id for sample in samples] == [f"{clip.name}-0" for clip in clips]
     from vmonarch.finetune.embedded.vae import encode_means
