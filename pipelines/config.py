@@ -461,7 +461,7 @@ def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:
     changes = []
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
-        if picture.getextrema()[3] != (255, 255):
+        if picture.getchannel("A").getextrema() != (255, 255):
             changes.append("transparent pixels are laid over black")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, (0, 0, 0, 255)), picture)
     size = picture.size
