@@ -31,13 +31,10 @@ import torch
 
 # No video for training comes close; beyond, a broken header asks for memory that is not there.
 MAX_PIXELS = 64 * 2**20
-_TONE_MAPPED = {"smpte2084", "arib-std-b67"}
-# What swscale's conversion to RGB, which knows neither primaries nor transfer functions, gets right for BT.709 screens.
-_MATRICES = {"unknown", "reserved", "gbr", "bt709", "fcc", "bt470bg", "smpte170m", "smpte240m", "bt2020nc"}
-_PRIMARIES = {"unknown", "reserved", "bt709", "bt470bg", "smpte170m", "smpte240m"}
-_TRANSFERS = {
-    *("unknown", "reserved", "bt709", "bt470m", "bt470bg", "smpte170m", "smpte240m"),
-    *("iec61966-2-1", "iec61966-2-4", "bt1361e", "bt2020-10", "bt2020-12"),
+# What swscale, which knows neither primaries nor transfer functions, converts to RGB as a BT.709 screen shows it.
+_PLAIN_COLOURS = {
+    *("unknown", "reserved", "gbr", "bt709", "fcc", "bt470bg", "smpte170m", "smpte240m", "bt2020nc"),
+    *("bt1361e", "iec61966-2-1", "iec61966-2-4", "bt2020-10", "bt2020-12"),
 }
 
 
@@ -106,7 +103,7 @@ class _Picture:
         height, width: h and w, after the rotation that the file asks for.
         aspect: width of a pixel over its height.
         transparent: whether the pixel format has an alpha channel.
-        matrix, primaries, transfer: of the colours, in ffmpeg's names.
+        colours: their matrix, primaries and transfer function, in ffmpeg's names.
         streams: how many video streams the file has, pictures that are attached to it left out.
     """
 
@@ -114,22 +111,17 @@ class _Picture:
     width: int
     aspect: Fraction
     transparent: bool
-    matrix: str
-    primaries: str
-    transfer: str
+    colours: Sequence[str]
     streams: int
 
     def filters(self, chosen: str) -> str:
         """ffmpeg's filters from decoded frames to those that `chosen`, a filter, leaves, as a BT.709 screen shows them.
 
         Raises:
-            BadVideo: the colours are of a kind that is not converted.
+            BadVideo: the colours are not converted together with transparency.
         """
-        for name, known in ((self.matrix, _MATRICES), (self.transfer, _TRANSFERS | _TONE_MAPPED)):
-            if name not in known:
-                raise BadVideo(f"has colours that are not converted: {name}")
         filters = []
-        if self.matrix in ("unknown", "reserved"):
+        if self.colours[0] in ("unknown", "reserved"):
             # Players' rule: who tags nothing follows the standard for the size.
             large = max(self.height, self.width) >= 1280 or min(self.height, self.width) > 576
             filters.append(f"setparams=colorspace={'bt709' if large else 'smpte170m'}")
@@ -138,13 +130,14 @@ class _Picture:
             filters += ["format=gbrap16", "premultiply=inplace=1"]
         # It needs a frame's neighbours, and passes frames that are not interlaced on as they are.
         filters += ["bwdif=send_frame:deint=interlaced", chosen]
-        if self.transfer in _TONE_MAPPED or self.primaries not in _PRIMARIES:
+        if not _PLAIN_COLOURS.issuperset(self.colours):
             if self.transparent:
-                raise BadVideo("has transparency and HDR or wide-gamut colours; convert it first")
-            # 203 cd/m² is HDR's reference white (ITU-R BT.2408); mobius leaves what is darker nearly as it is.
-            tone_map = ["tonemap=mobius:desat=0"] if self.transfer in _TONE_MAPPED else []
-            linear = ["zscale=t=linear:npl=203:p=bt709", "format=gbrpf32le"]
-            filters += [*linear, *tone_map, "zscale=t=bt709", "format=gbrp"]
+                raise BadVideo(f"has transparency, which is not supported with its colours ({'/'.join(self.colours)})")
+            filters += ["zscale=t=linear:npl=203:p=bt709", "format=gbrpf32le"]
+            if self.colours[2] in ("smpte2084", "arib-std-b67"):
+                # 203 cd/m² is HDR's reference white (ITU-R BT.2408); mobius leaves what is darker nearly as it is.
+                filters.append("tonemap=mobius:desat=0")
+            filters += ["zscale=t=bt709", "format=gbrp"]
         return ",".join(filters)
 
 
@@ -157,7 +150,7 @@ def decode_clips(path: Path, shape: ClipShape, *, timeout: float, stop: threadin
 
     Raises:
         BadVideo: no such file, empty, no video in it, damaged anywhere, changing its size or colours midway, of colours
-            that are not converted, shorter than a clip, or the time is over.
+            that cannot be converted, shorter than a clip, or the time is over.
         Cancelled: `stop` was set.
         OSError: ffmpeg cannot be started.
     """
@@ -389,12 +382,12 @@ def _picture(log: str) -> _Picture:
         raise BadVideo("has frames of an unknown kind")
     pixels, traits, width, height, across, down = found.groups()
     # Of three names that are the same number, ffmpeg writes the first.
-    names = [trait.split("/") for trait in (traits or "").split(", ") if "/" in trait or trait in _MATRICES]
-    matrix, primaries, transfer = (3 * names[0])[:3] if names else 3 * ["unknown"]
+    names = [trait for trait in (traits or "").split(", ") if "/" in trait or trait in _PLAIN_COLOURS]
+    colours = names[0].split("/") if names else 3 * ["unknown"]
     aspect = Fraction(int(across), int(down)) if across and int(across) and int(down) else Fraction(1)
     transparent = bool(re.match(r"yuva|gbrap|rgba|bgra|argb|abgr|ya[\df]|ayuv|vuya|pal8", pixels))
     streams = len(re.findall(r"^\[info\]   Stream #0:.*: Video: (?!.*\(attached pic\))", source, re.MULTILINE))
-    return _Picture(int(height), int(width), aspect, transparent, matrix, primaries, transfer, streams)
+    return _Picture(int(height), int(width), aspect, transparent, (3 * colours)[:3], streams)
 
 
 def _read_frames(
@@ -403,21 +396,10 @@ def _read_frames(
     """The frames of the given indices, each uint8 [3, H, W]."""
     first, last = wanted[0], wanted[-1]
     filters = picture.filters(rf"select=between(n\,{first}\,{last})")
-    output = [
-        "-vf",
-        filters,
-        "-frames:v",
-        str(last - first + 1),
-        "-f",
-        "image2pipe",
-        "-c:v",
-        "ppm",
-        "-pix_fmt",
-        "rgb24",
-    ]
+    output = ["-vf", filters, "-frames:v", str(last - first + 1), "-f", "image2pipe"]
     frames: dict[int, torch.Tensor] = {}
     needed = set(wanted)
-    with _Decoder(path, stream, output, deadline) as decoder:
+    with _Decoder(path, stream, [*output, "-c:v", "ppm", "-pix_fmt", "rgb24"], deadline) as decoder:
         for index in range(first, last + 1):
             frame = decoder.read_picture()
             if frame is None:
