@@ -31,6 +31,7 @@ import torch
 
 # No video for training comes close; beyond, a broken header asks for memory that is not there.
 MAX_PIXELS = 64 * 2**20
+_MAX_LOG = 2**24
 # What swscale, which knows neither primaries nor transfer functions, converts to RGB as a BT.709 screen shows it.
 _PLAIN_COLOURS = {
     *("unknown", "reserved", "gbr", "bt709", "fcc", "bt470bg", "smpte170m", "smpte240m", "bt2020nc"),
@@ -349,7 +350,7 @@ class _Decoder:
     def log(self) -> str:
         """What it has reported, each message after its level in brackets."""
         self._log.seek(0)
-        return self._log.read().decode(errors="replace")
+        return self._log.read(_MAX_LOG).decode(errors="replace")
 
 
 def _read_timing(path: Path, stream: int, deadline: _Deadline) -> tuple[Timing, _Picture]:
