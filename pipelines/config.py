@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from vmonarch.pipelines.lora import LORA, check_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from vmonarch.grid import LatentGrid
 
 OFFLOADS = ("none", "model", "group")
@@ -45,7 +48,7 @@ class SamplingConfig:
         revision: branch, tag or commit of a hub model.
         lora: LoRA files to fuse with the weights, each as `vmonarch.pipelines.lora.find_lora` takes it.
         lora_2: the same for the low-noise transformer of two-stage models, whose first transformer has `lora`.
-        image: path of the first frame, for Wan's image-to-video models.
+        image: path of the first frame, for Wan's image-to-video models, as `open_image` makes it of a picture.
         negative_prompt: what guidance leads away from.
         height, width: pixels, multiples of 16 (of 32 for some models).
         num_frames: 4·k + 1 (8·k + 1 for LTX).
@@ -373,7 +376,10 @@ def complete(config: Config, model: ModelFolder) -> Config:
     if config.image is not None:
         if not model.image_capable:
             raise InputError("image", "cannot be used: this is a text-to-video model")
-        open_image(config.image)
+        assert config.height is not None and config.width is not None
+        _, changes = open_image(config.image, config.height, config.width)
+        if changes:
+            warnings.warn(f"image: {changes}", stacklevel=2)
     return config
 
 
@@ -429,12 +435,39 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
             method.check_video(argument, grid, config.steps, model.layers, reason)
 
 
-def open_image(path: str) -> Any:
-    """The picture at `path` as RGB."""
-    from PIL import Image, UnidentifiedImageError
+def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:
+    """The first frame that a picture file gives, RGB of this size, and in words what of the picture it does not show.
+
+    The picture stands as its EXIF tag says, has its 16 bits scaled to 8 and transparent pixels laid over black, and is
+    cropped to the frame's shape, at its centre, and scaled. Clips for training are cropped alike.
+
+    Raises:
+        InputError: it cannot be read, or has 32 bits a channel, of which nobody knows the white.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, UnidentifiedImageError, ValueError) as error:
+            picture, form = ImageOps.exif_transpose(image), image.format
+    except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise InputError("image", f"must be a picture file, {path!r} cannot be read: {error}") from error
+    # Pillow holds 16 bits in 32 for some formats, which have no more.
+    if picture.mode.startswith("I;16") or (picture.mode == "I" and form in ("PNG", "PPM")):
+        import numpy as np
+
+        picture = Image.fromarray((np.asarray(picture) / 257).round().astype(np.uint8))
+    elif picture.mode in ("I", "F"):
+        raise InputError("image", f"must have 8 or 16 bits a channel, {path!r} has 32")
+    changes = []
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        if picture.getchannel("A").getextrema() != (255, 255):
+            changes.append("transparent pixels are laid over black")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, (0, 0, 0, 255)), picture)
+    size = picture.size
+    kept = (min(size[0], round(size[1] * width / height)), min(size[1], round(size[0] * height / width)))
+    if kept != size:
+        changes.append(f"{size[0]}×{size[1]} is cropped to {kept[0]}×{kept[1]}, the shape of {width}×{height}")
+    # As diffusers scales.
+    frame = ImageOps.fit(picture.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
+    return frame, "; ".join(changes)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, file_sha256
+from vmonarch.pipelines.config import open_image
 from vmonarch.pipelines.lora import LORA, find_lora, lora_sha256
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
     """What a record says about model and machine: the same for all videos of a run."""
     from vmonarch.pipelines.environment import environment
 
+    assert config.height is not None and config.width is not None
     return {
         "model": {
             "name": model.folder.name,
@@ -123,6 +125,7 @@ def facts(config: SamplingConfig, model: LoadedModel) -> dict[str, Any]:
             "vae_dtype": str(model.pipe.vae.dtype).removeprefix("torch."),
             "scheduler": type(model.pipe.scheduler).__name__,
             "image_sha256": file_sha256(config.image) if config.image else None,
+            "image_changes": open_image(config.image, config.height, config.width)[1] if config.image else None,
             "lora_sha256": lora_sha256(config),
             **model.folder.fingerprint(),
         },

@@ -169,7 +169,8 @@ def _arguments(kind: Kind, config: SamplingConfig, videos: int) -> dict[str, Any
     arguments |= {name: getattr(config, setting) for setting, name in kind.arguments.items()}
     arguments["negative_prompt"] = [config.negative_prompt or ""] * videos
     if config.image is not None:
-        arguments["image"] = open_image(config.image)
+        assert config.height is not None and config.width is not None
+        arguments["image"], _ = open_image(config.image, config.height, config.width)
     return {name: value for name, value in arguments.items() if value is not None}
 
 

@@ -96,7 +96,7 @@ def encode_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
         *(imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", "-nostdin"),
         *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:.6g}", "-i", "pipe:0", "-an"),
         *("-vf", colours, "-c:v", "libx264", "-threads", str(threads), "-crf", "12", "-pix_fmt", "yuv420p"),
-        *("-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4", str(path)),
+        *("-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4", _url(path)),
     ]
     with tempfile.TemporaryFile() as log:
         # A process group of its own: Ctrl-C reaches us alone, and we end ffmpeg and remove the file in order.
@@ -134,7 +134,7 @@ def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
         raise FileNotFoundError(f"there is no video {path}")
     # Not imageio_ffmpeg's reader: its fork runs Python between fork and exec, where Ctrl-C gets lost.
     command = [
-        *(imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-hide_banner", "-xerror", "-i", str(path), "-map", "0:v:0"),
+        *(imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-hide_banner", "-xerror", "-i", _url(path), "-map", "0:V:0"),
         *("-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "pipe:1"),
     ]
     process = subprocess.Popen(
@@ -150,7 +150,9 @@ def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
     if process.returncode:
         reason = (text.strip().splitlines() or ["no message"])[-1]
         raise VideoError(f"{path} cannot be decoded: {reason}")
-    rate = re.search(r"Video: .*?([0-9.]+) fps", text)
+    # ffmpeg writes 1000 as "1k". An attached picture may come first; it has no rate, or that of its clock.
+    streams = [line for line in text.splitlines() if "Video: " in line and "(attached pic)" not in line]
+    rate = re.search(r"([0-9.]+)(k?) fps", "".join(streams[:1]))
     header = re.match(rb"P6\s(\d+)\s(\d+)\s255\s", output)
     if header is None or rate is None:
         raise VideoError(f"{path} holds no frame")
@@ -160,7 +162,12 @@ def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
     files = np.frombuffer(output, np.uint8, len(output) // size * size).reshape(-1, size)
     if len(output) % size or not (files[:, :start] == files[0, :start]).all():
         raise VideoError("the decoder's output is no stream of pictures")
-    return files[:, start:].reshape(-1, height, width, 3), float(rate.group(1))
+    return files[:, start:].reshape(-1, height, width, 3), float(rate.group(1)) * (1000 if rate.group(2) else 1)
+
+
+def _url(path: Path) -> str:
+    """A path as ffmpeg takes it whatever is in it: a colon would end a protocol, and a dash begin an option."""
+    return f"file:{path.absolute()}"
 
 
 def verify_video(path: Path, frames: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -4,6 +4,9 @@ A file is decoded twice: once whole, for the time of every frame and to find dam
 its clips reach. Both run in processes that are killed at a deadline. Damage is what ffmpeg reports: noise within the
 data of a picture may well decode, to a picture of noise.
 
+Frames become what a player shows on a BT.709 screen: pixels are made square, interlaced frames deinterlaced, HDR is
+tone-mapped, and transparency lies over black. What cannot be shown so is a `BadVideo`.
+
 Legend: F frames, H and W pixels of a clip, h and w of its file.
 """
 
@@ -28,7 +31,12 @@ import torch
 
 # No video for training comes close; beyond, a broken header asks for memory that is not there.
 MAX_PIXELS = 64 * 2**20
-_MAX_LOG = 2**16
+_MAX_LOG = 2**24
+# What swscale, which knows neither primaries nor transfer functions, converts to RGB as a BT.709 screen shows it.
+_PLAIN_COLOURS = {
+    *("unknown", "reserved", "gbr", "bt709", "fcc", "bt470bg", "smpte170m", "smpte240m", "bt2020nc"),
+    *("bt1361e", "iec61966-2-1", "iec61966-2-4", "bt2020-10", "bt2020-12"),
+}
 
 
 class BadVideo(ValueError):
@@ -61,10 +69,17 @@ class ClipShape:
 
 @dataclass(frozen=True)
 class Clip:
-    """Frames [3, F, H, W], uint8 or float32 in [-1, 1], and how many of them a second has (0 if unknown)."""
+    """Frames of a video.
+
+    Args:
+        frames: [3, F, H, W], uint8 or float32 in [-1, 1].
+        fps: how many of them a second has (0 if unknown).
+        kept: the share of the video's picture that they show; the rest was cropped.
+    """
 
     frames: torch.Tensor
     fps: float
+    kept: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -81,15 +96,62 @@ class Timing:
         return float((len(self.times) - 1) / (span * self.tick)) if span else 0.0
 
 
+@dataclass(frozen=True)
+class _Picture:
+    """What a video's decoded frames are: all alike.
+
+    Args:
+        height, width: h and w, after the rotation that the file asks for.
+        aspect: width of a pixel over its height.
+        transparent: whether the pixel format has an alpha channel.
+        colours: their matrix, primaries and transfer function, in ffmpeg's names.
+        streams: how many video streams the file has, pictures that are attached to it left out.
+    """
+
+    height: int
+    width: int
+    aspect: Fraction
+    transparent: bool
+    colours: Sequence[str]
+    streams: int
+
+    def filters(self, chosen: str) -> str:
+        """ffmpeg's filters from decoded frames to those that `chosen`, a filter, leaves, as a BT.709 screen shows them.
+
+        Raises:
+            BadVideo: the colours are not converted together with transparency.
+        """
+        filters = []
+        if self.colours[0] in ("unknown", "reserved"):
+            # Players' rule: who tags nothing follows the standard for the size.
+            large = max(self.height, self.width) >= 1280 or min(self.height, self.width) > 576
+            filters.append(f"setparams=colorspace={'bt709' if large else 'smpte170m'}")
+        if self.transparent:
+            # In 8 bits premultiply takes a level from what is opaque.
+            filters += ["format=gbrap16", "premultiply=inplace=1"]
+        # It needs a frame's neighbours, and passes frames that are not interlaced on as they are.
+        filters += ["bwdif=send_frame:deint=interlaced", chosen]
+        if not _PLAIN_COLOURS.issuperset(self.colours):
+            if self.transparent:
+                raise BadVideo(f"has transparency, which is not supported with its colours ({'/'.join(self.colours)})")
+            filters += ["zscale=t=linear:npl=203:p=bt709", "format=gbrpf32le"]
+            if self.colours[2] in ("smpte2084", "arib-std-b67"):
+                # 203 cd/m² is HDR's reference white (ITU-R BT.2408); mobius leaves what is darker nearly as it is.
+                filters.append("tonemap=mobius:desat=0")
+            filters += ["zscale=t=bt709", "format=gbrp"]
+        return ",".join(filters)
+
+
 def decode_clips(path: Path, shape: ClipShape, *, timeout: float, stop: threading.Event | None = None) -> list[Clip]:
-    """The clips of a video file: scaled to cover H×W (bicubic, antialiased; pixels count as square), centre cropped.
+    """The clips of a video file: scaled to cover H×W (bicubic, antialiased), centre cropped.
 
     Args:
         timeout: seconds for the whole file.
         stop: ends the work when set.
 
     Raises:
-        BadVideo: no such file, empty, no video in it, damaged anywhere, shorter than a clip, or the time is over.
+        BadVideo: no such file, empty, no video in it, damaged anywhere, changing its size or colours midway, of colours
+            that cannot be converted, shorter than a clip, or the time is over.
         Cancelled: `stop` was set.
         OSError: ffmpeg cannot be started.
     """
@@ -101,11 +163,20 @@ def decode_clips(path: Path, shape: ClipShape, *, timeout: float, stop: threadin
             raise BadVideo("is empty (0 bytes)")
     except OSError as error:
         raise BadVideo(f"cannot be read: {error.strerror or error}") from error
-    timing = _read_timing(path, deadline)
+    stream = 0
+    timing, picture = _read_timing(path, stream, deadline)
+    # A still before the video, such as a cover that is not marked as one.
+    while len(timing.times) == 1 and stream + 1 < picture.streams:
+        stream += 1
+        timing, picture = _read_timing(path, stream, deadline)
     wanted = choose_frames(timing, shape)
-    frames = _read_frames(path, sorted({index for clip in wanted for index in clip}), shape, deadline)
+    needed = sorted({index for clip in wanted for index in clip})
+    frames = _read_frames(path, stream, needed, picture, shape, deadline)
     fps = float(shape.fps) if shape.fps is not None else timing.fps
-    return [Clip(torch.stack([frames[index] for index in clip], dim=1), fps) for clip in wanted]
+    # The aspect of the picture over that of the clip.
+    excess = Fraction(picture.width * shape.height, picture.height * shape.width) * picture.aspect
+    kept = float(min(excess, 1 / excess))
+    return [Clip(torch.stack([frames[index] for index in clip], dim=1), fps, kept) for clip in wanted]
 
 
 def choose_frames(timing: Timing, shape: ClipShape) -> list[list[int]]:
@@ -140,15 +211,18 @@ def _nearest(times: Sequence[int], moment: Fraction) -> int:
     return after if times[after] - moment < moment - times[after - 1] else after - 1
 
 
-def resize_and_crop(frame: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def resize_and_crop(frame: torch.Tensor, height: int, width: int, aspect: Fraction = Fraction(1)) -> torch.Tensor:
     """uint8 [3, H, W] of uint8 [3, h, w]: scaled to cover H×W with its shape kept, then the centre.
+
+    Args:
+        aspect: width of a pixel of `frame` over its height.
 
     Raises:
         BadVideo: so far from H×W in shape that the scaled picture would not fit into memory.
     """
     source_height, source_width = frame.shape[1:]
-    scale = max(Fraction(height, source_height), Fraction(width, source_width))
-    size = (max(height, round(source_height * scale)), max(width, round(source_width * scale)))
+    scale = max(Fraction(height, source_height), width / (source_width * aspect))
+    size = (max(height, round(source_height * scale)), max(width, round(source_width * aspect * scale)))
     if size[0] * size[1] > MAX_PIXELS:
         raise BadVideo(f"cannot be scaled: {source_width}×{source_height} is no shape for {width}×{height}")
     if size != (source_height, source_width):
@@ -187,14 +261,15 @@ class _Deadline:
 class _Decoder:
     """An ffmpeg that writes what it decodes into a pipe, read against a deadline and killed when its block ends."""
 
-    def __init__(self, path: Path, output: Sequence[str], deadline: _Deadline) -> None:
+    def __init__(self, path: Path, stream: int, output: Sequence[str], deadline: _Deadline) -> None:
         self._command = [
-            *(_ffmpeg(), "-nostdin", "-hide_banner", "-v", "error", "-xerror"),
+            *(_ffmpeg(), "-nostdin", "-hide_banner", "-nostats", "-v", "level+info", "-xerror"),
             # With more, an error in the last frames sometimes comes too late for the exit code.
             *("-threads", "1"),
             # A playlist that passes for a video shall not reach the network.
             *("-protocol_whitelist", "file", "-max_pixels", str(MAX_PIXELS), "-i", f"file:{path.absolute()}"),
-            *("-map", "0:v:0", "-fps_mode", "passthrough", *output, "pipe:1"),
+            # Not of the pictures attached to it, of which V knows nothing.
+            *("-map", f"0:V:{stream}", "-fps_mode", "passthrough", *output, "pipe:1"),
         ]
         self._deadline = deadline
 
@@ -262,21 +337,27 @@ class _Decoder:
                 break
             except subprocess.TimeoutExpired:
                 continue
-        self._log.seek(0)
-        log = self._log.read(_MAX_LOG).decode(errors="replace")
-        if "matches no streams" in log:
-            return "has no video stream"
         # Addresses differ from run to run.
-        lines = [re.sub(r"\[[^\]]*@ 0x[0-9a-f]+\]\s*", "", line).strip() for line in log.splitlines()]
-        problem = next(filter(None, lines), f"ffmpeg ended with code {code}")
+        lines = [re.sub(r"\[[^\]]*@ 0x[0-9a-f]+\]\s*", "", line) for line in self.log().splitlines()]
+        errors = [found.group(1) for line in lines if (found := re.match(r"\[(?:error|fatal|panic)\]\s*(\S.*)", line))]
+        if any("matches no streams" in line for line in errors):
+            return "has no video stream"
         # Of some containers ffmpeg reports the missing end, and goes on all the same.
-        return problem if code or "prematurely" in log else None
+        if code or any("prematurely" in line for line in errors):
+            return next(iter(errors), f"ffmpeg ended with code {code}")
+        return None
+
+    def log(self) -> str:
+        """What it has reported, each message after its level in brackets."""
+        self._log.seek(0)
+        return self._log.read(_MAX_LOG).decode(errors="replace")
 
 
-def _read_timing(path: Path, deadline: _Deadline) -> Timing:
-    with _Decoder(path, ["-enc_time_base", "demux", "-f", "framecrc"], deadline) as decoder:
+def _read_timing(path: Path, stream: int, deadline: _Deadline) -> tuple[Timing, _Picture]:
+    with _Decoder(path, stream, ["-enc_time_base", "demux", "-f", "framecrc"], deadline) as decoder:
         text = decoder.read_all().decode(errors="replace")
         problem = decoder.finish()
+        log = decoder.log()
     times = [int(found.group(1)) for found in re.finditer(r"^0,\s*-?\d+,\s*(-?\d+),", text, re.MULTILINE)]
     if problem is not None:
         where = f" after {len(times)} frames" if times else ""
@@ -286,22 +367,46 @@ def _read_timing(path: Path, deadline: _Deadline) -> Timing:
         raise BadVideo("has no frame")
     if any(later < earlier for earlier, later in zip(times, times[1:], strict=False)):
         raise BadVideo("has frames whose times go backwards")
-    return Timing(times, Fraction(int(tick.group(1)), int(tick.group(2))))
+    return Timing(times, Fraction(int(tick.group(1)), int(tick.group(2)))), _picture(log)
 
 
-def _read_frames(path: Path, wanted: list[int], shape: ClipShape, deadline: _Deadline) -> dict[int, torch.Tensor]:
+def _picture(log: str) -> _Picture:
+    """What the frames are by the log of an ffmpeg that decoded all of them."""
+    if "Reconfiguring filter graph" in log:
+        raise BadVideo("changes its picture size or its colours midway; cut it there")
+    source, _, output = log.partition("[info] Output #0")
+    if re.search(r"alpha_mode\s*: 1", output):
+        raise BadVideo("has transparency in a stream of its own, which is not decoded; lay it over a background first")
+    line = r"Video: rawvideo.*?, (\w+)(?:\((.*)\))?, (\d+)x(\d+)(?: \[SAR (\d+):(\d+))?"
+    found = re.search(line, output)
+    if found is None:
+        raise BadVideo("has frames of an unknown kind")
+    pixels, traits, width, height, across, down = found.groups()
+    # Of three names that are the same number, ffmpeg writes the first.
+    names = [trait for trait in (traits or "").split(", ") if "/" in trait or trait in _PLAIN_COLOURS]
+    colours = names[0].split("/") if names else 3 * ["unknown"]
+    aspect = Fraction(int(across), int(down)) if across and int(across) and int(down) else Fraction(1)
+    transparent = bool(re.match(r"yuva|gbrap|rgba|bgra|argb|abgr|ya[\df]|ayuv|vuya|pal8", pixels))
+    streams = len(re.findall(r"^\[info\]   Stream #0:.*: Video: (?!.*\(attached pic\))", source, re.MULTILINE))
+    return _Picture(int(height), int(width), aspect, transparent, (3 * colours)[:3], streams)
+
+
+def _read_frames(
+    path: Path, stream: int, wanted: list[int], picture: _Picture, shape: ClipShape, deadline: _Deadline
+) -> dict[int, torch.Tensor]:
     """The frames of the given indices, each uint8 [3, H, W]."""
     first, last = wanted[0], wanted[-1]
-    chosen = ["-vf", rf"select=between(n\,{first}\,{last})", "-frames:v", str(last - first + 1)]
+    filters = picture.filters(rf"select=between(n\,{first}\,{last})")
+    output = ["-vf", filters, "-frames:v", str(last - first + 1), "-f", "image2pipe"]
     frames: dict[int, torch.Tensor] = {}
     needed = set(wanted)
-    with _Decoder(path, [*chosen, "-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24"], deadline) as decoder:
+    with _Decoder(path, stream, [*output, "-c:v", "ppm", "-pix_fmt", "rgb24"], deadline) as decoder:
         for index in range(first, last + 1):
-            picture = decoder.read_picture()
-            if picture is None:
+            frame = decoder.read_picture()
+            if frame is None:
                 problem = decoder.finish() or "the decoder ended early"
                 raise BadVideo(f"cannot be decoded after {index} frames: {problem}")
             if index in needed:
-                frames[index] = resize_and_crop(picture, shape.height, shape.width)
+                frames[index] = resize_and_crop(frame, shape.height, shape.width, picture.aspect)
                 deadline.left()
     return frames

@@ -551,10 +551,14 @@ class _Progress:
         self._total, self._before, self._shown = total, before, shown
         self._done, self._started = before, time.monotonic()
         self._last = self._started
+        self._cropped: list[tuple[float, str]] = []
 
-    def step(self, *, bad: int) -> None:
-        """One video more is done."""
+    def step(self, file: str, *, kept: float, bad: int) -> None:
+        """One video more is done, of whose picture this share is kept."""
         self._done += 1
+        # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
+        if kept < 0.98:
+            self._cropped.append((kept, file))
         now = time.monotonic()
         if not self._shown or now - self._last < _REPORT_SECONDS:
             return
@@ -562,6 +566,13 @@ class _Progress:
         rate = (self._done - self._before) / (now - self._started)
         left = timedelta(seconds=round((self._total - self._done) / rate))
         print(f"{self._done} of {self._total} videos, {rate:.3g} a second, {left} left, {bad} bad", file=sys.stderr)
+
+    def end(self, height: int, width: int) -> None:
+        """Say what was cropped."""
+        if self._shown and self._cropped:
+            kept, file = min(self._cropped)
+            what = f"{len(self._cropped)} videos were cropped to the shape of {width}×{height}"
+            print(f"{what}; the most, {file}, to {kept:.0%} of its picture", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -588,7 +599,7 @@ def preprocess(
     """Prepare all clips that `config` names and that are not in its output folder yet.
 
     Args:
-        progress: print to stderr how far it is, every five seconds, and what is cut off.
+        progress: print to stderr how far it is, every five seconds, and what is cut off of captions and pictures.
         encoders: instead of those of the model.
 
     Raises:
@@ -644,6 +655,8 @@ def preprocess(
             with closing(_samples(config, items, todo, output, encoders, report)) as samples:
                 for first in samples:
                     output.write_shard(itertools.chain([first], itertools.islice(samples, config.rows_per_shard - 1)))
+            assert config.height and config.width
+            report.end(config.height, config.width)
         if todo or not output.complete:
             output.write_manifest(complete=True)
         if not output.ids:
@@ -697,7 +710,8 @@ def _samples(
                 output.quarantine(item.file, str(error))
                 _check_failures(config, output, len(items))
                 samples = []
-            report.step(bad=len(output.bad))
+            kept = 1.0 if isinstance(result, BadVideo) else min((clip.kept for clip in result[1]), default=1.0)
+            report.step(item.file, kept=kept, bad=len(output.bad))
             yield from samples
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -17,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+from vmonarch.configs import InputError
 from vmonarch.pipelines import loading, outputs, records, sampling
-from vmonarch.pipelines.config import GenerateConfig, build_config, complete
+from vmonarch.pipelines.config import GenerateConfig, build_config, complete, open_image
 from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.outputs import GenerationError
@@ -238,6 +240,70 @@ def test_image_to_video(cli, tiny_image_model: Path) -> None:
     assert first["model"]["image_sha256"] != other["model"]["image_sha256"]
     code, _, err = cli("generate", "--from-json", f"outputs/generate/{cli.outputs()[0].split('.')[0]}.json", tiny=False)
     assert code == 0 and "bit-identical" in err
+
+
+def pictures(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Picture files that show the same first frame of 48×32, red at the left, and what of them it does not show."""
+    from PIL import Image
+
+    frame = np.zeros((32, 48, 3), np.uint8)
+    frame[:, :24, 0] = 200
+    plain = Image.fromarray(frame)
+    turned = plain.getexif()
+    turned[0x0112] = 6
+    clear = np.dstack([frame, np.full((32, 48), 255, np.uint8)])
+    clear[:, 24:] = (0, 0, 250, 0)
+    wide = np.pad(frame, ((0, 0), (16, 16), (0, 0)), constant_values=255)
+    tall = np.pad(frame, ((8, 8), (0, 0), (0, 0)), constant_values=255)
+    made = {
+        "plain": (plain, {}, ""),
+        "turned": (plain.transpose(Image.Transpose.ROTATE_90), {"exif": turned}, ""),
+        "opaque": (plain.convert("RGBA"), {}, ""),
+        "clear": (Image.fromarray(clear), {}, "transparent pixels are laid over black"),
+        "wide": (Image.fromarray(wide), {}, "80×32 is cropped to 48×32, the shape of 48×32"),
+        "tall": (Image.fromarray(tall), {}, "48×48 is cropped to 48×32, the shape of 48×32"),
+    }
+    for name, (picture, options, _) in made.items():
+        picture.save(folder / f"{name}.png", **options)
+    return {name: (folder / f"{name}.png", changes) for name, (*_, changes) in made.items()}
+
+
+def test_pictures_are_shown_as_they_are_meant(tmp_path: Path) -> None:
+    made = pictures(tmp_path)
+    expected = np.asarray(open_image(str(made["plain"][0]), 32, 48)[0])
+    assert expected.shape == (32, 48, 3) and (expected[:, :24] == (200, 0, 0)).all() and not expected[:, 24:].any()
+    for name, (path, changes) in made.items():
+        frame, said = open_image(str(path), 32, 48)
+        assert (np.asarray(frame) == expected).all() and said == changes, name
+
+
+def test_sixteen_bits_of_grey_become_eight(tmp_path: Path) -> None:
+    from PIL import Image
+
+    levels = np.arange(256, dtype=np.uint16).repeat(2).reshape(16, 32) * 257
+    for name in ("grey.png", "grey.tiff"):
+        Image.fromarray(levels).save(tmp_path / name)
+        frame, _ = open_image(str(tmp_path / name), 16, 32)
+        assert (np.asarray(frame) == (levels // 257)[..., None]).all()
+    Image.fromarray(levels.astype(np.float32)).save(tmp_path / "grey.tiff")
+    with pytest.raises(InputError, match="must have 8 or 16 bits a channel"):
+        open_image(str(tmp_path / "grey.tiff"), 16, 32)
+
+
+def test_a_cropped_image_is_told_and_recorded(cli, tiny_image_model: Path) -> None:
+    hashes = {}
+    made = pictures(cli.folder)
+    for name in ("plain", "wide"):
+        caught = (
+            contextlib.nullcontext() if name == "plain" else pytest.warns(UserWarning, match="image: 80×32 is crop")
+        )
+        with caught:
+            code, _, err = cli("generate", PROMPT, "--image", made[name][0], model=tiny_image_model)
+        assert code == 0, err
+        record = cli.records()[-1]
+        assert record["model"]["image_changes"] == made[name][1]
+        hashes[name] = record["frames_sha256"]
+    assert hashes["plain"] == hashes["wide"]
 
 
 def test_two_transformers_have_a_guidance_each(cli, tiny_two_stage_model: Path) -> None:

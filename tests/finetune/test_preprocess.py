@@ -170,16 +170,23 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
     assert main(words) == 0
     printed = capsys.readouterr()
     assert f"{tmp_path / 'out' / 'manifest.json'}  (4 clips in 1 shards, " in printed.out
+    cropped = "4 videos were cropped to the shape of 48×32; the most, bikes.mp4, to 64% of its picture"
+    assert cropped in printed.err
     samples = [decode_row(row) for row in rows_of(tmp_path / "out")]
     assert [sample.id for sample in samples] == [f"{clip.name}-0" for clip in clips]
     from vmonarch.finetune.embedded.vae import encode_means
 
     for sample, clip in zip(samples, clips, strict=True):
-        frames, fps = read_video(clip)
-        # Written out once more: cover 32×48, then the centre.
+        # None has tags, and the large one means BT.709.
+        matrix = 1 if "bigbuckbunny" in clip.name else 6
+        tagged = ("-c", "copy", "-bsf:v", f"h264_metadata=matrix_coefficients={matrix}", str(tmp_path / "tagged.mp4"))
+        subprocess.run([decoding._ffmpeg(), "-y", "-v", "error", "-i", str(clip), *tagged], check=True)
+        frames, fps = read_video(tmp_path / "tagged.mp4")
+        # Written out once more: square pixels, cover 32×48, then the centre.
         height, width = frames.shape[1:3]
-        scale = max(32 / height, 48 / width)
-        size = (round(height * scale), round(width * scale))
+        shown = width * 128 / 117 if "carphone" in clip.name else width
+        scale = max(32 / height, 48 / shown)
+        size = (round(height * scale), round(shown * scale))
         video = torch.from_numpy(frames[:5]).permute(0, 3, 1, 2).float()
         video = torch.nn.functional.interpolate(video, size, mode="bicubic", antialias=True)
         top, left = (size[0] - 32) // 2, (size[1] - 48) // 2

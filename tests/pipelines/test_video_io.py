@@ -35,7 +35,16 @@ def test_mp4_round_trip(tmp_path: Path, shape: tuple[int, int, int]) -> None:
     video_io.verify_video(tmp_path / "a.mp4", frames)
 
 
-@pytest.mark.parametrize("fps", FPS)
+@pytest.mark.parametrize("folder", ["12:30", "-y"])
+def test_any_relative_folder_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(folder).mkdir()
+    frames = video_io.to_uint8(moving_square())
+    video_io.encode_video(Path(folder, "a.mp4"), frames, 16)
+    video_io.verify_video(Path(folder, "a.mp4"), frames)
+
+
+@pytest.mark.parametrize("fps", [*FPS, 1000.0])
 def test_the_least_and_the_most_frames_a_second(tmp_path: Path, fps: float) -> None:
     video_io.encode_video(tmp_path / "a.mp4", np.zeros((5, 16, 16, 3), np.uint8), fps)
     assert video_io.read_video(tmp_path / "a.mp4")[1] == fps

@@ -55,7 +55,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overw
             metavar="FILE[:SCALE]",
             help=f"LoRA layers to fuse with the weights{about}; may be repeated",
         )
-    parser.add_argument("--image", metavar="FILE", help="first frame, for image-to-video models")
+    parser.add_argument("--image", metavar="FILE", help="first frame, cropped to fit, for image-to-video models")
     parser.add_argument(
         "--seed",
         dest="seeds",

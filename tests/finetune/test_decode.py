@@ -1,0 +1,156 @@
+"""Frames of footage are what a player shows, or the file is set aside with the reason."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, _ffmpeg, decode_clips
+from vmonarch.pipelines.video_io import read_video
+
+H264 = ("-c:v", "libx264", "-qp", "1")
+HEVC = ("-c:v", "libx265", "-x265-params", "log-level=error:qp=4")
+BROWN = (120, 60, 40)
+
+
+def encode(path: Path, frames: np.ndarray, *options: str) -> Path:
+    """Encode frames [F, H, W, 3 or 4] with ffmpeg's options."""
+    height, width, channels = frames.shape[1:]
+    source = ("-f", "rawvideo", "-pix_fmt", {3: "rgb24", 4: "rgba"}[channels], "-s", f"{width}x{height}", "-r", "10")
+    command = [_ffmpeg(), "-y", "-v", "error", *source, "-i", "pipe:0", *options, str(path)]
+    subprocess.run(command, input=frames.tobytes(), check=True)
+    return path
+
+
+def flat(height: int, width: int, colour: tuple[int, ...] = BROWN) -> np.ndarray:
+    return np.full((3, height, width, len(colour)), colour, np.uint8)
+
+
+def decoded(path: Path, frames: int = 3, height: int = 48, width: int = 48) -> Clip:
+    return decode_clips(path, ClipShape(height, width, frames), timeout=60)[0]
+
+
+def test_pixels_become_square(tmp_path: Path) -> None:
+    frames = flat(48, 48, (0, 0, 0))
+    frames[:, :, 12:36] = 250
+    path = encode(tmp_path / "a.mp4", frames, "-vf", "setsar=2", *H264, "-pix_fmt", "yuv444p")
+    # Shown 96 wide, of which the middle half is white, and all that a square leaves.
+    clip = decoded(path)
+    assert clip.kept == 0.5 and bool((clip.frames[..., 2:-2] > 240).all())
+    assert decoded(path, width=96).kept == 1.0
+
+
+def linear(primaries: str, transfer: str) -> str:
+    start = "format=gbrp,setparams=color_primaries=bt709:color_trc=bt709,zscale=t=linear:npl=203,format=gbrpf32le"
+    return f"{start},zscale=p={primaries}:t={transfer}:m=bt2020nc:npl=203,format=yuv420p10le"
+
+
+COLOURS = {
+    "hd, no tags": (
+        720,
+        1280,
+        ("-vf", "scale=out_color_matrix=bt709,format=yuv420p,setparams=colorspace=unknown"),
+        H264,
+    ),
+    "hd on its side, no tags": (
+        1280,
+        720,
+        ("-vf", "scale=out_color_matrix=bt709,format=yuv420p,setparams=colorspace=unknown"),
+        H264,
+    ),
+    "small, no tags": (
+        48,
+        64,
+        ("-vf", "scale=out_color_matrix=bt601,format=yuv420p,setparams=colorspace=unknown"),
+        H264,
+    ),
+    "pq": (48, 64, ("-vf", linear("bt2020", "smpte2084")), HEVC),
+    "hlg": (48, 64, ("-vf", linear("bt2020", "arib-std-b67")), HEVC),
+    "wide gamut": (48, 64, ("-vf", linear("bt2020", "bt709")), HEVC),
+}
+
+
+@pytest.mark.parametrize("case", COLOURS)
+def test_colours_are_those_of_a_bt709_screen(case: str, tmp_path: Path) -> None:
+    height, width, filters, encoder = COLOURS[case]
+    clip = decoded(encode(tmp_path / "a.mp4", flat(height, width), *filters, *encoder))
+    error = clip.frames.float().mean((1, 2, 3)) - torch.tensor(BROWN)
+    assert error.abs().max() < 4, error
+
+
+def test_highlights_of_hdr_are_compressed_and_stay_apart(tmp_path: Path) -> None:
+    """Of 203 and 609 cd/m²: clipped, both would be white."""
+    levels = []
+    for gain in (1, 3):
+        filters = linear("bt2020", "smpte2084").replace("gbrpf32le,", f"gbrpf32le,exposure={np.log2(gain)},")
+        path = encode(tmp_path / "a.mp4", flat(48, 64, (250, 250, 250)), "-vf", filters, *HEVC)
+        levels.append(float(decoded(path).frames.float().mean()))
+    assert 180 < levels[0] < levels[1] - 10 < 250, levels
+
+
+def test_interlaced_frames_are_deinterlaced(tmp_path: Path) -> None:
+    fields = np.zeros((18, 48, 64, 3), np.uint8)
+    for number, field in enumerate(fields):
+        field[:, 2 + 3 * number : 8 + 3 * number] = 250
+    woven = fields[::2].copy()
+    woven[:, 1::2] = fields[1::2, 1::2]
+    options = ("-vf", "setfield=tff", "-flags", "+ildct+ilme", *H264, "-pix_fmt", "yuv444p")
+    clip = decoded(encode(tmp_path / "a.mp4", woven, *options), frames=9, width=64)
+    pictures = clip.frames[0].float()
+    # A bar that moves has teeth where the fields are left as they are, and as many frames as before.
+    assert float((pictures[:, 1:] - pictures[:, :-1]).abs().mean()) < 3
+    centres = [float(np.argwhere(picture.numpy() > 125)[:, 1].mean()) for picture in pictures]
+    assert centres == pytest.approx([4.5 + 6 * number for number in range(9)], abs=1)
+
+
+def test_transparency_lies_over_black(tmp_path: Path) -> None:
+    frames = flat(48, 64, (200, 100, 50, 0))
+    frames[:, :, 32:, 3] = 255
+    for codec in ("png", "qtrle"):
+        clip = decoded(encode(tmp_path / "a.mov", frames, "-c:v", codec), width=64)
+        assert not clip.frames[..., :30].any()
+        assert clip.frames[..., 34:].float().mean((1, 2, 3)).tolist() == [200, 100, 50]
+
+
+def boxes(data: bytes) -> dict[bytes, bytes]:
+    """The parts of an MP4 file or of one of its boxes, by their types."""
+    found, start = {}, 0
+    while start < len(data):
+        size = int.from_bytes(data[start : start + 4])
+        found[data[start + 4 : start + 8]] = data[start : start + size]
+        start += size
+    return found
+
+
+def test_a_still_before_the_video_is_passed_over(tmp_path: Path) -> None:
+    encode(tmp_path / "cover.png", flat(16, 16)[:1])
+    options = ("-i", str(tmp_path / "cover.png"), "-map", "1", "-map", "0", "-c:v:0", "png", "-c:v:1", "libx264")
+    for name in ("a.mkv", "a.mp4"):
+        path = encode(tmp_path / name, flat(48, 64, (250, 250, 250)), *options, "-disposition:v:0", "attached_pic")
+        if name == "a.mp4":
+            # ffmpeg writes the cover behind the video.
+            file = boxes(path.read_bytes())
+            parts = boxes(file[b"moov"][8:])
+            file[b"moov"] = file[b"moov"][:8] + parts.pop(b"mvhd") + parts.pop(b"udta") + b"".join(parts.values())
+            path.write_bytes(b"".join(file.values()))
+        assert float(decoded(path).frames.float().min()) > 240
+    assert read_video(path)[0].shape == (3, 48, 64, 3)
+
+
+def test_what_cannot_be_shown_is_set_aside_with_the_reason(tmp_path: Path) -> None:
+    ycgco = "format=yuv444p,setparams=colorspace=ycgco"
+    half = flat(48, 64, (200, 100, 50, 128))
+    cases = {
+        "has transparency in a stream": encode(tmp_path / "a.webm", half, "-pix_fmt", "yuva420p", "-c:v", "libvpx-vp9"),
+        "no path between colorspaces": encode(tmp_path / "a.mp4", flat(48, 64), "-vf", ycgco, *H264),
+        "changes its picture size": tmp_path / "a.h264",
+    }
+    parts = [encode(tmp_path / "part.h264", flat(48, width), *H264).read_bytes() for width in (64, 96)]
+    (tmp_path / "a.h264").write_bytes(b"".join(parts))
+    for reason, path in cases.items():
+        with pytest.raises(BadVideo, match=reason):
+            decoded(path)
