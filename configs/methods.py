@@ -59,12 +59,20 @@ class _Kind:
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if an option does not fit videos of this latent grid."""
 
-    def _fill_in_sha256(self, option: str, found: str | None) -> None:
-        """Fill in the SHA-256 of the file that `option` names; one that was given must be the same."""
+    def _fill_in_file(self, option: str, file: Path | None, shipped: bool) -> None:
+        """Fill in the SHA-256 of the file that `option` names, which must be one that is given, and where it is.
+
+        Args:
+            shipped: whether the option is a name, which finds the file on any machine.
+        """
+        found = None if file is None else file_sha256(file)
         if getattr(self, f"{option}_sha256") not in (None, found):
             was = getattr(self, option)
             raise InputError(option, f"{was!r} is not the file that it was: its SHA-256 is {found}")
         object.__setattr__(self, f"{option}_sha256", found)
+        if file is not None and not shipped:
+            # A record must find it from any folder.
+            object.__setattr__(self, option, str(file.resolve()))
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class VMonarchAttention(VMonarchOptions, _Kind):
     implementation: str = "auto"
 
     def __post_init__(self) -> None:
-        from vmonarch.plan import AttentionPlan, plan_file
+        from vmonarch.plan import AttentionPlan, plan_file, plan_names
 
         object.__setattr__(self, "exact", _exact(self.exact))
         if self.reach is not None:
@@ -113,14 +121,14 @@ class VMonarchAttention(VMonarchOptions, _Kind):
             check_implementation(self.implementation)
             _check_dense(self)
             check_parallel_by(self.parallel_by, **self.not_by_frames, reach=self.reach, plan=self.plan)
-        found = None
+        file = None
         if self.plan is not None:
             try:
                 AttentionPlan.parse(str(self.plan))
-                found = file_sha256(plan_file(self.plan))
             except (TypeError, ValueError, OSError) as error:
                 raise InputError("plan", f"{self.plan!r} cannot be used: {error}") from error
-        self._fill_in_sha256("plan", found)
+            file = plan_file(self.plan)
+        self._fill_in_file("plan", file, self.plan in plan_names())
 
     def _parameters(self) -> dict[str, Any]:
         """The processor's arguments."""
@@ -228,7 +236,7 @@ class BasedAttention(_Kind):
             check_implementation(self.implementation)
             DenseSet("dense_layers", dense_layers)
             DenseSet("dense_steps", self.dense_steps)
-        self._fill_in_sha256("adapter", None if self.adapter is None else file_sha256(self._file()))
+        self._fill_in_file("adapter", None if self.adapter is None else self._file(), self.adapter == "embedded")
 
     @property
     def countable(self) -> bool:
@@ -245,7 +253,7 @@ class BasedAttention(_Kind):
 
         assert self.adapter is not None
         try:
-            file = embedded_adapter_path() if self.adapter == "embedded" else Path(self.adapter)
+            file = embedded_adapter_path() if self.adapter == "embedded" else Path(self.adapter).expanduser()
         except FileNotFoundError as error:
             raise self._unusable(error) from error
         if not file.is_file():

@@ -49,6 +49,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that could not be saved or loaded; the message says which file and why."""
 
 
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is not what was saved."""
+
+
 def pack(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """A JSON value and the tensors it refers to, from nested dicts, lists, tuples, numbers, strings, None, tensors and
     numpy arrays.
@@ -326,7 +330,7 @@ def _check_hash(path: Path, entry: Mapping[str, Any]) -> None:
     with _naming(path), open(path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != entry["sha256"]:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is {found}, its manifest says {entry['sha256']}")
+        raise DamagedError(f"{path} is damaged: its SHA-256 is {found}, its manifest says {entry['sha256']}")
 
 
 def _read_part(folder: Path, stem: str, files: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -387,6 +391,8 @@ class Checkpoints:
         self.rank = rank
         self.world_size = world_size
         self._exchange = exchange
+        # Why checkpoints that look complete cannot be loaded, by step.
+        self._damages: dict[int, str] = {}
 
     def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any]) -> Path:
         """Save a checkpoint, on all ranks together; its folder.
@@ -447,6 +453,31 @@ class Checkpoints:
             _read_manifest(self.folder / _name(step))
         except CheckpointError as error:
             return str(error)
+        return self._damages.get(step)
+
+    def load_latest(
+        self, *, waive: Collection[str] = (), wanted: Collection[str]
+    ) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that no rank finds damaged, and `load` of it; on all ranks together. None for none.
+
+        A newer one that is damaged gives a warning, and counts as not complete from then on.
+
+        Raises:
+            CheckpointError: as `load`; or all are damaged.
+        """
+        damage: str | None = None
+        while (path := self.latest()) is not None:
+            parts, own = {}, None
+            try:
+                parts = self.load(path, waive=waive, wanted=wanted)
+            except DamagedError as error:
+                own = str(error)
+            damage = next((of_rank for of_rank in self._exchange(own) if of_rank is not None), None)
+            if damage is None:
+                return path, parts
+            self._damages[int(path.name.removeprefix("step-"))] = damage
+        if damage is not None:
+            raise DamagedError(f"{damage}; there is no other checkpoint")
         return None
 
     def load(self, path: Path, *, waive: Collection[str] = (), wanted: Collection[str]) -> dict[str, Any]:
@@ -555,15 +586,21 @@ class _Attempt:
             damage = self.owner._why_not(self.step)
             if damage is None:
                 raise CheckpointError(f"{self.target} exists and is not overwritten")
-            aside = self.target.with_name(f"{self.target.name}.damaged")
+            aside = self._free_name(f"{self.target.name}.damaged")
             warnings.warn(f"a damaged checkpoint is moved to {aside}: {damage}", stacklevel=4)
             _move(self.target, aside)
+            self.owner._damages.pop(self.step, None)
         with _naming(folder):
             leftovers = [path for path in folder.iterdir() if path.name.startswith(".step-")]
         for path in leftovers:
             self._discard(path)
         with _naming(self.partial):
             _mkdir(self.partial)
+
+    def _free_name(self, name: str) -> Path:
+        """Where nothing is yet: the name, or that with a number."""
+        names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
+        return next(path for path in map(self.owner.folder.joinpath, names) if not path.exists())
 
     def _discard(self, path: Path) -> None:
         if path.exists():

@@ -54,12 +54,12 @@ def export(
         CheckpointError: no such checkpoint, or it does not fit the model.
         ModelError: the model cannot be loaded.
     """
-    output = Path(output)
+    output = Path(output).expanduser()
     if output.exists():
         raise InputError("output", f"must not exist, {str(output)!r} does; nothing is overwritten")
     if weights not in WEIGHTS:
         raise InputError("weights", f"must be one of {', '.join(WEIGHTS)}, got {weights!r}")
-    config, folder, facts, experts = _trained(Path(run), step, weights, model)
+    config, folder, facts, experts = _trained(Path(run).expanduser(), step, weights, model)
     dtypes = {name: dtype or facts.dtypes[name] for name in experts.parts}
     learns = any(".processor." in name for name, _ in experts.named_parameters())
     one_file = learns or (config.lora.rank > 0 and len(experts.parts) == 1)

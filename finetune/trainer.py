@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from multiprocessing.util import register_after_fork
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -49,7 +52,7 @@ from vmonarch.pipelines.outputs import prepare_output_dir
 # What may change between a run and the one that resumes it; all else would make it another run. Model and data may have
 # moved: what they are is compared instead. The number of steps may change where the learning rate does not follow it.
 FREE = ("output_dir", "steps", "trackers", "log_every", "validation", "checkpoints", "data.workers", "data.validation",
-        "data.path", "model", "revision")  # fmt: skip
+        "data.path", "model", "revision", "attention.plan", "attention.adapter", "attention.label")  # fmt: skip
 # That a process waits for the others, of which a launcher ends all when one dies.
 WAITING = timedelta(hours=6)
 # By how much the gradient of compiled blocks may differ from that of eager ones, relative to its norm: bfloat16 gives
@@ -92,21 +95,24 @@ class Trainer:
 
     Raises:
         InputError, ModelError, DataError, CheckpointError: the settings, the model, the data or the checkpoint that is
-            to be resumed cannot be used.
+            to be resumed cannot be used, or another run is using the output folder, which is held until `run` ends.
 
     Attributes:
         held_out: the clips of `data.validation`, or None.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
-        self.config = config
         # Before the model, which may have to be downloaded.
         _check_trackers(config.trackers)
-        self.clips = _open_clips("data.path", config.data.path)
-        held_out = config.data.validation
+        path = _from_anywhere(config.data.path)
+        held_out = config.data.validation and _from_anywhere(config.data.validation)
+        self.clips = _open_clips("data.path", path)
         self.held_out = None if held_out is None else _open_clips("data.validation", held_out)
         self.output = Path(config.output_dir).expanduser()
         self.folder: ModelFolder = find_wan_model(config.model, config.revision)
+        # A checkpoint's record finds model and data from any folder.
+        data = dataclasses.replace(config.data, path=path, validation=held_out)
+        config = self.config = dataclasses.replace(config, model=self.folder.word, data=data)
         self.facts = model_facts(self.folder, config)
         self.accelerator = _accelerator(config, len(self.facts.names))
         number, world = self.accelerator.process_index, self.accelerator.num_processes
@@ -138,16 +144,20 @@ class Trainer:
         )
         self.loader = self._loader(self.clips, config.seed, config.micro_batch, training=True)
         prepare_output_dir(config.output_dir)
-        self.checkpoints = Checkpoints(
-            self.output / "checkpoints",
-            keep=config.checkpoints.keep,
-            rank=self.ranks.rank,
-            world_size=self.ranks.world,
-            exchange=lambda value: gather_object([value]),
-        )
-        self._load()
-        self.step = 0
-        self._resume()
+        with contextlib.ExitStack() as held:
+            if self.ranks.rank == 0:
+                held.enter_context(_hold(self.output))
+            self.checkpoints = Checkpoints(
+                self.output / "checkpoints",
+                keep=config.checkpoints.keep,
+                rank=self.ranks.rank,
+                world_size=self.ranks.world,
+                exchange=lambda value: gather_object([value]),
+            )
+            self._load()
+            self.step = 0
+            self._resume()
+            self._held = held.pop_all()
 
     def _check_engine(self) -> None:
         kind = self.accelerator.distributed_type
@@ -238,15 +248,16 @@ class Trainer:
 
     def _resume(self) -> None:
         how = self.config.checkpoints
-        newest = self.checkpoints.latest()
-        if how.resume == "must" and newest is None:
-            raise InputError("checkpoints.resume", f"is must, but {self.output / 'checkpoints'} holds no checkpoint")
-        if how.resume == "never" and newest is not None:
+        folder = self.output / "checkpoints"
+        if how.resume == "never" and (newest := self.checkpoints.latest()) is not None:
             raise InputError("checkpoints.resume", f"is never, but there is {newest}; give another output_dir")
-        if newest is None:
-            return
         wanted = ["model", "optimizer", "run", "loader", "random"] + (["ema"] if self.average else [])
-        parts = self.checkpoints.load(newest, wanted=wanted, waive=how.waive)
+        found = self.checkpoints.load_latest(wanted=wanted, waive=how.waive)
+        if found is None:
+            if how.resume == "must":
+                raise InputError("checkpoints.resume", f"is must, but {folder} holds no checkpoint")
+            return
+        newest, parts = found
         self._check_same_run(newest, parts["run"])
         self._restore(newest, parts)
         self.step = parts["run"]["step"]
@@ -305,6 +316,10 @@ class Trainer:
         Raises:
             TrainingError: a loss or gradient is not finite, or compiled blocks are wrong; no weight was changed by it.
         """
+        with self._held:
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         config = self.config
         if config.compile:
             self._check_compiled()
@@ -436,7 +451,9 @@ class Trainer:
         clips = min(config.validation.clips, len(self.held_out))
         loader = self._loader(self.held_out, 0, 1, training=False)
         levels, J = self.objective.levels, config.validation.levels
-        sigmas = levels.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J)
+        # Of one of two experts, its own levels: it may serve none of all.
+        low, high = min(e.low for e in self.objective.experts), max(e.high for e in self.objective.experts)
+        sigmas = levels.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J, low, high)
         total = torch.zeros(2, dtype=torch.float64)
         plain = dataclasses.replace(self.objective, distillation=0.0)
         self.model.eval()
@@ -445,13 +462,13 @@ class Trainer:
                 if number * self.ranks.data_world >= clips:
                     break
                 # Every rank takes as many clips, which FSDP needs; those beyond the last do not count.
-                counts = number * self.ranks.data_world + self.ranks.data_rank < clips
+                clip = number * self.ranks.data_world + self.ranks.data_rank
+                counts = clip < clips
                 latents = batch.latents.to(self.accelerator.device)
                 for j, sigma in enumerate(sigmas):
-                    expert = next((e for e in plain.experts if e.low <= sigma <= e.high), None)
-                    if expert is None:
-                        continue
-                    random = generator_for(0, "validation", number, self.ranks.data_rank, j)
+                    expert = next(e for e in plain.experts if e.low <= sigma <= e.high)
+                    # By the clip and not by its rank: the noise is the same on any number of processes.
+                    random = generator_for(0, "validation", clip, j)
                     noise = torch.randn(latents.shape, generator=random).to(latents)
                     conditioned = torch.full((1,), plain.conditioning.kind == "channels", device=latents.device)
                     draw = Draw(expert, sigma.to(latents).expand(1), noise, conditioned)
@@ -551,6 +568,11 @@ def _check_trackers(names: Sequence[str]) -> None:
             raise InputError("trackers", f"names {name}, which is not installed; installed: {', '.join(installed)}")
 
 
+def _from_anywhere(path: str) -> str:
+    """The path as it is known in every folder."""
+    return str(Path(path).expanduser().resolve())
+
+
 def _open_clips(name: str, path: str) -> ParquetFolder:
     try:
         return ParquetFolder(path)
@@ -558,6 +580,28 @@ def _open_clips(name: str, path: str) -> ParquetFolder:
         raise InputError(
             name, f"must be a folder of parquet files, as `vmonarch preprocess` makes them: {error}"
         ) from error
+
+
+def _hold(folder: Path) -> IO[str]:
+    """Hold a run's folder against other runs until what is returned is closed, or the process ends.
+
+    Raises:
+        InputError: another run holds it.
+    """
+    # Network file systems lock files that are open for writing, and no folders.
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise InputError(
+            "output_dir", f"{str(folder)!r} is in use by another run; wait for its end or give another"
+        ) from error
+    except OSError as error:
+        warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second run in it", stacklevel=2)
+    # A loader's workers outlive a killed run for a moment, in which it may be started anew.
+    register_after_fork(file, lambda inherited: inherited.close())
+    return file
 
 
 def make_optimizer(

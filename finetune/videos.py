@@ -20,8 +20,7 @@ from vmonarch.pipelines.video_io import contact_sheet, encode_video, to_uint8
 def write_videos(folder: ModelFolder, experts: Experts, config: FinetuneConfig, output: Path, step: int) -> list[Path]:
     """One mp4 for each validation prompt, with a contact sheet (PNG) and a JSON beside it; seed 0.
 
-    Raises:
-        FileExistsError: there are videos of this step already.
+    Videos of this step that a run has left which ended before its next checkpoint are replaced.
     """
     wanted = SamplingConfig(prompts=config.validation.prompts, model=config.model, revision=config.revision)
     settings = complete(wanted, folder)
@@ -33,7 +32,7 @@ def write_videos(folder: ModelFolder, experts: Experts, config: FinetuneConfig, 
     for number, prompt in enumerate(settings.prompts):
         frames = to_uint8(sample(model, settings, [prompt], [0]).frames[0])
         path = output / f"step-{step:08d}-{number:02d}.mp4"
-        with AtomicFiles() as files:
+        with AtomicFiles(overwrite=True) as files:
             encode_video(files.stage(path), frames, settings.fps or 16.0)
             contact_sheet(frames, title=prompt).save(files.stage(path.with_suffix(".png")))
             record = {"step": step, "prompt": prompt, "seed": 0, "settings": settings.to_dict()}

@@ -358,8 +358,8 @@ def complete(config: Config, model: ModelFolder) -> Config:
     _check_settings(config, model)
     recommended = recommended_settings(model)
     missing: dict[str, Any] = {key: value for key, value in recommended.items() if getattr(config, key) is None}
-    # The record must find the model from any folder, and the embedded one on any machine.
-    missing["model"] = model.name if model.name == "embedded" or model.revision else str(model.path)
+    # The record must find the model from any folder.
+    missing["model"] = model.word
     if model.revision is not None:
         missing["revision"] = model.revision
     for name in LORA:

@@ -77,6 +77,11 @@ class ModelFolder:
     two_stage: bool
 
     @property
+    def word(self) -> str:
+        """What finds it from any folder: `embedded` on any machine, a hub id, or its path."""
+        return self.name if self.name == "embedded" or self.revision else str(self.path)
+
+    @property
     def kind(self) -> Kind:
         """What there is to know of pipelines of its class."""
         return KINDS[self.pipeline]

@@ -50,6 +50,7 @@ class _Record:
         family: of the transformer.
         grid: the one that the processor was given, if it was.
         names: of the arguments of the transformer's forward.
+        processor: the one that was given.
         lora: name of the LoRA layers that came with the processor's parameters (`load_adapter`), which go with it.
     """
 
@@ -58,6 +59,7 @@ class _Record:
     family: Family
     grid: LatentGrid | None
     names: tuple[str, ...]
+    processor: VideoAttentionProcessor
     lora: str | None = None
 
 
@@ -108,6 +110,8 @@ def _record_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: di
     if grid is None:
         record.context.begin_unknown()
     else:
+        if not torch.compiler.is_compiling() and (record.context.call is None or record.context.call.grid != grid):
+            record.processor.warn_of_size(grid)
         record.context.begin(transformer, grid, record.family.before(arguments), arguments, record.family.by_step)
 
 
@@ -268,7 +272,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
             transformer.register_forward_pre_hook(_record_call, with_kwargs=True)
             transformer.register_forward_hook(_end_call, always_call=True)
         family, names = known_family(transformer), forward_arguments(transformer)
-        setattr(transformer, _ATTRIBUTE, _Record(context, originals, family, processor.grid, names))
+        setattr(transformer, _ATTRIBUTE, _Record(context, originals, family, processor.grid, names, processor))
         share_parallel_config(transformer)
         replace_enabling(transformer)
     return Installation(processor, transformers)

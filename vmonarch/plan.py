@@ -107,7 +107,7 @@ def _shipped() -> Path:
 
 def plan_file(plan: str | Path) -> Path:
     """The file of a plan: one that ships, by its name, or a path."""
-    return _shipped() / f"{plan}.json" if str(plan) in plan_names() else Path(plan)
+    return _shipped() / f"{plan}.json" if str(plan) in plan_names() else Path(plan).expanduser()
 
 
 def method_flops(options: Options | None, grid: LatentGrid, head_dim: int) -> float:

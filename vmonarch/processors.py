@@ -5,6 +5,7 @@ Shapes: B batch, S = T·H·W tokens, H heads, D head dim; the latent grid is T f
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -26,6 +27,8 @@ from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolution
 from vmonarch.validation import check_implementation, check_parallel_by
 from vmonarch.video_processor import VideoAttentionProcessor
 
+# Of a video that took as long as with full attention (docs/benchmarks/eval-proxy.json: 61×192×320).
+_TOO_FEW_TOKENS = 3840
 # Up to this number of layers of a plan that differ, torch.compile makes a graph for each; beyond it, one for all.
 _LAYERS_INLINE = 4
 
@@ -106,6 +109,22 @@ class VMonarchProcessor(VideoAttentionProcessor):
         options = self.options
         pooled = options.coarse > 1 or options.row_share < 1 or options.r_share < 1
         return pooled or options.tiles != (1, 1) or self._bias is not None or self.plan is not None
+
+    def warn_of_size(self, grid: LatentGrid) -> None:
+        if grid.tokens <= _TOO_FEW_TOKENS:
+            warnings.warn(
+                f"videos of {grid.tokens} tokens are too small for VMonarch to make them faster: with"
+                f" {_TOO_FEW_TOKENS} tokens they took as long as with full attention",
+                stacklevel=2,
+            )
+        planned = None if self.plan is None else self.plan.about.get("grid")
+        if planned not in (None, list(grid)):
+            warnings.warn(
+                f"the plan was made for {' × '.join(map(str, planned))} latent tokens (frames × rows × columns), and"
+                f" these videos have {' × '.join(map(str, grid))}: its heads may lose more than it says; calibrate at"
+                " this size",
+                stacklevel=2,
+            )
 
     def _check_alone(self) -> None:
         """Check that a plan is given nothing that it decides."""

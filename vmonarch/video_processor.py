@@ -150,6 +150,9 @@ class VideoAttentionProcessor:
         elif self.refresh is not None:
             check_heads(ranks, heads, "refresh=None: its exact attention is always shared by heads")
 
+    def warn_of_size(self, grid: LatentGrid) -> None:
+        """Warn of what a user may not expect of videos of this grid, which the transformer is called with next."""
+
     @property
     def bias(self) -> GridBias | None:
         """What makes the factors of the bias, for processors that have one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -268,6 +269,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
 
     Raises:
         InputError, ModelError: as `vmonarch.pipelines.generation.generate`; or a map or a budget does not fit.
+        GenerationError: a file could not be written.
     """
     from vmonarch import apply, restore
     from vmonarch.eval.calibrate.diagnosis import Call, DiagnosisProcessor, Recorder, document, watched
@@ -308,13 +310,8 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     diagnosis = {**document(recorder, times), "about": about}
     with reserve_number(output, 1 if config.overwrite else None) as number_text:
         target = output / f"{number_text}-{short_hash(config.to_dict())}"
-        text = json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n"
-        try:
-            target.mkdir(exist_ok=config.overwrite)
-            _write(target, {"diagnosis.json": text}, overwrite=config.overwrite)
-        except OSError as error:
-            kept = keep_elsewhere("diagnosis.json", lambda path: path.write_text(text, encoding="utf-8"))
-            raise GenerationError(f"{target} cannot be written to: {error}; {kept}") from error
+        save = functools.partial(_save, overwrite=config.overwrite)
+        save(target / "diagnosis.json", json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n")
         # What was sampled is on disk by now: a plan that cannot be made costs no more than another --diagnosis.
         try:
             make = functools.partial(config.allowed.plan, diagnosis)
@@ -322,12 +319,21 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         except InputError as error:
             kept = f"the diagnosis is {target / 'diagnosis.json'}, from which --diagnosis makes other plans"
             raise InputError(error.argument, f"{error.problem}; {kept}") from error
-        texts = {
-            "plan.json": json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n",
-            "report.html": report(diagnosis, plan, recorder.pictures),
-        }
-        _write(target, texts, overwrite=config.overwrite)
+        # Refining may take longer than sampling: the plan is on disk before the report is made.
+        save(target / "plan.json", json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n")
+        warn_if_full(plan)
+        save(target / "report.html", report(diagnosis, plan, recorder.pictures))
     return Calibration(target, diagnosis, plan)
+
+
+def warn_if_full(plan: AttentionPlan) -> None:
+    """Warn of a plan that makes nothing faster, because all heads have full attention."""
+    if all(options is None for options in plan.methods.values()):
+        warnings.warn(
+            "the plan is nothing but full attention, so it makes nothing faster: no candidate kept to the budget, or"
+            " the videos are so small that all of them cost more",
+            stacklevel=3,
+        )
 
 
 def _size(model: LoadedModel) -> tuple[int, int]:
@@ -339,11 +345,23 @@ def _size(model: LoadedModel) -> tuple[int, int]:
     return len(modules), heads_of(modules[0][1])
 
 
-def _write(target: Path, texts: Mapping[str, str], *, overwrite: bool) -> None:
+def _save(path: Path, text: str, *, overwrite: bool) -> None:
+    """Write a file of a calibration, or keep it where there is room for it.
 
+    Raises:
+        GenerationError: its folder cannot be written to; the message says where the text is kept.
+    """
+    try:
+        path.parent.mkdir(exist_ok=True)
+        _write(path, text, overwrite=overwrite)
+    except OSError as error:
+        kept = keep_elsewhere(path.name, lambda elsewhere: elsewhere.write_text(text, encoding="utf-8"))
+        raise GenerationError(f"{path.parent} cannot be written to: {error}; {kept}") from error
+
+
+def _write(path: Path, text: str, *, overwrite: bool) -> None:
     with AtomicFiles(overwrite=overwrite) as files:
-        for name, text in texts.items():
-            files.stage(target / name).write_text(text, encoding="utf-8")
+        files.stage(path).write_text(text, encoding="utf-8")
 
 
 def read_diagnosis(path: str | Path, candidates: Sequence[str] | None = None) -> dict[str, Any]:

@@ -47,6 +47,16 @@ def test_a_record_refuses_an_adapter_that_changed(cli, tiny_adapter: Path, tmp_p
     assert code == 2 and "attention.adapter" in err and "is not the file that it was" in err
 
 
+def test_an_adapter_at_home_is_recorded_by_a_path_that_is_right_in_every_folder(
+    tiny_adapter: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tiny_adapter.parent))
+    monkeypatch.chdir(tiny_adapter.parent)
+    for word in ("~/based.safetensors", "based.safetensors"):
+        method = resolve_method(f"based:adapter={word}")
+        assert method.to_dict()["adapter"] == str(tiny_adapter) and word in method.label
+
+
 def test_compare_gives_full_attention_its_own_weights(cli, shipped_adapter: Path) -> None:
     assert cli("generate", PROMPT, "--seed", 1, "--attention", "full", "--quiet")[0] == 0
     code, _, err = cli("compare", PROMPT, "--seed", 1, "--methods", "based", "full", "vmonarch", "--quiet")

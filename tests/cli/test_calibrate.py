@@ -71,7 +71,8 @@ def test_another_plan_is_made_from_a_diagnosis_without_sampling(cli, monkeypatch
     (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
     monkeypatch.setattr("vmonarch.pipelines.loading.load_model", lambda *_: pytest.fail("a model was loaded"))
     words = ["calibrate", "--diagnosis", folder / "diagnosis.json"]
-    code, out, _ = cli(*words, "--budget", 0, "--plan", "exact.json", tiny=False)
+    with pytest.warns(UserWarning, match="the plan is nothing but full attention"):
+        code, out, _ = cli(*words, "--budget", 0, "--plan", "exact.json", tiny=False)
     assert code == 0 and out.splitlines()[-1] == "exact.json"
     assert {name for heads in AttentionPlan.parse("exact.json").layers["transformer"] for name in heads} == {"full"}
     some = [*words, "--budget", 9, "--plan", "some.json", "--candidates"]
@@ -115,6 +116,27 @@ def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch)
     code, _, err = cli("calibrate", *line)
     (kept,) = cli.folder.glob("vmonarch-*/diagnosis.json")
     assert code == 1 and "No space left" in err and str(kept) in err and kept.read_text().startswith('{"format"')
+
+
+def test_a_plan_outlives_a_report_that_cannot_be_written(cli, monkeypatch):
+    from vmonarch.eval.calibrate import run
+
+    write = run._write
+
+    def no_room(path, text, **options):
+        if path.name == "report.html":
+            raise OSError(28, "No space left on device")
+        write(path, text, **options)
+
+    monkeypatch.setattr(run, "_write", no_room)
+    monkeypatch.setattr("tempfile.tempdir", str(cli.folder))
+    line = ["a red circle", "--steps", 1, "--candidates", "vmonarch-t1", "--no-sensitivity", "--budget", 0]
+    with pytest.warns(UserWarning, match="the plan is nothing but full attention, so it makes nothing faster"):
+        code, _, err = cli("calibrate", *line)
+    (folder,) = (cli.folder / "outputs" / "calibrate").iterdir()
+    (kept,) = cli.folder.glob("vmonarch-*/report.html")
+    assert code == 1 and f"report.html is kept at {kept}" in err
+    assert set(AttentionPlan.parse(folder / "plan.json").methods) == {"full"}
 
 
 def test_candidates_are_what_their_methods_change():

@@ -135,3 +135,19 @@ def test_a_head_whose_errors_cancel_others_keeps_its_measured_share():
     measured.shares["transformer"][layer, head] = 10 * truth["default"].sum()
     again = plan_within_work(found, 1.2, found=[measured])
     assert again.layers["transformer"][layer][head] == "full"
+    # Of two plans that gave it the same method, the mean counts, whichever was measured last.
+    low = in_place(first, truth)
+    low.shares["transformer"][layer, head] = -0.1
+    for found_in_place in ([low, measured], [measured, low]):
+        again = plan_within_work(found, 1.2, found=found_in_place)
+        assert again.layers["transformer"][layer][head] == "full"
+
+
+def test_the_best_plan_in_place_is_kept_and_not_the_last(monkeypatch):
+    plans = [AttentionPlan({"a": {"num_iterations": n}}, {"transformer": [["a"] * n]}) for n in (1, 2, 3)]
+    monkeypatch.setattr(
+        "vmonarch.eval.calibrate.refining.measure_plan",
+        lambda pipe, plan, calls: InPlace(plan, {1: 0.2, 2: 0.1, 3: 0.3}[plan.methods["a"].num_iterations], {}),
+    )
+    refined = refine(None, [], lambda seen: plans[len(seen)], 3)
+    assert refined == plans[1] and refined.about["in_place"] == [0.2, 0.1, 0.3]

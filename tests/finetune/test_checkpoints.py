@@ -655,6 +655,39 @@ def test_own_parts_of_another_number_of_ranks_count_as_missing(world_size, tmp_p
     assert checkpoints.load(checkpoints.latest(), wanted=["model", "loader"], waive=["loader"]) == {"model": 1}
 
 
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_what_one_rank_finds_damaged_is_passed_over_by_all(culprit, tmp_path):
+    ranks = two_ranks(tmp_path, keep=4)
+    for step in (1, 2, 3, 4):
+        save_both(ranks, step)
+    # A byte of one rank's own part, and of one that all read.
+    for step, name in ((4, f"loader.rank-0000{culprit}.json"), (3, "model.json")):
+        (tmp_path / f"step-{step:08d}" / name).write_text("9")
+    with pytest.warns(UserWarning, match="step 4 passed over: .*is damaged"):
+        found = together(*(partial(c.load_latest, wanted=["model", "loader"]) for c in ranks))
+    wanted = [(tmp_path / "step-00000002", {"model": 2, "loader": rank}) for rank in (0, 1)]
+    assert found == wanted and all(checkpoints.steps() == [1, 2] for checkpoints in ranks)
+    (tmp_path / "step-00000004.damaged").mkdir()
+    save_both(ranks, 4)
+    assert ranks[0].steps() == [1, 2, 4] and (tmp_path / "step-00000004.damaged-2").is_dir()
+
+
+def test_if_all_are_damaged_the_error_says_so(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.load_latest(wanted=["model"]) is None
+    (save(checkpoints, 1) / "model.json").write_text("9" * (tmp_path / "step-00000001" / "model.json").stat().st_size)
+    with (
+        pytest.raises(CheckpointError, match="is damaged: .*; there is no other checkpoint"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        checkpoints.load_latest(wanted=["model"])
+    # What is missing is no damage, which an older checkpoint would mend.
+    save(checkpoints, 2), save(checkpoints, 3)
+    with pytest.raises(CheckpointError, match="step-00000003 lacks ema"):
+        checkpoints.load_latest(wanted=["ema"])
+
+
 def assert_both_fail(ranks, found, culprit, message):
     assert all(isinstance(error, CheckpointError) for error in found), found
     assert message in str(found[culprit])

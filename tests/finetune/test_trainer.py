@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import multiprocessing
 from contextlib import nullcontext
 from itertools import islice
 
@@ -16,16 +17,17 @@ from safetensors.torch import load_file
 import vmonarch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
-from vmonarch.finetune.checkpoints import CheckpointError
+from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints
 from vmonarch.finetune.config import OptimizerConfig, finetune_config
 from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.data.schema import Sample
 from vmonarch.finetune.export import export
-from vmonarch.finetune.models import Experts, compile_blocks, load_experts, model_facts, share_clips
+from vmonarch.finetune.models import Experts, _lora_layers, compile_blocks, load_experts, model_facts, share_clips
 from vmonarch.finetune.objective import NoiseLevels
-from vmonarch.finetune.trainer import Trainer, TrainingError, _flat
+from vmonarch.finetune.trainer import Ranks, Trainer, TrainingError, _flat, _hold
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.model_folder import find_model, find_wan_model
+from vmonarch.plan import AttentionPlan
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +226,7 @@ def test_the_teacher_is_full_attention_and_stays_as_it_is(place, tmp_path):
 
 def test_the_teacher_of_lora_layers_is_the_model_before_them(place, tmp_path):
     """In the same weights: with full attention and without what is learnt; afterwards all is as it was."""
-    options = {"lora": {"rank": 4}, "steps": 3, "optimizer": {"learning_rate": 0.1}}
+    options = {"lora": {"rank": 4, "alpha": 6.0}, "steps": 3, "optimizer": {"learning_rate": 0.1}}
     trainer = Trainer(settings(place, tmp_path / "one", objective={"distillation": 0.5}, **options))
     part = trainer.experts.parts["transformer"]
     processors = part.attn_processors
@@ -240,6 +242,7 @@ def test_the_teacher_of_lora_layers_is_the_model_before_them(place, tmp_path):
         wanted = stock(**arguments, return_dict=False)[0]
     torch.testing.assert_close(taught, wanted)
     assert torch.equal(before, after) and (after - wanted).abs().max() > 0.01
+    assert {layer.scaling["default"] for layer in _lora_layers(part)} == {1.5}
     assert len(list(trainer.experts.parameters())) == len(list(stock.parameters())) + len(trainer.trained)
     assert all(parameter.requires_grad for parameter in trainer.trained.values())
     assert part.attn_processors == processors
@@ -396,6 +399,25 @@ def test_validation_is_always_the_same(place, tmp_path):
     assert numbers[0] == numbers[1] != first
 
 
+def test_processes_share_out_the_validation_that_one_would_do(place, tmp_path):
+    """The same clips with the same noise; what the second process has beyond the last clip does not count."""
+    options = {"data": {"validation": str(place / "held-out")}, "validation": {"clips": 3, "levels": 2}}
+    trainer = Trainer(settings(place, tmp_path, **options))
+    alone = trainer.validate()
+    shares = []
+    for rank in (0, 1):
+        trainer.ranks = Ranks(rank, 2, rank, 2)
+        shares.append(trainer.validate())
+    assert (2 * shares[0] + shares[1]) / 3 == pytest.approx(alone, rel=1e-5)
+
+
+def test_one_of_two_transformers_is_validated_at_levels_that_it_serves(place, tmp_path):
+    options = {"data": {"validation": str(place / "held-out")}, "validation": {"clips": 1, "levels": 1}}
+    for name in ("all", "transformer", "transformer_2"):
+        trainer = Trainer(settings(place, tmp_path / name, "t2v-2.2", train=name, **options))
+        assert math.isfinite(trainer.validate()), name
+
+
 def test_validation_is_of_the_average_and_asks_each_transformer_for_its_levels(place, tmp_path):
     options = {"data": {"validation": str(place / "held-out")}, "validation": {"clips": 2, "levels": 12}, "ema": 0.9}
     trainer = Trainer(settings(place, tmp_path, "t2v-2.2", **options))
@@ -424,7 +446,8 @@ def test_another_run_is_not_resumed(place, tmp_path):
     trainer = Trainer(settings(place, tmp_path, steps=2))
     trainer.run()
     free = {"output_dir", "model", "revision", "steps", "trackers", "log_every", "data.path", "data.validation",
-            "data.workers", *("validation." + key for key in vars(trainer.config.validation)),
+            "data.workers", "attention.plan", "attention.label",
+            *("validation." + key for key in vars(trainer.config.validation)),
             *("checkpoints." + key for key in vars(trainer.config.checkpoints))}  # fmt: skip
     run = {"model": trainer.about["model"], "config": _flat(trainer.about["config"])}
     for schedule, allowed in (("constant", free), ("cosine", free - {"steps"})):
@@ -445,6 +468,66 @@ def test_another_run_is_not_resumed(place, tmp_path):
         Trainer(settings(place, tmp_path, checkpoints={"resume": "never"}))
     with pytest.raises(InputError, match="checkpoints.resume is must, but"):
         Trainer(settings(place, tmp_path / "new", checkpoints={"resume": "must"}))
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(place, tmp_path):
+    options = {"steps": 4, "checkpoints": {"every": 2}}
+    whole = Trainer(settings(place, tmp_path, **options))
+    whole.run()
+    file = tmp_path / "checkpoints" / "step-00000004" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.warns(UserWarning, match="step 4 passed over: .*model.safetensors is damaged"):
+        resumed = Trainer(settings(place, tmp_path, **options))
+    assert resumed.step == 2
+    with pytest.warns(UserWarning, match="moved to .*step-00000004.damaged"):
+        resumed.run()
+    assert equal(weights(resumed), weights(whole)) and resumed.checkpoints.steps() == [2, 4]
+
+
+def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(place, tmp_path):
+    first = Trainer(settings(place, tmp_path, steps=2, data={"workers": 1}))
+    with pytest.raises(InputError, match="output_dir '.*' is in use by another run"):
+        Trainer(settings(place, tmp_path, steps=2))
+    first.run()
+    # What cannot be resumed holds nothing.
+    with pytest.raises(CheckpointError, match="other settings"):
+        Trainer(settings(place, tmp_path, steps=2, seed=1))
+    assert Trainer(settings(place, tmp_path, steps=2)).step == 2
+
+
+def test_a_worker_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_path):
+    context = multiprocessing.get_context("fork")
+    begun, end = context.Event(), context.Event()
+    held = _hold(tmp_path)
+    worker = context.Process(target=lambda: begun.set() or end.wait())
+    worker.start()
+    try:
+        assert begun.wait(60)
+        held.close()
+        _hold(tmp_path).close()
+    finally:
+        end.set()
+        worker.join()
+
+
+def test_a_run_is_found_from_any_folder(place, tmp_path, monkeypatch):
+    """Its model, data and plan were given from where it began, one of them from the home folder."""
+    (tmp_path / "elsewhere").mkdir()
+    heads = {"transformer": [["t1", "full"]] * 2}
+    AttentionPlan({"t1": {"num_iterations": 1}, "full": None}, heads).save(tmp_path / "plan.json")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(place)
+    given = {"model": "t2v", "data": {"path": "clips"}, "attention": "vmonarch:plan=~/plan.json", "steps": 1}
+    Trainer(settings(place, tmp_path / "run", **given)).run()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert export(tmp_path / "run", tmp_path / "model").is_dir()
+    record = Checkpoints(tmp_path / "run" / "checkpoints").load_latest(wanted=["run"])[1]["run"]["config"]
+    assert [record["model"], record["data"]["path"], record["attention"]["plan"]] == [
+        str(place / "t2v"), str(place / "clips"), str(tmp_path / "plan.json")
+    ]  # fmt: skip
+    # A plan may have moved, as model and data may.
+    (tmp_path / "plan.json").rename("p.json")
+    assert Trainer(settings(place, tmp_path / "run", attention="vmonarch:plan=p.json", steps=2)).step == 1
 
 
 def test_a_missing_average_is_an_error_unless_waived(place, tmp_path):
@@ -529,8 +612,8 @@ def test_a_processor_that_learns_becomes_an_adapter(tiny, place, tmp_path):
     torch.testing.assert_close(tiny.run(model), tiny.run(trainer.experts.parts["transformer"].eval()))
 
 
-def test_validation_videos_and_their_sheets(tmp_path):
-    """One step of the embedded model, which can be watched while it trains."""
+def test_validation_videos_and_their_sheets(tmp_path, monkeypatch):
+    """One step of the embedded model, which can be watched while it trains, and goes on if it is killed after one."""
     shape = (16, 16, 12, 20)
     generator = torch.Generator().manual_seed(0)
     rows = (Sample(f"{n}", torch.randn(shape, generator=generator), torch.randn(4, 128), caption="x") for n in range(2))
@@ -544,6 +627,13 @@ def test_validation_videos_and_their_sheets(tmp_path):
         "data": {"path": str(tmp_path / "clips"), "workers": 0},
         "validation": {"every": 0, "videos_every": 1, "prompts": ["a red circle moving right"], "steps": 1},
     }
+
+    def killed(trainer):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "save", killed)
+        Trainer(finetune_config(values)).run()
     Trainer(finetune_config(values)).run()
     names = sorted(path.name for path in (tmp_path / "run" / "videos").iterdir())
     assert names == [f"step-00000001-00.{suffix}" for suffix in ("json", "mp4", "png")]

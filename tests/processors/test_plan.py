@@ -4,6 +4,8 @@ import copy
 import itertools
 import json
 import pickle
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from vmonarch import (
     LatentGrid,
     VMonarchProcessor,
     first_order_attention,
+    processors,
     two_resolution_attention,
     vmonarch_attention,
 )
@@ -27,6 +30,7 @@ from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.plan import plan_file, plan_names
 from vmonarch.processors import _some_heads
 
+ROOT = Path(__file__).resolve().parents[2]
 SPARSE = {"share": 0.3, "tile": (1, 2, 3)}
 METHODS = {
     "t1": {"num_iterations": 1},
@@ -326,3 +330,36 @@ def test_a_plan_for_another_model_is_refused_before_anything_changes(tiny):
     tiny.switch(model, VMonarchProcessor(plan=plan_of(["t1"] * 4, ["t1"] * 4)))
     with pytest.raises(RuntimeError, match="plan needs vmonarch.apply"):
         run(model, arguments)
+
+
+def test_of_each_size_it_is_said_once_if_it_is_too_small_or_not_the_plans(tiny, monkeypatch):
+    model, arguments = inputs(tiny)
+    heads = {"transformer": [["t1", "own", "t1", "own"]] * 2}
+    plan = AttentionPlan(METHODS, heads, AttentionPlan.parse("embedded-1.00").about | {"grid": [3, 2, 3]})
+    larger = arguments | {"hidden_states": torch.randn(1, 16, 4, 4, 6)}
+
+    def told(*calls):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for call in calls:
+                run(model, call)
+        return [str(warning.message) for warning in found]
+
+    vmonarch.apply(model, VMonarchProcessor(plan=plan))
+    (small,) = told(arguments, arguments)
+    assert small.startswith("videos of 18 tokens are too small for VMonarch to make them faster: with 3840")
+    monkeypatch.setattr(processors, "_TOO_FEW_TOKENS", 18)
+    (other,) = told(larger, larger)
+    assert other.startswith("the plan was made for 3 × 2 × 3 latent tokens") and "have 4 × 2 × 3" in other
+    assert told(arguments | {"hidden_states": arguments["hidden_states"]})[0].startswith("videos of 18")
+    vmonarch.apply(model, VMonarchProcessor(plan=plan_of(*heads["transformer"])))
+    assert told(larger) == [], "a plan by hand is for no size"
+
+
+def test_videos_that_count_as_too_small_took_as_long_as_with_full_attention():
+    record = json.loads((ROOT / "docs" / "benchmarks" / "eval-proxy.json").read_text())["evaluations"]["table2"]
+    config, seconds = record["config"], {name: values["seconds"] for name, values in record["statistics"].items()}
+    assert [config[name] for name in ("num_frames", "height", "width")] == [61, 192, 320]
+    grid = AttentionPlan.parse(ROOT / "docs" / "benchmarks" / "plan-proxy-10.json").about["grid"]
+    assert LatentGrid(*grid).tokens == processors._TOO_FEW_TOKENS
+    assert seconds["vmonarch"]["low"] < seconds["full"]["mean"] < seconds["vmonarch"]["high"]

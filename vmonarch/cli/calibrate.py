@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
     from pathlib import Path
 
     from vmonarch.configs import InputError
-    from vmonarch.eval.calibrate.run import Budget, CalibrateConfig, calibrate, read_diagnosis
+    from vmonarch.eval.calibrate.run import Budget, CalibrateConfig, calibrate, read_diagnosis, warn_if_full
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()
@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
         if path.exists() and not arguments.overwrite:
             raise InputError("plan", f"{str(path)!r} exists; give another --plan, or --overwrite")
         plan.save(path)
+        warn_if_full(plan)
         _tell(plan, quiet=arguments.quiet)
         print(path)
         return
