@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import typing
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,14 @@ from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolution
 from vmonarch.validation import check_implementation, check_parallel_by
 
 if TYPE_CHECKING:
+    from vmonarch.based import BasedProcessor
     from vmonarch.processors import FirstOrderProcessor, FlashBiasProcessor, TwoResolutionProcessor, VMonarchProcessor
+    from vmonarch.video_processor import VideoAttentionProcessor
+
+
+# What the next release does not know any more: names that methods and recipes had until 2026-11-28.
+OLD_METHODS = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
+OLD_RECIPES = {"near-lossless": "stack-near-lossless", "fast": "stack-fast"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,20 @@ class _Kind:
     """What all kinds of attention have."""
 
     kind: ClassVar[str]
+
+    def processor(self) -> VideoAttentionProcessor:
+        """The method as a processor.
+
+        Raises:
+            InputError: it is none; the error says what takes its place.
+        """
+        raise NotImplementedError
+
+    def install(self, pipe: Any) -> None:
+        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+        processor = self.processor()
+        with _naming_the_option():
+            _replace(pipe, processor)
 
     @property
     def countable(self) -> bool:
@@ -72,6 +94,10 @@ class FullAttention(_Kind):
     """Exact attention, through the pipeline's stock processors."""
 
     kind: ClassVar[str] = "full"
+
+    def processor(self) -> VideoAttentionProcessor:
+        """There is none."""
+        raise InputError("processor", "cannot be 'full', the model's own attention, which vmonarch.restore puts back")
 
     def install(self, pipe: Any) -> None:
         """Put the stock processors back on `pipe`."""
@@ -141,12 +167,6 @@ class VMonarchAttention(VMonarchOptions, _Kind):
         with _naming_the_option():
             return VMonarchProcessor(**self._parameters())
 
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
-        processor = self.processor()
-        with _naming_the_option():
-            _replace(pipe, processor)
-
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if the tiles or exact frames, its own or those of its plan, do not fit the latent grid."""
         from vmonarch.plan import AttentionPlan
@@ -184,10 +204,6 @@ class FlashBiasAttention(_Kind):
 
         parameters = dataclasses.asdict(self)
         return FlashBiasProcessor(_decay(parameters.pop("reach")), **parameters)
-
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
-        _replace(pipe, self.processor())
 
 
 @dataclass(frozen=True)
@@ -259,6 +275,22 @@ class BasedAttention(_Kind):
             " vmonarch.save_adapter, or adapter=null for parameters that have learnt nothing",
         )
 
+    def _free(self) -> dict[str, Any]:
+        """The options that no adapter decides on."""
+        return {"dense_steps": self.dense_steps, "implementation": self.implementation}
+
+    def processor(self) -> BasedProcessor:
+        """The method as a processor.
+
+        Raises:
+            InputError: it has an adapter, which is loaded together with its processor.
+        """
+        from vmonarch import BasedProcessor
+
+        if self.adapter is not None:
+            raise InputError("processor", f"cannot be 'based' with {self.adapter!r}: vmonarch.load_adapter applies adapters")
+        return BasedProcessor(**self._given(), **self._free())
+
     def install(self, pipe: Any) -> None:
         """Put this method on `pipe`, in place of whatever vmonarch method it carries.
 
@@ -268,9 +300,8 @@ class BasedAttention(_Kind):
         from vmonarch import BasedProcessor, load_adapter
         from vmonarch.adapters import read_adapter
 
-        free = {"dense_steps": self.dense_steps, "implementation": self.implementation}
         if self.adapter is None:
-            _replace(pipe, BasedProcessor(**self._given(), **free))
+            super().install(pipe)
             return
         _clear(pipe)
         file = self._file()
@@ -281,7 +312,7 @@ class BasedAttention(_Kind):
             for name in self._given():
                 if config[name] != saved.get(name):
                     raise InputError(name, f"is {saved.get(name)} in the adapter {self.adapter!r}, got {config[name]}")
-            load_adapter(pipe, file, **free)
+            load_adapter(pipe, file, **self._free())
         except InputError:
             raise
         except (TypeError, ValueError, ImportError) as error:
@@ -314,12 +345,12 @@ class _Variant(_Kind):
         common = {field.name for field in dataclasses.fields(_Variant)}
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in common}
 
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+    def processor(self) -> VideoAttentionProcessor:
+        """The method as a processor."""
         from vmonarch.variants import VariantProcessor
 
         common = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Variant)}
-        _replace(pipe, VariantProcessor(self.kind, self._options(), **common))
+        return VariantProcessor(self.kind, self._options(), **common)
 
 
 @dataclass(frozen=True)
@@ -443,14 +474,6 @@ class _OpAttention(_Kind, Options):
             check_implementation(self.implementation)
             _check_dense(self)
 
-    def processor(self) -> TwoResolutionProcessor | FirstOrderProcessor:
-        """The method as a processor."""
-        raise NotImplementedError
-
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
-        _replace(pipe, self.processor())
-
 
 @dataclass(frozen=True, kw_only=True)
 class TwoResolutionAttention(_OpAttention, TwoResolutionOptions):
@@ -521,13 +544,13 @@ class BlockTopKAttention(_Kind):
             check_implementation(self.implementation)
             _check_dense(self)
 
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+    def processor(self) -> TwoResolutionProcessor:
+        """The method as a processor."""
         from vmonarch import TwoResolutionProcessor
 
         options = dict(vars(self))
         share, tile = 1 - options.pop("sparsity"), options.pop("cube")
-        _replace(pipe, TwoResolutionProcessor(share=share, tile=tile, query_tile=tile, rest=False, **options))
+        return TwoResolutionProcessor(share=share, tile=tile, query_tile=tile, rest=False, **options)
 
 
 @dataclass(frozen=True)
@@ -676,18 +699,33 @@ class Recipe(AttentionMethod):
         return {"name": self.name, "label": self.label, "attention": self.attention.to_dict(), **stack}
 
 
-def merge_attention(below: Any, above: Any) -> Any:
-    """One attention entry over another."""
+def merge_attention(below: Any, above: Any, *, recipes: bool = True) -> Any:
+    """One attention entry over another.
+
+    Args:
+        recipes: whether `below` may be a recipe.
+    """
     if isinstance(above, str) or not isinstance(above, Mapping):
         return above
     if "name" in above:
         return dict(above)
     if isinstance(below, str):
-        below = resolve_method(below, recipes=True).to_dict()
+        below = resolve_method(below, recipes=recipes).to_dict()
     if not isinstance(below, Mapping):
         return dict(above)
     # The label named the parameters as they were.
-    return deep_merge({key: value for key, value in below.items() if key != "label"}, above)
+    merged = _over({key: value for key, value in below.items() if key != "label"}, above)
+    if "attention" in above:
+        merged["attention"] = merge_attention(below.get("attention"), above["attention"], recipes=False)
+    return merged
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters over others; another kind of cache leaves nothing of the arguments of the one before."""
+    merged = deep_merge(below, above)
+    if isinstance(cache := above.get("cache"), Mapping) and "kind" in cache:
+        merged["cache"] = dict(cache)
+    return merged
 
 
 def method_names() -> list[str]:
@@ -698,6 +736,48 @@ def method_names() -> list[str]:
 def recipe_names() -> list[str]:
     """Names of the recipes that ship in `configs/recipes/`."""
     return preset_names("recipes")
+
+
+def _is_record(values: Mapping[str, Any], of: type) -> bool:
+    """Whether they are of `to_dict`, which nobody has written by hand."""
+    method = values.get("attention") if of is Recipe else values
+    return isinstance(method, Mapping) and "kind" in method
+
+
+def _name_now(name: Any, values: Mapping[str, Any], argument: str, *, recipes: bool) -> Any:
+    """What a method or recipe is called now, by a name that may be an old one; warns where a user wrote that.
+
+    Raises:
+        InputError: the name was a recipe's and is a method's now, and has what only recipes have.
+    """
+    if not isinstance(name, str):
+        return name
+    if name in OLD_RECIPES:
+        if _is_record(values, Recipe):
+            return OLD_RECIPES[name]
+        for key in values:
+            if key == "attention" or key in {field.name for field in dataclasses.fields(Stack)}:
+                problem = f"is for recipes, and {name!r} is a method: the recipe is called {OLD_RECIPES[name]!r} now"
+                raise InputError(f"{argument}.{key}", problem)
+        if recipes and not _is_record(values, AttentionMethod):
+            _warn(f"{name!r} is an attention method; the recipe that had this name is {OLD_RECIPES[name]!r}")
+    if name in OLD_METHODS:
+        if not _is_record(values, AttentionMethod):
+            _warn(f"{name!r} is called {OLD_METHODS[name]!r} now; the next release does not know the old name")
+        return OLD_METHODS[name]
+    return name
+
+
+def _warn(problem: str) -> None:
+    warnings.warn(problem, FutureWarning, stacklevel=4)
+
+
+def refuse_old_recipe(argument: str, word: object) -> None:
+    """Raise InputError where a recipe is asked for by a name that was a recipe's, and is a method's now."""
+    name = word.partition(":")[0].strip() if isinstance(word, str) else None
+    if name in OLD_RECIPES:
+        problem = f"must be {OLD_RECIPES[name]!r}, as this recipe is called now, got {name!r}, which is a method"
+        raise InputError(argument, problem)
 
 
 def _split(text: str) -> list[str]:
@@ -743,6 +823,9 @@ def resolve_method(
             raise InputError(f"{argument}.kind", f"must be one of {', '.join(KINDS)}, got {kind!r}")
     else:
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
+    before, name = name, _name_now(name, spec if isinstance(spec, Mapping) else values, argument, recipes=recipes)
+    if name != before and (label == before or label.startswith(f"{before}:")):
+        label = f"{name}{label.removeprefix(before)}"
     if name in recipe_names():
         if not recipes:
             raise InputError(argument, f"must be an attention method, got the recipe {name!r}")
@@ -757,20 +840,26 @@ def resolve_method(
         raise InputError(f"{argument}.{next(iter(values))}", f"is no known key: {name} attention has no parameters")
     parameters = build(schema, deep_merge(shipped, values), prefix=f"{argument}.")
     if not label:
-        defaults = {field.name: field.default for field in dataclasses.fields(schema)} | shipped
-        changed = {key: value for key, value in values.items() if defaults[key] != value}
-        label = name + (":" if changed else "") + ",".join(f"{key}={value}" for key, value in changed.items())
+        label = _label(name, values, {field.name: field.default for field in dataclasses.fields(schema)} | shipped)
     return AttentionMethod(name=name, parameters=parameters, label=label)
+
+
+def _label(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """The name, and the values that are not the defaults."""
+    changed = {key: value for key, value in values.items() if defaults[key] != value}
+    return name + (":" if changed else "") + ",".join(f"{key}={value}" for key, value in changed.items())
 
 
 def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> Recipe:
     """The recipe of this name in `configs/recipes/`, with `values` over what it says."""
-    given = deep_merge(read_yaml(name, group="recipes"), {k: v for k, v in values.items() if k != "attention"})
-    if isinstance(cache := values.get("cache"), Mapping) and "kind" in cache:
-        given["cache"] = dict(cache)
+    shipped = read_yaml(name, group="recipes")
+    given = _over(shipped, {key: value for key, value in values.items() if key != "attention"})
     attention = given.pop("attention")
     if "attention" in values:
-        attention = merge_attention(attention, values["attention"])
+        attention = merge_attention(attention, values["attention"], recipes=False)
     method = resolve_method(attention, argument=f"{argument}.attention")
     stack = build(Stack, given, prefix=f"{argument}.")
-    return Recipe(name, method.parameters, label or name, stack, attention=method)
+    if not label:
+        defaults = {field.name: field.default for field in dataclasses.fields(Stack)} | shipped
+        label = _label(name, given | {"attention": method.label}, defaults)
+    return Recipe(name, method.parameters, label, stack, attention=method)

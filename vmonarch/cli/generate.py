@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vmonarch.cli.sampling import (
+    add_recipe_argument,
     add_sampling_arguments,
     hide_loading_bars,
     method_help,
@@ -25,7 +26,7 @@ examples:
   vmonarch generate "first prompt" "second prompt" --seed 1 2 3 --attention full
   vmonarch generate "…" attention.num_iterations=3 attention.exact.band=1
   vmonarch generate "…" --config wan2.1-t2v-1.3b --offload model
-  vmonarch generate "…" --config wan2.1-t2v-14b --recipe fast
+  vmonarch generate "…" --config wan2.1-t2v-14b --recipe stack-fast
   vmonarch generate --from-json outputs/generate/0001-1f3b9c8e.json
   torchrun --nproc-per-node 4 -m vmonarch generate "…"   # every video on four GPUs
 
@@ -36,12 +37,8 @@ Each video gets a number and a short hash for a name, with a contact sheet (.png
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch generate`."""
     add_sampling_arguments(parser, group="generate")
-    parser.add_argument(
-        "--attention",
-        "--recipe",
-        metavar="METHOD",
-        help=f"{method_help()} (default vmonarch)",
-    )
+    parser.add_argument("--attention", metavar="METHOD", help=f"{method_help()} (default vmonarch)")
+    add_recipe_argument(parser, "attention")
     parser.add_argument(
         "--batch-guidance",
         action="store_true",
