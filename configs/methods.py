@@ -101,7 +101,9 @@ class FullAttention(_Kind):
 
     def install(self, pipe: Any) -> None:
         """Put the stock processors back on `pipe`."""
-        _clear(pipe)
+        from vmonarch import restore
+
+        restore(pipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,13 +299,13 @@ class BasedAttention(_Kind):
         Raises:
             InputError: the adapter does not fit the pipeline, or an option does not fit the adapter.
         """
-        from vmonarch import BasedProcessor, load_adapter
+        from vmonarch import BasedProcessor, load_adapter, restore
         from vmonarch.adapters import read_adapter
 
         if self.adapter is None:
             super().install(pipe)
             return
-        _clear(pipe)
+        restore(pipe)
         file = self._file()
         try:
             # As the adapter's JSON gives them back.
@@ -571,18 +573,11 @@ def _exact(exact: Any) -> ExactBlocks | str | None:
         raise InputError("exact", f'must be null, "first_frame" or a mapping that fits: {error}') from error
 
 
-def _clear(pipe: Any) -> None:
-    from vmonarch.installation import is_applied, restore
-
-    if is_applied(pipe):
-        restore(pipe)
-
-
 def _replace(pipe: Any, processor: Any) -> None:
-    from vmonarch import apply
+    from vmonarch import apply, restore
 
     # What a method before had learnt is in its file.
-    _clear(pipe)
+    restore(pipe)
     apply(pipe, processor)
 
 

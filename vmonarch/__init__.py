@@ -1,16 +1,18 @@
 """VMonarch: structured attention that makes video diffusion transformers fast.
 
     pipe = diffusers.WanPipeline.from_pretrained(...)
-    vmonarch.apply(pipe, vmonarch.VMonarchProcessor())
+    pipe.set_attn_processor(vmonarch.VMonarchProcessor())
     vmonarch.restore(pipe)
 
-Importing this package is cheap: nothing but torch is loaded until a name that needs more is used.
+Importing this package is cheap: nothing is loaded until a name that needs it is used. It gives diffusers' pipelines
+`set_attn_processor`, whenever they are imported (`vmonarch.diffusers_hook`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vmonarch import diffusers_hook
 from vmonarch.lazy import lazy_names
 
 # Public name -> module that defines it. Resolved on first use, so that `import vmonarch` never loads diffusers.
@@ -90,3 +92,5 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_names(
     __name__, names=_EXPORTS, modules=("bias", "configs", "eval", "finetune", "pipelines")
 )
+
+diffusers_hook.install()
