@@ -300,7 +300,6 @@ class BasedAttention(_Kind):
             InputError: the adapter does not fit the pipeline, or an option does not fit the adapter.
         """
         from vmonarch import BasedProcessor, load_adapter, restore
-        from vmonarch.adapters import read_adapter
 
         if self.adapter is None:
             super().install(pipe)
@@ -308,13 +307,13 @@ class BasedAttention(_Kind):
         restore(pipe)
         file = self._file()
         try:
-            # As the adapter's JSON gives them back.
             config = BasedProcessor(**self._given()).config
-            saved = read_adapter(file).config
+            installed = load_adapter(pipe, file, **self._free())
+            learnt = installed.processor.config
             for name in self._given():
-                if config[name] != saved.get(name):
-                    raise InputError(name, f"is {saved.get(name)} in the adapter {self.adapter!r}, got {config[name]}")
-            load_adapter(pipe, file, **self._free())
+                if config[name] != learnt[name]:
+                    installed.restore()
+                    raise InputError(name, f"is {learnt[name]} in the adapter {self.adapter!r}, got {config[name]}")
         except InputError:
             raise
         except (TypeError, ValueError, ImportError) as error:
