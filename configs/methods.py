@@ -290,7 +290,8 @@ class BasedAttention(_Kind):
         from vmonarch import BasedProcessor
 
         if self.adapter is not None:
-            raise InputError("processor", f"cannot be 'based' with {self.adapter!r}: vmonarch.load_adapter applies adapters")
+            problem = f"cannot be 'based' with {self.adapter!r}: vmonarch.load_adapter applies adapters"
+            raise InputError("processor", problem)
         return BasedProcessor(**self._given(), **self._free())
 
     def install(self, pipe: Any) -> None:

@@ -212,8 +212,8 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     Args:
         pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a video transformer. Of a
             pipeline both `transformer` and `transformer_2` are changed, whichever exist.
-        processor: a `VMonarchProcessor` or another of ours, which is not changed and may be applied elsewhere too; or the
-            name of a preset (`vmonarch.presets`). "near-lossless" and "fast" need a pipeline that runs the transformer.
+        processor: a `VMonarchProcessor` or another of ours, which is not changed and may be applied elsewhere too; or
+            the name of a preset (`vmonarch.presets`), perhaps with options of its own, "fast:refresh=6".
 
     Returns:
         The installation, with `.grid` seen last and `.restore()`; also a context manager that restores.

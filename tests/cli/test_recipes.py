@@ -26,7 +26,10 @@ from vmonarch.pipelines.sampling import denoise
 STEPS = 7
 resolve = functools.partial(resolve_method, recipes=True)
 CACHE = {"kind": "taylorseer", "disable_cache_before_step": 2, "cache_interval": 3, "max_order": 1}
-ALL = "stack-fast:linears=null,batch_guidance=true,attention.refresh=[0,1,3],cache={kind: taylorseer, disable_cache_before_step: 2}"
+ALL = (
+    "stack-fast:linears=null,batch_guidance=true,attention.refresh=[0,1,3],"
+    "cache={kind: taylorseer, disable_cache_before_step: 2}"
+)
 
 
 def config(model: Path, **values: Any) -> GenerateConfig:

@@ -142,9 +142,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare which methods sample, and which of them is the reference."""
-    parser.add_argument(
-        "--methods", nargs="+", metavar="METHOD", help=f"of {method_help()} (default full vmonarch)"
-    )
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help=f"of {method_help()} (default full vmonarch)")
     add_recipe_argument(parser, "methods", nargs="+")
     parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
 
