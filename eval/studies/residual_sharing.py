@@ -186,7 +186,7 @@ def study(words: Sequence[str], method: str, count: int, rows: int, config: Samp
         found["full"] += [(score(x, prompt) or 0.0,) for x, prompt in zip(references, chunk, strict=True)]
         for word, strategy in strategies.items():
             full.install(model.pipe)
-            options = {**base.parameters.processor().config, "refresh": 1}  # type: ignore[union-attr]
+            options = {**base.parameters.processor().config, "refresh": 1}
             vmonarch.apply(model.pipe, vmonarch.VMonarchProcessor.from_config(options))
             model.pipe.transformer._vmonarch_record.context.sharing = StudiedSharing(Refresh(1), strategy)
             for x, reference, prompt in zip(frames_of(model, config, chunk, first), references, chunk, strict=True):
