@@ -733,46 +733,28 @@ def recipe_names() -> list[str]:
     return preset_names("recipes")
 
 
-def _is_record(values: Mapping[str, Any], of: type) -> bool:
-    """Whether they are of `to_dict`, which nobody has written by hand."""
-    method = values.get("attention") if of is Recipe else values
-    return isinstance(method, Mapping) and "kind" in method
-
-
 def _name_now(name: Any, values: Mapping[str, Any], argument: str, *, recipes: bool) -> Any:
-    """What a method or recipe is called now, by a name that may be an old one; warns where a user wrote that.
+    """What a method or recipe is called now, by a name that may be an old one; warns unless `to_dict` wrote `values`.
 
     Raises:
         InputError: the name was a recipe's and is a method's now, and has what only recipes have.
     """
     if not isinstance(name, str):
         return name
+    attention = values.get("attention")
+    if name in OLD_RECIPES and isinstance(attention, Mapping) and "kind" in attention:
+        return OLD_RECIPES[name]
     if name in OLD_RECIPES:
-        if _is_record(values, Recipe):
-            return OLD_RECIPES[name]
         for key in values:
             if key == "attention" or key in {field.name for field in dataclasses.fields(Stack)}:
                 problem = f"is for recipes, and {name!r} is a method: the recipe is called {OLD_RECIPES[name]!r} now"
                 raise InputError(f"{argument}.{key}", problem)
-        if recipes and not _is_record(values, AttentionMethod):
-            _warn(f"{name!r} is an attention method; the recipe that had this name is {OLD_RECIPES[name]!r}")
-    if name in OLD_METHODS:
-        if not _is_record(values, AttentionMethod):
-            _warn(f"{name!r} is called {OLD_METHODS[name]!r} now; the next release does not know the old name")
-        return OLD_METHODS[name]
-    return name
-
-
-def _warn(problem: str) -> None:
-    warnings.warn(problem, FutureWarning, stacklevel=4)
-
-
-def refuse_old_recipe(argument: str, word: object) -> None:
-    """Raise InputError where a recipe is asked for by a name that was a recipe's, and is a method's now."""
-    name = word.partition(":")[0].strip() if isinstance(word, str) else None
-    if name in OLD_RECIPES:
-        problem = f"must be {OLD_RECIPES[name]!r}, as this recipe is called now, got {name!r}, which is a method"
-        raise InputError(argument, problem)
+        note = f"{name!r} is an attention method; the recipe that had this name is {OLD_RECIPES[name]!r}"
+    else:
+        note = f"{name!r} is called {OLD_METHODS.get(name)!r} now; the next release does not know the old name"
+    if "kind" not in values and (name in OLD_METHODS or (recipes and name in OLD_RECIPES)):
+        warnings.warn(note, FutureWarning, stacklevel=3)
+    return OLD_METHODS.get(name, name)
 
 
 def _split(text: str) -> list[str]:

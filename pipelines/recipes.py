@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import AttentionMethod, refuse_old_recipe, resolve_method
+from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.configs.stack import CACHES, Stack
 
 if TYPE_CHECKING:
@@ -82,7 +82,6 @@ def apply(
     Raises:
         InputError: an unknown name or option, or what the pipeline or its device cannot do.
     """
-    refuse_old_recipe("recipe", recipe)
     method = recipe if isinstance(recipe, AttentionMethod) else resolve_method(recipe, argument="recipe", recipes=True)
     caches = cache_config(method.stack, steps)
     transformers = _transformers(pipe)

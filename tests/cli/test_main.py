@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from importlib.metadata import version
 
 import pytest
@@ -37,15 +36,6 @@ def test_every_command_has_help(parser: Parser, capsys: pytest.CaptureFixture[st
     assert main([*parser.prog.split()[1:], "--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: {parser.prog} ") and "--debug" in out
-
-
-def test_a_warning_is_a_line_of_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = lambda: warnings.formatwarning("careful", UserWarning, "a file", 1)
-    monkeypatch.setattr("vmonarch.cli.info.run", lambda arguments: print(shown(), end=""))
-    assert main(["info"]) == 0
-    assert capsys.readouterr().out == "vmonarch info: warning: careful\n" and "a file" in shown()
 
 
 def test_help_names_every_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,13 +90,7 @@ def test_who_cannot_switch_on_a_stack_refuses_recipes() -> None:
         finetune_config({"attention": "stack-fast"})
 
 
-def test_old_names_of_recipes_are_errors_where_a_recipe_is_asked_for_and_told_elsewhere(cli: Any) -> None:
-    problem = "recipe must be 'stack-fast', as this recipe is called now, got 'fast', which is a method"
-    with pytest.raises(InputError, match=problem):
-        recipes.apply(None, "fast:linears=null")
-    for command in (["generate"], ["compare"], ["bench", "e2e"]):
-        code, _, err = cli(*command, "--recipe", "fast", tiny=False)
-        assert code == 2 and problem.removeprefix("recipe ") in err
+def test_names_that_were_recipes_are_told_to_be_methods() -> None:
     with pytest.raises(InputError, match="attention.cache is for recipes, and 'fast' is a method: .*'stack-fast'"):
         resolve("fast:cache=null")
     with pytest.warns(FutureWarning, match="'fast' is an attention method; the recipe .* is 'stack-fast'"):

@@ -6,14 +6,12 @@ Exit codes: 0 done, 1 the run failed, 2 an argument cannot be used, 130 interrup
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import os
 import signal
 import sys
 import traceback
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
 from vmonarch import __version__
@@ -45,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser, arguments = build_parser().parse(words)
         arguments.words = words
-        with _plain_warnings(parser.prog):
-            return _run(parser, arguments)
+        return _run(parser, arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
 
@@ -94,17 +91,6 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
     return 0
-
-
-@contextlib.contextmanager
-def _plain_warnings(command: str) -> Iterator[None]:
-    """Let warnings be lines without the place in the code that they come from."""
-    own = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"{command}: warning: {message}\n"
-    try:
-        yield
-    finally:
-        warnings.formatwarning = own
 
 
 def is_explained(error: Exception) -> bool:

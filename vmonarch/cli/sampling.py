@@ -102,27 +102,6 @@ def method_help() -> str:
     return f"{attention}, a recipe ({recipes}), or METHOD:key=value,…"
 
 
-def add_recipe_argument(parser: argparse.ArgumentParser, dest: str, **several: Any) -> None:
-    """Declare `--recipe`, which sets `dest` as the option for methods does, and takes no name that recipes had before.
-
-    Args:
-        several: `nargs`, where several can be given.
-    """
-    known = ", ".join(preset_names("recipes"))
-    text = f"{known}, or RECIPE:key=value,…: the same for recipes"
-    parser.add_argument("--recipe", dest=dest, type=_recipe, metavar="RECIPE", help=text, **several)
-
-
-def _recipe(word: str) -> str:
-    from vmonarch.configs.methods import refuse_old_recipe
-
-    try:
-        refuse_old_recipe("recipe", word)
-    except InputError as error:
-        raise argparse.ArgumentTypeError(error.problem) from error
-    return word
-
-
 def add_machine_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Declare what is computed on and in; returns the group, for more of its kind."""
     machine = parser.add_argument_group("machine")
@@ -142,8 +121,9 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare which methods sample, and which of them is the reference."""
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help=f"of {method_help()} (default full vmonarch)")
-    add_recipe_argument(parser, "methods", nargs="+")
+    parser.add_argument(
+        "--methods", "--recipe", nargs="+", metavar="METHOD", help=f"of {method_help()} (default full vmonarch)"
+    )
     parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
 
 
