@@ -14,9 +14,9 @@ _PRESETS = {
     "vmonarch-dense-start": "exact attention in the first fifth of the steps, no memory for residuals",
     "vmonarch-first-band1": "exact near in time, in every step",
     "vmonarch": "the paper's method in every step, for finetuned models",
-    "vmonarch-t3": "the same with three iterations",
-    "vmonarch-t1": "the same with one iteration",
-    "vmonarch-lite": "the least work",
+    "vmonarch-t3": "as vmonarch, with three iterations",
+    "vmonarch-t1": "as vmonarch, with one iteration",
+    "vmonarch-lite": "as vmonarch, with pooled keys, the least work",
     "two-resolution": "exact where scores are highest, means elsewhere",
 }
 
