@@ -44,7 +44,7 @@ $(VENV)/triton-%: | $(READY)
 	mv $@.partial $@
 
 demo: $(READY)
-	$(BIN)/vmonarch compare "$(PROMPT)" --methods full vmonarch vmonarch-refresh --output-dir outputs/demo
+	$(BIN)/vmonarch compare "$(PROMPT)" --methods full vmonarch near-lossless --output-dir outputs/demo
 
 finetune-demo: $(READY)
 	$(BIN)/vmonarch preprocess --procedural 16 --model embedded --output outputs/finetune-demo/clips

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import typing
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,14 @@ from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolution
 from vmonarch.validation import check_implementation, check_parallel_by
 
 if TYPE_CHECKING:
+    from vmonarch.based import BasedProcessor
     from vmonarch.processors import FirstOrderProcessor, FlashBiasProcessor, TwoResolutionProcessor, VMonarchProcessor
+    from vmonarch.video_processor import VideoAttentionProcessor
+
+
+# What the next release does not know any more: names that methods and recipes had until 2026-11-28.
+OLD_METHODS = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
+OLD_RECIPES = {"near-lossless": "stack-near-lossless", "fast": "stack-fast"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,20 @@ class _Kind:
     """What all kinds of attention have."""
 
     kind: ClassVar[str]
+
+    def processor(self) -> VideoAttentionProcessor:
+        """The method as a processor.
+
+        Raises:
+            InputError: it is none; the error says what takes its place.
+        """
+        raise NotImplementedError
+
+    def install(self, pipe: Any) -> None:
+        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+        processor = self.processor()
+        with _naming_the_option():
+            _replace(pipe, processor)
 
     @property
     def countable(self) -> bool:
@@ -81,9 +103,15 @@ class FullAttention(_Kind):
 
     kind: ClassVar[str] = "full"
 
+    def processor(self) -> VideoAttentionProcessor:
+        """There is none."""
+        raise InputError("processor", "cannot be 'full', the model's own attention, which vmonarch.restore puts back")
+
     def install(self, pipe: Any) -> None:
         """Put the stock processors back on `pipe`."""
-        _clear(pipe)
+        from vmonarch import restore
+
+        restore(pipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +177,6 @@ class VMonarchAttention(VMonarchOptions, _Kind):
         with _naming_the_option():
             return VMonarchProcessor(**self._parameters())
 
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
-        processor = self.processor()
-        with _naming_the_option():
-            _replace(pipe, processor)
-
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if the tiles or exact frames, its own or those of its plan, do not fit the latent grid."""
         from vmonarch.plan import AttentionPlan
@@ -192,10 +214,6 @@ class FlashBiasAttention(_Kind):
 
         parameters = dataclasses.asdict(self)
         return FlashBiasProcessor(_decay(parameters.pop("reach")), **parameters)
-
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
-        _replace(pipe, self.processor())
 
 
 @dataclass(frozen=True)
@@ -267,29 +285,44 @@ class BasedAttention(_Kind):
             " vmonarch.save_adapter, or adapter=null for parameters that have learnt nothing",
         )
 
+    def _free(self) -> dict[str, Any]:
+        """The options that no adapter decides on."""
+        return {"dense_steps": self.dense_steps, "implementation": self.implementation}
+
+    def processor(self) -> BasedProcessor:
+        """The method as a processor.
+
+        Raises:
+            InputError: it has an adapter, which is loaded together with its processor.
+        """
+        from vmonarch import BasedProcessor
+
+        if self.adapter is not None:
+            problem = f"cannot be 'based' with {self.adapter!r}: vmonarch.load_adapter applies adapters"
+            raise InputError("processor", problem)
+        return BasedProcessor(**self._given(), **self._free())
+
     def install(self, pipe: Any) -> None:
         """Put this method on `pipe`, in place of whatever vmonarch method it carries.
 
         Raises:
             InputError: the adapter does not fit the pipeline, or an option does not fit the adapter.
         """
-        from vmonarch import BasedProcessor, load_adapter
-        from vmonarch.adapters import read_adapter
+        from vmonarch import BasedProcessor, load_adapter, restore
 
-        free = {"dense_steps": self.dense_steps, "implementation": self.implementation}
         if self.adapter is None:
-            _replace(pipe, BasedProcessor(**self._given(), **free))
+            super().install(pipe)
             return
-        _clear(pipe)
+        restore(pipe)
         file = self._file()
         try:
-            # As the adapter's JSON gives them back.
             config = BasedProcessor(**self._given()).config
-            saved = read_adapter(file).config
+            installed = load_adapter(pipe, file, **self._free())
+            learnt = installed.processor.config
             for name in self._given():
-                if config[name] != saved.get(name):
-                    raise InputError(name, f"is {saved.get(name)} in the adapter {self.adapter!r}, got {config[name]}")
-            load_adapter(pipe, file, **free)
+                if config[name] != learnt[name]:
+                    installed.restore()
+                    raise InputError(name, f"is {learnt[name]} in the adapter {self.adapter!r}, got {config[name]}")
         except InputError:
             raise
         except (TypeError, ValueError, ImportError) as error:
@@ -322,12 +355,12 @@ class _Variant(_Kind):
         common = {field.name for field in dataclasses.fields(_Variant)}
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in common}
 
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+    def processor(self) -> VideoAttentionProcessor:
+        """The method as a processor."""
         from vmonarch.variants import VariantProcessor
 
         common = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Variant)}
-        _replace(pipe, VariantProcessor(self.kind, self._options(), **common))
+        return VariantProcessor(self.kind, self._options(), **common)
 
 
 @dataclass(frozen=True)
@@ -451,14 +484,6 @@ class _OpAttention(_Kind, Options):
             check_implementation(self.implementation)
             _check_dense(self)
 
-    def processor(self) -> TwoResolutionProcessor | FirstOrderProcessor:
-        """The method as a processor."""
-        raise NotImplementedError
-
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
-        _replace(pipe, self.processor())
-
 
 @dataclass(frozen=True, kw_only=True)
 class TwoResolutionAttention(_OpAttention, TwoResolutionOptions):
@@ -529,13 +554,13 @@ class BlockTopKAttention(_Kind):
             check_implementation(self.implementation)
             _check_dense(self)
 
-    def install(self, pipe: Any) -> None:
-        """Put this method on `pipe`, in place of whatever vmonarch method it carries."""
+    def processor(self) -> TwoResolutionProcessor:
+        """The method as a processor."""
         from vmonarch import TwoResolutionProcessor
 
         options = dict(vars(self))
         share, tile = 1 - options.pop("sparsity"), options.pop("cube")
-        _replace(pipe, TwoResolutionProcessor(share=share, tile=tile, query_tile=tile, rest=False, **options))
+        return TwoResolutionProcessor(share=share, tile=tile, query_tile=tile, rest=False, **options)
 
 
 @dataclass(frozen=True)
@@ -556,18 +581,11 @@ def _exact(exact: Any) -> ExactBlocks | str | None:
         raise InputError("exact", f'must be null, "first_frame" or a mapping that fits: {error}') from error
 
 
-def _clear(pipe: Any) -> None:
-    from vmonarch.installation import is_applied, restore
-
-    if is_applied(pipe):
-        restore(pipe)
-
-
 def _replace(pipe: Any, processor: Any) -> None:
-    from vmonarch import apply
+    from vmonarch import apply, restore
 
     # What a method before had learnt is in its file.
-    _clear(pipe)
+    restore(pipe)
     apply(pipe, processor)
 
 
@@ -684,18 +702,33 @@ class Recipe(AttentionMethod):
         return {"name": self.name, "label": self.label, "attention": self.attention.to_dict(), **stack}
 
 
-def merge_attention(below: Any, above: Any) -> Any:
-    """One attention entry over another."""
+def merge_attention(below: Any, above: Any, *, recipes: bool = True) -> Any:
+    """One attention entry over another.
+
+    Args:
+        recipes: whether `below` may be a recipe.
+    """
     if isinstance(above, str) or not isinstance(above, Mapping):
         return above
     if "name" in above:
         return dict(above)
     if isinstance(below, str):
-        below = resolve_method(below, recipes=True).to_dict()
+        below = resolve_method(below, recipes=recipes).to_dict()
     if not isinstance(below, Mapping):
         return dict(above)
     # The label named the parameters as they were.
-    return deep_merge({key: value for key, value in below.items() if key != "label"}, above)
+    merged = _over({key: value for key, value in below.items() if key != "label"}, above)
+    if "attention" in above:
+        merged["attention"] = merge_attention(below.get("attention"), above["attention"], recipes=False)
+    return merged
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters over others; another kind of cache leaves nothing of the arguments of the one before."""
+    merged = deep_merge(below, above)
+    if isinstance(cache := above.get("cache"), Mapping) and "kind" in cache:
+        merged["cache"] = dict(cache)
+    return merged
 
 
 def method_names() -> list[str]:
@@ -706,6 +739,30 @@ def method_names() -> list[str]:
 def recipe_names() -> list[str]:
     """Names of the recipes that ship in `configs/recipes/`."""
     return preset_names("recipes")
+
+
+def _name_now(name: Any, values: Mapping[str, Any], argument: str, *, recipes: bool) -> Any:
+    """What a method or recipe is called now, by a name that may be an old one; warns unless `to_dict` wrote `values`.
+
+    Raises:
+        InputError: the name was a recipe's and is a method's now, and has what only recipes have.
+    """
+    if not isinstance(name, str):
+        return name
+    attention = values.get("attention")
+    if name in OLD_RECIPES and isinstance(attention, Mapping) and "kind" in attention:
+        return OLD_RECIPES[name]
+    if name in OLD_RECIPES:
+        for key in values:
+            if key == "attention" or key in {field.name for field in dataclasses.fields(Stack)}:
+                problem = f"is for recipes, and {name!r} is a method: the recipe is called {OLD_RECIPES[name]!r} now"
+                raise InputError(f"{argument}.{key}", problem)
+        note = f"{name!r} is an attention method; the recipe that had this name is {OLD_RECIPES[name]!r}"
+    else:
+        note = f"{name!r} is called {OLD_METHODS.get(name)!r} now; the next release does not know the old name"
+    if "kind" not in values and (name in OLD_METHODS or (recipes and name in OLD_RECIPES)):
+        warnings.warn(note, FutureWarning, stacklevel=3)
+    return OLD_METHODS.get(name, name)
 
 
 def _split(text: str) -> list[str]:
@@ -751,6 +808,9 @@ def resolve_method(
             raise InputError(f"{argument}.kind", f"must be one of {', '.join(KINDS)}, got {kind!r}")
     else:
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
+    before, name = name, _name_now(name, spec if isinstance(spec, Mapping) else values, argument, recipes=recipes)
+    if name != before and (label == before or label.startswith(f"{before}:")):
+        label = f"{name}{label.removeprefix(before)}"
     if name in recipe_names():
         if not recipes:
             raise InputError(argument, f"must be an attention method, got the recipe {name!r}")
@@ -765,20 +825,26 @@ def resolve_method(
         raise InputError(f"{argument}.{next(iter(values))}", f"is no known key: {name} attention has no parameters")
     parameters = build(schema, deep_merge(shipped, values), prefix=f"{argument}.")
     if not label:
-        defaults = {field.name: field.default for field in dataclasses.fields(schema)} | shipped
-        changed = {key: value for key, value in values.items() if defaults[key] != value}
-        label = name + (":" if changed else "") + ",".join(f"{key}={value}" for key, value in changed.items())
+        label = _label(name, values, {field.name: field.default for field in dataclasses.fields(schema)} | shipped)
     return AttentionMethod(name=name, parameters=parameters, label=label)
+
+
+def _label(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """The name, and the values that are not the defaults."""
+    changed = {key: value for key, value in values.items() if defaults[key] != value}
+    return name + (":" if changed else "") + ",".join(f"{key}={value}" for key, value in changed.items())
 
 
 def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> Recipe:
     """The recipe of this name in `configs/recipes/`, with `values` over what it says."""
-    given = deep_merge(read_yaml(name, group="recipes"), {k: v for k, v in values.items() if k != "attention"})
-    if isinstance(cache := values.get("cache"), Mapping) and "kind" in cache:
-        given["cache"] = dict(cache)
+    shipped = read_yaml(name, group="recipes")
+    given = _over(shipped, {key: value for key, value in values.items() if key != "attention"})
     attention = given.pop("attention")
     if "attention" in values:
-        attention = merge_attention(attention, values["attention"])
+        attention = merge_attention(attention, values["attention"], recipes=False)
     method = resolve_method(attention, argument=f"{argument}.attention")
     stack = build(Stack, given, prefix=f"{argument}.")
-    return Recipe(name, method.parameters, label or name, stack, attention=method)
+    if not label:
+        defaults = {field.name: field.default for field in dataclasses.fields(Stack)} | shipped
+        label = _label(name, given | {"attention": method.label}, defaults)
+    return Recipe(name, method.parameters, label, stack, attention=method)

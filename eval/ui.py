@@ -43,19 +43,14 @@ from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.loading import LoadedModel, check_loaded, load_model
 from vmonarch.pipelines.model_folder import ModelError, ModelFolder, find_model
 from vmonarch.pipelines.outputs import GeneratedVideo, GenerationError, prepare_output_dir
+from vmonarch.preset import presets
 from vmonarch.steps import denoising_step
 
 METHODS = {
-    "vmonarch-refresh": "nearly lossless",
-    "vmonarch-refresh-fast": "faster, less close",
-    "vmonarch-first-band1": "exact near in time",
-    "vmonarch": "the paper's setting",
-    "vmonarch-t1": "one iteration",
-    "vmonarch-lite": "the least work",
-    "two-resolution": "exact where it matters",
+    **presets(),
     "full": "exact and slow",
-    "near-lossless": "recipe, vmonarch-refresh in float8, compiled",
-    "fast": "recipe, also skips steps",
+    "stack-near-lossless": "recipe, near-lossless in float8, compiled",
+    "stack-fast": "recipe, also skips steps",
     "stock": "recipe, exact and compiled",
 }
 EXAMPLES = (

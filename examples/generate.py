@@ -20,8 +20,8 @@ parser.add_argument("--output", default="star.mp4")
 options = parser.parse_args()
 
 pipe = diffusers.WanPipeline.from_pretrained(embedded_model_path())
-# Exact attention in 28 % of the steps renews what is added to VMonarch in the others: `vmonarch-refresh`.
-vmonarch.apply(pipe, vmonarch.VMonarchProcessor(num_iterations=1, exact=None, refresh=0.28))
+# The preset near-lossless: exact attention in 28 % of the steps renews what is added to VMonarch in the others.
+vmonarch.apply(pipe)
 video = pipe(
     options.prompt,
     height=96,

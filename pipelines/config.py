@@ -31,6 +31,8 @@ _MAX_SEED = 2**63 - 1
 _MAX_STEPS = 1000
 # Text tokens that any of the models takes.
 _MAX_TEXT_TOKENS = 512
+# Characters of a text, since no token stands for more than 128: to count the tokens of a longer one takes long.
+_MAX_CHARACTERS = 128 * _MAX_TEXT_TOKENS
 # Frames per second that are encoded and read back as they are.
 FPS = (0.1, 240.0)
 
@@ -162,11 +164,11 @@ class SamplingConfig:
                 raise InputError("prompts", f"must not be empty, got {prompt!r}")
             if "\0" in prompt:
                 raise InputError("prompts", "must not hold NUL characters")
-            _check_unicode("prompts", prompt)
+            _check_text("prompts", prompt)
         if self.negative_prompt is not None:
             if not isinstance(self.negative_prompt, str):
                 raise InputError("negative_prompt", f"must be a text, got {self.negative_prompt!r}")
-            _check_unicode("negative_prompt", self.negative_prompt)
+            _check_text("negative_prompt", self.negative_prompt)
 
     def _check_seeds(self) -> None:
         if not self.seeds:
@@ -263,8 +265,10 @@ class GenerateConfig(SamplingConfig):
         return stack
 
 
-def _check_unicode(name: str, text: str) -> None:
-    """Raise InputError for half a surrogate pair, which no file and no tokenizer can take."""
+def _check_text(name: str, text: str) -> None:
+    """Raise InputError for what no text encoder sees all of, and for half a surrogate pair, which no file can take."""
+    if len(text) > _MAX_CHARACTERS:
+        raise InputError(name, f"must have at most {_MAX_CHARACTERS:,} characters, got {len(text):,}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -424,6 +428,7 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
     import torch
 
     from vmonarch.kernels.common.launch import why_not_triton
+    from vmonarch.pipelines.recipes import cache_config
 
     device, reason = choose_device(config.device), None
     # GPUs have kernels; to ask for their dtype would begin to use one, before a process knows which is its own.
@@ -433,6 +438,10 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
     for argument, methods in config.attention_methods.items():
         for method in methods:
             method.check_video(argument, grid, config.steps, model.layers, reason)
+            try:
+                cache_config(method.stack, config.steps)
+            except InputError as error:
+                raise InputError(argument, f"{method.label!r} has a cache that cannot be used: {error}") from error
 
 
 def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:

@@ -2,7 +2,7 @@
 
     from vmonarch.pipelines import recipes
 
-    recipes.apply(pipe, "fast")                       # or "fast:cache=null", or a mapping
+    recipes.apply(pipe, "stack-fast")                 # or "stack-fast:cache=null", or a mapping
     video = pipe("a lighthouse in a storm").frames[0]
     recipes.apply(pipe, "full")                       # stock again
 
@@ -83,7 +83,7 @@ def apply(
         InputError: an unknown name or option, or what the pipeline or its device cannot do.
     """
     method = recipe if isinstance(recipe, AttentionMethod) else resolve_method(recipe, argument="recipe", recipes=True)
-    caches = _cache_config(method.stack, steps)
+    caches = cache_config(method.stack, steps)
     transformers = _transformers(pipe)
     # Where it computes: with offloading the weights are elsewhere.
     device = getattr(pipe, "_execution_device", None) or next(transformers[0].parameters()).device
@@ -206,7 +206,7 @@ def _quantised(module: Any, linears: str) -> Any:
     return alone.weight
 
 
-def _cache_config(stack: Stack, steps: int | None) -> Any:
+def cache_config(stack: Stack, steps: int | None) -> Any:
     """The configuration of diffusers for a stack's cache; None for none.
 
     Raises:

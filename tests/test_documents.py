@@ -264,7 +264,7 @@ def test_the_commands_of_the_tutorial_make_what_it_says(monkeypatch, tmp_path, c
         assert importlib.import_module("vmonarch.cli").main([*words, *less]) == 0
     assert {path.suffix for path in Path("outputs/generate").iterdir()} == {".mp4", ".png", ".json"}
     assert list(Path("outputs/compare").glob("*/*-side-by-side.mp4"))
-    assert "| vmonarch-refresh |" in capsys.readouterr().out
+    assert "| near-lossless " in capsys.readouterr().out
 
 
 def test_sections_that_code_cites_exist():

@@ -41,6 +41,7 @@ _EXPORTS = {
     "FirstOrderProcessor": "vmonarch.processors",
     "BasedProcessor": "vmonarch.based",
     "apply": "vmonarch.installation",
+    "presets": "vmonarch.preset",
     "restore": "vmonarch.installation",
     "batched_guidance": "vmonarch.guidance",
     "save_adapter": "vmonarch.adapters",
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from vmonarch.options import FirstOrderOptions as FirstOrderOptions
     from vmonarch.options import VMonarchOptions as VMonarchOptions
     from vmonarch.plan import AttentionPlan as AttentionPlan
+    from vmonarch.preset import presets as presets
     from vmonarch.processors import FirstOrderProcessor as FirstOrderProcessor
     from vmonarch.processors import FlashBiasProcessor as FlashBiasProcessor
     from vmonarch.processors import TwoResolutionProcessor as TwoResolutionProcessor

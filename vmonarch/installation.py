@@ -29,7 +29,8 @@ from vmonarch.parallelism import (
     restore_enabling,
     share_parallel_config,
 )
-from vmonarch.residuals import ResidualSharing
+from vmonarch.preset import preset_processor
+from vmonarch.residuals import NO_REFRESH, ResidualSharing
 from vmonarch.seam import borrow, ours_of
 from vmonarch.video_processor import DenseLayerProcessor, VideoAttentionProcessor
 
@@ -197,7 +198,7 @@ def _original_processors(transformer: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Installation:
+def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "near-lossless") -> Installation:
     """Compute the self-attention of a pipeline's transformers (or of one transformer) with `processor`.
 
     A forward pre-hook on each transformer tells the processors the latent grid of every call, so sizes may change from
@@ -215,32 +216,37 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     Args:
         pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a video transformer. Of a
             pipeline both `transformer` and `transformer_2` are changed, whichever exist.
-        processor: a `VMonarchProcessor` or another of ours. It is not changed and may be applied elsewhere too.
+        processor: a `VMonarchProcessor` or another of ours, which is not changed and may be applied elsewhere too; or
+            the name of a preset (`vmonarch.presets`), perhaps with options of its own, "fast:refresh=6".
 
     Returns:
         The installation, with `.grid` seen last and `.restore()`; also a context manager that restores.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer, or `processor` is not one of ours.
-        ValueError: `dense_layers`, or an option of the processor, does not fit the transformer; `dense_steps` or
-            `refresh` was asked for in a diffusion-forcing pipeline; a processor with parameters is applied already, or
-            cannot be because the weights are offloaded; a transformer runs with context parallelism and its ranks
-            cannot share its heads, or have its tokens in another way than is needed.
+        ValueError: there is no preset of this name, or an unknown option of one; `dense_layers`, or an option of the
+            processor, does not fit the transformer; `dense_steps` or `refresh` was asked for in a diffusion-forcing
+            pipeline; a processor with parameters is applied already, or cannot be because the weights are offloaded; a
+            transformer runs with context parallelism and its ranks cannot share its heads, or have its tokens in
+            another way than is needed.
         NotImplementedError: the transformer runs with ring attention (`enable_parallelism`), or with context
             parallelism and is of a model that is not supported so.
         RuntimeError: diffusers computes attention beyond the Wan family in another way than is known.
     """
     transformers = find_transformers(pipe_or_transformer)
+    if isinstance(processor, str):
+        processor = preset_processor(processor)
     if not isinstance(processor, VideoAttentionProcessor):
         raise TypeError(
-            f"processor must be a VMonarchProcessor(...) or another of vmonarch's, got {_describe(processor)};"
-            " vmonarch.restore switches it off"
+            "processor must be a VMonarchProcessor(...) or another of vmonarch's, or the name of a preset, got"
+            f" {_describe(processor)}; vmonarch.restore switches it off"
         )
     dense_steps = DenseSet("dense_steps", processor.dense_steps)
     # Diffusion forcing gives every latent frame its own noise level and its own copy of the scheduler.
     stepwise = "dense_steps" if dense_steps.some else None if processor.refresh is None else "refresh"
     if stepwise and "DiffusionForcing" in (kind := type(pipe_or_transformer).__name__):
-        raise ValueError(f"{stepwise} is not supported with {kind}: its frames are at different steps")
+        instead = NO_REFRESH if stepwise == "refresh" else "use dense_steps=0"
+        raise ValueError(f"{stepwise} is not supported with {kind}: its frames are at different steps; {instead}")
 
     sharing = None if processor.refresh is None else ResidualSharing(processor.refresh)
 
@@ -375,7 +381,7 @@ def _check_family(transformer: torch.nn.Module, processor: VideoAttentionProcess
     if processor.LEARNS and not family.own:
         raise ValueError(f"{type(processor).__name__} supports the transformers of the Wan family, got {model}")
     if processor.refresh is not None and not family.batched:
-        raise ValueError(f"refresh is not supported with {model}, whose samples attend one by one; use refresh=None")
+        raise ValueError(f"refresh is not supported with {model}, whose samples attend one by one; {NO_REFRESH}")
 
 
 def _check_not_offloaded(name: str, transformer: torch.nn.Module) -> None:

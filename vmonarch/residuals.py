@@ -30,6 +30,8 @@ from vmonarch.kernels.residual.api import (
 from vmonarch.kernels.residual.reference import Residual
 from vmonarch.steps import DenoisingStep, denoising_step
 
+# What errors tell to use in its place, by the name of a preset too: "near-lossless" is the default.
+NO_REFRESH = 'use refresh=None, or the preset "vmonarch", which has none'
 # Steps that a guidance branch may sit out and still find its residual.
 _IDLE_STEPS = 2
 
@@ -222,7 +224,7 @@ class ResidualSharing:
         Raises:
             RuntimeError: no pipeline has called the transformer, or its scheduler does not tell the step.
         """
-        step = denoising_step(transformer, "refresh", "use refresh=None")
+        step = denoising_step(transformer, "refresh", NO_REFRESH)
         latents = arguments.get("hidden_states")
         conditioning = {name: x for name, x in arguments.items() if name not in ("hidden_states", *by_step)}
         if latents is not None:

@@ -170,6 +170,7 @@ class E2EConfig:
         choose("modes", self.modes, {mode: mode for mode in MODES})
         for method in self.methods:
             try:
+                recipes.cache_config(method.stack, self.steps)
                 step_kinds(method, ["transformer"] * self.steps)
             except ValueError as error:
                 raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error

@@ -14,21 +14,21 @@ PROFILE_BOUND = 1.1
 # What ratios of `video_table` are to; its methods and their titles there.
 STOCK = ("full", "compiled")
 VIDEO_METHODS = {
-    "vmonarch-refresh": "VMonarch, near-lossless",
-    "vmonarch-refresh-fast": "VMonarch, fast",
+    "near-lossless": "VMonarch, near-lossless",
+    "fast": "VMonarch, fast",
     "vmonarch": "VMonarch, every step",
 }
-# What rows of `stack_table` are called that have another title than their method: parts of the recipe `fast`, recipes.
+# What rows of `stack_table` are called that have another title than their method: parts of `stack-fast`, recipes.
 STACK_TITLES = {
     **VIDEO_METHODS,
     "full": "stock, compiled",
     "stock:batch_guidance=true": "guidance in one call",
     "stock:linears=float8": "float8 linear layers",
-    "fast:linears=null,cache=null": "VMonarch, exact in 16 % of the steps",
-    "fast:attention=full,linears=null": "step cache",
-    "near-lossless": "recipe `near-lossless`",
-    "fast": "recipe `fast`",
-    "fast:batch_guidance=true": "recipe `fast`, guidance in one call",
+    "stack-fast:linears=null,cache=null": "VMonarch, exact in 16 % of the steps",
+    "stack-fast:attention=full,linears=null": "step cache",
+    "stack-near-lossless": "recipe `stack-near-lossless`",
+    "stack-fast": "recipe `stack-fast`",
+    "stack-fast:batch_guidance=true": "recipe `stack-fast`, guidance in one call",
 }
 
 

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from vmonarch.configs import InputError, read_document
+from vmonarch.eval.record import names_now
 from vmonarch.eval.render.plot import tidy, write_pngs
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.studies.collect import FORMAT
@@ -66,7 +67,9 @@ def read_collection(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read, or is something else.
     """
-    return read_document("input", path, FORMAT, "collection of `vmonarch.eval.studies.collect`")
+    results = read_document("input", path, FORMAT, "collection of `vmonarch.eval.studies.collect`")
+    renamed: dict[str, Any] = names_now(results)
+    return renamed
 
 
 def ablation_table(results: Mapping[str, Any], name: str) -> str:

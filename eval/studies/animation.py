@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LABELS = {
     "full": "full attention",
     "vmonarch": "VMonarch, every step",
-    "vmonarch-refresh": "VMonarch, near-lossless",
-    "vmonarch-refresh-fast": "VMonarch, fast",
+    "near-lossless": "VMonarch, near-lossless",
+    "fast": "VMonarch, fast",
 }
 
 

@@ -354,7 +354,7 @@ def distance(x: torch.Tensor, true: torch.Tensor) -> float:
 COMPARED: dict[str, tuple[dict[str, Any] | None, str | None]] = {
     "without the node": (None, None),
     "plan of exact blocks": ({"plan": "exact.json", "refresh": "none"}, None),
-    "vmonarch-refresh": ({}, "vmonarch-refresh"),
+    "near-lossless": ({}, "near-lossless"),
     "vmonarch": ({"preset": "vmonarch"}, "vmonarch"),
     "vmonarch, refresh 0, 3": ({"preset": "vmonarch", "refresh": "0, 3"}, "vmonarch:refresh=[0,3]"),
     "two-resolution": ({"preset": "two-resolution"}, "two-resolution"),
@@ -419,9 +419,9 @@ def check(server: Server, say: Callable[[str], None]) -> list[dict[str, Any]]:
         )
         return row
 
-    tuned = diffusers_latents(merged(checkpoint(0), lora(1), 0.7), sigmas, "vmonarch-refresh")
+    tuned = diffusers_latents(merged(checkpoint(0), lora(1), 0.7), sigmas, "near-lossless")
     second = diffusers_latents(checkpoint(0), sigmas, "vmonarch")
-    two = diffusers_latents(checkpoint(0), sigmas, "vmonarch-refresh", batch=2)
+    two = diffusers_latents(checkpoint(0), sigmas, "near-lossless", batch=2)
     node: dict[str, Any] = {}
     return [
         run("LoRA before the node", workflow(node, around=lambda graph: with_lora(graph, True)), tuned),

@@ -99,7 +99,7 @@ def draw_factors() -> Figure:
 
 
 def draw_refresh() -> Figure:
-    """Attention work of every denoising step with `vmonarch-refresh`, and how long each residual is used."""
+    """Attention work of every denoising step with `near-lossless`, and how long each residual is used."""
     grid, options = LatentGrid(21, 30, 52), VMonarchOptions(num_iterations=1, exact=None)
     cheap = method_flops(options, grid, 128) / method_flops(None, grid, 128)
     exact = Refresh(SHARE).schedule(STEPS)

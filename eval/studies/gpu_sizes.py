@@ -28,7 +28,7 @@ OTHER_SIZES = (
     Setting("14b-81x720x1280", "wan2.1-14b", 81, 720, 1280),
     Setting("5b-121x704x1280", "wan2.2-5b", 121, 704, 1280),
 )
-REFRESH = ("vmonarch-refresh", "vmonarch-refresh-fast")
+REFRESH = ("near-lossless", "fast")
 
 
 class Need(NamedTuple):

@@ -32,7 +32,7 @@ OTHER_PAGES = {
 }
 # Page -> (title, names of its entries).
 REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "apply": ("Switching on and off", ("apply", "restore", "batched_guidance")),
+    "apply": ("Switching on and off", ("apply", "presets", "restore", "batched_guidance")),
     "processors": (
         "Processors",
         (

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from vmonarch.eval import summary
 from vmonarch.eval.bench import e2e_table, families, guidance, norm, parallel, sequence, tables, train
 from vmonarch.eval.compare import format_table
+from vmonarch.eval.record import names_now
 from vmonarch.eval.render.table import made, markdown, percent, shown_number
 from vmonarch.eval.studies import (
     ablations,
@@ -239,7 +240,7 @@ def render(text: str, benchmarks: Path) -> str:
 
     def table(match: re.Match[str]) -> str:
         made = TABLES[match["name"]]
-        text = made.make(json.loads((benchmarks / f"{made.source}.json").read_text()))
+        text = made.make(names_now(json.loads((benchmarks / f"{made.source}.json").read_text())))
         return match[1] + text + match[3]
 
     return _BLOCK.sub(table, text)

@@ -38,7 +38,7 @@ CASES = {
     "vmonarch:dense_steps=[0]": 1,
 }
 REFUSED = (
-    "vmonarch-refresh",
+    "near-lossless",
     "vmonarch:dense_layers=0.5",
     "vmonarch:plan=embedded-1.00",
     "flashbias",

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import TwoResolutionAttention, VMonarchAttention, resolve_method
+from vmonarch.configs.methods import OLD_METHODS, TwoResolutionAttention, VMonarchAttention, resolve_method
 from vmonarch.dense import DenseSet
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
@@ -31,8 +31,8 @@ from vmonarch.residuals import Branch, Refresh, ResidualSharing
 from vmonarch.sequence import TokenSequence, joint_attention
 
 PRESETS = (
-    "vmonarch-refresh",
-    "vmonarch-refresh-fast",
+    "near-lossless",
+    "fast",
     "vmonarch",
     "vmonarch-lite",
     "vmonarch-t1",
@@ -200,6 +200,10 @@ class Settings:
     offload: bool = False
 
     def __post_init__(self) -> None:
+        if self.preset in OLD_METHODS:
+            # A workflow that was saved before keeps the name.
+            _LOG.warning("The preset %s is called %s now: choose it", self.preset, OLD_METHODS[self.preset])
+            object.__setattr__(self, "preset", OLD_METHODS[self.preset])
         if self.preset not in PRESETS:
             raise InputError("preset", f"must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         if not 0 <= self.start_percent <= self.end_percent <= 1:

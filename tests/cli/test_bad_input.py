@@ -51,6 +51,7 @@ GENERATE = {
     "blank prompt": ([" \t\n "], ["prompt", "empty"]),
     "10,000 characters": (["red circle " * 910], ["prompt", "at most 512 tokens", "1821"]),
     "prompt longer than asked": (["--max-sequence-length", "4"], ["prompt", "at most 4 tokens", "has 6"]),
+    "prompt of millions": ([f"prompts=['{'a ' * 10**6}']"], ["prompt", "at most 65,536 characters, got 2,000,000"]),
     "long negative prompt": (["--negative-prompt", "red " * 600], ["--negative-prompt", "512 tokens", "601"]),
     "duplicate seeds": (["--seed", "1", "2", "1"], ["--seed", "must differ", "[1]"]),
     "negative seed": (["--seed", "-1"], ["--seed", "between 0 and"]),
@@ -136,7 +137,7 @@ GENERATE = {
 
 
 COMPARE = {
-    "unknown method": (["--methods", "full", "quick"], ["--methods", "vmonarch-t1", "near-lossless", "'quick'"]),
+    "unknown method": (["--methods", "full", "quick"], ["--methods", "vmonarch-t1", "stack-near-lossless", "'quick'"]),
     "method twice": (["--methods", "vmonarch", "vmonarch"], ["--methods", "must differ", "vmonarch"]),
     "unknown parameter": (["--methods", "vmonarch:steps=2"], ["methods.steps", "no known key"]),
     "unknown reference": (["--reference", "exact"], ["--reference", "full"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import vmonarch
 from vmonarch.configs import InputError
 from vmonarch.pipelines.config import GenerateConfig, complete
-from vmonarch.pipelines.loading import LoadedModel, load_model
+from vmonarch.pipelines.loading import LoadedModel, check_loaded, load_model
 from vmonarch.pipelines.lora import find_lora
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.sampling import denoise
@@ -191,7 +192,8 @@ def test_a_few_step_video_is_made_again_from_its_record(cli, tmp_path) -> None:
     file = tmp_path / "layers.safetensors"
     write_lora("lightx2v", cli.model / "transformer", file)
     settings = ["--scheduler", "lcm", "--sigmas", "1,0.757,0.522", "--guidance", 1, "--steps", 3]
-    code, _, err = cli("generate", PROMPT, PROMPT + " slowly", "--lora", f"{file}:{SCALE}", "--seed", 4, *settings)
+    word = f"{file.relative_to(cli.folder)}:{SCALE}"
+    code, _, err = cli("generate", PROMPT, PROMPT + " slowly", "--lora", word, "--seed", 4, *settings)
     assert code == 0, err
     record = cli.records()[1]
     assert record["config"]["lora"] == [f"{file}:{SCALE}"] and len(record["model"]["lora_sha256"][0]) == 64
@@ -242,6 +244,24 @@ def test_euler_and_lcm_do_what_their_formulas_say(tiny_model) -> None:
         single = denoise(model, model.config, [PROMPT], [8]).latents
         torch.testing.assert_close(single[0], found[name][1], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(found["euler"], found["lcm"], atol=1e-2)
+
+
+def test_a_loaded_model_keeps_its_noise_levels(tiny_model) -> None:
+    model = load(tiny_model, guidance=1.0, scheduler="lcm", sigmas=(1.0, 0.757, 0.522))
+    denoise(model, model.config, [PROMPT], [0])
+    torch.testing.assert_close(model.pipe.scheduler.timesteps / 1000, torch.tensor([1.0, 0.757, 0.522]))
+    with pytest.raises(InputError, match=r"sigmas must be \(1.0, 0.757, 0.522\), with which the pipeline was loaded"):
+        check_loaded(dataclasses.replace(model.config, sigmas=(1.0, 0.757, 0.5)), model)
+
+
+def test_an_evaluation_does_not_go_on_with_another_lora_file(cli) -> None:
+    file = cli.folder / "layers.safetensors"
+    write_lora("diffusers", cli.model / "transformer", file)
+    line = ["eval", PROMPT, "--lora", file.name, "--methods", "full", "--steps", 1]
+    assert cli(*line)[0] == 0
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file)
+    code, _, err = cli(*line)
+    assert code == 2 and "an evaluation with other settings: lora_sha256" in err
 
 
 def test_fastwans_checkpoints_are_wan_pipelines(broken_model) -> None:

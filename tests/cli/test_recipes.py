@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+import vmonarch.guidance
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import recipe_names, resolve_method
+from vmonarch.configs.methods import merge_attention, recipe_names, resolve_method
 from vmonarch.eval.attention_flops import step_kinds
 from vmonarch.finetune.config import finetune_config
 from vmonarch.pipelines import recipes
@@ -24,7 +26,10 @@ from vmonarch.pipelines.sampling import denoise
 STEPS = 7
 resolve = functools.partial(resolve_method, recipes=True)
 CACHE = {"kind": "taylorseer", "disable_cache_before_step": 2, "cache_interval": 3, "max_order": 1}
-ALL = "fast:linears=null,attention.refresh=[0,1,3],cache={kind: taylorseer, disable_cache_before_step: 2}"
+ALL = (
+    "stack-fast:linears=null,batch_guidance=true,attention.refresh=[0,1,3],"
+    "cache={kind: taylorseer, disable_cache_before_step: 2}"
+)
 
 
 def config(model: Path, **values: Any) -> GenerateConfig:
@@ -50,6 +55,24 @@ def sample(loaded: LoadedModel) -> Callable[..., torch.Tensor]:
     return latents
 
 
+@pytest.fixture
+def told_steps(monkeypatch: pytest.MonkeyPatch) -> set[int | None]:
+    """The numbers of steps that caches are told."""
+    found: set[int | None] = set()
+    make = recipes.cache_config
+    monkeypatch.setattr(recipes, "cache_config", lambda stack, steps: found.add(steps) or make(stack, steps))
+    return found
+
+
+@pytest.fixture
+def batched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pipelines whose guidance has been batched."""
+    found: list[Any] = []
+    batch = vmonarch.guidance.batched_guidance
+    monkeypatch.setattr(vmonarch.guidance, "batched_guidance", lambda pipe: found.append(pipe) or batch(pipe))
+    return found
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_written_and_read_back(name: str) -> None:
     recipe = resolve(name)
@@ -61,10 +84,32 @@ def test_every_recipe_is_written_and_read_back(name: str) -> None:
 
 
 def test_who_cannot_switch_on_a_stack_refuses_recipes() -> None:
-    with pytest.raises(InputError, match="attention must be an attention method, got the recipe 'fast'"):
-        resolve_method("fast")
-    with pytest.raises(InputError, match="attention must be an attention method, got the recipe 'fast'"):
-        finetune_config({"attention": "fast"})
+    with pytest.raises(InputError, match="attention must be an attention method, got the recipe 'stack-fast'"):
+        resolve_method("stack-fast")
+    with pytest.raises(InputError, match="attention must be an attention method, got the recipe 'stack-fast'"):
+        finetune_config({"attention": "stack-fast"})
+
+
+def test_names_that_were_recipes_are_told_to_be_methods() -> None:
+    with pytest.raises(InputError, match="attention.cache is for recipes, and 'fast' is a method: .*'stack-fast'"):
+        resolve("fast:cache=null")
+    with pytest.warns(FutureWarning, match="'fast' is an attention method; the recipe .* is 'stack-fast'"):
+        assert resolve("fast").stack == resolve("full").stack
+    new = resolve("stack-fast:linears=null")
+    old = {**new.to_dict(), "name": "fast", "label": "fast:linears=null"}
+    with warnings.catch_warnings(action="error"):
+        assert resolve(old) == new, "as records have it"
+
+
+def test_a_recipe_with_overrides_is_labelled_with_them() -> None:
+    """Whether they come in its word, in a mapping, or as overrides of a command."""
+    for above in ({"cache": None, "attention": {"refresh": 12}}, {"cache": {"kind": "first_block", "threshold": 0.1}}):
+        merged, mapping = resolve(merge_attention("stack-fast", above)), resolve({"name": "stack-fast", **above})
+        assert merged == mapping and merged.label not in ("stack-fast", resolve("stack-fast:cache=null").label)
+    assert mapping.label == "stack-fast:cache={'kind': 'first_block', 'threshold': 0.1}"
+    assert mapping.stack.cache == {"kind": "first_block", "threshold": 0.1}
+    inner = resolve(merge_attention("stack-fast", {"attention": {"refresh": 12}}))
+    assert (inner.label, inner.attention.label) == ("stack-fast:attention=fast:refresh=12", "fast:refresh=12")  # type: ignore[attr-defined]
 
 
 def test_a_recipe_leaves_no_trace(sample: Callable[..., torch.Tensor], loaded: LoadedModel) -> None:
@@ -113,26 +158,28 @@ def test_steps_that_are_skipped_are_told_apart_for_each_transformer() -> None:
     assert "".join(kind[0] for kind in kinds) == "kaskssk" + "kasa"
 
 
-def test_a_recipe_is_recorded_and_made_again(cli: Any) -> None:
+def test_a_recipe_is_recorded_and_made_again(cli: Any, told_steps: set[int | None], batched: list[Any]) -> None:
     code, _, err = cli("generate", "a red circle", "--recipe", ALL, "attention.compile=false", "steps=5")
     assert code == 0, err
     (record,) = cli.records()
     assert record["config"]["attention"]["cache"]["disable_cache_before_step"] == 2
-    # Two calls of the transformer a step; a cache skips blocks.
-    assert record["transformer_calls"] == 10
+    # Two calls of the transformer a step, batched or not; a cache skips blocks.
+    assert record["transformer_calls"] == 10 and len(batched) == 1 and told_steps == {5}
     (path,) = (cli.folder / "outputs/generate").glob("*.json")
     code, _, err = cli("generate", "--from-json", path, tiny=False)
     assert code == 0 and "bit-identical" in err
 
 
-def test_recipes_are_compared_with_stock(cli: Any) -> None:
-    line = ["--recipe", "stock:compile=false", "near-lossless:compile=false,linears=null,batch_guidance=true"]
+def test_recipes_are_compared_with_stock(cli: Any, told_steps: set[int | None], batched: list[Any]) -> None:
+    line = ["--recipe", "stock:compile=false", "stack-near-lossless:compile=false,linears=null,batch_guidance=true"]
     code, _, err = cli("compare", "a red circle", *line)
     assert code == 0, err
     (folder,) = cli.outputs("outputs/compare")
     (record,) = cli.records(f"outputs/compare/{folder}")
     means = record["means"]
     assert list(means) == ["full", *line[1:]]
+    # The last one batches guidance where it is warmed up and where it samples.
+    assert len(batched) == 2 and told_steps == {2}
     assert means[line[1]]["psnr"] == "inf" and 10 < means[line[2]]["psnr"] < 200
 
 
@@ -173,14 +220,15 @@ def test_a_model_quantised_for_good_stays_so(wide: torch.nn.Module) -> None:
 @pytest.mark.parametrize(
     ("recipe", "problem"),
     [
-        ("fst", r"recipe must be one of .*near-lossless.*did you mean fast\?"),
-        ("fast:linears=int4", "recipe.linears must be null or one of float8, float8-weights"),
-        ("fast:linears=float8", "linears 'float8' needs a GPU of Ada, Hopper or newer"),
-        ("fast:attention=stock", "recipe.attention must be an attention method, got the recipe 'stock'"),
+        ("stack-fst", r"recipe must be one of .*stack-near-lossless.*did you mean stack-fast\?"),
+        ("stack-fast:linears=int4", "recipe.linears must be null or one of float8, float8-weights"),
+        ("stack-fast:linears=float8", "linears 'float8' needs a GPU of Ada, Hopper or newer"),
+        ("stack-fast:attention=stock", "recipe.attention must be an attention method, got the recipe 'stock'"),
         ("stock:cache=3", "recipe.cache must be null or a mapping with a kind of first_block, mag, sea, taylorseer"),
         ("stock:cache={kind: tea}", "recipe.cache.kind must be one of .*did you mean sea"),
         ("stock:cache={kind: sea, order: 2}", "cache.order is no argument of SeaCacheConfig; known: threshold"),
         ("stock:cache={kind: sea, threshold: -1}", "cache cannot be used: `threshold` must be non-negative"),
+        ("stock:cache={kind: mag}", "cache cannot be used: `mag_ratios` must be provided"),
     ],
 )  # fmt: skip
 def test_what_a_recipe_cannot_do_is_said(recipe: str, problem: str, wide: torch.nn.Module, monkeypatch: Any) -> None:
@@ -198,15 +246,27 @@ def test_quantised_layers_need_torchao(wide: torch.nn.Module, monkeypatch: Any) 
 def test_group_offloading_and_quantised_layers_exclude_each_other(tiny_model: Path) -> None:
     folder = find_model(str(tiny_model))
     with pytest.raises(InputError, match="offload cannot be group with quantised linear layers"):
-        complete(config(tiny_model, attention="near-lossless", offload="group"), folder)
+        complete(config(tiny_model, attention="stack-near-lossless", offload="group"), folder)
 
 
 def test_processes_that_share_a_video_have_no_cache(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     shard = Shard(rank=0, local_rank=0, size=2)
-    check_sharing(config(tiny_model, attention="near-lossless", device="auto"), shard)
+    check_sharing(config(tiny_model, attention="stack-near-lossless", device="auto"), shard)
     with pytest.raises(InputError, match="cache must be null for 2 processes that share a video"):
-        check_sharing(config(tiny_model, attention="fast", device="auto"), shard)
+        check_sharing(config(tiny_model, attention="stack-fast", device="auto"), shard)
+
+
+def test_arguments_of_a_cache_are_checked_before_a_model_is_loaded(tiny_model: Path) -> None:
+    folder = find_model(str(tiny_model))
+    with pytest.raises(InputError, match="attention .* has a cache that cannot be used: cache.order is no argument"):
+        complete(config(tiny_model, attention="stock:cache={kind: sea, order: 2}"), folder)
+
+
+def test_the_cache_mag_knows_the_steps(sample: Callable[..., torch.Tensor], loaded: LoadedModel) -> None:
+    sample("stock:compile=false,cache={kind: mag, calibrate: true}")
+    hook = loaded.pipe.transformer.blocks[0]._diffusers_hook.get_hook("mag_cache_leader_block_hook")
+    assert hook.config.num_inference_steps == STEPS
 
 
 @pytest.mark.gpu
@@ -228,6 +288,9 @@ def test_float8_layers_on_the_gpu(recipe: str, tiny: Any) -> None:
 def test_caches_that_look_at_the_data_are_not_extrapolated(tmp_path: Path) -> None:
     from vmonarch.eval.bench.e2e import E2EConfig
 
-    methods = (resolve("stock:cache={kind: sea}"),)
-    with pytest.raises(InputError, match="has a cache whose steps depend on the data; supported: taylorseer"):
-        E2EConfig(tmp_path / "e2e.json", settings=(), methods=methods)
+    for recipe, problem in (
+        ("stock:cache={kind: sea}", "has a cache whose steps depend on the data; supported: taylorseer"),
+        ("stock:cache={kind: taylorseer, order: 2}", "cache.order is no argument of TaylorSeerCacheConfig"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            E2EConfig(tmp_path / "e2e.json", settings=(), methods=(resolve(recipe),))

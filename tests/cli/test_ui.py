@@ -104,7 +104,7 @@ def files(server: Any) -> list[str]:
     ("field", "value", "said"),
     [
         ("prompts", "", "Must not be empty"),
-        ("attention", "fast", "'float8' needs"),
+        ("attention", "stack-fast", "'float8' needs"),
         ("prompts", "a " * 600, "at most 512 tokens"),
         ("seeds", "-1", "Must lie between 0 and 2^63 - 1, got -1"),
         ("seeds", "9223372036854775808", "Must lie between 0 and 2^63 - 1, got 9223372036854775808"),
@@ -257,7 +257,7 @@ def test_the_page_needs_nothing_from_elsewhere(visitor):
 
 
 def test_the_methods_are_named_settings():
-    assert next(iter(ui.METHODS)) == "vmonarch-refresh"
+    assert next(iter(ui.METHODS)) == "near-lossless"
     assert set(ui.METHODS) <= {*preset_names("attention"), *recipe_names()}
 
 

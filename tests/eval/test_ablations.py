@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from vmonarch.configs.methods import resolve_method
+from vmonarch.eval.record import names_now
 from vmonarch.eval.studies.ablations import FAMILIES, ablation_table, family, main, points
 from vmonarch.eval.studies.collect import FORMAT
 
@@ -15,7 +16,7 @@ DEMO = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "eval-demo.
 
 @pytest.fixture(scope="module")
 def results():
-    record = json.loads(DEMO.read_text())
+    record = names_now(json.loads(DEMO.read_text()))
     record.pop("items")
     lost = {"kl": 0.05, "attention_error": 0.08, "output_error": 0.1}
     record["attention"] = {"full": dict.fromkeys(lost, 0.0), "vmonarch": lost, "vmonarch-t1": None}
@@ -78,7 +79,7 @@ def test_without_a_diagnosis_nothing_is_said_of_the_attention_itself(results, tm
 
 def test_every_method_is_one_point_of_its_family(results, tmp_path):
     found = {point["label"]: point for point in points(results)}
-    assert found.keys() == {"vmonarch-t1", "vmonarch", "vmonarch-band1", "vmonarch-refresh"}
+    assert found.keys() == {"vmonarch-t1", "vmonarch", "vmonarch-band1", "near-lossless"}
     assert found["vmonarch"]["kl"] == 0.05 and found["vmonarch-t1"]["kl"] is None
     assert found["vmonarch"]["psnr"] == results["evaluations"]["one"]["statistics"]["vmonarch"]["psnr"]
     plan = tmp_path / "plan.json"
@@ -89,7 +90,7 @@ def test_every_method_is_one_point_of_its_family(results, tmp_path):
         "pooling, tiles": ("vmonarch:coarse=2", "vmonarch:tiles=[2,2]"),
         "full attention in some steps or layers": ("vmonarch-dense-start", "vmonarch:dense_layers=1"),
         "plans": (f"vmonarch:plan={plan}", f"vmonarch:plan={plan},dense_steps=1"),
-        "residual sharing": ("vmonarch-refresh", f"vmonarch:plan={plan},refresh=2", "block-topk:refresh=2", "reuse"),
+        "residual sharing": ("near-lossless", f"vmonarch:plan={plan},refresh=2", "block-topk:refresh=2", "reuse"),
         "controls, other factorisations": ("local", "block-topk", "monarch-h4", "vmonarch-sink-average"),
     }
     assert members.keys() == FAMILIES.keys()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from vmonarch.eval.record import names_now
 from vmonarch.eval.studies import explained, gpu_sizes, package, site
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +59,7 @@ def test_the_reference_has_every_public_name(monkeypatch):
 
 
 def test_sums_of_weights_activations_and_residuals_are_what_was_measured():
-    needs = gpu_sizes.needs(json.loads((ROOT / "docs" / "benchmarks" / "e2e.json").read_text()))
+    needs = gpu_sizes.needs(names_now(json.loads((ROOT / "docs" / "benchmarks" / "e2e.json").read_text())))
     measured = [need for need in needs if need.measured[1] is not None]
     assert len(measured) == 5 and len(needs) == 9
     for need in measured:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from vmonarch.eval.record import names_now
 from vmonarch.eval.studies import tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +22,15 @@ def _json(table, folder):
 def test_the_tables_of_a_document_are_those_of_the_json(document):
     text = (ROOT / document).read_text()
     assert tables.render(text, BENCHMARKS) == text, "run python -m vmonarch.eval.studies.tables"
+
+
+def test_old_results_have_the_names_of_now_and_new_ones_keep_theirs():
+    rows = {"vmonarch-refresh:refresh=6": "fast:cache=null", "near-lossless": ["fast", "full"]}
+    now = {"near-lossless:refresh=6": "stack-fast:cache=null", "stack-near-lossless": ["stack-fast", "full"]}
+    old = {"date": "2026-11-27", "command": "bench --methods fast", "rows": rows}
+    assert names_now({"runs": [old]}) == {"runs": [old | {"rows": now}]}
+    new = {"created": "2026-11-28T00:00:00", "rows": now | {"fast": "near-lossless"}}
+    assert names_now(new) == new
 
 
 def test_every_table_stands_in_some_document():

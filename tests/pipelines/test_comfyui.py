@@ -40,7 +40,7 @@ from vmonarch.sequence import TokenSequence, joint_attention
 
 FOLDER = Path(comfyui.__file__).resolve().parent
 SCHEDULE = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.2, 0.0]
-# Eight steps of vmonarch-refresh.
+# Eight steps of near-lossless.
 DUE = (0, 1, 4)
 
 
@@ -311,7 +311,7 @@ def test_presets_are_the_named_methods(preset):
     settings, method = Settings(preset=preset, residuals="bfloat16"), resolve_method(preset).parameters
     assert settings.processor().options == method.options
     expected = None if method.refresh is None else Refresh(method.refresh, dtype="bfloat16")
-    assert settings.sharing() == expected and (expected is not None) == ("refresh" in preset)
+    assert settings.sharing() == expected and (expected is not None) == (preset in ("near-lossless", "fast"))
     assert Settings(preset=preset, refresh="none").sharing() is None
 
 
@@ -321,6 +321,13 @@ def test_steps_are_read(text, steps):
     assert Settings(refresh=text).sharing() == Refresh(steps)
 
 
+def test_a_workflow_with_an_old_name_of_a_preset_runs(nodes, caplog):
+    assert nodes.VMonarch.validate_inputs("vmonarch-refresh-fast") is True
+    assert Settings(preset="vmonarch-refresh-fast") == Settings(preset="fast")
+    assert "The preset vmonarch-refresh-fast is called fast now" in caplog.text
+    assert nodes.VMonarch.validate_inputs("local").startswith("preset must be one of near-lossless, fast")
+
+
 def test_blocks_are_read():
     assert parse_blocks(" 0, 3 - 5,7,") == (range(1), range(3, 6), range(7, 8))
 
@@ -328,7 +335,7 @@ def test_blocks_are_read():
 @pytest.mark.parametrize(
     "argument, settings",
     [
-        ("preset", {"preset": "fast"}),
+        ("preset", {"preset": "local"}),
         ("refresh", {"refresh": "often"}),
         ("refresh", {"refresh": "1.5"}),
         ("refresh", {"refresh": "[" * 5000}),

@@ -382,6 +382,7 @@ def test_diffusion_forcing_has_no_common_step(tiny, option):
         pass
 
     pipe = SkyReelsV2DiffusionForcingPipeline(**tiny.pipeline("t2v").components)
-    with pytest.raises(ValueError, match=f"{option} is not supported with SkyReelsV2Diffusion"):
+    instead = f"use {option}=(0|None, or the preset)"
+    with pytest.raises(ValueError, match=f"{option} is not supported with SkyReelsV2Diffusion.*; {instead}"):
         vmonarch.apply(pipe, VMonarchProcessor(**{option: 1}))
     vmonarch.apply(pipe, VMonarchProcessor())

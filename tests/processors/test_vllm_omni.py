@@ -165,7 +165,7 @@ def test_dense_layers_and_steps_are_left_to_their_own_backend(omni, monkeypatch,
     [
         ("vmonark", "VMONARCH_METHOD must be one of"),
         ("flashbias", "must be of the kinds vmonarch or two_resolution, flashbias is flashbias"),
-        ("vmonarch-refresh", "refresh must be null: vLLM-Omni does not tell the branch of guidance"),
+        ("near-lossless", "refresh must be null: vLLM-Omni does not tell the branch of guidance"),
         ("vmonarch:dense_layers=0.5", "dense_layers must be a count or indices"),
         ("vmonarch:plan=embedded-1.00", "plan must be None"),
         ("vmonarch:reach=[1,2,2]", "reach must be None"),

@@ -245,7 +245,7 @@ def test_bad_targets(build, error, message):
 
 
 PROCESSORS = {
-    "text": ("vmonarch", "processor must be a VMonarchProcessor.*got 'vmonarch'"),
+    "number": (2, "processor must be a VMonarchProcessor.*or the name of a preset, got 2"),
     "none": (None, "processor must be a VMonarchProcessor.*got None.*vmonarch.restore switches it off"),
     "class": (VMonarchProcessor, "got the class VMonarchProcessor .not an instance"),
     "stock": (WanAttnProcessor(), "got WanAttnProcessor"),

@@ -25,7 +25,7 @@ examples:
   vmonarch generate "first prompt" "second prompt" --seed 1 2 3 --attention full
   vmonarch generate "…" attention.num_iterations=3 attention.exact.band=1
   vmonarch generate "…" --config wan2.1-t2v-1.3b --offload model
-  vmonarch generate "…" --config wan2.1-t2v-14b --recipe fast
+  vmonarch generate "…" --config wan2.1-t2v-14b --recipe stack-fast
   vmonarch generate --from-json outputs/generate/0001-1f3b9c8e.json
   torchrun --nproc-per-node 4 -m vmonarch generate "…"   # every video on four GPUs
 
