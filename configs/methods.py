@@ -741,7 +741,7 @@ def recipe_names() -> list[str]:
     return preset_names("recipes")
 
 
-def _name_now(name: Any, values: Mapping[str, Any], argument: str, *, recipes: bool) -> Any:
+def _name_now(name: Any, values: Mapping[str, Any], argument: str) -> Any:
     """What a method or recipe is called now, by a name that may be an old one; warns unless `to_dict` wrote `values`.
 
     Raises:
@@ -760,7 +760,7 @@ def _name_now(name: Any, values: Mapping[str, Any], argument: str, *, recipes: b
         note = f"{name!r} is an attention method; the recipe that had this name is {OLD_RECIPES[name]!r}"
     else:
         note = f"{name!r} is called {OLD_METHODS.get(name)!r} now; the next release does not know the old name"
-    if "kind" not in values and (name in OLD_METHODS or (recipes and name in OLD_RECIPES)):
+    if "kind" not in values and (name in OLD_METHODS or (argument == "recipe" and name in OLD_RECIPES)):
         warnings.warn(note, FutureWarning, stacklevel=3)
     return OLD_METHODS.get(name, name)
 
@@ -808,7 +808,7 @@ def resolve_method(
             raise InputError(f"{argument}.kind", f"must be one of {', '.join(KINDS)}, got {kind!r}")
     else:
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
-    before, name = name, _name_now(name, spec if isinstance(spec, Mapping) else values, argument, recipes=recipes)
+    before, name = name, _name_now(name, spec if isinstance(spec, Mapping) else values, argument)
     if name != before and (label == before or label.startswith(f"{before}:")):
         label = f"{name}{label.removeprefix(before)}"
     if name in recipe_names():

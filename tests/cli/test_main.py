@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from importlib.metadata import version
 
 import pytest
@@ -145,6 +146,17 @@ def test_unexpected_errors_are_one_line_too(cli, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sampling, "decode", broken)
     code, _, err = cli("generate", "a red circle", "--quiet")
     assert code == 1 and err == "vmonarch generate: error: RuntimeError: CUDA error: out of memory\n"
+
+
+def test_warnings_are_one_line_and_tell_their_place_for_debugging_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def warn(arguments: object) -> None:
+        shown.append(warnings.formatwarning("the image\n is cropped", UserWarning, "config.py", 1))
+
+    monkeypatch.setattr("vmonarch.cli.info.run", warn)
+    assert main(["info"]) == 0 and main(["info", "--debug"]) == 0
+    assert shown[0] == "vmonarch info: warning: the image is cropped\n" and "config.py:1: UserWarning" in shown[1]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_names_that_were_recipes_are_told_to_be_methods() -> None:
     with pytest.raises(InputError, match="attention.cache is for recipes, and 'fast' is a method: .*'stack-fast'"):
         resolve("fast:cache=null")
     with pytest.warns(FutureWarning, match="'fast' is an attention method; the recipe .* is 'stack-fast'"):
-        assert resolve("fast").stack == resolve("full").stack
+        assert resolve_method("fast", argument="recipe", recipes=True).stack == resolve("full").stack
     new = resolve("stack-fast:linears=null")
     old = {**new.to_dict(), "name": "fast", "label": "fast:linears=null"}
     with warnings.catch_warnings(action="error"):

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from types import FrameType
 
@@ -84,6 +85,9 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
     for name in _NOTICES:
         change = logging.getLogger(name).removeFilter if arguments.debug else logging.getLogger(name).addFilter
         change(_is_no_notice)
+    form = warnings.formatwarning
+    if not arguments.debug:
+        warnings.formatwarning = lambda message, *_, **__: f"{parser.prog}: warning: {' '.join(str(message).split())}\n"
     previous = _on_terminate()
     try:
         if arguments.needs_versions:
@@ -103,6 +107,7 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
         print(f"{parser.prog}: error: {' '.join(message.split())}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     finally:
+        warnings.formatwarning = form
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
     return 0
