@@ -103,8 +103,8 @@ def _two_resolution(gpu: bool) -> Case:
         options: dict[str, Any] = dict(grid=grid, share=0.3, tile=tile, implementation=implementation)
         results = [two_resolution_attention(*qkv, cell=cell, return_lse=True, **options) for cell in cells.values()]
         # What VMonarch runs of these: they write among other rows, sum keys, and add to gradients.
-        monarch = dict(num_iterations=1, row_share=0.3, r_share=0.3, return_lse=True, implementation=implementation)
-        results.append(vmonarch_attention(*qkv, grid=grid, **monarch))
+        of_monarch: dict[str, Any] = dict(grid=grid, num_iterations=1, row_share=0.3, r_share=0.3)
+        results.append(vmonarch_attention(*qkv, **of_monarch, return_lse=True, implementation=implementation))
         return tuple(tensor for found in results for tensor in found)
 
     tokens = grid[0] * grid[1] * grid[2]

@@ -18,7 +18,7 @@ def first_order_attention_reference(
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))  # [B, H, S, D]
     found = _in_boxes(q.unflatten(2, tuple(grid)), k, v, parts, scale).flatten(2, 4)
     out, lse = found.split((v.shape[-1], 1), -1)
-    # Both have memory of their own, which whoever keeps one of them does not share.
+    # Whoever keeps one of them keeps no memory of the other.
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse.squeeze(-1).contiguous()
 
 

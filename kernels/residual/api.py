@@ -123,5 +123,5 @@ def _check_inference(**tensors: torch.Tensor) -> None:
     for name, x in tensors.items():
         if learns(x) or carry_tangents(x):
             raise RuntimeError(
-                f"{name} must require no gradient and carry no tangent: residual sharing is for inference"
+                f"{name} must not require a gradient or carry a tangent: residual sharing is for inference"
             )

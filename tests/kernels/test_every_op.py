@@ -129,5 +129,5 @@ def test_compiled_code_knows_tangents_too():
 
 def test_residuals_refuse_tangents():
     out = torch.ones(1, 4, 2, 16)
-    with pytest.raises(RuntimeError, match="approximate must require no gradient and carry no tangent"):
+    with pytest.raises(RuntimeError, match="approximate must not require a gradient or carry a tangent"):
         dual(lambda x: attention_residual(out, x), (out,), (out,))
