@@ -40,6 +40,8 @@ RESIDUAL = "kernels/residual/reference.py"
 TWO_RESOLUTIONS = "kernels/two_resolution/reference.py"
 SELECTION = "kernels/two_resolution/selection.py"
 TILE_KERNELS = "kernels/two_resolution/kernels.py"
+TILE_OP = "kernels/two_resolution/op.py"
+LAUNCH = "kernels/common/launch.py"
 RESIDUAL_KERNELS = "kernels/residual/kernels.py"
 OBJECTIVE = "finetune/objective.py"
 SIMILARITY = "eval/similarity.py"
@@ -269,6 +271,12 @@ BUGS = {
     "two-resolutions-kernel-of-equal-scores-all": (TILE_KERNELS, "0) <= left)", "0) >= 0)"),
     "two-resolutions-kernel-first-part-of-a-tile": (TILE_KERNELS, "i = part * BLOCK +", "i = 0 * part +"),
     "two-resolutions-kernel-splits-of-one-head": (TILE_KERNELS, "+ bh) * cells + cell", "+ 0 * bh) * cells + cell"),
+    "two-resolutions-kernel-splits-go-on": (
+        TILE_KERNELS, "tl.minimum((split + 1) * span, queries)", "(split + 1) * span"),
+    "two-resolutions-kernel-zero-has-a-sign": (TILE_KERNELS, "tl.where(scores == 0, 0.0, scores)", "scores"),
+    "two-resolutions-cells-weigh-alike": (TILE_OP, "log2_number.exp2()", "log2_number.exp2().sign()"),
+    "two-resolutions-reach-between-the-queries": (SELECTION, "reach = -math.inf if", "reach = -1 if"),
+    "tangents-dropped": (LAUNCH, "if forward_ad._current_level < 0:", "if True:"),
     "two-resolutions-empty-places-attended": (
         TWO_RESOLUTIONS, "places.present[tiles[..., :most]] & is", "places.present[tiles[..., :most]] | is"),
     "window-absent-keys-attended": (WINDOW, "masked_fill(~present, -torch.inf)", "masked_fill(~present, 0.0)"),
@@ -383,6 +391,8 @@ FILE_KEYWORDS = {
     WINDOW_KERNELS: "the_kernels",
     VARIANTS: "holds_the_terms",
     TILE_KERNELS: "the_kernels_compute or equal_ones",
+    TILE_OP: "the_kernels_choose",
+    LAUNCH: "linear_attention_refuses",
     LAST_R_STEP: "coarse-only-r or batch_and",
     GUIDANCE: "callback or breaks_off",
     **dict.fromkeys((FAMILIES, SEAM), "one_softmax or replaced or padding"),
@@ -401,7 +411,8 @@ TESTS = {
     },
     **{file: ["tests/kernels/test_taylor.py"] for file in (FEATURES, LINEAR, LINEAR_KERNELS, LINEAR_OP)},
     **{file: ["tests/kernels/test_window.py"] for file in (NEIGHBOURS, WINDOW, WINDOW_KERNELS)},
-    **{file: ["tests/kernels/test_two_resolution.py"] for file in (TWO_RESOLUTIONS, SELECTION, TILE_KERNELS)},
+    **{file: ["tests/kernels/test_two_resolution.py"] for file in (TWO_RESOLUTIONS, SELECTION, TILE_KERNELS, TILE_OP)},
+    LAUNCH: ["tests/kernels/test_every_op.py"],
     **{file: ["tests/kernels/test_norm_rotary.py"] for file in (NORM_KERNELS, NORM_OP)},
     **{file: ["tests/kernels/test_residual.py"] for file in (RESIDUAL, RESIDUAL_KERNELS)},
     OBJECTIVE: ["tests/finetune/test_objective.py"],
@@ -480,6 +491,7 @@ def test_the_untouched_copy_passes(run_tests, tmp_path):
         LINEAR_KERNELS,
         WINDOW_KERNELS,
         TILE_KERNELS,
+        LAUNCH,
         NORM_KERNELS,
         BASED,
         ADAPTERS,
@@ -490,7 +502,7 @@ def test_the_untouched_copy_passes(run_tests, tmp_path):
     some = "paper or strong-clamp or own-frame or ragged-triton or 7-40-5 or average or copies or missing"
     some += " or the_kernels_are and taylor-causal and not lse or many-tokens and float32"
     some += " or strided_inputs or a_dropped_caption or flipped or every_head or flops or holds_the_terms"
-    some += " or definition or the_kernels_compute"
+    some += " or definition or the_kernels_compute or linear_attention_refuses"
     some += " or (a_resumed_run_is_the_same_run and t2v-0) or breaks_off"
     for tests, keyword in ((others, ""), (slow, f"({some}) and not its_variant")):
         code, output = run_tests(tmp_path, sorted(tests), keyword)

@@ -16,7 +16,7 @@ from vmonarch.context_parallel import Share, TokenSplit
 from vmonarch.families import heads_of
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.common.launch import learns
+from vmonarch.kernels.common.launch import carry_tangents, learns
 from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
@@ -248,8 +248,8 @@ def _side_by_side(heads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The same memory as numbers of 16 bytes, if all allow it: torch copies single heads of these at full bandwidth."""
-    if torch.compiler.is_compiling() or learns(*tensors):
-        # Compiled copies are fast as they are, and a view of other numbers has no gradient.
+    if torch.compiler.is_compiling() or learns(*tensors) or carry_tangents(*tensors):
+        # Compiled copies are fast as they are, and a view of other numbers has no gradient and no tangent.
         return tensors
     for x in tensors:
         places = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])

@@ -36,7 +36,7 @@ from vmonarch.context_parallel import (
 from vmonarch.dense import DenseSet
 from vmonarch.forward_context import ForwardCall, ForwardContext, infer_grid
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.common.launch import auto_takes_kernels
+from vmonarch.kernels.common.launch import auto_takes_kernels, carry_tangents, learns
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.layer_operator import layer_attention, number_of
 from vmonarch.plan import AttentionPlan
@@ -58,7 +58,7 @@ def _may_be_parallel() -> bool:
 
 
 def _needs_gradient(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return learns(*tensors) or carry_tangents(*tensors)
 
 
 class VideoAttentionProcessor:
@@ -299,7 +299,9 @@ class VideoAttentionProcessor:
         if self.refresh is not None and _needs_gradient(query, key, value):
             raise RuntimeError("refresh is for inference: residuals have no gradient; train with refresh=None")
         if split is None:
-            if self._number is not None and torch.compiler.is_compiling():
+            # The operator has no forward-mode derivative.
+            opaque = self._number is not None and torch.compiler.is_compiling()
+            if opaque and not carry_tangents(query, key, value):
                 return layer_attention(query, key, value, self._number, key_mask, [*sequence.grid, *sequence[1:]])
             return self.attend_layer(query, key, value, sequence, key_mask=key_mask)
         grid = sequence.grid

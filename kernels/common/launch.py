@@ -6,13 +6,14 @@ import functools
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import resources
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from vmonarch.kernels.common import assembler, trust
 
@@ -92,16 +93,18 @@ def use_triton(
     family: str,
     unless: str | None = None,
     why_not: Callable[..., str | None] = why_not_triton,
+    others: Iterable[torch.Tensor | None] = (),
 ) -> bool:
     """Decide between Triton and torch.
 
     "auto" is the kernels for all CUDA tensors that they can take, see `why_not_triton`, else plain torch. With a Triton
-    that is not tested, it is only those kernels that pass a check, see `trust`.
+    that is not tested, it is only those kernels that pass a check, see `trust`. Forward-mode AD is plain torch.
 
     Args:
-        family: of the kernels, one of `tiny_cases.FAMILIES`.
+        family: of the kernels, one of `tiny_cases.FAMILIES` or `trust.PARTS`.
         unless: another reason why the kernels cannot take this call, or None.
         why_not: says which tensors they cannot take.
+        others: tensors of the call that `why_not` does not look at, but that have derivatives.
 
     Raises:
         NotImplementedError: implementation="triton", and the kernels cannot take the tensors or fail the check; the
@@ -110,7 +113,10 @@ def use_triton(
     first = tensors[0]
     if implementation == "torch" or (implementation == "auto" and not auto_takes_kernels(first.device)):
         return False
-    reason = why_not(*tensors) or unless or _why_not_compiled(family, first.device, first.dtype, implementation)
+    reason = why_not(*tensors) or unless
+    if reason is None and carry_tangents(*tensors, *(tensor for tensor in others if tensor is not None)):
+        reason = "forward-mode AD goes through the tensors (supported there: torch)"
+    reason = reason or _why_not_compiled(family, first.device, first.dtype, implementation)
     if reason and implementation == "triton":
         raise NotImplementedError(f'{op} with implementation="triton": {reason}')
     return reason is None
@@ -124,6 +130,18 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
 def learns(*tensors: torch.Tensor) -> bool:
     """Whether gradients of any of these are recorded."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def carry_tangents(*tensors: torch.Tensor) -> bool:
+    """Whether forward-mode AD (`torch.func.jvp`, dual numbers) goes through any of these.
+
+    Under transforms of torch.func and in torch.compile, where tensors hide their tangents, it counts as going through.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def needs_operator(*tensors: torch.Tensor) -> bool:

@@ -97,15 +97,19 @@ def _two_resolution(gpu: bool) -> Case:
     # Tiles of several sizes and cells, of which some are empty; and tiles of one cell, which other kernels take.
     grid, tile, head_dim = ((5, 9, 12), (4, 4, 4), 64) if gpu else ((2, 1, 5), (1, 1, 3), 16)
     cells = {"": tuple(-(-edge // 2) for edge in tile), **({" with one cell": None} if gpu else {})}
+    ways = [*cells, " in VMonarch"]
 
     def call(implementation: str, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         options: dict[str, Any] = dict(grid=grid, share=0.3, tile=tile, implementation=implementation)
-        results = (two_resolution_attention(*qkv, cell=cell, return_lse=True, **options) for cell in cells.values())
+        results = [two_resolution_attention(*qkv, cell=cell, return_lse=True, **options) for cell in cells.values()]
+        # What VMonarch runs of these: they write among other rows, sum keys, and add to gradients.
+        of_monarch: dict[str, Any] = dict(grid=grid, num_iterations=1, row_share=0.3, r_share=0.3)
+        results.append(vmonarch_attention(*qkv, **of_monarch, return_lse=True, implementation=implementation))
         return tuple(tensor for found in results for tensor in found)
 
     tokens = grid[0] * grid[1] * grid[2]
     of_call = _results(tokens, head_dim, "the log-partition")
-    outputs = {name + which: shape for which in cells for name, shape in of_call.items()}
+    outputs = {name + which: shape for which in ways for name, shape in of_call.items()}
     return Case(_qkv(tokens, tokens, head_dim), outputs, call)
 
 

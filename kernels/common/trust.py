@@ -29,8 +29,12 @@ TESTED_TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 # Largest error of a tensor by the largest entry of it.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 HOPPER_FAMILIES = ("monarch", "flash_entropy", "flash_bias", "taylor", "two_resolution")
-# Families that run the kernels of another one, too: VMonarch's exact part is flash attention.
-PARTS = {"monarch": ("flash_entropy", "monarch")}
+# What runs the kernels of several families: VMonarch's exact part is flash attention, and with `row_share` or `r_share`
+# some of it is in two resolutions.
+PARTS = {
+    "monarch": ("flash_entropy", "monarch"),
+    "monarch_in_two_resolutions": ("flash_entropy", "monarch", "two_resolution"),
+}
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,9 @@ def why_distrusted(family: str, device: torch.device, dtype: torch.dtype, *, hop
     """
     if triton_is_tested() or _checking.get() is not None:
         return None
-    for for_hopper in (False, True) if hopper and family in HOPPER_FAMILIES else (False,):
-        for part in PARTS.get(family, (family,)):
+    parts = PARTS.get(family, (family,))
+    for for_hopper in (False, True) if hopper and parts[0] in HOPPER_FAMILIES else (False,):
+        for part in parts:
             kernels = Kernels(part, for_hopper, dtype, device)
             failure = _failure(kernels)
             if failure is None:

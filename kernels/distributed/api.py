@@ -66,6 +66,7 @@ def frame_parallel_vmonarch_attention(
         TypeError, ValueError: an argument is not as described; or a rank calls with other arguments than the first, or
             has refused its own, and the message names the rank; or it has other frames than in a call before.
         NotImplementedError: implementation="triton", and the kernels cannot take these tensors; the message says why.
+            Or forward-mode AD goes through the tensors.
         RuntimeError: torch.distributed is not initialised, or this process is not in the group.
 
     Source: docs/attention.md, "Frames on several devices".

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from vmonarch.kernels.common.launch import carry_tangents
+
 Shape = tuple[int, ...]
 
 # Bytes of a word. Every piece starts at a multiple, whatever the dtype of the piece before.
@@ -277,7 +279,12 @@ class Link:
         Args:
             shapes: by rank, the shapes of the pieces that will come from it.
             differentiable: for every tensor, whether gradients flow back; the same on all ranks.
+
+        Raises:
+            NotImplementedError: forward-mode AD goes through a tensor; tangents do not travel.
         """
+        if carry_tangents(*(piece for pieces in sent for piece in pieces)):
+            raise NotImplementedError("forward-mode AD is not supported across ranks (supported: backward)")
         sent = [[] if r == self.peers.rank else pieces for r, pieces in enumerate(sent)]
         shapes = [[] if r == self.peers.rank else pieces for r, pieces in enumerate(shapes)]
         return Transfer(self, _Message(self.peers, sent, shapes, dtypes), sent, differentiable)
@@ -378,8 +385,9 @@ def _ask(group: dist.ProcessGroup, device: torch.device, answer: Any, raise_thei
     answers: list[Any] = [None] * dist.get_world_size(group)
     if isinstance(answer, Exception):
         answer = f"{type(answer).__name__}: {answer}"
-    # NCCL sends from the current device, which need not be the one that the tensors are on.
-    with torch.cuda.device(device if device.type == "cuda" else -1):
+    # NCCL sends from the current device, which need not be the one that the tensors are on; what is sent has nothing to
+    # do with a transform of torch.func around the call.
+    with torch.cuda.device(device if device.type == "cuda" else -1), torch._C._DisableFuncTorch():
         dist.all_gather_object(answers, answer, group=group)
     refused = [
         f"rank {rank} of the group refuses its arguments: {a}" for rank, a in enumerate(answers) if type(a) is str

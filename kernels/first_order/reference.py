@@ -18,7 +18,8 @@ def first_order_attention_reference(
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))  # [B, H, S, D]
     found = _in_boxes(q.unflatten(2, tuple(grid)), k, v, parts, scale).flatten(2, 4)
     out, lse = found.split((v.shape[-1], 1), -1)
-    return out.transpose(1, 2).to(query.dtype), lse.squeeze(-1)
+    # Whoever keeps one of them keeps no memory of the other.
+    return out.transpose(1, 2).to(query.dtype).contiguous(), lse.squeeze(-1).contiguous()
 
 
 def _in_boxes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: tuple[int, ...], scale: float) -> torch.Tensor:

@@ -69,8 +69,16 @@ def flash_bias_attention(
     check_key_mask(key_mask, key)
     scale = resolve_scale(scale, query.shape[-1])
     attend = flash_bias_attention_reference
-    too_wide = why_too_wide(query_factor, query.dtype)
-    if use_triton("flash_bias_attention", implementation, query, key, value, family="flash_bias", unless=too_wide):
+    if use_triton(
+        "flash_bias_attention",
+        implementation,
+        query,
+        key,
+        value,
+        family="flash_bias",
+        unless=why_too_wide(query_factor, query.dtype),
+        others=(query_factor, key_factor),
+    ):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.flash_bias.op import flash_bias_attention_triton
 

@@ -7,6 +7,7 @@ Nothing of size M×N lives longer than one chunk of rows; with gradients, chunks
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 # Scores that one chunk may hold: 2**25 elements are 128 MiB in float32.
@@ -39,8 +40,13 @@ def in_row_chunks(function, query: torch.Tensor, key: torch.Tensor, *others: tor
 
 
 def recomputed(function, *tensors):
-    """Call `function`; in training, recompute its intermediates in the backward pass instead of keeping them."""
-    if torch.is_grad_enabled():
+    """Call `function`; in training, recompute its intermediates in the backward pass instead of keeping them.
+
+    Under forward-mode AD and transforms of torch.func they are kept: their backward pass may run when tangents have
+    gone, and torch.func refuses checkpoints.
+    """
+    transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    if torch.is_grad_enabled() and not transformed:
         return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
     return function(*tensors)
 

@@ -40,7 +40,9 @@ def merge_partials(
         _check_partial(number, partial, partials[0])
     check_implementation(implementation)
     outs = [out for out, _ in partials]
-    if use_triton("merge_partials", implementation, *outs, family="merge", unless=_why_not_kernels(partials)):
+    lses = [lse for _, lse in partials]
+    reason = _why_not_kernels(partials)
+    if use_triton("merge_partials", implementation, *outs, family="merge", unless=reason, others=lses):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.merge.op import merge_pair
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vmonarch.kernels.common.checks import SUPPORTED_DTYPES
-from vmonarch.kernels.common.launch import use_triton
+from vmonarch.kernels.common.launch import carry_tangents, learns, use_triton
 from vmonarch.kernels.residual.reference import Residual, add_residual_reference, attention_residual_reference
 from vmonarch.validation import check_implementation
 
@@ -33,7 +33,7 @@ def attention_residual(
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
-        RuntimeError: an input requires a gradient, and gradients are enabled.
+        RuntimeError: an input requires a gradient, and gradients are enabled; or forward-mode AD goes through it.
         NotImplementedError: implementation="triton", and the kernel cannot take this call; the message says why.
 
     Source: DiTFastAttn (Yuan et al., 2024), window attention with residual sharing.
@@ -67,7 +67,7 @@ def add_residual(out: torch.Tensor, residual: Residual, *, implementation: str =
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
-        RuntimeError: `out` requires a gradient, and gradients are enabled.
+        RuntimeError: `out` requires a gradient, and gradients are enabled; or forward-mode AD goes through it.
         NotImplementedError: implementation="triton", and the kernel cannot take this call; the message says why.
     """
     _check_output("out", out)
@@ -121,5 +121,7 @@ def _check_like(name: str, x: torch.Tensor, model: str, like: torch.Tensor, dtyp
 
 def _check_inference(**tensors: torch.Tensor) -> None:
     for name, x in tensors.items():
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(f"{name} must not require a gradient: residual sharing is for inference")
+        if learns(x) or carry_tangents(x):
+            raise RuntimeError(
+                f"{name} must not require a gradient or carry a tangent: residual sharing is for inference"
+            )

@@ -96,8 +96,10 @@ def taylor_attention(
     check_positive_integer("max_tokens", max_tokens)
     if chosen.placed and tokens > max_tokens:
         raise ValueError(f"max_tokens={max_tokens}, but there are {tokens} tokens with those of the state")
-    reason = _why_not(query, key, value, chosen, state, return_state)
-    if use_triton("taylor_attention", implementation, query, key, value, family="taylor", unless=reason):
+    of_state = () if state is None else (state.kv, state.k)
+    reason = _why_not(query, key, value, chosen, of_state, return_state)
+    others = (frame_weights, *of_state)
+    if use_triton("taylor_attention", implementation, query, key, value, family="taylor", unless=reason, others=others):
         # Triton is imported when it is needed, not with the package.
         from vmonarch.kernels.taylor.op import taylor_attention_triton
 
@@ -137,7 +139,7 @@ def _why_not(
     key: torch.Tensor,
     value: torch.Tensor,
     feature_map: FeatureMap,
-    state: LinearState | None,
+    of_state: tuple[torch.Tensor, ...],
     return_state: bool,
 ) -> str | None:
     """Why the kernels cannot take this call, or None if they can."""
@@ -147,7 +149,7 @@ def _why_not(
             return f"key has {dims} dimensions (supported with the Taylor map: up to {MAX_TAYLOR_DIM})"
     elif feature_map.features(dims) > MAX_HEAD_DIM:
         return f"there are {feature_map.features(dims)} features (supported: up to {MAX_HEAD_DIM})"
-    if learns(query, key, value) and (state is not None or return_state):
+    if learns(query, key, value, *of_state) and (of_state or return_state):
         return "a state is taken or returned while gradients are recorded (supported: one or the other)"
     return None
 

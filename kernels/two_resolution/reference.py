@@ -115,7 +115,8 @@ def two_resolution_attention_reference(
     number_exact = exact.sum(-1, keepdim=True)  # [G, n, 1]
     fewest = most = selection.number
     if fewest is None or most is None:
-        fewest, most = int(number_exact.min()), int(number_exact.max())
+        # A softmax needs a column, which nobody attends to where no tile is exact.
+        fewest, most = int(number_exact.min()), max(1, int(number_exact.max()))
     ranking = exact.to(torch.uint8).argsort(stable=True, dim=-1, descending=True)
     rank = torch.arange(m, device=query.device)
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.common.constants import kept
 from vmonarch.two_resolution_options import TwoResolutionOptions
 
 # Tokens of a tile, where the options do not say: at most an eighth of a frame, but 16 at least.
@@ -143,9 +142,11 @@ class Places(NamedTuple):
     place: torch.Tensor
 
 
-@kept
 def places_of(tiling: Tiling, device: torch.device) -> Places:
-    """The places of a cut; b is the tokens of its largest tile."""
+    """The places of a cut; b is the tokens of its largest tile.
+
+    They are made for every call: they have numbers for every token, which is too much to keep.
+    """
     T, H, W = (
         _axis(length, tiles, edge, cells, device)
         for length, tiles, edge, cells in zip(tiling[:3], tiling[3:6], tiling.box, tiling[6:9], strict=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -87,7 +88,6 @@ TABLES = {
     "exact_table": lambda n: exact_table_of(
         ExactBlocks(band=0), grid_places(LatentGrid(2, n, 1), frames_per_block=1, tiles=(1, 1), coarse=1), CPU
     ),
-    "places": lambda n: places_of(tiling_of(LatentGrid(1, n, 4), TwoResolutionOptions()), CPU),
     "directions": lambda n: performer_directions(n, CPU),
 }
 
@@ -98,6 +98,13 @@ def test_tables_stay_where_recorded_graphs_read_them(name):
     for n in range(2, 150):
         TABLES[name](n)
     assert TABLES[name](1) is first
+
+
+def test_what_grows_with_the_tokens_is_not_kept():
+    places = places_of(tiling_of(LatentGrid(1, 3, 4), TwoResolutionOptions()), CPU)
+    kept_by_others = weakref.ref(places.token)
+    del places
+    assert kept_by_others() is None
 
 
 # --- On a GPU. ---

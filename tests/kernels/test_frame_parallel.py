@@ -176,6 +176,15 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_tangents_do_not_travel(alone, implementation):
+    alone("gloo")
+    attend = lambda q: frame_parallel_vmonarch_attention(q, q, q, grid=(2, 1, 3), implementation=implementation)
+    q = torch.ones(1, 6, 1, 4)
+    with pytest.raises(NotImplementedError, match="forward-mode AD"):
+        torch.func.jvp(attend, (q,), (q,))
+
+
 # Bounds of relative errors (Frobenius norm). The gradients that the stages hand each other are rounded to 16 bit.
 @pytest.mark.parametrize(
     ("device", "grid", "head_dim", "dtype", "bound"),

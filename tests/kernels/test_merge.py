@@ -188,6 +188,8 @@ def test_what_the_kernels_cannot_take_is_said():
         (3 * [(out, lse)], "there are 3 partial results"),
         ([(out, lse), (out.half(), lse)], "out is torch.float32 and torch.float16"),
         (2 * [(out, lse.double())], "lse is torch.float64"),
+        ([(out, lse), (out, lse.double())], "lse is .*torch.float64"),
+        ([(out, lse.double()), (out, lse)], "lse is .*torch.float64"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             merge_partials(*partials, implementation="triton")

@@ -532,5 +532,8 @@ BAD = {
     "triton-learning-states": (
         bad(Q.clone().requires_grad_(), Q, Q, return_state=True, implementation="triton"), NotImplementedError,
         "a state is taken or returned while gradients"),
+    "triton-state-that-learns": (
+        bad(state=STATE._replace(kv=STATE.kv.clone().requires_grad_()), implementation="triton"), NotImplementedError,
+        "a state is taken or returned while gradients"),
 }  # fmt: skip
 test_bad_input_is_named = in_interpreter(refuses(BAD))

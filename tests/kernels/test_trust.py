@@ -19,6 +19,8 @@ from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.common.tiny_cases import FAMILIES, Case
 from vmonarch.kernels.common.trust import TESTED_TRITON, Kernels
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
+from vmonarch.kernels.monarch import last_r_step, rows
+from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 
 ROOT = Path(__file__).parents[2]
@@ -354,6 +356,26 @@ def test_what_vmonarch_runs_of_flash_attention_is_checked_with_it_and_apart(monk
         finally:
             trust._checking.reset(token)
     assert len(checks) == 4
+
+
+@in_interpreter
+@pytest.mark.parametrize("share", [None, "row_share", "r_share"])
+def test_shares_of_vmonarch_are_checked_with_the_kernels_that_they_run(untested, checks, share):
+    q = torch.ones(1, 6, 1, 16)
+    vmonarch_attention(q, q, q, grid=(2, 1, 3), **({} if share is None else {share: 0.5}))
+    expected = ["flash_entropy", "monarch"] + ["two_resolution"] * (share is not None)
+    assert [kernels.family for kernels in checks] == expected
+
+
+@in_interpreter
+@pytest.mark.parametrize(("module", "name"), [(rows, "Rows"), (last_r_step, "LastRStep")], ids=["rows", "r_step"])
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_the_check_of_two_resolutions_runs_the_forms_that_vmonarch_runs(monkeypatch, module, name, method):
+    def planted(self, *args, **kwargs):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(getattr(module, name), method, planted)
+    assert "planted" in trust.check(Kernels("two_resolution", False, torch.float32, CPU))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -22,7 +22,8 @@ from op_checks import (
 from vmonarch import LatentGrid, TwoResolutionOptions, merge_partials, two_resolution_attention
 from vmonarch.kernels.common.launch import launch_overrides, on_hopper
 from vmonarch.kernels.two_resolution import op, reference
-from vmonarch.kernels.two_resolution.selection import kept_tiles
+from vmonarch.kernels.two_resolution.reference import chosen_tiles
+from vmonarch.kernels.two_resolution.selection import always_exact, kept_tiles
 from vmonarch.kernels.two_resolution.tiling import best_box, tiling_of
 
 pytestmark = quiet
@@ -162,6 +163,12 @@ def test_tiles_are_chosen_by_the_product_of_mean_query_and_mean_key(grid, option
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
+def test_a_sink_alone_makes_no_tile_between_those_of_the_queries_exact():
+    tiling = tiling_of(LatentGrid(3, 3, 3), TwoResolutionOptions(tile=(1, 1, 1), query_tile=(3, 3, 3)))
+    always = always_exact(tiling, None, True, torch.device("cpu"))
+    assert torch.equal(always, torch.arange(27)[None] < 9)
+
+
 @pytest.mark.parametrize("options", [{"share": 1.0}, {"share": None, "beta": -100.0}, {"local": 9}], ids=str)
 def test_with_all_tiles_exact_it_is_softmax_attention(options):
     grid = (3, 4, 5)
@@ -183,6 +190,15 @@ def test_sums_are_in_float32_and_the_result_in_the_dtype_of_the_query(dtype):
     assert out.dtype == dtype and lse.dtype == torch.float32
     # Nothing but the last rounding is in 16 bit.
     assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 1e-4).all()
+
+
+@pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=in_interpreter)])
+def test_without_any_exact_tile_and_without_the_rest_nothing_is_attended(how):
+    grid = (3, 4, 3)
+    inputs, none = qkv(grid, dtype=torch.float32), choice(grid) & False
+    ours = attend(grid=grid, **BOXES, rest=False, selection=none, implementation=how)
+    out, lse, *gradients = with_gradients(ours, inputs)
+    assert lse.isneginf().all() and not any(x.any() for x in (out, *gradients))
 
 
 def test_a_share_of_the_tiles_is_rounded_up():
@@ -264,12 +280,28 @@ def test_the_kernels_compute_the_same_in_full_tiles_in_parts_of_tiles_and_in_flo
 
 
 @in_interpreter
+def test_the_kernels_compute_the_same_where_query_tiles_are_split_unevenly():
+    inputs = qkv((1, 1, 5), B=2, H=1, dtype=torch.float32)
+    check_kernels(inputs, grid=(1, 1, 5), tile=(1, 1, 2), query_tile=(1, 1, 1), share=0.3)
+
+
+@in_interpreter
+def test_the_kernels_choose_by_the_mean_of_all_tokens_of_a_tile_whatever_the_size_of_its_cells():
+    options = TwoResolutionOptions(tile=(1, 1, 3), query_tile=(1, 1, 3), cell=(1, 1, 2), share=0.2)
+    tiling = tiling_of(LatentGrid(2, 2, 9), options)
+    q, k, v = qkv((2, 2, 9), H=4, dtype=torch.float32)
+    chosen = op.choose(q, k, tiling, options, None, op.pool(k, v, tiling, None))
+    assert torch.equal(chosen, chosen_tiles(q, k, tiling, options, scale=1.0).exact)
+
+
+@in_interpreter
 @pytest.mark.parametrize("m", [1, 5, 40])
 def test_the_best_scores_are_the_largest_and_of_equal_ones_the_first(m):
     from vmonarch.kernels.two_resolution.op import best
 
     scores = torch.randn(1, 2, 3, m, generator=torch.Generator().manual_seed(m)).round(decimals=1)
     scores[0, 0, 0] = 0.0
+    scores[0, 0, 0, ::2] = -0.0
     scores[0, 0, 1, ::3] = torch.inf
     scores[0, 1, 0, 1::2] = -torch.inf
     for count in {1, m // 2 + 1, m}:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from op_checks import refuses
+from torch.autograd import forward_ad
 
 import vmonarch
 from vmonarch import (
@@ -121,18 +122,26 @@ def test_both_transformers_have_their_own_layers(tiny):
         vmonarch.apply(pipe, VMonarchProcessor(plan=plan_of(["t1", "own"], ["t1", "own"])))
 
 
-@pytest.mark.parametrize("D", [3, 8])
-def test_heads_that_lie_evenly_apart_are_not_copied(D):
+@pytest.mark.parametrize(("D", "offset"), [(3, 0), (8, 0), (8, 1)])
+def test_heads_that_lie_evenly_apart_are_not_copied(D, offset):
     """Whether a head's numbers can be copied by 16 bytes or not."""
-    x = torch.randn(2, 5, 7, D)
+    x = torch.randn(2 * 5 * 7 * D + offset)[offset:].view(2, 5, 7, D)
+    memory = lambda x: x.untyped_storage().data_ptr()
     for heads in ((1,), (2, 3, 4), (0, 3, 6), (5, 6), tuple(range(7))):
         found = _some_heads(x, heads)
-        assert torch.equal(found, x[:, :, list(heads)]) and found._base is x or found is x
+        assert torch.equal(found, x[:, :, list(heads)]) and memory(found) == memory(x)
     for uneven in ((0, 1, 3), (0, 2, 3)):
         found = _some_heads(x, uneven)
-        assert torch.equal(found, x[:, :, list(uneven)]) and found.data_ptr() != x.data_ptr()
+        assert torch.equal(found, x[:, :, list(uneven)]) and memory(found) != memory(x)
     # A gradient of a slice would be as large as all heads.
     assert _some_heads(x.requires_grad_(), (0, 3, 6)).data_ptr() != x.data_ptr()
+
+
+def test_tangents_reach_heads_that_are_copied():
+    x = torch.randn(1, 5, 4, 8)
+    with forward_ad.dual_level():
+        found = _some_heads(forward_ad.make_dual(x, 2 * x), (0, 1, 3))
+        assert torch.equal(forward_ad.unpack_dual(found).tangent, 2 * x[:, :, [0, 1, 3]])
 
 
 def test_gradients_reach_every_head(tiny):

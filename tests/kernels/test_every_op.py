@@ -1,0 +1,133 @@
+"""What holds for every op, by its tiny case: the memory of its results; and forward-mode AD (`torch.func.jvp`, dual
+numbers), where plain torch is right and the kernels refuse.
+"""
+
+import pytest
+import torch
+from op_checks import in_interpreter, quiet
+from torch.autograd import forward_ad
+
+from vmonarch import first_order_attention, flash_entropy_attention, taylor_attention
+from vmonarch.kernels.common import launch
+from vmonarch.kernels.common.tiny_cases import FAMILIES, tiny_case
+from vmonarch.kernels.flash_entropy import reference as softmax
+from vmonarch.kernels.residual.api import attention_residual
+from vmonarch.kernels.taylor.reference import LinearState
+
+pytestmark = quiet
+CPU = torch.device("cpu")
+DIFFERENTIABLE = [family for family in FAMILIES if tiny_case(family, CPU).gradients]
+
+
+def drawn(family, dtype=torch.float64):
+    """The case of a family, its inputs and their tangents."""
+    case = tiny_case(family, CPU)
+    generator = torch.Generator().manual_seed(0)
+    inputs, tangents = (
+        tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in case.inputs.values())
+        for _ in range(2)
+    )
+    return case, inputs, tangents
+
+
+def dual(function, inputs, tangents):
+    """Tangents of the results; those of inputs may be None."""
+    with forward_ad.dual_level():
+        duals = [x if t is None else forward_ad.make_dual(x, t) for x, t in zip(inputs, tangents, strict=True)]
+        found = [forward_ad.unpack_dual(result) for result in function(*duals)]
+        return [torch.zeros_like(x) if tangent is None else tangent for x, tangent in found]
+
+
+def inner(xs, ys):
+    return sum((x * y).sum() for x, y in zip(xs, ys, strict=True))
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["", "learns"])
+@pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=in_interpreter)])
+@pytest.mark.parametrize("family", [*FAMILIES, "first_order"])
+def test_no_result_holds_the_memory_of_another(family, how, learns):
+    if family == "first_order":
+        q = torch.ones(1, 6, 2, 4, requires_grad=learns)
+        results = first_order_attention(q, q, q, grid=(1, 2, 3), return_lse=True, implementation=how)
+    else:
+        case, inputs, _ = drawn(family, torch.float32)
+        results = case.call(how, *(x.requires_grad_(learns and case.gradients) for x in inputs))
+    for result in results:
+        assert result.untyped_storage().nbytes() == result.numel() * result.itemsize
+
+
+@pytest.mark.parametrize("family", DIFFERENTIABLE)
+def test_tangents_of_plain_torch_are_those_of_its_gradients(family, monkeypatch):
+    """⟨g, J·t⟩ = ⟨Jᵀ·g, t⟩, whole and in chunks; Jᵀ is compared with float64 where gradients are tested."""
+    case, inputs, tangents = drawn(family)
+    attend = lambda *x: case.call("torch", *x)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    results = attend(*leaves)
+    weights = [torch.randn_like(x) for x in results]
+    gradients = torch.autograd.grad(results, leaves, weights)
+    for _ in range(2):
+        results, found = torch.func.jvp(attend, tuple(leaves), tangents)
+        torch.testing.assert_close(inner(weights, found), inner(gradients, tangents), rtol=1e-5, atol=1e-5)
+        # And the other way round: what was computed under tangents has a backward pass, when they have gone.
+        torch.testing.assert_close(torch.autograd.grad(results, leaves, weights), gradients, rtol=1e-5, atol=1e-6)
+        for n, tangent in enumerate(tangents):
+            alone = dual(attend, inputs, [t if i == n else None for i, t in enumerate(tangents)])
+            expected = (gradients[n] * tangent).sum()
+            torch.testing.assert_close(inner(weights, alone), expected, rtol=1e-5, atol=1e-5)
+        monkeypatch.setattr(softmax, "MAX_CHUNK_SCORES", 8)
+
+
+@in_interpreter
+@pytest.mark.parametrize("family", DIFFERENTIABLE)
+def test_kernels_refuse_tangents_of_any_input_and_auto_is_plain_torch(family, monkeypatch):
+    case, inputs, tangents = drawn(family, torch.float32)
+    refused = pytest.raises(NotImplementedError, match='with implementation="triton": forward-mode AD goes through')
+    kernels = lambda *x: case.call("triton", *x)
+    for n in range(len(inputs)):
+        with refused:
+            dual(kernels, inputs, [t if i == n else None for i, t in enumerate(tangents)])
+    first = lambda x: kernels(x, *inputs[1:])[0].sum()
+    batch = inputs[0].expand(2, *inputs[0].shape)
+    for transformed in (first, torch.func.grad(first)):
+        with refused:
+            torch.func.jvp(transformed, inputs[:1], tangents[:1])
+    with refused:
+        torch.func.jvp(torch.func.vmap(first), (batch,), (batch,))
+    monkeypatch.setattr(launch, "auto_takes_kernels", lambda device: True)
+    found, expected = (dual(lambda *x, how=how: case.call(how, *x), inputs, tangents) for how in ("auto", "torch"))
+    assert all(map(torch.equal, found, expected))
+    with forward_ad.dual_level():
+        assert all(map(torch.equal, kernels(*inputs), case.call("auto", *inputs)))
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", ["frame_weights", "state"])
+def test_linear_attention_refuses_tangents_of_what_is_no_query_key_or_value(name):
+    x, weights, sums = torch.ones(1, 4, 2, 2), torch.ones(2, 2, 2), torch.ones(1, 2, 7, 2)
+    given = {
+        "frame_weights": lambda weights: weights,
+        "state": lambda weights: LinearState(sums, sums[..., 0] * weights.sum(), 1),
+    }[name]
+    attend = lambda weights: taylor_attention(x, x, x, implementation="triton", **{name: given(weights)})
+    with pytest.raises(NotImplementedError, match="forward-mode AD"):
+        dual(lambda weights: [attend(weights)], (weights,), (weights,))
+
+
+@in_interpreter
+def test_compiled_code_knows_tangents_too():
+    q = torch.randn(1, 4, 2, 16, generator=torch.Generator().manual_seed(0))
+    attend = lambda how: lambda q: flash_entropy_attention(q, q, q, implementation=how)[:1]
+    expected = dual(attend("torch"), (q,), (q,))
+    inside = torch.compile(lambda q: torch.func.jvp(attend("torch"), (q,), (q,))[1], backend="eager", fullgraph=True)
+    torch.testing.assert_close(list(inside(q)), expected)
+    # Compiled without tangents, called with them.
+    compiled = torch.compile(attend("triton"), backend="eager")
+    compiled(q)
+    with pytest.raises(NotImplementedError, match="forward-mode AD"):
+        dual(compiled, (q,), (q,))
+
+
+def test_residuals_refuse_tangents():
+    out = torch.ones(1, 4, 2, 16)
+    with pytest.raises(RuntimeError, match="approximate must not require a gradient or carry a tangent"):
+        dual(lambda x: attention_residual(out, x), (out,), (out,))
