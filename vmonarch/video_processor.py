@@ -19,7 +19,7 @@ from diffusers.models.transformers import transformer_chronoedit as chronoedit
 from diffusers.models.transformers import transformer_skyreels_v2 as skyreels
 from diffusers.models.transformers import transformer_wan as wan
 from diffusers.models.transformers import transformer_wan_animate as animate
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from vmonarch.bias.video import BiasOption, Factors, GridBias
 from vmonarch.context_parallel import (
@@ -332,7 +332,7 @@ class VideoAttentionProcessor:
     ) -> torch.Tensor:
         """Self-attention of a sequence, with the residual of the layer where residuals are shared."""
         inputs = query, key, value
-        if not statically_known_true(sequence.others == 0):
+        if not guard_or_false(sequence.others == 0):
             exact = lambda: self._attend_sequence_exactly(*inputs, sequence, heads, key_mask)
             approximate = lambda: self._attend_sequence(*inputs, sequence, heads, key_mask)
         else:
