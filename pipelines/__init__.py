@@ -1,7 +1,6 @@
-"""Wan pipelines that take a vmonarch attention processor, generation, and the embedded model.
+"""Generation, the embedded model, and the names of diffusers' Wan pipelines.
 
-The classes bear the names of the stock pipelines they extend. They are imported when first used: diffusers takes
-seconds to load.
+All are imported when first used: diffusers takes seconds to load.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from diffusers import WanAnimatePipeline as WanAnimatePipeline
+    from diffusers import WanImageToVideoPipeline as WanImageToVideoPipeline
+    from diffusers import WanPipeline as WanPipeline
+    from diffusers import WanVACEPipeline as WanVACEPipeline
+    from diffusers import WanVideoToVideoPipeline as WanVideoToVideoPipeline
+
     from vmonarch.pipelines import embedded as embedded
     from vmonarch.pipelines import generation as generation
-    from vmonarch.pipelines.wan import WanAnimatePipeline as WanAnimatePipeline
-    from vmonarch.pipelines.wan import WanImageToVideoPipeline as WanImageToVideoPipeline
-    from vmonarch.pipelines.wan import WanPipeline as WanPipeline
-    from vmonarch.pipelines.wan import WanVACEPipeline as WanVACEPipeline
-    from vmonarch.pipelines.wan import WanVideoToVideoPipeline as WanVideoToVideoPipeline
 
 
 __getattr__, __dir__ = lazy_names(
-    __name__, names=dict.fromkeys(__all__, "vmonarch.pipelines.wan"), modules=("embedded", "generation")
+    __name__, names=dict.fromkeys(__all__, "diffusers"), modules=("embedded", "generation")
 )

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from diffusers.configuration_utils import FrozenDict
 
-from vmonarch.callers import module_calls
 from vmonarch.dense import DenseSet
 from vmonarch.families import (
     FAMILIES,
@@ -85,9 +84,14 @@ class Installation:
                 return record.context.call.grid
         return None
 
+    def __repr__(self) -> str:
+        parts = [type(self.processor).__name__]
+        parts += [f"{name}={type(transformer).__name__}" for name, transformer in self.transformers.items()]
+        return f"Installation({', '.join(parts)})"
+
     def restore(self) -> None:
         """Put the original processors back; see `restore`."""
-        _restore(self.transformers, "this installation")
+        _restore(self.transformers)
 
     def __enter__(self) -> Installation:
         return self
@@ -174,16 +178,19 @@ def _with_processor(transformer: torch.nn.Module) -> list[Any]:
 
 
 def _original_processors(transformer: Any) -> list[tuple[torch.nn.Module, Any]]:
-    """(module, its processor) of all modules that have one; where it is ours, what such a model is made with."""
-    modules = _with_processor(transformer)
-    if any(ours_of(module) is not None for module in modules):
+    """(module, its processor) of all modules that have one; where it is ours, the one before, or else the model's own.
+
+    What is not ours now is the user's, whatever was there before.
+    """
+    record = getattr(transformer, _ATTRIBUTE, None)
+    known = {} if record is None else dict(record.originals)
+    modules = made = _with_processor(transformer)
+    if any(ours_of(module) is not None and module not in known for module in modules):
         stock: Any = diffusers_class(transformer)
         with torch.device("meta"):
             made = _with_processor(stock.from_config(transformer.config))
-    else:
-        made = modules
     return [
-        (module, module.processor if ours_of(module) is None else new.processor)
+        (module, module.processor if ours_of(module) is None else known.get(module, new.processor))
         for module, new in zip(modules, made, strict=True)
     ]
 
@@ -194,8 +201,12 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
     A forward pre-hook on each transformer tells the processors the latent grid of every call, so sizes may change from
     call to call. (Call the transformer itself, as pipelines do; its `.forward` would pass the hook by.) Applying again
     replaces the processor; `restore` returns to the original ones all the same. A transformer put into the pipeline
-    later has its own processors: apply again. Cross-attention is not touched. diffusers' `enable_parallelism` may come
-    before or after, beyond the Wan family after; the transformers may be xfuser's (docs/parallel.md).
+    later has its own processors: apply again. Cross-attention is not touched. `pipe.set_attn_processor(processor)` and
+    `transformer.set_attn_processor(processor)` do the same. diffusers' `enable_parallelism` may come before or after,
+    beyond the Wan family after; the transformers may be xfuser's (docs/parallel.md).
+
+    `dense_steps` and `refresh` need the calls of a pipeline that has the transformer. Any other call of it raises
+    RuntimeError.
 
     A `BasedProcessor` has parameters: they are added to the transformer, and nothing but `restore` takes them away.
 
@@ -209,10 +220,10 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer, or `processor` is not one of ours.
-        ValueError: `dense_layers`, or an option of the processor, does not fit the transformer; `dense_steps` was asked
-            for without a pipeline; a processor with parameters is applied already, or cannot be because the weights are
-            offloaded; a transformer runs with context parallelism and its ranks cannot share its heads, or have its
-            tokens in another way than is needed.
+        ValueError: `dense_layers`, or an option of the processor, does not fit the transformer; `dense_steps` or
+            `refresh` was asked for in a diffusion-forcing pipeline; a processor with parameters is applied already, or
+            cannot be because the weights are offloaded; a transformer runs with context parallelism and its ranks
+            cannot share its heads, or have its tokens in another way than is needed.
         NotImplementedError: the transformer runs with ring attention (`enable_parallelism`), or with context
             parallelism and is of a model that is not supported so.
         RuntimeError: diffusers computes attention beyond the Wan family in another way than is known.
@@ -237,7 +248,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         record = getattr(transformer, _ATTRIBUTE, None)
         attention = _with_processor(transformer)
         check_parallelism(transformer, processor, applied=record is not None)
-        originals = record.originals if record else _original_processors(transformer)
+        originals = _original_processors(transformer)
         if any(parameters_of(module.processor) for module in attention):
             raise ValueError(f"{name} has a processor with parameters, which applying another would lose: {_KEEP}")
         _check_family(transformer, processor)
@@ -263,28 +274,6 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor) -> Insta
         share_parallel_config(transformer)
         replace_enabling(transformer)
     return Installation(processor, transformers)
-
-
-class SelfApplying(VideoAttentionProcessor):
-    """Base of the processors that `transformer.set_attn_processor` may set beyond the Wan family, too.
-
-    The first module that is called applies the processor to its transformer, as if it had been before the call.
-    """
-
-    def _first_call_beyond_wan(self, attn: Any) -> Any:
-        name = type(self).__name__
-        if torch.compiler.is_compiling():
-            raise RuntimeError(f"{name} that set_attn_processor has set cannot be compiled: use vmonarch.apply")
-        calls = list(module_calls())
-        of_module = next((call for call in calls if call[0] is attn), None)
-        of_transformer = next((call for call in calls if family_of(call[0]) is not None), None)
-        if of_module is None or of_transformer is None:
-            return super()._first_call_beyond_wan(attn)
-        self._check_needs_no_apply()
-        apply(of_transformer[0], self)
-        _record_call(*of_transformer)
-        _, args, kwargs = of_module
-        return attn(*args, **kwargs)
 
 
 def _set_processor(attn: torch.nn.Module, processor: Any) -> None:
@@ -400,16 +389,16 @@ def _check_not_offloaded(name: str, transformer: torch.nn.Module) -> None:
 def restore(pipe_or_transformer: Any) -> None:
     """Undo `apply`: the original processors are back, and no hook or attribute is left behind.
 
-    Processors of ours that were set without `apply`, by `transformer.set_attn_processor`, are replaced by the model's
-    default ones. The parameters of a `BasedProcessor` go with it, and so do the LoRA layers that
-    `vmonarch.load_adapter` added; `vmonarch.save_adapter` saves both. Unfuse LoRA layers first if they were fused.
+    Where nothing is applied it does nothing. Processors that others have set since `apply` stay. Processors of ours
+    that were set on modules one by one are replaced by the model's default ones. The parameters of a `BasedProcessor`
+    go with it, and so do the LoRA layers that `vmonarch.load_adapter` added; `vmonarch.save_adapter` saves both. Unfuse
+    LoRA layers first if they were fused.
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
-        ValueError: nothing is applied to any of its transformers (never was, or is restored already).
         RuntimeError: tokens are spread over ranks by a plan of ours (docs/parallel.md).
     """
-    _restore(find_transformers(pipe_or_transformer), f"the {type(pipe_or_transformer).__name__}")
+    _restore(find_transformers(pipe_or_transformer))
 
 
 def is_applied(pipe_or_transformer: Any) -> bool:
@@ -434,29 +423,23 @@ def _remove_hooks(transformer: torch.nn.Module) -> None:
             options.pop(key, None)
 
 
-def _restore(transformers: dict[str, torch.nn.Module], owner: str) -> None:
+def _restore(transformers: dict[str, torch.nn.Module]) -> None:
     for transformer in transformers.values():
         if hasattr(transformer, _ATTRIBUTE):
             check_restorable(transformer)
-    found = False
     for transformer in transformers.values():
         record = getattr(transformer, _ATTRIBUTE, None)
+        if record is None and not _has_ours(transformer):
+            continue
+        originals = _original_processors(transformer)
         if record is not None:
-            originals = record.originals
             _remove_hooks(transformer)
             carry_call(transformer, None)
             delattr(transformer, _ATTRIBUTE)
             restore_enabling(transformer)
             record.context.forget()
             _remove_lora(transformer, record.lora)
-        else:
-            originals = _original_processors(transformer) if _has_ours(transformer) else []
         for attn, original in originals:
             _set_processor(attn, original)
         share_parallel_config(transformer)
         _write_config(transformer, None)
-        found = found or record is not None or bool(originals)
-    if not found:
-        raise ValueError(
-            f"nothing to restore: no vmonarch processor is applied to {owner} (it never was, or it is restored already)"
-        )

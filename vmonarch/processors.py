@@ -15,7 +15,6 @@ from vmonarch.context_parallel import Share, TokenSplit
 from vmonarch.families import heads_of
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
-from vmonarch.installation import SelfApplying
 from vmonarch.kernels.common.launch import learns
 from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
@@ -25,13 +24,14 @@ from vmonarch.options import OPTION_FIELDS, FirstOrderOptions, Options, VMonarch
 from vmonarch.plan import AttentionPlan, heads_by_method, method_attention
 from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolutionOptions
 from vmonarch.validation import check_implementation, check_parallel_by
+from vmonarch.video_processor import VideoAttentionProcessor
 
 # Up to this number of layers of a plan that differ, torch.compile makes a graph for each; beyond it, one for all.
 _LAYERS_INLINE = 4
 
 
 @has_options(VMonarchOptions)
-class VMonarchProcessor(SelfApplying):
+class VMonarchProcessor(VideoAttentionProcessor):
     """VMonarch attention for the video transformers of diffusers (VMonarch paper; `vmonarch_attention`).
 
     Cross-attention, with text or with an image, stays exact.
@@ -253,7 +253,7 @@ def _some_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
     return _side_by_side([parts[head] for head in heads], x.dtype)
 
 
-class FlashBiasProcessor(SelfApplying):
+class FlashBiasProcessor(VideoAttentionProcessor):
     """Exact attention with a low-rank bias for the video transformers of diffusers (FlashBias; `flash_bias_attention`).
 
     Cross-attention, with text or with an image, has no bias.
@@ -285,11 +285,11 @@ class FlashBiasProcessor(SelfApplying):
         check_implementation(implementation)
         self.implementation = implementation
 
-    attend = SelfApplying.attend_exactly
-    _attend_sequence = SelfApplying._attend_sequence_exactly
+    attend = VideoAttentionProcessor.attend_exactly
+    _attend_sequence = VideoAttentionProcessor._attend_sequence_exactly
 
 
-class _OpProcessor(SelfApplying):
+class _OpProcessor(VideoAttentionProcessor):
     """Base of processors of an op that plans have, too: what it computes is all in its options."""
 
     _KIND: ClassVar[type[Options]]

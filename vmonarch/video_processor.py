@@ -65,11 +65,12 @@ class VideoAttentionProcessor:
     """Base of the processors: replaces self-attention, leaves cross-attention to the model's own exact processor.
 
     A subclass defines `attend`, or `attend_with_lse` and so serves models whose self-attention is joint, of the video
-    and other tokens, too. It lists its options in `_OPTIONS`. Use it in one of three ways:
+    and other tokens, too. It lists its options in `_OPTIONS`. Use it in one of three ways, of which the first two are
+    one and the same:
 
-        vmonarch.apply(pipe, processor)                   # knows the grid of every call, compiles, can be undone
-        vmonarch.pipelines.WanPipeline.set_attn_processor(processor)
-        pipe.transformer.set_attn_processor(processor)    # Wan: reads the grid off the rotary embedding, or `grid=`
+        vmonarch.apply(pipe, processor)       # knows the grid of every call, compiles, can be undone
+        pipe.set_attn_processor(processor)    # or pipe.transformer.set_attn_processor
+        attn.set_processor(processor)         # Wan: reads the grid off the rotary embedding, or `grid=`
 
     Args:
         dense_steps, dense_layers, refresh: see `VMonarchProcessor`.
@@ -504,17 +505,12 @@ class VideoAttentionProcessor:
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
-        image_rotary_emb: Any = None,
-        sparse_params: Any = None,
         **others: Any,
-    ) -> Any:
-        """The attention of one module: hidden_states [B, S, C] -> [B, S, C].
-
-        Args:
-            image_rotary_emb, sparse_params: named here because modules beyond Wan drop what a processor does not name.
+    ) -> torch.Tensor:
+        """The attention of one module of the Wan family: hidden_states [B, S, C] -> [B, S, C].
 
         Raises:
-            TypeError: the module is not of a transformer that is supported.
+            TypeError: the module is of another family, whose transformers need `vmonarch.apply`, or of none.
             ValueError: an attention mask in self-attention, a grid that does not fit the tokens, or fewer heads (or, by
                 frames, fewer latent frames) than ranks under context parallelism.
             NotImplementedError: tokens are spread over several ranks for ring attention.
@@ -522,8 +518,10 @@ class VideoAttentionProcessor:
         """
         name = type(self).__name__
         if not isinstance(attn, (*WAN_ATTENTION, *CROSS_ATTENTION_ONLY)):
-            return self._first_call_beyond_wan(attn)
-        others |= {"image_rotary_emb": image_rotary_emb, "sparse_params": sparse_params}
+            raise TypeError(
+                f"{name} can be set on attention modules of the Wan family, got {type(attn).__name__}; use"
+                " vmonarch.apply(pipe_or_transformer, processor)"
+            )
         unknown = [argument for argument, value in others.items() if value is not None]
         if unknown:
             raise TypeError(f"{name} supports no {', '.join(unknown)} in {type(attn).__name__}")
@@ -540,17 +538,6 @@ class VideoAttentionProcessor:
         if self._in_xfuser:
             return self._self_attention_in_xfuser(attn, hidden_states, rotary_emb)
         return self._self_attention(attn, hidden_states, rotary_emb, None)
-
-    def _first_call_beyond_wan(self, attn: Any) -> Any:
-        """What a module of another family computes, of whose transformer `set_attn_processor` made this the processor.
-
-        Raises:
-            TypeError: it is not part of a transformer that the processor serves.
-        """
-        raise TypeError(
-            f"{type(self).__name__} supports the attention modules of the transformers that vmonarch.apply takes, in a"
-            f" call of such a transformer; got {type(attn).__name__}"
-        )
 
     def _self_attention(
         self,
@@ -622,20 +609,17 @@ class VideoAttentionProcessor:
                 call = ForwardCall(self._infer_grid(rotary_emb, split), False)
             self._check_grid(call.grid)
         else:
-            self._check_needs_no_apply()
+            if self._needs_apply is not None:
+                raise RuntimeError(
+                    f"{self._needs_apply} needs vmonarch.apply(pipe, processor): a processor that is set on an"
+                    " attention module knows neither its layer nor the step"
+                )
             call = ForwardCall(self._infer_grid(rotary_emb, split) if self.grid is None else self.grid, False)
         if call.grid.tokens != tokens:
             raise ValueError(
                 f"grid {tuple(call.grid)} has {call.grid.tokens} tokens, but self-attention was given {tokens}"
             )
         return call
-
-    def _check_needs_no_apply(self) -> None:
-        if self._needs_apply is not None:
-            raise RuntimeError(
-                f"{self._needs_apply} needs vmonarch.apply(pipe, processor): a processor set by set_attn_processor"
-                " on a transformer knows neither its layer nor the step"
-            )
 
     def _check_grid(self, found: LatentGrid) -> None:
         if self.grid is not None and self.grid != found:

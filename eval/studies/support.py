@@ -34,7 +34,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], str]] = {
         ),
         "",
     ),
-    "`set_attn_processor`": (("test_set_attn_processor_applies_at_the_first_call",), ""),
+    "`set_attn_processor`": (("test_set_attn_processor_applies",), ""),
     "kernels, compiled blocks": (("test_gpu_kernels_compute_the_same_and_blocks_compile",), ""),
     "`dense_steps`": (("test_pipelines_tell_the_step",), ""),
     "`refresh`": (("test_pipelines_share_the_last_residual_of_a_branch",), ""),

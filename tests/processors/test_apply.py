@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import diffusers
 import pytest
 import torch
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import vmonarch
 from vmonarch import VMonarchProcessor
@@ -99,7 +100,7 @@ def test_applying_again_replaces_and_still_restores_the_original(tiny):
 
 
 def test_processors_that_were_there_before_come_back(tiny):
-    class Custom(diffusers.models.transformers.transformer_wan.WanAttnProcessor):
+    class Custom(WanAttnProcessor):
         pass
 
     model = tiny.transformer()
@@ -113,11 +114,11 @@ def test_processors_that_were_there_before_come_back(tiny):
 def test_restore_undoes_direct_use_and_apply_on_top_of_it(tiny):
     model = tiny.transformer()
     stock = tiny.run(model)
-    model.set_attn_processor(VMonarchProcessor())
+    tiny.switch(model, VMonarchProcessor())
     direct = tiny.run(model)
     vmonarch.restore(model)
     assert torch.equal(tiny.run(model), stock)
-    model.set_attn_processor(VMonarchProcessor(exact=None))
+    tiny.switch(model, VMonarchProcessor(exact=None))
     vmonarch.apply(model, VMonarchProcessor())
     assert torch.equal(tiny.run(model), direct)
     vmonarch.restore(model)
@@ -129,21 +130,50 @@ def test_restore_undoes_a_processor_set_after_apply(tiny):
     model = tiny.transformer()
     before = snapshot(model)
     vmonarch.apply(model, VMonarchProcessor())
-    model.set_attn_processor(VMonarchProcessor(exact=None))
+    tiny.switch(model, VMonarchProcessor(exact=None))
     tiny.run(model)
     vmonarch.restore(model)
     assert snapshot(model) == before
 
 
-def test_restoring_what_is_not_applied_says_so(tiny):
+def test_restoring_what_is_not_applied_does_nothing(tiny):
     model = tiny.transformer()
-    with pytest.raises(ValueError, match="nothing to restore"):
-        vmonarch.restore(model)
+    before = snapshot(model)
+    vmonarch.restore(model)
     installation = vmonarch.apply(model, VMonarchProcessor())
     vmonarch.restore(model)
-    for again in (lambda: vmonarch.restore(model), installation.restore):
-        with pytest.raises(ValueError, match="nothing to restore"):
-            again()
+    vmonarch.restore(model)
+    installation.restore()
+    assert snapshot(model) == before
+
+
+def test_processors_that_others_have_set_since_stay(tiny):
+    class Custom(WanAttnProcessor):
+        pass
+
+    model, own = tiny.transformer(), Custom()
+    before = snapshot(model)
+    stock = model.blocks[0].attn2.processor
+    vmonarch.apply(model, VMonarchProcessor())
+    expected = tiny.run(model)
+    model.blocks[0].attn2.set_processor(own)
+    model.blocks[1].attn1.set_processor(own)
+    # A dictionary may have ours where they are already.
+    model.set_attn_processor(dict(model.attn_processors))
+    vmonarch.apply(model, VMonarchProcessor())
+    assert model.blocks[0].attn2.processor is own and is_ours(model.blocks[1].attn1.processor)
+    assert torch.equal(tiny.run(model), expected)
+    vmonarch.restore(model)
+    assert model.blocks[0].attn2.processor is own and model.blocks[1].attn1.processor is own
+    model.blocks[0].attn2.set_processor(stock)
+    model.blocks[1].attn1.set_processor(before["blocks.1.attn1"][-1])
+    assert snapshot(model) == before
+
+
+def test_what_apply_returns_has_a_short_repr(tiny):
+    installation = vmonarch.apply(tiny.pipeline("t2v-2.2"), VMonarchProcessor())
+    names = "transformer=WanTransformer3DModel, transformer_2=WanTransformer3DModel"
+    assert repr(installation) == f"Installation(VMonarchProcessor, {names})"
 
 
 def test_nothing_changes_when_apply_fails(tiny):
@@ -208,11 +238,9 @@ def test_a_deep_copy_whose_blocks_run_inside_the_originals_forward_is_independen
     assert torch.equal(tiny.run(model, (3, 2, 4)), expected)
 
 
-@pytest.mark.parametrize(
-    "module, dense_steps", [(diffusers, 0), (diffusers, 1), (vmonarch.pipelines, 1)], ids=["sparse", "dense", "ours"]
-)
-def test_a_deep_copy_of_a_pipeline_is_independent(tiny, module, dense_steps):
-    pipe = tiny.pipeline("t2v-2.2", module)
+@pytest.mark.parametrize("dense_steps", [0, 1], ids=["sparse", "dense"])
+def test_a_deep_copy_of_a_pipeline_is_independent(tiny, dense_steps):
+    pipe = tiny.pipeline("t2v-2.2")
     stock = tiny.generate(pipe)
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=dense_steps))
     expected = tiny.generate(pipe)
@@ -277,8 +305,7 @@ def test_a_replaced_transformer_is_stock_until_applied_again(tiny):
     expected = tiny.generate(pipe)
     pipe.transformer = tiny.transformer()
     stock = tiny.generate(pipe)
-    with pytest.raises(ValueError, match="nothing to restore"):
-        vmonarch.restore(pipe)
+    vmonarch.restore(pipe)
     vmonarch.apply(pipe, VMonarchProcessor())
     assert torch.equal(tiny.generate(pipe), expected)
     vmonarch.restore(pipe)
@@ -293,7 +320,7 @@ def test_replacing_one_of_two_transformers_restores_the_other(tiny):
     assert not any(is_ours(p) for p in pipe.transformer_2.attn_processors.values())
 
 
-@pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+@pytest.mark.parametrize("way", ["apply", "set_processor"])
 def test_two_threads_share_a_transformer(tiny, way):
     model = tiny.transformer()
     tiny.switch(model, VMonarchProcessor(), way)

@@ -89,7 +89,7 @@ def test_the_layers_of_a_forward_call_share_factors_that_end_with_it(tiny):
     assert len(bias.made) == 5
     assert all(factor() is None for factor in bias.made)
     vmonarch.restore(model)
-    model.set_attn_processor(FlashBiasProcessor(bias))
+    tiny.switch(model, FlashBiasProcessor(bias))
     assert torch.equal(tiny.run(model), first) and len(bias.made) == 7, "nothing tells the calls apart"
 
 
@@ -101,7 +101,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+@pytest.mark.parametrize("way", ["apply", "set_processor"])
 @pytest.mark.parametrize("module", [True, False], ids=["module", "function"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_bias_that_has_changed_is_used_as_it_is_now(tiny, change, module, way):

@@ -174,7 +174,7 @@ def with_each_guidance(names):
         *((name, "none" if name == "pyramid" else "two-calls", "apply") for name in names),
         *((name, "batched", "apply") for name in names),
         # Which knows no step.
-        ("first-block", "two-calls", "set_attn_processor"),
+        ("first-block", "two-calls", "set_processor"),
     ]
 
 

@@ -14,7 +14,7 @@ import torch
 import vmonarch
 from vmonarch import VMonarchProcessor
 
-WAYS = pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+WAYS = pytest.mark.parametrize("way", ["apply", "set_processor"])
 
 
 @WAYS
@@ -214,8 +214,8 @@ def test_checkpointing_through_a_run_with_dense_steps_is_refused(tiny):
 
 @pytest.mark.parametrize(
     "way, options",
-    [("apply", {}), ("set_attn_processor", {}), ("apply", {"refresh": 1})],
-    ids=["apply", "set_attn_processor", "refresh"],
+    [("apply", {}), ("set_processor", {}), ("apply", {"refresh": 1})],
+    ids=["apply", "set_processor", "refresh"],
 )
 @pytest.mark.parametrize("offload", ["block_level", "leaf_level", "sequential", "model"])
 def test_offloading_on_the_cpu(tiny, way, options, offload):
@@ -382,7 +382,7 @@ def test_applied_to_an_already_compiled_and_used_transformer(tiny, dynamo):
 
 def test_compiled_without_a_grid_says_what_to_do(tiny, dynamo):
     model = tiny.transformer()
-    model.set_attn_processor(VMonarchProcessor())
+    tiny.switch(model, VMonarchProcessor())
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"(?s)vmonarch.apply.*grid=|grid=.*vmonarch.apply"):
         tiny.run(compiled)

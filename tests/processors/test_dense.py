@@ -371,7 +371,7 @@ def test_the_loop_of_another_pipeline_tells_nothing(tiny):
 )
 def test_direct_use_knows_neither_step_nor_layer(tiny, option):
     model = tiny.transformer()
-    model.set_attn_processor(VMonarchProcessor(**option))
+    tiny.switch(model, VMonarchProcessor(**option))
     with pytest.raises(RuntimeError, match=f"{next(iter(option))} needs vmonarch.apply"):
         tiny.run(model)
 

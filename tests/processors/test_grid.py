@@ -67,13 +67,13 @@ def test_the_three_ways_agree(tiny, grid, dtype):
     applied = run()
     assert installation.grid == grid
     installation.restore()
-    model.set_attn_processor(VMonarchProcessor())
+    tiny.switch(model, VMonarchProcessor())
     assert torch.equal(run(), applied)
-    model.set_attn_processor(VMonarchProcessor(grid=grid))
+    tiny.switch(model, VMonarchProcessor(grid=grid))
     assert torch.equal(run(), applied)
 
 
-@pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+@pytest.mark.parametrize("way", ["apply", "set_processor"])
 def test_grids_of_equal_size_are_told_apart(tiny, way):
     model = tiny.transformer()
     grids = [(3, 2, 4), (3, 4, 2), (2, 3, 4), (1, 4, 6), (3, 2, 4)]
@@ -81,7 +81,7 @@ def test_grids_of_equal_size_are_told_apart(tiny, way):
     options = {"tiles": (1, 2), "exact": None}
     expected = []
     for grid in grids:
-        model.set_attn_processor(VMonarchProcessor(grid=grid, **options))
+        tiny.switch(model, VMonarchProcessor(grid=grid, **options))
         expected.append(tiny.run(model, grid))
     vmonarch.restore(model)
     tiny.switch(model, VMonarchProcessor(**options), way)
@@ -89,7 +89,7 @@ def test_grids_of_equal_size_are_told_apart(tiny, way):
         assert torch.equal(tiny.run(model, grid), output), grid
     # The same latents on the wrong grid would give something else.
     vmonarch.restore(model)
-    model.set_attn_processor(VMonarchProcessor(grid=(3, 4, 2), **options))
+    tiny.switch(model, VMonarchProcessor(grid=(3, 4, 2), **options))
     assert not torch.equal(tiny.run(model, (3, 2, 4)), expected[0])
 
 
@@ -103,7 +103,7 @@ def test_inference_happens_once_per_forward_and_keeps_no_tensor_alive(tiny, monk
     monkeypatch.setattr("vmonarch.video_processor.infer_grid", counted)
     model = tiny.transformer(num_layers=3)
     processor = VMonarchProcessor()
-    model.set_attn_processor(processor)
+    tiny.switch(model, processor)
     tiny.run(model)
     tiny.run(model)
     assert len(calls) == 2
@@ -118,7 +118,7 @@ def test_inference_happens_once_per_forward_and_keeps_no_tensor_alive(tiny, monk
     "way, message",
     [
         ("apply", r"grid=\(3, 3, 3\), but the transformer"),
-        ("set_attn_processor", "27 tokens, but self-attention was given 18"),
+        ("set_processor", "27 tokens, but self-attention was given 18"),
     ],
 )
 def test_grid_that_does_not_fit_is_refused(tiny, way, message):

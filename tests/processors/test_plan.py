@@ -323,6 +323,6 @@ def test_a_plan_for_another_model_is_refused_before_anything_changes(tiny):
     with pytest.raises(ValueError, match="it is for 1 layers of 2 heads, but transformer has 2 of 4"):
         vmonarch.apply(model, VMonarchProcessor(plan=plan_of(["t1", "t1"])))
     assert torch.equal(run(model, arguments), stock)
-    model.set_attn_processor(VMonarchProcessor(plan=plan_of(["t1"] * 4, ["t1"] * 4)))
+    tiny.switch(model, VMonarchProcessor(plan=plan_of(["t1"] * 4, ["t1"] * 4)))
     with pytest.raises(RuntimeError, match="plan needs vmonarch.apply"):
         run(model, arguments)

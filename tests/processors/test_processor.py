@@ -77,7 +77,7 @@ def test_query_key_and_value_are_bit_identical_to_the_stock_processors(tiny, mon
 
 
 @pytest.mark.parametrize("build", ["transformer", "vace_transformer", "chronoedit_transformer", "skyreels_transformer"])
-@pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+@pytest.mark.parametrize("way", ["apply", "set_processor"])
 def test_all_blocks_exact_equals_the_stock_processor(tiny, build, way):
     model = getattr(tiny, build)()
     inputs = tiny.inputs(batch=2)
@@ -93,7 +93,7 @@ def test_all_blocks_exact_equals_the_stock_processor(tiny, build, way):
     assert (approximate - expected).abs().max() > 1e-3, "VMonarch did not run"
 
 
-@pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+@pytest.mark.parametrize("way", ["apply", "set_processor"])
 def test_one_frame_equals_the_stock_processor(tiny, way):
     model = tiny.transformer()
     expected = tiny.run(model, (1, 3, 5))
@@ -117,7 +117,7 @@ def test_patch_sizes_other_than_1x2x2(tiny):
         applied = model(**inputs)[0]
         assert installation.grid == (2, 5, 2)
         vmonarch.restore(model)
-        model.set_attn_processor(VMonarchProcessor())
+        tiny.switch(model, VMonarchProcessor())
         assert torch.equal(model(**inputs)[0], applied)
 
 
@@ -220,7 +220,7 @@ def test_causal_skyreels_is_refused(tiny):
         tiny.run(model)
 
 
-@pytest.mark.parametrize("way", ["apply", "set_attn_processor"])
+@pytest.mark.parametrize("way", ["apply", "set_processor"])
 def test_attention_backend_reaches_exact_attention_and_leaves_the_original_alone(tiny, monkeypatch, way):
     pipe = tiny.pipeline("t2v")
     backends = []
@@ -232,10 +232,7 @@ def test_attention_backend_reaches_exact_attention_and_leaves_the_original_alone
 
     monkeypatch.setattr(transformer_wan, "dispatch_attention_fn", record)
     originals = list(pipe.transformer.attn_processors.values())
-    if way == "apply":
-        vmonarch.apply(pipe, VMonarchProcessor(dense_steps=[1]))
-    else:
-        pipe.transformer.set_attn_processor(VMonarchProcessor())
+    tiny.switch(pipe.transformer, VMonarchProcessor(dense_steps=[1] if way == "apply" else 0), way)
     tiny.generate(pipe)
     assert set(backends) == {None}
     backends.clear()
@@ -270,7 +267,7 @@ def test_config_goes_through_json(options):
 def test_processors_survive_copy_and_pickle_and_share_no_state(tiny):
     model = tiny.transformer()
     processor = VMonarchProcessor()
-    model.set_attn_processor(processor)
+    tiny.switch(model, processor)
     expected = tiny.run(model)
     assert torch.equal(tiny.run(copy.deepcopy(model)), expected)
     assert torch.equal(tiny.run(pickle.loads(pickle.dumps(model))), expected)

@@ -163,11 +163,11 @@ def orders(tiny, ranks):
         "apply-enable": [apply, ranks.enable],
         "enable-apply": [ranks.enable, apply],
         "apply-enable-apply": [apply, ranks.enable, apply],
-        "set-enable": [lambda model: model.set_attn_processor(VMonarchProcessor()), ranks.enable],
-        "set-enable-apply": [lambda model: model.set_attn_processor(VMonarchProcessor()), ranks.enable, apply],
+        "set-enable": [lambda model: tiny.switch(model, VMonarchProcessor()), ranks.enable],
+        "set-enable-apply": [lambda model: tiny.switch(model, VMonarchProcessor()), ranks.enable, apply],
         "frames": [ranks.enable, lambda model: vmonarch.apply(model, by_frames())],
-        "set-frames-enable": [lambda model: model.set_attn_processor(by_frames()), ranks.enable],
-        "set-grid-enable": [lambda model: model.set_attn_processor(VMonarchProcessor(grid=(5, 2, 3))), ranks.enable],
+        "set-frames-enable": [lambda model: tiny.switch(model, by_frames()), ranks.enable],
+        "set-grid-enable": [lambda model: tiny.switch(model, VMonarchProcessor(grid=(5, 2, 3))), ranks.enable],
         "based": [ranks.enable, lambda model: vmonarch.apply(model, BasedProcessor(feature_dim=4))],
     }
     for name, steps in ways.items():
@@ -185,7 +185,7 @@ def set_later(tiny, ranks):
     """A processor that is set after parallelism was enabled, which diffusers does not tell it."""
     model = tiny.transformer()
     ranks.enable(model)
-    model.set_attn_processor(VMonarchProcessor())
+    tiny.switch(model, VMonarchProcessor())
     return {"out": tiny.run(model, (4, 2, 3))}
 
 
@@ -379,7 +379,7 @@ def applied(processor, heads=2):
 
 def with_a_grid(tiny, enable):
     model = tiny.transformer()
-    model.set_attn_processor(VMonarchProcessor(grid=(5, 1, 3)))
+    tiny.switch(model, VMonarchProcessor(grid=(5, 1, 3)))
     enable(model)
     return model
 
@@ -389,7 +389,7 @@ def with_first_block_cache(*steps):
         model = tiny.transformer()
         take = {
             "apply": lambda: vmonarch.apply(model, VMonarchProcessor()),
-            "set": lambda: model.set_attn_processor(VMonarchProcessor()),
+            "set": lambda: tiny.switch(model, VMonarchProcessor()),
             "cache": lambda: model.enable_cache(FirstBlockCacheConfig(threshold=0.1)),
             "parallel": lambda: enable(model),
         }

@@ -149,44 +149,46 @@ def _image_parts() -> dict[str, Any]:
     }
 
 
-def pipeline(kind: str = "t2v", module: Any = diffusers) -> Any:
-    """A pipeline of `kind`, of the classes in `module` (diffusers or vmonarch.pipelines)."""
+def pipeline(kind: str = "t2v") -> Any:
+    """A pipeline of `kind`."""
     build = {
-        "t2v": lambda: module.WanPipeline(**_parts(), transformer=transformer()),
-        "t2v-2.2": lambda: module.WanPipeline(
+        "t2v": lambda: diffusers.WanPipeline(**_parts(), transformer=transformer()),
+        "t2v-2.2": lambda: diffusers.WanPipeline(
             **_parts(), transformer=transformer(), transformer_2=transformer(seed=9), boundary_ratio=0.9
         ),
-        "t2v-2.2-low-noise-only": lambda: module.WanPipeline(
+        "t2v-2.2-low-noise-only": lambda: diffusers.WanPipeline(
             **_parts(), transformer=None, transformer_2=transformer(seed=9), boundary_ratio=1.1
         ),
-        "t2v-5b": lambda: module.WanPipeline(**_parts(), transformer=transformer(), expand_timesteps=True),
-        "i2v-2.1": lambda: module.WanImageToVideoPipeline(
+        "t2v-5b": lambda: diffusers.WanPipeline(**_parts(), transformer=transformer(), expand_timesteps=True),
+        "i2v-2.1": lambda: diffusers.WanImageToVideoPipeline(
             **_parts(),
             **_image_parts(),
             transformer=transformer(in_channels=36, image_dim=16, added_kv_proj_dim=24),
         ),
-        "i2v-2.2": lambda: module.WanImageToVideoPipeline(
+        "i2v-2.2": lambda: diffusers.WanImageToVideoPipeline(
             **_parts(),
             transformer=transformer(in_channels=36),
             transformer_2=transformer(seed=9, in_channels=36),
             boundary_ratio=0.9,
         ),
-        "i2v-5b": lambda: module.WanImageToVideoPipeline(**_parts(), transformer=transformer(), expand_timesteps=True),
-        "vace": lambda: module.WanVACEPipeline(**_parts(), transformer=vace_transformer()),
-        "vace-2.2": lambda: module.WanVACEPipeline(
+        "i2v-5b": lambda: diffusers.WanImageToVideoPipeline(
+            **_parts(), transformer=transformer(), expand_timesteps=True
+        ),
+        "vace": lambda: diffusers.WanVACEPipeline(**_parts(), transformer=vace_transformer()),
+        "vace-2.2": lambda: diffusers.WanVACEPipeline(
             **_parts(), transformer=vace_transformer(), transformer_2=vace_transformer(seed=9), boundary_ratio=0.9
         ),
-        "v2v": lambda: module.WanVideoToVideoPipeline(**_parts(), transformer=transformer()),
-        "animate": lambda: module.WanAnimatePipeline(
+        "v2v": lambda: diffusers.WanVideoToVideoPipeline(**_parts(), transformer=transformer()),
+        "animate": lambda: diffusers.WanAnimatePipeline(
             **_parts(), **_image_parts(), transformer=animate_transformer(added_kv_proj_dim=24)
         ),
-        "chronoedit": lambda: module.ChronoEditPipeline(
+        "chronoedit": lambda: diffusers.ChronoEditPipeline(
             **_parts(),
             **_image_parts(),
             transformer=chronoedit_transformer(in_channels=36, image_dim=16, added_kv_proj_dim=24),
         ),
-        "skyreels": lambda: module.SkyReelsV2Pipeline(**_parts(), transformer=skyreels_transformer()),
-        "lucy-edit": lambda: module.LucyEditPipeline(**_parts(), transformer=transformer(in_channels=32)),
+        "skyreels": lambda: diffusers.SkyReelsV2Pipeline(**_parts(), transformer=skyreels_transformer()),
+        "lucy-edit": lambda: diffusers.LucyEditPipeline(**_parts(), transformer=transformer(in_channels=32)),
     }
     pipe = build[kind]()
     pipe.set_progress_bar_config(disable=True)
@@ -216,9 +218,14 @@ def applied_transformer(num_layers: int = 2, **options: Any) -> WanTransformer3D
     return model
 
 
-def switch(model: Any, processor: Any, way: str = "apply") -> None:
-    """Self-attention by `processor`, by one of two ways."""
-    vmonarch.apply(model, processor) if way == "apply" else model.set_attn_processor(processor)
+def switch(model: Any, processor: Any, way: str = "set_processor") -> None:
+    """Attention by `processor`: by "apply", or set on every module, which tells it nothing of its transformer."""
+    if way == "apply":
+        vmonarch.apply(model, processor)
+    else:
+        for module in model.modules():
+            if hasattr(module, "set_processor"):
+                module.set_processor(processor)
 
 
 def add_lora(model: Any, *targets: str, seed: int = 5, **options: Any) -> None:
