@@ -63,7 +63,7 @@ class ForwardContext:
         # The latest call, in any thread.
         self.call: ForwardCall | None = None
         self._own = _Own()
-        # By number of tokens, the call that there has been; None where there have been several that differ.
+        # By number of tokens, and of any number at 0, the call that there has been; None if several have differed.
         self._seen: dict[int, ForwardCall | None] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,6 +96,7 @@ class ForwardContext:
         self._own.latest["call"] = self.call if compiling else self.call._replace(shared={})
         if not compiling:
             self._own.latest["transformer"] = weakref.ref(transformer)
+            self._note(0, self.call)
             self._note(grid.tokens, self.call)
 
     def _note(self, tokens: int, call: ForwardCall) -> None:
@@ -144,7 +145,9 @@ class ForwardContext:
                 "dense_steps needs forward calls of the transformer itself, and its enable_gradient_checkpointing() in"
                 " place of other checkpointing; or use dense_steps=0"
             )
-        return self._seen.get(tokens)
+        # torch.compile, which notes nothing of joint sequences, is to guard on this alone.
+        of_all = self._seen.get(0)
+        return of_all if torch.compiler.is_compiling() else self._seen.get(tokens, of_all)
 
     def step(self, needed_by: str, instead: str) -> DenoisingStep:
         """See `denoising_step`, of the running thread's forward call."""

@@ -251,7 +251,8 @@ class VideoAttentionProcessor:
         if call is None:
             raise RuntimeError(
                 f"{type(self).__name__} needs the grid, which this call of the transformer does not tell: pass"
-                " grid=(frames, height, width) to the processor, and call the transformer itself, not its forward"
+                " grid=(frames, height, width) to the processor, call the transformer itself, not its forward, and"
+                " checkpoint its blocks by its enable_gradient_checkpointing()"
             )
         self._check_grid(call.grid)
         return call.grid._replace(frames=self.videos * call.grid.frames), call.before
@@ -629,7 +630,10 @@ class VideoAttentionProcessor:
         instead = "use vmonarch.apply(pipe_or_transformer, processor) or pass grid=(frames, height, width)"
         name = type(self).__name__
         if torch.compiler.is_compiling():
-            raise RuntimeError(f"{name} cannot read the grid off the rotary embedding under torch.compile; {instead}")
+            raise RuntimeError(
+                f"{name} cannot read the grid off the rotary embedding under torch.compile; {instead}; checkpoint"
+                " blocks by the transformer's enable_gradient_checkpointing()"
+            )
         if rotary_emb is None:
             raise RuntimeError(f"{name} needs the grid, and there is no rotary_emb to read it off; {instead}")
         cosines = rotary_emb[0]
