@@ -170,6 +170,17 @@ def test_all_steps_dense_is_bit_identical_to_stock(tiny, kind):
     assert torch.equal(tiny.generate(pipe), expected)
 
 
+def test_a_backend_chosen_later_leaves_the_original_processor_alone(tiny):
+    pipe = tiny.applied("t2v", dense_steps=1)
+    pipe.transformer.set_attention_backend("_native_math")
+    try:
+        tiny.quickly(pipe, 1)
+        vmonarch.restore(pipe)
+        assert {block.attn1.processor._attention_backend for block in pipe.transformer.blocks} == {None}
+    finally:
+        pipe.transformer.reset_attention_backend()
+
+
 def modular(pipe):
     """A modular pipeline of the same parts."""
     twin = WanBlocks().init_pipeline()
