@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from vmonarch.validation import plain
+
 Dense = int | float | tuple[int, ...]
 
 
@@ -25,13 +27,14 @@ class DenseSet:
         self.argument = argument
         supported = "a count (int), a fraction from 0.0 to 1.0 (float) or a collection of indices"
         self.dense: Dense
+        dense = plain(dense)
         if isinstance(dense, (bool, str, bytes, dict)):
             raise TypeError(f"{argument} must be {supported}, got {dense!r}")
         if isinstance(dense, float):
             if not 0.0 <= dense <= 1.0:
                 raise ValueError(f"{argument} as a fraction must lie between 0.0 and 1.0, got {dense}")
             self.dense = dense
-        elif hasattr(dense, "__index__"):
+        elif hasattr(dense, "__index__") and not getattr(dense, "shape", ()):
             if dense < 0:  # type: ignore[operator]
                 raise ValueError(f"{argument} as a count must be at least 0, got {dense}")
             self.dense = int(dense)

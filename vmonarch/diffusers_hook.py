@@ -81,7 +81,7 @@ def after_import(name: str, function: _Function) -> None:
     functions = _finder.functions.setdefault(name, [])
     if function not in functions:
         functions.append(function)
-    if name in sys.modules:
+    if sys.modules.get(name) is not None:
         # Waits for the thread that is importing it.
         function(importlib.import_module(name))
 
@@ -94,9 +94,10 @@ def install() -> None:
 
 
 def _is_ours(processor: object) -> bool:
-    """Whether an attention processor is of ours, borrowed or not; imports nothing."""
-    module = sys.modules.get("vmonarch.video_processor")
-    return module is not None and isinstance(getattr(processor, "ours", processor), module.VideoAttentionProcessor)
+    """Whether an attention processor is of ours, borrowed or a class by mistake too; imports nothing."""
+    module, found = sys.modules.get("vmonarch.video_processor"), getattr(processor, "ours", processor)
+    kind = found if isinstance(found, type) else type(found)
+    return module is not None and issubclass(kind, module.VideoAttentionProcessor)
 
 
 def _change_models(module: ModuleType) -> None:

@@ -52,6 +52,7 @@ class ExactBlocks:
                 raise TypeError(f"ExactBlocks.band must be None or an integer, got {self.band!r}")
             if self.band < 0:
                 raise ValueError(f"ExactBlocks.band must be at least 0, got {self.band}")
+            object.__setattr__(self, "band", int(self.band))
         if not isinstance(self.aware, bool):
             raise TypeError(f"ExactBlocks.aware must be True or False, got {self.aware!r}")
 

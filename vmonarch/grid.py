@@ -51,4 +51,4 @@ class LatentGrid(NamedTuple):
                 raise TypeError(f"{argument}.{name} must be an integer, got {size!r}")
             if size < 1:
                 raise ValueError(f"{argument}.{name} must be at least 1, got {size}")
-        return cls(*grid)
+        return cls(*map(int, grid))

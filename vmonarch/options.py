@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from vmonarch.exact import ExactBlocks, resolve_exact
 from vmonarch.grid import LatentGrid
-from vmonarch.validation import check_flag, check_positive_integer
+from vmonarch.validation import check_flag, check_positive_integer, plain
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
@@ -30,6 +30,8 @@ class Options:
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError if an option has an unsupported value."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
 
     @classmethod
     def of(cls, options: object, named: Mapping[str, Any]) -> Self:
@@ -75,6 +77,7 @@ class FirstOrderOptions(Options):
     parts: tuple[int, int, int] = (1, 1, 1)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "parts", tuple(LatentGrid.parse(self.parts, argument="parts")))
 
     def parts_of(self, grid: LatentGrid) -> LatentGrid:
@@ -124,13 +127,13 @@ class VMonarchOptions(Options):
     min_mass: float = 0.1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_positive_integer("num_iterations", self.num_iterations)
         check_positive_integer("frames_per_block", self.frames_per_block)
-        if not isinstance(self.tiles, (tuple, list)) or len(self.tiles) != 2:
+        if not isinstance(self.tiles, tuple) or len(self.tiles) != 2:
             raise TypeError(f"tiles must be a pair (vertical, horizontal) of positive integers, got {self.tiles!r}")
         check_positive_integer("tiles[0]", self.tiles[0])
         check_positive_integer("tiles[1]", self.tiles[1])
-        object.__setattr__(self, "tiles", (self.tiles[0], self.tiles[1]))
         check_positive_integer("coarse", self.coarse)
         if self.coarse != 1 and self.num_iterations == 1:
             raise ValueError("coarse pools the keys of all iterations but the last; with num_iterations=1 it must be 1")

@@ -57,6 +57,7 @@ class TwoResolutionOptions(Options):
     sink: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.share is None) == (self.beta is None):
             raise ValueError(
                 f"share must be None where beta is given, and only there, got share={self.share} and beta={self.beta}"

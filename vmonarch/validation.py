@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import Any
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 PARALLEL_BY = ("heads", "frames")
+
+
+def plain(value: Any) -> Any:
+    """A number as Python has it, which JSON can hold, in place of NumPy's; lists and tuples as tuples of such."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(plain, value))
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def check_positive_integer(name: str, number: object) -> None:

@@ -57,9 +57,8 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "bias": ("Biases", tuple(f"bias.{name}" for name in vmonarch.bias.__all__)),
     "commands": (
-        "Pipelines and commands",
+        "Recipes and commands",
         (
-            *(f"pipelines.{name}" for name in vmonarch.pipelines.__all__),
             *("pipelines.recipes.apply", "configs.stack.Stack"),
             *("pipelines.generation.generate", "eval.compare.compare", "eval.evaluate.evaluate"),
             *("eval.similarity.similarity", "eval.similarity.lpips", "eval.similarity.paper_score"),

@@ -158,6 +158,8 @@ def test_what_is_no_processor_is_refused(tiny, processor):
     pipe = tiny.pipeline("t2v")
     with pytest.raises(TypeError, match="processor must be a VMonarchProcessor"):
         pipe.set_attn_processor(processor)
+    with pytest.raises(TypeError, match=r"class VMonarchProcessor \(not an instance of it\)"):
+        pipe.transformer.set_attn_processor(VMonarchProcessor)
 
 
 @pytest.mark.parametrize("name", pipelines.__all__)

@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from diffusers.models.transformers import transformer_wan
@@ -253,8 +254,10 @@ def test_attention_backend_reaches_exact_attention_and_leaves_the_original_alone
         {},
         {"exact": None, "grid": (3, 2, 3), "dense_steps": 0.25, "dense_layers": [1, 0]},
         {"exact": ExactBlocks(rows=(0, 2), band=1, aware=False), "tiles": [2, 1], "coarse": 2, "dense_steps": range(3)},
+        {"exact": {"band": np.int64(1)}, "tiles": [np.int64(2), 1], "coarse": np.int32(2), "min_mass": np.float32(0.5)},
+        {"grid": (np.int64(3), 2, 3), "dense_steps": np.array([1, 2]), "refresh": np.float32(0.5)},
     ],
-    ids=["defaults", "fractions", "exact-blocks"],
+    ids=["defaults", "fractions", "exact-blocks", "options-of-numpy", "steps-of-numpy"],
 )
 def test_config_goes_through_json(options):
     processor = VMonarchProcessor(**options)

@@ -1,0 +1,193 @@
+"""`set_attn_processor` of diffusers: given to its pipelines, taught our processors, and how both come about."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+import vmonarch
+from vmonarch import VMonarchProcessor
+from vmonarch.diffusers_hook import _Finder, after_import, install
+
+ROOT = Path(__file__).parents[2]
+ORDERS = {
+    "vmonarch-first": """
+import sys
+import vmonarch
+assert not {"torch", "diffusers"} & sys.modules.keys()
+from vmonarch import VMonarchProcessor
+import diffusers
+""",
+    "diffusers-first": """
+import diffusers
+diffusers.WanPipeline, diffusers.ModularPipeline
+from vmonarch import VMonarchProcessor, restore
+import vmonarch
+""",
+}
+LINES = """
+import tiny_pipelines, tiny_wan, torch
+torch.set_num_threads(1)
+assert diffusers.ModularPipeline.set_attn_processor is diffusers.DiffusionPipeline.set_attn_processor
+pipelines = [(tiny_wan.pipeline("t2v-2.2"), tiny_wan.generate)]
+for name in ("hunyuan", "ltx", "cogvideox"):
+    pipe, call = tiny_pipelines.pipeline(name)
+    pipelines.append((pipe, lambda pipe, call=call: tiny_pipelines.sample(pipe, call)))
+for pipe, sample in pipelines:
+    assert type(pipe).__module__.startswith("diffusers."), type(pipe)
+    stock = sample(pipe)
+    for line in {lines!r}:
+        exec(line)
+        assert not torch.equal(sample(pipe), stock), (line, type(pipe))
+    vmonarch.restore(pipe)
+    assert torch.equal(sample(pipe), stock), type(pipe)
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_lines_of_the_readme_switch_on_stock_pipelines(order, child_environment, forks, tmp_path):
+    readme = (ROOT / "README.md").read_text().splitlines()
+    lines = [line for line in readme if line.startswith(("pipe.set_attn_processor(", "vmonarch.apply(pipe"))]
+    assert len(lines) == 2 and lines[0].startswith("pipe.set_attn_processor(VMonarchProcessor())")
+    program = tmp_path / "program.py"
+    program.write_text(ORDERS[order] + LINES.format(lines=lines))
+    if order == "diffusers-first":
+        # They have imported diffusers already.
+        code, output = forks(tmp_path, program)
+    else:
+        run = subprocess.run([sys.executable, program], env=child_environment, capture_output=True, text=True)
+        code, output = run.returncode, run.stdout + run.stderr
+    assert code == 0, output
+
+
+def test_a_modular_pipeline_takes_the_line(tiny):
+    pipe = diffusers.modular_pipelines.WanBlocks().init_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    pipe.update_components(**{**tiny.pipeline("t2v").components, "transformer": tiny.transformer()})
+
+    def sample():
+        size = {"height": tiny.HEIGHT, "width": tiny.WIDTH, "num_frames": tiny.FRAMES, "num_inference_steps": 2}
+        random = torch.Generator().manual_seed(0)
+        return pipe(prompt=tiny.PROMPT, **size, generator=random, output="latents")
+
+    stock = sample()
+    pipe.set_attn_processor(VMonarchProcessor())
+    assert not torch.equal(sample(), stock)
+    vmonarch.restore(pipe)
+    assert torch.equal(sample(), stock)
+
+
+def test_other_processors_are_handed_to_every_transformer(tiny):
+    pipe, own = tiny.pipeline("t2v-2.2"), WanAttnProcessor()
+    parts = tiny.transformers_of(pipe)
+    pipe.set_attn_processor(own)
+    assert all(processor is own for model in parts for processor in model.attn_processors.values())
+    names = {name: WanAttnProcessor() for name in pipe.transformer.attn_processors}
+    pipe.set_attn_processor(dict(names))
+    assert [model.attn_processors for model in parts] == [names, names]
+    with pytest.raises(ValueError, match="dict of processors was passed"):
+        pipe.set_attn_processor({})
+
+
+def test_a_dictionary_with_ours_is_refused(tiny):
+    model = tiny.transformer()
+    before = dict(model.attn_processors)
+    with pytest.raises(ValueError, match="dictionary.*dense_layers.*plan"):
+        model.set_attn_processor(before | {"blocks.0.attn1.processor": VMonarchProcessor()})
+    assert model.attn_processors == before
+
+
+def test_other_models_say_that_they_are_not_served(tiny):
+    vae = diffusers.AutoencoderKL(block_out_channels=(4,), norm_num_groups=1)
+    with pytest.raises(TypeError, match="must be .or wrap. one of WanTransformer3DModel.* got AutoencoderKL"):
+        vae.set_attn_processor(VMonarchProcessor())
+
+
+def test_a_pipeline_that_has_the_method_keeps_it():
+    class Setter:
+        def set_attn_processor(self, processor):
+            self.seen = processor
+
+    class Before(Setter, diffusers.DiffusionPipeline):
+        pass
+
+    class After(diffusers.DiffusionPipeline, Setter):
+        pass
+
+    install()
+    for pipe in Before(), After():
+        pipe.set_attn_processor(processor := VMonarchProcessor())
+        assert pipe.seen is processor
+
+
+def test_what_diffusers_has_is_changed_once_and_looks_as_before():
+    method = diffusers.models.attention.AttentionMixin.set_attn_processor
+    install()
+    assert diffusers.models.attention.AttentionMixin.set_attn_processor is method
+    assert inspect.getsource(method).lstrip().startswith("def set_attn_processor(self, processor: AttentionProcessor")
+    assert pickle.loads(pickle.dumps(method)) is method
+    assert pickle.loads(pickle.dumps(diffusers.DiffusionPipeline.set_attn_processor))
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The path of a module of that name, which a second finder of ours finds, too; nothing of it stays."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", [_Finder(), *sys.meta_path])
+    monkeypatch.setattr("vmonarch.diffusers_hook._finder", _Finder())
+    yield tmp_path / "imported_later.py"
+    sys.modules.pop("imported_later", None)
+
+
+def test_functions_run_after_every_import_which_is_as_it_was(module):
+    seen = []
+    module.write_text("value = 1\nloader = __loader__\n")
+    after_import(module.stem, lambda imported: seen.append(imported.value))
+    # As of a second copy of this package.
+    sys.meta_path[1].functions[module.stem] = [lambda imported: seen.append("another")]
+    spec = importlib.util.find_spec(module.stem)
+    assert spec.loader.get_source(module.stem).startswith("value = 1") and copy.copy(spec.loader).path == str(module)
+    assert not seen and module.stem not in sys.modules
+    imported = importlib.import_module(module.stem)
+    assert sorted(map(str, seen)) == ["1", "another"]
+    assert type(imported.__loader__) is importlib.machinery.SourceFileLoader
+    assert imported.__loader__ is imported.__spec__.loader is imported.loader
+    assert inspect.getsource(imported).startswith("value = 1")
+    importlib.reload(imported)
+    assert len(seen) == 4
+    after_import(module.stem, lambda imported: seen.append("late"))
+    assert seen[4:] == ["late"]
+
+
+def test_a_module_that_fails_may_be_imported_again(module):
+    seen = []
+    module.write_text("raise OSError\n")
+    after_import(module.stem, seen.append)
+    with pytest.raises(OSError):
+        importlib.import_module(module.stem)
+    assert not seen
+    module.write_text("value = 'another length'\n")
+    assert [importlib.import_module(module.stem)] == seen
+
+
+def test_a_module_that_another_thread_imports_is_waited_for(module):
+    module.write_text("import time\ntime.sleep(0.5)\nvalue = 1\n")
+    thread = threading.Thread(target=importlib.import_module, args=[module.stem])
+    thread.start()
+    while module.stem not in sys.modules:
+        pass
+    seen = []
+    after_import(module.stem, lambda imported: seen.append(imported.value))
+    thread.join()
+    assert 1 in seen
