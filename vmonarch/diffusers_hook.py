@@ -22,9 +22,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from vmonarch.callers import end_of_call
+
 _Function = Callable[[ModuleType], None]
-# Attribute of a pipeline that is running: what is to be called afterwards.
-_AT_END = "_vmonarch_at_end"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -160,17 +160,11 @@ def _wrap_call(cls: Any) -> None:
         try:
             return call(self, *args, **kwargs)
         finally:
-            for function in vars(self).pop(_AT_END, ()):
-                function(self)
+            end_of_call(self)
 
     # What is below torch.no_grad() stays at hand for those who sample with gradients.
     vars(wrapped).update(__wrapped__=getattr(call, "__wrapped__", call), _wrapped=wrapped)
     cls.__call__ = wrapped
-
-
-def at_end_of_call(pipeline: Any, function: Callable[[Any], None]) -> None:
-    """Call `function(pipeline)` when the call of the pipeline that is running has returned or raised."""
-    vars(pipeline).setdefault(_AT_END, set()).add(function)
 
 
 def set_attn_processor(self: Any, processor: Any) -> None:

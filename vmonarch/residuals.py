@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from vmonarch.arguments import same_arguments, tensors_in
+from vmonarch.callers import at_end_of_call
 from vmonarch.dense import DenseSet
-from vmonarch.diffusers_hook import at_end_of_call
 from vmonarch.host_memory import Arriving, HostMemory
 from vmonarch.kernels.residual.api import (
     DTYPES,
