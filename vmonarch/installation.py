@@ -177,7 +177,7 @@ def _with_processor(transformer: torch.nn.Module) -> list[Any]:
     return [module for module in transformer.modules() if hasattr(module, "processor")]
 
 
-def _original_processors(transformer: Any) -> list[tuple[torch.nn.Module, Any]]:
+def _original_processors(transformer: Any) -> list[tuple[Any, Any]]:
     """(module, its processor) of all modules that have one; where it is ours, the one before, or else the model's own.
 
     What is not ours now is the user's, whatever was there before.

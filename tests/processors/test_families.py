@@ -244,15 +244,6 @@ def test_set_attn_processor_applies(name):
     assert [type(processor) for processor in model.attn_processors.values()] == originals
 
 
-@pytest.mark.parametrize("processor", [VMonarchProcessor(), BasedProcessor()], ids=["vmonarch", "based"])
-def test_set_on_a_module_it_says_what_to_do(processor):
-    model = FAMILIES["hunyuan"].make()
-    attn = self_attention_modules(model)[0][1]
-    attn.set_processor(processor)
-    with pytest.raises(TypeError, match=r"modules of the Wan family, got Attention; use vmonarch\.apply"):
-        attn(torch.zeros(1, 72, 32))
-
-
 @pytest.mark.parametrize("name", ["hunyuan", "cogvideox", "kandinsky6"])
 def test_every_kind_of_attention_but_linear_serves_them(name):
     case = FAMILIES[name]

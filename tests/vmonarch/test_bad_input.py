@@ -294,7 +294,7 @@ def test_what_a_video_does_not_have(options, message):
 def test_attention_of_other_models_is_refused():
     processor = VMonarchProcessor()
     attention = diffusers.models.attention_processor.Attention(8, heads=1, dim_head=8)
-    with pytest.raises(TypeError, match="in a call of such a transformer; got Attention"):
+    with pytest.raises(TypeError, match=r"modules of the Wan family, got Attention; use vmonarch\.apply"):
         processor(attention, torch.randn(1, 6, 8))
     for name in ("image_rotary_emb", "window"):
         with pytest.raises(TypeError, match=f"supports no {name} in WanAttention"):
