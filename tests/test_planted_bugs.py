@@ -239,7 +239,7 @@ BUGS = {
         RESIDUALS, "for tensor in tensors_in(value))", "for tensor in [value] if isinstance(value, torch.Tensor))"),
     "branch-outlives-its-call": (FORWARD_CONTEXT, 'latest.pop("branch", None)', 'latest.get("branch")'),
     "block-computed-again-without-its-call": (
-        FORWARD_CONTEXT, 'if not torch.compiler.is_compiling() and "call" in own.latest', "if not own"),
+        FORWARD_CONTEXT, 'if not torch.compiler.is_compiling() and "call" in latest', "if not latest"),
     "original-processor-changed": (VIDEO_PROCESSOR, "copy.copy(original)", "original"),
     "guidance-answers-the-last-run": (GUIDANCE, "        self._prepared = None\n", ""),
     "plan-heads-not-put-back": (

@@ -5,6 +5,7 @@ Shapes: B batch, S = T·H·W tokens, H heads, D head dim; the latent grid is T f
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -159,24 +160,6 @@ class ForwardContext:
         return None if call is None else call.shared
 
 
-class _Carried:
-    """A block together with the call that it belongs to."""
-
-    def __init__(self, block: Callable[..., Any], own: _Own, call: ForwardCall | None) -> None:
-        self._block, self._own, self._call = block, own, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        latest = self._own.latest
-        outside, before = "call" not in latest, latest.get("call")
-        latest["call"] = self._call
-        try:
-            return self._block(*args, **kwargs)
-        finally:
-            latest["call"] = before
-            if outside:
-                del latest["call"]
-
-
 class CarryingCheckpoint:
     """A transformer's checkpointing function, which computes a block again in the call that it was computed in.
 
@@ -191,16 +174,29 @@ class CarryingCheckpoint:
         self.checkpoint, self.context = checkpoint, context
 
     def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        own = self.context._own
+        latest = self.context._own.latest
         # In one graph, the whole transformer has its backward pass in it.
-        if not torch.compiler.is_compiling() and "call" in own.latest:
-            call = own.latest["call"]
-            block = _Carried(block, own, None if call is None else call._replace(shared=None))
+        if not torch.compiler.is_compiling() and "call" in latest:
+            call = latest["call"]
+            block = functools.partial(self._compute, block, None if call is None else call._replace(shared=None))
         return self.checkpoint(block, *args, **kwargs)
+
+    def _compute(self, block: Callable[..., Any], call: ForwardCall | None, *args: Any, **kwargs: Any) -> Any:
+        """What a block returns in a call; backward is in none."""
+        latest = self.context._own.latest
+        outside, before = "call" not in latest, latest.get("call")
+        latest["call"] = call
+        try:
+            return block(*args, **kwargs)
+        finally:
+            latest["call"] = before
+            if outside:
+                del latest["call"]
 
 
 def carry_call(transformer: torch.nn.Module, context: ForwardContext | None) -> None:
     """Have the checkpointing functions of a transformer's modules carry its calls; None for them to be as before."""
+    module: Any
     for module in transformer.modules():
         function = vars(module).get("_gradient_checkpointing_func")
         if function is None or getattr(function, "context", None) is context:

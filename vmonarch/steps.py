@@ -82,7 +82,7 @@ def denoising_step(transformer: torch.nn.Module | None, needed_by: str, instead:
             f" denoising loop; {instead}"
         )
     evaluation = _place(timestep, loop)
-    if evaluation is not None and 0 <= evaluation < len(loop):
+    if evaluation is not None and timesteps is not None and 0 <= evaluation < len(loop):
         steps, last = -(-len(loop) // order), evaluation == len(loop) - 1
         return DenoisingStep(evaluation // order, steps, evaluation, last, timesteps, pipe)
     raise RuntimeError(
