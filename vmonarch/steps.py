@@ -101,7 +101,7 @@ def _loop(pipe: Any, timesteps: Any) -> tuple[Any, Any]:
     from diffusers import ModularPipeline
 
     if isinstance(pipe, ModularPipeline):
-        # The loop is in a block, which gets the pipeline as `components` and keeps nothing in it.
+        # The loop is in a block, which gets the pipeline as `components`; the pipeline itself knows nothing of it.
         of_loop = (call for call in method_calls() if call.get("components") is pipe and "t" in call)
         call = next(of_loop, {"t": None})
         own = call.get("timesteps", getattr(call.get("block_state"), "timesteps", None))
