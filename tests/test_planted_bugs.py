@@ -66,6 +66,8 @@ STEPS = "steps.py"
 ARGUMENTS = "arguments.py"
 SEAM = "seam.py"
 SEQUENCE = "sequence.py"
+FORWARD_CONTEXT = "forward_context.py"
+VIDEO_PROCESSOR = "video_processor.py"
 PARALLELISM = "parallelism.py"
 SPREAD = "spread.py"
 
@@ -235,6 +237,16 @@ BUGS = {
     "residual-fetched-when-it-is-late": (RESIDUALS, "            self._fetch(branch, following)", "            pass"),
     "residuals-of-both-transformers": (RESIDUALS, "return self.step == step.step", "return True"),
     "residual-never-freed": (RESIDUALS, "if branch is not None and branch.last:", "if False:"),
+    "residuals-of-a-run-that-ended-early": (RESIDUALS, "branch.pipeline() is pipeline", "False"),
+    "residuals-of-other-pipelines-freed": (RESIDUALS, "branch.pipeline() is pipeline", "True"),
+    "residual-memory-of-one-device": (RESIDUALS, "other == device or other.type != device.type", "True"),
+    "versions-of-inference-tensors": (RESIDUALS, "0 if tensor.is_inference() else tensor._version", "tensor._version"),
+    "changes-in-lists-unseen": (
+        RESIDUALS, "for tensor in tensors_in(value))", "for tensor in [value] if isinstance(value, torch.Tensor))"),
+    "branch-outlives-its-call": (FORWARD_CONTEXT, 'latest.pop("branch", None)', 'latest.get("branch")'),
+    "block-computed-again-without-its-call": (
+        FORWARD_CONTEXT, 'if not torch.compiler.is_compiling() and "call" in latest', "if not latest"),
+    "original-processor-changed": (VIDEO_PROCESSOR, "copy.copy(original)", "original"),
     "guidance-answers-the-last-run": (GUIDANCE, "        self._prepared = None\n", ""),
     "plan-heads-not-put-back": (
         PROCESSORS, "parts[head] for head in range(len(parts))", "parts[head] for head in parts"),
@@ -292,6 +304,10 @@ BUGS = {
     "arguments-in-tuples-change-unseen": (ARGUMENTS, "yield from tensors_in(part)", "yield from ()"),
     "loop-not-looked-at": (STEPS, "(kept is None or _place(kept, timesteps) is not None)", "True"),
     "loop-of-another-pipeline": (STEPS, 'call["self"] is pipe and "t" in call', '"t" in call'),
+    "arguments-in-mappings-change-unseen": (ARGUMENTS, "same_arguments(expected, given)\n    if", "True\n    if"),
+    "noise-levels-tell-branches-apart": (FAMILIES, '"timestep", "timestep_indices", ', '"timestep", '),
+    "joint-scale-unchecked": (SEAM, " or scale not in (None, query.shape[-1] ** -0.5)", ""),
+    "joint-tokens-before-unchecked": (SEQUENCE, "others < (before or 0)", "others < 0"),
     "joint-mask-ignored": (SEAM, "return attn_mask[:, 0, 0]", "return None"),
     "joint-keys-alone-last": (SEAM, "(0, 0, 0, 0, keys_alone, 0)", "(0, 0, 0, 0, 0, keys_alone)"),
     "joint-heads-in-another-group": (SEAM, "repeat_interleave(query.shape[2] // x.shape[2], 2)", "repeat(1, 1, 2, 1)"),
@@ -381,6 +397,18 @@ KEYWORDS = {
     "joint-sound-tells-branches-apart": "last_residual and ltx2",
     "joint-text-counts-once-for-every-rank": "joint-hunyuan",
     "joint-mask-of-ranks-ignored": "joint-hunyuan",
+    "residuals-of-a-run-that-ended-early": "ends_early",
+    "residuals-of-other-pipelines-freed": "frees_its_own",
+    "residual-memory-of-one-device": "every_device",
+    "versions-of-inference-tensors": "inference_mode",
+    "changes-in-lists-unseen": "in_lists",
+    "branch-outlives-its-call": "after_its_call",
+    "block-computed-again-without-its-call": "gradients_are and hunyuan",
+    "original-processor-changed": "original_processor_alone",
+    "arguments-in-mappings-change-unseen": "compared_by_value",
+    "noise-levels-tell-branches-apart": "minimax_h3_tells",
+    "joint-scale-unchecked": "softmax_that",
+    "joint-tokens-before-unchecked": "those_before_it",
     "joint-every-rank-has-the-first-frame": "joint-hunyuan",
     "joint-sound-attends-to-a-part": "joint-ltx2",
 }
@@ -430,6 +458,8 @@ TESTS = {
     **{file: ["tests/processors/test_context_parallel.py"] for file in (CONTEXT_PARALLEL, PARALLELISM, SPREAD)},
     GUIDANCE: ["tests/pipelines/test_guidance.py"],
     RESIDUALS: ["tests/processors/test_refresh.py"],
+    FORWARD_CONTEXT: ["tests/processors/test_refresh.py", "tests/processors/test_families.py"],
+    VIDEO_PROCESSOR: ["tests/processors/test_dense.py"],
     STEPS: ["tests/processors/test_families.py", "tests/processors/test_dense.py"],
     **{file: ["tests/processors/test_families.py"] for file in (FAMILIES, SEAM, SEQUENCE, ARGUMENTS)},
     **{file: ["tests/vmonarch/test_bias.py"] for file in (EXACT_BIAS, SVD_BIAS)},

@@ -14,9 +14,11 @@ def same_arguments(expected: Mapping[str, Any], given: Mapping[str, Any]) -> boo
 
 
 def same_value(expected: Any, given: Any) -> bool:
-    """Whether two arguments are the same object, equal tensors, equal values or sequences of such."""
+    """Whether two arguments are the same object, equal tensors, equal values, or sequences or mappings of such."""
     if expected is given:
         return True
+    if isinstance(expected, Mapping) and isinstance(given, Mapping):
+        return same_arguments(expected, given)
     if isinstance(expected, (tuple, list)) and isinstance(given, (tuple, list)):
         return len(expected) == len(given) and all(map(same_value, expected, given))
     if isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor):
@@ -26,9 +28,9 @@ def same_value(expected: Any, given: Any) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an argument is or has in sequences."""
+    """The tensors that an argument is, or that its sequences and mappings hold."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
+    elif isinstance(value, (tuple, list, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(part)

@@ -4,6 +4,9 @@ diffusers' pipelines lack this method. On a model it gives one object to all att
 and tells it neither its layer nor the video's grid nor the step, which ours need. So pipelines get the method, and on
 models it hands our processors to `vmonarch.apply`. This is the only place that changes classes of diffusers.
 
+The calls of pipelines are wrapped as well. Only they know when a run has ended that did not reach its last step: by an
+exception, by Ctrl-C, or because guidance has sat out.
+
 `import vmonarch` must not import diffusers, which takes seconds, and may come before or after it. So the classes are
 changed when their modules have been imported, or at once if they have been already.
 """
@@ -19,6 +22,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from vmonarch.callers import end_of_call
 from vmonarch.requirements import warn_of_versions
 
 _Function = Callable[[ModuleType], None]
@@ -133,6 +137,39 @@ def _change_pipelines(module: ModuleType) -> None:
         pipeline = vars(module).get(name)
         if pipeline is not None and not hasattr(pipeline, "set_attn_processor"):
             pipeline.set_attn_processor = set_attn_processor
+        if pipeline is not None and "__init_subclass__" not in vars(pipeline):
+            _wrap_calls(pipeline)
+
+
+def _wrap_calls(pipeline: Any) -> None:
+    """Wrap the calls of a class of pipelines and of those derived from it, now or later."""
+
+    def init_subclass(cls: Any, **options: Any) -> None:
+        super(pipeline, cls).__init_subclass__(**options)
+        _wrap_call(cls)
+
+    pipeline.__init_subclass__ = classmethod(init_subclass)
+    classes = [pipeline]
+    for cls in classes:
+        _wrap_call(cls)
+        classes += cls.__subclasses__()
+
+
+def _wrap_call(cls: Any) -> None:
+    call = vars(cls).get("__call__")
+    if call is None or getattr(call, "_wrapped", None) is call:
+        return
+
+    @functools.wraps(call)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            end_of_call(self)
+
+    # What is below torch.no_grad() stays at hand for those who sample with gradients.
+    vars(wrapped).update(__wrapped__=getattr(call, "__wrapped__", call), _wrapped=wrapped)
+    cls.__call__ = wrapped
 
 
 def set_attn_processor(self: Any, processor: Any) -> None:

@@ -130,6 +130,22 @@ def _of_arguments(arguments: Arguments, config: Any) -> LatentGrid | None:
     return None if None in sizes else LatentGrid(*sizes)  # type: ignore[arg-type]
 
 
+def _of_ltx(arguments: Arguments, config: Any) -> LatentGrid | None:
+    """The grid of LTX; of its coordinates [B, 3, S] where the pipeline of several prompts leaves the sizes at 1."""
+    grid, coordinates = _of_arguments(arguments, config), arguments.get("video_coords")
+    if grid != (1, 1, 1) or coordinates is None:
+        return grid
+    # Frames may come twice, rows and columns do not.
+    height, width = (len(axis.unique()) for axis in coordinates[0, 1:])
+    frames = coordinates.shape[2] // (height * width)
+    if frames * height * width != coordinates.shape[2]:
+        return None
+    places = coordinates[0].unflatten(1, (frames, height, width))
+    time, rows, columns = places
+    raster = torch.broadcast_tensors(time[:, :1, :1], rows[:1, :, :1], columns[:1, :1])
+    return LatentGrid(frames, height, width) if torch.equal(torch.stack(raster), places) else None
+
+
 def _of_one_item(arguments: Arguments, config: Any) -> LatentGrid | None:
     shapes = arguments.get("vision_token_shapes")
     return LatentGrid(*shapes[0]) if shapes is not None and len(shapes) == 1 else None
@@ -172,7 +188,7 @@ FAMILIES = {
         spread=HUNYUAN_VIDEO_15,
     ),
     # Conditions come before the video in one pipeline of LTX, and after it in those of LTX-2.
-    "LTXVideoTransformer3DModel": Family(_of_arguments, ("transformer_blocks",), "attn1", _all_before, spread=LTX),
+    "LTXVideoTransformer3DModel": Family(_of_ltx, ("transformer_blocks",), "attn1", _all_before, spread=LTX),
     "LTX2VideoTransformer3DModel": Family(
         _of_arguments,
         ("transformer_blocks",),
@@ -222,7 +238,7 @@ FAMILIES = {
         ("transformer_blocks",),
         "attn",
         _all_before,
-        by_step=("timestep", "audio_hidden_states"),
+        by_step=("timestep", "timestep_indices", "audio_hidden_states"),
         spread=MINIMAX_H3,
     ),
 }

@@ -5,9 +5,10 @@ Shapes: B batch, S = T·H·W tokens, H heads, D head dim; the latent grid is T f
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ class ForwardCall(NamedTuple):
 
 
 class _Own(threading.local):
-    """What belongs to the running thread: "call", the forward call that it has begun last, and its "transformer"."""
+    """What belongs to the running thread: "call", the forward call that it is in, and the "transformer" called last."""
 
     # In a dictionary, because torch.compile passes over what is written to attributes of this.
     def __init__(self) -> None:
@@ -63,8 +64,8 @@ class ForwardContext:
         # The latest call, in any thread.
         self.call: ForwardCall | None = None
         self._own = _Own()
-        # By number of tokens, the (grid, before) of the calls so far.
-        self._seen: dict[int, set[tuple[LatentGrid, int | None]]] = {}
+        # By number of tokens, and of any number at 0, the call that there has been; None if several have differed.
+        self._seen: dict[int, ForwardCall | None] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ForwardContext, (self.dense_steps, self.component, self.sharing)
@@ -96,20 +97,20 @@ class ForwardContext:
         self._own.latest["call"] = self.call if compiling else self.call._replace(shared={})
         if not compiling:
             self._own.latest["transformer"] = weakref.ref(transformer)
+            self._note(0, self.call)
             self._note(grid.tokens, self.call)
 
     def _note(self, tokens: int, call: ForwardCall) -> None:
-        self._seen.setdefault(tokens, set()).add((call.grid, call.before))
+        if self._seen.setdefault(tokens, call) != call:
+            self._seen[tokens] = None
 
     def begin_unknown(self) -> None:
         """A forward call begins whose grid is not known."""
         self.call = self._own.latest["call"] = None
 
     def end(self) -> None:
-        """Forget what the layers of the thread's forward call have shared: it is over."""
-        call = self._own.latest.get("call")
-        if not torch.compiler.is_compiling() and call is not None:
-            self._own.latest["call"] = call._replace(shared=None)
+        """The thread's forward call is over."""
+        self._own.latest.pop("call", None)
         if self.sharing is not None:
             self.sharing.end(self._own.latest.pop("branch", None))
 
@@ -130,22 +131,24 @@ class ForwardContext:
             tokens: that self-attention was given; 0 if that does not matter.
 
         Raises:
-            RuntimeError: gradient checkpointing recomputes a block of a run with `dense_steps`.
+            RuntimeError: a block is called outside of a forward call in a run with `dense_steps`.
         """
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            # Gradient checkpointing computes a block again during backward, when the transformer may have seen
-            # another video since: the last call is not necessarily this block's.
-            if self.dense_steps.some:
-                raise RuntimeError("dense_steps cannot be combined with gradient checkpointing; use dense_steps=0")
-            seen = self._seen.get(tokens, set())
-            if len(seen) != 1:
-                return None
-            ((grid, before),) = seen
-            return ForwardCall(grid, False, before=before)
-        call: ForwardCall | None = self._own.latest.get("call", self.call)
-        if tokens and call is not None and not torch.compiler.is_compiling():
-            self._note(tokens, call)
-        return call
+        latest = self._own.latest
+        if "call" in latest:
+            call: ForwardCall | None = latest["call"]
+            if tokens and call is not None and not torch.compiler.is_compiling():
+                self._note(tokens, call._replace(shared=None))
+            return call
+        # Backward computes a block again that is wrapped in a checkpoint of another's. The transformer may have seen
+        # other videos since.
+        if self.dense_steps.some:
+            raise RuntimeError(
+                "dense_steps needs forward calls of the transformer itself, and its enable_gradient_checkpointing() in"
+                " place of other checkpointing; or use dense_steps=0"
+            )
+        # torch.compile, which notes nothing of joint sequences, is to guard on this alone.
+        of_all = self._seen.get(0)
+        return of_all if torch.compiler.is_compiling() else self._seen.get(tokens, of_all)
 
     def step(self, needed_by: str, instead: str) -> DenoisingStep:
         """See `denoising_step`, of the running thread's forward call."""
@@ -155,6 +158,51 @@ class ForwardContext:
         """Where the layers of the running thread's forward call keep what they share; None outside of one."""
         call = self._own.latest.get("call")
         return None if call is None else call.shared
+
+
+class CarryingCheckpoint:
+    """A transformer's checkpointing function, which computes a block again in the call that it was computed in.
+
+    Backward may come after other forward calls, and on a GPU it runs in another thread.
+
+    Args:
+        checkpoint: the function whose place it takes.
+        context: of the transformer.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any], context: ForwardContext) -> None:
+        self.checkpoint, self.context = checkpoint, context
+
+    def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        latest = self.context._own.latest
+        # In one graph, the whole transformer has its backward pass in it.
+        if not torch.compiler.is_compiling() and "call" in latest:
+            call = latest["call"]
+            block = functools.partial(self._compute, block, None if call is None else call._replace(shared=None))
+        return self.checkpoint(block, *args, **kwargs)
+
+    def _compute(self, block: Callable[..., Any], call: ForwardCall | None, *args: Any, **kwargs: Any) -> Any:
+        """What a block returns in a call; backward is in none."""
+        latest = self.context._own.latest
+        outside, before = "call" not in latest, latest.get("call")
+        latest["call"] = call
+        try:
+            return block(*args, **kwargs)
+        finally:
+            latest["call"] = before
+            if outside:
+                del latest["call"]
+
+
+def carry_call(transformer: torch.nn.Module, context: ForwardContext | None) -> None:
+    """Have the checkpointing functions of a transformer's modules carry its calls; None for them to be as before."""
+    module: Any
+    for module in transformer.modules():
+        function = vars(module).get("_gradient_checkpointing_func")
+        if function is None or getattr(function, "context", None) is context:
+            continue
+        own = function.checkpoint if isinstance(function, CarryingCheckpoint) else function
+        module._gradient_checkpointing_func = own if context is None else CarryingCheckpoint(own, context)
 
 
 def infer_grid(cosines: torch.Tensor) -> LatentGrid:

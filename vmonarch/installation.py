@@ -20,7 +20,7 @@ from vmonarch.families import (
     forward_arguments,
     known_family,
 )
-from vmonarch.forward_context import ForwardContext
+from vmonarch.forward_context import ForwardContext, carry_call
 from vmonarch.grid import LatentGrid
 from vmonarch.parallelism import (
     check_parallelism,
@@ -107,6 +107,8 @@ def _record_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: di
     """Forward pre-hook. Stateless: what it writes to belongs to the module, so that copies of it stay apart."""
     record: _Record = getattr(transformer, _ATTRIBUTE)
     arguments = dict(zip(record.names, args, strict=False)) | kwargs
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        carry_call(transformer, record.context)
     grid = record.family.grid(arguments, transformer.config) or record.grid
     if grid is None:
         record.context.begin_unknown()
@@ -442,6 +444,7 @@ def _restore(transformers: dict[str, torch.nn.Module]) -> None:
         originals = _original_processors(transformer)
         if record is not None:
             _remove_hooks(transformer)
+            carry_call(transformer, None)
             delattr(transformer, _ATTRIBUTE)
             restore_enabling(transformer)
             record.context.forget()

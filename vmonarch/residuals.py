@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vmonarch.arguments import same_arguments, tensors_in
+from vmonarch.callers import at_end_of_call
 from vmonarch.dense import DenseSet
 from vmonarch.host_memory import Arriving, HostMemory
 from vmonarch.kernels.residual.api import (
@@ -138,6 +139,10 @@ class Branch:
     residuals: dict[Any, _Kept] = dataclasses.field(default_factory=dict)
     arriving: dict[Any, Arriving] = dataclasses.field(default_factory=dict)
 
+    def layers_on(self, device: torch.device) -> int:
+        """How many layers may keep their residual on a device."""
+        return self.layers
+
     def enter(self, step: int, steps: int, refresh: Refresh) -> None:
         """A forward call begins in this step of so many."""
         self.step = step
@@ -151,7 +156,7 @@ class PipelineBranch(Branch):
 
     Args:
         run: the timesteps of the run.
-        scheduler: whose they are, as long as the pipeline has not begun another one.
+        pipeline: whose it is.
         transformer: which is called.
         conditioning: what the transformer is called with, without latents and timestep.
         versions: of the tensors in there, which tell of changes in place.
@@ -160,18 +165,26 @@ class PipelineBranch(Branch):
     """
 
     run: weakref.ref[torch.Tensor]
-    scheduler: weakref.ref[Any]
+    pipeline: weakref.ref[Any]
     transformer: weakref.ref[torch.nn.Module]
     conditioning: Mapping[str, Any]
     versions: list[int]
     evaluation: int = -1
     last: bool = False
 
+    def layers_on(self, device: torch.device) -> int:
+        transformer = self.transformer()
+        assert transformer is not None
+        devices = [next(layer.parameters()).device for layer in _sharing_layers(transformer)]
+        # Offloaded layers come to the device where the others are.
+        return sum(other == device or other.type != device.type for other in devices)
+
     def may_go_on(self, step: DenoisingStep, transformer: torch.nn.Module) -> bool:
         """Whether what the branch holds may be of use in that step, in which this transformer is called, or later."""
         if self.run() is not step.timesteps:
-            scheduler = self.scheduler()
-            return scheduler is not None and scheduler.timesteps is self.run()
+            # The run of another pipeline goes on, as long as its scheduler has not begun another one.
+            pipeline = self.pipeline()
+            return pipeline is not None and pipeline.scheduler.timesteps is self.run()
         if self.transformer() is not transformer:
             # A pipeline with two of them goes on to the second for good.
             return self.step == step.step
@@ -195,8 +208,8 @@ class ResidualSharing:
     """The residuals of a pipeline's transformers, and what they are used for. A copy holds none.
 
     They belong to a *run*, one denoising loop of one pipeline, and in it to a branch (prompt, negative prompt, both in
-    one batch), which is told by what the transformer is called with. Those of a run are freed in its last step; those
-    of one that was interrupted, when its pipeline calls the transformer again, or by `vmonarch.restore`.
+    one batch), which is told by what the transformer is called with. Those of a run are freed in its last step, and
+    when the call of the pipeline ends, whatever ends it.
 
     Args:
         refresh: the option.
@@ -234,14 +247,15 @@ class ResidualSharing:
             branch = next((b for b in self._branches if b.is_of(step, transformer, conditioning)), None)
             if branch is None:
                 branch = PipelineBranch(
-                    layers=_sharing_layers(transformer),
+                    layers=len(_sharing_layers(transformer)),
                     run=weakref.ref(step.timesteps),
-                    scheduler=weakref.ref(step.scheduler),
+                    pipeline=weakref.ref(step.pipeline),
                     transformer=weakref.ref(transformer),
                     conditioning=conditioning,
                     versions=_versions(conditioning),
                 )
                 self._branches.append(branch)
+                at_end_of_call(step.pipeline, self.end_runs_of)
             branch.evaluation, branch.last = step.evaluation, step.last
             branch.enter(step.step, step.steps, self.refresh)
         self._fetch(branch, next(iter(branch.residuals), None))
@@ -252,6 +266,11 @@ class ResidualSharing:
         if branch is not None and branch.last:
             with self._lock:
                 self._drop(lambda other: other is branch)
+
+    def end_runs_of(self, pipeline: Any) -> None:
+        """The call of a pipeline is over, also where it has ended before its last step."""
+        with self._lock:
+            self._drop(lambda branch: branch.pipeline() is pipeline)
 
     def forget(self) -> None:
         """Free all residuals."""
@@ -303,15 +322,16 @@ class ResidualSharing:
         return self.refresh.offload and device.type == "cuda"
 
     def _check_memory(self, branch: Branch, out: torch.Tensor) -> None:
-        """Check, with the first residual of a branch, that there is memory for those of all layers.
+        """Check, with the first residual of a branch on a device, that there is memory for those of all its layers.
 
         Raises:
             torch.OutOfMemoryError: there is not.
         """
-        free = None if branch.residuals or self._offloads(out.device) else _free_bytes(out.device)
+        first = all(kept.residual.values.device != out.device for kept in branch.residuals.values())
+        free = _free_bytes(out.device) if first and not self._offloads(out.device) else None
         if free is None:
             return
-        (B, S, H, E), layers = out.shape, branch.layers
+        (B, S, H, E), layers = out.shape, branch.layers_on(out.device)
         needed = {dtype: layers * residual_bytes(B, S, H, E, dtype) for dtype in DTYPES}
         if needed[self.refresh.dtype] > free:
             smaller = [f'dtype="{dtype}" ({size / 2**30:.1f} GiB)' for dtype, size in needed.items() if size <= free]
@@ -351,9 +371,9 @@ class ResidualSharing:
         return residual
 
 
-def _sharing_layers(transformer: torch.nn.Module) -> int:
-    """How many layers of a transformer keep residuals."""
-    return sum(getattr(getattr(m, "processor", None), "refresh", None) is not None for m in transformer.modules())
+def _sharing_layers(transformer: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of a transformer that keep residuals."""
+    return [m for m in transformer.modules() if getattr(getattr(m, "processor", None), "refresh", None) is not None]
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -17,12 +17,12 @@ from vmonarch.callers import callers, method_calls
 def running_pipeline(transformer: torch.nn.Module | None) -> Any:
     """The diffusers pipeline with this transformer whose method the running thread is in, the innermost; None if none.
 
-    The transformer may be inside a wrapper (torch.compile, accelerate) there.
+    It may be a modular one. The transformer may be inside a wrapper (torch.compile, accelerate) there.
     """
     # Only imported where a pipeline cannot run without it.
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, ModularPipeline
 
-    pipelines = (caller for caller in callers() if isinstance(caller, DiffusionPipeline))
+    pipelines = (caller for caller in callers() if isinstance(caller, (DiffusionPipeline, ModularPipeline)))
     return next((pipe for pipe in pipelines if _has(pipe, transformer)), None)
 
 
@@ -45,8 +45,8 @@ class DenoisingStep(NamedTuple):
         steps: how many there are.
         evaluation: of the model, from 0; a scheduler of order 2 has two of them in a step.
         last: whether there is no evaluation after it.
-        timesteps: what the loop goes through; a pipeline makes another tensor for every loop.
-        scheduler: of the pipeline, which has them.
+        timesteps: of the scheduler; a pipeline makes another tensor for every loop.
+        pipeline: which runs the loop.
     """
 
     step: int
@@ -54,7 +54,7 @@ class DenoisingStep(NamedTuple):
     evaluation: int
     last: bool
     timesteps: torch.Tensor
-    scheduler: Any
+    pipeline: Any
 
 
 @torch.compiler.disable(reason="dense_steps and refresh look for the pipeline; compile_repeated_blocks leaves that out")
@@ -75,25 +75,40 @@ def denoising_step(transformer: torch.nn.Module | None, needed_by: str, instead:
         )
     scheduler = pipe.scheduler
     timesteps, order = getattr(scheduler, "timesteps", None), getattr(scheduler, "order", 1)
-    timestep = _timestep(pipe, timesteps)
+    timestep, loop = _loop(pipe, timesteps)
     if timestep is None:
         raise RuntimeError(
             f"{needed_by} needs the denoising step, but {type(pipe).__name__} calls this transformer outside of its"
             f" denoising loop; {instead}"
         )
-    run = getattr(pipe, "_num_timesteps", 0)
-    place = _place(timestep, timesteps)
-    if place is not None and timesteps is not None:
-        # Video-to-video starts inside the schedule.
-        evaluation = place - (len(timesteps) - run)
-        if 0 <= evaluation < run:
-            last = evaluation == run - 1
-            return DenoisingStep(evaluation // order, -(-run // order), evaluation, last, timesteps, scheduler)
+    evaluation = _place(timestep, loop)
+    if evaluation is not None and timesteps is not None and 0 <= evaluation < len(loop):
+        steps, last = -(-len(loop) // order), evaluation == len(loop) - 1
+        return DenoisingStep(evaluation // order, steps, evaluation, last, timesteps, pipe)
     raise RuntimeError(
         f"{needed_by} needs the denoising step, but the timestep of {type(pipe).__name__} is none of its scheduler's"
         f" ({type(scheduler).__name__}): it may go through others, or another pipeline with the same scheduler may have"
         f" begun since, then give each its own, copy.deepcopy(pipe.scheduler); or {instead}"
     )
+
+
+def _loop(pipe: Any, timesteps: Any) -> tuple[Any, Any]:
+    """(where the denoising loop of a pipeline is, None outside of the loop; the timesteps that it goes through).
+
+    Args:
+        timesteps: of its scheduler. A pipeline that starts inside the schedule goes through the last of them.
+    """
+    from diffusers import ModularPipeline
+
+    if isinstance(pipe, ModularPipeline):
+        # The loop is in a block, which gets the pipeline as `components`; the pipeline itself knows nothing of it.
+        of_loop = (call for call in method_calls() if call.get("components") is pipe and "t" in call)
+        call = next(of_loop, {"t": None})
+        own = call.get("timesteps", getattr(call.get("block_state"), "timesteps", None))
+        return call["t"], timesteps if own is None else own
+    run = getattr(pipe, "_num_timesteps", 0)
+    own = timesteps[max(0, len(timesteps) - run) :] if isinstance(timesteps, torch.Tensor) else None
+    return _timestep(pipe, timesteps), own
 
 
 def _timestep(pipe: Any, timesteps: Any) -> Any:

@@ -19,7 +19,7 @@ from diffusers.models.transformers import transformer_chronoedit as chronoedit
 from diffusers.models.transformers import transformer_skyreels_v2 as skyreels
 from diffusers.models.transformers import transformer_wan as wan
 from diffusers.models.transformers import transformer_wan_animate as animate
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from vmonarch.bias.video import BiasOption, Factors, GridBias
 from vmonarch.context_parallel import (
@@ -254,7 +254,8 @@ class VideoAttentionProcessor:
         if call is None:
             raise RuntimeError(
                 f"{type(self).__name__} needs the grid, which this call of the transformer does not tell: pass"
-                " grid=(frames, height, width) to the processor, and call the transformer itself, not its forward"
+                " grid=(frames, height, width) to the processor, call the transformer itself, not its forward, and"
+                " checkpoint its blocks by its enable_gradient_checkpointing()"
             )
         self._check_grid(call.grid)
         return call.grid._replace(frames=self.videos * call.grid.frames), call.before
@@ -338,7 +339,7 @@ class VideoAttentionProcessor:
     ) -> torch.Tensor:
         """Self-attention of a sequence, with the residual of the layer where residuals are shared."""
         inputs = query, key, value
-        if not statically_known_true(sequence.others == 0):
+        if not guard_or_false(sequence.others == 0):
             exact = lambda: self._attend_sequence_exactly(*inputs, sequence, heads, key_mask)
             approximate = lambda: self._attend_sequence(*inputs, sequence, heads, key_mask)
         else:
@@ -634,7 +635,10 @@ class VideoAttentionProcessor:
         instead = "use vmonarch.apply(pipe_or_transformer, processor) or pass grid=(frames, height, width)"
         name = type(self).__name__
         if torch.compiler.is_compiling():
-            raise RuntimeError(f"{name} cannot read the grid off the rotary embedding under torch.compile; {instead}")
+            raise RuntimeError(
+                f"{name} cannot read the grid off the rotary embedding under torch.compile; {instead}; checkpoint"
+                " blocks by the transformer's enable_gradient_checkpointing()"
+            )
         if rotary_emb is None:
             raise RuntimeError(f"{name} needs the grid, and there is no rotary_emb to read it off; {instead}")
         cosines = rotary_emb[0]

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import diffusers
 import pytest
 import torch
+from tiny_families import FAMILIES, first
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import vmonarch
 from vmonarch import VMonarchProcessor
@@ -157,7 +159,7 @@ def gradients(model, batches, checkpointing):
     model.train()
     model.zero_grad()
     model.enable_gradient_checkpointing() if checkpointing else model.disable_gradient_checkpointing()
-    outputs = [model(**inputs)[0] for inputs in batches]
+    outputs = [first(model(**inputs)) for inputs in batches]
     # Backward only after every forward: by then the transformer has seen another grid.
     sum((output * output.detach().cos()).sum() for output in outputs).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -199,17 +201,55 @@ def test_reentrant_checkpointing_with_interleaved_grids(tiny):
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_checkpointing_through_a_run_with_dense_steps_is_refused(tiny):
+def test_checkpointing_through_a_run_with_dense_steps(tiny):
     pipe = tiny.applied("t2v", dense_steps=1)
-    pipe.transformer.enable_gradient_checkpointing()
-    pipe.transformer.train()
+    model, found = pipe.transformer.train(), []
     sample = type(pipe).__call__.__wrapped__  # past its no_grad
-    video = sample(
-        pipe, tiny.PROMPT, height=tiny.HEIGHT, width=tiny.WIDTH, num_frames=tiny.FRAMES, num_inference_steps=2,
-        guidance_scale=1.0, output_type="latent",
-    ).frames  # fmt: skip
-    with pytest.raises(RuntimeError, match="dense_steps cannot be combined with gradient checkpointing"):
-        video.sum().backward()
+    for checkpointing in (False, True):
+        model.enable_gradient_checkpointing() if checkpointing else model.disable_gradient_checkpointing()
+        model.zero_grad()
+        video = sample(
+            pipe, tiny.PROMPT, height=tiny.HEIGHT, width=tiny.WIDTH, num_frames=tiny.FRAMES, num_inference_steps=2,
+            guidance_scale=1.0, output_type="latent", generator=torch.Generator().manual_seed(0),
+        ).frames  # fmt: skip
+        video.square().sum().backward()
+        found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_restore_leaves_the_checkpointing_function_as_it_was(tiny, when):
+    model = tiny.transformer()
+    checkpoint = lambda block, *inputs: torch.utils.checkpoint.checkpoint(block, *inputs, use_reentrant=False)
+    if when == "before":
+        model.enable_gradient_checkpointing(checkpoint)
+    # A second processor takes the place of the first.
+    for coarse in (1, 2):
+        vmonarch.apply(model, VMonarchProcessor(coarse=coarse))
+        model.enable_gradient_checkpointing(checkpoint)
+        model(**tiny.inputs())[0].sum().backward()
+        assert model._gradient_checkpointing_func.checkpoint is checkpoint
+    vmonarch.restore(model)
+    assert model._gradient_checkpointing_func is checkpoint
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_checkpoints_of_others_carry_no_call(dynamo, compiled):
+    """The grid of a block that backward computes again is known if there has been no other."""
+    case = FAMILIES["hunyuan"]
+    model, batches = case.make(), [case.call(grid) for grid in ((3, 2, 4), (4, 2, 3))]
+    vmonarch.apply(model, VMonarchProcessor())
+    expected = gradients(model, batches[:1], False)
+    blocks = {*model.transformer_blocks, *model.single_transformer_blocks}
+    if compiled:
+        model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    apply_activation_checkpointing(model, check_fn=lambda module: module in blocks)
+    for name, gradient in gradients(model, batches[:1], False).items():
+        expect = expected[name.replace("_checkpoint_wrapped_module.", "")]
+        torch.testing.assert_close(gradient, expect, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="(?s)needs the grid.*enable_gradient_checkpointing"):
+        gradients(model, batches, False)
 
 
 @pytest.mark.parametrize(
@@ -447,9 +487,10 @@ def test_cuda_graphs_of_repeated_blocks(tiny, dynamo, guidance, attention):
     assert not dynamo["graph_break"]
 
 
-def test_compiled_training_step_with_checkpointing(tiny, dynamo):
+@pytest.mark.parametrize("grids", [[(3, 2, 3)], [(3, 2, 4), (4, 2, 3)]], ids=["one", "same-size"])
+def test_compiled_training_step_with_checkpointing(tiny, dynamo, grids):
     model = tiny.applied_transformer()
-    batches = [tiny.inputs(batch=2)]
+    batches = [tiny.inputs(grid, batch=2) for grid in grids]
     expected = gradients(model, batches, False)
     model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
     actual = gradients(model, batches, True)

@@ -16,6 +16,7 @@ from diffusers import (
     FlowMatchHeunDiscreteScheduler,
     UniPCMultistepScheduler,
 )
+from diffusers.modular_pipelines import WanBlocks
 
 import vmonarch
 from vmonarch import VMonarchProcessor
@@ -167,6 +168,38 @@ def test_all_steps_dense_is_bit_identical_to_stock(tiny, kind):
     expected = tiny.generate(pipe)
     vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1.0))
     assert torch.equal(tiny.generate(pipe), expected)
+
+
+def test_a_backend_chosen_later_leaves_the_original_processor_alone(tiny):
+    pipe = tiny.applied("t2v", dense_steps=1)
+    pipe.transformer.set_attention_backend("_native_math")
+    try:
+        tiny.quickly(pipe, 1)
+        vmonarch.restore(pipe)
+        assert {block.attn1.processor._attention_backend for block in pipe.transformer.blocks} == {None}
+    finally:
+        pipe.transformer.reset_attention_backend()
+
+
+def modular(pipe):
+    """A modular pipeline of the same parts."""
+    twin = WanBlocks().init_pipeline()
+    names = ("text_encoder", "tokenizer", "transformer", "vae", "scheduler")
+    twin.update_components(**{name: getattr(pipe, name) for name in names})
+    return twin
+
+
+@pytest.mark.parametrize("option", [{"dense_steps": [1, 2]}, {"refresh": [0, 2]}], ids=str)
+def test_a_modular_pipeline_tells_the_step(tiny, option):
+    pipe = tiny.pipeline("t2v")
+    twin = modular(pipe)
+    call = {"prompt": tiny.PROMPT, "negative_prompt": tiny.NEGATIVE, "num_inference_steps": 4, "output": "latents"}
+    call |= {"height": tiny.HEIGHT, "width": tiny.WIDTH, "num_frames": tiny.FRAMES}
+    vmonarch.apply(twin, VMonarchProcessor(**option))
+    found = twin(**call, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(found, tiny.generate(pipe, steps=4))
+    vmonarch.restore(twin)
+    assert not torch.equal(found, tiny.generate(pipe, steps=4))
 
 
 def test_dense_steps_and_dense_layers_combine(tiny):

@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import tiny_pipelines
 import torch
+from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseStep
 from peft import LoraConfig
 from tiny_families import FAMILIES, GRID, SHORT, first
 
@@ -23,15 +24,17 @@ from vmonarch import (
     VMonarchProcessor,
     families,
     residuals,
+    seam,
     vmonarch_attention,
 )
 from vmonarch.arguments import same_value
 from vmonarch.bias import SpatioTemporalDecay
 from vmonarch.eval.bench.families import compiled
+from vmonarch.grid import LatentGrid
 from vmonarch.installation import own_processors, self_attention_modules
 from vmonarch.kernels.residual.api import add_residual, attention_residual
 from vmonarch.seam import borrowed
-from vmonarch.sequence import masked_attention
+from vmonarch.sequence import TokenSequence, masked_attention
 from vmonarch.video_processor import FullAttentionProcessor, VideoAttentionProcessor
 
 EVERYTHING = ExactBlocks(band=100)
@@ -276,18 +279,20 @@ def test_every_kind_of_attention_but_linear_serves_them(name):
 
 @pytest.mark.parametrize("name", ["hunyuan", "ltx2", "cogvideox"])
 def test_gradients_are_those_of_the_stock_model_with_and_without_checkpointing(name):
-    case = FAMILIES[name]
-    inputs, found = case.call(), {}
-    for label in ("stock", "plain", "checkpointed"):
+    case, found = FAMILIES[name], {}
+    # As many tokens in both: nothing but the call tells them apart.
+    calls = case.call(), case.call((4, 3, 6))
+    for label in ("stock", "exact", "exact checkpointed", "ours", "ours checkpointed"):
         model = case.make().train()
         if label != "stock":
-            vmonarch.apply(model, VMonarchProcessor(exact=EVERYTHING))
-        if label == "checkpointed":
+            vmonarch.apply(model, VMonarchProcessor(exact=EVERYTHING if "exact" in label else None))
+        if "checkpointed" in label:
             model.enable_gradient_checkpointing()
-        first(model(**inputs)).square().sum().backward()
+        sum(first(model(**inputs)).square().sum() for inputs in calls).backward()
         found[label] = self_attention_modules(model)[0][1].to_q.weight.grad
-    assert error(found["plain"], found["stock"]) < 1e-5
-    assert torch.equal(found["checkpointed"], found["plain"])
+    assert error(found["exact"], found["stock"]) < 1e-5
+    assert torch.equal(found["exact checkpointed"], found["exact"])
+    assert torch.equal(found["ours checkpointed"], found["ours"])
 
 
 @pytest.mark.parametrize("name", ["hunyuan", "ltx2"])
@@ -318,6 +323,18 @@ def compiles_once(case, layers, backend):
 @pytest.mark.parametrize("name", ["ltx2"])
 def test_compiled_blocks_are_one_graph_for_all_layers(name):
     assert compiles_once(FAMILIES[name], 12, "aot_eager") == 1
+
+
+def test_compiled_blocks_take_several_sizes():
+    torch._dynamo.reset()
+    # Nothing is beside its video.
+    case = FAMILIES["ltx"]
+    model, calls = case.make(), [case.call(grid) for grid in (GRID, (2, 3, 4), (4, 4, 4))]
+    vmonarch.apply(model, VMonarchProcessor())
+    expected = [run(model, inputs) for inputs in calls]
+    model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    for inputs, output in zip(calls, expected, strict=True):
+        assert error(run(model, inputs), output) < 1e-5
 
 
 def on_the_gpu(value):
@@ -381,6 +398,57 @@ def test_a_call_that_does_not_tell_its_grid_asks_for_it():
     vmonarch.apply(model, VMonarchProcessor(grid=GRID))
     found = run(model, inputs)
     assert found.shape == expected.shape and not found.isnan().any()
+
+
+def test_several_prompts_of_ltx_tell_the_grid_by_their_coordinates():
+    pipe, call = tiny_pipelines.ltx_of_prompts()
+    stock, grids, kept = tiny_pipelines.sample(pipe, call), set(), []
+    branches = lambda: pipe.transformer._vmonarch_record.context.sharing._branches
+
+    def note(model, *_):
+        grids.add(tuple(model._vmonarch_record.context.call.grid))
+        kept.append(sum(len(branch.residuals) for branch in branches()))
+
+    with vmonarch.apply(pipe, VMonarchProcessor(exact=EVERYTHING)):
+        assert error(tiny_pipelines.sample(pipe, call), stock) < 1e-5
+    vmonarch.apply(pipe, VMonarchProcessor())
+    plain = tiny_pipelines.sample(pipe, call)
+    assert error(plain, stock) > 1e-4
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    watching = pipe.transformer.register_forward_hook(note)
+    assert 0 < error(tiny_pipelines.sample(pipe, call), stock) < error(plain, stock)
+    watching.remove()
+    assert grids == {(3, 4, 6), (4, 4, 6)}
+    # Its loop takes one step fewer than it announces.
+    assert kept[-1] == len(self_attention_modules(pipe.transformer)) and not branches()
+    vmonarch.apply(pipe, VMonarchProcessor(grid=(3, 4, 6)))
+    with pytest.raises(ValueError, match=r"grid=\(3, 4, 6\), but .*\(4, 4, 6\)"):
+        tiny_pipelines.sample(pipe, call)
+
+
+def test_coordinates_of_no_raster_tell_no_grid():
+    case = FAMILIES["ltx"]
+    model, inputs = case.make(), case.call()
+    T, H, W = (inputs[name] for name in ("num_frames", "height", "width"))
+    inputs |= {"num_frames": 1, "height": 1, "width": 1}
+    coordinates = torch.cartesian_prod(torch.arange(T), torch.arange(H), torch.arange(W)).T.float()
+    vmonarch.apply(model, VMonarchProcessor())
+    for places in (coordinates.flip(0), torch.rand(3, T * H * W)):
+        with pytest.raises(RuntimeError, match=r"grid=\(frames, height, width\)"):
+            run(model, inputs | {"video_coords": places[None].expand(2, -1, -1)})
+
+
+@pytest.mark.parametrize("option", [{"scale": 1.0}, {"dropout_p": 0.1}, {"attention_kwargs": {"window": 3}}], ids=str)
+def test_options_of_the_softmax_that_are_not_ours_are_refused(monkeypatch, option):
+    query = torch.zeros(1, 72, 2, 10)
+    monkeypatch.setitem(seam._running.now, "processor", VMonarchProcessor())
+    with pytest.raises(NotImplementedError, match="VMonarchProcessor supports no dropout or scale"):
+        seam._dispatch(query, query, query, **option)
+
+
+def test_fewer_tokens_than_the_grid_and_those_before_it_are_refused():
+    with pytest.raises(ValueError, match="72 tokens and 9 tokens before it, but self-attention was given 80"):
+        TokenSequence.of(LatentGrid(3, 4, 6), 9, 80)
 
 
 def test_fewer_tokens_than_the_grid_are_refused():
@@ -450,12 +518,14 @@ def test_tensor_parallelism_is_left_to_diffusers():
         model.enable_parallelism(config=diffusers.TensorParallelConfig())
 
 
-def test_arguments_are_compared_by_value_in_lists_too():
+def test_arguments_are_compared_by_value_in_lists_and_mappings_too():
     one, same, other = torch.ones(2), torch.ones(2), torch.zeros(2)
     assert same_value([one, [3, one]], (same, [3, same]))
     assert not same_value([one], [other])
     assert not same_value([one], [same, same])
     assert not same_value([one], one)
+    assert same_value({"a": one, "b": [3]}, {"b": [3], "a": same})
+    assert not same_value({"a": one}, {"a": other}) and not same_value({"a": one}, {"b": one})
 
 
 def test_nothing_is_kept_of_a_processor_that_has_run():
@@ -552,6 +622,45 @@ def test_pipelines_share_the_last_residual_of_a_branch(name, calls, residuals_in
     assert all(mine is last for mine, last in zip(added, made, strict=True))
     assert 0 < error(shared, stock) < 0.5 * plain
     assert torch.equal(tiny_pipelines.sample(pipe, call), stock)
+
+
+def test_the_modular_pipeline_of_minimax_h3_tells_the_step(residuals_in_use):
+    case = FAMILIES["minimax-h3"]
+    inputs, pipe = case.call(), MiniMaxH3DenoiseStep().init_pipeline()
+    schedulers = [diffusers.MiniMaxH3Scheduler() for _ in range(2)]
+    pipe.update_components(transformer=case.make(), scheduler=schedulers[0], audio_scheduler=schedulers[1])
+    names = ("token_tags", "position_ids", "video_indices", "audio_indices", "text_indices")
+
+    def sample():
+        for scheduler in schedulers:
+            scheduler.set_timesteps(5)
+        first, *others = timesteps = schedulers[0].timesteps
+        # Which of the two noise levels a row has is told anew in every step.
+        indices = inputs["timestep_indices"]
+        plan = [(torch.stack([first, first]), 0 * indices), *((torch.stack([t, t / 2]), indices) for t in others)]
+        return pipe(
+            latents=inputs["hidden_states"][0].clone(),
+            audio_latents=inputs["audio_hidden_states"][0].clone(),
+            prompt_embeds=inputs["encoder_hidden_states"],
+            row_timestep_plan=plan,
+            timesteps=timesteps,
+            audio_timesteps=schedulers[1].timesteps,
+            num_condition_video_rows=0,
+            num_condition_audio_rows=0,
+            denoiser_input_fields={name: inputs[name] for name in names},
+            output="latents",
+        )
+
+    stock = sample()
+    with vmonarch.apply(pipe, VMonarchProcessor(grid=GRID, dense_steps=1.0)):
+        assert torch.equal(sample(), stock)
+    with vmonarch.apply(pipe, VMonarchProcessor(grid=GRID, dense_steps=[1])):
+        assert error(sample(), stock) > 1e-4
+    with vmonarch.apply(pipe, VMonarchProcessor(grid=GRID, refresh=1)):
+        sample()
+    made, added = residuals_in_use
+    assert len(made) == case.modules and len(added) == (len(schedulers[0].timesteps) - 1) * case.modules
+    assert torch.equal(sample(), stock)
 
 
 def test_a_prompt_in_a_tuple_that_a_callback_changes_has_residuals_of_its_own(residuals_in_use):

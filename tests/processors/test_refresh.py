@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import re
@@ -22,10 +23,10 @@ from diffusers import (
 from diffusers.hooks import first_block_cache
 
 import vmonarch
-from vmonarch import Refresh, VMonarchProcessor, batched_guidance, residuals
+from vmonarch import Refresh, VMonarchProcessor, batched_guidance, callers, diffusers_hook, residuals
 from vmonarch.eval.attention_flops import transformers_by_step
 from vmonarch.kernels.residual.api import add_residual, attention_residual, residual_bytes
-from vmonarch.residuals import Branch, ResidualSharing, spaced_steps
+from vmonarch.residuals import Branch, PipelineBranch, ResidualSharing, spaced_steps
 
 
 @pytest.mark.parametrize(
@@ -276,22 +277,106 @@ def test_memory_that_will_not_suffice_is_told_at_once(tiny, monkeypatch, dtype, 
         tiny.quickly(pipe, 3)
 
 
-@pytest.mark.parametrize("end", ["restore", "apply", "next run"])
-def test_those_of_an_interrupted_run_are_freed(tiny, end):
-    pipe, seen = watched(tiny.pipeline("t2v"), refresh=1)
-    expected = tiny.quickly(pipe, 3)
-    assert tiny.taken(seen) == [True, False, False]
-    tiny.quickly(pipe, 4, callback_on_step_end=tiny.stop_after(1))
-    assert tiny.taken(seen) == [True, False] and held(pipe.transformer) == 2
-    kept = tensors_of(pipe.transformer)
-    if end == "next run":
-        assert torch.equal(tiny.quickly(pipe, 3), expected)
-        assert tiny.taken(seen) == [True, False, False], "the residual of the run before is not used"
-    elif end == "restore":
-        vmonarch.restore(pipe)
-    else:
-        vmonarch.apply(pipe, VMonarchProcessor())
-    assert all(reference() is None for reference in kept)
+class Layer(torch.nn.Module):
+    """One that keeps residuals, on a device that need not be there."""
+
+    processor = SimpleNamespace(refresh=Refresh(1))
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    def parameters(self, recurse=True):
+        return iter([SimpleNamespace(device=torch.device(self.device))])
+
+
+def test_memory_is_asked_of_every_device_for_its_own_layers(monkeypatch):
+    layers = torch.nn.ModuleList(map(Layer, ("cuda:0", "cuda:0", "cuda:1", "cpu")))
+    of_a_layer = residual_bytes(1, 18, 2, 12, "int8")
+    free = {torch.device("cuda:0"): 3 * of_a_layer, torch.device("cuda:1"): 2 * of_a_layer}
+    monkeypatch.setattr(residuals, "_free_bytes", free.get)
+    at = lambda device: SimpleNamespace(shape=(1, 18, 2, 12), device=torch.device(device))
+    kept = SimpleNamespace(residual=SimpleNamespace(values=at("cuda:0")))
+    branch = PipelineBranch(layers=4, run=None, pipeline=None, transformer=lambda: layers, conditioning={}, versions=[])
+    sharing = ResidualSharing(Refresh(1))
+    # The layer on the CPU is offloaded: it will come to one of them.
+    sharing._check_memory(branch, at("cuda:0"))
+    branch.residuals["layer"] = kept
+    sharing._check_memory(branch, at("cuda:1"))
+    free[torch.device("cuda:1")] -= 1
+    with pytest.raises(torch.OutOfMemoryError, match="residuals of 2 layers.*free on cuda:1"):
+        sharing._check_memory(branch, at("cuda:1"))
+
+
+@pytest.mark.parametrize("end", ["stopped", "Ctrl-C", "guidance", "restore", "apply"])
+def test_a_run_that_ends_early_frees_them(tiny, end):
+    pipe, kept = tiny.applied("t2v", refresh=1), []
+
+    def callback(pipe, step, timestep, tensors):
+        if step != 1:
+            return {}
+        sharing = pipe.transformer._vmonarch_record.context.sharing
+        kept.extend(weakref.ref(k.residual.values) for branch in sharing._branches for k in branch.residuals.values())
+        if end == "restore":
+            vmonarch.restore(pipe)
+        elif end == "apply":
+            vmonarch.apply(pipe, VMonarchProcessor())
+        elif end == "Ctrl-C":
+            raise KeyboardInterrupt
+        # The negative prompt sits out the last step.
+        pipe._interrupt, pipe._guidance_scale = end == "stopped", 1.0 if end == "guidance" else 5.0
+        return {}
+
+    # The error is at hand, as in a notebook, and with it the frames that it has left.
+    with pytest.raises(KeyboardInterrupt) if end == "Ctrl-C" else contextlib.nullcontext():
+        tiny.generate(pipe, steps=3, callback_on_step_end=callback)
+    # Two layers, two branches.
+    assert [reference() for reference in kept] == [None] * 4
+    assert not [name for name in vars(pipe) if "vmonarch" in name]
+
+
+def test_the_end_of_another_pipeline_frees_its_own_alone(tiny):
+    pipe = tiny.pipeline("t2v")
+    other = tiny.another(pipe, own_scheduler=True)
+    vmonarch.apply(pipe, VMonarchProcessor(refresh=1))
+    counts = []
+
+    def callback(outer, step, timestep, tensors):
+        before = held(pipe.transformer)
+        tiny.quickly(other, 5, callback_on_step_end=tiny.stop_after(0))
+        counts.append((before, held(pipe.transformer)))
+        return {}
+
+    tiny.quickly(pipe, 3, callback_on_step_end=callback)
+    assert counts == [(2, 2), (2, 2), (0, 0)]
+
+
+def test_calls_of_pipelines_end_whether_they_were_defined_before_or_after():
+    class DiffusionPipeline:
+        @torch.no_grad()
+        def __call__(self):
+            callers.at_end_of_call(self, ended.append)
+            return torch.is_grad_enabled()
+
+    class Before(DiffusionPipeline):
+        def __call__(self):
+            return super().__call__()
+
+    diffusers_hook._change_pipelines(SimpleNamespace(DiffusionPipeline=DiffusionPipeline))
+
+    class After(Before):
+        def __call__(self):
+            super().__call__()
+            callers.at_end_of_call(self, ended.append)
+            raise KeyboardInterrupt
+
+    ended, before, after = [], Before(), After()
+    assert before() is False and ended == [before]
+    with pytest.raises(KeyboardInterrupt):
+        after()
+    assert ended == [before, after, after]
+    # Below torch.no_grad(), as it is without us.
+    assert DiffusionPipeline.__call__.__wrapped__(before) is True
 
 
 def test_an_error_inside_the_transformer_leaves_nothing_to_use(tiny):
@@ -309,14 +394,15 @@ def test_an_error_that_is_at_hand_holds_no_residuals(tiny, monkeypatch):
     """In a notebook the last error's frames stay, and what they hold: the run's timesteps, the branch."""
     pipe = tiny.applied("t2v", refresh=1)
 
+    kept = []
+
     def fail(*_, **options):
+        kept.extend(tensors_of(pipe.transformer))
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(residuals, "add_residual", fail)
     with pytest.raises(torch.OutOfMemoryError) as error:
         tiny.quickly(pipe, 3)
-    kept = tensors_of(pipe.transformer)
-    tiny.quickly(pipe, 1)
     # The first layer had its own in its hands.
     assert error.tb is not None and [reference() is None for reference in kept] == [False, True]
     assert held(pipe.transformer) == 0
@@ -403,6 +489,33 @@ def test_what_a_callback_changes(tiny, changes, exact):
     _, seen = watched(pipe, refresh=1)
     tiny.quickly(pipe, 4, **replace(**changes))
     assert tiny.taken(seen) == [True, False, exact, False]
+
+
+def test_changes_in_place_are_seen_in_lists_and_mappings():
+    inside = [torch.zeros(2), torch.zeros(3)]
+    conditioning = {"prompts": [inside[0]], "control": {"image": inside[1]}, "scale": 1.0}
+    seen = [residuals._versions(conditioning)]
+    for tensor in inside:
+        tensor.add_(1)
+        seen.append(residuals._versions(conditioning))
+    assert seen[0] != seen[1] != seen[2] != seen[0]
+
+
+def test_in_inference_mode(tiny):
+    pipe, seen = watched(tiny.pipeline("t2v"), refresh=1)
+    expected = tiny.quickly(pipe, 3)
+    with torch.inference_mode():
+        assert torch.equal(tiny.quickly(pipe, 3), expected)
+    assert tiny.taken(seen) == [True, False, False] * 2
+
+
+def test_parts_of_a_transformer_have_none_after_its_call(tiny):
+    pipe = tiny.applied("t2v", refresh=1)
+    attn, inputs = pipe.transformer.blocks[0].attn1, []
+    attn.register_forward_hook(lambda module, args, output: inputs.append(args))
+    tiny.quickly(pipe, 3, callback_on_step_end=tiny.stop_after(1))
+    with pytest.raises(RuntimeError, match="refresh needs forward calls of the transformer itself"), torch.no_grad():
+        attn(*inputs[0])
 
 
 def test_prompt_and_negative_prompt_may_be_the_same(tiny):

@@ -125,6 +125,25 @@ def _ltx_condition() -> tuple[Any, dict[str, Any]]:
     return pipe, call | {"image": image, "frame_index": 8}
 
 
+class _LTXOfPrompts(diffusers.LTXI2VLongMultiPromptPipeline):
+    """Without an encoder of prompts."""
+
+    def encode_prompt(self, **_: Any) -> tuple[torch.Tensor, ...]:
+        embeds = _guided(16)
+        return tuple(
+            embeds[f"{sign}prompt_{what}"] for sign in ("", "negative_") for what in ("embeds", "attention_mask")
+        )
+
+
+def ltx_of_prompts() -> tuple[Any, dict[str, Any]]:
+    """Two windows in time that overlap, of 4 and 3 frames; the last calls of a window's schedule are left out."""
+    pipe, _ = _ltx(_LTXOfPrompts)
+    pipe.set_progress_bar_config(disable=True)
+    windows = {"num_frames": 33, "temporal_tile_size": 24, "temporal_overlap": 8}
+    call = {"prompt": "a|b", "guidance_scale": 2.0, "num_inference_steps": 4, "output_type": "latent"}
+    return pipe, LTX_SIZE | windows | call
+
+
 def _ltx2() -> tuple[Any, dict[str, Any]]:
     vae = diffusers.AutoencoderKLLTX2Video(
         latent_channels=4,
