@@ -4,8 +4,8 @@ diffusers' pipelines lack this method. On a model it gives one object to all att
 and tells it neither its layer nor the video's grid nor the step, which ours need. So pipelines get the method, and on
 models it hands our processors to `vmonarch.apply`. This is the only place that changes classes of diffusers.
 
-The calls of pipelines are wrapped as well. Only they know when a run has ended that did not reach its last step: by an
-exception, by Ctrl-C, or because guidance has sat out.
+Once a processor shares residuals, the calls of pipelines are wrapped as well. Only they know when a run has ended that
+did not reach its last step: by an exception, by Ctrl-C, or because guidance has sat out.
 
 `import vmonarch` must not import diffusers, which takes seconds, and may come before or after it. So the classes are
 changed when their modules have been imported, or at once if they have been already.
@@ -26,6 +26,11 @@ from vmonarch.callers import end_of_call
 from vmonarch.requirements import warn_of_versions
 
 _Function = Callable[[ModuleType], None]
+# By the module that defines it, diffusers' base class of pipelines.
+_PIPELINES = {
+    "diffusers.pipelines.pipeline_utils": "DiffusionPipeline",
+    "diffusers.modular_pipelines.modular_pipeline": "ModularPipeline",
+}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -94,8 +99,14 @@ def install() -> None:
     """
     after_import("diffusers", warn_of_versions)
     after_import("diffusers.models.attention", _change_models)
-    after_import("diffusers.pipelines.pipeline_utils", _change_pipelines)
-    after_import("diffusers.modular_pipelines.modular_pipeline", _change_pipelines)
+    for name in _PIPELINES:
+        after_import(name, _change_pipelines)
+
+
+def watch_calls() -> None:
+    """Have `callers.end_of_call` called at the end of every pipeline's call, for good; may be called again."""
+    for name in _PIPELINES:
+        after_import(name, _wrap_calls)
 
 
 def _is_ours(processor: object) -> bool:
@@ -133,16 +144,17 @@ def _change_models(module: ModuleType) -> None:
 
 
 def _change_pipelines(module: ModuleType) -> None:
-    for name in ("DiffusionPipeline", "ModularPipeline"):
-        pipeline = vars(module).get(name)
-        if pipeline is not None and not hasattr(pipeline, "set_attn_processor"):
-            pipeline.set_attn_processor = set_attn_processor
-        if pipeline is not None and "__init_subclass__" not in vars(pipeline):
-            _wrap_calls(pipeline)
+    pipeline: Any = getattr(module, _PIPELINES[module.__name__], None)
+    # Other versions of diffusers may have none.
+    if pipeline is not None and not hasattr(pipeline, "set_attn_processor"):
+        pipeline.set_attn_processor = set_attn_processor
 
 
-def _wrap_calls(pipeline: Any) -> None:
-    """Wrap the calls of a class of pipelines and of those derived from it, now or later."""
+def _wrap_calls(module: ModuleType) -> None:
+    """Wrap the calls of a module's class of pipelines and of those derived from it, now or later."""
+    pipeline: Any = getattr(module, _PIPELINES[module.__name__], None)
+    if pipeline is None or "__init_subclass__" in vars(pipeline):
+        return
 
     def init_subclass(cls: Any, **options: Any) -> None:
         super(pipeline, cls).__init_subclass__(**options)

@@ -11,6 +11,7 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 
 from vmonarch.dense import DenseSet
+from vmonarch.diffusers_hook import watch_calls
 from vmonarch.families import (
     FAMILIES,
     OUT_OF_SCOPE,
@@ -250,7 +251,10 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
         instead = NO_REFRESH if stepwise == "refresh" else "use dense_steps=0"
         raise ValueError(f"{stepwise} is not supported with {kind}: its frames are at different steps; {instead}")
 
-    sharing = None if processor.refresh is None else ResidualSharing(processor.refresh)
+    sharing = None
+    if processor.refresh is not None:
+        watch_calls()
+        sharing = ResidualSharing(processor.refresh)
 
     # Everything that can fail comes before the first change.
     plans = []

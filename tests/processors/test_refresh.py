@@ -362,7 +362,9 @@ def test_calls_of_pipelines_end_whether_they_were_defined_before_or_after():
         def __call__(self):
             return super().__call__()
 
-    diffusers_hook._change_pipelines(SimpleNamespace(DiffusionPipeline=DiffusionPipeline))
+    names = {"__name__": "diffusers.pipelines.pipeline_utils", "DiffusionPipeline": DiffusionPipeline}
+    for _ in range(2):
+        diffusers_hook._wrap_calls(SimpleNamespace(**names))
 
     class After(Before):
         def __call__(self):
