@@ -133,7 +133,7 @@ def _change_models(module: ModuleType) -> None:
                     " layers but its dense_layers, or a plan, which gives every layer options of its own"
                 )
         elif _is_ours(processor):
-            from vmonarch.installation import apply
+            from vmonarch import apply
 
             apply(self, processor)
             return
@@ -196,7 +196,8 @@ def set_attn_processor(self: Any, processor: Any) -> None:
         AttributeError: another's was given, and a transformer has no `set_attn_processor`.
         TypeError, ValueError, NotImplementedError, RuntimeError: as `vmonarch.apply`.
     """
-    from vmonarch.installation import apply, restore, transformers_in
+    from vmonarch import apply, restore
+    from vmonarch.families import transformers_in
 
     # A base after diffusers' pipeline may have the method.
     owner = next(base for base in type(self).__mro__ if vars(base).get("set_attn_processor") is set_attn_processor)

@@ -255,6 +255,8 @@ def heads_of(attn: Any) -> int:
     return heads
 
 
+SUPPORTED = ", ".join(FAMILIES)
+
 # Video transformers of diffusers that have none of these, and why.
 OUT_OF_SCOPE = {
     "LatteTransformer3DModel": "whose attention is over frames or over one frame, never over the whole video",
@@ -293,3 +295,29 @@ def forward_arguments(transformer: Any) -> tuple[str, ...]:
     # A class derived from that of diffusers may tell nothing.
     cls: Any = diffusers_class(transformer)
     return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+def describe(argument: object) -> str:
+    """An unusable argument, in words for an error."""
+    if isinstance(argument, type):
+        return f"the class {argument.__name__} (not an instance of it)"
+    return repr(argument) if isinstance(argument, (str, int, float, type(None))) else type(argument).__name__
+
+
+def transformers_in(pipe: object) -> dict[str, Any]:
+    """The transformers that a pipeline has, supported or not, by component name.
+
+    Raises:
+        TypeError: it is no pipeline with a transformer.
+        ValueError: its transformers are all None.
+    """
+    if not hasattr(pipe, "transformer") or isinstance(pipe, type):
+        raise TypeError(
+            "pipe_or_transformer must be a pipeline with a video transformer, or such a transformer"
+            f" ({SUPPORTED}), got {describe(pipe)}"
+        )
+    components = {name: getattr(pipe, name, None) for name in ("transformer", "transformer_2")}
+    present = {name: component for name, component in components.items() if component is not None}
+    if not present:
+        raise ValueError(f"the {type(pipe).__name__} has no transformer: transformer and transformer_2 are both None")
+    return present

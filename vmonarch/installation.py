@@ -13,13 +13,15 @@ from diffusers.configuration_utils import FrozenDict
 from vmonarch.dense import DenseSet
 from vmonarch.diffusers_hook import watch_calls
 from vmonarch.families import (
-    FAMILIES,
     OUT_OF_SCOPE,
+    SUPPORTED,
     Family,
+    describe,
     diffusers_class,
     family_of,
     forward_arguments,
     known_family,
+    transformers_in,
 )
 from vmonarch.forward_context import ForwardContext, carry_call
 from vmonarch.grid import LatentGrid
@@ -35,8 +37,6 @@ from vmonarch.residuals import NO_REFRESH, ResidualSharing
 from vmonarch.seam import borrow, ours_of
 from vmonarch.video_processor import DenseLayerProcessor, VideoAttentionProcessor
 
-_SUPPORTED = ", ".join(FAMILIES)
-_COMPONENTS = ("transformer", "transformer_2")
 _ATTRIBUTE = "_vmonarch_record"
 # Entry of a transformer's config, saved with its weights, that tells which processor the parameters among them are of.
 # diffusers loads such a folder without it and passes over names that begin with an underscore.
@@ -124,12 +124,6 @@ def _end_call(transformer: torch.nn.Module, *_: Any) -> None:
     getattr(transformer, _ATTRIBUTE).context.end()
 
 
-def _describe(argument: object) -> str:
-    if isinstance(argument, type):
-        return f"the class {argument.__name__} (not an instance of it)"
-    return repr(argument) if isinstance(argument, (str, int, float, type(None))) else type(argument).__name__
-
-
 def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]:
     """The supported transformers of a pipeline, or the transformer itself (inside a compiled or training wrapper too).
 
@@ -142,27 +136,8 @@ def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]
     kind, present = type(pipe_or_transformer).__name__, transformers_in(pipe_or_transformer)
     for name, component in present.items():
         if not isinstance(component, torch.nn.Module):
-            raise TypeError(f"{kind}.{name} must be one of {_SUPPORTED}, got {type(component).__name__}")
+            raise TypeError(f"{kind}.{name} must be one of {SUPPORTED}, got {type(component).__name__}")
     return {name: _unwrap(component, f"{kind}.{name}") for name, component in present.items()}
-
-
-def transformers_in(pipe: object) -> dict[str, Any]:
-    """The transformers that a pipeline has, supported or not, by component name.
-
-    Raises:
-        TypeError: it is no pipeline with a transformer.
-        ValueError: its transformers are all None.
-    """
-    if not hasattr(pipe, "transformer") or isinstance(pipe, type):
-        raise TypeError(
-            "pipe_or_transformer must be a pipeline with a video transformer, or such a transformer"
-            f" ({_SUPPORTED}), got {_describe(pipe)}"
-        )
-    components = {name: getattr(pipe, name, None) for name in _COMPONENTS}
-    present = {name: component for name, component in components.items() if component is not None}
-    if not present:
-        raise ValueError(f"the {type(pipe).__name__} has no transformer: transformer and transformer_2 are both None")
-    return present
 
 
 def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> torch.nn.Module:
@@ -170,7 +145,7 @@ def _unwrap(module: torch.nn.Module, argument: str = "pipe_or_transformer") -> t
     if len(found) != 1:
         refused = diffusers_class(module, OUT_OF_SCOPE)
         reason = "" if refused is None else f", {OUT_OF_SCOPE[refused.__name__]}"
-        raise TypeError(f"{argument} must be (or wrap) one of {_SUPPORTED}, got {type(module).__name__}{reason}")
+        raise TypeError(f"{argument} must be (or wrap) one of {SUPPORTED}, got {type(module).__name__}{reason}")
     return found[0]
 
 
@@ -242,7 +217,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
     if not isinstance(processor, VideoAttentionProcessor):
         raise TypeError(
             "processor must be a VMonarchProcessor(...) or another of vmonarch's, or the name of a preset, got"
-            f" {_describe(processor)}; vmonarch.restore switches it off"
+            f" {describe(processor)}; vmonarch.restore switches it off"
         )
     dense_steps = DenseSet("dense_steps", processor.dense_steps)
     # Diffusion forcing gives every latent frame its own noise level and its own copy of the scheduler.

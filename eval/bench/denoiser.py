@@ -133,7 +133,7 @@ class Denoiser(DiffusionPipeline):
             )[0]
         return out
 
-    def __call__(self) -> None:
+    def step(self) -> None:
         """One step, of a new run after the last; `marks` keeps its times."""
         if self.next_step == self.steps:
             self.begin()
@@ -155,7 +155,7 @@ class Denoiser(DiffusionPipeline):
         """Consecutive steps, with which a run begins."""
         self.begin(steps.start)
         for _ in steps:
-            self()
+            self.step()
 
     def step_times(self) -> list[StepTimes]:
         """Of all steps in `marks`."""

@@ -378,7 +378,7 @@ class Row:
             return
         try:
             if len(set(self.kinds)) == 1:
-                self.denoiser()
+                self.denoiser.step()
                 return
             for steps in self.ranges:
                 self.denoiser.run(steps)

@@ -227,7 +227,7 @@ def test_a_step_calls_the_transformer_as_the_pipeline_does(tiny, expand):
     )  # fmt: skip
     with torch.no_grad():
         for _ in range(4):
-            denoiser()
+            denoiser.step()
     assert len(calls) == 8 and [times.step for times in denoiser.step_times()] == [0, 1, 2, 0]
     for found, wanted in zip(calls, [*expected, *expected[:2]], strict=True):
         for name in ("timestep", "encoder_hidden_states"):
@@ -292,7 +292,7 @@ def test_parts_are_timed_around_what_they_are_named_after(tiny, monkeypatch):
     texts = [inputs["encoder_hidden_states"]] * 2
     denoiser = Denoiser(model, read_model("wan2.1-1.3b"), inputs["hidden_states"], texts, 3, Ticks(CPU))
     with torch.no_grad():
-        denoiser()
+        denoiser.step()
         with timed_parts(model, denoiser.clock) as milliseconds:
             denoiser.forward()
     assert milliseconds()["attention"] == 20.0
