@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import re
 import warnings
@@ -447,13 +448,14 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
 def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:
     """The first frame that a picture file gives, RGB of this size, and in words what of the picture it does not show.
 
-    The picture stands as its EXIF tag says, has its 16 bits scaled to 8 and transparent pixels laid over black, and is
-    cropped to the frame's shape, at its centre, and scaled. Clips for training are cropped alike.
+    The picture stands as its EXIF tag says, has its colour profile converted to sRGB, its 16 bits scaled to 8 and
+    transparent pixels laid over black, and is cropped to the frame's shape, at its centre, and scaled. Clips for
+    training are cropped alike.
 
     Raises:
-        InputError: it cannot be read, or has 32 bits a channel, of which nobody knows the white.
+        InputError: it or its colour profile cannot be read, or it has 32 bits a channel, whose white nobody knows.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(path) as image:
@@ -464,9 +466,20 @@ def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:
     if picture.mode.startswith("I;16") or (picture.mode == "I" and form in ("PNG", "PPM")):
         import numpy as np
 
-        picture = Image.fromarray((np.asarray(picture) / 257).round().astype(np.uint8))
+        levels, transparent = np.asarray(picture), picture.info.get("transparency")
+        picture = Image.fromarray((levels / 257).round().astype(np.uint8))
+        if transparent is not None:
+            picture.putalpha(Image.fromarray(((levels != transparent) * 255).astype(np.uint8)))
     elif picture.mode in ("I", "F"):
         raise InputError("image", f"must have 8 or 16 bits a channel, {path!r} has 32")
+    if (profile := picture.info.get("icc_profile")) and picture.mode in ("RGB", "RGBA", "CMYK"):
+        try:
+            srgb, mode = ImageCms.createProfile("sRGB"), "RGBA" if picture.mode == "RGBA" else "RGB"
+            converted = ImageCms.profileToProfile(picture, io.BytesIO(profile), srgb, outputMode=mode)
+        except (ImageCms.PyCMSError, OSError) as error:
+            raise InputError("image", f"has a colour profile that cannot be used: {error}; save it as sRGB") from error
+        assert converted is not None
+        picture = converted
     changes = []
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")

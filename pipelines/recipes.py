@@ -219,10 +219,13 @@ def cache_config(stack: Stack, steps: int | None) -> Any:
 
     arguments = dict(stack.cache)
     cls = getattr(diffusers, f"{CACHES[arguments.pop('kind')]}CacheConfig")
-    known = [option.name for option in dataclasses.fields(cls)]
-    for name in arguments:
+    known = {option.name: getattr(option.type, "__name__", option.type) for option in dataclasses.fields(cls)}
+    for name, value in arguments.items():
         if name not in known:
             raise InputError(f"cache.{name}", f"is no argument of {cls.__name__}; known: {', '.join(known)}")
+        wanted = {"bool": bool, "int": int, "float": (int, float)}.get(known[name], object)
+        if not isinstance(value, wanted) or (isinstance(value, bool) and known[name] in ("int", "float")):
+            raise InputError(f"cache.{name}", f"must be of type {known[name]}, got {value!r}")
     if cls is diffusers.TaylorSeerCacheConfig:
         # Of one output alone the factors are small, whatever their type.
         arguments = {"use_lite_mode": True, "taylor_factors_dtype": torch.float32} | arguments

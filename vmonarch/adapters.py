@@ -81,7 +81,7 @@ def save_adapter(
         FileExistsError: the file exists, and `overwrite` is False.
         FileNotFoundError: its folder does not exist.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end with .safetensors, got {str(path)!r}")
     tensors: dict[str, torch.Tensor] = {}
@@ -174,7 +174,7 @@ def read_adapter(path: str | Path, transformers: Iterable[str] = ("transformer",
     Raises:
         ValueError, FileNotFoundError: as `load_adapter`.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.is_dir():
         return _read_folder(path, list(transformers))
     if not path.is_file():

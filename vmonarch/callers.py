@@ -1,4 +1,4 @@
-"""The objects whose methods the running thread is in, and the end of the calls of pipelines.
+"""The objects whose methods the running thread is in.
 
 diffusers does not tell a processor which model, block's hook or pipeline it is called by, and nothing that could be
 remembered would tell as surely.
@@ -7,11 +7,8 @@ remembered would tell as surely.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-# Attribute of a pipeline that is running: what is to be called afterwards.
-_AT_END = "_vmonarch_at_end"
 
 
 def method_calls() -> Iterator[Mapping[str, Any]]:
@@ -27,14 +24,3 @@ def method_calls() -> Iterator[Mapping[str, Any]]:
 def callers() -> Iterator[Any]:
     """The `self` of each method that has been called and has not returned, from the innermost."""
     return (variables["self"] for variables in method_calls())
-
-
-def at_end_of_call(pipeline: Any, function: Callable[[Any], None]) -> None:
-    """Call `function(pipeline)` when the call of the pipeline that the thread is in has returned or raised."""
-    vars(pipeline).setdefault(_AT_END, set()).add(function)
-
-
-def end_of_call(pipeline: Any) -> None:
-    """The call of a pipeline has returned or raised."""
-    for function in vars(pipeline).pop(_AT_END, ()):
-        function(pipeline)

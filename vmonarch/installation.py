@@ -11,7 +11,6 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 
 from vmonarch.dense import DenseSet
-from vmonarch.diffusers_hook import watch_calls
 from vmonarch.families import (
     OUT_OF_SCOPE,
     SUPPORTED,
@@ -32,6 +31,7 @@ from vmonarch.parallelism import (
     restore_enabling,
     share_parallel_config,
 )
+from vmonarch.pipeline_calls import watch_calls
 from vmonarch.preset import preset_processor
 from vmonarch.residuals import NO_REFRESH, ResidualSharing
 from vmonarch.seam import borrow, ours_of
@@ -53,6 +53,7 @@ class _Record:
         grid: the one that the processor was given, if it was.
         names: of the arguments of the transformer's forward.
         processor: the one that was given.
+        idle: whether others have replaced all processors of ours since (`note_processors`).
         lora: name of the LoRA layers that came with the processor's parameters (`load_adapter`), which go with it.
     """
 
@@ -63,6 +64,7 @@ class _Record:
     names: tuple[str, ...]
     processor: VideoAttentionProcessor
     lora: str | None = None
+    idle: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,8 @@ class Installation:
 def _record_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook. Stateless: what it writes to belongs to the module, so that copies of it stay apart."""
     record: _Record = getattr(transformer, _ATTRIBUTE)
+    if record.idle:
+        return
     arguments = dict(zip(record.names, args, strict=False)) | kwargs
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         carry_call(transformer, record.context)
@@ -122,6 +126,20 @@ def _record_call(transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: di
 def _end_call(transformer: torch.nn.Module, *_: Any) -> None:
     """Forward hook, stateless as well."""
     getattr(transformer, _ATTRIBUTE).context.end()
+
+
+def note_processors(transformer: Any) -> None:
+    """Others have set processors: while none is ours, forward calls are not recorded. They may set ours back."""
+    record: _Record | None = getattr(transformer, _ATTRIBUTE, None)
+    if record is not None:
+        record.idle = not _has_ours(transformer)
+
+
+def is_bound_to(transformer: Any, processor: Any) -> bool:
+    """Whether a processor of ours is one that `apply` has made for this transformer."""
+    record: _Record | None = getattr(transformer, _ATTRIBUTE, None)
+    ours = getattr(processor, "ours", processor)
+    return record is not None and getattr(ours, "_context", None) is record.context
 
 
 def find_transformers(pipe_or_transformer: object) -> dict[str, torch.nn.Module]:
@@ -385,6 +403,7 @@ def restore(pipe_or_transformer: Any) -> None:
 
     Raises:
         TypeError: `pipe_or_transformer` has no supported transformer.
+        ValueError: the pipeline's transformers are all None.
         RuntimeError: tokens are spread over ranks by a plan of ours (docs/parallel.md).
     """
     _restore(find_transformers(pipe_or_transformer))
@@ -393,7 +412,7 @@ def restore(pipe_or_transformer: Any) -> None:
 def is_applied(pipe_or_transformer: Any) -> bool:
     """Whether one of our processors is at work in any of the transformers."""
     transformers = find_transformers(pipe_or_transformer).values()
-    return any(hasattr(transformer, _ATTRIBUTE) or _has_ours(transformer) for transformer in transformers)
+    return any(map(_has_ours, transformers))
 
 
 def _has_ours(transformer: torch.nn.Module) -> bool:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vmonarch.requirements import check_versions
+from vmonarch.requirements import check_versions, warn_of_versions
 
 
 def lazy_names(
@@ -27,6 +27,8 @@ def lazy_names(
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}; it offers {', '.join(sorted(offered))}"
             )
+        if name != "__version__":
+            warn_of_versions()
         try:
             if not offered[name]:
                 return importlib.import_module(f"{package}.{name}")

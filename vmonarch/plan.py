@@ -198,7 +198,7 @@ class AttentionPlan:
         """Write the JSON, whole or not at all; a file that is there is replaced."""
         with AtomicFiles(overwrite=True) as files:
             text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
-            files.stage(Path(path)).write_text(text, encoding="utf-8")
+            files.stage(Path(path).expanduser()).write_text(text, encoding="utf-8")
 
     def heads_of(self, component: str, layer: int, layers: int, heads: int) -> tuple[str, ...]:
         """Methods of the heads of one layer; the model has `layers` layers of `heads` heads.

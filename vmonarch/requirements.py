@@ -53,7 +53,7 @@ def check_versions() -> None:
         raise UnsupportedVersion("; ".join(found.values()))
 
 
-def warn_of_versions(module: object = None) -> None:
-    """Warn of each version that vmonarch does not support; takes the module whose import was waited for."""
+def warn_of_versions() -> None:
+    """Warn whoever uses a name of vmonarch of each version that vmonarch does not support."""
     for sentence in unsupported_versions().values():
-        warnings.warn(sentence, stacklevel=2)
+        warnings.warn(sentence, stacklevel=3)

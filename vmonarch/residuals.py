@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from vmonarch.arguments import same_arguments, tensors_in
-from vmonarch.callers import at_end_of_call
 from vmonarch.dense import DenseSet
 from vmonarch.host_memory import Arriving, HostMemory
 from vmonarch.kernels.residual.api import (
@@ -29,6 +28,7 @@ from vmonarch.kernels.residual.api import (
     residual_bytes,
 )
 from vmonarch.kernels.residual.reference import Residual
+from vmonarch.pipeline_calls import at_end_of_call
 from vmonarch.steps import DenoisingStep, denoising_step
 
 # What errors tell to use in its place, by the name of a preset too: "near-lossless" is the default.
@@ -209,7 +209,7 @@ class ResidualSharing:
 
     They belong to a *run*, one denoising loop of one pipeline, and in it to a branch (prompt, negative prompt, both in
     one batch), which is told by what the transformer is called with. Those of a run are freed in its last step, and
-    when the call of the pipeline ends, whatever ends it.
+    when the call of the pipeline ends, whatever ends it (of a call that was running at the first `apply`, in the next).
 
     Args:
         refresh: the option.

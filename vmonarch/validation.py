@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from typing import Any
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -11,12 +12,15 @@ PARALLEL_BY = ("heads", "frames")
 
 
 def plain(value: Any) -> Any:
-    """A number as Python has it, which JSON can hold, in place of NumPy's; lists and tuples as tuples of such."""
+    """A number as Python has it, which JSON can hold, in place of NumPy's and torch's; lists as tuples of such."""
     if isinstance(value, (tuple, list)):
         return tuple(map(plain, value))
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if isinstance(value, bool):
         return value
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value) if isinstance(value, numbers.Real) else value
 
 
 def check_positive_integer(name: str, number: object) -> None:

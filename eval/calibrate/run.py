@@ -375,7 +375,7 @@ def read_diagnosis(path: str | Path, candidates: Sequence[str] | None = None) ->
     """
     from vmonarch.eval.calibrate.diagnosis import FORMAT
 
-    diagnosis = read_document("diagnosis", path, FORMAT, "diagnosis of `vmonarch calibrate`")
+    diagnosis = read_document("diagnosis", Path(path).expanduser(), FORMAT, "diagnosis of `vmonarch calibrate`")
     if candidates is None:
         return diagnosis
     known = list(diagnosis["candidates"])

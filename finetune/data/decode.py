@@ -342,6 +342,8 @@ class _Decoder:
         errors = [found.group(1) for line in lines if (found := re.match(r"\[(?:error|fatal|panic)\]\s*(\S.*)", line))]
         if any("matches no streams" in line for line in errors):
             return "has no video stream"
+        if any("no path between colorspaces" in line for line in errors):
+            return "has no colours that can be converted to those of a BT.709 screen"
         # Of some containers ffmpeg reports the missing end, and goes on all the same.
         if code or any("prematurely" in line for line in errors):
             return next(iter(errors), f"ffmpeg ended with code {code}")
@@ -361,13 +363,18 @@ def _read_timing(path: Path, stream: int, deadline: _Deadline) -> tuple[Timing, 
     times = [int(found.group(1)) for found in re.finditer(r"^0,\s*-?\d+,\s*(-?\d+),", text, re.MULTILINE)]
     if problem is not None:
         where = f" after {len(times)} frames" if times else ""
-        raise BadVideo(problem if problem.startswith("has no") else f"cannot be decoded{where}: {problem}")
+        raise _bad(problem, where)
     tick = re.search(r"^#tb 0: (\d+)/(\d+)", text, re.MULTILINE)
     if not times or tick is None:
         raise BadVideo("has no frame")
     if any(later < earlier for earlier, later in zip(times, times[1:], strict=False)):
         raise BadVideo("has frames whose times go backwards")
     return Timing(times, Fraction(int(tick.group(1)), int(tick.group(2)))), _picture(log)
+
+
+def _bad(problem: str, where: str) -> BadVideo:
+    """What a decoder's `finish` tells, and after how much of the file."""
+    return BadVideo(problem if problem.startswith("has no") else f"cannot be decoded{where}: {problem}")
 
 
 def _picture(log: str) -> _Picture:
@@ -405,7 +412,7 @@ def _read_frames(
             frame = decoder.read_picture()
             if frame is None:
                 problem = decoder.finish() or "the decoder ended early"
-                raise BadVideo(f"cannot be decoded after {index} frames: {problem}")
+                raise _bad(problem, f" after {index} frames")
             if index in needed:
                 frames[index] = resize_and_crop(frame, shape.height, shape.width, picture.aspect)
                 deadline.left()

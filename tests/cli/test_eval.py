@@ -199,6 +199,12 @@ def test_what_changes_no_number_may_change(loaded, whole: Evaluation, copied: Pa
     assert (copied / "report.html").read_text(encoding="utf-8").count("<video") == 3
 
 
+def test_a_plan_may_have_moved_but_not_changed() -> None:
+    before = {"methods": [{"plan": "/a/plan.json", "plan_sha256": "1"}]}
+    assert not list(module._changes(before, {"methods": [{"plan": "/b/plan.json", "plan_sha256": "1"}]}))
+    assert len(list(module._changes(before, {"methods": [{"plan": "/b/plan.json", "plan_sha256": "2"}]}))) == 2
+
+
 def test_a_folder_of_something_else_is_left_alone(loaded, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(InputError, match="must be empty or hold an evaluation"):

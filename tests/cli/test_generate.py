@@ -277,6 +277,22 @@ def test_pictures_are_shown_as_they_are_meant(tmp_path: Path) -> None:
         assert (np.asarray(frame) == expected).all() and said == changes, name
 
 
+def test_a_colour_profile_is_converted_to_srgb(tmp_path: Path) -> None:
+    from PIL import Image, ImageCms
+
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    # Its red is green, and its green red.
+    swapped = srgb.replace(b"rXYZ", b"????", 1).replace(b"gXYZ", b"rXYZ", 1).replace(b"????", b"gXYZ", 1)
+    picture = Image.new("RGB", (32, 16), (200, 100, 50))
+    for profile, shown in ((srgb, (200, 100, 50)), (swapped, (100, 200, 50))):
+        picture.save(tmp_path / "a.png", icc_profile=profile)
+        frame = np.asarray(open_image(str(tmp_path / "a.png"), 16, 32)[0]).astype(int)
+        assert abs(frame - shown).max() <= 1
+    picture.save(tmp_path / "a.png", icc_profile=b"no profile")
+    with pytest.raises(InputError, match="colour profile that cannot be used"):
+        open_image(str(tmp_path / "a.png"), 16, 32)
+
+
 def test_sixteen_bits_of_grey_become_eight(tmp_path: Path) -> None:
     from PIL import Image
 
@@ -285,6 +301,9 @@ def test_sixteen_bits_of_grey_become_eight(tmp_path: Path) -> None:
         Image.fromarray(levels).save(tmp_path / name)
         frame, _ = open_image(str(tmp_path / name), 16, 32)
         assert (np.asarray(frame) == (levels // 257)[..., None]).all()
+    Image.fromarray(levels).save(tmp_path / "clear.png", transparency=65535)
+    frame, changes = open_image(str(tmp_path / "clear.png"), 16, 32)
+    assert (np.asarray(frame) == (levels // 257 % 255)[..., None]).all() and "transparent" in changes
     Image.fromarray(levels.astype(np.float32)).save(tmp_path / "grey.tiff")
     with pytest.raises(InputError, match="must have 8 or 16 bits a channel"):
         open_image(str(tmp_path / "grey.tiff"), 16, 32)

@@ -101,6 +101,12 @@ def test_names_that_were_recipes_are_told_to_be_methods() -> None:
         assert resolve(old) == new, "as records have it"
 
 
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_the_option_of_recipes_does_not_take_what_is_a_method_now(cli: Callable[..., Any], command: str) -> None:
+    code, _, err = cli(command, "a red circle", "--recipe", "fast:refresh=6")
+    assert code == 2 and "'fast' is an attention method; the recipe is 'stack-fast'" in err
+
+
 def test_a_recipe_with_overrides_is_labelled_with_them() -> None:
     """Whether they come in its word, in a mapping, or as overrides of a command."""
     for above in ({"cache": None, "attention": {"refresh": 12}}, {"cache": {"kind": "first_block", "threshold": 0.1}}):
@@ -261,6 +267,9 @@ def test_arguments_of_a_cache_are_checked_before_a_model_is_loaded(tiny_model: P
     folder = find_model(str(tiny_model))
     with pytest.raises(InputError, match="attention .* has a cache that cannot be used: cache.order is no argument"):
         complete(config(tiny_model, attention="stock:cache={kind: sea, order: 2}"), folder)
+    for wrong in ("abc", "true"):
+        with pytest.raises(InputError, match="cache.threshold must be of type float, got"):
+            complete(config(tiny_model, attention=f"stock:cache={{kind: first_block, threshold: {wrong}}}"), folder)
 
 
 def test_the_cache_mag_knows_the_steps(sample: Callable[..., torch.Tensor], loaded: LoadedModel) -> None:

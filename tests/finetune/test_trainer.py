@@ -520,7 +520,7 @@ def test_a_run_is_found_from_any_folder(place, tmp_path, monkeypatch):
     given = {"model": "t2v", "data": {"path": "clips"}, "attention": "vmonarch:plan=~/plan.json", "steps": 1}
     Trainer(settings(place, tmp_path / "run", **given)).run()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert export(tmp_path / "run", tmp_path / "model").is_dir()
+    assert export("~/run", "~/model") == tmp_path / "model" and (tmp_path / "model").is_dir()
     record = Checkpoints(tmp_path / "run" / "checkpoints").load_latest(wanted=["run"])[1]["run"]["config"]
     assert [record["model"], record["data"]["path"], record["attention"]["plan"]] == [
         str(place / "t2v"), str(place / "clips"), str(tmp_path / "plan.json")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -18,7 +19,8 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import vmonarch
 from vmonarch import VMonarchProcessor
-from vmonarch.diffusers_hook import _Finder, after_import, install
+from vmonarch.after_import import _Finder, after_import
+from vmonarch.diffusers_hook import _change_pipelines, install
 
 ROOT = Path(__file__).parents[2]
 ORDERS = {
@@ -108,6 +110,36 @@ def test_a_dictionary_with_ours_is_refused(tiny):
     assert model.attn_processors == before
 
 
+def test_processors_that_were_replaced_may_be_put_back(tiny):
+    """diffusers does so when it unfuses projections. While none is ours, calls need no pipeline and record nothing."""
+    model = tiny.transformer()
+    stock = tiny.run(model)
+    model.set_attn_processor(VMonarchProcessor(dense_layers=[0]))
+    ours, saved = tiny.run(model), dict(model.attn_processors)
+    model.set_attn_processor(WanAttnProcessor())
+    assert torch.equal(tiny.run(model), stock) and model._vmonarch_record.context.call.grid is not None
+    model._vmonarch_record.context.forget()
+    assert torch.equal(tiny.run(model), stock) and model._vmonarch_record.context.call is None
+    model.set_attn_processor(dict(saved))
+    assert torch.equal(tiny.run(model), ours) and not torch.equal(ours, stock)
+    vmonarch.restore(model)
+    assert torch.equal(tiny.run(model), stock)
+    with pytest.raises(ValueError, match="dictionary"):
+        model.set_attn_processor(dict(saved))
+
+
+def test_what_a_transformer_alone_does_not_tell_needs_its_pipeline(tiny):
+    pipe = tiny.pipeline("t2v-2.2")
+    for target in (pipe, pipe.transformer):
+        with pytest.raises(TypeError, match="presets are for.* vmonarch.apply"):
+            target.set_attn_processor("fast")
+    heads = [["a"] * pipe.transformer.config.num_attention_heads] * pipe.transformer.config.num_layers
+    plan = vmonarch.AttentionPlan({"a": vmonarch.VMonarchOptions()}, {"transformer": heads, "transformer_2": heads})
+    with pytest.raises(ValueError, match="plan: it is for transformer, transformer_2, .* vmonarch.apply"):
+        pipe.transformer_2.set_attn_processor(VMonarchProcessor(plan=plan))
+    pipe.set_attn_processor(VMonarchProcessor(plan=plan))
+
+
 def test_other_models_say_that_they_are_not_served(tiny):
     vae = diffusers.AutoencoderKL(block_out_channels=(4,), norm_num_groups=1)
     with pytest.raises(TypeError, match="must be .or wrap. one of WanTransformer3DModel.* got AutoencoderKL"):
@@ -129,6 +161,9 @@ def test_a_pipeline_that_has_the_method_keeps_it():
     for pipe in Before(), After():
         pipe.set_attn_processor(processor := VMonarchProcessor())
         assert pipe.seen is processor
+    own = Setter.set_attn_processor
+    _change_pipelines(SimpleNamespace(__name__="diffusers.pipelines.pipeline_utils", DiffusionPipeline=Setter))
+    assert Setter.set_attn_processor is own, "as a later diffusers may have it"
 
 
 def test_what_diffusers_has_is_changed_once_and_looks_as_before():
@@ -145,7 +180,7 @@ def module(tmp_path, monkeypatch):
     """The path of a module of that name, which a second finder of ours finds, too; nothing of it stays."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", [_Finder(), *sys.meta_path])
-    monkeypatch.setattr("vmonarch.diffusers_hook._finder", _Finder())
+    monkeypatch.setattr("vmonarch.after_import._finder", _Finder())
     yield tmp_path / "imported_later.py"
     sys.modules.pop("imported_later", None)
 

@@ -193,15 +193,16 @@ def test_the_kernels_compute_a_plan(tiny, name):
     assert error < 8e-3, error
 
 
-def test_json_holds_all_of_a_plan(tmp_path):
+def test_json_holds_all_of_a_plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     plan = AttentionPlan(
         {**METHODS, "tiled": {"tiles": (2, 2), "coarse": 2, "min_mass": 0.2}},
         {"transformer": [["tiled", "own"], ["full", "t1"]]},
         {"made": "by hand"},
     )
-    plan.save(tmp_path / "plan.json")
+    plan.save("~/plan.json")
     found = AttentionPlan.parse(tmp_path / "plan.json")
-    assert found == plan and found.about == {"made": "by hand"}
+    assert found == plan == AttentionPlan.parse("~/plan.json") and found.about == {"made": "by hand"}
     assert found.methods["own"].exact == ExactBlocks(band=0) and found.methods["tiled"].tiles == (2, 2)
     processor = VMonarchProcessor(plan=str(tmp_path / "plan.json"))
     again = VMonarchProcessor.from_config(json.loads(json.dumps(processor.config)))

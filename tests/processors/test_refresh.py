@@ -23,7 +23,7 @@ from diffusers import (
 from diffusers.hooks import first_block_cache
 
 import vmonarch
-from vmonarch import Refresh, VMonarchProcessor, batched_guidance, callers, diffusers_hook, residuals
+from vmonarch import Refresh, VMonarchProcessor, batched_guidance, pipeline_calls, residuals
 from vmonarch.eval.attention_flops import transformers_by_step
 from vmonarch.kernels.residual.api import add_residual, attention_residual, residual_bytes
 from vmonarch.residuals import Branch, PipelineBranch, ResidualSharing, spaced_steps
@@ -355,7 +355,7 @@ def test_calls_of_pipelines_end_whether_they_were_defined_before_or_after():
     class DiffusionPipeline:
         @torch.no_grad()
         def __call__(self):
-            callers.at_end_of_call(self, ended.append)
+            pipeline_calls.at_end_of_call(self, ended.append)
             return torch.is_grad_enabled()
 
     class Before(DiffusionPipeline):
@@ -364,12 +364,12 @@ def test_calls_of_pipelines_end_whether_they_were_defined_before_or_after():
 
     names = {"__name__": "diffusers.pipelines.pipeline_utils", "DiffusionPipeline": DiffusionPipeline}
     for _ in range(2):
-        diffusers_hook._wrap_calls(SimpleNamespace(**names))
+        pipeline_calls._wrap_calls(SimpleNamespace(**names))
 
     class After(Before):
         def __call__(self):
             super().__call__()
-            callers.at_end_of_call(self, ended.append)
+            pipeline_calls.at_end_of_call(self, ended.append)
             raise KeyboardInterrupt
 
     ended, before, after = [], Before(), After()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vmonarch.cli.parser import Parser
+from vmonarch.cli.sampling import add_recipe_argument
 
 _EPILOG = """\
 examples:
@@ -72,9 +73,8 @@ def _e2e_arguments(parser: argparse.ArgumentParser) -> None:
         " file (random weights), a folder of a Wan pipeline, or a hub id",
     )
     parser.add_argument("--modes", **_SEVERAL, help="eager, compiled (default: both)")
-    parser.add_argument(
-        "--methods", "--recipe", **_SEVERAL, help="as `vmonarch compare` takes them (default: full vmonarch)"
-    )
+    parser.add_argument("--methods", **_SEVERAL, help="as `vmonarch compare` takes them (default: full vmonarch)")
+    add_recipe_argument(parser, "methods", nargs="+")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="of a video (default %(default)s)")
     parser.add_argument(
         "--no-guidance", dest="guidance", action="store_false", help="one forward call a step, as few-step models have"

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
                 raise InputError(name, "must not be given with --diagnosis, which runs no model")
         budget = Budget(arguments.budget, arguments.flops, arguments.time, arguments.measure, arguments.limit)
         plan = budget.plan(read_diagnosis(arguments.diagnosis, arguments.candidates))
-        path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json"))
+        path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json")).expanduser()
         if path.exists() and not arguments.overwrite:
             raise InputError("plan", f"{str(path)!r} exists; give another --plan, or --overwrite")
         plan.save(path)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vmonarch.cli.sampling import (
+    add_recipe_argument,
     add_sampling_arguments,
     hide_loading_bars,
     method_help,
@@ -36,12 +37,8 @@ Each video gets a number and a short hash for a name, with a contact sheet (.png
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch generate`."""
     add_sampling_arguments(parser, group="generate")
-    parser.add_argument(
-        "--attention",
-        "--recipe",
-        metavar="METHOD",
-        help=f"{method_help()} (default vmonarch)",
-    )
+    parser.add_argument("--attention", metavar="METHOD", help=f"{method_help()} (default vmonarch)")
+    add_recipe_argument(parser, "attention")
     parser.add_argument(
         "--batch-guidance",
         action="store_true",

@@ -119,11 +119,26 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
     return machine
 
 
+def add_recipe_argument(parser: argparse.ArgumentParser, option: str, **several: Any) -> None:
+    """Declare `--recipe`, another name of an option that takes methods and recipes."""
+    parser.add_argument(
+        "--recipe", dest=option, type=_recipe, metavar="RECIPE", default=None, help=f"as --{option}", **several
+    )
+
+
+def _recipe(text: str) -> str:
+    from vmonarch.configs.methods import OLD_RECIPES
+
+    name = text.partition(":")[0]
+    if name in OLD_RECIPES:
+        raise argparse.ArgumentTypeError(f"{name!r} is an attention method; the recipe is {OLD_RECIPES[name]!r}")
+    return text
+
+
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare which methods sample, and which of them is the reference."""
-    parser.add_argument(
-        "--methods", "--recipe", nargs="+", metavar="METHOD", help=f"of {method_help()} (default full vmonarch)"
-    )
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help=f"of {method_help()} (default full vmonarch)")
+    add_recipe_argument(parser, "methods", nargs="+")
     parser.add_argument("--reference", metavar="METHOD", help="what the others are measured against (default full)")
 
 
