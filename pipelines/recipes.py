@@ -219,11 +219,12 @@ def cache_config(stack: Stack, steps: int | None) -> Any:
 
     arguments = dict(stack.cache)
     cls = getattr(diffusers, f"{CACHES[arguments.pop('kind')]}CacheConfig")
-    known = {option.name: getattr(option.type, "__name__", option.type) for option in dataclasses.fields(cls)}
+    known = {option.name: getattr(option.type, "__name__", "") for option in dataclasses.fields(cls)}
+    numbers: dict[str, Any] = {"bool": bool, "int": int, "float": (int, float)}
     for name, value in arguments.items():
         if name not in known:
             raise InputError(f"cache.{name}", f"is no argument of {cls.__name__}; known: {', '.join(known)}")
-        wanted = {"bool": bool, "int": int, "float": (int, float)}.get(known[name], object)
+        wanted = numbers.get(known[name], object)
         if not isinstance(value, wanted) or (isinstance(value, bool) and known[name] in ("int", "float")):
             raise InputError(f"cache.{name}", f"must be of type {known[name]}, got {value!r}")
     if cls is diffusers.TaylorSeerCacheConfig:
