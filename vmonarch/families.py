@@ -256,6 +256,8 @@ def heads_of(attn: Any) -> int:
 
 
 SUPPORTED = ", ".join(FAMILIES)
+# What pipelines call their transformers; MiniMax-H3's from references have the last.
+_COMPONENTS = ("transformer", "transformer_2", "transformer_ref")
 
 # Video transformers of diffusers that have none of these, and why.
 OUT_OF_SCOPE = {
@@ -311,12 +313,12 @@ def transformers_in(pipe: object) -> dict[str, Any]:
         TypeError: it is no pipeline with a transformer.
         ValueError: its transformers are all None.
     """
-    if not hasattr(pipe, "transformer") or isinstance(pipe, type):
+    if isinstance(pipe, type) or not any(hasattr(pipe, name) for name in _COMPONENTS):
         raise TypeError(
             "pipe_or_transformer must be a pipeline with a video transformer, or such a transformer"
             f" ({SUPPORTED}), got {describe(pipe)}"
         )
-    components = {name: getattr(pipe, name, None) for name in ("transformer", "transformer_2")}
+    components = {name: getattr(pipe, name, None) for name in _COMPONENTS}
     present = {name: component for name, component in components.items() if component is not None}
     if not present:
         raise ValueError(f"the {type(pipe).__name__} has no transformer: transformer and transformer_2 are both None")

@@ -10,7 +10,7 @@ import diffusers
 import pytest
 import tiny_pipelines
 import torch
-from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseStep
+from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseStep, MiniMaxH3Ref2VADenoiseStep
 from peft import LoraConfig
 from tiny_families import FAMILIES, GRID, SHORT, first
 
@@ -624,11 +624,14 @@ def test_pipelines_share_the_last_residual_of_a_branch(name, calls, residuals_in
     assert torch.equal(tiny_pipelines.sample(pipe, call), stock)
 
 
-def test_the_modular_pipeline_of_minimax_h3_tells_the_step(residuals_in_use):
+@pytest.mark.parametrize(
+    ("step", "component"), [(MiniMaxH3DenoiseStep, "transformer"), (MiniMaxH3Ref2VADenoiseStep, "transformer_ref")]
+)
+def test_the_modular_pipeline_of_minimax_h3_tells_the_step(residuals_in_use, step, component):
     case = FAMILIES["minimax-h3"]
-    inputs, pipe = case.call(), MiniMaxH3DenoiseStep().init_pipeline()
+    inputs, pipe = case.call(), step().init_pipeline()
     schedulers = [diffusers.MiniMaxH3Scheduler() for _ in range(2)]
-    pipe.update_components(transformer=case.make(), scheduler=schedulers[0], audio_scheduler=schedulers[1])
+    pipe.update_components(**{component: case.make()}, scheduler=schedulers[0], audio_scheduler=schedulers[1])
     names = ("token_tags", "position_ids", "video_indices", "audio_indices", "text_indices")
 
     def sample():
