@@ -34,18 +34,18 @@ class DenseSet:
             if not 0.0 <= dense <= 1.0:
                 raise ValueError(f"{argument} as a fraction must lie between 0.0 and 1.0, got {dense}")
             self.dense = dense
-        elif hasattr(dense, "__index__") and not getattr(dense, "shape", ()):
-            if dense < 0:  # type: ignore[operator]
+        elif isinstance(dense, int):
+            if dense < 0:
                 raise ValueError(f"{argument} as a count must be at least 0, got {dense}")
-            self.dense = int(dense)
+            self.dense = dense
         elif isinstance(dense, Iterable):
-            indices = list(dense)
+            indices = plain(list(dense))
             for index in indices:
-                if isinstance(index, bool) or not hasattr(index, "__index__"):
+                if isinstance(index, bool) or not isinstance(index, int):
                     raise TypeError(f"{argument} as a collection must hold integers, got {index!r}")
                 if index < 0:
                     raise ValueError(f"{argument} as a collection must hold indices of at least 0, got {index}")
-            self.dense = tuple(sorted({int(index) for index in indices}))
+            self.dense = tuple(sorted(set(indices)))
         else:
             raise TypeError(f"{argument} must be {supported}, got {type(dense).__name__}")
         # Whether anything at all is dense. A plain attribute, because older torch.compile cannot trace `__bool__`.

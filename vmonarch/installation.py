@@ -211,7 +211,7 @@ def apply(pipe_or_transformer: Any, processor: VideoAttentionProcessor | str = "
 
     Args:
         pipe_or_transformer: a stock diffusers pipeline, one of `vmonarch.pipelines`, or a video transformer. Of a
-            pipeline both `transformer` and `transformer_2` are changed, whichever exist.
+            pipeline `transformer`, `transformer_2` and `transformer_ref` are changed, whichever exist.
         processor: a `VMonarchProcessor` or another of ours, which is not changed and may be applied elsewhere too; or
             the name of a preset (`vmonarch.presets`), perhaps with options of its own, "fast:refresh=6".
 
