@@ -150,6 +150,9 @@ class VideoAttentionProcessor:
         elif self.refresh is not None:
             check_heads(ranks, heads, "refresh=None: its exact attention is always shared by heads")
 
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise ValueError if an option does not fit videos of this latent grid."""
+
     def warn_of_size(self, grid: LatentGrid) -> None:
         """Warn of what a user may not expect of videos of this grid, which the transformer is called with next."""
 
