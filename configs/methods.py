@@ -44,7 +44,7 @@ PROCESSORS = {
     "first_order": "vmonarch.processors:FirstOrderProcessor",
     "flashbias": "vmonarch.processors:FlashBiasProcessor",
     "based": "vmonarch.based:BasedProcessor",
-    "control": "vmonarch.variants:VariantProcessor",
+    "control": "vmonarch.eval.controls:ControlProcessor",
 }
 # What the next release does not know any more: names that methods and recipes had until 2026-11-28.
 OLD_METHODS = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
