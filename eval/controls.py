@@ -369,7 +369,7 @@ class ControlProcessor(VideoAttentionProcessor):
         TypeError, ValueError: an option is unknown or has an unsupported value.
     """
 
-    _OPTIONS = ("control", "dense_steps", "dense_layers", "refresh", "grid", "implementation")
+    _OPTIONS: tuple[str, ...] = ("control", "dense_steps", "dense_layers", "refresh", "grid", "implementation")
 
     def __init__(
         self,
@@ -454,6 +454,7 @@ class TrainedLayer(torch.nn.Module, ControlProcessor):
         grid: LatentGrid,
         split: TokenSplit | None = None,
     ) -> torch.Tensor:
+        assert isinstance(self.options, Trained)
         query, key, value = project(attn, hidden_states, rotary_emb, self.implementation)
         near, far = _near_and_far(query, key, value, grid, self.options, self.implementation)
         return (near + self.options.weighed(self.learnt, far, hidden_states).to(near.dtype)).flatten(2, 3)
