@@ -276,9 +276,14 @@ def test_tiles_that_do_not_divide_a_frame_match_the_oracle(tiles):
     assert_equal(vmonarch_attention(q, k, v, grid=(2, 5, 5), tiles=tiles, exact=None), expected)
 
 
-@pytest.mark.parametrize("padding", ["post", "pre"])
-@pytest.mark.parametrize(("tokens", "block_size"), [(11, 4), (13, 5), (7, 7), (9, 1), (10, 64), (1, 3)])
-@pytest.mark.parametrize("masked", [False, True], ids=["all-keys", "key-mask"])
+# All pairs of padding and mask, and of either with a ragged size.
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "padding", "masked"),
+    [
+        *((11, 4, "post", False), (11, 4, "pre", True), (13, 5, "post", True), (13, 5, "pre", False)),
+        *((7, 7, "pre", True), (9, 1, "post", True), (10, 64, "pre", False), (1, 3, "post", False)),
+    ],
+)
 def test_ragged_blocks_and_key_masks_match_the_oracle(tokens, block_size, padding, masked):
     q, k, v = qkv(tokens, batch=2, heads=1)
     key_mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(1)) > 0.4 if masked else None
