@@ -28,6 +28,7 @@ from vmonarch.configs import (
     read_yaml,
     suggest,
 )
+from vmonarch.configs.gone import without_gone
 from vmonarch.configs.stack import Stack
 from vmonarch.validation import plain
 
@@ -226,6 +227,7 @@ def resolve_method(
         label = str(values.pop("label", ""))
     else:
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
+    values = without_gone(values, f"{argument}.")
     before, name = name, _name_now(name, values, argument)
     if name != before and (label == before or label.startswith(f"{before}:")):
         label = f"{name}{label.removeprefix(before)}"
@@ -361,9 +363,6 @@ def _options_now(values: Mapping[str, Any], processor: str, argument: str) -> di
     given.pop("kind", None)
     if given.pop("processor", processor) != processor:
         raise InputError(f"{argument}.processor", f"must be {processor!r} here, got {values['processor']!r}")
-    if given.pop("parallel_by", "heads") != "heads":
-        problem = f"must be 'heads', got {values['parallel_by']!r}: sharing by frames was slower and is gone"
-        raise InputError(f"{argument}.parallel_by", problem)
     if (reach := given.pop("reach", None)) is not None:
         given["bias"] = {"reach": reach}
     if "sparsity" in given:
