@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, build, check_keys, read_yaml
-from vmonarch.configs.gone import without_gone
-from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
+from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method, without_gone
 from vmonarch.configs.stack import Stack
 from vmonarch.pipelines.devices import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, KINDS

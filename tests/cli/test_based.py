@@ -107,10 +107,10 @@ def test_options_go_with_the_adapter_or_are_refused(pipe, tiny_adapter: Path) ->
     resolve_method(fitting).install(pipe)
     assert pipe.transformer.blocks[1].attn1.processor.dense_steps == (0,)
     for option, message in (
-        ("feature_dim=4", "feature_dim is 8 in the adapter .*, got 4"),
-        ("layers=both", "layers is .'both', 'linear'. in the adapter .*, got both"),
-        ("window=[1, 5, 3]", r"window is \[1, 3, 3\] in the adapter .*, got \[1, 5, 3\]"),
-        ("dense_layers=1", "dense_layers is 0 in the adapter .*, got 1"),
+        ("feature_dim=4", "feature_dim is 8 in .*, got 4"),
+        ("layers=both", "layers is .'both', 'linear'. in .*, got both"),
+        ("window=[1, 5, 3]", r"window is \[1, 3, 3\] in .*, got \[1, 5, 3\]"),
+        ("dense_layers=1", "dense_layers is 0 in .*, got 1"),
     ):
         with pytest.raises(InputError, match=message):
             resolve_method(f"based:adapter={tiny_adapter},{option}").install(pipe)
