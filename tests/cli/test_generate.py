@@ -20,7 +20,8 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.pipelines import loading, outputs, records, sampling
-from vmonarch.pipelines.config import GenerateConfig, build_config, complete, open_image
+from vmonarch.pipelines.config import GenerateConfig, build_config, complete
+from vmonarch.pipelines.first_frame import open_image
 from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.outputs import GenerationError
