@@ -50,7 +50,7 @@ def family(method: Mapping[str, Any]) -> str:
     """Which of FAMILIES a method (as a config has it) belongs to."""
     if method.get("refresh") is not None:
         return "residual sharing"
-    if method["kind"] != "vmonarch":
+    if method.get("processor", method.get("kind")) != "vmonarch":
         return "controls, other factorisations"
     if method.get("plan"):
         return "plans"

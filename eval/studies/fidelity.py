@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vmonarch.configs.methods import AttentionMethod, FullAttention, TwoResolutionAttention, VMonarchAttention
+from vmonarch.configs.methods import AttentionMethod
 from vmonarch.dense import DenseSet
 from vmonarch.options import Options
 from vmonarch.plan import AttentionPlan, parse_method
@@ -28,12 +28,12 @@ def attention_fidelity(
         heads and layers as if they changed it independently; None where the diagnosis has none. None for a method whose
         heads compute something that was not diagnosed.
     """
-    parameters = method.parameters
-    if isinstance(parameters, FullAttention):
+    options = method.options
+    if method.processor_name == "full":
         return {"kl": 0.0, "attention_error": 0.0, "output_error": 0.0}
-    if not isinstance(parameters, (VMonarchAttention, TwoResolutionAttention)) or parameters.refresh is not None:
+    if method.processor_name not in ("vmonarch", "two_resolution") or options["refresh"] is not None:
         return None
-    if getattr(parameters, "reach", None) is not None:
+    if options.get("bias") is not None:
         return None
     known = {name: parse_method(name, entry["options"]) for name, entry in diagnosis["candidates"].items()}
     sums: dict[str, list[torch.Tensor]] = {}
@@ -41,9 +41,9 @@ def attention_fidelity(
         found = _of_transformer(part, _choices(method, component, part), known)
         if found is None:
             return None
-        sparse_steps = ~_dense("dense_steps", parameters.dense_steps, part["steps"], steps)
+        sparse_steps = ~_dense("dense_steps", options["dense_steps"], part["steps"], steps)
         layers = range(part["layers"])
-        sparse_layers = ~_dense("dense_layers", parameters.dense_layers, layers, part["layers"])
+        sparse_layers = ~_dense("dense_layers", options["dense_layers"], layers, part["layers"])
         for measure, values in found.items():
             # [steps, layers, heads]
             sums.setdefault(measure, []).append(values * sparse_steps[:, None, None] * sparse_layers[:, None])
@@ -60,12 +60,11 @@ def attention_fidelity(
 
 def _choices(method: AttentionMethod, component: str, part: Mapping[str, Any]) -> list[list[Options | None]]:
     """What every head computes, [layers][heads]; None for full attention."""
-    parameters = method.parameters
-    assert isinstance(parameters, (VMonarchAttention, TwoResolutionAttention))
+    processor: Any = method.processor()
     layers, heads = part["layers"], part["heads"]
-    if isinstance(parameters, TwoResolutionAttention) or parameters.plan is None:
-        return [[parameters.options] * heads] * layers
-    plan = AttentionPlan.parse(parameters.plan)
+    plan: AttentionPlan | None = getattr(processor, "plan", None)
+    if plan is None:
+        return [[processor.options] * heads] * layers
     return [[plan.methods[name] for name in plan.heads_of(component, l, layers, heads)] for l in range(layers)]
 
 

@@ -32,7 +32,7 @@ OTHER_PAGES = {
 }
 # Page -> (title, names of its entries).
 REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "apply": ("Switching on and off", ("apply", "presets", "restore", "batched_guidance")),
+    "apply": ("Switching on and off", ("apply", "presets", "restore")),
     "processors": (
         "Processors",
         (
@@ -50,7 +50,7 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "ops": (
         "Ops",
         (
-            *("vmonarch_attention", "frame_parallel_vmonarch_attention", "monarch_attention"),
+            *("vmonarch_attention", "monarch_attention"),
             *("flash_entropy_attention", "two_resolution_attention", "first_order_attention", "merge_partials"),
             *("flash_bias_attention", "taylor_attention", "window_attention"),
         ),

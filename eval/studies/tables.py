@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vmonarch.eval import summary
-from vmonarch.eval.bench import e2e_table, families, guidance, norm, parallel, sequence, tables, train
+from vmonarch.eval.bench import e2e_table, families, norm, parallel, sequence, tables, train
 from vmonarch.eval.compare import format_table
 from vmonarch.eval.record import names_now
 from vmonarch.eval.render.table import made, markdown, percent, shown_number
@@ -29,7 +29,6 @@ from vmonarch.eval.studies import (
     joint,
     kernel_plots,
     mqar,
-    parallel_bytes,
     support,
     train_large,
     trained,
@@ -194,7 +193,6 @@ TABLES = {
     "joint": Table(joint.joint_table, "joint"),
     "support": Table(support.support_table, "support"),
     "fidelity": Table(fidelity_table, "eval-refresh"),
-    "guidance": Table(guidance.guidance_table, "guidance"),
     "finetune-embedded": Table(finetune_scores.finetune_table, "finetune-embedded"),
     "finetune-embedded-1500": Table(finetune_scores.finetune_table, "finetune-embedded-1500"),
     "finetune-recipe": Table(finetune_scores.finetune_table, "finetune-recipe"),
@@ -208,7 +206,6 @@ TABLES = {
     "eval-demo": Table(summary.evaluation_table, "eval-demo"),
     "parallel": Table(parallel.parallel_table, "parallel"),
     "parallel-compiled": Table(parallel.parallel_table, "parallel-compiled"),
-    "parallel-bytes": Table(parallel_bytes.parallel_bytes_table, "parallel-bytes"),
     **{
         f"{model}-{name}": _ablation(f"eval-{model}", name)
         for model in ablations.MODELS

@@ -145,10 +145,10 @@ def put_on(name: str, transformer: Any, grid: LatentGrid) -> None:
     if peer is None:
         method.install(transformer)
         return
-    parameters: Any = method.parameters
+    options = method.processor().options
     attn: Any
     for _, attn in self_attention_modules(transformer):
-        attn.set_processor(peer(attn, grid, parameters.options))
+        attn.set_processor(peer(attn, grid, options))
 
 
 def settings_of(model: Path) -> dict[str, Any]:

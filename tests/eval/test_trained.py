@@ -97,8 +97,8 @@ def test_vsa_adds_gated_attention_between_means(attn):
 def test_temperatures_are_those_of_monarch_attention_at_first(attn, options):
     x = _inputs(attn)
     peer, method = trained.method_of(f"tempered{options}")
-    tempered = peer(attn, GRID, method.parameters.options)
-    wanted = vmonarch_attention(*project(attn, x, x, None), grid=GRID, options=method.parameters.options)
+    tempered = peer(attn, GRID, method.processor().options)
+    wanted = vmonarch_attention(*project(attn, x, x, None), grid=GRID, options=method.processor().options)
     torch.testing.assert_close(tempered(attn, x), attn.to_out[0](wanted.flatten(2)))
 
 
@@ -106,7 +106,7 @@ def test_temperatures_are_those_of_monarch_attention_at_first(attn, options):
 def test_temperatures_and_the_weight_are_where_they_should_be(attn):
     x = _inputs(attn)
     peer, method = trained.method_of("tempered:exact={band: 0},num_iterations=1")
-    tempered = peer(attn, GRID, method.parameters.options)
+    tempered = peer(attn, GRID, method.processor().options)
     tempered.logs.normal_(generator=torch.Generator().manual_seed(1))
     inverse_r, inverse_l, weight = (log.exp()[:, None, None, None] for log in tempered.logs)
     # [B, H, P, T, D] of positions P and frames T; the scale is the queries'.
