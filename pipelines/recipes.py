@@ -106,7 +106,7 @@ def quantize_for_good(transformer: torch.nn.Module, linears: str, device: torch.
     import torch
 
     check_linears(linears, device)
-    for block in _blocks(transformer):
+    for block in repeated_blocks(transformer):
         home = next(block.parameters()).device
         block.to(device)
         for module in _linears(block):
@@ -151,7 +151,7 @@ def _transformers(pipe: Any) -> list[Any]:
     return list(find_transformers(pipe).values())
 
 
-def _blocks(transformer: Any) -> list[Any]:
+def repeated_blocks(transformer: Any) -> list[Any]:
     """The repeated blocks of a transformer, as diffusers names them."""
     return [m for m in transformer.modules() if type(m).__name__ in (transformer._repeated_blocks or ())]
 
@@ -176,7 +176,7 @@ def _check(transformer: Any, stack: Stack, device: torch.device) -> None:
         )
     if stack.linears:
         check_linears(stack.linears, device)
-    if stack.compile and not _blocks(transformer):
+    if stack.compile and not repeated_blocks(transformer):
         name = type(transformer).__name__
         raise InputError("compile", f"cannot be used: diffusers names no repeated blocks of {name}")
 
@@ -250,7 +250,7 @@ def _put_on(transformer: Any, stack: Stack, cache: Any, device: torch.device, ba
         if device.type == "cuda":
             transformer.set_attention_backend("_native_cudnn")
             installed.backend = True
-        for block in _blocks(transformer):
+        for block in repeated_blocks(transformer):
             installed.blocks.append((block, vars(block).get("forward")))
             # Not block.compile(), which would compile the cache's hooks too, and these are no graph.
             block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
@@ -281,7 +281,7 @@ def _take_off(transformer: Any) -> None:
 
 def _swap_weights(transformer: Any, installed: _Installed, linears: str | None) -> None:
     """Give the linear layers the weights that are quantised this way, made the first time."""
-    modules = [module for block in _blocks(transformer) for module in _linears(block)]
+    modules = [module for block in repeated_blocks(transformer) for module in _linears(block)]
     installed.weights.setdefault(None, [module.weight for module in modules])
     if linears not in installed.weights:
         assert linears is not None
