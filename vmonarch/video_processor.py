@@ -156,6 +156,14 @@ class VideoAttentionProcessor:
         check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
         check_heads(config.ulysses_degree, heads)
 
+    def check_run(self, grid: LatentGrid, steps: int, layers: int) -> None:
+        """Raise ValueError if an option does not fit a run of so many steps of a transformer with so many layers."""
+        DenseSet("dense_steps", self.dense_steps).contains(0, steps)
+        DenseSet("dense_layers", self.dense_layers).contains(0, layers)
+        if self.refresh is not None:
+            self.refresh.schedule(steps)
+        self.check_grid(grid)
+
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if an option does not fit videos of this latent grid."""
 
