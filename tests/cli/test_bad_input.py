@@ -129,7 +129,7 @@ GENERATE = {
     "missing record": (["--from-json", "none.json"], ["--from-json", "no file"]),
     "malformed record": (["--from-json", "BROKEN"], ["--from-json", "JSON"]),
     "record of something else": (["--from-json", "OTHER"], ["--from-json", "no record of a generated video"]),
-    "incomplete record": (["--from-json", "PARTIAL"], ["--from-json", "incomplete", "batch"]),
+    "incomplete record": (["--from-json", "PARTIAL"], ["--from-json", "incomplete"]),
     "unknown option": (["--stepz", "3"], ["--stepz", "did you mean --steps?"]),
     "option with an underscore": (["--num_frames=9"], ["--num_frames=9", "did you mean --num-frames?"]),
     "option without its value": (["--height"], ["--height", "expected one argument"]),
@@ -419,7 +419,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda m: weights(m, "transformer").rename(m / "transformer/diffusion_pytorch_model.bin"),
         ["transformer", "pickled ones are not"],
     ),
-    "truncated weights": (lambda m: truncate(weights(m, "transformer"), 0.9), ["safetensors", "damaged", "bytes"]),
+    "truncated weights": (lambda m: truncate(weights(m, "transformer"), 0.9), ["safetensors", "damaged", "header"]),
     "truncated header": (lambda m: truncate(weights(m, "text_encoder"), 0.001), ["text_encoder", "header"]),
     "empty weights": (lambda m: weights(m, "vae").write_bytes(b""), ["vae", "damaged"]),
     "missing shard": (
