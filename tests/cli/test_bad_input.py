@@ -282,7 +282,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda m: weights(m, "transformer").rename(m / "transformer/diffusion_pytorch_model.bin"),
         ["transformer", "pickled ones are not"],
     ),
-    "truncated weights": (lambda m: truncate(weights(m, "transformer"), 0.9), ["safetensors", "damaged", "bytes"]),
+    "truncated weights": (lambda m: truncate(weights(m, "transformer"), 0.9), ["safetensors", "damaged", "header"]),
     "missing shard": (
         lambda m: (m / "vae/diffusion_pytorch_model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})

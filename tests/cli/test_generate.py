@@ -7,7 +7,10 @@ import errno
 import json
 import os
 import re
+import resource
 import signal
+import subprocess
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -414,6 +417,21 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(cli, monkeypatc
     assert code == 1 and "No space left on device" in err and cli.outputs() == []
     (kept,) = temporary.rglob("*.raw.safetensors")
     assert str(kept) in err
+
+
+def test_a_file_size_limit_reaches_ffmpeg_and_leaves_nothing(cli, tiny_model: Path) -> None:
+    """A real failure of the operating system's write, in ffmpeg itself."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+    run = subprocess.run(
+        [sys.executable, "-m", "vmonarch", "generate", PROMPT, "--model", str(tiny_model), *map(str, SIZE)],
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(cli.folder), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert run.returncode == 1, run.stderr
+    assert "Traceback" not in run.stderr and "no room to keep" in run.stderr
+    assert cli.outputs() == []
 
 
 SIZE = ["--height", 32, "--width", 48, "--num-frames", 9, "--steps", 2, "--negative-prompt", ""]
