@@ -497,29 +497,13 @@ def _finish(config: EvalConfig, output: Path, items: Sequence[Item], command: st
     return record
 
 
-def _vbench() -> Any:
-    """The module that scores videos with VBench.
-
-    Raises:
-        InputError: it is not there.
-    """
-    import importlib
-
-    try:
-        return importlib.import_module("vmonarch.eval.vbench")
-    except ImportError as error:
-        raise InputError("vbench", f"cannot be scored: {error}") from error
-
-
 def _check_vbench(dimensions: Sequence[str]) -> None:
     """Raise InputError for a dimension that VBench does not have, or without VBench: before anything is sampled."""
-    vbench = _vbench()
-    known = vbench.DIMENSIONS
-    for name in dimensions:
-        if name not in known:
-            raise InputError("vbench", f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
+    from vmonarch.eval.vbench import installation, scoring
+
+    scoring.check_dimensions(dimensions, "vbench")
     try:
-        vbench.load_environment()
+        installation.manifest(installation.default_folder())
     except InputError as error:
         raise InputError("vbench", f"cannot be scored: its {error}") from error
 
@@ -530,14 +514,14 @@ def _vbench_scores(
     """VBench's score of every method in every dimension that was asked for."""
     if not config.vbench:
         return {}
-    vbench = _vbench()
+    from vmonarch.eval import vbench
+
     scores: dict[str, dict[str, float]] = {}
     for label in config.labels:
         videos = []
         for item, record in zip(items, records, strict=True):
             name = next(row["video"] for row in record["results"] if row["method"] == label)
-            index = config.seeds.index(item.seed)
-            videos.append(vbench.PromptedVideo(output / "items" / item.name / name, item.prompt, index))
+            videos.append(vbench.PromptedVideo(output / "items" / item.name / name, item.prompt))
         found = vbench.score_videos(videos, config.vbench, work_dir=output / "vbench", timeout=config.vbench_timeout)
         scores[label] = {dimension: float(found[dimension].score) for dimension in config.vbench}
     return scores

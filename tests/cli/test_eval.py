@@ -9,10 +9,9 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -392,33 +391,21 @@ def test_vbench_gets_every_video_with_its_prompt(loaded, copied: Path, monkeypat
         return {name: SimpleNamespace(score=0.25 * len(seen)) for name in dimensions}
 
     dimensions = ("imaging_quality", "subject_consistency", "overall_consistency")
-    fake = ModuleType("vmonarch.eval.vbench")
-    fake.DIMENSIONS = dict.fromkeys(dimensions)  # type: ignore[attr-defined]
-    fake.load_environment = lambda: None  # type: ignore[attr-defined]
-    fake.PromptedVideo = lambda *values: values  # type: ignore[attr-defined]
-    fake.score_videos = score_videos  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vmonarch.eval.vbench", fake)
+    monkeypatch.setattr("vmonarch.eval.vbench.score_videos", score_videos)
+    monkeypatch.setattr("vmonarch.eval.vbench.installation.manifest", lambda folder: {})
     settings = config(loaded.folder.path, copied, batch_size=2, vbench=dimensions, vbench_timeout=7.0)
     record = evaluate(settings, model=loaded).record
     assert len(seen) == 3, "once for each method"
     for (videos, asked, _, timeout), label in zip(seen, METHODS, strict=True):
         assert asked == dimensions and timeout == 7.0
-        assert [(prompt, index) for _, prompt, index in videos] == [(p, i) for p in PROMPTS for i in (0, 1)]
-        for path, _, _ in videos:
-            assert path.is_file() and path.name.startswith(label.partition(":")[0])
+        assert [video.prompt for video in videos] == [p for p in PROMPTS for _ in (0, 1)]
+        for video in videos:
+            assert video.path.is_file() and video.path.name.startswith(label.partition(":")[0])
     assert record["vbench"]["full"] == dict.fromkeys(dimensions, 0.25)
     assert record["paper_score"] == dict.fromkeys(METHODS), "LPIPS was not measured"
     assert "imaging_quality" in (copied / "report.html").read_text(encoding="utf-8")
-    with pytest.raises(InputError, match="vbench must be of imaging_quality, .*did you mean overall_consistency"):
+    with pytest.raises(InputError, match="vbench must be of aesthetic_quality, .*did you mean overall_consistency"):
         evaluate(config(loaded.folder.path, copied, vbench=("overal_consistency",)), model=loaded)
-
-
-def test_without_vbench_nothing_is_sampled(loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vmonarch.eval.vbench", None)
-    monkeypatch.setattr(module, "sample_methods", no_sampling)
-    with pytest.raises(InputError, match="vbench cannot be scored"):
-        evaluate(config(loaded.folder.path, tmp_path / "eval", vbench=("imaging_quality",)), model=loaded)
-    assert not (tmp_path / "eval").exists()
 
 
 def test_vbench_that_is_not_installed_is_refused_at_once(cli, monkeypatch: pytest.MonkeyPatch) -> None:
