@@ -45,6 +45,7 @@ LAUNCH = "kernels/common/launch.py"
 RESIDUAL_KERNELS = "kernels/residual/kernels.py"
 OBJECTIVE = "finetune/objective.py"
 SIMILARITY = "eval/similarity.py"
+SUMMARY = "eval/summary.py"
 LOADER = "finetune/data/loader.py"
 CHECKPOINTS = "finetune/checkpoints.py"
 TRAINER = "finetune/trainer.py"
@@ -197,7 +198,7 @@ BUGS = {
         SIMILARITY, "((2, maps.shape[2]), (3, maps.shape[3]))", "((3, maps.shape[3]),)"),
     "ssim-variances-are-second-moments": (SIMILARITY, "xx - mean_x**2 + yy - mean_y**2", "xx + yy"),
     "lpips-chunks-weigh-alike": (SIMILARITY, "* (end - start)", "* 1"),
-    "paper-score-with-the-captions-halves": (SIMILARITY, "(close.ssim + ", "0.5 * (close.ssim + "),
+    "paper-score-with-the-captions-halves": (SUMMARY, "(ssim + ssim_1)", "0.5 * (ssim + ssim_1)"),
     "velocity-points-to-the-noise-twice": (OBJECTIVE, "velocity - (draw.noise - latents)", "velocity - draw.noise"),
     "flow-shift-the-other-way": (OBJECTIVE, "self.shift * u / (1 + (", "u / (1 + ("),
     "given-frame-counts": (OBJECTIVE, "(~(given & first)).to(x.dtype)", "torch.ones_like(first).to(x.dtype)"),
@@ -445,6 +446,7 @@ TESTS = {
     **{file: ["tests/kernels/test_residual.py"] for file in (RESIDUAL, RESIDUAL_KERNELS)},
     OBJECTIVE: ["tests/finetune/test_objective.py"],
     SIMILARITY: ["tests/eval/test_similarity.py"],
+    SUMMARY: ["tests/eval/test_similarity.py"],
     LOADER: ["tests/finetune/test_data_loader.py"],
     CHECKPOINTS: ["tests/finetune/test_checkpoints.py"],
     **{file: ["tests/finetune/test_trainer.py"] for file in (TRAINER, TRAINED)},

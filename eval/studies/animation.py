@@ -1,6 +1,6 @@
 """An animated picture of one video of a comparison: `python -m vmonarch.eval.studies.animation outputs/demo/0001-…`.
 
-The folder is one that `vmonarch compare … --save-videos` has written. The methods stand side by side under plain
+The folder is one that `vmonarch compare` has written. The methods stand side by side under plain
 names; the suffix of --output decides between WebP and GIF.
 """
 
@@ -32,16 +32,14 @@ def frames_of(folder: Path, number: int = 1) -> tuple[NDArray[np.uint8], float]:
     """All methods side by side, [F, H, W, 3], and frames per second.
 
     Raises:
-        ValueError: the folder is none of `vmonarch compare`, or holds no videos of single methods.
+        ValueError: the folder is none of `vmonarch compare`.
     """
     try:
-        record = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
-        files = record["videos"][number - 1]["files"]
+        record = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+        item = record["items"][number - 1]
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ValueError(f"{folder} holds no finished comparison with a video {number}: {error}") from error
-    if "videos" not in files:
-        raise ValueError(f"{folder} holds no videos of single methods: run vmonarch compare with --save-videos")
-    found = {method: read_video(folder / name) for method, name in files["videos"].items()}
+    found = {row["method"]: read_video(folder / item["folder"] / row["video"]) for row in item["results"]}
     fps = next(iter(found.values()))[1]
     return side_by_side({LABELS.get(method, method): video for method, (video, _) in found.items()}), fps
 
@@ -70,7 +68,7 @@ def save_animation(path: Path, frames: NDArray[np.uint8], fps: float, *, width: 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 2 if the folder cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.animation", description=__doc__)
-    parser.add_argument("folder", type=Path, help="a comparison that was made with --save-videos")
+    parser.add_argument("folder", type=Path, help="a comparison")
     parser.add_argument("--number", type=int, default=1, help="of the video in the comparison (default: 1)")
     parser.add_argument("--width", type=int, default=900, help="pixels (default: 900)")
     parser.add_argument("--quality", type=int, default=75, help="of WebP (default: 75)")

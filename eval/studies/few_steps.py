@@ -30,7 +30,7 @@ import torch
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method, with_options
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
-from vmonarch.eval.compare import prompt_scorer
+from vmonarch.eval.methods import prompt_scorer
 from vmonarch.eval.prompt_score import contact_sheet
 from vmonarch.eval.record import script_parser, script_record
 from vmonarch.eval.render.table import made, markdown, percent, shown_number

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from vmonarch.eval import prompt_score
-from vmonarch.eval.compare import prompt_scorer
+from vmonarch.eval.methods import prompt_scorer
 from vmonarch.eval.prompt_score import expected_objects, read_video, score_readings
 from vmonarch.eval.studies import proxy
 from vmonarch.finetune.embedded.data import render, sample_scenes
