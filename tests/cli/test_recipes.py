@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import vmonarch.guidance
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import merge_attention, recipe_names, resolve_method
 from vmonarch.eval.attention_flops import step_kinds
@@ -26,10 +25,7 @@ from vmonarch.pipelines.sampling import denoise
 STEPS = 7
 resolve = functools.partial(resolve_method, recipes=True)
 CACHE = {"kind": "taylorseer", "disable_cache_before_step": 2, "cache_interval": 3, "max_order": 1}
-ALL = (
-    "stack-fast:linears=null,batch_guidance=true,attention.refresh=[0,1,3],"
-    "cache={kind: taylorseer, disable_cache_before_step: 2}"
-)
+ALL = "stack-fast:linears=null,attention.refresh=[0,1,3],cache={kind: taylorseer, disable_cache_before_step: 2}"
 
 
 def config(model: Path, **values: Any) -> GenerateConfig:
@@ -48,9 +44,8 @@ def sample(loaded: LoadedModel) -> Callable[..., torch.Tensor]:
     """sample(recipe): latents with it, blocks compiled by the "eager" backend."""
 
     def latents(recipe: Any, backend: Any = "eager") -> torch.Tensor:
-        method = recipes.apply(loaded.pipe, recipe, steps=STEPS, compile_backend=backend)
-        batched = method.stack.batch_guidance
-        return denoise(loaded, loaded.config, loaded.config.prompts, [0], batch_guidance=batched).latents
+        recipes.apply(loaded.pipe, recipe, steps=STEPS, compile_backend=backend)
+        return denoise(loaded, loaded.config, loaded.config.prompts, [0]).latents
 
     return latents
 
@@ -64,22 +59,13 @@ def told_steps(monkeypatch: pytest.MonkeyPatch) -> set[int | None]:
     return found
 
 
-@pytest.fixture
-def batched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The pipelines whose guidance has been batched."""
-    found: list[Any] = []
-    batch = vmonarch.guidance.batched_guidance
-    monkeypatch.setattr(vmonarch.guidance, "batched_guidance", lambda pipe: found.append(pipe) or batch(pipe))
-    return found
-
-
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_written_and_read_back(name: str) -> None:
     recipe = resolve(name)
     assert recipe.name == recipe.label == name and recipe.stack
     assert resolve(recipe.to_dict()) == recipe
     plain = resolve(f"{name}:attention=full,cache=null")
-    assert (plain.parameters.kind, plain.stack.cache) == ("full", None)
+    assert (plain.processor_name, plain.stack.cache) == ("full", None)
     assert resolve({"name": name, "cache": {"kind": "sea"}}).stack.cache == {"kind": "sea"}
 
 
@@ -164,28 +150,27 @@ def test_steps_that_are_skipped_are_told_apart_for_each_transformer() -> None:
     assert "".join(kind[0] for kind in kinds) == "kaskssk" + "kasa"
 
 
-def test_a_recipe_is_recorded_and_made_again(cli: Any, told_steps: set[int | None], batched: list[Any]) -> None:
+def test_a_recipe_is_recorded_and_made_again(cli: Any, told_steps: set[int | None]) -> None:
     code, _, err = cli("generate", "a red circle", "--recipe", ALL, "attention.compile=false", "steps=5")
     assert code == 0, err
     (record,) = cli.records()
     assert record["config"]["attention"]["cache"]["disable_cache_before_step"] == 2
-    # Two calls of the transformer a step, batched or not; a cache skips blocks.
-    assert record["transformer_calls"] == 10 and len(batched) == 1 and told_steps == {5}
+    # Two calls of the transformer a step; a cache skips blocks.
+    assert record["transformer_calls"] == 10 and told_steps == {5}
     (path,) = (cli.folder / "outputs/generate").glob("*.json")
     code, _, err = cli("generate", "--from-json", path, tiny=False)
     assert code == 0 and "bit-identical" in err
 
 
-def test_recipes_are_compared_with_stock(cli: Any, told_steps: set[int | None], batched: list[Any]) -> None:
-    line = ["--recipe", "stock:compile=false", "stack-near-lossless:compile=false,linears=null,batch_guidance=true"]
+def test_recipes_are_compared_with_stock(cli: Any, told_steps: set[int | None]) -> None:
+    line = ["--recipe", "stock:compile=false", "stack-near-lossless:compile=false,linears=null"]
     code, _, err = cli("compare", "a red circle", *line)
     assert code == 0, err
     (folder,) = cli.outputs("outputs/compare")
     (record,) = cli.records(f"outputs/compare/{folder}")
     means = {label: values["psnr"] and values["psnr"]["mean"] for label, values in record["statistics"].items()}
     assert list(means) == ["full", *line[1:]]
-    # The last one batches guidance where it is warmed up and where it samples.
-    assert len(batched) == 2 and told_steps == {2}
+    assert told_steps == {2}
     assert means[line[1]] == "inf" and 10 < means[line[2]] < 200
 
 
