@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, read_document, suggest
 from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.eval.calibrate.diagnosis import FORMAT, Call, DiagnosisProcessor, Recorder, document, watched
+from vmonarch.eval.calibrate.planning import (
+    MEASURES,
+    InPlace,
+    check_work,
+    default_flops,
+    plan_within_error,
+    plan_within_work,
+)
+from vmonarch.eval.calibrate.refining import refine
+from vmonarch.eval.calibrate.timing import head_times
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.options import Options, VMonarchOptions
 from vmonarch.pipelines.config import SamplingConfig
@@ -22,10 +33,9 @@ from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.outputs import GenerationError, keep_elsewhere, prepare_output_dir, reserve_number
 from vmonarch.pipelines.records import facts
 from vmonarch.pipelines.sampling import denoise
-from vmonarch.plan import AttentionPlan
+from vmonarch.plan import AttentionPlan, method_flops
 
 if TYPE_CHECKING:
-    from vmonarch.eval.calibrate.planning import InPlace
     from vmonarch.grid import LatentGrid
 
 CANDIDATES = (
@@ -57,34 +67,31 @@ _PROCESSORS = ("vmonarch", "two_resolution", "first_order")
 
 @dataclass(frozen=True)
 class Budget:
-    """What a plan may cost, one of the two.
+    """What a plan may cost; at most one of the first three, and none for as much work as VMonarch with its defaults.
 
     Args:
-        error: of a head, of `measure`.
+        budget: the error of a head, of `measure`.
         flops: of all heads, relative to VMonarch with its defaults.
         time: the same of the measured time.
-        measure: one of `planning.MEASURES`; None for "error" with `error`, and what `plan_within_work`
-            takes without.
+        measure: one of `planning.MEASURES`; None for "error" with `budget`, and what `plan_within_work` takes without.
         limit: "measure=share", with `flops` or `time`: see `plan_within_work`.
     """
 
-    error: float | None = None
+    budget: float | None = None
     flops: float | None = None
     time: float | None = None
     measure: str | None = None
     limit: str | None = None
 
     def __post_init__(self) -> None:
-        from vmonarch.eval.calibrate.planning import MEASURES
-
-        given = {"budget": self.error, "flops": self.flops, "time": self.time}
+        given = {name: getattr(self, name) for name in ("budget", "flops", "time")}
         named = [name for name, value in given.items() if value is not None]
         if len(named) > 1:
             raise InputError(named[0], f"and {named[1]} exclude each other: give one")
-        for name, value in given.items():
-            if value is not None and (not math.isfinite(value) or value < 0):
-                raise InputError(name, f"must be finite and at least 0, got {value}")
-        if self.limit is not None and self.error is not None:
+        for name in named:
+            if not math.isfinite(given[name]) or given[name] < 0:
+                raise InputError(name, f"must be finite and at least 0, got {given[name]}")
+        if self.limit is not None and self.budget is not None:
             raise InputError("limit", "is for flops and time; with budget, every head keeps to that")
         for name, measure in self.measures.items():
             if measure not in MEASURES:
@@ -93,87 +100,75 @@ class Budget:
     @property
     def measures(self) -> dict[str, str]:
         """The measures that are named, by the argument that names them."""
-        limit = self._limit()
-        named = {"measure": self.measure, "limit": limit and limit[0]}
-        return {name: measure for name, measure in named.items() if measure is not None}
+        named = {"measure": self.measure, "limit": self.parsed_limit and self.parsed_limit[0]}
+        return {name: measure for name, measure in named.items() if measure}
 
-    def _limit(self) -> tuple[str, float] | None:
+    @property
+    def parsed_limit(self) -> tuple[str, float] | None:
+        """Measure and share of `limit`."""
         if self.limit is None:
             return None
         name, _, share = str(self.limit).partition("=")
-        try:
-            value = float(share)
-        except ValueError:
-            value = math.nan
-        if not name or not value > 0 or math.isinf(value):
-            raise InputError(
-                "limit", f"must be measure=share with a positive share, such as kl=0.5, got {self.limit!r}"
-            )
-        return name, value
+        with contextlib.suppress(ValueError):
+            if name and 0 < float(share) < math.inf:
+                return name, float(share)
+        raise InputError("limit", f"must be measure=share with a positive share, such as kl=0.5, got {self.limit!r}")
 
     def plan(self, diagnosis: Mapping[str, Any], found: Sequence[InPlace] = ()) -> AttentionPlan:
-        """The plan for a diagnosis; without a budget, for as much work as VMonarch's.
+        """The plan for a diagnosis.
 
         Args:
             found: see `plan_within_work`.
         """
-        from vmonarch.eval.calibrate.planning import plan_within_error, plan_within_work
-
-        if self.error is not None:
-            return plan_within_error(diagnosis, self.error, self.measure or "error")
-        work, cost = (1.0 if self.flops is None else self.flops, "flops") if self.time is None else (self.time, "time")
-        return plan_within_work(diagnosis, work, self.measure, self._limit(), cost=cost, found=found)
+        if self.budget is not None:
+            return plan_within_error(diagnosis, self.budget, self.measure or "error")
+        cost = "flops" if self.time is None else "time"
+        work = getattr(self, cost)
+        limit = self.parsed_limit
+        return plan_within_work(diagnosis, 1.0 if work is None else work, self.measure, limit, cost=cost, found=found)
 
 
 @dataclass(frozen=True)
-class CalibrateConfig(SamplingConfig):
-    """`SamplingConfig`, plus what to record and to plan.
+class CalibrateConfig(Budget, SamplingConfig):
+    """`SamplingConfig` and `Budget`, plus what to record.
 
     Args:
-        candidates: methods of kind vmonarch, two_resolution or first_order, as `vmonarch compare` takes them, without a
-            bias, a plan, or dense steps and layers.
+        candidates: methods of the processors vmonarch, two_resolution or first_order, as `vmonarch compare` takes them,
+            without a bias, a plan, or dense steps and layers.
         every: record every so many steps; None for about ten of them.
         maps: "layer:head" of attention maps to keep; none for the first, the middle and the last layer's first head.
-        budget, flops, time, measure, limit: see `Budget`.
         sensitivity: also measure what a head's errors change in the model's output: recorded calls are computed again,
             once with gradients and once for each of up to eight layers.
-        refine: how many plans are measured in place, each made from what the ones before it showed; the best is kept.
-            0 keeps the first, unmeasured.
+        refine: how many plans are measured in place, each made from what the ones before it showed; the best is kept,
+            and the first goes by the error of layers. 0 keeps the first, unmeasured.
     """
 
     output_dir: str = "outputs/calibrate"
     candidates: tuple[Any, ...] = CANDIDATES
     every: int | None = None
     maps: tuple[str, ...] = ()
-    budget: float | None = None
-    flops: float | None = None
-    time: float | None = None
-    measure: str | None = None
-    limit: str | None = None
     sensitivity: bool = True
     refine: int = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        SamplingConfig.__post_init__(self)
+        if self.refine and self.measure is None:
+            object.__setattr__(self, "measure", "layer_error")
+        Budget.__post_init__(self)
         if isinstance(self.candidates, (str, bytes)) or not self.candidates:
             raise InputError("candidates", f"must be a list of methods, got {self.candidates!r}")
         methods = [_candidate(spec) for spec in self.candidates]
         labels = [method.label for method in methods]
         if repeated := sorted({label for label in labels if labels.count(label) > 1}):
             raise InputError("candidates", f"must differ; repeated: {', '.join(repeated)}")
-        if self.every is not None and (isinstance(self.every, bool) or self.every < 1):
-            raise InputError("every", f"must be at least 1, got {self.every!r}")
         object.__setattr__(self, "candidates", tuple(methods))
-        for name, measure in self.allowed.measures.items():
-            if measure == "output_error" and not self.sensitivity:
-                raise InputError(name, "cannot be output_error without sensitivity, which measures it")
-        if isinstance(self.refine, bool) or not isinstance(self.refine, int) or self.refine < 0:
-            raise InputError("refine", f"must be a number of plans, at least 0, got {self.refine!r}")
-        without = {
-            "no-sensitivity": not self.sensitivity,
-            "budget": self.budget is not None,
-            "limit": self.limit is not None,
-        }
+        for name, least in (("every", 1), ("refine", 0)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise InputError(name, f"must be an integer of at least {least}, got {value!r}")
+        if not self.sensitivity and "output_error" in self.measures.values():
+            raise InputError("measure", "cannot be output_error without sensitivity, which measures it")
+        without = {"no-sensitivity": not self.sensitivity, "budget": self.budget is not None, "limit": self.limit}
         if self.refine and (given := [name for name, is_given in without.items() if is_given]):
             raise InputError("refine", f"measures plans for flops or time, with gradients; leave out {given[0]}")
         for name in ("limit", "time"):
@@ -188,23 +183,10 @@ class CalibrateConfig(SamplingConfig):
         return {"candidates": self.candidates}
 
     def check_grid(self, grid: LatentGrid) -> None:
-        """Check that heads of videos of this grid can do with so much work.
-
-        Raises:
-            InputError: they cannot.
-        """
-        from vmonarch.eval.calibrate.planning import check_work, default_flops
-        from vmonarch.plan import method_flops
-
+        """Raise InputError if heads of videos of this grid cannot do with so much work."""
         if self.flops is not None:
             cheapest = min(method_flops(_options(method), grid, 1) for method in self.candidates)
             check_work(self.flops, cheapest / method_flops(None, grid, 1), default_flops(grid))
-
-    @property
-    def allowed(self) -> Budget:
-        """What the plan may cost; where plans are measured in place, the first goes by the error of layers."""
-        measure = self.measure or ("layer_error" if self.refine else None)
-        return Budget(self.budget, self.flops, self.time, measure, self.limit)
 
 
 def _candidate(spec: Any) -> AttentionMethod:
@@ -264,10 +246,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         GenerationError: a file could not be written.
     """
     from vmonarch import apply, restore
-    from vmonarch.eval.calibrate.diagnosis import Call, DiagnosisProcessor, Recorder, document, watched
-    from vmonarch.eval.calibrate.refining import refine
     from vmonarch.eval.calibrate.report import report
-    from vmonarch.eval.calibrate.timing import head_times
 
     config, model = complete_and_load(config, model)
     if config.time is not None and model.device.type != "cuda":
@@ -286,7 +265,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     batches = config.batches()
     apply(model.pipe, DiagnosisProcessor(recorder))
     try:
-        with watched(recorder, model.pipe) if config.sensitivity else nullcontext():
+        with watched(recorder, model.pipe) if config.sensitivity else contextlib.nullcontext():
             for number, batch in enumerate(batches):
                 title = f"batch {number + 1} of {len(batches)}" if progress else None
                 denoise(model, config, [prompt for prompt, _ in batch], [seed for _, seed in batch], progress=title)
@@ -306,7 +285,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         save(target / "diagnosis.json", json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n")
         # What was sampled is on disk by now: a plan that cannot be made costs no more than another --diagnosis.
         try:
-            make = functools.partial(config.allowed.plan, diagnosis)
+            make = functools.partial(config.plan, diagnosis)
             plan = refine(model.pipe, calls, make, config.refine) if config.refine else make()
         except InputError as error:
             kept = f"the diagnosis is {target / 'diagnosis.json'}, from which --diagnosis makes other plans"
@@ -365,8 +344,6 @@ def read_diagnosis(path: str | Path, candidates: Sequence[str] | None = None) ->
     Raises:
         InputError: it cannot be read, or is none, or lacks one of these candidates.
     """
-    from vmonarch.eval.calibrate.diagnosis import FORMAT
-
     diagnosis = read_document("diagnosis", Path(path).expanduser(), FORMAT, "diagnosis of `vmonarch calibrate`")
     if candidates is None:
         return diagnosis

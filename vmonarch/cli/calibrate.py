@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_config, sampling_layers
+
+if TYPE_CHECKING:
+    from vmonarch.plan import AttentionPlan
 
 _EPILOG = """\
 examples:
@@ -62,44 +67,50 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError: see `vmonarch.eval.calibrate.run.calibrate`.
     """
-    from pathlib import Path
-
     from vmonarch.configs import InputError
-    from vmonarch.eval.calibrate.run import Budget, CalibrateConfig, calibrate, read_diagnosis, warn_if_full
+    from vmonarch.eval.calibrate.run import CalibrateConfig, calibrate
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()
     if arguments.diagnosis is not None:
-        for name in ("prompts", "refine"):
-            if getattr(arguments, name):
-                raise InputError(name, "must not be given with --diagnosis, which runs no model")
-        budget = Budget(arguments.budget, arguments.flops, arguments.time, arguments.measure, arguments.limit)
-        plan = budget.plan(read_diagnosis(arguments.diagnosis, arguments.candidates))
-        path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json")).expanduser()
-        if path.exists() and not arguments.overwrite:
-            raise InputError("plan", f"{str(path)!r} exists; give another --plan, or --overwrite")
-        plan.save(path)
-        warn_if_full(plan)
-        _tell(plan, quiet=arguments.quiet)
-        print(path)
+        _plan_again(arguments)
         return
     if arguments.plan is not None:
         raise InputError("plan", "is for --diagnosis; otherwise the plan lies in the output folder")
-    layers = sampling_layers(CalibrateConfig, arguments, "candidates")
-    config = sampling_config(CalibrateConfig, layers, "--prompt-file")
+    config = sampling_config(
+        CalibrateConfig, sampling_layers(CalibrateConfig, arguments, "candidates"), "--prompt-file"
+    )
     hide_loading_bars()
     made = calibrate(config, progress=not arguments.quiet)
-    _tell(made.plan, quiet=arguments.quiet)
+    if not arguments.quiet:
+        _tell(made.plan)
     for name in ("report.html", "diagnosis.json", "plan.json"):
         print(made.folder / name)
 
 
-def _tell(plan: object, *, quiet: bool) -> None:
-    from vmonarch.plan import AttentionPlan
+def _plan_again(arguments: argparse.Namespace) -> None:
+    """Make another plan of a diagnosis."""
+    from vmonarch.configs import InputError
+    from vmonarch.eval.calibrate.run import Budget, read_diagnosis, warn_if_full
 
-    assert isinstance(plan, AttentionPlan)
-    if quiet:
-        return
+    for name in ("prompts", "refine"):
+        if getattr(arguments, name):
+            raise InputError(name, "must not be given with --diagnosis, which runs no model")
+    names = ("budget", "flops", "time", "measure", "limit")
+    plan = Budget(**{name: getattr(arguments, name) for name in names}).plan(
+        read_diagnosis(arguments.diagnosis, arguments.candidates)
+    )
+    path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json")).expanduser()
+    if path.exists() and not arguments.overwrite:
+        raise InputError("plan", f"{str(path)!r} exists; give another --plan, or --overwrite")
+    plan.save(path)
+    warn_if_full(plan)
+    if not arguments.quiet:
+        _tell(plan)
+    print(path)
+
+
+def _tell(plan: AttentionPlan) -> None:
     predicted = plan.about["predicted"]
     heads = ", ".join(f"{count} × {name}" for name, count in plan.about["heads"].items())
     print(f"heads: {heads}")
