@@ -155,19 +155,29 @@ def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") 
     """
     check_keys(schema, values, prefix=prefix)
     hints = typing.get_type_hints(schema)
-    given: dict[str, Any] = {}
+    given = {}
     for key, value in values.items():
-        try:
-            nested = dataclasses.is_dataclass(hints[key]) and isinstance(value, Mapping)
-            given[key] = build(hints[key], value, prefix=f"{prefix}{key}.") if nested else _as(hints[key], value)
-        except InputError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise InputError(prefix + key, f"must be {_describe(hints[key])}, got {value!r}") from error
+        nested = dataclasses.is_dataclass(hints[key]) and isinstance(value, Mapping)
+        name = prefix + key
+        given[key] = build(hints[key], value, prefix=f"{name}.") if nested else _typed(name, hints[key], value)
     try:
         return schema(**given)
     except InputError as error:
         raise InputError(prefix + error.argument, error.problem) from error
+
+
+def check_types(config: Any) -> None:
+    """Give the fields of a frozen dataclass the types of their hints, as `build` does, or raise InputError."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        object.__setattr__(config, field.name, _typed(field.name, hints[field.name], getattr(config, field.name)))
+
+
+def _typed(name: str, hint: Any, value: Any) -> Any:
+    try:
+        return _as(hint, value)
+    except (TypeError, ValueError) as error:
+        raise InputError(name, f"must be {_describe(hint)}, got {value!r}") from error
 
 
 def _as(hint: Any, value: Any) -> Any:

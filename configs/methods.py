@@ -32,7 +32,6 @@ from vmonarch.configs import (
 )
 from vmonarch.configs.stack import Stack
 from vmonarch.dense import DenseSet
-from vmonarch.plan import plan_file
 from vmonarch.validation import plain
 
 if TYPE_CHECKING:
@@ -273,6 +272,8 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
         # It decides on all that is not given.
         options = {}
     options = {name: value for name, value in options.items() if name != "grid"} | given
+    from vmonarch.plan import plan_file
+
     for option, find in (("plan", plan_file), ("adapter", _adapter_file)):
         if isinstance(word := options.get(option), str):
             file = find(word)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, file_sha256
-from vmonarch.pipelines.config import open_image
+from vmonarch.pipelines.first_frame import open_image
 from vmonarch.pipelines.lora import LORA, find_lora, lora_sha256
 
 if TYPE_CHECKING:

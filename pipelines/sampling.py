@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.pipelines.config import SamplingConfig, open_image
+from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.devices import synchronize
+from vmonarch.pipelines.first_frame import open_image
 from vmonarch.pipelines.kinds import Kind, kind_of
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.outputs import GenerationError

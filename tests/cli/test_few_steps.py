@@ -169,15 +169,13 @@ def test_a_lora_file_of_another_model_is_refused(tensors, problem, tiny_model, t
     ("words", "problem"),
     [
         (["--lora", "there-is-none.safetensors"], "no file"),
-        (["--lora", "owner/name"], "no file"),
         (["--lora", ".:nan"], "PATH:SCALE"),
         (["--lora", "text.safetensors"], "cannot be read"),
         (["--lora-2", "text.safetensors"], "two transformers"),
-        (["--scheduler", "heun"], "unipc, euler, lcm"),
         (["--sigmas", "1,0.5"], "needs scheduler"),
-        (["--sigmas", "1;0.5"], "numbers"),
+        (["--sigmas", "1;0.5"], "a list, each a number"),
         (["--scheduler", "lcm", "--sigmas", "0.5,1"], "fall"),
-        (["--scheduler", "lcm", "--sigmas", "1,0"], "above 0"),
+        (["--scheduler", "lcm", "--sigmas", "1,0"], "from 1e-06 to 1"),
         (["--scheduler", "lcm", "--sigmas", "1,0.7,0.5"], "2, as many as steps"),
     ],
 )
@@ -199,10 +197,12 @@ def test_a_few_step_video_is_made_again_from_its_record(cli, tmp_path) -> None:
     assert record["config"]["lora"] == [f"{file}:{SCALE}"] and len(record["model"]["lora_sha256"][0]) == 64
     assert record["model"]["scheduler"] == "LCMScheduler" and record["config"]["sigmas"] == [1.0, 0.757, 0.522]
     assert record["transformer_calls"] == 3, "one call a step: guidance is off"
+    assert cli("generate", PROMPT + " slowly", "--lora", word, "--seed", 4, *settings)[0] == 0
+    record = cli.records()[2]
     again = cli.folder / "outputs/generate" / record["video"]
-    torch.manual_seed(99)
     code, _, err = cli("generate", "--from-json", again.with_suffix(".json"), tiny=False)
-    assert code == 0 and "bit-identical" in err, err
+    assert code == 0, err
+    assert cli.records()[3]["frames_sha256"] == record["frames_sha256"]
     save_file({name: value + 1 for name, value in load_file(file).items()}, file)
     code, _, err = cli("generate", "--from-json", again.with_suffix(".json"), tiny=False)
     assert code == 2 and "LoRA file that has changed" in err
