@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError
-from vmonarch.eval.evaluate import EvalConfig, Evaluation, Item, check_measures, run_items
+from vmonarch.eval.evaluate import Evaluation, Item, check_measures, run_items
+from vmonarch.eval.settings import CompareConfig
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.loading import LoadedModel
@@ -27,28 +26,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-
-
-@dataclass(frozen=True)
-class CompareConfig(EvalConfig):
-    """`EvalConfig`, plus the pictures. Every call has a new folder in `output_dir`.
-
-    Args:
-        strip_frames: columns of the PNG strips.
-        save_videos: True; every method's video is kept in its item's folder.
-        overwrite: take the number 0001, and make the items of a folder of these settings anew.
-    """
-
-    output_dir: str = "outputs/compare"
-    strip_frames: int = 6
-    save_videos: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.strip_frames, bool) or not isinstance(self.strip_frames, int) or self.strip_frames < 1:
-            raise InputError("strip_frames", f"must be an integer of at least 1, got {self.strip_frames!r}")
-        if self.save_videos is not True:
-            raise InputError("save_videos", "must be true: the methods' videos are what is measured; leave it out")
 
 
 def compare(

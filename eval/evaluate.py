@@ -31,10 +31,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from vmonarch.configs import InputError, file_sha256, suggest
+from vmonarch.configs import InputError, file_sha256
 from vmonarch.eval import summary
-from vmonarch.eval.methods import MethodsConfig, load_for, prompt_scorer, sample_methods, warm_up
+from vmonarch.eval.methods import load_for, prompt_scorer, sample_methods, warm_up
 from vmonarch.eval.render.table import aligned
+from vmonarch.eval.settings import EvalConfig
 from vmonarch.files import AtomicFiles, file_name, short_hash
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete
@@ -59,7 +60,6 @@ Given = TypeVar("Given")
 Found = TypeVar("Found")
 
 EVALUATION_FORMAT = "vmonarch-eval-1"
-PROMPT_SETS = ("embedded",)
 # Settings that change no number of an item.
 _FREE = (
     *("output_dir", "overwrite", "device", "offload", "prompt_set", "num_prompts", "baseline"),
@@ -69,64 +69,6 @@ _FREE = (
 _LOCAL = ("output_dir", "overwrite", "device")
 # Videos that are measured and written at once, at most.
 _THREADS = 8
-
-
-@dataclass(frozen=True)
-class EvalConfig(MethodsConfig):
-    """`MethodsConfig`, plus what to measure and what the report shows.
-
-    Args:
-        prompt_set: prompts to take where none are given: `embedded`, the embedded model's 64 held-out ones.
-        num_prompts: the first so many of the prompts; None for all.
-        baseline: the method (by its label) that the others' paired differences are taken to; None for `vmonarch` where
-            it is among the methods, else the first after the reference.
-        lpips: also measure LPIPS, see `vmonarch.eval.similarity.lpips`.
-        vbench: VBench's dimensions to score; none needs no VBench.
-        vbench_timeout: seconds that VBench may take for one dimension of one method.
-        report_items: so many items have their videos in the report; the rest is listed.
-        report_megabytes: and no more videos than that.
-    """
-
-    output_dir: str = "outputs/eval"
-    prompt_set: str | None = None
-    num_prompts: int | None = None
-    baseline: str | None = None
-    lpips: bool = False
-    vbench: tuple[str, ...] = ()
-    vbench_timeout: float = 3600.0
-    report_items: int = 12
-    report_megabytes: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prompt_set is not None and self.prompt_set not in PROMPT_SETS:
-            raise InputError("prompt_set", f"must be one of {', '.join(PROMPT_SETS)}, got {self.prompt_set!r}")
-        for name, least in (("num_prompts", 1), ("report_items", 0), ("report_megabytes", 0)):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise InputError(name, f"must be an integer of at least {least}, got {value!r}")
-        if not self.vbench_timeout > 0:
-            raise InputError("vbench_timeout", f"must be above 0 seconds, got {self.vbench_timeout}")
-        if self.baseline is not None and self.baseline not in self.labels:
-            hint = suggest(self.baseline, self.labels)
-            raise InputError("baseline", f"must be one of {', '.join(self.labels)}, got {self.baseline!r}{hint}")
-        prompts = self.prompts
-        if not prompts and self.prompt_set is not None:
-            from vmonarch.finetune.embedded.data import held_out_prompts
-
-            prompts = tuple(item.prompt for item in held_out_prompts())
-        if repeated := sorted({prompt for prompt in prompts if prompts.count(prompt) > 1}):
-            raise InputError("prompts", f"must differ, or an item is there twice; repeated: {repeated}")
-        if prompts and self.num_prompts is not None and self.num_prompts > len(prompts):
-            raise InputError("num_prompts", f"must be at most {len(prompts)}, as there are, got {self.num_prompts}")
-        object.__setattr__(self, "prompts", prompts[: self.num_prompts])
-
-    @property
-    def chosen_baseline(self) -> str:
-        """Label of the method that the others are compared with; the reference where there is no other."""
-        if self.baseline is not None:
-            return self.baseline
-        return "vmonarch" if "vmonarch" in self.labels else self.labels[min(1, len(self.labels) - 1)]
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-from vmonarch.configs import InputError
-from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.eval.settings import MethodsConfig
 from vmonarch.pipelines import recipes
-from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.model_folder import PROXY_RECORD
 from vmonarch.pipelines.sampling import Batch, decode, denoise, sample
@@ -18,46 +15,6 @@ if TYPE_CHECKING:
     import torch
 
 Methods = TypeVar("Methods", bound="MethodsConfig")
-
-
-@dataclass(frozen=True)
-class MethodsConfig(SamplingConfig):
-    """`SamplingConfig`, plus the methods that sample.
-
-    Args:
-        methods: as `GenerateConfig.attention` takes them; the reference is added in front when it is missing.
-        reference: the method that the others are measured against.
-    """
-
-    methods: tuple[Any, ...] = ("full", "vmonarch")
-    reference: Any = "full"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.methods, (str, bytes)) or not isinstance(self.methods, Sequence):
-            raise InputError("methods", f"must be a list of methods, got {self.methods!r}")
-        reference = _method(self.reference, "reference")
-        methods = [_method(spec, "methods") for spec in self.methods]
-        labels = [method.label for method in methods]
-        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
-            raise InputError("methods", f"must differ; repeated: {', '.join(repeated)}")
-        others = [method for method in methods if method.label != reference.label]
-        object.__setattr__(self, "reference", reference)
-        object.__setattr__(self, "methods", (reference, *others))
-
-    @property
-    def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
-        """As in `SamplingConfig`."""
-        return {"reference": self.methods[:1], "methods": self.methods[1:]}
-
-    @property
-    def labels(self) -> list[str]:
-        """What the methods are called, the reference first."""
-        return [method.label for method in self.methods]
-
-
-def _method(spec: Any, argument: str) -> AttentionMethod:
-    return spec if isinstance(spec, AttentionMethod) else resolve_method(spec, argument=argument, recipes=True)
 
 
 def load_for(config: Methods, model: LoadedModel | None) -> tuple[Methods, LoadedModel]:

@@ -32,7 +32,8 @@ from starlette.staticfiles import StaticFiles
 
 from vmonarch.configs import InputError
 from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
-from vmonarch.eval.methods import MethodsConfig, warm_up
+from vmonarch.eval.methods import warm_up
+from vmonarch.eval.settings import MethodsConfig
 from vmonarch.eval.similarity import similarity
 from vmonarch.installation import find_transformers
 from vmonarch.pipelines import recipes

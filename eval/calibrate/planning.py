@@ -12,11 +12,11 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.eval.calibrate.diagnosis import FORMAT
+from vmonarch.eval.calibrate.settings import MEASURES
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.plan import FULL, AttentionPlan
 
-MEASURES = ("error", "layer_error", "output_error", "kl")
 # Of the error of layers, beside what errors change in the output.
 _LAYER_WEIGHT = 0.4
 # Of the mean share of heads: no head's errors count for less, since shares are noisy and can be negative.

@@ -5,221 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vmonarch.configs import InputError, read_document, suggest
-from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.calibrate.diagnosis import FORMAT, Call, DiagnosisProcessor, Recorder, document, watched
-from vmonarch.eval.calibrate.planning import (
-    MEASURES,
-    InPlace,
-    check_work,
-    default_flops,
-    plan_within_error,
-    plan_within_work,
-)
 from vmonarch.eval.calibrate.refining import refine
+from vmonarch.eval.calibrate.settings import CalibrateConfig, options_of, parse_maps
 from vmonarch.eval.calibrate.timing import head_times
 from vmonarch.files import AtomicFiles, short_hash
-from vmonarch.options import Options, VMonarchOptions
-from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.loading import LoadedModel, complete_and_load
 from vmonarch.pipelines.outputs import GenerationError, keep_elsewhere, prepare_output_dir, reserve_number
 from vmonarch.pipelines.records import facts
 from vmonarch.pipelines.sampling import denoise
-from vmonarch.plan import AttentionPlan, method_flops
-
-if TYPE_CHECKING:
-    from vmonarch.grid import LatentGrid
-
-CANDIDATES = (
-    "vmonarch-plain:num_iterations=1",
-    "vmonarch-plain:coarse=2,last_l_update=false",
-    "vmonarch-plain",
-    "vmonarch-lite",
-    "vmonarch-t1",
-    "vmonarch:coarse=2,row_share=0.25",
-    "vmonarch:coarse=2",
-    "vmonarch",
-    "vmonarch-t3",
-    "vmonarch-own",
-    "vmonarch-band1",
-    "vmonarch-first-own",
-    "vmonarch-first-band1",
-    "vmonarch:exact={rows: [0], band: 2}",
-    "vmonarch:exact={rows: [0], band: 3}",
-    "two-resolution",
-    "two-resolution:share=0.2",
-    "two-resolution:share=0.4",
-    "first-order",
-    "first-order:parts=[1,2,2]",
-    "first-order:parts=[1,4,4]",
-)
-# Of methods that a head can get.
-_PROCESSORS = ("vmonarch", "two_resolution", "first_order")
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What a plan may cost; at most one of the first three, and none for as much work as VMonarch with its defaults.
-
-    Args:
-        budget: the error of a head, of `measure`.
-        flops: of all heads, relative to VMonarch with its defaults.
-        time: the same of the measured time.
-        measure: one of `planning.MEASURES`; None for "error" with `budget`, and what `plan_within_work` takes without.
-        limit: "measure=share", with `flops` or `time`: see `plan_within_work`.
-    """
-
-    budget: float | None = None
-    flops: float | None = None
-    time: float | None = None
-    measure: str | None = None
-    limit: str | None = None
-
-    def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("budget", "flops", "time")}
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) > 1:
-            raise InputError(named[0], f"and {named[1]} exclude each other: give one")
-        for name in named:
-            if not math.isfinite(given[name]) or given[name] < 0:
-                raise InputError(name, f"must be finite and at least 0, got {given[name]}")
-        if self.limit is not None and self.budget is not None:
-            raise InputError("limit", "is for flops and time; with budget, every head keeps to that")
-        for name, measure in self.measures.items():
-            if measure not in MEASURES:
-                raise InputError(name, f"must be of {', '.join(MEASURES)}, got {measure!r}{suggest(measure, MEASURES)}")
-
-    @property
-    def measures(self) -> dict[str, str]:
-        """The measures that are named, by the argument that names them."""
-        named = {"measure": self.measure, "limit": self.parsed_limit and self.parsed_limit[0]}
-        return {name: measure for name, measure in named.items() if measure}
-
-    @property
-    def parsed_limit(self) -> tuple[str, float] | None:
-        """Measure and share of `limit`."""
-        if self.limit is None:
-            return None
-        name, _, share = str(self.limit).partition("=")
-        with contextlib.suppress(ValueError):
-            if name and 0 < float(share) < math.inf:
-                return name, float(share)
-        raise InputError("limit", f"must be measure=share with a positive share, such as kl=0.5, got {self.limit!r}")
-
-    def plan(self, diagnosis: Mapping[str, Any], found: Sequence[InPlace] = ()) -> AttentionPlan:
-        """The plan for a diagnosis.
-
-        Args:
-            found: see `plan_within_work`.
-        """
-        if self.budget is not None:
-            return plan_within_error(diagnosis, self.budget, self.measure or "error")
-        cost = "flops" if self.time is None else "time"
-        work = getattr(self, cost)
-        limit = self.parsed_limit
-        return plan_within_work(diagnosis, 1.0 if work is None else work, self.measure, limit, cost=cost, found=found)
-
-
-@dataclass(frozen=True)
-class CalibrateConfig(Budget, SamplingConfig):
-    """`SamplingConfig` and `Budget`, plus what to record.
-
-    Args:
-        candidates: methods of the processors vmonarch, two_resolution or first_order, as `vmonarch compare` takes them,
-            without a bias, a plan, or dense steps and layers.
-        every: record every so many steps; None for about ten of them.
-        maps: "layer:head" of attention maps to keep; none for the first, the middle and the last layer's first head.
-        sensitivity: also measure what a head's errors change in the model's output: recorded calls are computed again,
-            once with gradients and once for each of up to eight layers.
-        refine: how many plans are measured in place, each made from what the ones before it showed; the best is kept,
-            and the first goes by the error of layers. 0 keeps the first, unmeasured.
-    """
-
-    output_dir: str = "outputs/calibrate"
-    candidates: tuple[Any, ...] = CANDIDATES
-    every: int | None = None
-    maps: tuple[str, ...] = ()
-    sensitivity: bool = True
-    refine: int = 0
-
-    def __post_init__(self) -> None:
-        SamplingConfig.__post_init__(self)
-        if self.refine and self.measure is None:
-            object.__setattr__(self, "measure", "layer_error")
-        Budget.__post_init__(self)
-        if isinstance(self.candidates, (str, bytes)) or not self.candidates:
-            raise InputError("candidates", f"must be a list of methods, got {self.candidates!r}")
-        methods = [_candidate(spec) for spec in self.candidates]
-        labels = [method.label for method in methods]
-        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
-            raise InputError("candidates", f"must differ; repeated: {', '.join(repeated)}")
-        object.__setattr__(self, "candidates", tuple(methods))
-        for name, least in (("every", 1), ("refine", 0)):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise InputError(name, f"must be an integer of at least {least}, got {value!r}")
-        if not self.sensitivity and "output_error" in self.measures.values():
-            raise InputError("measure", "cannot be output_error without sensitivity, which measures it")
-        without = {"no-sensitivity": not self.sensitivity, "budget": self.budget is not None, "limit": self.limit}
-        if self.refine and (given := [name for name, is_given in without.items() if is_given]):
-            raise InputError("refine", f"measures plans for flops or time, with gradients; leave out {given[0]}")
-        for name in ("limit", "time"):
-            if getattr(self, name) is not None and VMonarchOptions() not in map(_options, methods):
-                raise InputError(name, "is relative to VMonarch with its defaults, which is not among the candidates")
-        object.__setattr__(self, "maps", tuple(self.maps))
-        parse_maps(self.maps)
-
-    @property
-    def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
-        """As in `SamplingConfig`."""
-        return {"candidates": self.candidates}
-
-    def check_grid(self, grid: LatentGrid) -> None:
-        """Raise InputError if heads of videos of this grid cannot do with so much work."""
-        if self.flops is not None:
-            cheapest = min(method_flops(_options(method), grid, 1) for method in self.candidates)
-            check_work(self.flops, cheapest / method_flops(None, grid, 1), default_flops(grid))
-
-
-def _candidate(spec: Any) -> AttentionMethod:
-    method = spec if isinstance(spec, AttentionMethod) else resolve_method(spec, argument="candidates")
-    if method.processor_name not in _PROCESSORS:
-        known, got = " or ".join(_PROCESSORS), f"{method.label!r} of {method.processor_name}"
-        raise InputError("candidates", f"must be of the processors {known}, got {got}")
-    if not method.countable:
-        raise InputError("candidates", f"must have work that is known beforehand, but {method.label!r} sets beta")
-    for name in ("bias", "plan", "dense_steps", "dense_layers", "refresh"):
-        if method.options.get(name) not in (None, 0, []):
-            raise InputError("candidates", f"must leave {name} alone, but {method.label!r} sets it")
-    return method
-
-
-def _options(method: AttentionMethod) -> Options:
-    options: Options = method.processor().options  # type: ignore[attr-defined]
-    return options
-
-
-def parse_maps(maps: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """(layer, head) of every "layer:head".
-
-    Raises:
-        InputError: an entry is not of this form.
-    """
-    found = []
-    for entry in maps:
-        layer, colon, head = str(entry).partition(":")
-        if not colon or not layer.isdecimal() or not head.isdecimal():
-            raise InputError("maps", f"must be layer:head, such as 3:0, got {entry!r}")
-        found.append((int(layer), int(head)))
-    return tuple(found)
+from vmonarch.plan import AttentionPlan
 
 
 @dataclass(frozen=True)
@@ -258,7 +61,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
     for layer, head in maps:
         if layer >= layers or head >= heads:
             raise InputError("maps", f"must lie in {layers} layers of {heads} heads, got {layer}:{head}")
-    candidates = {method.label: _options(method) for method in config.candidates}
+    candidates = {method.label: options_of(method) for method in config.candidates}
     calls: list[Call] = []
     every = config.every or max(1, config.steps // 10)
     recorder = Recorder(candidates, every, maps, calls=calls if config.refine else None)

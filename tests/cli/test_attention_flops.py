@@ -10,7 +10,7 @@ import pytest
 from vmonarch import AttentionPlan, LatentGrid
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
-from vmonarch.eval.methods import MethodsConfig
+from vmonarch.eval.settings import MethodsConfig
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.pipelines import loading, sampling
 from vmonarch.pipelines.config import complete

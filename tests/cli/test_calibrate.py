@@ -8,7 +8,7 @@ from html_page import check_whole
 
 from vmonarch import AttentionPlan
 from vmonarch.configs import InputError, read_yaml
-from vmonarch.eval.calibrate.run import CANDIDATES, CalibrateConfig
+from vmonarch.eval.calibrate.settings import CANDIDATES, CalibrateConfig
 from vmonarch.pipelines.config import build_config
 from vmonarch.plan import method_dict
 from vmonarch.two_resolution_options import TwoResolutionOptions
@@ -99,7 +99,7 @@ def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch)
     def no_plan(*_, **__):
         raise InputError("limit", "cannot be kept")
 
-    monkeypatch.setattr("vmonarch.eval.calibrate.run.plan_within_work", no_plan)
+    monkeypatch.setattr("vmonarch.eval.calibrate.planning.plan_within_work", no_plan)
     code, _, err = cli("calibrate", *line, "--limit", "kl=1e-9")
     monkeypatch.undo()
     monkeypatch.chdir(cli.folder)

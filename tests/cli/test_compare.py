@@ -217,7 +217,7 @@ def test_settings_are_checked_and_the_reference_comes_first() -> None:
     for values, message in (
         ({"methods": ("vmonarch", "vmonarch")}, "methods must differ"),
         ({"methods": "vmonarch"}, "methods must be a list"),
-        ({"strip_frames": 0}, "strip_frames must be an integer of at least 1"),
+        ({"strip_frames": 0}, "strip_frames must be at least 1"),
         ({"save_videos": False}, "save_videos must be true"),
     ):
         with pytest.raises(InputError, match=message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from vmonarch.cli.parser import add_options
 from vmonarch.cli.sampling import (
     add_method_arguments,
     add_sampling_arguments,
@@ -11,6 +12,7 @@ from vmonarch.cli.sampling import (
     sampling_config,
     sampling_layers,
 )
+from vmonarch.eval.settings import CompareConfig
 
 _EPILOG = """\
 examples:
@@ -27,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch compare`."""
     add_sampling_arguments(parser, group="compare")
     add_method_arguments(parser)
+    add_options(parser, CompareConfig, "strip_frames", "lpips")
     parser.add_argument("--save-videos", action="store_true", default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--strip-frames", type=int, metavar="N", help="columns of the PNG strips (default 6)")
     parser.epilog = _EPILOG
 
 
@@ -38,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError, GenerationError: see `vmonarch.eval.compare.compare`.
     """
-    from vmonarch.eval.compare import CompareConfig, compare
+    from vmonarch.eval.compare import compare
     from vmonarch.pipelines.environment import shown_command
     from vmonarch.pipelines.processes import check_alone
 

@@ -49,13 +49,13 @@ def add_arguments(parser: Parser) -> None:
         (score, "--environment", installation.default_folder()),
     ):
         command.add_argument(option, type=Path, default=default, metavar="FOLDER", help=f"default: {default}")
-    for command in (prompts, score):
-        command.add_argument("--videos-per-prompt", type=int, default=5, metavar="N", help="default 5, as VBench asks")
     prompts.add_argument("--prompt-file", type=Path, help="a prompt per line, instead of VBench's")
     prompts.add_argument("--seed", type=int, default=0, help="first seed; every video has its own (default 0)")
     prompts.add_argument("--output", type=Path, required=True, help="JSON Lines file to write")
     score.add_argument("list", type=Path, help="JSON Lines file, or JSON list, of file and prompt")
     score.add_argument("--videos", type=Path, metavar="FOLDER", help="of the files (default: that of the list)")
+    for command in (prompts, score):
+        command.add_argument("--videos-per-prompt", type=int, default=5, metavar="N", help="default 5, as VBench asks")
     about = "the videos are of VBench's prompts: score each by the dimensions of its prompt, and miss none"
     score.add_argument("--standard", action="store_true", help=about)
     score.add_argument("--device", default="auto", help="auto (default: cuda where there is one), cpu, cuda, cuda:N")
