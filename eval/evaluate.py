@@ -284,7 +284,7 @@ class _Run:
 
         self.counts, self.also = counts, also
         self.config, self.model, self.output, self.progress = config, model, output, progress
-        self.score = prompt_scorer(model)
+        self.score = prompt_scorer(model, config.prompt_set)
         self.environment = environment(model.device)
 
     def run(self, batches: Sequence[Sequence[Item]], total: int) -> None:

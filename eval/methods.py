@@ -69,13 +69,14 @@ def sample_methods(
     return samples
 
 
-def prompt_scorer(model: LoadedModel) -> Callable[[torch.Tensor, str], float | None]:
+def prompt_scorer(model: LoadedModel, prompt_set: str | None = None) -> Callable[[torch.Tensor, str], float | None]:
     """A function of frames [F, 3, H, W] and prompt to the prompt score (`vmonarch.eval.prompt_score.PromptMatch`).
 
-    It answers None for models other than the embedded one and its proxies (`eval/studies/proxy.py`), and for prompts in
-    other words than those models'.
+    It answers None for prompts in other words than the embedded model's, and, unless its prompts are asked for by
+    `prompt_set`, for models other than that one and its proxies (`eval/studies/proxy.py`).
     """
-    if model.folder.name != "embedded" and not (model.folder.path / PROXY_RECORD).is_file():
+    ours = model.folder.name == "embedded" or prompt_set == "embedded"
+    if not ours and not (model.folder.path / PROXY_RECORD).is_file():
         return lambda frames, prompt: None
     from vmonarch.eval.prompt_score import parse_prompt, score_video
 

@@ -184,13 +184,18 @@ def test_a_missing_video_is_an_error(loaded: loading.LoadedModel, tmp_path: Path
 
 def test_prompt_score_reads_the_pixels() -> None:
     """The scorer of the embedded model gets frames in its own layout, and prompts it knows."""
-    score = prompt_scorer(SimpleNamespace(folder=SimpleNamespace(name="embedded")))  # type: ignore[arg-type]
+    model = SimpleNamespace(folder=SimpleNamespace(name="embedded", path=Path("none")))
+    score = prompt_scorer(model)
     video = torch.full((13, 3, 96, 160), 0.2)
     for frame in range(13):
         x = 20 + 9 * frame
         video[frame, :, 36:60, x - 12 : x + 12] = torch.tensor([0.9, 0.1, 0.1])[:, None, None]
     assert score(video, "a red square moving right") == 1.0 and score(video, "a blue circle moving left") == 0.0
     assert score(video, "a harbour at dawn") is None
+    # A finetuned model is scored where its prompts are the embedded model's.
+    model.folder.name = "finetuned"
+    assert prompt_scorer(model)(video, "a red square moving right") is None
+    assert prompt_scorer(model, "embedded")(video, "a red square moving right") == 1.0
 
 
 def test_the_embedded_model_is_the_default_and_is_scored(cli, monkeypatch: pytest.MonkeyPatch) -> None:
