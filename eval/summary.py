@@ -25,30 +25,25 @@ class Measure:
     about: str
 
 
-_FIRST, _CODED = "of the first frame alone", "of frames read back from the mp4"
+def _closeness(prefix: str = "", heading: str = "", about: str = "") -> dict[str, Measure]:
+    """What tells how close a video is to the reference."""
+    return {
+        f"{prefix}psnr": Measure(f"{heading}PSNR dB", 2, True, f"10·log10(1/MSE), the error pooled over frames{about}"),
+        f"{prefix}ssim": Measure(f"{heading}SSIM", 4, True, f"11×11 Gaussian window, sigma 1.5, mean of frames{about}"),
+        f"{prefix}lpips": Measure(f"{heading}LPIPS", 4, False, f"AlexNet, mean over frames{about}"),
+    }
+
+
+_FIRST, _CODED = ", of the first frame alone", ", as read back from the mp4"
+_SHOWN = "share of colour, shape and direction that the pixels show as the prompt asks; of the embedded model"
 MEASURES = {
-    "psnr": Measure("PSNR dB", 2, True, "10·log10(1/MSE) to the reference, the error pooled over all frames"),
-    "ssim": Measure("SSIM", 4, True, "11×11 Gaussian window, sigma 1.5, mean over frames and channels"),
-    "lpips": Measure("LPIPS", 4, False, "AlexNet, mean over frames"),
-    "first_frame_psnr": Measure("first PSNR dB", 2, True, f"PSNR {_FIRST}"),
-    "first_frame_ssim": Measure("first SSIM", 4, True, f"SSIM {_FIRST}"),
-    "first_frame_lpips": Measure("first LPIPS", 4, False, f"LPIPS {_FIRST}"),
-    "prompt_score": Measure(
-        "prompt score",
-        3,
-        True,
-        "share of colour, shape and direction that a video's pixels show as the prompt asks; of the embedded model",
-    ),
-    "mp4_psnr": Measure("mp4 PSNR dB", 2, True, f"PSNR {_CODED}"),
-    "mp4_ssim": Measure("mp4 SSIM", 4, True, f"SSIM {_CODED}"),
-    "mp4_lpips": Measure("mp4 LPIPS", 4, False, f"LPIPS {_CODED}"),
-    "mp4_first_frame_psnr": Measure("mp4 first PSNR dB", 2, True, f"PSNR {_CODED}, {_FIRST}"),
-    "mp4_first_frame_ssim": Measure("mp4 first SSIM", 4, True, f"SSIM {_CODED}, {_FIRST}"),
-    "mp4_first_frame_lpips": Measure("mp4 first LPIPS", 4, False, f"LPIPS {_CODED}, {_FIRST}"),
+    **_closeness(),
+    **_closeness("first_frame_", "first ", _FIRST),
+    "prompt_score": Measure("prompt score", 3, True, _SHOWN),
+    **_closeness("mp4_", "mp4 ", _CODED),
+    **_closeness("mp4_first_frame_", "mp4 first ", _FIRST + _CODED),
     "seconds": Measure("s/video", 2, False, "text, denoising and decoding; a batch's time is shared out evenly"),
-    "transformer_seconds_per_step": Measure(
-        "transformer s/step", 3, False, "in the transformers' forward calls, guidance included"
-    ),
+    "transformer_seconds_per_step": Measure("transformer s/step", 3, False, "in forward calls, guidance included"),
 }
 # VBench's dimensions in the score of the paper's Table 5.
 _SCORED = ("imaging_quality", "subject_consistency", "overall_consistency")

@@ -1,7 +1,6 @@
 """VBench's scores: whatever the package does to videos, prompts and results, a wrong or missing score is an error.
 
-The package is played by one of the same interface, in an environment of its own; the real one is tested below where
-VMONARCH_TEST_VBENCH names a folder with its environment (made there if there is none).
+The package is played by one of the same interface, in an environment of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from vmonarch.configs import InputError
 from vmonarch.eval.vbench import installation
 from vmonarch.eval.vbench.installation import VERSION, VBenchError, download_weights, install, manifest
 from vmonarch.eval.vbench.scoring import (
-    DIMENSIONS,
     PromptedVideo,
     VBenchScore,
     read_videos,
@@ -37,7 +35,7 @@ from vmonarch.eval.vbench.scoring import (
     suite,
 )
 from vmonarch.files import write_json
-from vmonarch.pipelines.video_io import VideoError, encode_video, read_video
+from vmonarch.pipelines.video_io import VideoError, encode_video
 
 # The interface of vbench 0.1.5. Scores are the first byte of a file's hash over 256; the file `order` says what goes
 # wrong, and `calls.jsonl` gets what the package was told.
@@ -77,10 +75,8 @@ class VBench:
         score = sum(entry["video_results"] for entry in listed) / len(listed) / scale
         if order == "skip":
             del listed[0]
-        if order in ("nan", "range", "text"):
-            listed[0]["video_results"] = {"nan": float("nan"), "range": 1.5 * scale, "text": "0.5"}[order]
-        if order == "stranger":
-            listed[0]["video_path"] = "/elsewhere/other.mp4"
+        if order in ("nan", "range"):
+            listed[0]["video_results"] = {"nan": float("nan"), "range": 1.5 * scale}[order]
         if order == "twice":
             listed.append(listed[0])
         if order == "mean":
@@ -197,11 +193,9 @@ def test_scores_are_those_of_the_videos_in_their_order_and_prompts_arrive_unchan
         ("silent", "results of an unknown form"),
         ("form", "results of an unknown form"),
         ("skip", "not one for each of 3 videos"),
-        ("stranger", "not one for each of 3 videos"),
         ("twice", "not one for each of 3 videos"),
         ("nan", r"5\.mp4 the score nan"),
         ("range", r"5\.mp4 the score 150\.0, which is not in \[0, 100\]"),
-        ("text", r"5\.mp4 the score 0\.5"),
         ("mean", "score 1.0, which is no mean"),
     ],
 )
@@ -276,26 +270,21 @@ def test_equal_requests_are_answered_from_disk(bench: Bench, change: str) -> Non
     assert again["dynamic_degree"].per_video == pytest.approx([expected(video) for video in videos])
 
 
-@pytest.mark.parametrize(
-    ("frames", "fps", "dimension", "enough"),
-    [
+def test_a_video_too_short_for_a_dimension_is_named(bench: Bench) -> None:
+    path = bench.videos / "short.mp4"
+    for frames, fps, dimension, enough in (
         (1, 8, "temporal_flickering", False),
         (2, 8, "temporal_flickering", True),
         (2, 8, "motion_smoothness", False),
         (4, 16, "dynamic_degree", False),
         (5, 16, "dynamic_degree", True),
-    ],
-)
-def test_a_video_too_short_for_a_dimension_is_named(
-    bench: Bench, frames: int, fps: float, dimension: str, enough: bool
-) -> None:
-    path = bench.videos / "short.mp4"
-    write_video(path, frames=frames, fps=fps)
-    if enough:
-        bench.score([PromptedVideo(path, "a cat")], dimension)
-        return
-    with pytest.raises(InputError, match=rf"short\.mp4 is too short for {dimension}"):
-        bench.score([PromptedVideo(path, "a cat")], dimension)
+    ):
+        write_video(path, frames=frames, fps=fps)
+        if enough:
+            bench.score([PromptedVideo(path, "a cat")], dimension)
+            continue
+        with pytest.raises(InputError, match=rf"short\.mp4 is too short for {dimension}"):
+            bench.score([PromptedVideo(path, "a cat")], dimension)
 
 
 def test_what_cannot_be_scored_is_named_before_anything_runs(bench: Bench, tmp_path: Path) -> None:
@@ -496,86 +485,11 @@ def test_the_command_scores_a_suite(bench: Bench, tmp_path: Path, capsys: pytest
     write_json(tmp_path / "videos.json", listed[1:])
     assert main([*asked, "--output", str(tmp_path / "b.json")]) == 2
     assert "--videos must be 2 of each prompt, got 1 of 'a cat'" in capsys.readouterr().err
-
-
-def test_the_command_lists_prompts_of_ones_own(tmp_path: Path) -> None:
+    # Prompts of one's own.
     (tmp_path / "own.txt").write_text("a cat\n\na dog, naïve\n", encoding="utf-8")
     output = tmp_path / "folder/prompts.jsonl"
     asked = ["vbench", "prompts", "--prompt-file", str(tmp_path / "own.txt"), "--videos-per-prompt", "2", "--seed", "7"]
     assert main([*asked, "--output", str(output)]) == 0
     items = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    pairs = [("a cat", 0), ("a cat", 1), ("a dog, naïve", 0), ("a dog, naïve", 1)]
-    assert [(item["prompt"], item["index"]) for item in items] == pairs
+    assert [item["prompt"] for item in items] == ["a cat", "a cat", "a dog, naïve", "a dog, naïve"]
     assert items[0]["seed"] == 7 and len({item["seed"] for item in items}) == 4
-
-
-needs_vbench = pytest.mark.skipif(
-    "VMONARCH_TEST_VBENCH" not in os.environ, reason="VMONARCH_TEST_VBENCH names no folder of an environment"
-)
-# Enough for temporal_flickering on a CPU, which loads no weights: 1.2 GB instead of 6. This torchvision is the last one
-# that imports beside another torch than its own, without its compiled operators.
-SMALL_REQUIREMENTS = """\
-vbench==0.1.5
-torch==2.13.0
-torchvision==0.15.2
-numpy==1.26.4
-decord==0.6.0
-opencv-python-headless==4.10.0.84
-pillow==11.0.0
-tqdm==4.67.0
-requests==2.32.3
-certifi==2024.8.30
-charset-normalizer==3.4.0
-idna==3.10
-urllib3==2.2.3
-filelock==3.16.1
-fsspec==2024.10.0
-Jinja2==3.1.4
-MarkupSafe==3.0.2
-mpmath==1.3.0
-networkx==3.4.2
-setuptools==80.9.0
-sympy==1.13.3
-typing_extensions==4.15.0
-"""
-
-
-@pytest.fixture(scope="session")
-def official(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = Path(os.environ["VMONARCH_TEST_VBENCH"])
-    if folder.exists():
-        return folder
-    requirements = tmp_path_factory.mktemp("requirements") / "small.txt"
-    requirements.write_text(SMALL_REQUIREMENTS)
-    return install(folder, requirements=requirements)
-
-
-@needs_vbench
-@pytest.mark.slow
-def test_temporal_flickering_of_the_official_package_is_that_of_the_frames(official: Path, tmp_path: Path) -> None:
-    videos = []
-    for number, prompt in enumerate(AWKWARD_PROMPTS):
-        path = tmp_path / f"{number} odd 'name'-{number}.mp4"
-        write_video(path, seed=number, frames=4 + number)
-        videos.append(PromptedVideo(path, prompt))
-    settings: dict[str, Any] = {"work_dir": tmp_path / "work", "timeout": 300, "environment": official}
-    score = score_videos(videos, ["temporal_flickering"], device="cpu", **settings)["temporal_flickering"]
-    assert score.score == pytest.approx(np.mean(score.per_video), abs=1e-6)
-    assert max(score.per_video) - min(score.per_video) > 1e-3
-    # Decoders round colours differently.
-    ours = [frame_stability(read_video(video.path)[0]) for video in videos]
-    assert score.per_video == pytest.approx(ours, abs=5e-3)
-
-
-def frame_stability(frames: np.ndarray) -> float:
-    """(255 - mean absolute error of neighbouring frames [F, H, W, 3]) / 255."""
-    return 1 - float(np.abs(np.diff(frames.astype(np.float64), axis=0)).mean()) / 255
-
-
-@needs_vbench
-def test_the_standard_prompts_of_the_official_package(official: Path) -> None:
-    prompts = standard_prompts(list(DIMENSIONS), official)
-    counted = {name: sum(name in names for names in prompts.values()) for name in DIMENSIONS}
-    assert counted["subject_consistency"] == counted["dynamic_degree"] == counted["motion_smoothness"] == 72
-    assert counted["background_consistency"] == 86 and counted["temporal_flickering"] == 75
-    assert counted["aesthetic_quality"] == counted["imaging_quality"] == counted["overall_consistency"] == 93
