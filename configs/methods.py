@@ -46,7 +46,7 @@ PROCESSORS = {
     "first_order": "vmonarch.processors:FirstOrderProcessor",
     "flashbias": "vmonarch.processors:FlashBiasProcessor",
     "based": "vmonarch.based:BasedProcessor",
-    "control": "vmonarch.variants:VariantProcessor",
+    "control": "vmonarch.eval.controls:ControlProcessor",
 }
 # What methods have besides the options of their processor; the hashes are of the files that the others name.
 _OWN = ("adapter", "adapter_sha256", "plan_sha256")
@@ -267,7 +267,6 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
         # Controls check their own, which depend on which it is.
         check_keys(known, given)
     options = _made(processor, given).config
-    options |= options.pop("options", {})
     if given.get("adapter") is not None:
         # It decides on all that is not given.
         options = {}
@@ -299,9 +298,7 @@ def _own_options(processor: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _made(processor: str, options: Mapping[str, Any]) -> VideoAttentionProcessor:
     """The processor with these options, without what an adapter has learnt."""
-    own = _own_options(processor, options)
-    named = [own.pop("control")] if processor == "control" else []
-    made: VideoAttentionProcessor = _class(processor)(*named, **own)
+    made: VideoAttentionProcessor = _class(processor)(**_own_options(processor, options))
     return made
 
 

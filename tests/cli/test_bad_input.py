@@ -286,7 +286,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda m: weights(m, "transformer").rename(m / "transformer/diffusion_pytorch_model.bin"),
         ["transformer", "pickled ones are not"],
     ),
-    "truncated weights": (lambda m: truncate(weights(m, "transformer"), 0.9), ["safetensors", "damaged", "bytes"]),
+    "truncated weights": (lambda m: truncate(weights(m, "transformer"), 0.9), ["safetensors", "damaged", "header"]),
     "truncated header": (lambda m: truncate(weights(m, "text_encoder"), 0.001), ["text_encoder", "header"]),
     "empty weights": (lambda m: weights(m, "vae").write_bytes(b""), ["vae", "damaged"]),
     "missing shard": (

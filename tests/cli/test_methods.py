@@ -45,7 +45,7 @@ def test_every_method_installs_what_it_says(name: str, pipe, shipped_adapter: Pa
     elif method.processor_name == "based":
         assert isinstance(processor, BasedProcessor)
     else:
-        assert type(processor) is type(method.processor()) and processor.config == method.processor().config
+        assert isinstance(processor, type(method.processor())) and processor.config == method.processor().config
 
 
 def test_the_names_mean_what_they_say() -> None:
