@@ -63,7 +63,7 @@ def test_compare_gives_full_attention_its_own_weights(cli, shipped_adapter: Path
     assert code == 0, err
     (name,) = cli.outputs("outputs/compare")
     (record,) = cli.records(f"outputs/compare/{name}")
-    frames = {result["method"]: result["frames_sha256"] for result in record["videos"][0]["results"]}
+    frames = {result["method"]: result["frames_sha256"] for result in record["items"][0]["results"]}
     # Nothing of the adapter is left, its LoRA layers neither, when another method runs.
     assert frames["full"] == cli.records()[0]["frames_sha256"]
     assert set(frames) == {"based", "full", "vmonarch"} and len(set(frames.values())) == 3
