@@ -9,7 +9,9 @@ blocks, b positions per block. query, key, value and results are [B, S, H, D].
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -302,7 +304,7 @@ def no_attention(
 # --------------------------------------------------------------------------------------------------------------------
 # On a model
 
-VARIANTS = {
+VARIANTS: dict[str, Callable[..., torch.Tensor]] = {
     "controlled": controlled_attention,
     "sink_average": sink_average_attention,
     "factorised": factorised_attention,
@@ -315,31 +317,52 @@ class VariantProcessor(VideoAttentionProcessor):
     """One of `VARIANTS` for the video transformers of diffusers.
 
     Args:
-        variant: its name.
-        options: keyword arguments of that function, without grid and scale.
+        control: its name.
         dense_steps, dense_layers, refresh, grid: as in `VMonarchProcessor`.
+        **options: keyword arguments of that function, without grid and scale.
 
     Raises:
         TypeError, ValueError: an option has an unsupported value.
     """
 
-    _OPTIONS = ("variant", "options", "dense_steps", "dense_layers", "refresh", "grid")
+    _OPTIONS = ("control", "options", "dense_steps", "dense_layers", "refresh", "grid")
 
     def __init__(
         self,
-        variant: str,
-        options: dict[str, Any],
+        control: str,
         *,
         dense_steps: object = 0,
         dense_layers: object = 0,
         refresh: object = None,
         grid: object = None,
+        **options: Any,
     ) -> None:
         super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, refresh=refresh, grid=grid)
-        if variant not in VARIANTS:
-            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
-        self.variant = variant
-        self.options = dict(options)
+        if control not in VARIANTS:
+            raise ValueError(f"control must be one of {', '.join(VARIANTS)}, got {control!r}")
+        self.control = control
+        known = inspect.signature(VARIANTS[control]).parameters
+        defaults = {name: entry.default for name, entry in known.items() if entry.kind is entry.KEYWORD_ONLY}
+        self.options = {name: value for name, value in defaults.items() if name not in ("grid", "scale")}
+        for name in options:
+            if name not in self.options:
+                raise TypeError(f"{name} is no known key; known: {', '.join(self.options)}")
+        self.options |= options
+        if control == "local":
+            self.options["exact"] = _local_pattern(self.options["exact"])
+        elif control != "none":
+            checks: dict[str, Callable[..., Any]] = {
+                "controlled": check_controlled_options,
+                "sink_average": VMonarchOptions,
+                "factorised": check_factorised_options,
+            }
+            checks[control](**self.options)
+
+    def check_grid(self, grid: LatentGrid) -> None:
+        if self.control == "factorised":
+            check_factorised_grid(grid, self.options["axis"], self.options["blocks"])
+        if self.control == "local":
+            local_key_frames(self.options["exact"], grid.frames)
 
     def attend(
         self,
@@ -349,4 +372,13 @@ class VariantProcessor(VideoAttentionProcessor):
         grid: LatentGrid,
         heads: Share | None = None,
     ) -> torch.Tensor:
-        return VARIANTS[self.variant](query, key, value, grid=grid, **self.options)  # type: ignore[operator]
+        return VARIANTS[self.control](query, key, value, grid=grid, **self.options)
+
+
+def _local_pattern(exact: Any) -> ExactBlocks:
+    if not isinstance(exact, (ExactBlocks, Mapping)):
+        raise TypeError(f"exact must be a mapping with rows, columns or band, got {exact!r}")
+    pattern = ExactBlocks.of(exact) if isinstance(exact, Mapping) else exact
+    if pattern.band is None and not pattern.columns:
+        raise ValueError(f"exact must have a band or columns, or frames have no keys; got {exact}")
+    return pattern

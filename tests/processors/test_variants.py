@@ -9,7 +9,7 @@ import torch
 
 from vmonarch import ExactBlocks, LatentGrid, TwoResolutionProcessor, vmonarch_attention
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import KINDS, resolve_method
+from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.pipelines.embedded import embedded_model_path
@@ -249,14 +249,13 @@ def forward(transformer):
 def test_a_method_runs_its_variant_in_every_layer_and_goes_away(transformer, kind):
     before = forward(transformer)
     method = resolve_method(NAMES[kind])
-    assert isinstance(method.parameters, KINDS[kind]) and resolve_method(method.to_dict()) == method
-    assert method.parameters.without_dense() == method.parameters
+    assert resolve_method(method.to_dict()) == method and method.without_dense() == method
     method.install(transformer)
     processors = [block.attn1.processor for block in transformer.blocks]
     if kind in ("block_topk", "two_resolution"):
         assert all(isinstance(p, TwoResolutionProcessor) for p in processors)
     else:
-        assert all(isinstance(p, VariantProcessor) and p.variant == kind for p in processors)
+        assert all(isinstance(p, VariantProcessor) and p.control == kind for p in processors)
     changed = forward(transformer)
     assert torch.isfinite(changed).all() and (changed - before).abs().max() > 1e-3
     resolve_method("full").install(transformer)
@@ -304,8 +303,8 @@ def test_dense_layers_keep_full_attention(transformer):
         ("local:exact={columns: [], band: null}", ["exact", "band or columns"]),
         ("local:exact=first_frame", ["exact", "mapping"]),
         ("local:exact={bend: 1}", ["exact.bend"]),
-        ("block-topk:sparsity=1", ["sparsity", "below 1"]),
-        ("block-topk:cube=[4, 4, 0]", ["cube.width"]),
+        ("block-topk:sparsity=1", ["share", "above 0"]),
+        ("block-topk:cube=[4, 4, 0]", ["tile.width"]),
         ("block-topk:dense_steps=-1", ["dense_steps"]),
         ("two-resolution:share=0", ["share", "above 0"]),
         ("two-resolution:share=1.5", ["share", "at most 1"]),
