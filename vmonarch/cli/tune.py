@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from vmonarch.cli.bench import head_dims, positive, words
+from vmonarch.cli.bench import head_dims, positive, teller, words
 
 _EPILOG = """\
 examples:
@@ -14,7 +14,7 @@ examples:
   vmonarch tune --kernels r_step r_step_last --head-dims 128 --budget 120
   vmonarch tune --output my-chip.json                    a table of its own, to look at first
 
-Options that do not compile, spill much or change a result are rejected. Entries of other kernels in the table stay.
+Options that do not compile or change a result are rejected. Entries of other kernels in the table stay.
 """
 
 
@@ -46,33 +46,21 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: an argument cannot be used.
     """
-    from vmonarch.configs import InputError
-    from vmonarch.eval.bench import tune
-    from vmonarch.eval.bench.kernels import Shape
-    from vmonarch.eval.bench.runner import choose
+    from vmonarch.eval.bench.tune import run_tune
+    from vmonarch.eval.render.table import aligned
 
-    chosen: dict[str, Any] = {}
-    if arguments.kernels is not None:
-        chosen["kernels"] = choose("kernels", words(arguments.kernels), {name: name for name in tune.SWEEPS})
+    chosen: dict[str, Any] = {name: words(getattr(arguments, name)) for name in ("kernels", "shapes")}
     if arguments.head_dims is not None:
         chosen["head_dims"] = head_dims(arguments.head_dims)
-    if arguments.shapes is not None:
-        chosen["shapes"] = tuple(Shape.parse(word) for word in words(arguments.shapes))
-    if arguments.dtype not in tune.DTYPES:
-        raise InputError("dtype", f"must be of {', '.join(tune.DTYPES)}; got {arguments.dtype!r}")
-    if arguments.device == "cpu" and arguments.dtype == "bfloat16":
-        raise InputError("dtype", "bfloat16 does not work in the interpreter; supported there: float16, float32")
-    if arguments.device == "cpu" and arguments.output is None:
-        raise InputError("output", "is needed with --device cpu: the interpreter has nothing to tune")
-    config = tune.TuneConfig(
+    results = run_tune(
         output=arguments.output,
         dtype=arguments.dtype,
         device=arguments.device,
         budget=positive("budget", arguments.budget),
-        progress=not arguments.quiet,
-        **chosen,
+        say=teller(arguments.quiet),
+        **{name: value for name, value in chosen.items() if value is not None},
     )
-    result = tune.run_tune(config)
     if not arguments.quiet:
-        print(tune.text_table(result))
-    print(result["table"])
+        (table,) = results["tables"]
+        print(aligned(table["header"], table["rows"]))
+    print(results["table"])
