@@ -91,7 +91,7 @@ def pairs_seen(case: Case) -> int:
     return math.prod(of_axis(*axis) for axis in case.reach)
 
 
-def linear_work(case: Case, itemsize: int) -> dict[str, float]:
+def linear_work(case: Case, itemsize: int) -> dict[str, Any]:
     """FLOPs and bytes of linear attention; see FORMULAE."""
     F, E, groups = 1 + case.dims + case.dims**2, case.head_dim, case.batch * case.heads
     if case.kind == "decode":
@@ -100,7 +100,7 @@ def linear_work(case: Case, itemsize: int) -> dict[str, float]:
     return {"flops": tokens * 4 * passes * F * (E + 1), "bytes": tokens * 2 * passes * (case.dims + E) * itemsize}
 
 
-def softmax_work(case: Case, pairs: int, itemsize: int) -> dict[str, float]:
+def softmax_work(case: Case, pairs: int, itemsize: int) -> dict[str, Any]:
     """FLOPs and bytes of attention to `pairs` keys; see FORMULAE."""
     E, groups = case.head_dim, case.batch * case.heads
     numbers = 2 * pairs * E if case.kind == "decode" else (4 + 8 * case.training) * case.tokens * E
@@ -149,6 +149,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     (grad,) = make(size(case.head_dim)) if case.training else (None,)
 
     def way(method: str) -> Way:
+        attend: Callable[..., torch.Tensor]
         if method.startswith("taylor"):
             by = "torch" if method == "taylor-torch" else "triton"
             attend, reference = (partial(taylor_attention, causal=case.causal, implementation=i) for i in (by, "torch"))
@@ -176,15 +177,19 @@ def _decoding(case: Case, make: Callable[..., list[torch.Tensor]]) -> Ways:
     """One token that reads a state and joins it, or that reads the last keys of a cache."""
     B, H, E = case.batch, case.heads, case.head_dim
     q, k, v = make((B, 1, H, case.dims), (B, 1, H, case.dims), (B, 1, H, E))
-    *before, value = make(*[(B, BEFORE, H, case.dims)] * 2, (B, BEFORE, H, E))
+    first, second, value = make(*[(B, BEFORE, H, case.dims)] * 2, (B, BEFORE, H, E))
     wide, keys, values = make((B, 1, H, E), *[(B, case.tokens, H, E)] * 2)
     graph = q.device.type == "cuda"
-    state: LinearState = taylor_attention(*before, value, causal=True, return_state=True, implementation="torch")[1]
+    state: LinearState = taylor_attention(first, second, value, causal=True, return_state=True, implementation="torch")[
+        1
+    ]
 
-    def step(implementation: str, of: LinearState, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def step(
+        implementation: str, of: LinearState, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
             out, after = taylor_attention(
-                *tensors, causal=True, state=of, return_state=True, implementation=implementation
+                query, key, value, causal=True, state=of, return_state=True, implementation=implementation
             )
         return out, after.kv, after.k
 

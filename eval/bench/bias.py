@@ -87,17 +87,20 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
                 bias.masked_fill_(torch.ones(S, S, dtype=torch.bool, device=device).triu(1), -torch.inf)
         return bias.requires_grad_(case.training)
 
-    def plain(*tensors: torch.Tensor) -> torch.Tensor:
+    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         none, scale = q.new_empty(1, S, 1, 0), case.head_dim**-0.5
-        return flash_bias_attention_triton(*tensors, none, none, scale=scale, causal=case.causal, key_mask=None)[0]
+        return flash_bias_attention_triton(
+            query, key, value, none, none, scale=scale, causal=case.causal, key_mask=None
+        )[0]
 
     def biased(implementation: str, *tensors: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = flash_bias_attention(*tensors, causal=case.causal, implementation=implementation)
         return out
 
     def with_matrix(*tensors: torch.Tensor) -> torch.Tensor:
-        views = (x.transpose(1, 2) for x in tensors[:3])
-        return torch.nn.functional.scaled_dot_product_attention(*views, attn_mask=matrix()).transpose(1, 2)
+        query, key, value = (x.transpose(1, 2) for x in tensors[:3])
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=matrix())
+        return out.transpose(1, 2)
 
     def way(method: str) -> Way:
         made = partial(attention_way, grad=grad_out)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError, read_document, suggest
-from vmonarch.configs.methods import AttentionMethod
+from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.attention_flops import STEP_KINDS, step_kinds, transformers_by_step
 from vmonarch.eval.bench.clock import Clock, allocated, release_memory, summary
 from vmonarch.eval.bench.denoiser import (
@@ -30,7 +30,7 @@ from vmonarch.eval.bench.denoiser import (
     steps_to_measure,
 )
 from vmonarch.eval.bench.gate import MODEL_BOUNDS, failure
-from vmonarch.eval.bench.machine import check_device, measured_dtype
+from vmonarch.eval.bench.machine import measured_dtype
 from vmonarch.eval.bench.parts import PARTS, profiled_parts
 from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, run_bench
 from vmonarch.eval.bench.tables import caption
@@ -132,7 +132,7 @@ class Options:
         compile_backend: of torch.compile; "eager" compiles nothing and only tries the benchmark.
     """
 
-    modes: tuple[str, ...] = MODES
+    modes: Sequence[str] = MODES
     steps: int = 50
     guidance: bool = True
     transformer_only: bool = False
@@ -333,48 +333,48 @@ def _check(method: AttentionMethod, steps: int) -> None:
 
 
 def bench(
-    settings: Sequence[Setting], methods: Sequence[AttentionMethod], options: Options = Options(), device: str = "cuda"
+    settings: Sequence[str] | None = None,
+    model: str | None = None,
+    methods: Sequence[str] = ("full", "vmonarch"),
+    quick: bool = False,
+    **options: Any,
 ) -> Bench:
     """The benchmark of these settings.
 
     Args:
+        settings, model, quick: see `choose_settings`. options: of `Options`.
         methods: of `configs/attention/` or `configs/recipes/`.
 
     Raises:
-        InputError: a model, a size, a method or an option cannot be used; or the CPU has not the memory: weights in
-            float32 may take half of it, and the rest is for what is computed.
+        InputError: a model, a size, a method or an option cannot be used.
     """
-    choose("methods", [method.label for method in methods])
-    choose("modes", options.modes, MODES)
-    for method in methods:
-        _check(method, options.steps)
-    for setting in settings:
-        model = read_model(setting.model)
-        setting.grid(model)
-        if not options.transformer_only:
-            model.check_parts(argument="model")
-        needed = 4 * model.parameters(transformer_only=options.transformer_only)
-        if check_device(device).type == "cpu" and 2 * needed > memory_bytes():
-            problem = (
-                f"cpu has not the memory for {setting.label}: the weights of its model take {needed / 2**30:.0f} GiB"
-                f" in float32, more than half of {memory_bytes() / 2**30:.0f} GiB; give a smaller --model"
-            )
-            raise InputError("device", problem)
+    chosen, of = choose_settings(settings, model, quick), Options(**options)
+    resolved = [resolve_method(name, argument="methods", recipes=True) for name in methods]
+    choose("methods", [method.label for method in resolved])
+    choose("modes", of.modes, MODES)
+    for method in resolved:
+        _check(method, of.steps)
+    for setting in chosen:
+        wan = read_model(setting.model)
+        setting.grid(wan)
+        if not of.transformer_only:
+            wan.check_parts(argument="model")
     return Bench(
         name="e2e",
-        methods=tuple(rows_of(methods, options.modes)),
+        methods=tuple(rows_of(resolved, of.modes)),
         ours=(),
-        cases=settings,
-        ways=partial(ways, methods, options),
+        cases=chosen,
+        ways=partial(ways, resolved, of),
         formulae=FORMULAE,
         settings={
             "batch": 1,
-            "guidance": GUIDANCE if options.guidance else None,
-            "steps": options.steps,
+            "guidance": GUIDANCE if of.guidance else None,
+            "steps": of.steps,
+            "transformer_only": of.transformer_only,
             "text_tokens": TEXT_TOKENS,
             "eager": "diffusers' standard attention backend",
             "compiled": "compile_repeated_blocks(fullgraph=True, dynamic=False,"
-            f" backend={options.compile_backend!r}), cuDNN's attention",
+            f" backend={of.compile_backend!r}), cuDNN's attention",
             "timing": "device events around whole steps and their forward calls, rows in turns",
             "memory": "peak_bytes: the most that is allocated during steps, weights of all transformers and residuals"
             " counted, VAE and text encoder not",
@@ -382,18 +382,31 @@ def bench(
             " cross-attention; what is fused is rest; gaps between kernels are not counted",
             "bounds": {"model": list(MODEL_BOUNDS.values())},
         },
-        describe=partial(describe, options, {}),
-        finish=partial(finish, options),
+        describe=partial(describe, of, {}),
+        finish=partial(finish, of),
         document=lambda run, base: document([run]),
         way_seconds=1e6,
         flushes=1,
     )
 
 
-def measure(bench: Bench, **options: Any) -> dict[str, Any]:
-    """`run_bench`, with room for the code of all methods."""
+def measure(bench: Bench, *, device: str, **options: Any) -> dict[str, Any]:
+    """`run_bench`, with room for the code of all methods.
+
+    Raises:
+        InputError: an argument cannot be used; or weights in float32 take more than half of the CPU's memory, the rest
+            of which is for what is computed.
+    """
+    for setting in bench.cases if device == "cpu" else ():
+        needed = 4 * read_model(setting.model).parameters(transformer_only=bench.settings["transformer_only"])
+        if 2 * needed > memory_bytes():
+            problem = (
+                f"cpu has not the memory for {setting.label}: the weights of its model take {needed / 2**30:.0f} GiB"
+                f" in float32, more than half of {memory_bytes() / 2**30:.0f} GiB; give a smaller --model"
+            )
+            raise InputError("device", problem)
     with settings_of_torch():
-        return run_bench(bench, **options)
+        return run_bench(bench, device=device, **options)
 
 
 def merge_files(parts: Sequence[Path], output: Path) -> None:
@@ -408,9 +421,10 @@ def merge_files(parts: Sequence[Path], output: Path) -> None:
 
 
 def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """{"format", "runs", "tables", "caption"}: of rows that were measured in several runs the last that has times.
+    """{"format", "runs", "wrong", "tables", "caption"} of several runs.
 
-    Ratios are of one run. Tables: seconds per video, steps, steps of each kind, where a forward call spends its time.
+    Of rows that were measured more than once the last that has times; ratios are of one run. The tables: seconds per
+    video, steps, steps of each kind, and where a forward call spends its time.
     """
     newest: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
     for case in (case for run in runs for case in run["cases"]):
@@ -449,4 +463,5 @@ def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if rows
     ]
     made = " ".join(dict.fromkeys(caption(run) for run in runs))
-    return {"format": FORMAT, "runs": list(runs), "tables": tables, "caption": made}
+    wrong = [entry for run in runs for entry in run.get("wrong", ())]
+    return {"format": FORMAT, "runs": list(runs), "wrong": wrong, "tables": tables, "caption": made}

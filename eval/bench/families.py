@@ -8,7 +8,7 @@ that of the fastest kernels. `exact` is therefore there too: exact attention wit
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -220,7 +220,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
         apply(model, VMonarchProcessor(exact=ExactBlocks(band=case.grid.frames)))
         return {"out": forward(model, inputs)[0]}
 
-    def approximate(results: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    def approximate(results: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         if not bool(results[0].isfinite().all()):
             raise RuntimeError("the output is not finite")
         return all_exact()

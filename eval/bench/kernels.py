@@ -28,7 +28,6 @@ FIGURE_8 = "32x32x64"
 # In order of priority: where the budget ends, the rest is left out.
 SHAPES = ("43x28x52", "16x28x52", "16x45x80", "81x28x52", "24x44x80:40", "36x28x52", "24x28x52", FIGURE_8)
 QUICK_SHAPES = SHAPES[:3]
-HEAD_DIMS = (128, 64)
 # Exact attention by a backend of SDPA.
 EXACT = {"cudnn": "cudnn", "fa2": "flash"}
 # Options of `vmonarch_attention`.
@@ -103,7 +102,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     (grad,) = randn(case.head_dim, device, dtype, size) if case.training else (None,)
 
     def way(method: str) -> Way:
-        done = work(case, method, dtype.itemsize)
+        done: dict[str, Any] = work(case, method, dtype.itemsize)
         if method in EXACT:
             return attention_way(partial(sdpa, EXACT[method]), exact, tensors, grad, **done)
         implementation = "torch" if method == "vmonarch-torch" else "triton"
@@ -120,26 +119,41 @@ def compiled(case: Case, method: str) -> Any:
     return (method, case.grid, case.head_dim, case.training) if ours else None
 
 
+def read_head_dims(words: Sequence[str]) -> tuple[int, ...]:
+    """Head dimensions from 1 to 256.
+
+    Raises:
+        InputError: anything else.
+    """
+    dims = choose("head_dims", words)
+    if not all(dim.isdecimal() and 1 <= int(dim) <= 256 for dim in dims):
+        raise InputError("head_dims", f"must be integers from 1 to 256, got {', '.join(dims)}")
+    return tuple(map(int, dims))
+
+
 def bench(
-    shapes: Sequence[str] = SHAPES,
-    head_dims: Sequence[int] = HEAD_DIMS,
+    shapes: Sequence[str] | None = None,
+    head_dims: Sequence[str] | None = None,
     passes: Sequence[str] = ("forward", "backward"),
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
+    quick: bool = False,
 ) -> Bench:
     """The benchmark of what is selected; forward before backward, head dimension 128 before 64.
 
     Args:
         passes: "forward", "backward" (both together).
+        quick: three shapes, four methods and head dimension 128 where nothing else is asked for.
 
     Raises:
         InputError: a shape or a pass that there is not; no method is measured on any of the shapes.
     """
+    dims = read_head_dims(head_dims if head_dims is not None else ("128",) if quick else ("128", "64"))
+    methods = methods if methods is not None else QUICK_METHODS if quick else METHODS
+    shapes = shapes if shapes is not None else QUICK_SHAPES if quick else SHAPES
     choose("passes", passes, ("forward", "backward"))
     choose("methods", methods, METHODS)
     choose("shapes", [case_of(shape, 0, False).shape for shape in shapes])
-    cases = [
-        case_of(shape, head_dim, name == "backward") for head_dim in head_dims for name in passes for shape in shapes
-    ]
+    cases = [case_of(shape, dim, name == "backward") for dim in dims for name in passes for shape in shapes]
     # Fig. 8 is of d = 64; elsewhere its shape would only repeat what the others tell.
     cases = [case for case in cases if len(shapes) == 1 or case.shape != FIGURE_8 or case.head_dim == 64]
     cases = [case for case in cases if any(measures(case, method) for method in methods)]

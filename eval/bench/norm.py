@@ -52,9 +52,15 @@ def case_of(name: str, grid: LatentGrid, heads: int, head_dim: int, training: bo
 def standard_cases() -> list[Case]:
     """The settings of the end-to-end benchmark, forward before backward."""
     models = [(setting, read_model_config(setting.model)) for setting in SETTINGS]
-    names = ("num_attention_heads", "attention_head_dim")
+    of = lambda model, name: model.transformer[name]
     return [
-        case_of(setting.label, setting.grid(model), *(model.transformer[name] for name in names), training)
+        case_of(
+            setting.label,
+            setting.grid(model),
+            of(model, "num_attention_heads"),
+            of(model, "attention_head_dim"),
+            training,
+        )
         for training in (False, True)
         for setting, model in models
     ]

@@ -273,47 +273,65 @@ def add_efficiency(cases: Sequence[dict[str, Any]]) -> None:
             row["efficiency"] = base / (case["ranks"] * row["ms"]["median"])
 
 
-def run_bench(
-    *,
-    output: Path,
-    ranks: Sequence[int] | None,
-    cases: Sequence[str] | None,
-    models: Sequence[str] | None,
-    modes: Sequence[str],
-    rounds: int,
-    budget: float,
-    device: str,
-    command: str,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """Measure cases of attention and models with several numbers of processes, and write the JSON after each.
+@dataclass(frozen=True)
+class Plan:
+    """The cases, and the numbers of processes; None for 1, 2, 4 … GPUs."""
+
+    cases: tuple[Case, ...]
+    ranks: Sequence[int] | None
+
+
+def bench(
+    ranks: Sequence[int] | None = None,
+    cases: Sequence[str] | None = None,
+    models: Sequence[str] = MODELS,
+    modes: Sequence[str] = MODES,
+) -> Plan:
+    """The cases of attention and the models that are asked for.
 
     Args:
-        ranks: numbers of processes, 1 among them; None for 1, 2, 4 … GPUs.
-        cases: labels of CASES, None for all. models: settings of `vmonarch bench e2e`, None for MODELS.
-        modes: of the models. budget: seconds, shared out among the numbers.
+        ranks: see `Plan`. cases: labels of CASES, None for all. models: settings of `vmonarch bench e2e`.
+        modes: of the models.
 
     Raises:
         InputError: an argument cannot be used.
     """
     known = {case.label: case for case in CASES}
     labels = tuple(known) if cases is None else choose("cases", cases, known) if cases else ()
-    settings = choose_settings(MODELS if models is None else models, None) if models or models is None else ()
+    settings = choose_settings(models, None) if models else ()
     if not labels and not settings:
         raise InputError("cases", "and --models leave nothing to measure")
     choose("modes", modes, MODES)
+    # Whole transformers first: they tell more, should the time be over.
+    of_models = (model_case(setting, mode) for setting in settings for mode in modes)
+    return Plan((*of_models, *map(known.__getitem__, labels)), ranks)
+
+
+def measure(
+    plan: Plan,
+    *,
+    output: Path,
+    rounds: int,
+    budget: float,
+    device: str,
+    command: str,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure with several numbers of processes, which share the seconds of the budget; see `run_job`.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
     check_device(device)
     check_output(output)
     most = torch.cuda.device_count() if device != "cpu" else None
-    numbers = [2**n for n in range((most or 1).bit_length())] if ranks is None else sorted(ranks)
+    numbers = [2**n for n in range((most or 1).bit_length())] if plan.ranks is None else sorted(plan.ranks)
     if numbers[0] != 1 or len(set(numbers)) < len(numbers):
         raise InputError("ranks", f"must be different numbers, 1 among them, got {numbers}")
     if most is not None and numbers[-1] > most:
         raise InputError("ranks", f"must be at most {most}, a GPU for each; got {numbers[-1]}")
-    # Whole transformers first: they tell more, should the time be over.
-    chosen = (*(model_case(setting, mode) for setting in settings for mode in modes), *map(known.__getitem__, labels))
     with tempfile.TemporaryDirectory() as folder:
-        return run_job(Job(Path(folder), device, chosen, rounds, budget), numbers, output, command, say)
+        return run_job(Job(Path(folder), device, plan.cases, rounds, budget), numbers, output, command, say)
 
 
 def run_job(job: Job, numbers: Sequence[int], output: Path, command: str, say: Callable[[str], None]) -> dict[str, Any]:
@@ -356,7 +374,7 @@ def run_job(job: Job, numbers: Sequence[int], output: Path, command: str, say: C
             path = job.folder / f"cases-{ranks}.json"
             results["cases"] += json.loads(path.read_text(encoding="utf-8"))["cases"]
         add_efficiency(results["cases"])
-        results["left_out"] = left_out(results["cases"])
+        results.update(left_out=left_out(results["cases"]), wrong=wrong_rows(results))
         results["seconds"] = round(time.monotonic() - started, 1)
         write_json(output, results | tables(results))
     return results | tables(results)

@@ -104,13 +104,13 @@ class Bench:
     name: str
     methods: tuple[str, ...]
     ours: tuple[str, ...]
-    cases: Sequence[Case]
-    ways: Callable[[Case, torch.device, torch.dtype], Ways]
+    cases: Sequence[Any]
+    ways: Callable[[Any, torch.device, torch.dtype], Ways]
     base: str = ""
     compiled: Callable[[Case, str], Hashable | None] = lambda case, method: None
     formulae: Any = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    describe: Callable[[Case, Clock], dict[str, Any]] = lambda case, clock: dict(vars(case))
+    describe: Callable[[Any, Clock], dict[str, Any]] = lambda case, clock: dict(vars(case))
     finish: Callable[[dict[str, Any]], Any] = lambda case: None
     document: Callable[[dict[str, Any], str], dict[str, Any]] = lambda run, base: run | tables(run, base)
     way_seconds: float = 1.0
@@ -152,8 +152,10 @@ def with_gradients(
     return run
 
 
-def sdpa(backend: str, *tensors: torch.Tensor, causal: bool = False) -> torch.Tensor:
-    """Exact attention of query, key and value [B, S, H, D] by torch, on transposed views as diffusers has them.
+def sdpa(
+    backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool = False
+) -> torch.Tensor:
+    """Exact attention of [B, S, H, D] by torch, on transposed views as diffusers has them.
 
     Args:
         backend: "cudnn" or "flash"; or "sdpa", the one that torch chooses.
@@ -162,8 +164,8 @@ def sdpa(backend: str, *tensors: torch.Tensor, causal: bool = False) -> torch.Te
 
     backends = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "flash": [SDPBackend.FLASH_ATTENTION]}
     with sdpa_kernel(backends[backend]) if backend in backends else contextlib.nullcontext():
-        views = (x.transpose(1, 2) for x in tensors)
-        return torch.nn.functional.scaled_dot_product_attention(*views, is_causal=causal).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
 def flex(*tensors: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
@@ -200,7 +202,12 @@ def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
             results = run()
     except RuntimeError as error:
         raise NotImplementedError("the call cannot be recorded as a CUDA graph") from error
-    return lambda: (graph.replay(), results)[1]
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+
+    return replay
 
 
 def profiled(run: Callable[[], Any], clock: Clock, most: int = 24) -> list[dict[str, Any]]:
@@ -352,21 +359,6 @@ def choose(argument: str, names: Sequence[str], known: Iterable[str] | None = No
     return tuple(names)
 
 
-def chosen_cases(bench: Bench, pattern: str) -> list[Any]:
-    """The cases in whose label the regular expression is found.
-
-    Raises:
-        InputError: there is none, or it is none.
-    """
-    try:
-        chosen = [case for case in bench.cases if re.search(pattern, case.label)]
-    except re.error as error:
-        raise InputError("cases", f"must be a regular expression, got {pattern!r}: {error}") from error
-    if not chosen:
-        raise InputError("cases", f"{pattern!r} leaves none of: {'; '.join(case.label for case in bench.cases)}")
-    return chosen
-
-
 def measure_cases(
     bench: Bench,
     cases: Sequence[Any],
@@ -418,6 +410,16 @@ def left_out(cases: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     return found
 
 
+def wrong_rows(cases: Sequence[dict[str, Any]], ours: Sequence[str]) -> list[str]:
+    """What makes a run fail: wrong results of any method, and `ours` that failed."""
+    return [
+        f"{row['method']} at {case['case']}: {row['problem']}"
+        for case in cases
+        for row in case["rows"]
+        if row["status"] == "wrong" or (row["status"] not in ("ok", "left out") and row["method"] in ours)
+    ]
+
+
 def run_bench(
     bench: Bench,
     *,
@@ -434,7 +436,7 @@ def run_bench(
 
     Args:
         output: None to write nothing.
-        methods: of the benchmark's, None for all. cases: see `chosen_cases`.
+        methods: of the benchmark's, None for all. cases: a regular expression that is found in the labels of those.
         rounds: measurements of each method, at most.
         budget: seconds after which nothing is begun.
         command: as documents show it. say: told what is done.
@@ -442,14 +444,19 @@ def run_bench(
     Returns:
         what was written: {"format", "benchmark", "date", "hardware", "versions", "command", "settings", "rates",
         "formulae", "cases": [{"case", "rows": [{"method", "status", "ms", …}], …}], "left_out": [{"case", "why"}],
-        "complete", "seconds", "tables", "caption"}. Times are milliseconds.
+        "complete", "wrong", "seconds", "tables", "caption"}. Times are milliseconds.
 
     Raises:
         InputError: an argument cannot be used.
     """
     limits = Limits(rounds, budget, time.monotonic() + budget)
     names = bench.methods if methods is None else choose("methods", methods, bench.methods)
-    chosen = chosen_cases(bench, cases)
+    try:
+        chosen = [case for case in bench.cases if re.search(cases, case.label)]
+    except re.error as error:
+        raise InputError("cases", f"must be a regular expression, got {cases!r}: {error}") from error
+    if not chosen:
+        raise InputError("cases", f"{cases!r} leaves none of: {'; '.join(case.label for case in bench.cases)}")
     on = check_device(device)
     if output is not None:
         check_output(output)
@@ -481,6 +488,7 @@ def run_bench(
     def write(found: list[dict[str, Any]], complete: bool = False) -> dict[str, Any]:
         missing = left_out(found)
         run = {**results, "cases": found, "left_out": missing, "complete": complete and not missing}
+        run["wrong"] = wrong_rows(found, bench.ours)
         run["seconds"] = round(time.monotonic() - limits.deadline + budget, 1)
         document = bench.document(run, bench.base)
         if output is not None:
@@ -489,13 +497,3 @@ def run_bench(
 
     write([])
     return write(measure_cases(bench, chosen, names, Clock(on), limits, write, say, results["rates"]), complete=True)
-
-
-def wrong_rows(cases: Sequence[dict[str, Any]], ours: Sequence[str]) -> list[str]:
-    """What makes a run fail: wrong results of any method, and `ours` that failed."""
-    return [
-        f"{row['method']} at {case['case']}: {row['problem']}"
-        for case in cases
-        for row in case["rows"]
-        if row["status"] == "wrong" or (row["status"] not in ("ok", "left out") and row["method"] in ours)
-    ]

@@ -8,6 +8,7 @@ Shapes: N tokens of video, X of text, S = N + X, H heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,19 +40,21 @@ def case_of(grid: LatentGrid, text: int, heads: int, masked: bool, training: boo
     return Case(label=label, grid=grid, text=text, heads=heads, masked=masked, training=training, head_dim=head_dim)
 
 
-def joint(case: Case, key_mask: torch.Tensor | None, implementation: str, *tensors: torch.Tensor) -> torch.Tensor:
+def joint(
+    case: Case, key_mask: torch.Tensor | None, implementation: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
     """Attention of the whole sequence, [1, S, H, D]."""
 
     def video(*qkv: torch.Tensor) -> Any:
         return vmonarch_attention(*qkv, grid=case.grid, return_lse=True, implementation=implementation)
 
-    def others(*qkv: torch.Tensor) -> torch.Tensor:
+    def others(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if key_mask is not None:
-            return masked_attention(*qkv, key_mask, implementation=implementation)[0]
-        return exact(*qkv) if implementation == "torch" else sdpa("sdpa", *qkv)
+            return masked_attention(query, key, value, key_mask, implementation=implementation)[0]
+        return exact(query, key, value) if implementation == "torch" else sdpa("sdpa", query, key, value)
 
     sequence = TokenSequence(case.grid, after=case.text)
-    return joint_attention(*tensors, sequence, key_mask, video=video, exact=others, implementation=implementation)
+    return joint_attention(q, k, v, sequence, key_mask, video=video, exact=others, implementation=implementation)
 
 
 def video_alone(case: Case, implementation: str, *tensors: torch.Tensor) -> torch.Tensor:
@@ -73,6 +76,8 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
         key_mask[:, S - case.text // 4 :] = False
 
     def way(method: str) -> Way:
+        attend: Callable[..., torch.Tensor]
+        reference: Callable[..., torch.Tensor]
         rows = N if method == "video" else S
         if method == "exact":
             attend, reference = partial(sdpa, "cudnn"), exact

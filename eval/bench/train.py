@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import AttentionMethod
+from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.bench.clock import Clock
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
 from vmonarch.eval.wan_models import WanModel, read_model_config
@@ -23,8 +23,6 @@ from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.models import Experts
 from vmonarch.finetune.objective import NoiseLevels, Objective, experts_of
 from vmonarch.finetune.trainer import make_optimizer
-
-METHODS = ("full", "vmonarch")
 
 
 class TrainingStep:
@@ -94,7 +92,12 @@ def ways(
     return {m.label: partial(Way, partial(run, m), before=0, more=partial(more, m)) for m in methods}
 
 
-def bench(model: str, frames: Sequence[int], size: Sequence[int], methods: Sequence[AttentionMethod]) -> Bench:
+def bench(
+    model: str = "wan2.1-1.3b",
+    frames: Sequence[int] = (61, 141),
+    size: Sequence[int] = (448, 832),
+    methods: Sequence[str] = ("full", "vmonarch"),
+) -> Bench:
     """The benchmark of clips of these numbers of frames.
 
     Args:
@@ -107,7 +110,8 @@ def bench(model: str, frames: Sequence[int], size: Sequence[int], methods: Seque
     """
     wan = read_model_config(model, argument="model")
     grids = [wan.grid(wan.latents(count, *size, argument="frames")) for count in frames]
-    labels = choose("methods", [method.label for method in methods])
+    resolved = [resolve_method(name, argument="methods") for name in methods]
+    labels = choose("methods", [method.label for method in resolved])
     if "full" not in labels:
         raise InputError("methods", "must hold full, which the others are compared with")
     cases = [
@@ -119,7 +123,7 @@ def bench(model: str, frames: Sequence[int], size: Sequence[int], methods: Seque
         methods=labels,
         ours=labels,
         cases=cases,
-        ways=partial(ways, wan, methods),
+        ways=partial(ways, wan, resolved),
         base="full",
         settings={
             "model": model,

@@ -21,7 +21,7 @@ import torch
 
 from vmonarch.configs import InputError
 from vmonarch.eval.bench.attention import randn
-from vmonarch.eval.bench.kernels import parse_shape
+from vmonarch.eval.bench.kernels import parse_shape, read_head_dims
 from vmonarch.eval.bench.machine import check_device
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, run_bench, with_gradients
 from vmonarch.files import AtomicFiles, check_output
@@ -82,7 +82,8 @@ _BACKWARD = (
     {"BLOCK_M": (32, 64), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
     {"BLOCK_M": (128,), "BLOCK_N": (32, 64), "num_warps": (8,), "num_stages": (1, 2, 3)},
 )
-_BIAS = {"shapes": ("8x32x32",), "ranks": (9, 64)}
+_BIAS = ("8x32x32",)
+_RANKS = (9, 64)
 _L = {"MAX_TILE": (64, 128), "MAX_WARPS": (4, 8), "maxnreg": (128, 168, 255)}
 # Those that write transposed tiles, which Hopper and Blackwell can do by descriptors.
 _L_COLUMNS = ({**_L, "TMA": (0, 1)},)
@@ -107,9 +108,9 @@ SWEEPS: dict[str, Sweep] = {
     "l_backward_rows": Sweep(_L_SHAPES, _L_COLUMNS, training=True),
     "l_backward_columns": Sweep(_SHAPE, _L_COLUMNS, training=True, options=_MANY_BLOCKS),
     "l_rows": Sweep(_SHAPE, (_L,), options=_MANY_BLOCKS),
-    "flash_bias_forward": Sweep(grids=(_TILES,), **_BIAS),
-    "flash_bias_rows": Sweep(grids=_BACKWARD, training=True, **_BIAS),
-    "flash_bias_keys": Sweep(grids=_BACKWARD, training=True, **_BIAS),
+    "flash_bias_forward": Sweep(_BIAS, (_TILES,), ranks=_RANKS),
+    "flash_bias_rows": Sweep(_BIAS, _BACKWARD, training=True, ranks=_RANKS),
+    "flash_bias_keys": Sweep(_BIAS, _BACKWARD, training=True, ranks=_RANKS),
 }
 # Kernels without a sweep: set by hand.
 UNTUNED = (
@@ -264,7 +265,7 @@ def run_tune(
     *,
     output: Path | None = None,
     kernels: Sequence[str] = tuple(SWEEPS),
-    head_dims: Sequence[int] = (128, 64),
+    head_dims: Sequence[str] = ("128", "64"),
     dtype: str = "bfloat16",
     shapes: Sequence[str] = (),
     budget: float = 480.0,
@@ -286,6 +287,7 @@ def run_tune(
     """
     choose("kernels", kernels, SWEEPS)
     choose("dtype", [dtype], DTYPES)
+    dims = read_head_dims(head_dims)
     for shape in shapes:
         parse_shape(shape)
     if device == "cpu" and dtype == "bfloat16":
@@ -308,7 +310,7 @@ def run_tune(
             in_use=launch_options(kernel, on, DTYPES[dtype], head_dim),
         )
         for kernel in kernels
-        for head_dim in head_dims
+        for head_dim in dims
         if launch.on_hopper(on) or not SWEEPS[kernel].hopper
     ]
     names = dict.fromkeys(name for kernel in kernels for name in SWEEPS[kernel].candidates())

@@ -287,4 +287,4 @@ def test_caches_that_look_at_the_data_are_not_extrapolated() -> None:
         ("stock:cache={kind: taylorseer, order: 2}", "cache.order is no argument of TaylorSeerCacheConfig"),
     ):
         with pytest.raises(InputError, match=problem):
-            bench((), [resolve(recipe)])
+            bench(methods=[recipe])

@@ -43,9 +43,8 @@ def measure(tiny_yaml, tmp_path):
     """measure(*methods, **options): the case of one tiny setting without VAE and text encoder."""
 
     def run(*methods, rounds=1, budget=100.0, model=tiny_yaml, **options):
-        options = e2e.Options(**{"modes": ("eager",), "transformer_only": True, "compile_backend": "eager"} | options)
-        chosen = [resolve_method(method, recipes=True) for method in methods]
-        bench = e2e.bench(e2e.choose_settings(["5x32x64"], model), chosen, options, "cpu")
+        options = {"modes": ("eager",), "transformer_only": True, "compile_backend": "eager"} | options
+        bench = e2e.bench(["5x32x64"], model, methods, **options)
         common = {"device": "cpu", "command": "", "say": lambda text: None, "output": tmp_path / "e2e.json"}
         found = e2e.measure(bench, rounds=rounds, budget=budget, **common)
         assert json.loads((tmp_path / "e2e.json").read_text()) == json.loads(json.dumps(found))

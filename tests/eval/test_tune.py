@@ -69,7 +69,7 @@ def timed(monkeypatch):
 
 
 def run(path, *kernels, **options):
-    given = {"head_dims": (16,), "dtype": "float32", "shapes": ("2x4x4:1",), "device": "cpu", **options}
+    given = {"head_dims": ("16",), "dtype": "float32", "shapes": ("2x4x4:1",), "device": "cpu", **options}
     return run_tune(output=path, kernels=kernels, **given)
 
 

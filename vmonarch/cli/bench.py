@@ -7,7 +7,7 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ examples:
 All ways to compute a case take turns. Results are compared with a reference before anything is timed: a wrong one gets
 no speed, and the command ends with exit code 1. What does not fit the budget is left out and named.
 """
-_SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-_METHODS = "as `vmonarch compare` takes them (default: full vmonarch)"
 # What every benchmark times, for the help; rounds and seconds if nothing else is asked for, and with --quick.
 BENCHES: dict[str, tuple[str, tuple[int, float], tuple[int, float] | None]] = {
     "kernels": ("attention alone, against exact attention", (15, 540.0), (7, 120.0)),
@@ -40,6 +38,30 @@ BENCHES: dict[str, tuple[str, tuple[int, float], tuple[int, float] | None]] = {
     "families": ("transformers beyond Wan", (5, 540.0), None),
     "sequence": ("text in the sequence of the video", (7, 240.0), None),
 }
+
+
+class Words(argparse.Action):
+    """Names separated by blanks or commas."""
+
+    def __call__(self, parser: Any, arguments: Any, values: Any, option: str | None = None) -> None:
+        setattr(arguments, self.dest, [name for value in values for name in value.split(",") if name])
+
+
+def above_0(kind: type) -> Callable[[str], Any]:
+    """What reads a finite number of this kind above 0."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not (math.isfinite(value) and value > 0):
+            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        return value
+
+    read.__name__ = kind.__name__
+    return read
+
+
+_SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME", "action": Words}
+_METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: full vmonarch)"}
 # Options of each: (name, what argparse is told).
 _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "kernels": [
@@ -54,20 +76,18 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--model", {"metavar": "MODEL", "help": "in place of the settings' own, which then may be sizes such as"
          " 61x448x832: of configs/models/ or a YAML file (random weights), a folder of a Wan pipeline, or a hub id"}),
         ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both)"}),
-        ("--methods", {**_SEVERAL, "help": _METHODS}),
-        ("--steps", {"type": int, "default": 50, "metavar": "N", "help": "of a video (default %(default)s)"}),
+        ("--methods", _METHODS),
+        ("--steps", {"type": above_0(int), "metavar": "N", "help": "of a video (default 50)"}),
         ("--no-guidance", {"dest": "guidance", "action": "store_false",
          "help": "one forward call a step, as few-step models have"}),
         ("--transformer-only", {"action": "store_true", "help": "no VAE and no text encoder"}),
-        ("--compile-backend", {"default": "inductor", "metavar": "NAME",
-         "help": "of torch.compile (default %(default)s)"}),
+        ("--compile-backend", {"metavar": "NAME", "help": "of torch.compile (default inductor)"}),
     ],
     "train": [
-        ("--model", {"default": "wan2.1-1.3b", "metavar": "MODEL", "help": "of configs/models/, or a YAML file"}),
-        ("--frames", {"type": int, "nargs": "+", "default": [61, 141], "metavar": "N", "help": "of a clip"}),
-        ("--size", {"type": int, "nargs": 2, "default": [448, 832], "metavar": ("HEIGHT", "WIDTH"),
-         "help": "of a clip"}),
-        ("--methods", {**_SEVERAL, "help": _METHODS}),
+        ("--model", {"metavar": "MODEL", "help": "of configs/models/, or a YAML file (default wan2.1-1.3b)"}),
+        ("--frames", {"type": int, "nargs": "+", "metavar": "N", "help": "of a clip (default 61 141)"}),
+        ("--size", {"type": int, "nargs": 2, "metavar": ("HEIGHT", "WIDTH"), "help": "of a clip (default 448 832)"}),
+        ("--methods", _METHODS),
     ],
     "parallel": [
         ("--ranks", {"nargs": "+", "type": int, "metavar": "N",
@@ -80,110 +100,8 @@ _OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 # Those of a single operator.
 _OPERATOR: list[tuple[str, dict[str, Any]]] = [
     ("--methods", {**_SEVERAL, "help": "default: all; an unknown one lists them"}),
-    ("--cases", {"default": "", "metavar": "REGEX", "help": "only cases whose label it is found in"}),
+    ("--cases", {"metavar": "REGEX", "help": "only cases whose label it is found in"}),
 ]
-
-
-def words(values: Sequence[str] | None) -> list[str] | None:
-    """Names separated by blanks or commas; None for None."""
-    return None if values is None else [name for value in values for name in value.split(",") if name]
-
-
-def positive(argument: str, value: float) -> Any:
-    """`value`, if it is finite and above 0.
-
-    Raises:
-        InputError: it is not.
-    """
-    from vmonarch.configs import InputError
-
-    if not (math.isfinite(value) and value > 0):
-        raise InputError(argument, f"must be above 0, got {value:g}")
-    return value
-
-
-def head_dims(values: Sequence[str]) -> tuple[int, ...]:
-    """Head dimensions from 1 to 256.
-
-    Raises:
-        InputError: anything else.
-    """
-    from vmonarch.configs import InputError
-    from vmonarch.eval.bench.runner import choose
-
-    dims = choose("head_dims", words(values) or [])
-    if not all(dim.isdecimal() and 1 <= int(dim) <= 256 for dim in dims):
-        raise InputError("head_dims", f"must be integers from 1 to 256, got {', '.join(dims)}")
-    return tuple(map(int, dims))
-
-
-Say = Callable[[str], None]
-
-
-def _kernels(arguments: argparse.Namespace, common: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    from vmonarch.eval.bench import kernels, runner
-
-    chosen: dict[str, Any] = {}
-    if arguments.quick:
-        chosen = {"shapes": kernels.QUICK_SHAPES, "methods": kernels.QUICK_METHODS, "head_dims": (128,)}
-    for name in ("shapes", "methods", "passes"):
-        if (given := words(getattr(arguments, name))) is not None:
-            chosen[name] = given
-    if arguments.head_dims is not None:
-        chosen["head_dims"] = head_dims(arguments.head_dims)
-    results = runner.run_bench(kernels.bench(**chosen), **common)
-    return results, runner.wrong_rows(results["cases"], kernels.OURS)
-
-
-def _e2e(arguments: argparse.Namespace, common: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    from vmonarch.configs.methods import resolve_method
-    from vmonarch.eval.bench import e2e, runner
-
-    named = arguments.methods or ("full", "vmonarch")
-    options = e2e.Options(
-        modes=tuple(words(arguments.modes) or e2e.MODES),
-        steps=positive("steps", arguments.steps),
-        guidance=arguments.guidance,
-        transformer_only=arguments.transformer_only,
-        compile_backend=arguments.compile_backend,
-    )
-    bench = e2e.bench(
-        e2e.choose_settings(words(arguments.settings), arguments.model, arguments.quick),
-        [resolve_method(name, argument="methods", recipes=True) for name in named],
-        options,
-        arguments.device,
-    )
-    results = e2e.measure(bench, **common)
-    return results, runner.wrong_rows(results["runs"][0]["cases"], ())
-
-
-def _train(arguments: argparse.Namespace, common: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    from vmonarch.configs.methods import resolve_method
-    from vmonarch.eval.bench import runner, train
-
-    methods = [resolve_method(name, argument="methods") for name in arguments.methods or ("full", "vmonarch")]
-    bench = train.bench(arguments.model, arguments.frames, arguments.size, methods)
-    results = runner.run_bench(bench, **common)
-    return results, runner.wrong_rows(results["cases"], bench.ours)
-
-
-def _parallel(arguments: argparse.Namespace, common: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    from vmonarch.eval.bench import parallel
-
-    chosen = {name: getattr(arguments, name) for name in ("ranks", "cases", "models")}
-    results = parallel.run_bench(**chosen, modes=words(arguments.modes) or parallel.MODES, **common)
-    return results, parallel.wrong_rows(results)
-
-
-def _operator(arguments: argparse.Namespace, common: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    from vmonarch.eval.bench import runner
-
-    bench = importlib.import_module(f"vmonarch.eval.bench.{arguments.benchmark}").bench()
-    results = runner.run_bench(bench, methods=words(arguments.methods), cases=arguments.cases, **common)
-    return results, runner.wrong_rows(results["cases"], bench.ours)
-
-
-_RUNS = {"kernels": _kernels, "e2e": _e2e, "train": _train, "parallel": _parallel}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -192,22 +110,19 @@ def add_arguments(parser: Parser) -> None:
     commands = parser.add_commands("benchmark")
     for name, (line, (rounds, budget), quick) in BENCHES.items():
         of = commands.add_parser(name, help=line, description=f"Time {line}.")
-        for option, told in _OPTIONS.get(name, _OPERATOR):
-            of.add_argument(option, **told)
+        options = [of.add_argument(option, **told).dest for option, told in _OPTIONS.get(name, _OPERATOR)]
         if name == "e2e":
             add_recipe_argument(of, "methods", nargs="+")
         fast = ("", "") if quick is None else tuple(f", quick {value:g}" for value in quick)
-        of.add_argument(
-            "--rounds", type=int, metavar="N", help=f"measurements of each method (default {rounds}{fast[0]})"
-        )
-        of.add_argument(
-            "--budget", type=float, metavar="SECONDS", help=f"begin nothing after it (default {budget:g}{fast[1]})"
-        )
+        counted = f"measurements of each method (default {rounds}{fast[0]})"
+        of.add_argument("--rounds", type=above_0(int), metavar="N", help=counted)
+        until = f"begin nothing after it (default {budget:g}{fast[1]})"
+        of.add_argument("--budget", type=above_0(float), metavar="SECONDS", help=until)
         if quick:
-            of.add_argument("--quick", action="store_true", help="the main cases and methods only")
-        of.add_argument(
-            "--device", default="cuda", metavar="DEVICE", help="cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"
-        )
+            options.append(of.add_argument("--quick", action="store_true", help="the main cases and methods only").dest)
+        where = "cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"
+        of.add_argument("--device", default="cuda", metavar="DEVICE", help=where)
+        of.set_defaults(options=options)
     merging = commands.add_parser("merge", help="put the JSON of several runs of `vmonarch bench e2e` together")
     merging.add_argument("parts", nargs="+", type=Path, metavar="FILE", help="JSON of `vmonarch bench e2e`")
     for name, of in parser.commands.items():
@@ -216,7 +131,7 @@ def add_arguments(parser: Parser) -> None:
         of.add_argument("--quiet", action="store_true", help="no progress; print the path only")
 
 
-def teller(quiet: bool) -> Say:
+def teller(quiet: bool) -> Callable[[str], None]:
     """What prints progress with the seconds since the beginning."""
     started = time.monotonic()
 
@@ -235,32 +150,37 @@ def run(arguments: argparse.Namespace) -> None:
         WrongResultError: a result is wrong, or one of VMonarch is missing.
     """
     from vmonarch.eval.bench.gate import WrongResultError
+    from vmonarch.eval.bench.runner import run_bench
     from vmonarch.eval.render.table import aligned
     from vmonarch.pipelines.environment import shown_command
 
     name = arguments.benchmark
     output = arguments.output or Path(f"outputs/bench/{name}.json")
+    module = importlib.import_module(f"vmonarch.eval.bench.{'e2e' if name == 'merge' else name}")
     if name == "merge":
-        from vmonarch.eval.bench.e2e import merge_files
-
-        merge_files(arguments.parts, output)
+        module.merge_files(arguments.parts, output)
         print(output)
         return
+    given = {option: getattr(arguments, option) for option in arguments.options}
+    given = {option: value for option, value in given.items() if value is not None}
     _, usual, quick = BENCHES[name]
     rounds, budget = quick if quick is not None and arguments.quick else usual
-    common = {
-        "output": output,
-        "rounds": positive("rounds", rounds if arguments.rounds is None else arguments.rounds),
-        "budget": positive("budget", budget if arguments.budget is None else arguments.budget),
-        "device": arguments.device,
-        "command": shown_command(("vmonarch",), arguments.words),
-        "say": teller(arguments.quiet),
-    }
-    results, wrong = _RUNS.get(name, _operator)(arguments, common)
+    # Methods and cases of a single operator are chosen by the runner.
+    bench = module.bench(**given) if name in _OPTIONS else module.bench()
+    results = getattr(module, "measure", run_bench)(
+        bench,
+        output=output,
+        rounds=arguments.rounds or rounds,
+        budget=arguments.budget or budget,
+        device=arguments.device,
+        command=shown_command(("vmonarch",), arguments.words),
+        say=teller(arguments.quiet),
+        **({} if name in _OPTIONS else given),
+    )
     if not arguments.quiet:
         for table in results["tables"]:
             print(f"{aligned(table['header'], table['rows'])}\n")
         print(results["caption"])
     print(output)
-    if wrong:
+    if wrong := results["wrong"]:
         raise WrongResultError(f"{len(wrong)} results are wrong or missing: {'; '.join(wrong)}")

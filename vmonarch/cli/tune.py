@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from vmonarch.cli.bench import head_dims, positive, teller, words
+from vmonarch.cli.bench import Words, above_0, teller
 
 _EPILOG = """\
 examples:
@@ -20,7 +20,7 @@ Options that do not compile or change a result are rejected. Entries of other ke
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch tune`."""
-    several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
+    several: dict[str, Any] = {"nargs": "+", "metavar": "NAME", "action": Words}
     parser.add_argument(
         "--kernels", **several, help="such as r_step l_output (default: all; an unknown one lists them)"
     )
@@ -28,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16, float32")
     parser.add_argument("--shapes", **several, help="latent grids to time on in place of those that stand for all")
     parser.add_argument(
-        "--budget", type=float, default=480.0, metavar="SECONDS", help="begin no kernel after this time (default 480)"
+        "--budget",
+        type=above_0(float),
+        default=480.0,
+        metavar="SECONDS",
+        help="begin no kernel after this time (default 480)",
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="table to write or extend (default: the chip's, in the package)"
@@ -49,17 +53,10 @@ def run(arguments: argparse.Namespace) -> None:
     from vmonarch.eval.bench.tune import run_tune
     from vmonarch.eval.render.table import aligned
 
-    chosen: dict[str, Any] = {name: words(getattr(arguments, name)) for name in ("kernels", "shapes")}
-    if arguments.head_dims is not None:
-        chosen["head_dims"] = head_dims(arguments.head_dims)
-    results = run_tune(
-        output=arguments.output,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        budget=positive("budget", arguments.budget),
-        say=teller(arguments.quiet),
-        **{name: value for name, value in chosen.items() if value is not None},
-    )
+    names = ("kernels", "head_dims", "shapes", "dtype", "budget", "output", "device")
+    given = {name: getattr(arguments, name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    results = run_tune(**given, say=teller(arguments.quiet))
     if not arguments.quiet:
         (table,) = results["tables"]
         print(aligned(table["header"], table["rows"]))
