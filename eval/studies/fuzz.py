@@ -45,8 +45,6 @@ from vmonarch.kernels.common.launch import interpreted
 
 Tensors = dict[str, torch.Tensor]
 
-# Noisy runs, the largest error of which counts; fewer where that suffices.
-NOISY_RUNS = 20
 # Operations whose results are rounded in a noisy run; others move numbers, compare or make them.
 ROUNDED = {
     "_fused_rms_norm", "_fused_rms_norm_backward", "_softmax", "_softmax_backward_data", "add", "addmm", "baddbmm",
@@ -55,8 +53,6 @@ ROUNDED = {
 }  # fmt: skip
 # Of those, the ones that sum: where terms cancel, the error is relative to their magnitudes and not to the result.
 SUMS = {"addmm", "baddbmm", "bmm", "linear", "mean", "mm", "mv", "sum"}
-# Seconds that a case may take.
-PATIENCE = 240.0
 # Inputs that get no gradient.
 FIXED = ("key_mask", "frame_weights")
 SCALES = (None, None, 0.2, 0.7, -0.3)
@@ -278,12 +274,9 @@ def make_case(number: int, *, ops: Sequence[str] = tuple(OPS), **how: Any) -> Ca
 
 def results_of(case: Case, tensors: Tensors, implementation: str) -> Tensors:
     """Results by name, and gradients by "d" and the name of the input."""
-    learns = not case.forward_only
-    leaves = {
-        name: x.detach().requires_grad_(learns and x.is_floating_point() and name not in FIXED)
-        for name, x in tensors.items()
-    }
-    with torch.set_grad_enabled(learns):
+    learns = lambda name, x: not case.forward_only and x.is_floating_point() and name not in FIXED
+    leaves = {name: x.detach().requires_grad_(learns(name, x)) for name, x in tensors.items()}
+    with torch.set_grad_enabled(not case.forward_only):
         results = OPS[case.op].function(**leaves, **case.options, implementation=implementation)
     results = dict(zip(OPS[case.op].results, results, strict=True))
     found = {name: x.detach() for name, x in results.items()}
@@ -335,7 +328,7 @@ def check(case: Case, implementation: str) -> dict[str, float]:
         return error / (2.0 * budget + 4.0 * unit * float(exact.abs().max()) + least)
 
     noisy: list[Tensors] = []
-    for seed in range(NOISY_RUNS):
+    for seed in range(20):
         with Noise(unit, seed):
             noisy.append(results_of(case, wide, "torch"))
         ratios = {name: over_budget(ours[name], x, [run[name] for run in noisy]) for name, x in truth.items()}
@@ -350,7 +343,8 @@ def outcome_of(number: int, implementation: str, deadline: float = math.inf, **o
         return None
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    # A case that hangs ends its process.
+    faulthandler.dump_traceback_later(240, exit=True)
     op, text, ratios, failure = "?", "?", {"": math.inf}, ""
     try:
         case = make_case(number, implementation=implementation, **options)
