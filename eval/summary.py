@@ -1,4 +1,4 @@
-"""What the items of an evaluation come to: its measures, their statistics, and how these are shown."""
+"""The measures of an evaluation, their statistics over its items, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
     low = high = None
     if len(sample) > 1 and math.isfinite(mean):
         generator = np.random.default_rng(_SEED)
-        # By halves of a million numbers: 10,000 resamples of thousands of items would not fit in memory.
+        # Half a million numbers at a time: 10,000 resamples of thousands of items would not fit in memory.
         rows = max(1, 500_000 // len(sample))
         means: list[float] = []
         while len(means) < _RESAMPLES:
@@ -147,7 +147,7 @@ def summary_rows(
 
 
 def sampled(config: Mapping[str, Any]) -> str:
-    """In words, how many videos a method made, of which model and at which settings."""
+    """How many videos a method made, with which model and at which settings, in words."""
     prompts, seeds = (len(config[key]) for key in ("prompts", "seeds"))
     return (
         f"{prompts} prompt{'s' * (prompts > 1)} × {seeds} seed{'s' * (seeds > 1)}, model {config['model']},"
