@@ -78,19 +78,17 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
         mean (a number, or "inf" or "-inf"), low, high (None without an interval), items.
     """
     import numpy as np
+    from scipy.stats import bootstrap
 
     sample = np.asarray(values, np.float64)
     mean = float(sample.mean())
     low = high = None
     if len(sample) > 1 and math.isfinite(mean):
-        generator = np.random.default_rng(_SEED)
         # Half a million numbers at a time: 10,000 resamples of thousands of items would not fit in memory.
-        rows = max(1, 500_000 // len(sample))
-        means: list[float] = []
-        while len(means) < _RESAMPLES:
-            picked = generator.integers(len(sample), size=(min(rows, _RESAMPLES - len(means)), len(sample)))
-            means += sample[picked].mean(1).tolist()
-        low, high = (float(edge) for edge in np.percentile(means, [2.5, 97.5]))
+        batch = max(1, 500_000 // len(sample))
+        settings = {"n_resamples": _RESAMPLES, "batch": batch, "method": "percentile"}
+        found = bootstrap((sample,), np.mean, **settings, rng=np.random.default_rng(_SEED))
+        low, high = map(float, found.confidence_interval)
     return json_values({"mean": mean, "low": low, "high": high, "items": len(sample)})
 
 
