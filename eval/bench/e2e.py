@@ -161,7 +161,8 @@ def ways(
     methods: Sequence[AttentionMethod], options: Options, setting: Setting, device: torch.device, dtype: torch.dtype
 ) -> Ways:
     """All methods in all modes on one transformer; a call of one is a turn: a step of every kind."""
-    model, before, clock = read_model(setting.model), allocated(device), Clock(device)
+    model, clock = read_model(setting.model), Clock(device)
+    before = allocated(device)
     # All are there as in a pipeline; they are alike, so that the first one stands for all.
     stock, *others = (model.build_transformer(name, device, dtype) for name in model.transformers)
     generator = torch.Generator(device).manual_seed(setting.frames)

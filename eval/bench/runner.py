@@ -35,7 +35,7 @@ from vmonarch.files import check_output, write_json
 FORMAT = "vmonarch-bench-1"
 # Of the budget, for compiling beforehand; and the bytes that must be free before a process compiles.
 COMPILE_SHARE = 0.5
-COMPILE_BYTES = 8e9
+COMPILE_BYTES = 24e9
 Tensors = Mapping[str, torch.Tensor]
 # Settings of the benchmarks of attention.
 ATTENTION = {
@@ -242,15 +242,18 @@ def compile_task(task: tuple[Callable[..., Ways], Case, str, str]) -> bool:
 def compile_tasks(bench: Bench, cases: Sequence[Case], methods: Sequence[str], device: str) -> list[Any]:
     """One task for all cases and methods that share their code; gradients first, because they take longest.
 
-    Triton tells apart one head, a multiple of 16 and others: fewer heads compile to the same code.
+    Triton tells apart one head, a multiple of 16 and others: kernels of ours for fewer heads compile to the same code.
     """
     tasks: dict[Hashable, Any] = {}
     for case in cases:
         for method in methods:
             code = bench.compiled(case, method)
-            if code is not None:
-                few = 1 if case.heads == 1 else 2 if case.heads % 16 else 16
-                tasks.setdefault(code, (bench.ways, Case(**{**vars(case), "heads": few}), method, device))
+            if code is None:
+                continue
+            few = case
+            if method in bench.ours:
+                few = Case(**{**vars(case), "heads": 1 if case.heads == 1 else 2 if case.heads % 16 else 16})
+            tasks.setdefault(code, (bench.ways, few, method, device))
     return sorted(tasks.values(), key=lambda task: not task[1].training)
 
 

@@ -317,15 +317,15 @@ def run_tune(
     bench = Bench(
         name="tune",
         methods=tuple(names),
-        ours=(),
+        ours=tuple(names),
         cases=cases,
         ways=partial(ways, table.found),
         base=IN_USE,
         compiled=lambda case, method: (case.label, method) if method in SWEEPS[case.kernel].candidates() else None,
         finish=table.take,
-        flushes=64,
+        flushes=16,
     )
-    results = run_bench(bench, output=None, rounds=15, budget=budget, device=device, command="vmonarch tune", say=say)
+    results = run_bench(bench, output=None, rounds=9, budget=budget, device=device, command="vmonarch tune", say=say)
     rows = [
         [
             kernel,
