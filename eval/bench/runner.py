@@ -396,18 +396,20 @@ def measure_cases(
         found.append(about)
         for row in about["rows"]:
             ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
-            say(f"{case.label:48s} {row['method']:14s} {ms}")
+            say(f"{case.label:48s} {row['method']:14s} {row.get('mode', '')} {ms}")
         write(found)
     return found
 
 
 def left_out(cases: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """What a run has not measured, and why: rows, and rounds of rows."""
+    """What a run has not measured, and why: cases, rows, and rounds of rows."""
     found = []
     for case in cases:
-        for row in case["rows"]:
-            if row["status"] == "left out":
-                found.append({"case": f"{case['case']} {row['method']}", "why": row["problem"]})
+        late = {row["method"]: row["problem"] for row in case["rows"] if row["status"] == "left out"}
+        if late and len(late) == len(case["rows"]):
+            found.append({"case": case["case"], "why": next(iter(late.values()))})
+        else:
+            found += [{"case": f"{case['case']} {name}", "why": why} for name, why in late.items()]
         if cut := max((row.get("rounds_left_out", 0) for row in case["rows"]), default=0):
             found.append({"case": case["case"], "why": f"{cut} rounds did not fit the budget"})
     return found

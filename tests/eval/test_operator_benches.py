@@ -235,5 +235,7 @@ def test_what_shares_its_code_is_compiled_once(monkeypatch):
     # Which the task sets for its own process.
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     assert compile_task((based.ways, CASES["decode"][1], "window", "cpu"))
-    own = Bench("x", ("vmonarch", "cudnn"), ("vmonarch",), [CASES["kernels"][1]], kernels.ways, compiled=kernels.compiled)
+    own = Bench(
+        "x", ("vmonarch", "cudnn"), ("vmonarch",), [CASES["kernels"][1]], kernels.ways, compiled=kernels.compiled
+    )
     assert [method for *_, method, _ in compile_tasks(own, own.cases, own.methods, "cpu")] == ["vmonarch"]
