@@ -373,14 +373,12 @@ def bench(
             "steps": of.steps,
             "transformer_only": of.transformer_only,
             "text_tokens": TEXT_TOKENS,
-            "eager": "diffusers' standard attention backend",
-            "compiled": "compile_repeated_blocks(fullgraph=True, dynamic=False,"
-            f" backend={of.compile_backend!r}), cuDNN's attention",
+            "attention": "diffusers' standard backend in eager rows, cuDNN's in compiled ones",
+            "compiled": f"compile_repeated_blocks(fullgraph=True, dynamic=False, backend={of.compile_backend!r})",
             "timing": "device events around whole steps and their forward calls, rows in turns",
             "memory": "peak_bytes: the most that is allocated during steps, weights of all transformers and residuals"
             " counted, VAE and text encoder not",
-            "parts": "kernels of one profiled call by the shapes of their products, of six square ones two for"
-            " cross-attention; what is fused is rest; gaps between kernels are not counted",
+            "parts": "kernels of one profiled call by the shapes of their products; what is fused is rest",
             "bounds": {"model": list(MODEL_BOUNDS.values())},
         },
         describe=partial(describe, of, {}),
