@@ -109,7 +109,7 @@ def softmax_work(case: Case, pairs: int, itemsize: int) -> dict[str, Any]:
 
 def standard_cases() -> list[Case]:
     """All cases, the most telling first."""
-    both = lambda *sizes, **others: [case_of(*sizes, training=training, **others) for training in (False, True)]
+    both = lambda *sizes, **of: [case_of(*sizes, **{"training": training, **of}) for training in (False, True)]
     prefill = lambda batch, tokens: both("prefill", batch, tokens, 16, 64)
     video = lambda frames, heads, dim: both("video", 1, frames * 28 * 52, heads, dim)
     sequence = lambda window, tokens: both("window", 1, tokens, 16, 64, window=window)

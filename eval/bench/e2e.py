@@ -422,8 +422,8 @@ def merge_files(parts: Sequence[Path], output: Path) -> None:
 def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """{"format", "runs", "wrong", "tables", "caption"} of several runs.
 
-    Of rows that were measured more than once the last that has times; ratios are of one run. The tables: seconds per
-    video, steps, steps of each kind, and where a forward call spends its time.
+    Where a row was measured more than once, the last one that has times counts; ratios are of one run. The tables are
+    seconds per video, steps, steps of each kind, and where a forward call spends its time.
     """
     newest: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
     for case in (case for run in runs for case in run["cases"]):

@@ -130,7 +130,7 @@ class Limits:
     deadline: float
 
     def over(self, clock: Clock, seconds: float = 0.0) -> dict[str, str] | None:
-        """What a row says that is left out because so many seconds more do not fit; None if they fit."""
+        """What a row says that is left out because these seconds more do not fit; None if they fit."""
         if not max(clock.everywhere(time.monotonic() + seconds > self.deadline)):
             return None
         what = f"a round of {seconds:.0f} s did not fit the budget" if seconds else "the budget"
@@ -441,7 +441,7 @@ def run_bench(
 
     Args:
         output: None to write nothing.
-        methods: of the benchmark's, None for all. cases: a regular expression that is found in the labels of those.
+        methods: some of the benchmark's, None for all. cases: a regular expression, found in the labels of the cases.
         rounds: measurements of each method, at most.
         budget: seconds after which nothing is begun.
         command: as documents show it. say: told what is done.

@@ -46,11 +46,11 @@ class Sweep:
     """How a kernel is tuned.
 
     Args:
-        shapes: what it is timed on, together.
+        shapes: those that it is timed on, together.
         grids: candidates, as products of values by option; new constexpr options are added here. What a candidate does
             not name stays as it is in the table.
         training: whether it is a kernel of the backward pass.
-        options: of `vmonarch_attention`; with `bias_rank`, of FlashBias, which is run in its place.
+        options: of `vmonarch_attention`. ranks: of FlashBias, which is run in its place where they are not 0.
         hopper: whether it is one of the kernels that only Hopper has.
     """
 
