@@ -409,14 +409,17 @@ def measure(bench: Bench, *, device: str, **options: Any) -> dict[str, Any]:
 
 
 def merge_files(parts: Sequence[Path], output: Path) -> None:
-    """Put the JSON of several runs together.
+    """Put the JSON of several runs together; tables of theirs that are not made here stay.
 
     Raises:
         InputError: a file is none of this benchmark, or the output cannot be written.
     """
     documents = [read_document("parts", path, FORMAT, "JSON of `vmonarch bench e2e`") for path in parts]
     check_output(output)
-    write_json(output, document([run for part in documents for run in part["runs"]]))
+    merged = document([run for part in documents for run in part["runs"]])
+    made = {None, *(table["name"] for table in merged["tables"])}
+    merged["tables"] += [t for part in documents for t in part.get("tables", ()) if t.get("name") not in made]
+    write_json(output, merged)
 
 
 def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -454,7 +457,7 @@ def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tables = [
         {"name": name, "header": ["setting", "method", *header], "rows": rows}
         for name, header, rows in (
-            ("videos", ["tokens", "video s", "× stock compiled", "GB"], videos),
+            ("video", ["tokens", "video s", "× stock compiled", "GB"], videos),
             ("steps", ["forward s", "step s", "× stock eager", "× stock compiled", "GB", "error"], steps),
             ("kinds", ["kind of steps", "number", "step s"], kinds),
             ("parts", PARTS, parts),
