@@ -1,4 +1,4 @@
-"""What of a Wan pipeline bears on its speed: its shape, from `configs/models/`, a YAML file or a pipeline's folder.
+"""The shape of a Wan pipeline, on which its speed depends: from `configs/models/`, a YAML file or a pipeline's folder.
 
 A YAML file holds the arguments of `WanTransformer3DModel`; beside them `vae` and `text_encoder`, arguments that differ
 from those of Wan2.1's, and `boundary_ratio` (there are two transformers) and `expand_timesteps` (a timestep for every
@@ -30,6 +30,10 @@ UMT5_XXL: dict[str, Any] = {
     "num_heads": 64,
     "feed_forward_proj": "gated-gelu",
 }
+
+
+# What a YAML file may have beside the transformer's arguments.
+_BESIDE = ("vae", "text_encoder", "boundary_ratio", "expand_timesteps")
 
 
 @dataclass(frozen=True)
@@ -158,34 +162,28 @@ def read_model_config(name: str, *, argument: str = "model") -> WanModel:
     from transformers import UMT5Config
 
     contents = read_yaml(name, group="models", argument=argument)
-    parts = {
-        "vae": (contents.pop("vae", {}), _parameters(AutoencoderKLWan)),
-        "text_encoder": (contents.pop("text_encoder", {}), UMT5Config().to_dict().keys()),
-    }
-    boundary_ratio, expand_timesteps = contents.pop("boundary_ratio", None), contents.pop("expand_timesteps", False)
-    known = [*_parameters(WanTransformer3DModel), *parts, "boundary_ratio", "expand_timesteps"]
-    _check_known(name, "", contents, known, argument)
-    for part, (values, supported) in parts.items():
+    contents = {"vae": {}, "text_encoder": {}, "boundary_ratio": None, "expand_timesteps": False} | contents
+    vae, text_encoder, boundary_ratio, expand_timesteps = (contents.pop(key) for key in _BESIDE)
+    for part, values, known in (
+        ("", contents, [*_defaults(WanTransformer3DModel), *_BESIDE]),
+        ("vae", vae, list(_defaults(AutoencoderKLWan))),
+        ("text_encoder", text_encoder, list(UMT5Config().to_dict())),
+    ):
         if not isinstance(values, Mapping):
             raise InputError(argument, f"{name!r} must have a mapping as {part}, got {values!r}")
-        _check_known(name, f"{part}.", values, supported, argument)
+        for key in (key for key in values if key not in known):
+            shown = f"{part}.{key}" if part else key
+            problem = f"no usable key {shown}{suggest(key, known)}; known: {', '.join(sorted(known))}"
+            raise InputError(argument, f"{name!r} has {problem}")
     if boundary_ratio is not None and not (isinstance(boundary_ratio, float) and 0 < boundary_ratio < 1):
         raise InputError(argument, f"{name!r} must have a boundary_ratio between 0 and 1, got {boundary_ratio!r}")
     if not isinstance(expand_timesteps, bool):
         raise InputError(argument, f"{name!r} must have true or false as expand_timesteps, got {expand_timesteps!r}")
-    defaults = {key: parameter.default for key, parameter in _parameters(WanTransformer3DModel).items()}
-    return _text_to_video(
-        WanModel(
-            # Folders of this machine are nobody else's.
-            Path(name).name,
-            defaults | contents,
-            dict(parts["vae"][0]),
-            UMT5_XXL | parts["text_encoder"][0],
-            boundary_ratio,
-            expand_timesteps,
-        ),
-        argument,
-    )
+    transformer = _defaults(WanTransformer3DModel) | contents
+    text = UMT5_XXL | text_encoder
+    # Folders of this machine are nobody else's.
+    model = WanModel(Path(name).name, transformer, dict(vae), text, boundary_ratio, expand_timesteps)
+    return _text_to_video(model, argument)
 
 
 def read_model(name: str, *, argument: str = "model") -> WanModel:
@@ -224,17 +222,9 @@ def read_model(name: str, *, argument: str = "model") -> WanModel:
     return _text_to_video(model, argument)
 
 
-def _parameters(cls: Any) -> dict[str, inspect.Parameter]:
-    return {name: value for name, value in inspect.signature(cls.__init__).parameters.items() if name != "self"}
-
-
-def _check_known(name: str, prefix: str, values: Any, known: Any, argument: str) -> None:
-    for key in values:
-        if key not in known:
-            listed = ", ".join(sorted(known))
-            raise InputError(
-                argument, f"{name!r} has no usable key {prefix}{key}{suggest(key, list(known))}; known: {listed}"
-            )
+def _defaults(cls: Any) -> dict[str, Any]:
+    parameters = inspect.signature(cls.__init__).parameters
+    return {name: parameter.default for name, parameter in parameters.items() if name != "self"}
 
 
 def _text_to_video(model: WanModel, argument: str) -> WanModel:

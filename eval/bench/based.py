@@ -109,22 +109,14 @@ def softmax_work(case: Case, pairs: int, itemsize: int) -> dict[str, Any]:
 
 def standard_cases() -> list[Case]:
     """All cases, the most telling first."""
-
-    def prefill(batch: int, tokens: int) -> list[Case]:
-        return [case_of("prefill", batch, tokens, 16, 64, training) for training in (False, True)]
-
-    def video(frames: int, heads: int, dim: int) -> list[Case]:
-        return [case_of("video", 1, frames * 28 * 52, heads, dim, training) for training in (False, True)]
+    both = lambda *sizes, **of: [case_of(*sizes, **{"training": training, **of}) for training in (False, True)]
+    prefill = lambda batch, tokens: both("prefill", batch, tokens, 16, 64)
+    video = lambda frames, heads, dim: both("video", 1, frames * 28 * 52, heads, dim)
+    sequence = lambda window, tokens: both("window", 1, tokens, 16, 64, window=window)
+    decode = lambda batch: [case_of("decode", batch, CACHES[0], 16, 64)]
 
     def neighbourhood(frames: int, window: tuple[int, int, int]) -> list[Case]:
-        grid = (frames, 28, 52)
-        return [case_of("window", 1, math.prod(grid), 12, 128, training, window, grid) for training in (False, True)]
-
-    def sequence(window: int, tokens: int) -> list[Case]:
-        return [case_of("window", 1, tokens, 16, 64, training, window) for training in (False, True)]
-
-    def decode(batch: int) -> list[Case]:
-        return [case_of("decode", batch, CACHES[0], 16, 64)]
+        return both("window", 1, frames * 28 * 52, 12, 128, window=window, grid=(frames, 28, 52))
 
     groups = [
         prefill(1, 16384), video(16, 16, 64), video(16, 12, 128), decode(128), sequence(64, 65536),

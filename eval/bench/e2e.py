@@ -161,7 +161,8 @@ def ways(
     methods: Sequence[AttentionMethod], options: Options, setting: Setting, device: torch.device, dtype: torch.dtype
 ) -> Ways:
     """All methods in all modes on one transformer; a call of one is a turn: a step of every kind."""
-    model, before, clock = read_model(setting.model), allocated(device), Clock(device)
+    model, clock = read_model(setting.model), Clock(device)
+    before = allocated(device)
     # All are there as in a pipeline; they are alike, so that the first one stands for all.
     stock, *others = (model.build_transformer(name, device, dtype) for name in model.transformers)
     generator = torch.Generator(device).manual_seed(setting.frames)
@@ -372,14 +373,12 @@ def bench(
             "steps": of.steps,
             "transformer_only": of.transformer_only,
             "text_tokens": TEXT_TOKENS,
-            "eager": "diffusers' standard attention backend",
-            "compiled": "compile_repeated_blocks(fullgraph=True, dynamic=False,"
-            f" backend={of.compile_backend!r}), cuDNN's attention",
+            "attention": "diffusers' standard backend in eager rows, cuDNN's in compiled ones",
+            "compiled": f"compile_repeated_blocks(fullgraph=True, dynamic=False, backend={of.compile_backend!r})",
             "timing": "device events around whole steps and their forward calls, rows in turns",
             "memory": "peak_bytes: the most that is allocated during steps, weights of all transformers and residuals"
             " counted, VAE and text encoder not",
-            "parts": "kernels of one profiled call by the shapes of their products, of six square ones two for"
-            " cross-attention; what is fused is rest; gaps between kernels are not counted",
+            "parts": "kernels of one profiled call by the shapes of their products; what is fused is rest",
             "bounds": {"model": list(MODEL_BOUNDS.values())},
         },
         describe=partial(describe, of, {}),
@@ -410,21 +409,24 @@ def measure(bench: Bench, *, device: str, **options: Any) -> dict[str, Any]:
 
 
 def merge_files(parts: Sequence[Path], output: Path) -> None:
-    """Put the JSON of several runs together.
+    """Put the JSON of several runs together; tables of theirs that are not made here stay.
 
     Raises:
         InputError: a file is none of this benchmark, or the output cannot be written.
     """
     documents = [read_document("parts", path, FORMAT, "JSON of `vmonarch bench e2e`") for path in parts]
     check_output(output)
-    write_json(output, document([run for part in documents for run in part["runs"]]))
+    merged = document([run for part in documents for run in part["runs"]])
+    made = {None, *(table["name"] for table in merged["tables"])}
+    merged["tables"] += [t for part in documents for t in part.get("tables", ()) if t.get("name") not in made]
+    write_json(output, merged)
 
 
 def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """{"format", "runs", "wrong", "tables", "caption"} of several runs.
 
-    Of rows that were measured more than once the last that has times; ratios are of one run. The tables: seconds per
-    video, steps, steps of each kind, and where a forward call spends its time.
+    Where a row was measured more than once, the last one that has times counts; ratios are of one run. The tables are
+    seconds per video, steps, steps of each kind, and where a forward call spends its time.
     """
     newest: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
     for case in (case for run in runs for case in run["cases"]):
@@ -455,7 +457,7 @@ def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tables = [
         {"name": name, "header": ["setting", "method", *header], "rows": rows}
         for name, header, rows in (
-            ("videos", ["tokens", "video s", "× stock compiled", "GB"], videos),
+            ("video", ["tokens", "video s", "× stock compiled", "GB"], videos),
             ("steps", ["forward s", "step s", "× stock eager", "× stock compiled", "GB", "error"], steps),
             ("kinds", ["kind of steps", "number", "step s"], kinds),
             ("parts", PARTS, parts),

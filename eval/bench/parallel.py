@@ -99,16 +99,18 @@ class Job:
     """What every process is told.
 
     Args:
-        folder: for results and for what the processes share; of one machine.
+        ranks: numbers of processes, of which the first is 1; None for 1, 2, 4 … GPUs.
         seconds: after which nothing is begun.
+        folder: for results and for what the processes share; of one machine.
         compile_backend: of torch.compile; "eager" compiles nothing and only tries the benchmark.
     """
 
-    folder: Path
-    device: str
     cases: tuple[Case, ...]
-    rounds: int
-    seconds: float
+    ranks: Sequence[int] | None = None
+    device: str = "cuda"
+    rounds: int = 1
+    seconds: float = 0.0
+    folder: Path = Path()
     compile_backend: str = "inductor"
 
     @property
@@ -273,24 +275,16 @@ def add_efficiency(cases: Sequence[dict[str, Any]]) -> None:
             row["efficiency"] = base / (case["ranks"] * row["ms"]["median"])
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The cases, and the numbers of processes; None for 1, 2, 4 … GPUs."""
-
-    cases: tuple[Case, ...]
-    ranks: Sequence[int] | None
-
-
 def bench(
     ranks: Sequence[int] | None = None,
     cases: Sequence[str] | None = None,
     models: Sequence[str] = MODELS,
     modes: Sequence[str] = MODES,
-) -> Plan:
+) -> Job:
     """The cases of attention and the models that are asked for.
 
     Args:
-        ranks: see `Plan`. cases: labels of CASES, None for all. models: settings of `vmonarch bench e2e`.
+        ranks: see `Job`. cases: labels of CASES, None for all. models: settings of `vmonarch bench e2e`.
         modes: of the models.
 
     Raises:
@@ -304,19 +298,10 @@ def bench(
     choose("modes", modes, MODES)
     # Whole transformers first: they tell more, should the time be over.
     of_models = (model_case(setting, mode) for setting in settings for mode in modes)
-    return Plan((*of_models, *map(known.__getitem__, labels)), ranks)
+    return Job((*of_models, *map(known.__getitem__, labels)), ranks)
 
 
-def measure(
-    plan: Plan,
-    *,
-    output: Path,
-    rounds: int,
-    budget: float,
-    device: str,
-    command: str,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
+def measure(job: Job, *, device: str, rounds: int, budget: float, output: Path, **told: Any) -> dict[str, Any]:
     """Measure with several numbers of processes, which share the seconds of the budget; see `run_job`.
 
     Raises:
@@ -325,22 +310,23 @@ def measure(
     check_device(device)
     check_output(output)
     most = torch.cuda.device_count() if device != "cpu" else None
-    numbers = [2**n for n in range((most or 1).bit_length())] if plan.ranks is None else sorted(plan.ranks)
+    numbers = [2**n for n in range((most or 1).bit_length())] if job.ranks is None else sorted(job.ranks)
     if numbers[0] != 1 or len(set(numbers)) < len(numbers):
         raise InputError("ranks", f"must be different numbers, 1 among them, got {numbers}")
     if most is not None and numbers[-1] > most:
         raise InputError("ranks", f"must be at most {most}, a GPU for each; got {numbers[-1]}")
     with tempfile.TemporaryDirectory() as folder:
-        return run_job(Job(Path(folder), device, plan.cases, rounds, budget), numbers, output, command, say)
+        return run_job(Job(job.cases, numbers, device, rounds, budget, Path(folder)), output, **told)
 
 
-def run_job(job: Job, numbers: Sequence[int], output: Path, command: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure with these numbers of processes, of which the first is 1, and write the JSON after each.
+def run_job(job: Job, output: Path, command: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure with these numbers of processes, and write the JSON after each.
 
     Returns:
         what was written: as of `runner.run_bench`, with "ranks" in cases, "sent_bytes" and "efficiency" in rows, and
         "failed": [{"ranks", "problem"}].
     """
+    numbers = job.ranks or (1,)
     started = time.monotonic()
     device = torch.device(job.device)
     dtype = measured_dtype(device)

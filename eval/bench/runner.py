@@ -35,7 +35,7 @@ from vmonarch.files import check_output, write_json
 FORMAT = "vmonarch-bench-1"
 # Of the budget, for compiling beforehand; and the bytes that must be free before a process compiles.
 COMPILE_SHARE = 0.5
-COMPILE_BYTES = 8e9
+COMPILE_BYTES = 24e9
 Tensors = Mapping[str, torch.Tensor]
 # Settings of the benchmarks of attention.
 ATTENTION = {
@@ -130,7 +130,7 @@ class Limits:
     deadline: float
 
     def over(self, clock: Clock, seconds: float = 0.0) -> dict[str, str] | None:
-        """What a row says that is left out because so many seconds more do not fit; None if they fit."""
+        """What a row says that is left out because these seconds more do not fit; None if they fit."""
         if not max(clock.everywhere(time.monotonic() + seconds > self.deadline)):
             return None
         what = f"a round of {seconds:.0f} s did not fit the budget" if seconds else "the budget"
@@ -242,15 +242,18 @@ def compile_task(task: tuple[Callable[..., Ways], Case, str, str]) -> bool:
 def compile_tasks(bench: Bench, cases: Sequence[Case], methods: Sequence[str], device: str) -> list[Any]:
     """One task for all cases and methods that share their code; gradients first, because they take longest.
 
-    Triton tells apart one head, a multiple of 16 and others: fewer heads compile to the same code.
+    Triton tells apart one head, a multiple of 16 and others: kernels of ours for fewer heads compile to the same code.
     """
     tasks: dict[Hashable, Any] = {}
     for case in cases:
         for method in methods:
             code = bench.compiled(case, method)
-            if code is not None:
-                few = 1 if case.heads == 1 else 2 if case.heads % 16 else 16
-                tasks.setdefault(code, (bench.ways, Case(**{**vars(case), "heads": few}), method, device))
+            if code is None:
+                continue
+            few = case
+            if method in bench.ours:
+                few = Case(**{**vars(case), "heads": 1 if case.heads == 1 else 2 if case.heads % 16 else 16})
+            tasks.setdefault(code, (bench.ways, few, method, device))
     return sorted(tasks.values(), key=lambda task: not task[1].training)
 
 
@@ -393,18 +396,20 @@ def measure_cases(
         found.append(about)
         for row in about["rows"]:
             ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
-            say(f"{case.label:48s} {row['method']:14s} {ms}")
+            say(f"{case.label:48s} {row['method']:14s} {row.get('mode', '')} {ms}")
         write(found)
     return found
 
 
 def left_out(cases: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """What a run has not measured, and why: rows, and rounds of rows."""
+    """What a run has not measured, and why: cases, rows, and rounds of rows."""
     found = []
     for case in cases:
-        for row in case["rows"]:
-            if row["status"] == "left out":
-                found.append({"case": f"{case['case']} {row['method']}", "why": row["problem"]})
+        late = {row["method"]: row["problem"] for row in case["rows"] if row["status"] == "left out"}
+        if late and len(late) == len(case["rows"]):
+            found.append({"case": case["case"], "why": next(iter(late.values()))})
+        else:
+            found += [{"case": f"{case['case']} {name}", "why": why} for name, why in late.items()]
         if cut := max((row.get("rounds_left_out", 0) for row in case["rows"]), default=0):
             found.append({"case": case["case"], "why": f"{cut} rounds did not fit the budget"})
     return found
@@ -436,7 +441,7 @@ def run_bench(
 
     Args:
         output: None to write nothing.
-        methods: of the benchmark's, None for all. cases: a regular expression that is found in the labels of those.
+        methods: some of the benchmark's, None for all. cases: a regular expression, found in the labels of the cases.
         rounds: measurements of each method, at most.
         budget: seconds after which nothing is begun.
         command: as documents show it. say: told what is done.

@@ -46,11 +46,11 @@ class Sweep:
     """How a kernel is tuned.
 
     Args:
-        shapes: what it is timed on, together.
+        shapes: those that it is timed on, together.
         grids: candidates, as products of values by option; new constexpr options are added here. What a candidate does
             not name stays as it is in the table.
         training: whether it is a kernel of the backward pass.
-        options: of `vmonarch_attention`; with `bias_rank`, of FlashBias, which is run in its place.
+        options: of `vmonarch_attention`. ranks: of FlashBias, which is run in its place where they are not 0.
         hopper: whether it is one of the kernels that only Hopper has.
     """
 
@@ -317,15 +317,15 @@ def run_tune(
     bench = Bench(
         name="tune",
         methods=tuple(names),
-        ours=(),
+        ours=tuple(names),
         cases=cases,
         ways=partial(ways, table.found),
         base=IN_USE,
         compiled=lambda case, method: (case.label, method) if method in SWEEPS[case.kernel].candidates() else None,
         finish=table.take,
-        flushes=64,
+        flushes=16,
     )
-    results = run_bench(bench, output=None, rounds=15, budget=budget, device=device, command="vmonarch tune", say=say)
+    results = run_bench(bench, output=None, rounds=9, budget=budget, device=device, command="vmonarch tune", say=say)
     rows = [
         [
             kernel,

@@ -80,7 +80,7 @@ def test_all_rows_are_measured_and_seconds_follow_from_steps(document, tiny_yaml
             assert row["errors"]["to_stock"] > 1e-3, "VMonarch is another attention"
     assert rows["full", "compiled"]["errors"]["to_stock"] < 1e-5
     assert rows["vmonarch", "compiled"]["errors"]["to_eager"] < 1e-5
-    assert [table["name"] for table in document["tables"]] == ["videos", "steps", "parts"]
+    assert [table["name"] for table in document["tables"]] == ["video", "steps", "parts"]
 
 
 def test_blocks_are_compiled_and_a_wrong_compiler_is_noticed(measure, monkeypatch):
@@ -348,8 +348,8 @@ def test_tables_hold_ratios_of_one_run_and_the_last_row_that_has_times(document,
     found, name = tables(first), case["setting"]
     assert found["steps"][name, "vmonarch, compiled"][1:5] == ["1.000", "4.00×", "3.00×", "3.5"]
     assert found["steps"][name, "vmonarch, eager"][1:4] == ["2.500", "1.60×", "1.20×"]
-    assert found["videos"][name, "vmonarch, compiled"] == ["16", "2.0", "3.00×", "3.5"]
-    assert found["videos"][name, "full, compiled"] == ["16", "6.0", "–", "3.0"]
+    assert found["video"][name, "vmonarch, compiled"] == ["16", "2.0", "3.00×", "3.5"]
+    assert found["video"][name, "full, compiled"] == ["16", "6.0", "–", "3.0"]
     # A later piece without full attention: its row replaces the first one's, and has nothing to be compared with.
     second = copy.deepcopy(first)
     piece = second["runs"][0]["cases"][0]
@@ -371,6 +371,7 @@ def test_committed_results_can_be_merged(tmp_path):
     path = Path(__file__).parents[2] / "docs" / "benchmarks" / "e2e.json"
     assert main(["bench", "merge", str(path), "--output", str(tmp_path / "all.json")]) == 0
     tables = {table["name"]: table["rows"] for table in json.loads((tmp_path / "all.json").read_text())["tables"]}
+    assert len(tables["video"]) > 4 and len(tables["fits"]) == 9, "tables of other makers stay"
     assert len(tables["steps"]) == len({tuple(row[:2]) for row in tables["steps"]}) > 30 and len(tables["kinds"]) > 30
 
 

@@ -31,7 +31,7 @@ def results(tiny_yaml, made_once, forkserver):
     models = tuple(parallel.model_case(Setting("tiny", tiny_yaml, 5, 32, 64), mode) for mode in ("eager", "compiled"))
 
     def measure(folder):
-        job = parallel.Job(folder, "cpu", (*models, *CASES), rounds=1, seconds=300.0, compile_backend="eager")
+        job = parallel.Job((*models, *CASES), (1, 2, 3), "cpu", 1, 300.0, folder, compile_backend="eager")
         said = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
@@ -39,7 +39,7 @@ def results(tiny_yaml, made_once, forkserver):
             patch.setattr(torch.multiprocessing, "spawn", start)
             patch.setattr(parallel, "run_rank", parallel_bench_rank.rank)
             # The last number of processes fails.
-            found = parallel.run_job(job, (1, 2, 3), folder / "parallel.json", "the command", said.append)
+            found = parallel.run_job(job, folder / "parallel.json", "the command", said.append)
         assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2", "3"]
         assert ["Traceback" in text for text in said] == [False] * 3 + [True], "what went wrong is shown whole"
         assert json.loads((folder / "parallel.json").read_text()) == json.loads(json.dumps(found))
@@ -109,12 +109,12 @@ def test_without_what_one_process_computed_there_is_nothing_to_measure(tiny_yaml
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(WanModel, "build_transformer", lambda *arguments: None)
     case = parallel.model_case(Setting("tiny", tiny_yaml, 5, 32, 64), "eager")
-    assert parallel.ways(parallel.Job(tmp_path, "cpu", (case,), 1, 100.0), case, CPU, torch.float32) == {}
+    assert parallel.ways(parallel.Job((case,), folder=tmp_path), case, CPU, torch.float32) == {}
 
 
 def test_a_transformer_that_cannot_be_compiled_says_so(tiny_yaml, tmp_path):
     case = parallel.model_case(Setting("tiny", tiny_yaml, 5, 32, 64), "compiled")
-    job = parallel.Job(tmp_path, "cpu", (case,), rounds=1, seconds=100.0, compile_backend="none-such")
+    job = parallel.Job((case,), folder=tmp_path, compile_backend="none-such")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     limits = Limits(1, 100.0, float("inf"))
     try:
@@ -140,7 +140,7 @@ def test_every_number_of_processes_gets_its_share_of_the_time(monkeypatch, tmp_p
     given = []
     spawn = lambda _, args, nprocs: given.append((nprocs, args[1].seconds))
     monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
-    job = parallel.Job(tmp_path, "cpu", CASES, rounds=1, seconds=90.0)
-    parallel.run_job(job, (1, 2, 4), tmp_path / "parallel.json", "", lambda text: None)
+    job = parallel.Job(CASES, (1, 2, 4), "cpu", 1, 90.0, tmp_path)
+    parallel.run_job(job, tmp_path / "parallel.json", "", lambda text: None)
     # Who needs less leaves more to the others.
     assert given == [(1, pytest.approx(30, abs=1)), (2, pytest.approx(45, abs=1)), (4, pytest.approx(90, abs=1))]
