@@ -70,11 +70,24 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# All tracked files, as links need them; and the package without links between folders, which the reader of docstrings
+# does not follow, and with an __init__.py everywhere.
 site: $(READY)
-	$(BIN)/python -m vmonarch.eval.studies.site
+	rm -rf build/site
+	mkdir -p build/site/docs build/site/python
+	git ls-files -z -- ':!tests' ':!*.safetensors' | tar --create --null --files-from - | tar --extract --directory build/site/docs
+	find build/site/docs -type l -delete
+	cp -RL vmonarch build/site/python/vmonarch
+	find build/site/python -type d -exec touch {}/__init__.py \;
+	env $$(sed -n 's/^Repository = "\(.*\)"$$/REPOSITORY=\1/p' pyproject.toml) $(BIN)/zensical build --strict --clean
 
+# The wheel makes a video away from the repository: all that it needs is in it.
 package: $(READY)
-	$(BIN)/python -m vmonarch.eval.studies.package
+	rm -rf build/package build/installed
+	$(BIN)/python -m build --outdir build/package
+	$(BIN)/twine check --strict build/package/*
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/installed build/package/*.whl
+	cd build/installed && $(abspath $(BIN))/python -m vmonarch generate "a red circle" --quiet --steps 1 --num-frames 5 --height 32 --width 32
 
 check: lint types site package test compiles mutants
 

@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from vmonarch.configs.methods import OLD_METHODS, OLD_RECIPES
 from vmonarch.pipelines.environment import environment, shown_command
-
-# The day since which methods and recipes have their present names.
-_RENAMED = "2026-11-28"
 
 
 def script_parser(name: str, doc: str | None, *, whole: bool = False) -> argparse.ArgumentParser:
@@ -40,21 +36,3 @@ def script_record(name: str, arguments: Sequence[str] | None, device: Any) -> di
         "environment": about,
         "command": shown_command(("python", "-m", f"vmonarch.eval.{name}"), arguments),
     }
-
-
-def names_now(results: Any, old: bool = False) -> Any:
-    """What a JSON of ours holds, with the names that methods and recipes have now; commands stay as they were called.
-
-    Args:
-        old: whether it is of before they got them, where no date in it says so.
-    """
-    if isinstance(results, dict):
-        made = results.get("date", results.get("created"))
-        old = old if made is None else made < _RENAMED
-        return {names_now(key, old): names_now(value, old) for key, value in results.items()}
-    if isinstance(results, list):
-        return [names_now(value, old) for value in results]
-    if old and isinstance(results, str):
-        name, colon, options = results.partition(":")
-        return (OLD_METHODS | OLD_RECIPES).get(name, name) + colon + options
-    return results

@@ -10,7 +10,6 @@ from made_up_diagnosis import made_up
 import vmonarch
 from vmonarch import AttentionPlan, ExactBlocks, LatentGrid, VMonarchProcessor, vmonarch_attention
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.calibrate import diagnosis
 from vmonarch.eval.calibrate.diagnosis import (
     DiagnosisProcessor,
@@ -25,7 +24,6 @@ from vmonarch.eval.calibrate.diagnosis import (
 )
 from vmonarch.eval.calibrate.planning import over_steps, plan_within_error, plan_within_work
 from vmonarch.eval.calibrate.timing import head_times
-from vmonarch.eval.studies.fidelity import attention_fidelity
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.options import VMonarchOptions
 from vmonarch.video_processor import VideoAttentionProcessor
@@ -384,26 +382,6 @@ def test_a_limit_on_another_measure_is_kept_and_costs_the_first():
     found["candidates"]["default"]["options"] = {"num_iterations": 3}
     with pytest.raises(InputError, match="limit is relative to VMonarch with its defaults"):
         plan_within_work(found, 1.2, limit=("kl", 1.0))
-
-
-def test_what_methods_lose_in_the_attention_follows_from_the_diagnosis(tmp_path):
-    found = made_up(steps=4, layers=2, heads=3)
-    part = found["transformers"]["transformer"]["candidates"]
-    lost = lambda spec: attention_fidelity(found, resolve_method(spec), 4)
-    kl = torch.tensor(part["default"]["kl"], dtype=torch.float64)
-    assert lost("full") == {"kl": 0, "attention_error": 0, "output_error": 0}
-    assert lost("vmonarch")["kl"] == pytest.approx(kl.mean().item(), rel=1e-5)
-    assert lost("vmonarch")["attention_error"] == pytest.approx(kl.sum(2).mean().item() ** 0.5, rel=1e-5)
-    assert lost("vmonarch")["output_error"] is None
-    assert lost("vmonarch:dense_steps=[0,2]")["kl"] == pytest.approx(kl[1::2].mean().item() / 2, rel=1e-5)
-    assert lost("vmonarch:dense_layers=1")["kl"] == pytest.approx(kl[:, 1].mean().item() / 2, rel=1e-5)
-    heads = [["a", "full", "b"], ["full", "full", "a"]]
-    plan = AttentionPlan({"a": {"num_iterations": 1, "exact": None}, "b": {}, "full": None}, {"transformer": heads})
-    plan.save(tmp_path / "plan.json")
-    cheap = torch.tensor(part["cheap"]["kl"], dtype=torch.float64)
-    wanted = (cheap[:, 0, 0] + kl[:, 0, 2] + cheap[:, 1, 2]).mean().item() / 6
-    assert lost(f"vmonarch:plan={tmp_path / 'plan.json'}")["kl"] == pytest.approx(wanted, rel=1e-5)
-    assert lost("vmonarch-t3") is None and lost("flashbias") is None and lost("local") is None
 
 
 def test_a_plan_from_a_diagnosis_runs(tiny):

@@ -5,11 +5,8 @@ import json
 
 import pytest
 
-from vmonarch.cli import main
-from vmonarch.eval.bench import based, bias, runner
+from vmonarch.eval.bench import based, bias
 from vmonarch.eval.bench.tables import based_table, flash_bias_table
-from vmonarch.eval.studies import tables
-from vmonarch.kernels.common.launch import interpreted
 
 HEAD = {
     "date": "2026-01-02T03:04:05+00:00",
@@ -117,31 +114,3 @@ def test_every_time_is_shown(table, results):
             if "ms" in cell:
                 changed["cases"][i]["rows"][j]["ms"]["median"] += 7.7
                 assert table(changed) != table(results), (case["case"], cell["method"])
-
-
-def test_a_table_is_made_of_its_json(tmp_path):
-    block = "<!-- table: based-h200 -->\nold\n<!-- end -->\n"
-    (tmp_path / "based-h200.json").write_text(json.dumps(BASED))
-    assert based_table(BASED) in tables.render(block, tmp_path)
-    with pytest.raises(FileNotFoundError):
-        tables.render(block.replace("based-h200", "kernels-h200"), tmp_path)
-
-
-@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(
-    ("bench", "case", "name"),
-    [
-        (bias, bias.Case("plain", 1, 40, 2, 16, 3), "flash-bias-h200"),
-        (based, based.Case("video", 1, 40, 2, 16, dims=4), "based-h200"),
-    ],
-    ids=["bias", "based"],
-)
-def test_the_tables_read_what_the_benchmarks_write(bench, case, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "standard_cases", lambda: [case])
-    monkeypatch.setattr(runner, "measure_rates", lambda _: HEAD["rates"])
-    words = ["--device", "cpu", "--output", str(tmp_path / f"{name}.json"), "--rounds", "1", "--methods"]
-    methods = ["flash-bias", "no-bias"] if bench is bias else ["taylor", "taylor-torch"]
-    assert main(["bench", bench.__name__.rpartition(".")[2], *words, *methods]) == 0
-    text = tables.render(f"<!-- table: {name} -->\n<!-- end -->\n", tmp_path)
-    assert "40, 2 heads, d = 16 |" in text and "copy 4.00 TB/s" in text

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vmonarch.eval.studies import animation, architecture
+from vmonarch.eval.studies import animation
 from vmonarch.pipelines.video_io import encode_video
 
 
@@ -41,12 +41,3 @@ def test_a_folder_without_single_videos_is_refused(comparison, capsys):
     assert "--save-videos" in capsys.readouterr().err
     assert animation.main([str(comparison / "nowhere"), "--output", str(comparison / "all.webp")]) == 2
     assert not (comparison / "all.webp").exists()
-
-
-def test_the_picture_of_the_architecture_names_files_that_exist(tmp_path, monkeypatch):
-    assert architecture.main(["--output", str(tmp_path / "architecture.png")]) == 0
-    with Image.open(tmp_path / "architecture.png") as picture:
-        assert picture.width > 1000
-    monkeypatch.setattr(architecture, "WAYS", (("a way", "#FFFFFF", (("what", "eval/gone.py"),)),))
-    with pytest.raises(FileNotFoundError, match="eval/gone.py"):
-        architecture.draw(tmp_path / "other.png")

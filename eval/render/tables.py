@@ -1,0 +1,103 @@
+"""Put the tables of results files into the documents: `python -m vmonarch.eval.render.tables [--check]`.
+
+What stands between `<!-- table: FILE -->` and `<!-- end -->` in a tracked Markdown file is what
+`docs/benchmarks/FILE.json` holds: under `tables` a list of {"header": […], "rows": [[…]]}, each with a "title" above it
+where it needs one, and under `caption` a line on hardware, date, versions and the command. A table with a "name" is
+`<!-- table: FILE#NAME -->`, under which its own "caption" stands if it has one. Nothing else renders tables.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vmonarch.eval.record import script_parser
+from vmonarch.eval.render.table import markdown
+
+BLOCK = re.compile(r"(<!-- table: (?P<file>[^\s#]+)#?(?P<name>\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def commits(results: Any) -> Iterator[str]:
+    """Of the trees that results were made with: the field `commit` at their top, else what every run has recorded."""
+    if isinstance(results, dict):
+        own = results.get("commit", results.get("git_commit"))
+        for part in [own] if isinstance(own, str) else results.values():
+            yield from commits(part)
+    elif isinstance(results, list):
+        for part in results:
+            yield from commits(part)
+    elif isinstance(results, str) and re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", results):
+        yield results
+
+
+def mark(results: dict[str, Any]) -> str:
+    """What a caption says of results that no commit alone can repeat; empty for all others."""
+    found = set(commits(results))
+    if not found or "unknown" in found:
+        return " The commit is unknown."
+    dirty = sorted(commit[:7] for commit in found if commit.endswith("-dirty"))
+    return f" The tree had changes on top of {', '.join(dirty)}." if dirty else ""
+
+
+def table_text(results: dict[str, Any], name: str = "") -> str:
+    """The tables of a results file that have a name, or those that have none, with their caption.
+
+    Raises:
+        KeyError: there is no such table, or it has no caption.
+    """
+    parts = [part for part in results["tables"] if part.get("name", "") == name]
+    if not parts:
+        raise KeyError(f"no table {name!r}")
+    texts = []
+    for part in parts:
+        title = f"{part['title']}\n\n" if "title" in part else ""
+        texts.append(title + markdown(part["header"], part["rows"]))
+    first, *more = (parts[-1].get("caption") or results["caption"]).split("\n")
+    return "\n".join([*texts, "\n".join([first + mark(results), *more]) + "\n"])
+
+
+def render(text: str, folder: Path) -> str:
+    """`text` with every table written anew from the results files of a folder.
+
+    Raises:
+        FileNotFoundError, KeyError: a file or table that a block names does not exist.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        results = json.loads((folder / f"{match['file']}.json").read_text(encoding="utf-8"))
+        return match[1] + table_text(results, match["name"]) + match[4]
+
+    return BLOCK.sub(block, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; exit code 1 if `--check` finds a document that differs from its JSON."""
+    parser = script_parser("render.tables", __doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a document is out of date")
+    parser.add_argument("--root", type=Path, default=Path(), help="the repository (default: this folder)")
+    options = parser.parse_args(arguments)
+    listed = subprocess.run(
+        ["git", "-C", str(options.root), "ls-files", "*.md"], capture_output=True, text=True, check=True
+    )
+    stale = []
+    for path in sorted(options.root / name for name in listed.stdout.splitlines()):
+        if not path.is_file():
+            continue
+        old = path.read_text(encoding="utf-8")
+        new = render(old, options.root / "docs" / "benchmarks")
+        if new != old:
+            stale.append(path)
+            if not options.check:
+                path.write_text(new, encoding="utf-8")
+    for path in stale:
+        print(f"{'out of date' if options.check else 'written'}: {path}")
+    return 1 if stale and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
