@@ -39,12 +39,11 @@ SNIPPETS = {name: re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) for na
 NOT_RUN = {"docs/engines.md", "docs/parallel.md", "docs/vbench.md"}
 FOLDERS = ("configs", "eval", "examples", "finetune", "kernels", "pipelines", "tests", "vmonarch")
 SOURCES = {path.resolve() for name in FOLDERS for path in (ROOT / name).rglob("*.py")} - {Path(__file__).resolve()}
-FILES = [
-    os.path.relpath(Path(folder, file), ROOT)
-    for top in (*FOLDERS, "docs")
-    for folder, _, files in os.walk(ROOT / top)
-    for file in files
-] + os.listdir(ROOT)
+FILES = {
+    file.relative_to(ROOT).as_posix()
+    for top in (*FOLDERS, "docs", ".")
+    for file in (ROOT / top).glob("*" if top == "." else "**/*")
+}
 PAPERS = ("VMonarch", "FlashBias", "Based", "VSA", "DeepSpeed Ulysses", "Train Short, Test Long")
 
 
@@ -150,12 +149,9 @@ def test_files_modules_and_sections_exist(document):
         assert not section or section in anchors(os.path.relpath(target, ROOT)), f"{link}#{section}"
 
 
-def test_the_site_has_all_pages_and_old_addresses_lead_to_pages():
-    config = (ROOT / "mkdocs.yml").read_text()
-    pages = {name.removeprefix("docs/") for name in DOCUMENTS if name.startswith("docs/")}
-    moved = dict(re.findall(r"^ {8}(\S+\.md): (\S+\.md)$", config, re.M))
-    assert moved and set(moved.values()) <= pages and not set(moved) & pages
-    assert pages <= set(re.findall(r": (\S+\.md)$", config.partition("\nnav:\n")[2], re.M))
+def test_old_addresses_lead_to_pages():
+    moved = re.findall(r"^ {8}(\S+\.md): (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert len(moved) > 30 and all((ROOT / new).is_file() and not (ROOT / old).exists() for old, new in moved)
 
 
 def test_sections_that_code_cites_exist():
