@@ -29,12 +29,13 @@ from vmonarch.configs import (
     read_yaml,
     suggest,
 )
+from vmonarch.configs.gone import without_gone
 from vmonarch.configs.stack import Stack
 from vmonarch.exact import ExactBlocks
 from vmonarch.grid import LatentGrid
 from vmonarch.options import OPTION_FIELDS, FirstOrderOptions, Options, VMonarchOptions
 from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolutionOptions
-from vmonarch.validation import check_implementation, check_parallel_by
+from vmonarch.validation import check_implementation
 
 if TYPE_CHECKING:
     from vmonarch.based import BasedProcessor
@@ -126,7 +127,6 @@ class VMonarchAttention(VMonarchOptions, _Kind):
         dense_steps, dense_layers: a count, a fraction in (0, 1), or a list of indices that keep full attention.
         refresh: null, or the steps with exact attention that renew the residual, given like `dense_steps`; or a mapping
             with steps, dtype and offload (see `vmonarch.Refresh`).
-        parallel_by: what processes share under context parallelism, "heads" or "frames".
     """
 
     reach: tuple[float, float, float] | None = None
@@ -135,7 +135,6 @@ class VMonarchAttention(VMonarchOptions, _Kind):
     dense_steps: Any = 0
     dense_layers: Any = 0
     refresh: Any = None
-    parallel_by: str = "heads"
     implementation: str = "auto"
 
     def __post_init__(self) -> None:
@@ -148,7 +147,6 @@ class VMonarchAttention(VMonarchOptions, _Kind):
             super().__post_init__()
             check_implementation(self.implementation)
             _check_dense(self)
-            check_parallel_by(self.parallel_by, **self.not_by_frames, reach=self.reach, plan=self.plan)
         file = None
         if self.plan is not None:
             try:
@@ -808,6 +806,7 @@ def resolve_method(
             raise InputError(f"{argument}.kind", f"must be one of {', '.join(KINDS)}, got {kind!r}")
     else:
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
+    values = without_gone(values, f"{argument}.")
     before, name = name, _name_now(name, spec if isinstance(spec, Mapping) else values, argument)
     if name != before and (label == before or label.startswith(f"{before}:")):
         label = f"{name}{label.removeprefix(before)}"

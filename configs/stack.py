@@ -24,7 +24,6 @@ class Stack:
             "float8-weights" only keeps their weights so. Both need torchao. None: the model's own type.
         cache: None, or a step cache of diffusers: a mapping with `kind`, one of `CACHES`, and arguments of that class
             (`diffusers.TaylorSeerCacheConfig`, …). "taylorseer" predicts the transformer's output (its lite mode).
-        batch_guidance: compute both predictions of guidance in one forward call (`vmonarch.batched_guidance`).
 
     Raises:
         InputError: an unknown kind of cache or of linear layers, or a cache without its kind.
@@ -33,7 +32,6 @@ class Stack:
     compile: bool = False
     linears: str | None = None
     cache: Any = None
-    batch_guidance: bool = False
 
     def __post_init__(self) -> None:
         if self.linears not in (None, *LINEARS):

@@ -211,8 +211,7 @@ def warm_up(model: LoadedModel, config: MethodsConfig, batch: Sequence[tuple[str
             # The only step may be a dense one, which would warm up nothing of the method.
             method = dataclasses.replace(method, parameters=method.parameters.without_dense())
         recipes.apply(model.pipe, method, steps=config.steps)
-        batched = method.stack.batch_guidance
-        latents = denoise(model, config, prompts, seeds, steps=steps, batch_guidance=batched, progress=title).latents
+        latents = denoise(model, config, prompts, seeds, steps=steps, progress=title).latents
     assert latents is not None
     decode(model.pipe, latents[:1])
 
@@ -230,8 +229,7 @@ def sample_methods(
     for method in config.methods:
         recipes.apply(model.pipe, method, steps=config.steps)
         shown = None if title is None else f"{title}, {method.label}"
-        batched = method.stack.batch_guidance
-        samples[method.label] = sample(model, config, prompts, seeds, batch_guidance=batched, progress=shown)
+        samples[method.label] = sample(model, config, prompts, seeds, progress=shown)
     return samples
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, build, check_keys, read_yaml
+from vmonarch.configs.gone import without_gone
 from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
 from vmonarch.configs.stack import Stack
 from vmonarch.pipelines.devices import DTYPES, choose_device, choose_dtype
@@ -241,12 +242,10 @@ class GenerateConfig(SamplingConfig):
     Args:
         attention: name of a method in `configs/attention/` (`vmonarch`, `full`, …) or of a recipe in
             `configs/recipes/`, `name:key=value,…`, a mapping of name and parameters, or an `AttentionMethod`.
-        batch_guidance: compute both predictions of guidance in one forward call (`vmonarch.batched_guidance`).
         contact_sheet: write a PNG of twelve frames beside each video.
     """
 
     attention: Any = "vmonarch"
-    batch_guidance: bool = False
     contact_sheet: bool = True
 
     def __post_init__(self) -> None:
@@ -292,8 +291,8 @@ def build_config(schema: type[Config], *layers: Mapping[str, Any]) -> Config:
     """
     values: dict[str, Any] = {}
     for layer in layers:
+        layer = without_gone(layer)
         check_keys(schema, layer)
-        layer = dict(layer)
         if "attention" in layer:
             layer["attention"] = merge_attention(values.get("attention", "vmonarch"), layer["attention"])
         values |= layer
@@ -395,10 +394,8 @@ def _check_settings(config: SamplingConfig, model: ModelFolder) -> None:
             those = ", ".join(pipeline for pipeline, kind in KINDS.items() if name in kind.arguments)
             raise InputError(name, f"is not a setting of this model, a {model.pipeline}, but of {those}")
     stacks = [method.stack for methods in config.attention_methods.values() for method in methods]
-    batched = getattr(config, "batch_guidance", False) or any(stack.batch_guidance for stack in stacks)
-    for name, wanted in (("batch_guidance", batched), ("scheduler", config.scheduler)):
-        if wanted and not model.kind.wan:
-            raise InputError(name, f"is for the Wan family, and this model is a {model.pipeline}")
+    if config.scheduler and not model.kind.wan:
+        raise InputError("scheduler", f"is for the Wan family, and this model is a {model.pipeline}")
     if config.offload == "group" and any(stack.linears for stack in stacks):
         raise InputError("offload", "cannot be group with quantised linear layers; supported: none, model")
     if config.negative_prompt and "true_guidance" in model.kind.arguments and (config.true_guidance or 0) <= 1:

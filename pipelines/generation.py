@@ -106,11 +106,10 @@ def _generate(
 ) -> list[GeneratedVideo]:
     """`generate` with everything in place."""
     batches = _batches(config, recorded)
-    batched = config.batch_guidance or config.stack.batch_guidance
     if shard.rank > 0:
         # The first process decodes and writes.
         for jobs in batches:
-            denoise(model, config, jobs.prompts, jobs.seeds, batch_guidance=batched)
+            denoise(model, config, jobs.prompts, jobs.seeds)
         return []
     total = sum(len(jobs.written) for jobs in batches)
     about = facts(config, model)
@@ -120,7 +119,7 @@ def _generate(
     for jobs in batches:
         reset_peak_memory(model.device)
         title = f"video {len(videos) + len(failures) + 1} of {total}" if progress else None
-        result = sample(model, config, jobs.prompts, jobs.seeds, batch_guidance=batched, progress=title)
+        result = sample(model, config, jobs.prompts, jobs.seeds, progress=title)
         for index in jobs.written:
             record = _record(config, model, about, jobs, index, result)
             number = len(videos) + len(failures) + 1 if config.overwrite else None

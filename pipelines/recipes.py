@@ -69,7 +69,6 @@ def apply(
     """Put a recipe or an attention method on a pipeline of diffusers, in place of what it carries of either.
 
     Weights that are quantised are kept in their own type too, for the next call; `quantize_for_good` saves the memory.
-    A recipe with `batch_guidance` needs the call of the pipeline inside `vmonarch.batched_guidance(pipe)` besides.
 
     Args:
         recipe: a name of `configs/recipes/` or `configs/attention/`, `name:key=value,…`, or what `resolve_method` gave.

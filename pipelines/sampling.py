@@ -110,7 +110,6 @@ def denoise(
     seeds: Sequence[int],
     *,
     steps: int | None = None,
-    batch_guidance: bool = False,
     progress: str | None = None,
 ) -> Latents:
     """Latents for each pair of `prompts[i]` and `seeds[i]`, with the attention that the pipeline carries.
@@ -118,7 +117,6 @@ def denoise(
     Args:
         config: a completed config.
         steps: instead of `config.steps`.
-        batch_guidance: see `GenerateConfig`.
         progress: title of a progress bar; None for none.
 
     Raises:
@@ -126,8 +124,6 @@ def denoise(
         GenerationError: the pipeline returned another number of videos.
     """
     import torch
-
-    from vmonarch.guidance import batched_guidance
 
     if len(prompts) != len(seeds) or not prompts:
         raise ValueError(f"seeds must have one entry for each of the {len(prompts)} prompts, got {len(seeds)}")
@@ -147,13 +143,8 @@ def denoise(
         if hasattr(pipe.scheduler, "generator"):
             # Pipelines give it to no step.
             pipe.scheduler.generator = generators
-        guidance = batched_guidance(pipe) if batch_guidance else contextlib.nullcontext()
         start = _mark(device)
-        with (
-            ForwardClock(pipe, _TEXT_ENCODERS, device) as text,
-            ForwardClock(pipe, _TRANSFORMERS, device) as clock,
-            guidance,
-        ):
+        with ForwardClock(pipe, _TEXT_ENCODERS, device) as text, ForwardClock(pipe, _TRANSFORMERS, device) as clock:
             found = pipe(**arguments).frames
         done = _mark(device)
     if len(found) != len(prompts):
@@ -180,11 +171,10 @@ def sample(
     prompts: Sequence[str],
     seeds: Sequence[int],
     *,
-    batch_guidance: bool = False,
     progress: str | None = None,
 ) -> Batch:
     """One video for each pair of `prompts[i]` and `seeds[i]`: `denoise`, then `decode`."""
-    result = denoise(model, config, prompts, seeds, batch_guidance=batch_guidance, progress=progress)
+    result = denoise(model, config, prompts, seeds, progress=progress)
     start = _mark(model.device)
     frames = decode(model.pipe, result.latents)
     seconds = result.seconds | {"decode": _mark(model.device) - start}

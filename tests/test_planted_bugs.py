@@ -59,7 +59,6 @@ ADAPTERS = "adapters.py"
 TRAINED = "finetune/models.py"
 VARIANTS = "variants.py"
 CONTEXT_PARALLEL = "context_parallel.py"
-GUIDANCE = "guidance.py"
 RESIDUALS = "residuals.py"
 FAMILIES = "families.py"
 STEPS = "steps.py"
@@ -223,8 +222,6 @@ BUGS = {
     "checkpoint-named-before-it-is-on-disk": (CHECKPOINTS, "_sync(path, out.fileno())", "pass"),
     "checkpoint-never-verified": (CHECKPOINTS, 'if found != entry["sha256"]', "if False"),
     "ranks-take-the-first-heads": (CONTEXT_PARALLEL, "x.narrow(dim, self.start,", "x.narrow(dim, 0,"),
-    "guidance-answers-swapped": (GUIDANCE, "negative, positive = output", "positive, negative = output"),
-    "guidance-answers-any-question": (GUIDANCE, "if same_arguments(foreseen, inputs):", "if True:"),
     "residual-of-any-branch": (RESIDUALS, "unchanged and same_arguments(self.conditioning, conditioning)", "unchanged"),
     "residual-of-the-run-before": (RESIDUALS, "self.run() is step.timesteps and self.evaluation", "self.evaluation"),
     "residual-of-the-refresh-before": (RESIDUALS, "kept.step >= branch.due", "kept.step >= 0"),
@@ -247,7 +244,6 @@ BUGS = {
     "block-computed-again-without-its-call": (
         FORWARD_CONTEXT, 'if not torch.compiler.is_compiling() and "call" in latest', "if not latest"),
     "original-processor-changed": (VIDEO_PROCESSOR, "copy.copy(original)", "original"),
-    "guidance-answers-the-last-run": (GUIDANCE, "        self._prepared = None\n", ""),
     "plan-heads-not-put-back": (
         PROCESSORS, "parts[head] for head in range(len(parts))", "parts[head] for head in parts"),
     "flops-of-the-last-r-step": (FLOPS, "2 * (1 + sums) * last_pairs", "2 * sums * last_pairs"),
@@ -422,7 +418,6 @@ FILE_KEYWORDS = {
     TILE_OP: "the_kernels_choose",
     LAUNCH: "linear_attention_refuses",
     LAST_R_STEP: "coarse-only-r or batch_and",
-    GUIDANCE: "callback or breaks_off",
     **dict.fromkeys((FAMILIES, SEAM), "one_softmax or replaced or padding"),
     SEQUENCE: "one_softmax or every_kind",
     STEPS: "tell_the_step and mochi",
@@ -456,7 +451,6 @@ TESTS = {
     ADAPTERS: ["tests/processors/test_adapters.py"],
     VARIANTS: ["tests/processors/test_variants.py"],
     **{file: ["tests/processors/test_context_parallel.py"] for file in (CONTEXT_PARALLEL, PARALLELISM, SPREAD)},
-    GUIDANCE: ["tests/pipelines/test_guidance.py"],
     RESIDUALS: ["tests/processors/test_refresh.py"],
     FORWARD_CONTEXT: ["tests/processors/test_refresh.py", "tests/processors/test_families.py"],
     VIDEO_PROCESSOR: ["tests/processors/test_dense.py"],
@@ -526,7 +520,7 @@ def test_the_untouched_copy_passes(run_tests, tmp_path):
         BASED,
         ADAPTERS,
     )
-    files += (LOADER, CHECKPOINTS, TRAINER, PLAN, VARIANTS, CONTEXT_PARALLEL, GUIDANCE, RESIDUALS)
+    files += (LOADER, CHECKPOINTS, TRAINER, PLAN, VARIANTS, CONTEXT_PARALLEL, RESIDUALS)
     slow = {test for file in files for test in TESTS[file]} | {"tests/kernels/test_flash_entropy.py"}
     others = {test for tests in TESTS.values() for test in tests} - slow
     some = "paper or strong-clamp or own-frame or ragged-triton or 7-40-5 or average or copies or missing"

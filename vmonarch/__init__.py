@@ -33,7 +33,6 @@ _EXPORTS = {
     "first_order_attention": "vmonarch.kernels.first_order.api",
     "monarch_attention": "vmonarch.kernels.monarch.api",
     "vmonarch_attention": "vmonarch.kernels.monarch.api",
-    "frame_parallel_vmonarch_attention": "vmonarch.kernels.distributed.api",
     "VMonarchProcessor": "vmonarch.processors",
     "Refresh": "vmonarch.residuals",
     "FlashBiasProcessor": "vmonarch.processors",
@@ -43,7 +42,6 @@ _EXPORTS = {
     "apply": "vmonarch.installation",
     "presets": "vmonarch.preset",
     "restore": "vmonarch.installation",
-    "batched_guidance": "vmonarch.guidance",
     "save_adapter": "vmonarch.adapters",
     "load_adapter": "vmonarch.adapters",
 }
@@ -61,12 +59,8 @@ if TYPE_CHECKING:
     from vmonarch.based import BasedProcessor as BasedProcessor
     from vmonarch.exact import ExactBlocks as ExactBlocks
     from vmonarch.grid import LatentGrid as LatentGrid
-    from vmonarch.guidance import batched_guidance as batched_guidance
     from vmonarch.installation import apply as apply
     from vmonarch.installation import restore as restore
-    from vmonarch.kernels.distributed.api import (
-        frame_parallel_vmonarch_attention as frame_parallel_vmonarch_attention,
-    )
     from vmonarch.kernels.first_order.api import first_order_attention as first_order_attention
     from vmonarch.kernels.flash_bias.api import flash_bias_attention as flash_bias_attention
     from vmonarch.kernels.flash_entropy.api import flash_entropy_attention as flash_entropy_attention
@@ -89,8 +83,14 @@ if TYPE_CHECKING:
     from vmonarch.version import __version__ as __version__
 
 
+# Public names of before -> what takes their place.
+_GONE = {
+    "batched_guidance": "call the pipeline without it: one forward call a step brought no time",
+    "frame_parallel_vmonarch_attention": "use context parallelism (docs/parallel.md), which shares heads",
+}
+
 __getattr__, __dir__ = lazy_names(
-    __name__, names=_EXPORTS, modules=("bias", "configs", "eval", "finetune", "pipelines")
+    __name__, names=_EXPORTS, modules=("bias", "configs", "eval", "finetune", "pipelines"), gone=_GONE
 )
 
 diffusers_hook.install()

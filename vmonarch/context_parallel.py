@@ -1,9 +1,7 @@
 """Context parallelism of diffusers (`enable_parallelism`): tokens spread over processes, which share attention.
 
-Outside attention every process (rank) of a group holds some tokens of all heads. By heads, it holds all tokens of some
-heads inside (Ulysses attention): one all-to-all leads there, another one back. By frames, it holds all heads of whole
-latent frames (`frame_parallel_vmonarch_attention`): only tokens between the borders of its part and those of its frames
-move.
+Outside attention every process (rank) of a group holds some tokens of all heads. Inside it holds all tokens of some
+heads (Ulysses attention): one all-to-all leads there, another one back.
 
 In joint attention, a rank may hold all tokens that are not the video's (`VideoSplit`).
 
@@ -14,7 +12,6 @@ Source: DeepSpeed Ulysses, §3.1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,8 +22,8 @@ from diffusers.models._modeling_parallel import gather_size_by_comm
 from diffusers.models.modeling_utils import ModelMixin
 
 from vmonarch.callers import callers
+from vmonarch.exchange import exchange, places_of, split_evenly
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.distributed.exchange import Link, Moved, places_of, split_evenly
 from vmonarch.sequence import TokenSequence
 
 
@@ -74,46 +71,24 @@ class TokenSplit:
 
     def gather_tokens(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """All tokens of this rank's heads: tensors [B, s, H, …] -> [B, S, h, …]; differentiable."""
-        link = self._link(*tensors)
         heads = split_evenly(tensors[0].shape[2], len(self.tokens))
-        return link.close(*link.redistribute([Moved(x, 2, 1) for x in tensors], heads, self.tokens).finish())
+        return exchange(self.group, tensors, split_dim=2, split=heads, cat_dim=1, cat=self.tokens)
 
     def gather_heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """The inverse of `gather_tokens` for one tensor: [B, S, h, …] -> [B, s, heads, …]."""
-        link = self._link(x)
         sizes = split_evenly(heads, len(self.tokens))
-        (gathered,) = link.close(*link.redistribute([Moved(x, 1, 2)], self.tokens, sizes).finish())
-        return gathered
-
-    def to_frames(self, grid: LatentGrid, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tokens of this rank's frames: tensors [B, s, …] -> [B, T_r·H·W, …]; differentiable.
-
-        Raises:
-            ValueError: there are fewer frames than ranks.
-        """
-        link = self._link(*tensors)
-        return link.close(*link.regroup(tensors, self.tokens, whole_frames(self.tokens, grid), 1))
-
-    def from_frames(self, grid: LatentGrid, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `to_frames` for one tensor."""
-        link = self._link(x)
-        (moved,) = link.close(*link.regroup([x], whole_frames(self.tokens, grid), self.tokens, 1))
-        return moved
+        return exchange(self.group, [x], split_dim=1, split=self.tokens, cat_dim=2, cat=sizes)[0]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Gather what each rank holds for its own tokens on all ranks: [B, s, …] -> [B, S, …]; no gradient."""
         ranks = len(self.tokens)
-        x = x.detach()
-        copies = Moved(x.unsqueeze(0).expand(ranks, *x.shape), 0, 2)
-        (gathered,) = self._link(x).redistribute([copies], (1,) * ranks, self.tokens).finish()
+        copies = x.detach().unsqueeze(0).expand(ranks, *x.shape)
+        (gathered,) = exchange(self.group, [copies], split_dim=0, split=(1,) * ranks, cat_dim=2, cat=self.tokens)
         return gathered.squeeze(0)
 
     def whole_mask(self, key_mask: torch.Tensor) -> torch.Tensor:
         """Which keys of the sequence may be attended, of a mask of this rank's: boolean [B, s] -> [B, S]."""
         return self.gather(key_mask)
-
-    def _link(self, *tensors: torch.Tensor) -> Link:
-        return Link(self.group, tensors[0].device, any(x.requires_grad for x in tensors))
 
 
 @dataclass(frozen=True)
@@ -147,26 +122,6 @@ class VideoSplit(TokenSplit):
         return self.sequence.joined(video, self.sequence.beside(key_mask))
 
 
-def whole_frames(tokens: Sequence[int], grid: LatentGrid) -> tuple[int, ...]:
-    """The tokens of every rank when it has whole frames, at least one, whose borders are nearest to those of `tokens`.
-
-    Of even parts this makes numbers of frames that differ by at most one.
-
-    Raises:
-        ValueError: there are fewer frames than ranks.
-    """
-    T, b, ranks = grid.frames, grid.tokens_per_frame, len(tokens)
-    if T < ranks:
-        raise ValueError(
-            f"parallel_by='frames' needs a latent frame for each of the {ranks} ranks, but grid {tuple(grid)} has {T}"
-        )
-    borders = [0]
-    for rank in range(1, ranks):
-        nearest = (2 * sum(tokens[:rank]) + b) // (2 * b)
-        borders.append(min(max(nearest, borders[-1] + 1), T - (ranks - rank)))
-    return tuple((stop - start) * b for start, stop in zip(borders, [*borders[1:], T], strict=True))
-
-
 def context_parallel_config(parallel_config: Any) -> Any:
     """diffusers' `ContextParallelConfig` in the `ParallelConfig` of a model or processor; None without one."""
     return getattr(parallel_config, "context_parallel_config", None)
@@ -197,12 +152,12 @@ def check_no_first_block_cache() -> None:
         )
 
 
-def check_heads(ranks: int, heads: int, instead: str | None = None) -> None:
-    """Raise ValueError unless each of the ranks gets a head; `instead`: what else to use where there are too few."""
+def check_heads(ranks: int, heads: int) -> None:
+    """Raise ValueError unless each of the ranks gets a head."""
     if ranks > heads:
         raise ValueError(
             f"ulysses_degree={ranks}, but every rank needs a head of self-attention, which has {heads}: use at most"
-            f" {heads} ranks" + ("" if instead is None else f", or {instead}")
+            f" {heads} ranks"
         )
 
 

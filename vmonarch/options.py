@@ -166,11 +166,6 @@ class VMonarchOptions(Options):
             "coarse": self.coarse,
         }
 
-    @property
-    def not_by_frames(self) -> dict[str, Any]:
-        """The options that differ from the defaults and that attention by frames on several devices does not offer."""
-        return {name: value for name, value in self.changed().items() if name in NOT_BY_FRAMES}
-
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if a tile of a frame has no tokens, or `exact` names a frame that is not there."""
         self.check_tiles(grid)
@@ -186,8 +181,6 @@ class VMonarchOptions(Options):
             raise ValueError(f"tiles {self.tiles} must not exceed the rows and columns of a frame, {tuple(grid[1:])}")
 
 
-# Ranks share whole frames, and neither exact rows nor R-steps in two resolutions, nor R-steps for values alone.
-NOT_BY_FRAMES = ("frames_per_block", "tiles", "row_share", "r_share", "last_l_update")
 OPTION_FIELDS = dataclasses.fields(VMonarchOptions)
 
 

@@ -88,7 +88,7 @@ def _enable_parallelism(transformer: Any, *, config: Any, cp_plan: Any = None) -
         cp_plan: to be left alone for context parallelism.
 
     Raises:
-        NotImplementedError: ring attention, `parallel_by="frames"`, or a model that is not supported.
+        NotImplementedError: ring attention, or a model that is not supported.
         ValueError: ranks cannot share the heads, or there is a `cp_plan`.
     """
     enable = functools.partial(type(transformer).enable_parallelism, transformer, config=config)

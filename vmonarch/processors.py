@@ -12,19 +12,18 @@ from typing import Any, ClassVar
 import torch
 
 from vmonarch.bias.video import BiasOption
-from vmonarch.context_parallel import Share, TokenSplit
+from vmonarch.context_parallel import Share
 from vmonarch.families import heads_of
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import carry_tangents, learns
-from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.layer_operator import number_of
 from vmonarch.options import OPTION_FIELDS, FirstOrderOptions, Options, VMonarchOptions, has_options, takes_options
 from vmonarch.plan import AttentionPlan, heads_by_method, method_attention
 from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolutionOptions
-from vmonarch.validation import check_implementation, check_parallel_by
+from vmonarch.validation import check_implementation
 from vmonarch.video_processor import VideoAttentionProcessor
 
 # Of a video that took as long as with full attention (docs/benchmarks/eval-proxy.json: 61×192×320).
@@ -52,11 +51,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
             to VMonarch attention in all other steps: the number of such steps (int), a fraction (float), a collection
             of step indices, or a `vmonarch.Refresh`. For inference. Needs `vmonarch.apply(pipe, …)`.
         grid: (frames, height, width) in tokens; None to learn it from the transformer, call by call.
-        parallel_by: what the ranks share under diffusers' context parallelism, without which it changes nothing:
-            "heads" (Ulysses), or "frames" (`frame_parallel_vmonarch_attention`), which asks nothing of the number of
-            heads, needs a latent frame for every rank and offers neither frames_per_block, tiles, row_share, r_share,
-            last_l_update, bias nor plan. With `refresh` exact attention is shared by heads, of which every rank needs
-            one.
         implementation: as in `vmonarch_attention`.
         **options: the `VMonarchOptions` by name: num_iterations, exact, coarse, …
 
@@ -72,7 +66,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
         "dense_layers",
         "refresh",
         "grid",
-        "parallel_by",
         "implementation",
     )
 
@@ -86,7 +79,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
         dense_layers: object = 0,
         refresh: object = None,
         grid: object = None,
-        parallel_by: str = "heads",
         implementation: str = "auto",
         **options: Any,
     ) -> None:
@@ -94,10 +86,8 @@ class VMonarchProcessor(VideoAttentionProcessor):
         self._bias = None if bias is None else BiasOption(bias)
         self.options = VMonarchOptions(**options)
         check_implementation(implementation)
-        self.parallel_by = parallel_by
         self.implementation = implementation
         self.plan = None if plan is None else AttentionPlan.parse(plan)
-        check_parallel_by(parallel_by, **self.options.not_by_frames, bias=self._bias, plan=self.plan)
         if self.plan is not None:
             self._check_alone()
             self._needs_apply = self._needs_apply or "plan"
@@ -190,16 +180,6 @@ class VMonarchProcessor(VideoAttentionProcessor):
             return_lse=return_lse,
             implementation=self.implementation,
         )
-
-    def _attend_by_frames(self, split: TokenSplit, grid: LatentGrid, *tensors: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = frame_parallel_vmonarch_attention(
-            *split.to_frames(grid, *tensors),
-            grid=grid,
-            group=split.group,
-            options=self.options,
-            implementation=self.implementation,
-        )
-        return split.from_frames(grid, out)
 
     def _attend_by_plan(
         self,

@@ -301,18 +301,11 @@ class ResidualSharing:
         """
         kept = branch.residuals.get(layer)
         if kept is not None and kept.step >= branch.due:
-            rough = approximate()
-            # Ranks of xfuser may have no token at all.
-            if not rough.numel():
-                return rough
-            return add_residual(rough, self._take(branch, layer), implementation=implementation)
+            return add_residual(approximate(), self._take(branch, layer), implementation=implementation)
         out = exact()
         if branch.kept:
             self._check_memory(branch, out)
-            rough = approximate()
-            residual = Residual(rough, None)
-            if rough.numel():
-                residual = attention_residual(out, rough, dtype=self.refresh.dtype, implementation=implementation)
+            residual = attention_residual(out, approximate(), dtype=self.refresh.dtype, implementation=implementation)
             branch.residuals[layer] = self._store(branch, residual, kept)
         else:
             branch.residuals.pop(layer, None)

@@ -8,7 +8,6 @@ import operator
 from typing import Any
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
-PARALLEL_BY = ("heads", "frames")
 
 
 def plain(value: Any) -> Any:
@@ -43,28 +42,6 @@ def check_implementation(implementation: object) -> None:
         raise TypeError(f"implementation must be a string, got {type(implementation).__name__}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-
-
-def check_parallel_by(parallel_by: object, **options: object) -> None:
-    """Check what a processor's attention is shared by under context parallelism, and that its options are offered so.
-
-    Args:
-        options: those that frames do not offer, None where they are left alone.
-
-    Raises:
-        TypeError, ValueError: `parallel_by` is neither "heads" nor "frames", or an option is not offered by frames.
-    """
-    if not isinstance(parallel_by, str):
-        raise TypeError(f"parallel_by must be a string, got {type(parallel_by).__name__}")
-    if parallel_by not in PARALLEL_BY:
-        raise ValueError(f"parallel_by must be one of {', '.join(PARALLEL_BY)}, got {parallel_by!r}")
-    if parallel_by == "frames":
-        for name, value in options.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name} must be left alone with parallel_by='frames', which does not offer it; parallel_by='heads'"
-                    " does"
-                )
 
 
 def resolve_scale(scale: object, head_dim: int) -> float:

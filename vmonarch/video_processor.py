@@ -82,8 +82,6 @@ class VideoAttentionProcessor:
     LEARNS = False
     # What the ops are given: "auto", "triton" or "torch".
     implementation = "auto"
-    # What ranks share attention by under context parallelism: "heads" or "frames".
-    parallel_by = "heads"
     # How many videos of the grid a joint sequence holds, one after the other.
     videos = 1
     # How context parallelism spreads the tokens of a model beyond the Wan family.
@@ -117,12 +115,12 @@ class VideoAttentionProcessor:
 
         Raises:
             NotImplementedError: ring attention.
-            ValueError: by heads, or with `refresh`, there are fewer of them than ranks; or the model's own attention,
-                which `dense_steps` and `dense_layers` keep, cannot share them.
+            ValueError: there are fewer heads than ranks; or the model's own attention, which `dense_steps` and
+                `dense_layers` keep, cannot share them.
         """
         check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
         ranks = config.ulysses_degree
-        self._check_heads(ranks, heads)
+        check_heads(ranks, heads)
         if self._dense is not None and heads % ranks and not config.ulysses_anything:
             raise ValueError(
                 f"{self._dense} keeps the model's own attention, which shares heads evenly: its {heads} do not divide"
@@ -130,25 +128,14 @@ class VideoAttentionProcessor:
             )
 
     def check_joint_context_parallel(self, config: Any, heads: int) -> None:
-        """`check_context_parallel` beyond the Wan family, where all attention of the video is ours and by heads.
+        """`check_context_parallel` beyond the Wan family, where all attention of the video is ours.
 
         Raises:
-            NotImplementedError: ring attention, or `parallel_by="frames"`.
+            NotImplementedError: ring attention.
             ValueError: there are fewer heads than ranks.
         """
         check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
-        if self.parallel_by != "heads":
-            raise NotImplementedError(
-                f"parallel_by={self.parallel_by!r} is supported in the Wan family only; use parallel_by='heads'"
-            )
         check_heads(config.ulysses_degree, heads)
-
-    def _check_heads(self, ranks: int, heads: int) -> None:
-        """Raise ValueError if there are fewer heads than ranks where ranks share heads."""
-        if self.parallel_by == "heads":
-            check_heads(ranks, heads, "VMonarchProcessor(parallel_by='frames')")
-        elif self.refresh is not None:
-            check_heads(ranks, heads, "refresh=None: its exact attention is always shared by heads")
 
     def warn_of_size(self, grid: LatentGrid) -> None:
         """Warn of what a user may not expect of videos of this grid, which the transformer is called with next."""
@@ -305,13 +292,6 @@ class VideoAttentionProcessor:
             if opaque and not carry_tangents(query, key, value):
                 return layer_attention(query, key, value, self._number, key_mask, [*sequence.grid, *sequence[1:]])
             return self.attend_layer(query, key, value, sequence, key_mask=key_mask)
-        grid = sequence.grid
-        if self.parallel_by == "frames":
-            return self._attend_with_residual(
-                len(query),
-                lambda: self._attend_by_heads(split, grid, self.attend_exactly, query, key, value),
-                lambda: self._attend_by_frames(split, grid, query, key, value),
-            )
         attend = self._attend_as_the_model if self.exact_now() else self.attend_layer
         attend = functools.partial(attend, key_mask=key_mask)
         return self._attend_by_heads(split, sequence, attend, query, key, value)
@@ -430,12 +410,6 @@ class VideoAttentionProcessor:
         heads = split.share(tensors[0].shape[2])
         return split.gather_heads(attend(*split.gather_tokens(*tensors), tokens, heads), heads.total)
 
-    def _attend_by_frames(
-        self, split: TokenSplit, grid: LatentGrid, *tensors: torch.Tensor
-    ) -> torch.Tensor:  # pragma: no cover
-        """Self-attention of this rank's tokens, for processors that ranks can share by frames."""
-        raise NotImplementedError
-
     @property
     def config(self) -> dict[str, Any]:
         """The options as JSON-serialisable values; `from_config` takes them back."""
@@ -458,6 +432,8 @@ class VideoAttentionProcessor:
         Raises:
             TypeError, ValueError: an unknown option, or one with an unsupported value.
         """
+        # What ranks shared was an option once, with this default.
+        config = {name: value for name, value in config.items() if (name, value) != ("parallel_by", "heads")}
         unknown = sorted(set(config) - set(cls._OPTIONS))
         if unknown:
             raise TypeError(f"{cls.__name__} has no option {', '.join(unknown)}; it has {', '.join(cls._OPTIONS)}")
@@ -517,8 +493,8 @@ class VideoAttentionProcessor:
 
         Raises:
             TypeError: the module is of another family, whose transformers need `vmonarch.apply`, or of none.
-            ValueError: an attention mask in self-attention, a grid that does not fit the tokens, or fewer heads (or, by
-                frames, fewer latent frames) than ranks under context parallelism.
+            ValueError: an attention mask in self-attention, a grid that does not fit the tokens, or fewer heads than
+                ranks under context parallelism.
             NotImplementedError: tokens are spread over several ranks for ring attention.
             RuntimeError: the grid or the step that an option needs is not known here.
         """
@@ -587,7 +563,7 @@ class VideoAttentionProcessor:
         split = split_video(call.grid, hidden_states.shape[1])
         if split is None:
             return self._self_attention(attn, hidden_states, rotary_emb, None)
-        self._check_heads(len(split.tokens), attn.heads)
+        check_heads(len(split.tokens), attn.heads)
         # What this rank has beyond its tokens is padding.
         held = split.tokens[split.rank]
         if rotary_emb is not None:

@@ -88,9 +88,9 @@ def chosen_method() -> VMonarchAttention | TwoResolutionAttention:
         raise InputError(f"{METHOD}.refresh", "must be null: vLLM-Omni does not tell the branch of guidance")
     if isinstance(method.dense_layers, float):
         raise InputError(f"{METHOD}.dense_layers", "must be a count or indices: vLLM-Omni tells no number of layers")
-    for option, default in (("plan", None), ("reach", None), ("parallel_by", "heads")):
-        if getattr(method, option, default) != default:
-            raise InputError(f"{METHOD}.{option}", f"must be {default}: a rank is not told which heads it has")
+    for option in ("plan", "reach"):
+        if getattr(method, option, None) is not None:
+            raise InputError(f"{METHOD}.{option}", "must be null: a rank is not told which heads it has")
     return method
 
 

@@ -85,11 +85,6 @@ def register(processor: VideoAttentionProcessor, name: str = "vmonarch") -> Any:
         raise ValueError(f"dense_layers must be 0 {no_layer}")
     if getattr(processor, "plan", None) is not None:
         raise ValueError(f"plan must be None {no_layer}")
-    if processor.parallel_by != "heads":
-        raise ValueError(
-            f"parallel_by must be 'heads' in a backend of xfuser, which shares heads itself, got"
-            f" {processor.parallel_by!r}; use vmonarch.apply on the pipeline"
-        )
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"name must be one word of letters, digits and underscores, got {name!r}")
 

@@ -63,7 +63,6 @@ class Denoiser(DiffusionPipeline):
         model: says how timesteps are given.
         latents: [1, C, T, h, w]. texts: embeddings of the prompt and of the negative prompt, [1, 512, text_dim].
         transformer_2: of a model with two; all steps are computed by the first.
-        batched: guidance takes one forward call, of the batch of both.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class Denoiser(DiffusionPipeline):
         steps: int,
         clock: Clock,
         transformer_2: torch.nn.Module | None = None,
-        batched: bool = False,
     ) -> None:
         super().__init__()
         scheduler = UniPCMultistepScheduler(
@@ -84,7 +82,7 @@ class Denoiser(DiffusionPipeline):
         self.register_modules(transformer=transformer, transformer_2=transformer_2, scheduler=scheduler)
         self.register_to_config(boundary_ratio=model.boundary_ratio)
         self.model, self.latents, self.texts, self.steps, self.clock = model, latents, texts, steps, clock
-        self.input, self.batched = latents.to(texts[0].dtype), batched
+        self.input = latents.to(texts[0].dtype)
         self.tokens = model.grid((latents.shape[2], latents.shape[3], latents.shape[4])).tokens
         # Of each step: when its forward calls began and ended, and when it ended.
         self.marks: list[tuple[int, tuple[Any, ...]]] = []
@@ -115,20 +113,15 @@ class Denoiser(DiffusionPipeline):
 
     def forward(self, text: int = 0) -> torch.Tensor:
         """Velocity [1, C, T, h, w] with one of the texts."""
-        return self._predict(self.texts[text], CONTEXTS[text])
-
-    def _predict(self, texts: torch.Tensor, context: str) -> torch.Tensor:
-        """Velocities [B, C, T, h, w] with texts [B, 512, text_dim]."""
-        batch = len(texts)
         self._current_timestep = self.scheduler.timesteps[self.next_step]
-        timestep = self._current_timestep.expand(batch)
+        timestep = self._current_timestep.expand(1)
         if self.model.expand_timesteps:
-            timestep = torch.ones(batch, self.tokens, device=self.latents.device) * timestep[:, None]
-        with self.transformer.cache_context(context):
+            timestep = torch.ones(1, self.tokens, device=self.latents.device) * timestep[:, None]
+        with self.transformer.cache_context(CONTEXTS[text]):
             out: torch.Tensor = self.transformer(
-                hidden_states=self.input.expand(batch, -1, -1, -1, -1),
+                hidden_states=self.input,
                 timestep=timestep,
-                encoder_hidden_states=texts,
+                encoder_hidden_states=self.texts[text],
                 return_dict=False,
             )[0]
         return out
@@ -138,13 +131,9 @@ class Denoiser(DiffusionPipeline):
         if self.next_step == self.steps:
             self.begin()
         start = self.clock.mark()
-        if self.batched:
-            prompt, negative = self._predict(torch.cat(list(self.texts)), CONTEXTS[0]).split(1)
-            middle = self.clock.mark()
-        else:
-            prompt = self.forward(0)
-            middle = self.clock.mark()
-            negative = self.forward(1)
+        prompt = self.forward(0)
+        middle = self.clock.mark()
+        negative = self.forward(1)
         stop = self.clock.mark()
         guided = negative + GUIDANCE * (prompt - negative)
         self.scheduler.step(guided, self._current_timestep, self.latents, return_dict=False)

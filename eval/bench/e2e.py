@@ -174,8 +174,6 @@ class E2EConfig:
                 step_kinds(method, ["transformer"] * self.steps)
             except ValueError as error:
                 raise InputError("methods", f"{method.label!r} cannot compute this video: {error}") from error
-            if method.stack.batch_guidance and not self.guidance:
-                raise InputError("methods", f"{method.label!r} batches guidance, and there is none")
             if not method.stack.predictable:
                 raise InputError(
                     "methods", f"{method.label!r} has a cache whose steps depend on the data; supported: taylorseer"
@@ -285,10 +283,10 @@ class Row:
         are done before it.
 
         Args:
-            make: the denoiser of a transformer, and of whether guidance is batched.
+            make: the denoiser of a transformer.
             expected: outputs of rows before; this one's are added if it is eager.
         """
-        denoiser = make(self.build(stock), self.method.stack.batch_guidance)
+        denoiser = make(self.build(stock))
         self.kinds = step_kinds(self.method, transformers_by_step(denoiser, self.bench.steps))
         self.ranges = steps_to_measure(self.kinds)
         clock, device = denoiser.clock, denoiser.clock.device
@@ -475,9 +473,9 @@ def run_setting(
     size = (1, TEXT_TOKENS, model.transformer["text_dim"])
     texts = [torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(2)]
 
-    def make(transformer: torch.nn.Module, batched: bool = False) -> Denoiser:
+    def make(transformer: torch.nn.Module) -> Denoiser:
         second = transformers[1] if len(transformers) > 1 else None
-        return Denoiser(transformer, model, noise, texts, bench.steps, clock, second, batched)
+        return Denoiser(transformer, model, noise, texts, bench.steps, clock, second)
 
     expected: dict[str, torch.Tensor] = {}
     torch.compiler.reset()

@@ -22,13 +22,11 @@ VIDEO_METHODS = {
 STACK_TITLES = {
     **VIDEO_METHODS,
     "full": "stock, compiled",
-    "stock:batch_guidance=true": "guidance in one call",
     "stock:linears=float8": "float8 linear layers",
     "stack-fast:linears=null,cache=null": "VMonarch, exact in 16 % of the steps",
     "stack-fast:attention=full,linears=null": "step cache",
     "stack-near-lossless": "recipe `stack-near-lossless`",
     "stack-fast": "recipe `stack-fast`",
-    "stack-fast:batch_guidance=true": "recipe `stack-fast`, guidance in one call",
 }
 
 

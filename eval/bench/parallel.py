@@ -1,10 +1,10 @@
 """One video on several GPUs: time, scaling and bytes sent: `vmonarch bench parallel`.
 
 Attention alone and whole transformers, computed by 1, 2, … processes that share the tokens of one video. Every process
-holds about as many tokens as the others; attention is divided by heads (Ulysses) or by frames. The time of a call is
-that of its slowest process.
+holds about as many tokens as the others; attention is divided by heads (Ulysses). The time of a call is that of its
+slowest process.
 
-Legend: P processes, S tokens, T latent frames, H heads, D head dim.
+Legend: P processes, S tokens, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.multiprocessing
 import vmonarch
 from vmonarch import VMonarchProcessor
 from vmonarch.configs import InputError
-from vmonarch.context_parallel import TokenSplit, whole_frames
+from vmonarch.context_parallel import TokenSplit
 from vmonarch.eval.bench.clock import Clock, measure, release_memory, summary
 from vmonarch.eval.bench.denoiser import TEXT_TOKENS, Denoiser, compiled_graphs, settings_of_torch, share_weights
 from vmonarch.eval.bench.e2e import BOUNDS as MODEL_BOUNDS
@@ -36,21 +36,18 @@ from vmonarch.eval.bench.machine import check_device, measured_dtype, provenance
 from vmonarch.eval.bench.runner import choose, sdpa, with_gradients
 from vmonarch.eval.render.table import markdown
 from vmonarch.eval.wan_models import WanModel, read_model
+from vmonarch.exchange import split_evenly, ulysses_bytes
 from vmonarch.files import check_output, write_json
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.distributed.api import frame_parallel_vmonarch_attention
-from vmonarch.kernels.distributed.exchange import places_leaving, split_evenly
-from vmonarch.kernels.distributed.traffic import frame_parallel_bytes, ulysses_bytes
 from vmonarch.kernels.monarch.api import vmonarch_attention
 
 FORMAT = "vmonarch-parallel-1"
-WAYS = {"full": "full attention, by heads", "heads": "VMonarch by heads", "frames": "VMonarch by frames"}
+WAYS = {"full": "full attention", "heads": "VMonarch"}
 # A process that fails ends the others; one that hangs does so after this.
 TIMEOUT = timedelta(seconds=120)
 FORMULAE = {
     "ms": "device time of a call, its slowest process; medians over the rounds",
-    "efficiency": "ms of one process / (P · ms of P processes), of the same way; of VMonarch by heads and by frames"
-    " alike, one process computes the same",
+    "efficiency": "ms of one process / (P · ms of P processes), of the same way",
     "compiled": "compile_repeated_blocks(dynamic=False); of VMonarch on several processes all but self-attention",
     "bytes": "counted: what the process that sends most sends to others in the attention of a forward pass",
     "error": "‖x − x₀‖ / ‖x₀‖, x₀ by one process in the same dtype, compiled or not alike",
@@ -64,33 +61,6 @@ def sent_by_heads(tokens: Sequence[int], **sizes: Any) -> list[int]:
         ValueError: there are fewer heads than ranks.
     """
     return [ulysses_bytes(tokens=tokens, rank=rank, **sizes) for rank in range(len(tokens))]
-
-
-def sent_by_frames(
-    grid: LatentGrid,
-    tokens: Sequence[int],
-    *,
-    heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    batch: int,
-    **options: Any,
-) -> list[int]:
-    """The same by frames, on the way to whole frames and back as well; options as in `frame_parallel_bytes`.
-
-    Raises:
-        ValueError: there are fewer frames than ranks.
-    """
-    whole = whole_frames(tokens, grid)
-    frames = [size // grid.tokens_per_frame for size in whole]
-    sizes: dict[str, Any] = dict(heads=heads, head_dim=head_dim, dtype=dtype, batch=batch)
-    row = batch * heads * head_dim * dtype.itemsize
-    return [
-        # q, k and v one way, the output the other.
-        row * (3 * places_leaving(tokens, whole, rank) + places_leaving(whole, tokens, rank))
-        + frame_parallel_bytes(grid, frames=frames, rank=rank, **sizes, **options)
-        for rank in range(len(tokens))
-    ]
 
 
 @dataclass(frozen=True)
@@ -157,13 +127,9 @@ class SharedClock(Clock):
         dist.all_reduce(torch.zeros(1, device=self.device))
 
 
-def most_sent(way: str, grid: LatentGrid, tokens: Sequence[int], heads: int, head_dim: int, dtype: torch.dtype) -> int:
+def most_sent(tokens: Sequence[int], heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes that the rank that sends most sends in a forward pass of one layer."""
-    sizes: dict[str, Any] = dict(batch=1, heads=heads, head_dim=head_dim, dtype=dtype)
-    if way != "frames":
-        return max(sent_by_heads(tokens, **sizes))
-    implementation = "triton" if dtype.itemsize == 2 else "torch"
-    return max(sent_by_frames(grid, tokens, implementation=implementation, **sizes))
+    return max(sent_by_heads(tokens, batch=1, heads=heads, head_dim=head_dim, dtype=dtype))
 
 
 def _left_out(case: Case | Model, ranks: int, problem: str) -> list[dict[str, Any]]:
@@ -214,9 +180,7 @@ def run_case(case: Case, clock: SharedClock, rounds: int) -> list[dict[str, Any]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device, dtype = clock.device, measured_dtype(clock.device)
     implementation = "triton" if device.type == "cuda" else "torch"
-    # Whole frames, so that attention by heads and by frames begin with the same tokens.
-    tokens = tuple(frames * case.grid.tokens_per_frame for frames in split_evenly(case.grid.frames, ranks))
-    split = TokenSplit(dist.group.WORLD, rank, tokens)
+    split = TokenSplit(dist.group.WORLD, rank, split_evenly(case.grid.tokens, ranks))
     start = sum(split.tokens[:rank])
     own = slice(start, start + split.tokens[rank])
     # The same on all ranks; each has its part once more, as it would without the whole.
@@ -237,30 +201,23 @@ def run_case(case: Case, clock: SharedClock, rounds: int) -> list[dict[str, Any]
     def by_heads(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *tensors: split.gather_heads(attend(*split.gather_tokens(*tensors)), case.heads)
 
-    def by_frames(*tensors: torch.Tensor) -> torch.Tensor:
-        out = frame_parallel_vmonarch_attention(*tensors, grid=case.grid, implementation=implementation)
-        assert isinstance(out, torch.Tensor)
-        return out
-
     def call(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[[], Any]:
         query, key, value, grad = tensors
         return with_gradients(lambda: attend(query, key, value), (query, key, value), grad if case.training else None)
 
     ways = {"full": (exact, by_heads(exact)), "heads": (alone, by_heads(alone))}
-    if ranks > 1:
-        ways["frames"] = alone, by_frames
     bounds = {name: bound(name, dtype) for name in NAMES}
     rows: dict[str, dict[str, Any]] = {}
     runs = {}
     for name, (reference, attend) in ways.items():
         row = rows[name] = {"case": case.label, "way": name, "ranks": ranks, **dataclasses.asdict(case)}
-        if name != "frames" and case.heads < ranks:
+        if case.heads < ranks:
             row.update(status="left out", problem=f"{case.heads} heads cannot be divided by {ranks} ranks")
             continue
-        # One process is what the others are measured against; it exchanges nothing, by heads and by frames alike.
+        # One process is what the others are measured against; it exchanges nothing.
         runs[name] = call(reference if ranks == 1 else attend, parts)
         found = runs[name]()
-        row["bytes"] = most_sent(name, case.grid, split.tokens, case.heads, case.head_dim, dtype)
+        row["bytes"] = most_sent(split.tokens, case.heads, case.head_dim, dtype)
         expected = call(reference, whole)()
         errors = {
             of: relative_errors(x, wanted[:, own].float())["relative"]
@@ -270,13 +227,7 @@ def run_case(case: Case, clock: SharedClock, rounds: int) -> list[dict[str, Any]
         judge(row, errors, bounds)
     del whole
     measure_rows(runs, rows, clock, rounds)
-    return _with_frames(rows)
-
-
-def _with_frames(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of all ways: a process alone computes the same by frames as by heads."""
-    all_rows = {"frames": {**rows["heads"], "way": "frames"}} | rows
-    return [all_rows[way] for way in WAYS]
+    return list(rows.values())
 
 
 @torch.no_grad()
@@ -291,17 +242,15 @@ def run_model(case: Model, model: WanModel, job: Job, clock: SharedClock) -> lis
     latents = model.latents(setting.frames, setting.height, setting.width, argument="models")
     grid, heads = model.grid(latents), model.transformer["num_attention_heads"]
     # One process came before the others and kept what it computed.
-    kept = {way: job.folder / f"{case.label}-{'full' if way == 'full' else 'heads'}.pt" for way in WAYS}
+    kept = {way: job.folder / f"{case.label}-{way}.pt" for way in WAYS}
     for name in WAYS:
-        if name == "frames" and ranks == 1:
-            continue
         row = rows[name] = {"case": case.label, "way": name, "ranks": ranks, "grid": list(grid), "heads": heads}
-        if name != "frames" and heads < ranks:
+        if heads < ranks:
             row.update(status="left out", problem=f"{heads} heads cannot be divided by {ranks} ranks")
         elif ranks > 1 and not kept[name].exists():
             row.update(status="left out", problem="one process did not come to it")
     if all("status" in row for row in rows.values()):
-        return _with_frames(rows)
+        return list(rows.values())
     stock = model.build_transformer("transformer", device, dtype)
     generator = torch.Generator(device).manual_seed(setting.frames)
     noise = torch.randn(1, model.transformer["in_channels"], *latents, generator=generator, device=device)
@@ -312,7 +261,7 @@ def run_model(case: Model, model: WanModel, job: Job, clock: SharedClock) -> lis
         transformer: Any = share_weights(stock)
         transformer.set_attention_backend("_native_cudnn" if device.type == "cuda" else "native")
         if name != "full":
-            vmonarch.apply(transformer, VMonarchProcessor(parallel_by=name))
+            vmonarch.apply(transformer, VMonarchProcessor())
         if ranks > 1:
             uneven = grid.tokens % ranks > 0 or (name == "full" and heads % ranks > 0)
             config = ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven)
@@ -333,7 +282,7 @@ def run_model(case: Model, model: WanModel, job: Job, clock: SharedClock) -> lis
         runs[name] = denoiser.forward
         tokens = [part.numel() for part in torch.arange(grid.tokens).tensor_split(ranks)]
         layers, head_dim = model.transformer["num_layers"], model.transformer["attention_head_dim"]
-        row["bytes"] = layers * most_sent(name, grid, tokens, heads, head_dim, dtype)
+        row["bytes"] = layers * most_sent(tokens, heads, head_dim, dtype)
         if ranks == 1:
             torch.save(out.cpu(), kept[name])
         expected = torch.load(kept[name]).to(device).float()
@@ -342,7 +291,7 @@ def run_model(case: Model, model: WanModel, job: Job, clock: SharedClock) -> lis
         del out, expected
         release_memory(device)
     measure_rows(runs, rows, clock, job.rounds)
-    return _with_frames(rows)
+    return list(rows.values())
 
 
 def run_rank(rank: int, ranks: int, job: Job) -> None:

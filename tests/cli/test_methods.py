@@ -85,15 +85,13 @@ def test_a_bias_falls_off_over_the_reach(pipe) -> None:
         assert resolve_method(method.to_dict()) == method
 
 
-def test_what_processes_share_is_an_option(pipe) -> None:
-    method = resolve_method("vmonarch-t3:parallel_by=frames")
-    method.install(pipe)
-    processor = pipe.transformer.blocks[0].attn1.processor
-    assert processor.parallel_by == "frames" and processor.num_iterations == 3
-    assert resolve_method(method.to_dict()) == method
-    for spec, name in (("parallel_by=rows", "parallel_by"), ("parallel_by=frames,reach=[4, 8, 8]", "reach")):
-        with pytest.raises(InputError, match=f"^attention.{name} must be"):
-            resolve_method(f"vmonarch:{spec}")
+def test_options_that_are_gone_are_read_where_they_changed_nothing() -> None:
+    method = resolve_method("vmonarch-t3")
+    assert resolve_method(method.to_dict() | {"parallel_by": "heads"}) == method
+    with pytest.raises(InputError, match="^attention.parallel_by is gone, got 'frames': ranks always share heads"):
+        resolve_method("vmonarch:parallel_by=frames")
+    with pytest.raises(InputError, match="^recipe.batch_guidance is gone, got True: guidance takes two"):
+        resolve_method("stack-fast:batch_guidance=true", argument="recipe", recipes=True)
 
 
 def test_the_warm_up_runs_the_method_itself() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import vmonarch.guidance
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import merge_attention, recipe_names, resolve_method
 from vmonarch.eval.attention_flops import step_kinds
@@ -26,10 +25,7 @@ from vmonarch.pipelines.sampling import denoise
 STEPS = 7
 resolve = functools.partial(resolve_method, recipes=True)
 CACHE = {"kind": "taylorseer", "disable_cache_before_step": 2, "cache_interval": 3, "max_order": 1}
-ALL = (
-    "stack-fast:linears=null,batch_guidance=true,attention.refresh=[0,1,3],"
-    "cache={kind: taylorseer, disable_cache_before_step: 2}"
-)
+ALL = "stack-fast:linears=null,attention.refresh=[0,1,3],cache={kind: taylorseer, disable_cache_before_step: 2}"
 
 
 def config(model: Path, **values: Any) -> GenerateConfig:
@@ -48,9 +44,8 @@ def sample(loaded: LoadedModel) -> Callable[..., torch.Tensor]:
     """sample(recipe): latents with it, blocks compiled by the "eager" backend."""
 
     def latents(recipe: Any, backend: Any = "eager") -> torch.Tensor:
-        method = recipes.apply(loaded.pipe, recipe, steps=STEPS, compile_backend=backend)
-        batched = method.stack.batch_guidance
-        return denoise(loaded, loaded.config, loaded.config.prompts, [0], batch_guidance=batched).latents
+        recipes.apply(loaded.pipe, recipe, steps=STEPS, compile_backend=backend)
+        return denoise(loaded, loaded.config, loaded.config.prompts, [0]).latents
 
     return latents
 
@@ -61,15 +56,6 @@ def told_steps(monkeypatch: pytest.MonkeyPatch) -> set[int | None]:
     found: set[int | None] = set()
     make = recipes.cache_config
     monkeypatch.setattr(recipes, "cache_config", lambda stack, steps: found.add(steps) or make(stack, steps))
-    return found
-
-
-@pytest.fixture
-def batched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The pipelines whose guidance has been batched."""
-    found: list[Any] = []
-    batch = vmonarch.guidance.batched_guidance
-    monkeypatch.setattr(vmonarch.guidance, "batched_guidance", lambda pipe: found.append(pipe) or batch(pipe))
     return found
 
 
@@ -164,28 +150,27 @@ def test_steps_that_are_skipped_are_told_apart_for_each_transformer() -> None:
     assert "".join(kind[0] for kind in kinds) == "kaskssk" + "kasa"
 
 
-def test_a_recipe_is_recorded_and_made_again(cli: Any, told_steps: set[int | None], batched: list[Any]) -> None:
+def test_a_recipe_is_recorded_and_made_again(cli: Any, told_steps: set[int | None]) -> None:
     code, _, err = cli("generate", "a red circle", "--recipe", ALL, "attention.compile=false", "steps=5")
     assert code == 0, err
     (record,) = cli.records()
     assert record["config"]["attention"]["cache"]["disable_cache_before_step"] == 2
-    # Two calls of the transformer a step, batched or not; a cache skips blocks.
-    assert record["transformer_calls"] == 10 and len(batched) == 1 and told_steps == {5}
+    # Two calls of the transformer a step; a cache skips blocks.
+    assert record["transformer_calls"] == 10 and told_steps == {5}
     (path,) = (cli.folder / "outputs/generate").glob("*.json")
     code, _, err = cli("generate", "--from-json", path, tiny=False)
     assert code == 0 and "bit-identical" in err
 
 
-def test_recipes_are_compared_with_stock(cli: Any, told_steps: set[int | None], batched: list[Any]) -> None:
-    line = ["--recipe", "stock:compile=false", "stack-near-lossless:compile=false,linears=null,batch_guidance=true"]
+def test_recipes_are_compared_with_stock(cli: Any, told_steps: set[int | None]) -> None:
+    line = ["--recipe", "stock:compile=false", "stack-near-lossless:compile=false,linears=null"]
     code, _, err = cli("compare", "a red circle", *line)
     assert code == 0, err
     (folder,) = cli.outputs("outputs/compare")
     (record,) = cli.records(f"outputs/compare/{folder}")
     means = record["means"]
     assert list(means) == ["full", *line[1:]]
-    # The last one batches guidance where it is warmed up and where it samples.
-    assert len(batched) == 2 and told_steps == {2}
+    assert told_steps == {2}
     assert means[line[1]]["psnr"] == "inf" and 10 < means[line[2]]["psnr"] < 200
 
 

@@ -14,7 +14,6 @@ from diffusers import WanTransformer3DModel
 import vmonarch
 from vmonarch import VMonarchProcessor, residuals
 from vmonarch.cli import main
-from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import step_kinds
 from vmonarch.eval.bench import e2e
@@ -447,11 +446,6 @@ def test_seconds_of_a_video_are_those_of_its_steps(bench, guidance):
     assert row.record["step_s"]["median"] == denoise / 8 and row.record["forward_s"]["median"] == 7.0 / 8
     assert row.record["step_s"]["min"] == (4.0 + 7.0 + 6 * 1.0) / (8 if guidance else 32)
     assert row.record["kinds"]["kept"]["forward_s"]["median"] == 2.0
-
-
-def test_without_guidance_nothing_is_batched(bench):
-    with pytest.raises(InputError, match="batches guidance, and there is none"):
-        bench("stock:batch_guidance=true", guidance=False)
 
 
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")], ids=["wrong", "failing"])

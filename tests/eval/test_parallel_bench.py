@@ -12,10 +12,10 @@ from vmonarch.cli import main
 from vmonarch.eval.bench import parallel
 from vmonarch.eval.bench.e2e import Setting
 from vmonarch.eval.wan_models import WanModel, read_model
+from vmonarch.exchange import ulysses_bytes
 from vmonarch.grid import LatentGrid
-from vmonarch.kernels.distributed.traffic import frame_parallel_bytes, ulysses_bytes
 
-# Heads that two ranks cannot divide evenly, frames neither; fewer heads than ranks.
+# Heads that two ranks divide evenly, and not; fewer heads than ranks.
 CASES = (
     parallel.Case(LatentGrid(5, 2, 3), 4, 16),
     parallel.Case(LatentGrid(5, 2, 3), 3, 16, training=True),
@@ -60,12 +60,12 @@ def row(results, case, way, ranks):
 
 def test_every_way_is_right_and_timed(results):
     labels = [*(case.label for case in CASES), "tiny", "tiny compiled"]
-    assert len(results["rows"]) == 2 * 3 * len(labels)
+    assert len(results["rows"]) == 2 * 2 * len(labels)
     for label in labels:
         for way in parallel.WAYS:
             for ranks in (1, 2):
                 found = row(results, label, way, ranks)
-                if label == CASES[2].label and ranks == 2 and way != "frames":
+                if label == CASES[2].label and ranks == 2:
                     assert found["status"] == "left out" and "1 heads cannot be divided by 2" in found["problem"]
                     continue
                 assert found["status"] == "ok" and found["ms"]["median"] > 0, found
@@ -76,19 +76,17 @@ def test_every_way_is_right_and_timed(results):
 
 
 def test_only_what_is_to_be_compiled_is_compiled(results):
-    assert [row(results, "tiny", way, ranks)["graphs"] for way in parallel.WAYS for ranks in (1, 2)] == [0] * 6
+    assert [row(results, "tiny", way, ranks)["graphs"] for way in parallel.WAYS for ranks in (1, 2)] == [0] * 4
     compiled = {way: row(results, "tiny compiled", way, 2)["graphs"] for way in parallel.WAYS}
-    # VMonarch's blocks are in two parts, around self-attention, and by frames both are those by heads.
-    assert compiled["heads"] > compiled["full"] > 0 == compiled["frames"]
+    # VMonarch's blocks are in two parts, around self-attention.
+    assert compiled["heads"] > compiled["full"] > 0
 
 
 def test_bytes_are_those_of_the_formulae(results):
-    grid, sizes = CASES[0].grid, {"batch": 1, "heads": 4, "head_dim": 16, "dtype": torch.float32}
-    by_heads = max(ulysses_bytes(tokens=(18, 12), rank=rank, **sizes) for rank in (0, 1))
-    options = sizes | {"implementation": "torch"}
-    by_frames = max(frame_parallel_bytes(grid, frames=(3, 2), rank=rank, **options) for rank in (0, 1))
+    sizes = {"batch": 1, "heads": 4, "head_dim": 16, "dtype": torch.float32}
+    by_heads = ulysses_bytes(tokens=(15, 15), rank=0, **sizes)
     found = {way: row(results, CASES[0].label, way, 2)["bytes"] for way in parallel.WAYS}
-    assert found == {"full": by_heads, "heads": by_heads, "frames": by_frames}
+    assert found == {"full": by_heads, "heads": by_heads}
     assert all(row(results, CASES[0].label, way, 1)["bytes"] == 0 for way in parallel.WAYS)
     # Two layers; eight tokens for each rank.
     sizes |= {"heads": 2}
@@ -98,9 +96,9 @@ def test_bytes_are_those_of_the_formulae(results):
 def test_the_table_tells_all_of_it(results):
     table = parallel.parallel_table(results)
     assert "| 1 GPU | 2 GPUs | MB sent, 2 GPUs |" in table and "the command" in table and "no speed" in table
-    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 2 + 3 * (len(CASES) + 2)
+    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 2 + 2 * (len(CASES) + 2)
     assert "| left out |" in table
-    measured = [line.split(" | ") for line in table.splitlines() if "VMonarch by frames" in line]
+    measured = [line.split(" | ") for line in table.splitlines() if "| VMonarch |" in line and "left out" not in line]
     assert all("%" not in cells[2] and "%" in cells[3] for cells in measured)
 
 
@@ -118,7 +116,7 @@ def test_efficiency_needs_the_same_way_alone():
     rows = [
         {"case": "a", "way": "heads", "ranks": 1, "ms": {"median": 8.0}},
         {"case": "a", "way": "heads", "ranks": 4, "ms": {"median": 2.5}},
-        {"case": "a", "way": "frames", "ranks": 4, "ms": {"median": 2.5}},
+        {"case": "a", "way": "full", "ranks": 4, "ms": {"median": 2.5}},
         {"case": "b", "way": "heads", "ranks": 4, "status": "left out"},
     ]
     parallel.add_efficiency(rows)

@@ -328,9 +328,7 @@ HEADS = "every rank needs a head of self-attention, which has 2"
     "size,attention,anneal,message",
     [
         (4, "vmonarch", 0, HEADS),
-        (4, "vmonarch:parallel_by=frames", 0, None),
-        (3, "vmonarch:parallel_by=frames", 2, HEADS),
-        (3, "vmonarch:parallel_by=frames,dense_layers=1", 0, HEADS),
+        (3, "vmonarch:dense_layers=1", 2, HEADS),
         (3, "full", 0, HEADS),
         (2, "vmonarch:dense_layers=1", 0, None),
         (2, "full", 0, None),

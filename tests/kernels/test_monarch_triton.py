@@ -17,9 +17,9 @@ from op_checks import assert_bits, call_of, in_interpreter, refuses
 
 from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, monarch_attention, vmonarch_attention
 from vmonarch.kernels.common.launch import launch_overrides
-from vmonarch.kernels.distributed import triton_stages
 from vmonarch.kernels.monarch.blocks import grid_layout
 from vmonarch.kernels.monarch.call import MonarchCall
+from vmonarch.kernels.monarch.l_step import LStep
 from vmonarch.kernels.monarch.last_r_step import LastRStep
 from vmonarch.kernels.monarch.op import monarch_backward, monarch_forward
 from vmonarch.kernels.monarch.places import grid_places, token_at
@@ -279,12 +279,19 @@ def test_centroids_of_blocks_that_hardly_any_query_weighs_in_float16(overrides):
     L = torch.softmax(torch.einsum("ljd,kjd->jlk", q, truth[1][0, 0]) * 0.25 - truth[2][0, 0].T.unsqueeze(1), -1)
     z = torch.einsum("jlk,ljd->kjd", L / L.sum(1, keepdim=True), q).view_as(aL)
     z.backward(dz)
-    ours = [x.requires_grad_() for x in (query.half(), aL.half(), cL.float())]
-    call = MonarchCall(places, VMonarchOptions(exact=None, min_mass=0.0), 0.25, False)
+    # [B, H, T, P, …] -> [B·H·T, P, …], the same memory.
+    rows = lambda x: x.view(-1, *x.shape[3:])
+    query, aL, cL, dz = query.half(), aL.half().contiguous(), cL.float(), dz.half().contiguous()
+    z_ours, cR, lse = torch.empty_like(aL), torch.empty_like(cL), torch.empty(1, 1, 40)
+    dq, daL, dcL, delta = torch.zeros_like(query), torch.empty_like(aL), torch.empty_like(cL), torch.empty_like(cL)
+    step = LStep(query, MonarchCall(places, VMonarchOptions(exact=None, min_mass=0.0), 0.25, False))
     with launch_overrides(overrides):
-        z_ours = triton_stages._Centroids.apply(call, *ours, None)
-        z_ours.backward(dz.half())
-    for a, b in [(z_ours, z), *((x.grad, y.grad) for x, y in zip(ours, truth, strict=True))]:
+        step.centroids(rows(aL), rows(cL), z=rows(z_ours), lse=lse, cR=rows(cR), lse_exact=None)
+        # z = αR / cR
+        dcR = -(dz.float() * z_ours.float()).sum(-1)
+        gradients = dict(dq=dq, daL=rows(daL), dcL=rows(dcL), delta_r=rows(delta))
+        step.backward(rows(aL), rows(cL), lse, daR=rows(dz), dcR=rows(dcR), cR=rows(cR), **gradients)
+    for a, b in zip((z_ours, dq, daL, dcL), (z, *(x.grad for x in truth)), strict=True):
         assert (a.double() - b).abs().max() <= 3e-3 * b.abs().max()
 
 

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from diffusers import (
-    FasterCacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
@@ -16,7 +15,7 @@ from diffusers import (
 )
 
 import vmonarch
-from vmonarch import VMonarchProcessor, batched_guidance
+from vmonarch import VMonarchProcessor
 
 STEPS = 6
 DENSE_STEPS = (0, 3)
@@ -155,11 +154,7 @@ def watch(model):
 
 
 def generate(tiny, pipe, guidance):
-    options = {"steps": STEPS, "guidance": 1.0 if guidance == "none" else 5.0}
-    if guidance != "batched":
-        return tiny.generate(pipe, **options)
-    with batched_guidance(pipe):
-        return tiny.generate(pipe, **options)
+    return tiny.generate(pipe, steps=STEPS, guidance=1.0 if guidance == "none" else 5.0)
 
 
 def three_layers(tiny):
@@ -172,7 +167,6 @@ def with_each_guidance(names):
     # diffusers' pyramid counts calls, not steps: the second of guidance would be given what the first computed.
     return [
         *((name, "none" if name == "pyramid" else "two-calls", "apply") for name in names),
-        *((name, "batched", "apply") for name in names),
         # Which knows no step.
         ("first-block", "two-calls", "set_processor"),
     ]
@@ -211,12 +205,8 @@ def test_a_cache_reuses_what_vmonarch_computed(tiny, name, guidance, way, applie
     assert any(dense for _, dense in exact) == bool(dense_steps)
     assert torch.equal(generate(tiny, pipe, guidance), cached), "every run begins with an empty cache"
 
-    # The batch's answers go to both calls.
-    computed = computed[: calls * STEPS]
-    rule = [computed[call - call % 2] if guidance == "batched" else computed[call] for call in range(calls * STEPS)]
-    reuse(plain.transformer, where, rule, predict, calls)
-    expected = generate(tiny, plain, "none" if guidance == "none" else "two-calls")
-    torch.testing.assert_close(cached, expected, **CLOSE)
+    reuse(plain.transformer, where, computed[: calls * STEPS], predict, calls)
+    torch.testing.assert_close(cached, generate(tiny, plain, guidance), **CLOSE)
     assert (cached - uncached).abs().max() > 100 * CLOSE["atol"], "the cache changes the video"
 
     off = [pipe.transformer.disable_cache, lambda: vmonarch.restore(pipe)]
@@ -256,41 +246,12 @@ def test_a_refresh_that_a_cache_skips_is_made_up_for(tiny, monkeypatch, name, sk
 
 
 def test_a_pyramid_with_two_calls_a_step_never_computes_the_second(tiny):
-    # Why docs/compose.md asks for batched guidance there.
+    # Why docs/compose.md says that it is for models without guidance.
     pipe = three_layers(tiny)
     pipe.transformer.enable_cache(pyramid(pipe, 2))
     computed, _ = watch(pipe.transformer)
     generate(tiny, pipe, "two-calls")
     assert computed == [True, False] * STEPS
-
-
-@pytest.mark.parametrize("skips", [False, True], ids=["never", "skips"])
-def test_faster_cache_needs_batched_guidance(tiny, skips):
-    pipe = three_layers(tiny)
-    vmonarch.apply(pipe, VMonarchProcessor())
-    uncached = generate(tiny, pipe, "two-calls")
-    samples = []
-    pipe.transformer.blocks[0].register_forward_hook(lambda module, inputs, output: samples.append(len(output)))
-    attended = []
-    pipe.transformer.blocks[0].attn1.to_q.register_forward_hook(lambda *_: attended.append(len(samples)))
-    options = {
-        "current_timestep_callback": lambda: float(pipe.current_timestep),
-        "spatial_attention_timestep_skip_range": (-1, 1001),
-        "unconditional_batch_timestep_skip_range": (-1, 1001) if skips else (-2, -1),
-        "unconditional_batch_skip_range": 3,
-        "attention_weight_callback": lambda module: 0.5,
-    }
-    pipe.transformer.enable_cache(FasterCacheConfig(**options))
-    cached = generate(tiny, pipe, "batched")
-    assert samples == ([2, 1, 1, 2, 1, 1] if skips else [2] * STEPS)
-    assert attended == ([0, 2, 3, 4] if skips else list(range(STEPS)))
-    assert cached.isfinite().all()
-    if skips:
-        assert 1e-3 < (cached - uncached).abs().max() < 0.5
-    else:
-        torch.testing.assert_close(cached, uncached, **CLOSE)
-    with pytest.raises(IndexError):
-        generate(tiny, pipe, "two-calls")
 
 
 @pytest.mark.parametrize("name", ["mag", "taylor"])

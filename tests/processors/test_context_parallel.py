@@ -11,13 +11,13 @@ from pathlib import Path
 import context_parallel_worker as worker
 import pytest
 import torch
+import torch.distributed as dist
 
 import vmonarch
-from vmonarch import BasedProcessor, LatentGrid, VMonarchProcessor
-from vmonarch.context_parallel import TokenSplit, whole_frames
-from vmonarch.eval.bench.parallel import sent_by_frames, sent_by_heads
+from vmonarch import BasedProcessor, LatentGrid, exchange
+from vmonarch.context_parallel import TokenSplit
 from vmonarch.eval.calibrate.diagnosis import DiagnosisProcessor, Recorder
-from vmonarch.kernels.distributed.exchange import ALIGNMENT, split_evenly
+from vmonarch.exchange import ALIGNMENT, split_evenly, ulysses_bytes
 
 ALONE = worker.Alone()
 
@@ -75,14 +75,9 @@ def test_ranks_send_the_bytes_that_are_counted(results, name):
     heads, grid = worker.COUNTED["heads"], LatentGrid(*worker.COUNTED["grid"])
     tokens = split_evenly(grid.tokens, worker.RANKS)
     sizes = dict(heads=heads, head_dim=12, dtype=torch.float32, batch=1)
-    counted = {
-        "heads": sent_by_heads(tokens, **sizes),
-        "frames": sent_by_frames(grid, tokens, implementation="torch", **sizes),
-    }
-    for parallel_by, numbers in counted.items():
-        for rank, number in enumerate(numbers):
-            # Every one of at most 20 pieces of float32 is aligned.
-            assert 0 <= results[rank][name][parallel_by] - number <= 20 * (ALIGNMENT - 4), (parallel_by, rank)
+    for rank in range(worker.RANKS):
+        # Every one of at most 20 pieces of float32 is aligned.
+        assert 0 <= results[rank][name] - ulysses_bytes(tokens=tokens, rank=rank, **sizes) <= 20 * (ALIGNMENT - 4)
 
 
 def test_a_killed_rank_ends_the_job_which_names_it(child_environment):
@@ -111,49 +106,50 @@ def test_every_head_is_computed_once(ranks):
     assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-@pytest.mark.parametrize("frames", [8, 9, 13, 21])
-def test_even_parts_of_the_tokens_become_even_whole_frames_nearby(frames, ranks):
-    grid = LatentGrid(frames, 3, ranks)
-    part = grid.tokens // ranks
-    sizes = whole_frames((part,) * ranks, grid)
-    assert sum(sizes) == grid.tokens and all(size % grid.tokens_per_frame == 0 for size in sizes)
-    assert max(sizes) - min(sizes) <= grid.tokens_per_frame
-    borders = [sum(sizes[: rank + 1]) for rank in range(ranks)]
-    assert all(abs(border - part * (rank + 1)) <= grid.tokens_per_frame / 2 for rank, border in enumerate(borders))
+def alone(attend):
+    """`attend` in a group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return attend()
+    finally:
+        dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("tokens", [(11, 1, 0), (0, 0, 12), (1, 11, 0), (0, 12, 0)], ids=str)
-def test_every_rank_has_a_frame_wherever_the_tokens_are(tokens):
-    assert whole_frames(tokens, LatentGrid(3, 2, 2)) == (4, 4, 4)
+def test_tangents_do_not_travel():
+    split = TokenSplit(None, 0, (6,))
+    q = torch.ones(1, 6, 1, 4)
+    with pytest.raises(NotImplementedError, match="forward-mode AD"):
+        alone(lambda: torch.func.jvp(split.gather_tokens, (q,), (q,)))
 
 
-def test_alone_frames_are_heads(tiny):
-    outputs = []
-    for parallel_by in ("heads", "frames"):
-        model = tiny.applied_transformer(parallel_by=parallel_by)
-        outputs.append(tiny.run(model))
-    assert torch.equal(*outputs)
+def laid_out(kind, dtype):
+    """Numbers in rows of whole words, with gaps between or not, in rows that start beside a word, or end within one."""
+    x = torch.arange(3 * 5 * 6 * 24).view(3, 5, 6, 24).to(dtype)
+    return {
+        "whole": x,
+        "gaps": x[:, :, 1:4],
+        "turned": x.transpose(1, 2),
+        "rows-turned": x.transpose(2, 3),
+        "beside-a-word": x[..., 1:17],
+        "part-of-a-word": x[..., :3],
+        "empty": x[:, :0],
+        "scalar": x[0, 0, 0, 7],
+    }[kind]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"frames_per_block": 2},
-        {"tiles": (2, 1)},
-        {"row_share": 0.5},
-        {"r_share": 0.5},
-        {"last_l_update": False},
-        {"bias": worker.decay_of(2)},
-        {"plan": worker.plan_of(2)},
-    ],
-    ids=lambda options: next(iter(options)),
+    "kind", ["whole", "gaps", "turned", "rows-turned", "beside-a-word", "part-of-a-word", "empty", "scalar"]
 )
-def test_what_frames_do_not_offer_is_refused_by_the_constructor(options):
-    (name,) = options
-    with pytest.raises(ValueError, match=f"^{name} must be left alone with parallel_by='frames'"):
-        VMonarchProcessor(parallel_by="frames", **options)
-    VMonarchProcessor(**options)
+def test_copies_by_words_are_copies(kind, dtype):
+    x = laid_out(kind, dtype)
+    assert (exchange._words(x) is not None) == (kind in ("whole", "gaps", "turned", "empty"))
+    for to in (
+        torch.zeros_like(x, memory_format=torch.contiguous_format),
+        torch.zeros(*x.shape, 2, dtype=dtype)[..., 0],
+    ):
+        exchange._copy(to, x)
+        assert torch.equal(to, x)
 
 
 def test_a_diagnosis_needs_all_heads():

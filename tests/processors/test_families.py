@@ -505,12 +505,6 @@ def test_what_is_not_supported_is_refused():
         run(model, inputs)
 
 
-def test_guidance_is_batched_in_the_wan_family_only():
-    pipe, _ = tiny_pipelines.pipeline("cogvideox")
-    with pytest.raises(TypeError, match="Wan-family pipeline, got CogVideoXPipeline"), vmonarch.batched_guidance(pipe):
-        pass
-
-
 def test_tensor_parallelism_is_left_to_diffusers():
     model = FAMILIES["hunyuan"].make()
     vmonarch.apply(model, VMonarchProcessor())

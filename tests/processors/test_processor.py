@@ -261,8 +261,13 @@ def test_attention_backend_reaches_exact_attention_and_leaves_the_original_alone
 )
 def test_config_goes_through_json(options):
     processor = VMonarchProcessor(**options)
-    again = VMonarchProcessor.from_config(json.loads(json.dumps(processor.config)))
+    config = json.loads(json.dumps(processor.config))
+    again = VMonarchProcessor.from_config(config)
     assert again.config == processor.config
+    # As it was written when ranks could share something else.
+    assert VMonarchProcessor.from_config(config | {"parallel_by": "heads"}).config == processor.config
+    with pytest.raises(TypeError, match="no option parallel_by"):
+        VMonarchProcessor.from_config(config | {"parallel_by": "frames"})
     assert repr(again) == repr(processor)
     assert again.exact == processor.exact and again.grid == processor.grid
 

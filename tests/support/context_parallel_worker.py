@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import functools
 import os
 import sys
 import traceback
@@ -33,13 +32,6 @@ SPLITS = {
     "even": (2, (5, 2, 3), {}),
     "uneven-heads": (3, (5, 2, 3), {}),
     "odd-tokens": (3, (5, 3, 3), {"ulysses_anything": True}),
-}
-# By frames: two and three of them; where parts of tokens are whole frames; a frame for the second rank alone.
-FRAME_SPLITS = {
-    **SPLITS,
-    "one-head": (1, (5, 2, 3), {}),
-    "whole-frames": (3, (4, 2, 3), {}),
-    "two-frames": (2, (2, 2, 3), {}),
 }
 
 
@@ -106,10 +98,6 @@ PROCESSORS = {
     "based-mixed": lambda heads: BasedProcessor(layers=["linear", "conv", "window"], feature_dim=4),
     "plan": lambda heads: VMonarchProcessor(plan=plan_of(heads)),
     "full": lambda heads: FullAttentionProcessor(),
-    "frames": lambda heads: VMonarchProcessor(parallel_by="frames"),
-    "frames-exact-blocks": lambda heads: VMonarchProcessor(
-        parallel_by="frames", exact=ExactBlocks(columns=(0,), band=0), num_iterations=3, coarse=2, min_mass=0.5
-    ),
 }
 
 
@@ -129,7 +117,7 @@ def train(ranks, model, inputs, processor=None, autocast=False):
 
 def same(processor, split):
     def case(tiny, ranks):
-        heads, grid, options = FRAME_SPLITS[split]
+        heads, grid, options = SPLITS[split]
         model = tiny.transformer(num_attention_heads=heads, num_layers=3 if processor == "based-mixed" else 2)
         applied = vmonarch.apply(model, PROCESSORS[processor](heads)).processor
         jitter(model)
@@ -165,8 +153,6 @@ def orders(tiny, ranks):
         "apply-enable-apply": [apply, ranks.enable, apply],
         "set-enable": [lambda model: tiny.switch(model, VMonarchProcessor()), ranks.enable],
         "set-enable-apply": [lambda model: tiny.switch(model, VMonarchProcessor()), ranks.enable, apply],
-        "frames": [ranks.enable, lambda model: vmonarch.apply(model, by_frames())],
-        "set-frames-enable": [lambda model: tiny.switch(model, by_frames()), ranks.enable],
         "set-grid-enable": [lambda model: tiny.switch(model, VMonarchProcessor(grid=(5, 2, 3))), ranks.enable],
         "based": [ranks.enable, lambda model: vmonarch.apply(model, BasedProcessor(feature_dim=4))],
     }
@@ -221,20 +207,14 @@ def refreshed(make, heads, height=32):
     return case
 
 
-def guided(kind, cache=None):
-    """Both predictions of guidance in one batch, of which some are reused."""
-
-    def case(tiny, ranks):
-        pipe = tiny.pipeline(kind)
-        vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
-        # The other way round, the first block's cache would be given all tokens.
-        if cache is not None:
-            pipe.transformer.enable_cache(cache)
-        ranks.enable(pipe.transformer)
-        with vmonarch.batched_guidance(pipe):
-            return {"out": tiny.generate(pipe, steps=4, guidance=3.0)}
-
-    return case
+def cached(tiny, ranks):
+    """A cache that reuses some of what the transformer computes."""
+    pipe = tiny.pipeline("t2v")
+    vmonarch.apply(pipe, VMonarchProcessor(dense_steps=1))
+    # The other way round, the first block's cache would be given all tokens.
+    pipe.transformer.enable_cache(MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4, max_skip_steps=1))
+    ranks.enable(pipe.transformer)
+    return {"out": tiny.generate(pipe, steps=4, guidance=3.0)}
 
 
 def checkpointed(tiny, ranks, **options):
@@ -287,34 +267,22 @@ def adapter(tiny, ranks):
     return {"out": tiny.run(model, (5, 2, 3))}
 
 
-by_frames = functools.partial(VMonarchProcessor, parallel_by="frames")
 COUNTED = {"heads": 3, "grid": (5, 3, 3)}
 SAME = {
-    **{
-        f"{processor}-{split}": same(processor, split)
-        for processor in PROCESSORS
-        for split in (FRAME_SPLITS if "frames" in processor else SPLITS)
-    },
+    **{f"{processor}-{split}": same(processor, split) for processor in PROCESSORS for split in SPLITS},
     "orders": orders,
     "set-later": set_later,
     "dense-layers": dense_layers,
     "dense-steps": pipeline("t2v", lambda: VMonarchProcessor(dense_steps=(0, 2))),
     "bias-of-tensors": pipeline("t2v", lambda: FlashBiasProcessor(table(2, 18))),
-    "dense-steps-frames": pipeline("t2v", lambda: by_frames(dense_steps=(0, 2))),
     "refresh": refreshed(lambda: VMonarchProcessor(refresh=(0, 2)), 2),
     "refresh-uneven-heads": refreshed(lambda: VMonarchProcessor(refresh=(0, 2), bias=decay_of(3)), 3),
-    "refresh-frames": refreshed(lambda: by_frames(refresh=(0, 2)), 2),
-    "refresh-frames-uneven-heads": refreshed(lambda: by_frames(refresh=(0, 2)), 3, height=16),
     "image": pipeline("i2v-2.1", VMonarchProcessor),
-    "image-frames": pipeline("i2v-2.1", by_frames),
     "chronoedit": pipeline("chronoedit", VMonarchProcessor),
     "timestep-per-token": pipeline("t2v-5b", VMonarchProcessor),
-    "batched-guidance": guided("t2v-5b"),
-    "cache": guided("t2v", MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4, max_skip_steps=1)),
+    "cache": cached,
     "checkpointed": checkpointed,
-    "checkpointed-frames": functools.partial(checkpointed, parallel_by="frames"),
     "autocast": autocast,
-    "autocast-frames": functools.partial(autocast, parallel_by="frames"),
     "autocast-full": autocast_full,
     "compiled": compiled,
     "adapter": adapter,
@@ -323,17 +291,14 @@ SAME = {
 
 
 def sent(tiny, ranks):
-    """Bytes that this rank sends in a forward call of one layer, by what is shared."""
-    found = {}
-    for parallel_by in ("heads", "frames"):
-        model = tiny.transformer(num_attention_heads=COUNTED["heads"], num_layers=1)
-        vmonarch.apply(model, VMonarchProcessor(parallel_by=parallel_by))
-        ranks.enable(model, ulysses_anything=True)
-        counted = dist.all_to_all_single = Sent()
-        tiny.run(model, COUNTED["grid"])
-        dist.all_to_all_single = counted.all_to_all_single
-        found[parallel_by] = counted.bytes
-    return found
+    """Bytes that this rank sends in a forward call of one layer."""
+    model = tiny.transformer(num_attention_heads=COUNTED["heads"], num_layers=1)
+    vmonarch.apply(model, VMonarchProcessor())
+    ranks.enable(model, ulysses_anything=True)
+    counted = dist.all_to_all_single = Sent()
+    tiny.run(model, COUNTED["grid"])
+    dist.all_to_all_single = counted.all_to_all_single
+    return counted.bytes
 
 
 def refused(act):
@@ -416,17 +381,11 @@ NO_HEAD = "ValueError: ulysses_degree=2, but every rank needs a head of self-att
 REFUSED = {
     "ring": (refused_on(applied(VMonarchProcessor()), **RING), NO_RING),
     "ring-before-apply": (refused_by_apply(**RING), NO_RING),
-    "ring-frames": (refused_on(applied(by_frames()), **RING), NO_RING),
     "few-heads": (refused_on(applied(VMonarchProcessor(), heads=1)), NO_HEAD),
     "few-heads-before-apply": (refused_by_apply(heads=1), NO_HEAD),
-    "few-heads-refresh-frames": (
-        refused_by_apply(by_frames(refresh=1), heads=1), "has 1: use at most 1 ranks, or refresh=None"),
     "dense-layers-of-odd-heads": (
         refused_by_apply(VMonarchProcessor(dense_layers=1), heads=3),
         "ValueError: dense_layers keeps the model's own attention, which shares heads evenly"),
-    "few-frames": (
-        refused_on(applied(by_frames()), grid=(1, 2, 3)),
-        "ValueError: parallel_by='frames' needs a latent frame for each of the 2 ranks"),
     "odd-tokens": (
         refused_on(applied(VMonarchProcessor()), grid=(5, 3, 3)),
         "AssertionError: Tensor size along dimension to be sharded must be divisible by mesh size"),

@@ -263,9 +263,6 @@ REFUSED = {
     "joint-restored": (
         restored, "RuntimeError: a HunyuanVideoTransformer3DModel cannot be restored under context parallelism"),
     "joint-plan": (with_a_plan, "ValueError: cp_plan must be left alone"),
-    "joint-frames": (
-        enabled("hunyuan", VMonarchProcessor(parallel_by="frames")),
-        "NotImplementedError: parallel_by='frames' is supported in the Wan family only"),
     "joint-ring": (
         enabled("hunyuan", ulysses_degree=1, ring_degree=2, mesh=None),
         "NotImplementedError: ring_degree=2 is not supported"),

@@ -18,7 +18,7 @@ def main():
     torch.accelerator.device_count = lambda: 1
     dist.init_process_group("gloo", timeout=datetime.timedelta(hours=1))
     pipe = tiny.pipeline("t2v")
-    vmonarch.apply(pipe, vmonarch.VMonarchProcessor(parallel_by="frames"))
+    vmonarch.apply(pipe, vmonarch.VMonarchProcessor())
     Rank().enable(pipe.transformer)
 
     def step_ended(pipe, step, timestep, kwargs):

@@ -292,7 +292,7 @@ def pipeline(tiny, ranks):
     return found
 
 
-def refreshed(parallel_by, heads=3, height=32):
+def refreshed(heads=3, height=32):
     """Two steps refresh, two use residuals; of three heads the first rank has two."""
 
     def case(tiny, ranks):
@@ -300,7 +300,7 @@ def refreshed(parallel_by, heads=3, height=32):
         pipe.transformer = ranks.transformer(build(tiny, num_attention_heads=heads))
         place(pipe, ranks)
         ranks.backend("SDPA")
-        vmonarch.apply(pipe, VMonarchProcessor(refresh=(0, 2), parallel_by=parallel_by))
+        vmonarch.apply(pipe, VMonarchProcessor(refresh=(0, 2)))
         return tiny.generate(pipe, steps=4, height=height).cpu().float()
 
     return case
@@ -371,9 +371,8 @@ SAME = {
     **{f"applied-{processor}": applied(processor, "padded") for processor in parts.PROCESSORS},
     "applied-even": applied("vmonarch", "even"),
     "applied-pipeline": pipeline,
-    "applied-refresh": refreshed("heads"),
     # 5 and 4 tokens, and one of padding.
-    "applied-refresh-frames": refreshed("frames", height=16),
+    "applied-refresh": refreshed(height=16),
     "runner": runner,
 }
 
@@ -459,8 +458,6 @@ REFUSED = {
     "ring-by-apply": (ring(by_apply=True), NO_RING),
     "few-heads": (
         parts.refused(few_heads), "ValueError: ulysses_degree=2, but every rank needs a head of self-attention"),
-    "few-heads-refresh": (
-        parts.refused(refreshed("frames", heads=1)), "has 1: use at most 1 ranks, or refresh=None"),
     "uneven-heads": (run_backend(heads=3), "AssertionError: h must be divisible by world_size, got 3 and 2"),
     "no-grid": (
         run_backend(attention_kwargs=None),
@@ -492,9 +489,6 @@ REFUSED = {
     "plan": (
         register(lambda: VMonarchProcessor(plan=parts.plan_of(2))),
         "ValueError: plan must be None in a backend of xfuser"),
-    "by-frames": (
-        register(lambda: VMonarchProcessor(parallel_by="frames")),
-        "ValueError: parallel_by must be 'heads' in a backend of xfuser, which shares heads itself"),
     "based": (
         register(lambda: BasedProcessor()),
         "TypeError: processor must be a VMonarchProcessor or FlashBiasProcessor, got BasedProcessor"),

@@ -148,8 +148,6 @@ OF_PROCESSORS = {
     "dense_layers-negative-index": ({"dense_layers": [-1]}, ValueError, "dense_layers as a collection"),
     "dense_layers-dict": ({"dense_layers": {0: True}}, TypeError, "dense_layers must be a count"),
     "dense_layers-bool-index": ({"dense_layers": [True]}, TypeError, "dense_layers as a collection"),
-    "parallel_by-unknown": ({"parallel_by": "rows"}, ValueError, "parallel_by must be one of heads, frames"),
-    "parallel_by-none": ({"parallel_by": None}, TypeError, "parallel_by must be a string"),
     "refresh-zero": ({"refresh": 0}, ValueError, NO_STEP),
     "refresh-no-fraction": ({"refresh": 0.0}, ValueError, NO_STEP),
     "refresh-empty": ({"refresh": []}, ValueError, NO_STEP),

@@ -90,6 +90,8 @@ def test_an_unknown_name_is_an_attribute_error_that_lists_the_known_ones():
         _ = vmonarch.vmonarch_attn
     with pytest.raises(AttributeError, match="'vmonarch.eval' has no attribute 'smilarity'; it offers .*similarity"):
         _ = vmonarch.eval.smilarity
+    with pytest.raises(AttributeError, match="vmonarch.batched_guidance is gone: call the pipeline without it"):
+        _ = vmonarch.batched_guidance
 
 
 def test_the_root_folder_kernels_does_not_hide_the_package_of_that_name(tmp_path):

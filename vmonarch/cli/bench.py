@@ -241,13 +241,10 @@ BENCHES = {
     ),
     "e2e": Benchmark("denoising steps, and seconds per video", _e2e_arguments, _e2e, 5, 540.0, (2, 180.0)),
     "train": Benchmark("training steps, and their memory", _train_arguments, _train, 5, 300.0),
-    "parallel": Benchmark(
-        "attention and models on several GPUs, by heads and by frames", _parallel_arguments, _parallel, 5, 540.0
-    ),
+    "parallel": Benchmark("attention and models on several GPUs", _parallel_arguments, _parallel, 5, 540.0),
     "bias": Benchmark("attention with a low-rank bias", _operator_arguments, _operator, 9, 450.0),
     "based": Benchmark("linear and window attention", _operator_arguments, _operator, 9, 280.0),
     "norm": Benchmark("RMS norm and rotary embedding", _operator_arguments, _operator, 9, 240.0),
-    "guidance": Benchmark("guidance in one forward call and in two", _operator_arguments, _operator, 9, 420.0),
     "families": Benchmark("transformers beyond Wan", _operator_arguments, _operator, 5, 540.0),
     "sequence": Benchmark("text in the sequence of the video", _operator_arguments, _operator, 7, 240.0),
 }

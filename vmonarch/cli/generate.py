@@ -39,12 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, group="generate")
     parser.add_argument("--attention", metavar="METHOD", help=f"{method_help()} (default vmonarch)")
     add_recipe_argument(parser, "attention")
-    parser.add_argument(
-        "--batch-guidance",
-        action="store_true",
-        default=None,
-        help="both predictions of guidance in one forward call: faster for small videos, more memory",
-    )
     parser.add_argument("--from-json", metavar="FILE", help="make the video of this record again, bit for bit")
     parser.add_argument("--no-contact-sheet", dest="contact_sheet", action="store_false", default=None, help="no PNG")
     parser.epilog = _EPILOG

@@ -1,1 +1,0 @@
-"""VMonarch attention over several processes, each of which holds whole latent frames."""
