@@ -11,6 +11,7 @@ import os
 import pkgutil
 import re
 import shlex
+import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -30,20 +31,17 @@ from vmonarch.kernels.common.launch import HOPPER_HEAD_DIM, MAX_HEAD_DIM
 from vmonarch.pipelines.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "finetune/embedded/README.md"]
-DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(DOCUMENTS)}
+_LISTED = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+FILES = [file for file in subprocess.check_output(_LISTED, text=True).splitlines() if (ROOT / file).exists()]
+# The card is the Hub's, which has other files.
+DOCUMENTS = {file: (ROOT / file).read_text() for file in sorted(FILES) if file.endswith(".md") and "/CARD" not in file}
 # Without tables made by code, which tell what was run at their time.
 PROSE = {name: re.sub(r"^<!-- table.*?^<!-- end -->", "", text, flags=re.M | re.S) for name, text in DOCUMENTS.items()}
 SNIPPETS = {name: re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) for name, text in DOCUMENTS.items()}
 # What needs a GPU, several processes or VBench's environment is not run.
 NOT_RUN = {"docs/engines.md", "docs/parallel.md", "docs/vbench.md"}
 FOLDERS = ("configs", "eval", "examples", "finetune", "kernels", "pipelines", "tests", "vmonarch")
-SOURCES = {path.resolve() for name in FOLDERS for path in (ROOT / name).rglob("*.py")} - {Path(__file__).resolve()}
-FILES = {
-    file.relative_to(ROOT).as_posix()
-    for top in (*FOLDERS, "docs", ".")
-    for file in (ROOT / top).glob("*" if top == "." else "**/*")
-}
+SOURCES = [ROOT / file for file in FILES if file.endswith(".py") and ROOT / file != Path(__file__).resolve()]
 PAPERS = ("VMonarch", "FlashBias", "Based", "VSA", "DeepSpeed Ulysses", "Train Short, Test Long")
 
 
