@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from vmonarch.configs.methods import AttentionMethod, FullAttention, Parameters
+from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.dense import DenseSet
 from vmonarch.installation import find_transformers, self_attention_modules
 from vmonarch.residuals import Refresh
@@ -116,8 +116,8 @@ def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str
         ValueError: the method asks for more steps than there are.
     """
     steps = len(transformers)
-    dense = DenseSet("dense_steps", getattr(method.parameters, "dense_steps", 0))
-    refresh = Refresh.parse(getattr(method.parameters, "refresh", None))
+    dense = DenseSet("dense_steps", method.options.get("dense_steps", 0))
+    refresh = Refresh.parse(method.options.get("refresh"))
     kinds = []
     # The step in which a transformer has last renewed its residuals, whether they were of use or not.
     made: dict[str, int] = {}
@@ -136,20 +136,19 @@ def step_kinds(method: AttentionMethod, transformers: Sequence[str]) -> list[str
     return kinds
 
 
-def attention_flops(call: TransformerCall, parameters: Parameters, component: str = "transformer") -> int:
+def attention_flops(call: TransformerCall, method: AttentionMethod, component: str = "transformer") -> int:
     """FLOPs of the video's self-attention of all layers in one forward call, without its projections.
 
     Args:
-        parameters: of a method without dense steps.
+        method: without dense steps.
         component: the transformer whose layers of a plan count.
     """
-    if "implementation" in {option.name for option in dataclasses.fields(parameters)}:
+    if "implementation" in method.options:
         # The counter sees torch's own operators only.
-        torch_form: dict[str, Any] = {"implementation": "torch"}
-        parameters = dataclasses.replace(parameters, **torch_form)
+        method = dataclasses.replace(method, options=method.options | {"implementation": "torch"})
     with torch.device("meta"):
         transformer = call.kind.from_config(call.config)
-    parameters.install(_Components(**{component: transformer}))
+    method.install(_Components(**{component: transformer}))
     modules = [module for _, module in self_attention_modules(transformer)]
 
     def attend(*args: Any, **kwargs: Any) -> None:
@@ -184,14 +183,14 @@ def relative_flops(
         transformers: of every denoising step (`transformers_by_step`); a method may compute some with full attention.
     """
     steps = len(transformers)
-    full = attention_flops(call, FullAttention())
+    full = attention_flops(call, resolve_method("full"))
     shares: dict[str, float | None] = {}
     for method in methods:
-        if not (method.parameters.countable and method.stack.predictable):
+        if not (method.countable and method.stack.predictable):
             shares[method.label] = None
             continue
-        parameters = method.parameters.without_dense()
-        sparse = {name: attention_flops(call, parameters, name) for name in dict.fromkeys(transformers)}
+        alone = method.without_dense()
+        sparse = {name: attention_flops(call, alone, name) for name in dict.fromkeys(transformers)}
         work = 0.0
         for kind, name in zip(step_kinds(method, transformers), transformers, strict=True):
             work += full if kind in ("dense", "exact", "kept") else 0

@@ -209,7 +209,7 @@ def warm_up(model: LoadedModel, config: MethodsConfig, batch: Sequence[tuple[str
         steps = config.steps if method.stack.compile else 1
         if steps == 1:
             # The only step may be a dense one, which would warm up nothing of the method.
-            method = dataclasses.replace(method, parameters=method.parameters.without_dense())
+            method = method.without_dense()
         recipes.apply(model.pipe, method, steps=config.steps)
         latents = denoise(model, config, prompts, seeds, steps=steps, progress=title).latents
     assert latents is not None

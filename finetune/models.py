@@ -145,7 +145,7 @@ def load_experts(
     for component, model in parts.items():
         # Full attention at the first steps of sampling has no counterpart here, where every noise level is as likely.
         try:
-            config.attention.parameters.without_dense().install(model)
+            config.attention.without_dense().install(model)
         except (TypeError, ValueError) as error:
             raise InputError("attention", f"{config.attention.label} does not fit {component}: {error}") from error
         if config.lora.rank:

@@ -404,7 +404,7 @@ def _check_settings(config: SamplingConfig, model: ModelFolder) -> None:
         if getattr(config, name) not in (None, ()) and not model.two_stage:
             raise InputError(name, "is for models with two transformers; this one has one")
     for argument, methods in config.attention_methods.items():
-        learnt = [method.label for method in methods if method.parameters.kind == "based"]
+        learnt = [method.label for method in methods if method.processor_name == "based"]
         if learnt and not model.kind.wan:
             raise InputError(argument, f"cannot be {learnt[0]!r}, which is for the Wan family, in a {model.pipeline}")
 
@@ -435,7 +435,7 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
     assert config.steps is not None
     for argument, methods in config.attention_methods.items():
         for method in methods:
-            method.check_video(argument, grid, config.steps, model.layers, reason)
+            method.check_run(argument, grid, config.steps, model.layers, reason)
             try:
                 cache_config(method.stack, config.steps)
             except InputError as error:

@@ -57,7 +57,7 @@ REFINING = "eval/calibrate/refining.py"
 BASED = "based.py"
 ADAPTERS = "adapters.py"
 TRAINED = "finetune/models.py"
-VARIANTS = "variants.py"
+CONTROLS = "eval/controls.py"
 CONTEXT_PARALLEL = "context_parallel.py"
 RESIDUALS = "residuals.py"
 FAMILIES = "families.py"
@@ -257,8 +257,8 @@ BUGS = {
         PLANNING, "shares[chosen[:, head] == method, head].mean()", "shares[chosen[:, head] == method, head][-1]"),
     "planning-spends-what-is-not-there": (PLANNING, "(more <= left + 1e-12)", "(more <= left + 1)"),
     "adapter-of-any-model": (ADAPTERS, "if saved.get(key) != here.get(key)", "if False"),
-    "held-cL-of-the-wrong-sign": (VARIANTS, "_hold(cL, -math.log", "_hold(cL, math.log"),
-    "all-frames-held-but-the-first": (VARIANTS, "[held[:, :, :1], term[:, :, 1:]]", "[term[:, :, :1], held[:, :, 1:]]"),
+    "held-cL-of-the-wrong-sign": (CONTROLS, "_hold(cL, -math.log", "_hold(cL, math.log"),
+    "all-frames-held-but-the-first": (CONTROLS, "[held[:, :, :1], term[:, :, 1:]]", "[term[:, :, :1], held[:, :, 1:]]"),
     "two-resolutions-means-of-masked-keys": (TWO_RESOLUTIONS, "tokens * counts[..., None, None]", "tokens"),
     "two-resolutions-mean-key-counts-once": (
         TWO_RESOLUTIONS, "number.to(q.dtype).log()", "number.clamp(max=1).to(q.dtype).log()"),
@@ -413,7 +413,7 @@ FILE_KEYWORDS = {
     **dict.fromkeys((BIAS_FORWARD, BIAS_BACKWARD, BIAS_OP), "triton"),
     **dict.fromkeys((LINEAR_KERNELS, LINEAR_OP), "the_kernels and taylor-"),
     WINDOW_KERNELS: "the_kernels",
-    VARIANTS: "holds_the_terms",
+    CONTROLS: "holds_the_terms",
     TILE_KERNELS: "the_kernels_compute or equal_ones",
     TILE_OP: "the_kernels_choose",
     LAUNCH: "linear_attention_refuses",
@@ -449,7 +449,7 @@ TESTS = {
     REFINING: ["tests/eval/test_refining.py"],
     BASED: ["tests/processors/test_based.py"],
     ADAPTERS: ["tests/processors/test_adapters.py"],
-    VARIANTS: ["tests/processors/test_variants.py"],
+    CONTROLS: ["tests/eval/test_controls.py"],
     **{file: ["tests/processors/test_context_parallel.py"] for file in (CONTEXT_PARALLEL, PARALLELISM, SPREAD)},
     RESIDUALS: ["tests/processors/test_refresh.py"],
     FORWARD_CONTEXT: ["tests/processors/test_refresh.py", "tests/processors/test_families.py"],
@@ -520,7 +520,7 @@ def test_the_untouched_copy_passes(run_tests, tmp_path):
         BASED,
         ADAPTERS,
     )
-    files += (LOADER, CHECKPOINTS, TRAINER, PLAN, VARIANTS, CONTEXT_PARALLEL, RESIDUALS)
+    files += (LOADER, CHECKPOINTS, TRAINER, PLAN, CONTROLS, CONTEXT_PARALLEL, RESIDUALS)
     slow = {test for file in files for test in TESTS[file]} | {"tests/kernels/test_flash_entropy.py"}
     others = {test for tests in TESTS.values() for test in tests} - slow
     some = "paper or strong-clamp or own-frame or ragged-triton or 7-40-5 or average or copies or missing"

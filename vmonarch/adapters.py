@@ -9,6 +9,7 @@ transformer what must be the same in the one that the file is loaded to.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 
-from vmonarch.based import BasedProcessor
 from vmonarch.files import AtomicFiles
 from vmonarch.installation import (
     CONFIG_ENTRY,
@@ -34,7 +34,8 @@ _ENTRY = "vmonarch_adapter"
 # diffusers' name for the settings of LoRA layers.
 _LORA_ENTRY = "lora_adapter_metadata"
 _LORA_NAME = "vmonarch"
-_PROCESSORS: dict[str, type[VideoAttentionProcessor]] = {"BasedProcessor": BasedProcessor}
+# Where processors that learn are.
+_PROCESSORS = {"BasedProcessor": "vmonarch.based", "ControlProcessor": "vmonarch.eval.controls"}
 # Entries of a transformer's config that decide the shapes of learnt tensors and the meaning of layers.
 _FACTS = ("num_layers", "num_attention_heads", "attention_head_dim", "patch_size", "in_channels", "vace_layers")
 # Options that no parameter depends on, which may differ from those that were saved.
@@ -142,7 +143,8 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
     adapter = read_adapter(path, list(transformers))
     if adapter.processor not in _PROCESSORS:
         raise ValueError(f"{path} is for {adapter.processor}, supported: {', '.join(_PROCESSORS)}")
-    processor = _PROCESSORS[adapter.processor].from_config(adapter.config | options)
+    kind = getattr(importlib.import_module(_PROCESSORS[adapter.processor]), adapter.processor)
+    processor: VideoAttentionProcessor = kind.from_config(adapter.config | options)
     _check_models(adapter, transformers)
     for name, transformer in transformers.items():
         _check_names(adapter, name, _learnt(transformer, bind_all(transformer, processor)), lora=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
 def _frame_indices(name: str, frames: object) -> tuple[int, ...]:
@@ -55,6 +55,21 @@ class ExactBlocks:
             object.__setattr__(self, "band", int(self.band))
         if not isinstance(self.aware, bool):
             raise TypeError(f"ExactBlocks.aware must be True or False, got {self.aware!r}")
+
+    @classmethod
+    def of(cls, exact: Mapping[str, Any]) -> Self:
+        """The pattern that a mapping of the arguments gives.
+
+        Raises:
+            ValueError: it does not fit; the message begins with the option `exact`.
+        """
+        unknown = next((name for name in exact if name not in cls.__dataclass_fields__), None)
+        if unknown is not None:
+            raise ValueError(f"exact.{unknown} is no known key; known: {', '.join(cls.__dataclass_fields__)}")
+        try:
+            return cls(**exact)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"exact must fit: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments that differ from the defaults, as JSON has them."""

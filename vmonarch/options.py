@@ -138,7 +138,7 @@ class VMonarchOptions(Options):
         if self.coarse != 1 and self.num_iterations == 1:
             raise ValueError("coarse pools the keys of all iterations but the last; with num_iterations=1 it must be 1")
         if isinstance(self.exact, Mapping):
-            object.__setattr__(self, "exact", ExactBlocks(**self.exact))
+            object.__setattr__(self, "exact", ExactBlocks.of(self.exact))
         pattern = resolve_exact(self.exact)
         for name in ("row_share", "r_share"):
             check_share(name, getattr(self, name))

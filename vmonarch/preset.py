@@ -37,4 +37,4 @@ def preset_processor(name: str) -> VideoAttentionProcessor:
     """
     from vmonarch.configs.methods import resolve_method
 
-    return resolve_method(name, argument="processor").parameters.processor()
+    return resolve_method(name, argument="processor").processor()

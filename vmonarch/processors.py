@@ -100,6 +100,11 @@ class VMonarchProcessor(VideoAttentionProcessor):
         pooled = options.coarse > 1 or options.row_share < 1 or options.r_share < 1
         return pooled or options.tiles != (1, 1) or self._bias is not None or self.plan is not None
 
+    def check_grid(self, grid: LatentGrid) -> None:
+        for options in [self.options] if self.plan is None else self.plan.methods.values():
+            if options is not None:
+                options.check_grid(grid)
+
     def warn_of_size(self, grid: LatentGrid) -> None:
         if grid.tokens <= _TOO_FEW_TOKENS:
             warnings.warn(

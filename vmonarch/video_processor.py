@@ -137,6 +137,9 @@ class VideoAttentionProcessor:
         check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
         check_heads(config.ulysses_degree, heads)
 
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise ValueError if an option does not fit videos of this latent grid."""
+
     def warn_of_size(self, grid: LatentGrid) -> None:
         """Warn of what a user may not expect of videos of this grid, which the transformer is called with next."""
 

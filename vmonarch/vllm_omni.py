@@ -24,7 +24,7 @@ from vllm_omni.diffusion.config import get_current_diffusion_config_or_none
 from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_context_available
 
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import TwoResolutionAttention, VMonarchAttention, resolve_method
+from vmonarch.configs.methods import resolve_method
 from vmonarch.dense import DenseSet
 from vmonarch.enums import add_member
 from vmonarch.grid import LatentGrid
@@ -74,24 +74,26 @@ class VMonarchBackend(AttentionBackend):
         return None
 
 
-def chosen_method() -> VMonarchAttention | TwoResolutionAttention:
-    """The method that `VMONARCH_METHOD` names, `vmonarch` by default.
+def chosen_method() -> Any:
+    """The processor of the method that `VMONARCH_METHOD` names, `vmonarch` by default.
 
     Raises:
         InputError: an unknown method, one of another kind, or an option that vLLM-Omni does not tell enough for.
     """
     name = os.environ.get(METHOD, "vmonarch")
-    method = resolve_method(name, argument=METHOD).parameters
-    if not isinstance(method, (VMonarchAttention, TwoResolutionAttention)):
-        raise InputError(METHOD, f"must be of the kinds vmonarch or two_resolution, {name} is {method.kind}")
-    if method.refresh is not None:
+    method = resolve_method(name, argument=METHOD)
+    if method.processor_name not in ("vmonarch", "two_resolution"):
+        kinds = "must be of the processors vmonarch or two_resolution"
+        raise InputError(METHOD, f"{kinds}, {name} is of {method.processor_name}")
+    processor: Any = method.processor()
+    if processor.refresh is not None:
         raise InputError(f"{METHOD}.refresh", "must be null: vLLM-Omni does not tell the branch of guidance")
-    if isinstance(method.dense_layers, float):
+    if isinstance(processor.dense_layers, float):
         raise InputError(f"{METHOD}.dense_layers", "must be a count or indices: vLLM-Omni tells no number of layers")
-    for option in ("plan", "reach"):
-        if getattr(method, option, None) is not None:
+    for option in ("plan", "bias"):
+        if getattr(processor, option, None) is not None:
             raise InputError(f"{METHOD}.{option}", "must be null: a rank is not told which heads it has")
-    return method
+    return processor
 
 
 class VMonarchImpl(AttentionImpl):

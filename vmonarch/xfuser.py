@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import FlashBiasAttention, VMonarchAttention, resolve_method
+from vmonarch.configs.methods import resolve_method
 from vmonarch.context_parallel import Share, check_ring
 from vmonarch.dense import DenseSet
 from vmonarch.enums import add_member
@@ -183,10 +183,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _processor(method: str, grid: str | None) -> VideoAttentionProcessor:
-    parameters = resolve_method(method, argument="--attention").parameters
-    if not isinstance(parameters, (VMonarchAttention, FlashBiasAttention)):
-        raise InputError("--attention", f"must be of the kinds vmonarch or flashbias, {method} is {parameters.kind}")
-    processor = parameters.processor()
+    found = resolve_method(method, argument="--attention")
+    if found.processor_name not in ("vmonarch", "flashbias"):
+        processors = "must be of the processors vmonarch or flashbias"
+        raise InputError("--attention", f"{processors}, {method} is of {found.processor_name}")
+    processor = found.processor()
     if grid is not None:
         try:
             processor.grid = LatentGrid.parse([int(size) for size in grid.split(",")], argument="--grid")

@@ -254,7 +254,7 @@ class Row:
         self.turn_s = 0.0
         self.record: dict[str, Any] = {
             "method": method.label,
-            "kind": method.parameters.kind,
+            "kind": method.processor_name,
             "mode": mode,
             "options": method.to_dict(),
         }

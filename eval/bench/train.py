@@ -129,14 +129,14 @@ def ways(
     step = TrainingStep(model.transformer, latents, device, "bf16" if device.type == "cuda" else "fp32")
 
     def run(method: AttentionMethod) -> tuple[torch.Tensor, ...]:
-        method.parameters.install(step.transformer)
+        method.install(step.transformer)
         step()
         return ()
 
     def more(method: AttentionMethod, clock: Clock) -> dict[str, Any]:
         if device.type != "cuda":
             return {}
-        method.parameters.install(step.transformer)
+        method.install(step.transformer)
         return {"memory_bytes": memory(step, device), "kernels": kernels(step)}
 
     # What is computed is attention's own benchmarks' to check: here there is nothing to compare with.

@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, read_document, suggest
-from vmonarch.configs.methods import (
-    AttentionMethod,
-    FirstOrderAttention,
-    TwoResolutionAttention,
-    VMonarchAttention,
-    resolve_method,
-)
+from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.files import AtomicFiles, short_hash
 from vmonarch.options import Options, VMonarchOptions
 from vmonarch.pipelines.config import SamplingConfig
@@ -57,8 +51,8 @@ CANDIDATES = (
     "first-order:parts=[1,2,2]",
     "first-order:parts=[1,4,4]",
 )
-# Kinds of methods that a head can get.
-_KINDS = (VMonarchAttention, TwoResolutionAttention, FirstOrderAttention)
+# Of methods that a head can get.
+_PROCESSORS = ("vmonarch", "two_resolution", "first_order")
 
 
 @dataclass(frozen=True)
@@ -215,22 +209,20 @@ class CalibrateConfig(SamplingConfig):
 
 def _candidate(spec: Any) -> AttentionMethod:
     method = spec if isinstance(spec, AttentionMethod) else resolve_method(spec, argument="candidates")
-    parameters = method.parameters
-    if not isinstance(parameters, _KINDS):
-        known = " or ".join(kind.kind for kind in _KINDS)
-        raise InputError("candidates", f"must be of kind {known}, got {method.label!r} of kind {parameters.kind}")
-    if not parameters.countable:
+    if method.processor_name not in _PROCESSORS:
+        known, got = " or ".join(_PROCESSORS), f"{method.label!r} of {method.processor_name}"
+        raise InputError("candidates", f"must be of the processors {known}, got {got}")
+    if not method.countable:
         raise InputError("candidates", f"must have work that is known beforehand, but {method.label!r} sets beta")
-    plain = type(parameters)()
-    for name in ("reach", "plan", "dense_steps", "dense_layers", "refresh"):
-        if getattr(parameters, name, None) != getattr(plain, name, None):
+    for name in ("bias", "plan", "dense_steps", "dense_layers", "refresh"):
+        if method.options.get(name) not in (None, 0, []):
             raise InputError("candidates", f"must leave {name} alone, but {method.label!r} sets it")
     return method
 
 
 def _options(method: AttentionMethod) -> Options:
-    assert isinstance(method.parameters, _KINDS)
-    return method.parameters.options
+    options: Options = method.processor().options  # type: ignore[attr-defined]
+    return options
 
 
 def parse_maps(maps: Sequence[str]) -> tuple[tuple[int, int], ...]:

@@ -67,7 +67,7 @@ def study() -> dict[str, Any]:
     record: dict[str, Any] = {"differences": {}, "refused": {}}
     for name, step in CASES.items():
         os.environ["VMONARCH_METHOD"] = name
-        method: Any = resolve_method(name).parameters
+        method: Any = resolve_method(name).processor()
         dense_step = _among(method.dense_steps, step)
         found = []
         for layer, (*inputs, out) in enumerate(omni.run("VMONARCH", step)):

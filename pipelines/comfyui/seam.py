@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import OLD_METHODS, TwoResolutionAttention, VMonarchAttention, resolve_method
+from vmonarch.configs.methods import OLD_METHODS, resolve_method
 from vmonarch.dense import DenseSet
 from vmonarch.forward_context import ForwardContext
 from vmonarch.grid import LatentGrid
@@ -216,7 +216,7 @@ class Settings:
         """When attention is exact and renews the residuals; None if there are none."""
         steps: Any = self.refresh.strip()
         if not steps:
-            steps = resolve_method(self.preset).parameters.refresh  # type: ignore[union-attr]
+            steps = resolve_method(self.preset).options["refresh"]
         else:
             steps = None if steps == "none" else parse_steps(steps)
         try:
@@ -231,10 +231,8 @@ class Settings:
             InputError: there is no such plan.
         """
         name: dict[str, Any] = {"name": "vmonarch", "plan": self.plan} if self.plan else {"name": self.preset}
-        parameters = resolve_method(name).parameters
-        assert isinstance(parameters, (VMonarchAttention, TwoResolutionAttention))
         # Residuals are shared here, not by the processor, which would look for a pipeline of diffusers.
-        return dataclasses.replace(parameters, refresh=None).processor()
+        return resolve_method(name | {"refresh": None}).processor()
 
 
 class _Heads(NamedTuple):

@@ -86,10 +86,10 @@ GENERATE = {
     "unknown attention parameter": (["attention.iterations=3"], ["attention.iterations", "known", "num_iterations"]),
     "attention parameter of another type": (
         ["attention.num_iterations=two"],
-        ["attention.num_iterations", "an integer"],
+        ["attention.num_iterations", "a positive integer"],
     ),
     "no iterations": (["attention.num_iterations=0"], ["attention.num_iterations", "at least 1"]),
-    "parameters for full": (["attention=full", "attention.coarse=2"], ["attention.coarse", "no parameters"]),
+    "parameters for full": (["attention=full", "attention.coarse=2"], ["attention.coarse", "known: none"]),
     "unknown exact": (["attention.exact=first"], ["attention.exact", "first_frame", "rows"]),
     "unknown part of exact": (["attention.exact.bands=1"], ["exact.bands", "known", "band"]),
     "negative band": (["attention.exact.band=-1"], ["attention.exact", "at least 0"]),
@@ -197,7 +197,7 @@ CALIBRATE = {
     "work and time": (["p", "--time", "1", "--flops", "1"], ["flops and time exclude each other"]),
     "another kind": (
         ["p", "--candidates", "full"],
-        ["candidates must be of kind vmonarch or two_resolution or first_order, got 'full'"],
+        ["candidates must be of the processors vmonarch or two_resolution or first_order, got 'full' of full"],
     ),
     "work that depends on data": (
         ["p", "--candidates", "two-resolution:share=null,beta=1.0"],
@@ -333,7 +333,7 @@ def test_usage_errors(
 def test_the_environment_is_out_of_reach(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HIDDEN_STEPS", "3")
     for override in ("steps=${oc.env:HIDDEN_STEPS}", "attention.coarse=${oc.env:HIDDEN_STEPS}"):
-        assert_refused(cli("generate", PROMPT, override), 2, ["an integer", "HIDDEN_STEPS"])
+        assert_refused(cli("generate", PROMPT, override), 2, ["integer", "HIDDEN_STEPS"])
 
 
 WORDS = ["a", "red", "circle", "moving", "right"]

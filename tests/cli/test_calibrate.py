@@ -141,7 +141,7 @@ def test_a_plan_outlives_a_report_that_cannot_be_written(cli, monkeypatch):
 
 def test_candidates_are_what_their_methods_change():
     config = CalibrateConfig(prompts=("p",), candidates=CANDIDATES)
-    found = [method_dict(method.parameters.options) for method in config.candidates]
+    found = [method_dict(method.processor().options) for method in config.candidates]
     half = {"coarse": 2, "last_l_update": False}
     assert found[:3] == [{"num_iterations": 1, "exact": None}, half | {"exact": None}, {"exact": None}]
     assert found[3:6] == [half | {"row_share": 0.25}, {"num_iterations": 1}, {"coarse": 2, "row_share": 0.25}]

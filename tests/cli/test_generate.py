@@ -542,7 +542,7 @@ def test_another_method_drops_the_parameters_of_the_one_below() -> None:
     below = {"attention": {"name": "vmonarch", "num_iterations": 4}}
     assert build_config(GenerateConfig, below, {"attention": "full"}).attention.label == "full"
     merged = build_config(GenerateConfig, below, {"attention": {"coarse": 2}}).attention
-    assert (merged.parameters.num_iterations, merged.parameters.coarse) == (4, 2)
+    assert (merged.options["num_iterations"], merged.options["coarse"]) == (4, 2)
     assert merged.label == "vmonarch:num_iterations=4,coarse=2"
 
 

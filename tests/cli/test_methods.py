@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from vmonarch.configs import FOLDER, InputError, build, preset_names, read_yaml
-from vmonarch.configs.methods import VMonarchAttention, method_names, resolve_method
+from vmonarch import BasedProcessor, VMonarchProcessor
+from vmonarch.configs import FOLDER, InputError, preset_names, read_yaml
+from vmonarch.configs.methods import method_names, resolve_method
 from vmonarch.eval.calibrate.run import CalibrateConfig
 from vmonarch.eval.compare import CompareConfig
 from vmonarch.eval.evaluate import EvalConfig
@@ -33,32 +34,18 @@ def pipe(tiny_model: Path):
 
 @pytest.mark.parametrize("name", method_names())
 def test_every_method_installs_what_it_says(name: str, pipe, shipped_adapter: Path) -> None:
-    from vmonarch import (
-        BasedProcessor,
-        ExactBlocks,
-        FirstOrderProcessor,
-        FlashBiasProcessor,
-        TwoResolutionProcessor,
-        VMonarchProcessor,
-    )
-    from vmonarch.variants import VARIANTS, VariantProcessor
-
     method = resolve_method(name)
     assert method.label == method.name == name and resolve_method(method.to_dict()) == method
     method.install(pipe)
-    processor = pipe.transformer.blocks[0].attn1.processor
-    kinds = {"full": (), "vmonarch": VMonarchProcessor, "flashbias": FlashBiasProcessor, "based": BasedProcessor}
-    kinds |= dict.fromkeys(VARIANTS, VariantProcessor)
-    kinds |= dict.fromkeys(("two_resolution", "block_topk"), TwoResolutionProcessor)
-    kinds["first_order"] = FirstOrderProcessor
-    kind = method.parameters.kind
-    assert isinstance(processor, kinds[kind] or type(pipe.transformer.blocks[0].attn2.processor))
-    assert (kind == "full") != isinstance(processor, tuple(filter(None, kinds.values())))
-    assert (kind == "based") == any(".lora_" in key for key in pipe.transformer.state_dict())
-    if isinstance(method.parameters, VMonarchAttention):
-        assert processor.num_iterations == method.parameters.num_iterations
-        exact = method.parameters.exact
-        assert processor.exact == (ExactBlocks(**exact) if isinstance(exact, dict) else exact)
+    block = pipe.transformer.blocks[0]
+    processor = block.attn1.processor
+    assert (method.processor_name == "based") == any(".lora_" in key for key in pipe.transformer.state_dict())
+    if method.processor_name == "full":
+        assert type(processor) is type(block.attn2.processor)
+    elif method.processor_name == "based":
+        assert isinstance(processor, BasedProcessor)
+    else:
+        assert type(processor) is type(method.processor()) and processor.config == method.processor().config
 
 
 def test_the_names_mean_what_they_say() -> None:
@@ -68,35 +55,54 @@ def test_the_names_mean_what_they_say() -> None:
     assert resolve_method("vmonarch-band1").to_dict()["exact"] == {"band": 1}
 
 
-def test_parameters_in_the_name() -> None:
+def test_options_in_the_name() -> None:
     method = resolve_method("vmonarch:num_iterations=3,tiles=[2, 2],exact={band: 1},dense_steps=0.25")
-    expected = VMonarchAttention(num_iterations=3, tiles=(2, 2), exact={"band": 1}, dense_steps=0.25)
-    assert method.parameters == expected and method.name == "vmonarch"
+    expected = VMonarchProcessor(num_iterations=3, tiles=(2, 2), exact={"band": 1}, dense_steps=0.25)
+    assert method.processor().config == expected.config and method.name == "vmonarch"
     assert method.label.startswith("vmonarch:") and resolve_method("vmonarch:").label == "vmonarch"
 
 
-def test_a_bias_falls_off_over_the_reach(pipe) -> None:
-    for spec, kind in (("flashbias:reach=[4, 8, 8]", "flashbias"), ("vmonarch:reach=[4, 8, 8]", "vmonarch")):
-        method = resolve_method(spec)
-        assert method.parameters.kind == kind and tuple(method.parameters.reach) == REACH
-        method.install(pipe)
-        decay = pipe.transformer.blocks[0].attn1.processor.bias.decay
-        assert decay.tolist() == [[reach**-2 for reach in REACH]]
-        assert resolve_method(method.to_dict()) == method
+@pytest.mark.parametrize("spec", ["flashbias:bias.reach=[4, 8, 8]", "vmonarch:bias.reach=[4, 8, 8]"])
+def test_a_bias_falls_off_over_the_reach(pipe, spec: str) -> None:
+    method = resolve_method(spec)
+    method.install(pipe)
+    decay = pipe.transformer.blocks[0].attn1.processor.bias.decay
+    assert decay.tolist() == [[reach**-2 for reach in REACH]]
+    assert resolve_method(method.to_dict()) == method
 
 
-def test_options_that_are_gone_are_read_where_they_changed_nothing() -> None:
-    method = resolve_method("vmonarch-t3")
-    assert resolve_method(method.to_dict() | {"parallel_by": "heads"}) == method
-    with pytest.raises(InputError, match="^attention.parallel_by is gone, got 'frames': ranks always share heads"):
+# What records, and users' YAML, had until 2026-11-28.
+OF_ALL = {"dense_steps": 0, "dense_layers": 0, "refresh": None}
+OF_VMONARCH = {"kind": "vmonarch", "reach": None, "plan": None, "plan_sha256": None, "parallel_by": "heads", **OF_ALL}
+OLD_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
+    "vmonarch": ({"name": "vmonarch", **OF_VMONARCH}, "vmonarch"),
+    "bias": ({"name": "vmonarch", **OF_VMONARCH, "reach": (4.0, 8.0, 8.0)}, "vmonarch:bias.reach=[4.0,8.0,8.0]"),
+    "cubes": (
+        {"name": "block-topk", "kind": "block_topk", "sparsity": 0.7, "cube": (2, 2, 2), **OF_ALL},
+        "block-topk:share=0.3,tile=[2,2,2],query_tile=[2,2,2]",
+    ),
+    "control": ({"name": "local", "kind": "local", "exact": {"band": 2}, **OF_ALL}, "local:exact.band=2"),
+    "in-a-word": ({"name": "flashbias", "reach": [4.0, 8.0, 8.0]}, "flashbias:bias.reach=[4.0,8.0,8.0]"),
+}
+
+
+@pytest.mark.parametrize("case", OLD_ENTRIES)
+def test_old_entries_are_read(case: str) -> None:
+    old, now = OLD_ENTRIES[case]
+    assert resolve_method(old).processor().config == resolve_method(now).processor().config
+
+
+def test_what_is_gone_is_told() -> None:
+    with pytest.raises(InputError, match="attention.parallel_by is gone, got 'frames': ranks always share heads"):
         resolve_method("vmonarch:parallel_by=frames")
     with pytest.raises(InputError, match="^recipe.batch_guidance is gone, got True: guidance takes two"):
         resolve_method("stack-fast:batch_guidance=true", argument="recipe", recipes=True)
 
 
 def test_the_warm_up_runs_the_method_itself() -> None:
-    method = resolve_method("vmonarch:dense_steps=5,num_iterations=3").parameters
-    assert method.without_dense() == VMonarchAttention(num_iterations=3)
+    method = resolve_method("near-lossless:dense_steps=5,num_iterations=3")
+    alone = resolve_method("near-lossless:refresh=null,num_iterations=3")
+    assert method.without_dense().options == alone.options
 
 
 # What the commands make of the presets in each folder of `configs/`. (Those in `plans/` are JSON: see test_plan.py.)
@@ -132,15 +138,22 @@ def test_every_shipped_yaml_says_what_it_is_for() -> None:
         assert path.read_text(encoding="utf-8").startswith("# "), path
 
 
-def test_build_checks_types() -> None:
-    assert build(VMonarchAttention, {"min_mass": 1}).min_mass == 1.0
-    for values in (
-        {"coarse": "1.5"},
-        {"coarse": None},
-        {"coarse": True},
-        {"tiles": [1]},
-        {"tiles": 2},
-        {"coarse": "???"},
-    ):
-        with pytest.raises(InputError, match=next(iter(values))):
-            build(VMonarchAttention, values)
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("coarse=1.5", "coarse must be a positive integer, got 1.5"),
+        ('coarse="???"', "coarse must be a positive integer, got '"),
+        ("tiles=[1]", "tiles must be a pair"),
+        ("exact.bnd=1", "exact.bnd is no known key; known: rows, columns, band, aware"),
+        ("exact.band=-1", "exact must fit: ExactBlocks.band must be at least 0"),
+        ("refesh=3", "refesh is no known key .did you mean refresh"),
+        ("refresh.dtype=int8", "refresh must have steps"),
+        ("bias.reach=[0,1,1]", "bias.reach must be three numbers above 0"),
+        ("plan=nowhere.json", "plan nowhere.json cannot be read"),
+        ("implementation=cuda", "implementation must be one of"),
+        ("processor=based", "processor must be 'vmonarch' here, got 'based'"),
+    ],
+)
+def test_an_option_that_the_processor_refuses_is_named(options: str, problem: str) -> None:
+    with pytest.raises(InputError, match=f"^attention.{problem}"):
+        resolve_method(f"vmonarch:{options}")

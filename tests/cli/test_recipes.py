@@ -65,7 +65,7 @@ def test_every_recipe_is_written_and_read_back(name: str) -> None:
     assert recipe.name == recipe.label == name and recipe.stack
     assert resolve(recipe.to_dict()) == recipe
     plain = resolve(f"{name}:attention=full,cache=null")
-    assert (plain.parameters.kind, plain.stack.cache) == ("full", None)
+    assert (plain.processor_name, plain.stack.cache) == ("full", None)
     assert resolve({"name": name, "cache": {"kind": "sea"}}).stack.cache == {"kind": "sea"}
 
 

@@ -74,7 +74,7 @@ def test_overrides_lie_over_the_file_key_by_key():
     below = {**DATA, "attention": "vmonarch-t3", "optimizer": {"clip": 2.0, "warmup": 5}}
     config = finetune_config(below, {"optimizer": {"clip": 3}}, {"attention": {"coarse": 2}}, {"data": {"workers": 0}})
     assert (config.optimizer.clip, config.optimizer.warmup) == (3.0, 5)
-    assert config.attention.name == "vmonarch-t3" and config.attention.parameters.coarse == 2
+    assert config.attention.name == "vmonarch-t3" and config.attention.options["coarse"] == 2
     assert config.data.path == "clips" and config.data.workers == 0
 
 

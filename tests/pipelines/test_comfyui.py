@@ -308,9 +308,9 @@ def test_there_are_fewer_steps_than_refresh_asks_for():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_the_named_methods(preset):
-    settings, method = Settings(preset=preset, residuals="bfloat16"), resolve_method(preset).parameters
+    settings, method = Settings(preset=preset, residuals="bfloat16"), resolve_method(preset).processor()
     assert settings.processor().options == method.options
-    expected = None if method.refresh is None else Refresh(method.refresh, dtype="bfloat16")
+    expected = None if method.refresh is None else Refresh(method.refresh.steps, dtype="bfloat16")
     assert settings.sharing() == expected and (expected is not None) == (preset in ("near-lossless", "fast"))
     assert Settings(preset=preset, refresh="none").sharing() is None
 

@@ -242,14 +242,14 @@ def test_a_plan_is_a_method_of_the_command_line(tmp_path, tiny):
     pipe = tiny.pipeline("t2v")
     method.install(pipe)
     assert pipe.transformer.blocks[0].attn1.processor.plan.layers["transformer"][0] == ("t1", "full")
-    assert resolve_method(method.to_dict()).parameters == method.parameters
+    assert resolve_method(method.to_dict()) == method
     plan_of(["t1", "t1"], ["own", "own"]).save(path)
     with pytest.raises(InputError, match="plan .* is not the file that it was"):
         resolve_method(method.to_dict())
-    with pytest.raises(InputError, match="plan .* cannot be used"):
+    with pytest.raises(InputError, match="plan .* cannot be read"):
         resolve_method("vmonarch:plan=nowhere.json")
     with pytest.raises(InputError, match="coarse must be left at 1 with a plan"):
-        resolve_method(f"vmonarch:plan={path},coarse=2").install(pipe)
+        resolve_method(f"vmonarch:plan={path},coarse=2")
 
 
 def test_compiled_blocks_share_graphs_however_many_layers_differ(tiny, dynamo):

@@ -21,7 +21,7 @@ def test_apply_is_near_lossless_and_takes_names(tiny):
     assert next(iter(vmonarch.presets())) == "near-lossless"
     for name, line in vmonarch.presets().items():
         found = vmonarch.apply(pipe, name).processor
-        assert "\n" not in line and found.config == resolve_method(name).parameters.processor().config
+        assert "\n" not in line and found.config == resolve_method(name).processor().config
     assert vmonarch.apply(pipe, "fast").processor.config == FAST.config
     vmonarch.apply(pipe, "fast:refresh=3")
     by_name = tiny.quickly(pipe, 4)

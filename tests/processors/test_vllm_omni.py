@@ -164,11 +164,12 @@ def test_dense_layers_and_steps_are_left_to_their_own_backend(omni, monkeypatch,
     ("method", "message"),
     [
         ("vmonark", "VMONARCH_METHOD must be one of"),
-        ("flashbias", "must be of the kinds vmonarch or two_resolution, flashbias is flashbias"),
+        ("flashbias", "must be of the processors vmonarch or two_resolution, flashbias is of flashbias"),
         ("near-lossless", "refresh must be null: vLLM-Omni does not tell the branch of guidance"),
         ("vmonarch:dense_layers=0.5", "dense_layers must be a count or indices"),
         ("vmonarch:plan=embedded-1.00", "plan must be null"),
-        ("vmonarch:reach=[1,2,2]", "reach must be null"),
+        ("vmonarch:reach=[1,2,2]", "bias must be null"),
+        ("vmonarch:parallel_by=frames", "parallel_by is gone"),
     ],
 )
 def test_a_method_that_is_not_told_enough_is_refused_before_a_model_is_built(omni, monkeypatch, method, message):

@@ -156,7 +156,7 @@ MISTAKES = {
     "--ring-degree=2": "ring_degree=2 is not supported",
     "--attention_backend flash_3": "--attention_backend must be vmonarch",
     "--use_hybrid_attn_schedule --hybrid_attn_schedule sdpa,sdpa": "must be vmonarch",
-    "--attention full": "--attention must be of the kinds vmonarch or flashbias, full is full",
+    "--attention full": "--attention must be of the processors vmonarch or flashbias, full is of full",
     "--attention vmonark": "--attention must be one of",
     "--attention vmonarch:coarse=0": "coarse must be at least 1",
     "--attention vmonarch:dense_steps=2": "dense_steps must be 0 in a backend of xfuser",

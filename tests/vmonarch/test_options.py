@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from vmonarch import ExactBlocks, LatentGrid, VMonarchOptions, VMonarchProcessor, vmonarch_attention
-from vmonarch.configs.methods import VMonarchAttention
 from vmonarch.kernels.monarch.call import MonarchCall
 from vmonarch.kernels.monarch.op import _decode, _encode
 from vmonarch.kernels.monarch.places import grid_places
@@ -40,7 +39,7 @@ def test_named_options_and_the_object_are_the_same():
 
 def test_signatures_name_every_option():
     defaults = {field.name: field.default for field in OPTION_FIELDS}
-    for takes in (vmonarch_attention, VMonarchProcessor, VMonarchAttention):
+    for takes in (vmonarch_attention, VMonarchProcessor):
         parameters = inspect.signature(takes).parameters
         assert {name: parameters[name].default for name in defaults} == defaults
         assert all(entry.kind is not entry.VAR_KEYWORD for entry in parameters.values())

@@ -148,11 +148,16 @@ class SpatioTemporalDecay(torch.nn.Module):
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> SpatioTemporalDecay:
-        """The bias of a `config`.
+        """The bias of a `config`, or of a mapping of the arguments, such as `{"reach": (16, 64, 64)}`.
 
         Raises:
-            ValueError: it is the config of something else.
+            TypeError, ValueError: it is something else.
         """
+        if config and set(config) <= {"heads", "reach"}:
+            try:
+                return cls(**config)  # type: ignore[arg-type]
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"bias.{error}") from error
         decay = torch.as_tensor(config.get("decay", ()), dtype=torch.float32)
         if config.get("kind") != cls.KIND or set(config) != {"kind", "decay"} or decay.shape[1:] != (3,):
             wanted = f'{{"kind": "{cls.KIND}", "decay": [H lists of three numbers]}}'

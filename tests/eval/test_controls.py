@@ -1,37 +1,37 @@
-"""Variants for the ablation tables against maps of all pairs, built in float64; methods that carry them; their work."""
+"""Controls against maps of all pairs, built in float64; methods that carry them; their work; those that learn."""
 
+import copy
 import itertools
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 
-from vmonarch import ExactBlocks, LatentGrid, TwoResolutionProcessor, vmonarch_attention
+import vmonarch
+from vmonarch import ExactBlocks, LatentGrid, vmonarch_attention
 from vmonarch.configs import InputError
-from vmonarch.configs.methods import KINDS, resolve_method
+from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import recorded_call, relative_flops
+from vmonarch.eval.controls import CONTROLS, FIXED, ControlProcessor
 from vmonarch.flops import full_flops, vmonarch_flops
+from vmonarch.installation import self_attention_modules
 from vmonarch.pipelines.embedded import embedded_model_path
-from vmonarch.variants import (
-    FIXED,
-    VariantProcessor,
-    controlled_attention,
-    factorised_attention,
-    local_attention,
-    sink_average_attention,
-)
-
-by_grid = pytest.mark.parametrize("grid", [(3, 2, 5), (5, 7, 3), (1, 3, 2)], ids=lambda g: "x".join(map(str, g)))
+from vmonarch.projections import project
 
 
-def qkv(grid, *, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
+def qkv(grid, *, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
     size = (2, math.prod(grid), 3, 8)
     query, key, value = (1.5 * torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(3))
     # A first frame that draws attention, so that its mass and entropy differ from the others'.
     key[:, : grid[1] * grid[2]] *= 2
     return query.to(dtype), key.to(dtype), value[..., :5].contiguous().to(dtype)
+
+
+def attend(control, q, k, v, grid, **options):
+    return ControlProcessor(control, **options).attend(q, k, v, LatentGrid(*grid))
 
 
 def per_head(attention_map, q, k, v):
@@ -86,41 +86,46 @@ def with_exact_first_frame(out, q, k, v, grid):
     return torch.cat([exact[:, :first], out[:, first:]], 1)
 
 
-# ------------------------------------------------------------------------------------------------------ the paper's
-
-
-@by_grid
-@pytest.mark.parametrize("iterations", [1, 2, 3])
-@pytest.mark.parametrize(("recompute", "exact"), [(False, None), (True, "first_frame")])
-def test_without_control_it_is_vmonarch_attention(grid, iterations, recompute, exact):
-    q, k, v = qkv(grid)
-    out = controlled_attention(q, k, v, grid=grid, num_iterations=iterations, recompute=recompute)
-    expected = vmonarch_attention(q, k, v, grid=grid, num_iterations=iterations, exact=exact, implementation="torch")
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-
-
-@by_grid
-@pytest.mark.parametrize("iterations", [1, 2, 3])
-@pytest.mark.parametrize("fix_cr", FIXED)
-@pytest.mark.parametrize("fix_cl", FIXED)
+# All pairs of grid, iterations, cR and cL.
+@pytest.mark.parametrize(
+    ("grid", "iterations", "fix_cr", "fix_cl"),
+    [
+        ((3, 2, 5), 1, "none", "first"),
+        ((3, 2, 5), 2, "all", "none"),
+        ((3, 2, 5), 3, "first", "all"),
+        ((5, 7, 3), 1, "first", "none"),
+        ((5, 7, 3), 2, "none", "all"),
+        ((5, 7, 3), 3, "all", "first"),
+        ((1, 3, 2), 1, "all", "all"),
+        ((1, 3, 2), 2, "first", "first"),
+        ((1, 3, 2), 3, "none", "none"),
+    ],
+    ids=str,
+)
 def test_control_holds_the_terms_of_the_frames_it_names(grid, iterations, fix_cr, fix_cl):
     q, k, v = qkv(grid)
-    options = {"num_iterations": iterations, "fix_cr": fix_cr, "fix_cl": fix_cl, "min_mass": 0.02}
     time, row, column = coordinates(grid)
     held = {"none": (), "first": (0,), "all": range(grid[0])}
-    oracle = monarch_map(
-        time, row * grid[2] + column, iterations, held_cR=held[fix_cr], held_cL=held[fix_cl], clamp=0.02
-    )
-    torch.testing.assert_close(
-        controlled_attention(q, k, v, grid=grid, **options), per_head(oracle, q, k, v), rtol=0, atol=1e-12
-    )
+    terms = dict(held_cR=held[fix_cr], held_cL=held[fix_cl], clamp=0.02)
+    oracle = monarch_map(time, row * grid[2] + column, iterations, **terms)
+    options = dict(num_iterations=iterations, fix_cr=fix_cr, fix_cl=fix_cl, min_mass=0.02)
+    out = attend("controlled", q, k, v, grid, **options)
+    torch.testing.assert_close(out, per_head(oracle, q, k, v), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("recompute", "exact"), [(False, None), (True, "first_frame")])
+def test_without_control_it_is_vmonarch_attention(recompute, exact):
+    grid = (5, 7, 3)
+    q, k, v = qkv(grid)
+    expected = vmonarch_attention(q, k, v, grid=grid, exact=exact, implementation="torch")
+    torch.testing.assert_close(attend("controlled", q, k, v, grid, recompute=recompute), expected, rtol=0, atol=1e-12)
 
 
 def test_every_control_differs_with_two_iterations_and_that_of_cR_is_none_with_one():
     grid = (4, 3, 3)
     q, k, v = qkv(grid)
     outs = {
-        (n, cR, cL): controlled_attention(q, k, v, grid=grid, num_iterations=n, fix_cr=cR, fix_cl=cL)
+        (n, cR, cL): attend("controlled", q, k, v, grid, num_iterations=n, fix_cr=cR, fix_cl=cL)
         for n, cR, cL in itertools.product((1, 2), FIXED, FIXED)
     }
     for (one, a), (two, b) in itertools.combinations(outs.items(), 2):
@@ -129,19 +134,18 @@ def test_every_control_differs_with_two_iterations_and_that_of_cR_is_none_with_o
         assert ((a - b).abs().max() < 1e-12) == same, (one, two)
 
 
-@by_grid
+@pytest.mark.parametrize("grid", [(5, 7, 3), (1, 3, 2)], ids=str)
 def test_the_sink_average_is_the_mean_of_two_maps(grid):
     q, k, v = qkv(grid)
     time, row, column = coordinates(grid)
     monarch = per_head(monarch_map(time, row * grid[2] + column, 2), q, k, v)
     sink = per_head(masked((time == 0).expand(len(time), -1)), q, k, v)
-    out = sink_average_attention(q, k, v, grid=grid)
-    torch.testing.assert_close(out, (monarch + sink) / 2, rtol=0, atol=1e-12)
+    torch.testing.assert_close(attend("sink_average", q, k, v, grid), (monarch + sink) / 2, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("grid", [(5, 7, 3), (4, 8, 4), (7, 5, 11)], ids=lambda g: "x".join(map(str, g)))
-@pytest.mark.parametrize("axis", ["T", "H", "W"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("grid", "axis", "recompute"), [((5, 7, 3), "T", True), ((4, 8, 4), "H", False), ((7, 5, 11), "W", True)], ids=str
+)
 def test_factors_along_another_axis_are_a_monarch_map_of_permuted_tokens(grid, axis, recompute):
     q, k, v = qkv(grid)
     blocks = 3
@@ -157,83 +161,62 @@ def test_factors_along_another_axis_are_a_monarch_map_of_permuted_tokens(grid, a
     expected = per_head(monarch_map(block, position, 2), q, k, v)
     if recompute:
         expected = with_exact_first_frame(expected, q, k, v, grid)
-    out = factorised_attention(q, k, v, grid=grid, axis=axis, blocks=blocks, recompute=recompute)
+    out = attend("factorised", q, k, v, grid, axis=axis, blocks=blocks, recompute=recompute)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
-# -------------------------------------------------------------------------------------------------------- controls
-
-
-@by_grid
 @pytest.mark.parametrize(
     "pattern",
-    [ExactBlocks(band=0), ExactBlocks(band=1, columns=(0,)), ExactBlocks(columns=(0,)), ExactBlocks(band=0, rows=(0,))],
-    ids=["own", "band and first", "first", "own and first row"],
+    [dict(band=0), dict(band=1, columns=(0,)), dict(columns=(0,)), dict(band=0, rows=(0,)), dict(band=5)],
+    ids=["own", "band and first", "first", "own and first row", "all"],
 )
-def test_local_attention_is_softmax_over_the_pattern(grid, pattern):
+def test_local_attention_is_softmax_over_the_pattern(pattern):
+    grid = (5, 7, 3)
     q, k, v = qkv(grid)
     time = coordinates(grid)[0]
-    apart = (time[:, None] - time[None, :]).abs()
-    allowed = apart <= (-1 if pattern.band is None else pattern.band)
-    if pattern.columns:
+    allowed = (time[:, None] - time[None, :]).abs() <= pattern.get("band", -1)
+    if "columns" in pattern:
         allowed = allowed | (time == 0)[None, :]
-    if pattern.rows:
+    if "rows" in pattern:
         allowed = allowed | (time == 0)[:, None]
-    out = local_attention(q, k, v, grid=grid, exact=pattern)
+    out = attend("local", q, k, v, grid, exact=ExactBlocks(**pattern))
     torch.testing.assert_close(out, per_head(masked(allowed), q, k, v), rtol=0, atol=1e-12)
 
 
-def test_local_attention_refuses_frames_without_keys():
-    with pytest.raises(ValueError, match="frame 1 has none"):
-        local_attention(*qkv((3, 2, 2)), grid=(3, 2, 2), exact=ExactBlocks(rows=(0,)))
-
-
-@by_grid
-def test_a_local_band_of_all_frames_is_softmax(grid):
-    q, k, v = qkv(grid)
-    exact = per_head(masked(torch.ones(q.shape[1], q.shape[1], dtype=torch.bool)), q, k, v)
-    out = local_attention(q, k, v, grid=grid, exact=ExactBlocks(band=grid[0]))
-    torch.testing.assert_close(out, exact, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(
-    "function",
+    ("control", "options"),
     [
-        lambda *x, **o: controlled_attention(*x, fix_cr="first", fix_cl="first", recompute=True, **o),
-        sink_average_attention,
-        lambda *x, **o: factorised_attention(*x, axis="W", blocks=2, **o),
-        lambda *x, **o: local_attention(*x, exact=ExactBlocks(band=1), **o),
+        ("controlled", dict(fix_cr="first", fix_cl="first", recompute=True)),
+        ("sink_average", {}),
+        ("factorised", dict(axis="W", blocks=2)),
+        ("local", {}),
     ],
-    ids=["controlled", "sink average", "factorised", "local"],
 )
-def test_sums_are_in_float32_and_the_result_in_the_dtype_of_the_query(function):
+def test_sums_are_in_float32_and_the_result_in_the_dtype_of_the_query(control, options):
     grid = (5, 4, 3)
     low = qkv(grid, dtype=torch.bfloat16)
     # float32 inside: nothing but the last rounding is of bfloat16.
-    exact = function(*(x.double() for x in low), grid=grid)
-    out = function(*low, grid=grid)
+    exact = attend(control, *(x.double() for x in low), grid, **options)
+    out = attend(control, *low, grid, **options)
     assert out.dtype == torch.bfloat16 and out.shape == (2, 60, 3, 5)
     assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
-    with pytest.raises(ValueError, match="grid"):
-        function(*low, grid=(5, 4, 4))
 
 
-# --------------------------------------------------------------------------------------------------------- methods
+# --- Methods ---
 
 NAMES = {
     "controlled": "vmonarch-controlled:fix_cr=all,fix_cl=first,recompute=true",
     "sink_average": "vmonarch-sink-average",
     "factorised": "monarch-w4:blocks=2",
     "local": "local",
-    "block_topk": "block-topk:cube=[2, 2, 2],sparsity=0.5",
-    "two_resolution": "two-resolution:tile=[1, 2, 2],share=null,beta=1.5",
+    "none": "reuse:refresh=null",
+    "vsa": "vsa:tile=[2,2,2],query_tile=[2,2,2],share=0.5",
+    "sla": "sla:share=0.5",
 }
 
 
 @pytest.fixture(scope="module")
 def transformer():
-    from diffusers import WanTransformer3DModel
-
     return WanTransformer3DModel.from_pretrained(embedded_model_path() / "transformer").eval()
 
 
@@ -245,18 +228,16 @@ def forward(transformer):
         return transformer(latents, torch.tensor([500.0]), text, return_dict=False)[0]
 
 
-@pytest.mark.parametrize("kind", NAMES)
-def test_a_method_runs_its_variant_in_every_layer_and_goes_away(transformer, kind):
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_method_runs_its_control_in_every_layer_and_goes_away(transformer, control):
     before = forward(transformer)
-    method = resolve_method(NAMES[kind])
-    assert isinstance(method.parameters, KINDS[kind]) and resolve_method(method.to_dict()) == method
-    assert method.parameters.without_dense() == method.parameters
+    method = resolve_method(NAMES[control])
+    assert resolve_method(method.to_dict()) == method
     method.install(transformer)
     processors = [block.attn1.processor for block in transformer.blocks]
-    if kind in ("block_topk", "two_resolution"):
-        assert all(isinstance(p, TwoResolutionProcessor) for p in processors)
-    else:
-        assert all(isinstance(p, VariantProcessor) and p.variant == kind for p in processors)
+    assert all(isinstance(p, ControlProcessor) and p.control == control for p in processors)
+    again = ControlProcessor.from_config(processors[0].config)
+    assert again.config == processors[0].config == method.processor().config
     changed = forward(transformer)
     assert torch.isfinite(changed).all() and (changed - before).abs().max() > 1e-3
     resolve_method("full").install(transformer)
@@ -268,27 +249,30 @@ def test_work_is_that_of_the_pairs_and_blocks_that_are_kept(transformer):
         forward(transformer)
     # 5 frames of 3×4 tokens.
     grid = LatentGrid(5, 3, 4)
-    names = ["local", "local:exact={columns: [0], band: 0}", "block-topk:cube=[1, 3, 4],sparsity=0.6"]
+    names = ["local", "local:exact={columns: [0], band: 0}"]
     names += ["vmonarch-sink-average", "vmonarch-controlled:recompute=true", "vmonarch-controlled"]
     names += ["monarch-t4:blocks=5", "two-resolution:tile=[1, 3, 2],query_tile=[5, 3, 2],share=0.25"]
-    names += ["two-resolution:share=null,beta=1.0"]
+    cubes = "tile=[1,3,4],query_tile=[1,3,4],share=0.4"
+    names += ["two-resolution:share=null,beta=1.0", f"block-topk:{cubes}", f"vsa:{cubes}", f"sla:{cubes}"]
     found = relative_flops(call, [resolve_method(name) for name in names], ["transformer"])
-    near, sink, cubes, average, recomputed, plain, blocks, tiles, unknown = found.values()
+    near, sink, average, recomputed, plain, blocks, tiles, unknown, sparse, vsa, sla = found.values()
     default, without = (vmonarch_flops(grid, 1, exact=exact) / full_flops(grid, 1) for exact in ("first_frame", None))
     assert near == pytest.approx((2 + 3 + 4 + 4 + 3) / 25) and sink == pytest.approx((1 + 4 * 2) / 25)
-    # Two of five cubes, and the products of five mean queries and keys.
-    assert cubes == pytest.approx(2 / 5 + 2 * 5**2 / (4 * 60**2))
     assert average == pytest.approx(default) and recomputed == pytest.approx(default)
     assert plain == pytest.approx(without) and blocks == pytest.approx(default)
     # Three of ten tiles of six tokens, one key for each of seven others, and the products of two and ten means.
     assert tiles == pytest.approx((3 * 6 + 7) / 60 + 2 * 2 * 10 / (4 * 60**2))
     # How many tiles exceed the threshold depends on the data.
     assert unknown is None
+    # Two of five cubes, and the products of five mean queries and keys; then what five compressed ones attend to.
+    assert sparse == pytest.approx(2 / 5 + 2 * 5**2 / (4 * 60**2))
+    assert vsa - sparse == pytest.approx(4 * 5**2 / (4 * 60**2))
+    assert sla > vsa
 
 
 def test_dense_layers_keep_full_attention(transformer):
     resolve_method("local:dense_layers=[0, 2]").install(transformer)
-    kinds = [isinstance(block.attn1.processor, VariantProcessor) for block in transformer.blocks]
+    kinds = [isinstance(block.attn1.processor, ControlProcessor) for block in transformer.blocks]
     resolve_method("full").install(transformer)
     assert kinds == [False, True, False, True, True, True]
 
@@ -297,24 +281,19 @@ def test_dense_layers_keep_full_attention(transformer):
     ("spec", "words"),
     [
         ("vmonarch-controlled:fix_cr=some", ["fix_cr", "none, first, all"]),
-        ("vmonarch-controlled:num_iterations=0", ["num_iterations"]),
+        ("vmonarch-controlled:fix=all", ["fix is no known key", "fix_cr, fix_cl", "dense_steps"]),
         ("vmonarch-sink-average:min_mass=-1", ["min_mass"]),
         ("monarch-h4:axis=D", ["axis", "T, H, W"]),
         ("monarch-h4:blocks=0", ["blocks"]),
         ("local:exact={columns: [], band: null}", ["exact", "band or columns"]),
         ("local:exact=first_frame", ["exact", "mapping"]),
-        ("local:exact={bend: 1}", ["exact.bend"]),
-        ("block-topk:sparsity=1", ["sparsity", "below 1"]),
-        ("block-topk:cube=[4, 4, 0]", ["cube.width"]),
-        ("block-topk:dense_steps=-1", ["dense_steps"]),
+        ("vsa:rest=true", ["rest must be False"]),
+        ("sla:refresh=2", ["refresh must be None with 'sla'"]),
         ("two-resolution:share=0", ["share", "above 0"]),
-        ("two-resolution:share=1.5", ["share", "at most 1"]),
-        ("two-resolution:share=all", ["share"]),
         ("two-resolution:beta=1.0", ["share must be None where beta is given", "share=0.1 and beta=1.0"]),
         ("two-resolution:share=null", ["share must be None where beta is given", "share=None and beta=None"]),
         ("two-resolution:share=null,beta=.nan", ["beta", "finite"]),
         ("two-resolution:tile=[1, 4, 0]", ["tile.width", "at least 1"]),
-        ("two-resolution:dense_layers=-1", ["dense_layers"]),
     ],
 )
 def test_bad_options_are_errors_that_name_them(spec, words):
@@ -323,6 +302,89 @@ def test_bad_options_are_errors_that_name_them(spec, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_more_blocks_than_the_axis_is_long_is_an_error():
+def test_what_does_not_fit_the_video_is_an_error():
     with pytest.raises(ValueError, match="blocks must not exceed the axis W, which is 3 long, got 4"):
-        factorised_attention(*qkv((5, 7, 3)), grid=(5, 7, 3), axis="W")
+        ControlProcessor("factorised", axis="W").check_grid(LatentGrid(5, 7, 3))
+    with pytest.raises(ValueError, match="frame 4"):
+        ControlProcessor("local", exact={"columns": [4]}).check_grid(LatentGrid(4, 1, 1))
+    with pytest.raises(ValueError, match="control must be one of controlled, .*, got 'topk'"):
+        ControlProcessor("topk")
+
+
+# --- Those that learn ---
+
+GRID = LatentGrid(8, 6, 5)
+# Four tiles of keys.
+TILES = dict(tile=(4, 3, 5), query_tile=(4, 3, 5))
+
+
+def tiles():
+    """[S] the tile of every token."""
+    t, h, w = torch.meshgrid(*(torch.arange(size) for size in GRID), indexing="ij")
+    return (t // 4 * 2 + h // 3).flatten() + 0 * w.flatten()
+
+
+def means(x):
+    """Of x [B, H, S, D] over every tile, [B, H, 4, D]."""
+    return torch.stack([x[:, :, tiles() == i].mean(2) for i in range(4)], 2)
+
+
+@pytest.fixture
+def inputs(tiny):
+    """(transformer, its first self-attention, hidden states, rotary embedding)."""
+    model = tiny.transformer()
+    _, attn = next(iter(self_attention_modules(model)))
+    given = []
+    attn.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+    tiny.run(model, tuple(GRID))
+    (args, kwargs), *_ = given
+    found = dict(zip(("hidden_states", "encoder", "mask", "rotary_emb"), args, strict=False)) | kwargs
+    return model, attn, found["hidden_states"], found["rotary_emb"]
+
+
+@pytest.mark.parametrize("control", ["vsa", "sla"])
+@torch.no_grad()
+def test_what_is_learnt_is_added_to_block_sparse_attention(inputs, control):
+    model, attn, x, rotary = inputs
+    vmonarch.apply(model, ControlProcessor(control, share=0.25, **TILES))
+    layer = attn.processor
+    q, k, v = (y.transpose(1, 2) for y in project(attn, x, rotary, "torch"))
+    best = (means(q) @ means(k).mT).topk(1, -1).indices
+    chosen = torch.zeros(*q.shape[:2], 4, 4, dtype=torch.bool).scatter(-1, best, True)[:, :, tiles()][..., tiles()]
+    scale = q.shape[-1] ** -0.5
+    near = ((q @ k.mT * scale).masked_fill(~chosen, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    before = layer.mix(attn, x, rotary, GRID)
+    torch.testing.assert_close(before, near)
+    layer.learnt.weight.normal_(generator=torch.Generator().manual_seed(1))
+    if control == "vsa":
+        compressed = ((means(q) @ means(k).mT * scale).softmax(-1) @ means(v))[:, :, tiles()]
+        added = compressed.transpose(1, 2).flatten(2) * layer.learnt(x)
+    else:
+        weights = (q.softmax(-1) @ k.softmax(-1).mT).masked_fill(chosen, 0)
+        added = layer.learnt(weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(layer.mix(attn, x, rotary, GRID) - before, added, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("control", ["vsa", "sla"])
+def test_what_is_learnt_belongs_to_the_transformer_and_is_saved(tiny, tmp_path, control):
+    model = tiny.transformer()
+    keys = set(model.state_dict())
+    vmonarch.apply(model, ControlProcessor(control, share=0.5, dense_layers=[1], **TILES))
+    learnt = sorted(set(model.state_dict()) - keys)
+    assert learnt and all(name.startswith("blocks.0.attn1.processor.learnt.") for name in learnt)
+    with pytest.raises(ValueError, match="processor with parameters"):
+        vmonarch.apply(model, ControlProcessor("local"))
+    model(**tiny.inputs(tuple(GRID)))[0].square().sum().backward()
+    (weight,) = (p for name, p in model.named_parameters() if name == "blocks.0.attn1.processor.learnt.weight")
+    assert weight.grad.abs().max() > 0
+    with torch.no_grad():
+        weight -= 0.1 * weight.grad
+    expected = tiny.run(model, tuple(GRID))
+    assert torch.equal(tiny.run(copy.deepcopy(model), tuple(GRID)), expected)
+    vmonarch.save_adapter(model, tmp_path / "peer.safetensors")
+    other = tiny.transformer()
+    stock = tiny.run(other, tuple(GRID))
+    vmonarch.load_adapter(other, tmp_path / "peer.safetensors")
+    assert torch.equal(tiny.run(other, tuple(GRID)), expected) and not torch.equal(stock, expected)
+    vmonarch.restore(other)
+    assert set(other.state_dict()) == keys

@@ -1,0 +1,460 @@
+"""Controls for tables of quality: the paper's other choices, attention at equal work, and peers that are trained.
+
+    vmonarch.apply(pipe, ControlProcessor("controlled", fix_cr="first", fix_cl="first"))
+
+They are not fast: kernels compute what they can, plain torch the rest, with sums in float32 at least. Their work is
+what `eval.attention_flops` counts.
+
+Shapes: B batch, S = T·P tokens, P = H·W positions of a frame, H heads, D head dim, E value dim, G = B·H groups; m
+blocks or tiles of keys, n tiles of queries, b positions of a block or tile. query, key, value and results are
+[B, S, H, D].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vmonarch.based import BasedLayer
+from vmonarch.context_parallel import Share, TokenSplit
+from vmonarch.exact import ExactBlocks
+from vmonarch.forward_context import ForwardContext
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
+from vmonarch.kernels.monarch.api import vmonarch_attention
+from vmonarch.kernels.monarch.blocks import grid_layout
+from vmonarch.kernels.monarch.reference import l_step, last_l_step, r_step
+from vmonarch.kernels.two_resolution.api import two_resolution_attention
+from vmonarch.kernels.two_resolution.reference import chosen_tiles, tile_means
+from vmonarch.kernels.two_resolution.tiling import Tiling, places_of, tiling_of
+from vmonarch.options import Options, VMonarchOptions
+from vmonarch.precision import own_precision
+from vmonarch.projections import project
+from vmonarch.two_resolution_options import TwoResolutionOptions
+from vmonarch.validation import check_flag, check_positive_integer
+from vmonarch.video_processor import VideoAttentionProcessor
+
+# Which frames a term is held at its initial value for; the paper's superscripts 0, 1 and * (Table 5).
+FIXED = ("none", "first", "all")
+# Axes of the grid, as the paper names them, and the order of tokens in which each comes first.
+AXES = {"T": (0, 1, 2), "H": (1, 2, 0), "W": (2, 1, 0)}
+
+
+class Control(Options):
+    """A control: its options, which it checks when it is made, and what it computes."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        """[B, S, H, E] in the dtype of the query."""
+        raise NotImplementedError
+
+
+def _exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Softmax attention of any number of queries over any number of keys."""
+    return flash_entropy_attention(query, key, value)[0]
+
+
+def _recompute_first_frame(
+    out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid
+) -> torch.Tensor:
+    """`out` with the rows of the first frame answered exactly (VMonarch, Eq. 8)."""
+    P = grid.tokens_per_frame
+    return torch.cat([_exact(query[:, :P], key, value), out[:, P:]], 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controlled(Control):
+    """VMonarch attention with cR or cL held at its initial value, for the first key frame or for all.
+
+    cR starts at 1 (L is the identity). The "initial expected value log(M)" of cL is read as -log P: a row of R that has
+    learnt nothing is uniform over the P keys of its frame, and cL = Σ R log R of such a row is -log P; the paper gives
+    its size without the sign. With that sign a held first frame gains weight, as in the paper's table, where the
+    variant with one iteration then has a better first frame.
+
+    Args:
+        num_iterations, min_mass: as in `vmonarch_attention`.
+        fix_cr: "none", "first" (frame) or "all"; after every L-step, so that with one iteration it changes nothing.
+        fix_cl: the same of cL after every R-step.
+        recompute: answer the rows of the first frame exactly.
+
+    Source: VMonarch, App. J and Table 5.
+    """
+
+    num_iterations: int = 2
+    fix_cr: str = "none"
+    fix_cl: str = "none"
+    recompute: bool = False
+    min_mass: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass)
+        for name in ("fix_cr", "fix_cl"):
+            if getattr(self, name) not in FIXED:
+                raise ValueError(f"{name} must be one of {', '.join(FIXED)}, got {getattr(self, name)!r}")
+        check_flag("recompute", self.recompute)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        layout = grid_layout(grid, frames_per_block=1, tiles=(1, 1), coarse=1, device=query.device)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        q, k, v = (layout.to_blocks(x.to(dtype)) for x in (query, key, value))  # [B, H, m, b, D]
+        q = q * query.shape[-1] ** -0.5
+        lead = q.shape[:2]
+        by_position = lambda blocks: blocks.transpose(2, 3).flatten(0, 1)  # [B, H, m, b, …] -> [G, b, m, …]
+        by_block = lambda positions: positions.unflatten(0, lead).transpose(2, 3)
+        q_positions = by_position(q)
+        z = q
+        for _ in range(self.num_iterations - 1):
+            aL, cL, _ = r_step(z, k, None, None, False)
+            cL = _hold(cL, -math.log(layout.positions), self.fix_cl)
+            aR, cR = (by_block(x) for x in l_step(q_positions, by_position(aL), by_position(cL), None, None, None))
+            least = max(self.min_mass, torch.finfo(dtype).tiny)
+            z = aR / _hold(cR, 1.0, self.fix_cr).clamp(min=least).unsqueeze(-1)
+        aL, cL, y = r_step(z, k, None, v, False)
+        assert y is not None
+        cL = _hold(cL, -math.log(layout.positions), self.fix_cl)
+        o, _ = last_l_step(q_positions, by_position(aL), by_position(cL), by_position(y), None, None, None)
+        out = layout.to_tokens(by_block(o)).transpose(1, 2).to(query.dtype).contiguous()
+        return _recompute_first_frame(out, query, key, value, grid) if self.recompute else out
+
+
+def _hold(term: torch.Tensor, value: float, fixed: str) -> torch.Tensor:
+    """`term` [B, H, m, b] with the frames that `fixed` names, along m, at `value`."""
+    if fixed == "none":
+        return term
+    held = torch.full_like(term, value)
+    return held if fixed == "all" else torch.cat([held[:, :, :1], term[:, :, 1:]], 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkAverage(Control):
+    """The mean of exact attention to the first frame's keys and of VMonarch attention without any exact row (‡).
+
+    Args:
+        num_iterations, min_mass: as in `vmonarch_attention`.
+
+    Source: VMonarch, §4.4 and Table 3.
+    """
+
+    num_iterations: int = 2
+    min_mass: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        VMonarchOptions(**vars(self))
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        P = grid.tokens_per_frame
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        q, k, v = (x.to(dtype) for x in (query, key, value))
+        rest = vmonarch_attention(q, k, v, grid=grid, exact=None, **vars(self))
+        return ((_exact(q, k[:, :P], v[:, :P]) + rest) / 2).to(query.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factorised(Control):
+    """Monarch attention with `blocks` blocks along one axis: the paper's (4, HWT/4), (4, WHT/4) and (4, THW/4).
+
+    Tokens are put in the order in which that axis comes first, cut there into blocks whose lengths along it differ by
+    at most one (places that are left over are masked), and put back afterwards.
+
+    Args:
+        axis: "T", "H" or "W".
+        blocks: m.
+        num_iterations, min_mass: as in `vmonarch_attention`.
+        recompute: answer the rows of the first frame exactly, as the default method does.
+
+    Source: VMonarch, App. K and Fig. 12.
+    """
+
+    axis: str = "H"
+    blocks: int = 4
+    num_iterations: int = 2
+    recompute: bool = True
+    min_mass: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.axis not in AXES:
+            raise ValueError(f"axis must be one of {', '.join(AXES)}, got {self.axis!r}")
+        check_positive_integer("blocks", self.blocks)
+        VMonarchOptions(num_iterations=self.num_iterations, min_mass=self.min_mass)
+        check_flag("recompute", self.recompute)
+
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise ValueError unless the axis is as long as it is to have blocks."""
+        length = grid[AXES[self.axis][0]]
+        if self.blocks > length:
+            raise ValueError(f"blocks must not exceed the axis {self.axis}, which is {length} long, got {self.blocks}")
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        self.check_grid(grid)
+        order = AXES[self.axis]
+        length = grid[order[0]]
+        # One frame of `length` rows, cut into tiles: the layout of tiles masks what does not divide.
+        tokens = torch.arange(grid.tokens, device=query.device).view(grid).permute(order).flatten()
+        out = vmonarch_attention(
+            *(x.index_select(1, tokens) for x in (query, key, value)),
+            grid=(1, length, grid.tokens // length),
+            tiles=(self.blocks, 1),
+            exact=None,
+            num_iterations=self.num_iterations,
+            min_mass=self.min_mass,
+        )
+        out = out.index_select(1, torch.argsort(tokens))
+        return _recompute_first_frame(out, query, key, value, grid) if self.recompute else out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Control):
+    """The exact blocks of a pattern and nothing else: softmax over those keys, all others dropped.
+
+    Args:
+        exact: `ExactBlocks`, or a mapping with rows, columns and band of frames; `aware` means nothing here.
+    """
+
+    exact: Any = ExactBlocks(band=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.exact, (ExactBlocks, Mapping)):
+            raise TypeError(f"exact must be a mapping with rows, columns or band, got {self.exact!r}")
+        pattern = ExactBlocks.of(self.exact) if isinstance(self.exact, Mapping) else self.exact
+        if pattern.band is None and not pattern.columns:
+            raise ValueError(f"exact must have a band or columns, or frames have no keys; got {pattern}")
+        object.__setattr__(self, "exact", pattern)
+
+    def check_grid(self, grid: LatentGrid) -> None:
+        """Raise ValueError if the pattern names a frame that is not there."""
+        self.exact.key_frames(grid.frames)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        frames = lambda x: x.unflatten(1, (grid.frames, -1))
+        parts = []
+        for l, attended in enumerate(self.exact.key_frames(grid.frames)):
+            keys, values = (frames(x)[:, list(attended)].flatten(1, 2) for x in (key, value))
+            parts.append(_exact(frames(query)[:, l], keys, values))
+        return torch.cat(parts, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing(Control):
+    """Zeros. With `refresh` the residual is all of exact attention: its output is reused from step to step."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid) -> torch.Tensor:
+        return query.new_zeros(*query.shape[:3], value.shape[3])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(TwoResolutionOptions, Control):
+    """Block-sparse attention with a linear layer that is learnt, 0 at first, for the tiles of keys that it leaves out.
+
+    The options are those of `TwoResolutionOptions` for the choice of the exact tiles.
+    """
+
+    rest: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rest:
+            raise ValueError("rest must be False: what is learnt stands for the tiles that are not exact")
+
+    def learnt(self, attn: Any) -> torch.nn.Linear:
+        """The layer of an attention module, before it has learnt anything."""
+        raise NotImplementedError
+
+    def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+        """What the layer weighs, [B, S, H, D] in at least float32."""
+        raise NotImplementedError
+
+    def weighed(self, learnt: torch.nn.Linear, far: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`far` with the weights that the layer gives it."""
+        raise NotImplementedError
+
+
+@own_precision
+def _near_and_far(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grid: LatentGrid, control: Trained, implementation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(exact attention to the best tiles, `far`)."""
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    near = two_resolution_attention(query, key, value, grid=grid, options=control, implementation=implementation)
+    return near, control.far(query, key, value, tiling_of(grid, control))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VSA(Trained):
+    """The compressed branch: attention between the means of cubes, times a gate of the token's own.
+
+    The gate is linear in the token and 0 at first, as where the authors finetune.
+
+    Source: Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention (2025), §3.
+    """
+
+    def learnt(self, attn: Any) -> torch.nn.Linear:
+        return torch.nn.Linear(attn.to_q.in_features, attn.to_q.out_features)
+
+    def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+        of_queries = tiling.of_queries
+        q, k, v = tile_means(query, of_queries), tile_means(key, tiling), tile_means(value, tiling)
+        compressed = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v  # [B, H, n, D]
+        places = places_of(of_queries, query.device)
+        return compressed[:, :, places.place // places.token.shape[1]].transpose(1, 2)
+
+    def weighed(self, learnt: torch.nn.Linear, far: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return far * learnt(hidden_states.to(learnt.weight.dtype)).unflatten(2, (far.shape[2], -1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SLA(Trained):
+    """Linear attention to the tiles that are not chosen, with softmax as feature map, and a projection, 0 at first.
+
+    No tile is left out; the paper's share of negligible ones saves nothing in a linear part.
+
+    Source: Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention
+    (2025).
+    """
+
+    def learnt(self, attn: Any) -> torch.nn.Linear:
+        dim = attn.to_q.out_features // attn.heads
+        return torch.nn.Linear(dim, dim, bias=False)
+
+    def far(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+        exact = chosen_tiles(query, key, tiling, self, scale=query.shape[-1] ** -0.5).exact
+        q, k = (torch.softmax(x.float(), -1) for x in (query, key))
+        places, there = places_of(tiling, key.device), places_of(tiling.of_queries, key.device)
+        present = places.present[None, :, :, None, None]
+        of_tiles = lambda x: torch.where(present, x[:, places.token], 0)  # [B, m, b, H, …]
+        keys = of_tiles(k)
+        sums = torch.einsum("bmphd,bmphe->bhmde", keys, of_tiles(value.float()))
+        rest = (~exact).float()  # [B, H, n, m]
+        states = torch.einsum("bhnm,bhmde->bhnde", rest, sums)
+        totals = torch.einsum("bhnm,bhmd->bhnd", rest, keys.sum(2).transpose(1, 2))
+        queries = q[:, there.token]  # [B, n, b, H, D]
+        mass = torch.einsum("bnahd,bhnd->bnah", queries, totals)
+        linear = torch.einsum("bnahd,bhnde->bnahe", queries, states) / mass.clamp(min=1e-6).unsqueeze(-1)
+        return linear.flatten(1, 2)[:, there.place]
+
+    def weighed(self, learnt: torch.nn.Linear, far: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return learnt(far.to(learnt.weight.dtype))
+
+
+CONTROLS: dict[str, type[Control]] = {
+    "controlled": Controlled,
+    "sink_average": SinkAverage,
+    "factorised": Factorised,
+    "local": Local,
+    "none": Nothing,
+    "vsa": VSA,
+    "sla": SLA,
+}
+
+
+class ControlProcessor(VideoAttentionProcessor):
+    """One of `CONTROLS` for the video transformers of diffusers; those that learn for the Wan family.
+
+    `vmonarch.apply` gives every module a layer of its own where the control is `Trained`, as with `BasedProcessor`.
+
+    Args:
+        control: its name.
+        dense_steps, dense_layers, refresh, grid: as in `VMonarchProcessor`.
+        implementation: of what kernels compute in "vsa" and "sla"; as in `two_resolution_attention`.
+        **options: of the control.
+
+    Raises:
+        TypeError, ValueError: an option is unknown or has an unsupported value.
+    """
+
+    _OPTIONS: tuple[str, ...] = ("control", "dense_steps", "dense_layers", "refresh", "grid", "implementation")
+
+    def __init__(
+        self,
+        control: str,
+        *,
+        dense_steps: object = 0,
+        dense_layers: object = 0,
+        refresh: object = None,
+        grid: object = None,
+        implementation: str = "auto",
+        **options: Any,
+    ) -> None:
+        steps = dict(dense_steps=dense_steps, dense_layers=dense_layers, refresh=refresh)
+        VideoAttentionProcessor.__init__(self, grid=grid, **steps)
+        if control not in CONTROLS:
+            raise ValueError(f"control must be one of {', '.join(CONTROLS)}, got {control!r}")
+        names = [field.name for field in dataclasses.fields(CONTROLS[control])]  # type: ignore[arg-type]
+        for name in options:
+            if name not in names:
+                raise TypeError(f"{name} is no known key; known: {', '.join((*names, *self._OPTIONS[1:]))}")
+        self.control, self.implementation = control, implementation
+        self.options = CONTROLS[control](**options)
+        self._OPTIONS = ("control", *names, *self._OPTIONS[1:])
+        for name in names:
+            setattr(self, name, getattr(self.options, name))
+        self.LEARNS = isinstance(self.options, Trained)
+        if self.LEARNS:
+            self._needs_apply = f"ControlProcessor({control!r})"
+            if self.refresh is not None:
+                raise ValueError(f"refresh must be None with {control!r}, got {self.refresh}")
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ControlProcessor:
+        return cls(**config)
+
+    def check_grid(self, grid: LatentGrid) -> None:
+        self.options.check_grid(grid)
+
+    def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
+        if not self.LEARNS:
+            return super().bind(context, original, attn, layer, layers)
+        bound = TrainedLayer(attn, **{name: getattr(self, name) for name in self._OPTIONS})
+        return bound._place(context, original, layer)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: LatentGrid,
+        heads: Share | None = None,
+    ) -> torch.Tensor:
+        return self.options.attend(query, key, value, grid)
+
+
+class TrainedLayer(torch.nn.Module, ControlProcessor):
+    """A `ControlProcessor` that learns, at work in one attention module, with the layer of that module."""
+
+    # Whoever applies it in inference mode may train it later.
+    @torch.inference_mode(False)
+    def __init__(self, attn: Any, **options: Any) -> None:
+        torch.nn.Module.__init__(self)
+        ControlProcessor.__init__(self, **options)
+        self._needs_apply = self._dense
+        assert isinstance(self.options, Trained)
+        # Norms keep a floating-point dtype where other weights are quantised or stored in float8.
+        self.learnt = self.options.learnt(attn).to(attn.norm_q.weight)
+        for parameter in self.learnt.parameters():
+            torch.nn.init.zeros_(parameter)
+
+    __deepcopy__ = BasedLayer.__deepcopy__
+    forward = BasedLayer.forward
+
+    def check_context_parallel(self, config: Any, heads: int) -> None:
+        raise NotImplementedError(f"context parallelism is not supported with {self.control!r}")
+
+    def mix(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        rotary_emb: Any,
+        grid: LatentGrid,
+        split: TokenSplit | None = None,
+    ) -> torch.Tensor:
+        assert isinstance(self.options, Trained)
+        query, key, value = project(attn, hidden_states, rotary_emb, self.implementation)
+        near, far = _near_and_far(query, key, value, grid, self.options, self.implementation)
+        return (near + self.options.weighed(self.learnt, far, hidden_states).to(near.dtype)).flatten(2, 3)
