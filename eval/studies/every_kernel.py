@@ -5,8 +5,6 @@
 
 The first line looks at one family of kernels in one form, the second runs them all and leaves what it compiles in
 Triton's cache. Sizes are two tiles and more, the last of them ragged. Each run names the kernels that it launched.
-
-Legend: B batch, S tokens, H heads, D head dim, E value dim, R bias rank, T frames.
 """
 
 from __future__ import annotations
@@ -34,175 +32,134 @@ from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
 
-# Whether kernels for Hopper are used where they can be.
-FORMS = {"hopper": 1, "portable": 0}
+GRID, BRICK = {"grid": (3, 9, 17)}, {"grid": (7, 9, 5)}
+LSE = {"return_lse": True}
 
 
-class Caller:
-    """Calls ops on random tensors of one device and dtype, without and with gradients."""
+class Float32(tuple[int, ...]):
+    """A shape whose tensor is of float32 whatever the others are."""
 
-    def __init__(self, device: str, implementation: str, dtype: torch.dtype) -> None:
-        self.device, self.implementation, self.dtype = device, implementation, dtype
 
-    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.randn(shape, device=self.device, dtype=dtype or self.dtype)
+def qkv(Sq: int, Sk: int, D: int, E: int = 0) -> list[tuple[int, ...]]:
+    return [(1, Sq, 2, D), (1, Sk, 2, D), (1, Sk, 2, E or D)]
 
-    def __call__(self, op: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> None:
-        options["implementation"] = self.implementation
+
+def masked(op: Callable[..., Any]) -> Callable[..., Any]:
+    def call(query: Any, key: Any, *tensors: Any, **options: Any) -> Any:
+        mask = torch.arange(key.shape[1], device=key.device)[None] % 3 > 0
+        return op(query, key, *tensors, key_mask=mask, **options)
+
+    return call
+
+
+def with_bias(query: Any, key: Any, value: Any, *factors: Any, **options: Any) -> Any:
+    return vmonarch_attention(query, key, value, bias=factors, **GRID, **options)
+
+
+def in_frames(query: Any, key: Any, value: Any, weights: Any, **options: Any) -> Any:
+    return taylor_attention(query, key, value, frame_weights=weights.abs(), **options)
+
+
+@torch.no_grad()
+def decoded(*tensors: torch.Tensor, **options: Any) -> Any:
+    """Some tokens, and then one at a time."""
+    out = state = None
+    for tokens in zip(*(x.split([70, 1, 1], 1) for x in tensors), strict=True):
+        out, state = taylor_attention(*tokens, causal=True, state=state, return_state=True, **options)
+    return out
+
+
+def normed(x: Any, weight: Any, **options: Any) -> Any:
+    angles = torch.linspace(0, 9, 130 * 80, device=x.device).view(1, 130, 1, 80)
+    return norm_rotary(x, weight, angles.cos(), angles.sin(), heads=3, eps=1e-6, **options)
+
+
+@torch.no_grad()
+def shared(exact: Any, approximate: Any, **options: Any) -> None:
+    approximate = approximate.transpose(1, 2)
+    residual = attention_residual(exact, approximate, **options)
+    add_residual(approximate, residual, implementation=options["implementation"])
+
+
+def merged(out_1: Any, out_2: Any, lse_1: Any, lse_2: Any, **options: Any) -> Any:
+    return merge_partials((out_1, lse_1), (out_2.transpose(1, 2), lse_2), **options)
+
+
+# By family: an op, the shapes of its tensors, and its options.
+CALLS: dict[str, list[tuple[Callable[..., Any], list[tuple[int, ...]], dict[str, Any]]]] = {
+    "vmonarch": [
+        *((vmonarch_attention, qkv(459, 459, 128), {**GRID, **LSE, **options}) for options in (
+            {}, {"coarse": 2, "entropy_grad": True}, {"tiles": (2, 2)}, {"tiles": (2, 2), "coarse": 2},
+            {"frames_per_block": 2}, {"exact": ExactBlocks(band=0)}, {"row_share": 0.4, "r_share": 0.4},
+            {"last_l_update": False})),
+        (vmonarch_attention, qkv(459, 459, 64, 96), GRID),
+    ],
+    # The L-steps for every size of a tile, and in several; on Hopper centroids have a kernel for wide heads.
+    "many_frames": [
+        (vmonarch_attention, qkv(T * 15, T * 15, D), {"grid": (T, 3, 5), "exact": exact})
+        for T, D in ((20, 64), (43, 64), (81, 64), (140, 64), (20, 128))
+        for exact in ("first_frame", ExactBlocks(columns=(1, 17), rows=(2,)))
+    ],
+    "vmonarch_bias": [
+        (with_bias, [*qkv(459, 459, 64), kind((1, 459, 1, 4)), kind((1, 459, 2, 4))], {}) for kind in (tuple, Float32)
+    ],
+    "monarch": [
+        (op, qkv(461, 461, 64), {"block_size": 150, "padding": padding})
+        for op in (monarch_attention, masked(monarch_attention)) for padding in ("post", "pre")
+    ],
+    "flash_entropy": [
+        (flash_entropy_attention, qkv(Sq, Sk, D, E), {"entropy_grad": not E})
+        for Sq, Sk in ((200, 300), (70, 4000)) for D, E in ((64, 0), (128, 0), (80, 40))
+    ],
+    "flash_bias": [
+        (op, [*qkv(200, 300, 64), kind((1, 200, 1, 9)), kind((1, 300, 2, 9))], {**LSE, "causal": causal})
+        for op, causal in ((flash_bias_attention, False), (flash_bias_attention, True),
+                           (masked(flash_bias_attention), False))
+        for kind in (tuple, Float32)
+    ],
+    "taylor": [
+        *((taylor_attention, qkv(500, 500, 16, 64), options)
+          for options in ({}, {"causal": True}, {"feature_map": "elu"}, LSE)),
+        (taylor_attention, qkv(500, 500, 24, 40), {}),
+        (in_frames, [*qkv(500, 500, 16, 64), Float32((2, 5, 5))], {}),
+        (decoded, qkv(72, 72, 16, 64), {}),
+    ],
+    "window": [
+        *((window_attention, qkv(S, S, 64), {**options, "causal": causal}) for causal in (False, True)
+          for S, options in ((300, {"window": 70}), (315, {**BRICK, "window": (3, 5, 4)}))),
+        (window_attention, qkv(1, 300, 64), {"window": 70, "causal": True}),
+    ],
+    # Tiles of 64 tokens have kernels of their own backward.
+    "two_resolutions": [
+        (two_resolution_attention, qkv(315, 315, 64), {**BRICK, **options}) for options in (
+            {"cell": (2, 2, 4), "sink": True}, {"rest": False, "local": 1}, {"share": None, "beta": 0.5},
+            {"tile": (4, 4, 4)}, {"tile": (4, 4, 4), "rest": False})
+    ],
+    "norms": [(normed, [(2, 130, 240), (240,)], {})],
+    "residual": [(shared, [(2, 130, 3, E), (2, 3, 130, E)], {"dtype": d}) for E in (128, 40) for d in DTYPES],
+    "merging": [
+        (merged, [(2, 130, 3, E), (2, 3, 130, E), Float32((2, 3, 130)), Float32((2, 3, 130))], {}) for E in (128, 40)
+    ],
+}  # fmt: skip
+# Whether kernels for Hopper are used where they can be, and the families that have none.
+FORMS, PORTABLE = {"hopper": 1, "portable": 0}, ("window", "norms", "residual", "merging")
+FAMILIES = {name: ("portable",) if name in PORTABLE else tuple(FORMS) for name in CALLS}
+
+
+def run(family: str, device: str, implementation: str, dtype: torch.dtype) -> None:
+    """Make all calls of a family, without and with gradients."""
+    for op, shapes, options in CALLS[family]:
+        dtypes = [torch.float32 if isinstance(shape, Float32) else dtype for shape in shapes]
+        tensors = [torch.randn(s, device=device, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
         with torch.no_grad():
-            op(*tensors, **options)
+            op(*tensors, **options, implementation=implementation)
         leaves = [tensor.requires_grad_() for tensor in tensors]
-        results = op(*leaves, **options)
-        results = [x for x in (results if isinstance(results, tuple) else (results,)) if x.requires_grad]
+        results = op(*leaves, **options, implementation=implementation)
+        results = [x for x in (results if isinstance(results, tuple) else (results,)) if getattr(x, "requires_grad", 0)]
         # Overrides are of this thread.
         with torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.grad(results, leaves, [torch.randn_like(x) for x in results])
-
-    def attend(
-        self,
-        op: Callable[..., Any],
-        Sq: int,
-        Sk: int,
-        D: int,
-        *others: torch.Tensor,
-        E: int | None = None,
-        **options: Any,
-    ) -> None:
-        """Call with a query, key and value of two heads."""
-        shapes = ((1, Sq, 2, D), (1, Sk, 2, D), (1, Sk, 2, E or D))
-        self(op, *(self.tensor(*shape) for shape in shapes), *others, **options)
-
-
-def vmonarch(call: Caller) -> None:
-    grid = (3, 9, 17)
-    for options in (
-        {},
-        {"coarse": 2, "entropy_grad": True},
-        {"tiles": (2, 2)},
-        {"tiles": (2, 2), "coarse": 2},
-        {"frames_per_block": 2},
-        {"exact": ExactBlocks(band=0)},
-        {"row_share": 0.4, "r_share": 0.4},
-        {"last_l_update": False},
-    ):
-        call.attend(vmonarch_attention, 459, 459, 128, grid=grid, return_lse=True, **options)
-    call.attend(vmonarch_attention, 459, 459, 64, grid=grid, E=96)
-
-
-def many_frames(call: Caller) -> None:
-    """The L-steps for every size of a tile, and in several tiles."""
-    for T in (20, 43, 81, 140):
-        for exact in ("first_frame", ExactBlocks(columns=(1, 17), rows=(2,))):
-            call.attend(vmonarch_attention, T * 15, T * 15, 64, grid=(T, 3, 5), exact=exact)
-    # On Hopper centroids have a kernel for wide heads.
-    call.attend(vmonarch_attention, 20 * 15, 20 * 15, 128, grid=(20, 3, 5))
-
-
-def vmonarch_bias(call: Caller) -> None:
-    def op(query, key, value, query_factor, key_factor, **options):
-        return vmonarch_attention(query, key, value, bias=(query_factor, key_factor), grid=(3, 9, 17), **options)
-
-    for dtype in (call.dtype, torch.float32):
-        factors = [call.tensor(1, 459, heads, 4, dtype=dtype) for heads in (1, 2)]
-        call.attend(op, 459, 459, 64, *factors)
-
-
-def monarch(call: Caller) -> None:
-    mask = torch.rand(1, 461, device=call.device) < 0.7
-    for padding in ("post", "pre"):
-        for key_mask in (None, mask):
-            call.attend(monarch_attention, 461, 461, 64, block_size=150, padding=padding, key_mask=key_mask)
-
-
-def flash_entropy(call: Caller) -> None:
-    for Sq, Sk in ((200, 300), (70, 4000)):
-        for D in (64, 128):
-            call.attend(flash_entropy_attention, Sq, Sk, D, entropy_grad=True)
-    call.attend(flash_entropy_attention, 200, 300, 80, E=40)
-
-
-def flash_bias(call: Caller) -> None:
-    mask = torch.rand(1, 300, device=call.device) < 0.7
-    for options in ({}, {"causal": True}, {"key_mask": mask}):
-        for dtype in (call.dtype, torch.float32):
-            factors = call.tensor(1, 200, 1, 9, dtype=dtype), call.tensor(1, 300, 2, 9, dtype=dtype)
-            call.attend(flash_bias_attention, 200, 300, 64, *factors, return_lse=True, **options)
-
-
-def taylor(call: Caller) -> None:
-    for options in ({}, {"causal": True}, {"feature_map": "elu"}, {"return_lse": True}):
-        call.attend(taylor_attention, 500, 500, 16, E=64, **options)
-    call.attend(taylor_attention, 500, 500, 24, E=40)
-    weights = torch.rand(2, 5, 5, device=call.device)
-
-    def in_frames(query, key, value, weights, **options):
-        return taylor_attention(query, key, value, frame_weights=weights, **options)
-
-    call.attend(in_frames, 500, 500, 16, weights, E=64)
-    with torch.no_grad():
-        state = None
-        for tokens in (70, 1, 1):
-            inputs = [call.tensor(1, tokens, 2, size) for size in (16, 16, 64)]
-            _, state = taylor_attention(
-                *inputs, causal=True, state=state, return_state=True, implementation=call.implementation
-            )
-
-
-def window(call: Caller) -> None:
-    for causal in (False, True):
-        call.attend(window_attention, 300, 300, 64, window=70, causal=causal)
-        call.attend(window_attention, 7 * 9 * 5, 7 * 9 * 5, 64, grid=(7, 9, 5), window=(3, 5, 4), causal=causal)
-    call.attend(window_attention, 1, 300, 64, window=70, causal=True)
-
-
-def two_resolutions(call: Caller) -> None:
-    tokens = 7 * 9 * 5
-    chosen = ({"cell": (2, 2, 4), "sink": True}, {"rest": False, "local": 1}, {"share": None, "beta": 0.5})
-    # Tiles of 64 tokens, too, which have kernels of their own backward.
-    for options in (*chosen, {"tile": (4, 4, 4)}, {"tile": (4, 4, 4), "rest": False}):
-        call.attend(two_resolution_attention, tokens, tokens, 64, grid=(7, 9, 5), **options)
-
-
-def norms(call: Caller) -> None:
-    def op(x, weight, **options):
-        angles = call.tensor(1, 130, 1, 80, dtype=torch.float32)
-        return norm_rotary(x, weight, angles.cos(), angles.sin(), heads=3, eps=1e-6, **options)
-
-    call(op, call.tensor(2, 130, 240), call.tensor(240))
-
-
-def residual(call: Caller) -> None:
-    for E in (128, 40):
-        exact, approximate = call.tensor(2, 130, 3, E), call.tensor(2, 3, 130, E).transpose(1, 2)
-        for dtype in DTYPES:
-            kept = attention_residual(exact, approximate, dtype=dtype, implementation=call.implementation)
-            add_residual(approximate, kept, implementation=call.implementation)
-
-
-def merging(call: Caller) -> None:
-    def op(out_1, out_2, lse_1, lse_2, **options):
-        return merge_partials((out_1, lse_1), (out_2, lse_2), **options)
-
-    for E in (128, 40):
-        lses = [call.tensor(2, 3, 130, dtype=torch.float32) for _ in range(2)]
-        call(op, call.tensor(2, 130, 3, E), call.tensor(2, 3, 130, E).transpose(1, 2), *lses)
-
-
-# Which forms each family has.
-FAMILIES: dict[Callable[[Caller], None], Sequence[str]] = {
-    vmonarch: ("hopper", "portable"),
-    many_frames: ("hopper", "portable"),
-    vmonarch_bias: ("hopper", "portable"),
-    monarch: ("hopper", "portable"),
-    flash_entropy: ("hopper", "portable"),
-    flash_bias: ("hopper", "portable"),
-    taylor: ("hopper", "portable"),
-    window: ("portable",),
-    two_resolutions: ("hopper", "portable"),
-    norms: ("portable",),
-    residual: ("portable",),
-    merging: ("portable",),
-}
+            if results:
+                torch.autograd.grad(results, leaves, [torch.randn_like(x) for x in results])
 
 
 @contextmanager
@@ -211,42 +168,38 @@ def launches() -> Iterator[set[str]]:
     from triton.runtime.jit import JITFunction
 
     names: set[str] = set()
-    run = JITFunction.run
+    launch = JITFunction.run
 
     def named(self: Any, *args: Any, **options: Any) -> Any:
         names.add(self.__name__)
-        return run(self, *args, **options)
+        return launch(self, *args, **options)
 
     JITFunction.run = named
     try:
         yield names
     finally:
-        JITFunction.run = run
+        JITFunction.run = launch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = script_parser("studies.every_kernel", __doc__)
-    families = {family.__name__: family for family in FAMILIES}
-    parser.add_argument("family", nargs="?", choices=list(families), help="default: all")
+    parser.add_argument("family", nargs="?", choices=list(FAMILIES), help="default: all")
     parser.add_argument("form", nargs="?", choices=list(FORMS), help="default: all that the family has")
     parser.add_argument("--list", action="store_true", help="print every family and form, and do nothing else")
     options = parser.parse_args(arguments)
-    chosen = [
-        (name, form)
-        for name, family in families.items()
-        for form in FAMILIES[family]
-        if options.family in (None, name) and options.form in (None, form)
-    ]
-    if options.list:
-        print("\n".join(" ".join(one) for one in chosen))
-        return 0
-    for name, form in chosen:
-        torch.manual_seed(0)
-        with launches() as names, launch_overrides({"hopper": {"enabled": FORMS[form]}}):
-            families[name](Caller("cuda", "triton", torch.bfloat16))
-            torch.cuda.synchronize()
-        print(f"done {name} {form}: {' '.join(sorted(names))}", flush=True)
+    for name, forms in FAMILIES.items():
+        for form in forms:
+            if options.family not in (None, name) or options.form not in (None, form):
+                continue
+            if options.list:
+                print(name, form)
+                continue
+            torch.manual_seed(0)
+            with launches() as names, launch_overrides({"hopper": {"enabled": FORMS[form]}}):
+                run(name, "cuda", "triton", torch.bfloat16)
+                torch.cuda.synchronize()
+            print(f"done {name} {form}: {' '.join(sorted(names))}", flush=True)
     return 0
 
 

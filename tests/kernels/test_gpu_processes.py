@@ -112,7 +112,7 @@ def test_either_assembler_makes_right_code(assembler, tmp_path):
     assert len(errors) == 16 and max(errors) < 0.01, errors
 
 
-CALLS = [(family.__name__, form) for family, forms in every_kernel.FAMILIES.items() for form in forms]
+CALLS = [(family, form) for family, forms in every_kernel.FAMILIES.items() for form in forms]
 each_call = pytest.mark.parametrize(("family", "form"), CALLS, ids=lambda name: name)
 
 
