@@ -1,92 +1,73 @@
 """A small call of every kernel in every form, forward and backward, for a sanitizer to look at.
 
-    compute-sanitizer --tool memcheck python -m vmonarch.eval.studies.every_kernel flash_bias hopper
-    python -m vmonarch.eval.studies.every_kernel --list | xargs -P 8 -L 1 python -m vmonarch.eval.studies.every_kernel
+    compute-sanitizer --tool memcheck python tests/support/every_kernel.py flash_bias hopper
+    python tests/support/every_kernel.py --list | xargs -P 8 -L 1 python tests/support/every_kernel.py
 
 The first line looks at one family of kernels in one form, the second runs them all and leaves what it compiles in
 Triton's cache. Sizes are two tiles and more, the last of them ragged. Each run names the kernels that it launched.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import argparse
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from vmonarch import (
-    ExactBlocks,
-    flash_bias_attention,
-    flash_entropy_attention,
-    merge_partials,
-    monarch_attention,
-    taylor_attention,
-    two_resolution_attention,
-    vmonarch_attention,
-    window_attention,
-)
-from vmonarch.eval.record import script_parser
+import vmonarch
+from vmonarch import ExactBlocks, taylor_attention, vmonarch_attention
 from vmonarch.kernels.common.launch import launch_overrides
 from vmonarch.kernels.norm_rotary.api import norm_rotary
 from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
 
-GRID, BRICK = {"grid": (3, 9, 17)}, {"grid": (7, 9, 5)}
-LSE = {"return_lse": True}
+GRID, BRICK, LSE = {"grid": (3, 9, 17)}, {"grid": (7, 9, 5)}, {"return_lse": True}
 
 
-class Float32(tuple[int, ...]):
+class Float32(tuple):
     """A shape whose tensor is of float32 whatever the others are."""
 
 
-def qkv(Sq: int, Sk: int, D: int, E: int = 0) -> list[tuple[int, ...]]:
+def qkv(Sq, Sk, D, E=0):
     return [(1, Sq, 2, D), (1, Sk, 2, D), (1, Sk, 2, E or D)]
 
 
-def masked(op: Callable[..., Any]) -> Callable[..., Any]:
-    def call(query: Any, key: Any, *tensors: Any, **options: Any) -> Any:
-        mask = torch.arange(key.shape[1], device=key.device)[None] % 3 > 0
-        return op(query, key, *tensors, key_mask=mask, **options)
-
-    return call
+def masked(op):
+    mask = lambda key: torch.arange(key.shape[1], device=key.device)[None] % 3 > 0
+    return lambda query, key, *tensors, **options: op(query, key, *tensors, key_mask=mask(key), **options)
 
 
-def with_bias(query: Any, key: Any, value: Any, *factors: Any, **options: Any) -> Any:
+def with_bias(query, key, value, *factors, **options):
     return vmonarch_attention(query, key, value, bias=factors, **GRID, **options)
 
 
-def in_frames(query: Any, key: Any, value: Any, weights: Any, **options: Any) -> Any:
+def in_frames(query, key, value, weights, **options):
     return taylor_attention(query, key, value, frame_weights=weights.abs(), **options)
 
 
 @torch.no_grad()
-def decoded(*tensors: torch.Tensor, **options: Any) -> Any:
+def decoded(*tensors, **options):
     """Some tokens, and then one at a time."""
-    out = state = None
+    state = None
     for tokens in zip(*(x.split([70, 1, 1], 1) for x in tensors), strict=True):
-        out, state = taylor_attention(*tokens, causal=True, state=state, return_state=True, **options)
-    return out
+        _, state = taylor_attention(*tokens, causal=True, state=state, return_state=True, **options)
 
 
-def normed(x: Any, weight: Any, **options: Any) -> Any:
+def normed(x, weight, **options):
     angles = torch.linspace(0, 9, 130 * 80, device=x.device).view(1, 130, 1, 80)
     return norm_rotary(x, weight, angles.cos(), angles.sin(), heads=3, eps=1e-6, **options)
 
 
 @torch.no_grad()
-def shared(exact: Any, approximate: Any, **options: Any) -> None:
+def shared(exact, approximate, **options):
     approximate = approximate.transpose(1, 2)
-    residual = attention_residual(exact, approximate, **options)
-    add_residual(approximate, residual, implementation=options["implementation"])
+    kept = attention_residual(exact, approximate, **options)
+    add_residual(approximate, kept, implementation=options["implementation"])
 
 
-def merged(out_1: Any, out_2: Any, lse_1: Any, lse_2: Any, **options: Any) -> Any:
-    return merge_partials((out_1, lse_1), (out_2.transpose(1, 2), lse_2), **options)
+def merged(out_1, out_2, lse_1, lse_2, **options):
+    return vmonarch.merge_partials((out_1, lse_1), (out_2.transpose(1, 2), lse_2), **options)
 
 
 # By family: an op, the shapes of its tensors, and its options.
-CALLS: dict[str, list[tuple[Callable[..., Any], list[tuple[int, ...]], dict[str, Any]]]] = {
+CALLS = {
     "vmonarch": [
         *((vmonarch_attention, qkv(459, 459, 128), {**GRID, **LSE, **options}) for options in (
             {}, {"coarse": 2, "entropy_grad": True}, {"tiles": (2, 2)}, {"tiles": (2, 2), "coarse": 2},
@@ -105,16 +86,16 @@ CALLS: dict[str, list[tuple[Callable[..., Any], list[tuple[int, ...]], dict[str,
     ],
     "monarch": [
         (op, qkv(461, 461, 64), {"block_size": 150, "padding": padding})
-        for op in (monarch_attention, masked(monarch_attention)) for padding in ("post", "pre")
+        for op in (vmonarch.monarch_attention, masked(vmonarch.monarch_attention)) for padding in ("post", "pre")
     ],
     "flash_entropy": [
-        (flash_entropy_attention, qkv(Sq, Sk, D, E), {"entropy_grad": not E})
+        (vmonarch.flash_entropy_attention, qkv(Sq, Sk, D, E), {"entropy_grad": not E})
         for Sq, Sk in ((200, 300), (70, 4000)) for D, E in ((64, 0), (128, 0), (80, 40))
     ],
     "flash_bias": [
         (op, [*qkv(200, 300, 64), kind((1, 200, 1, 9)), kind((1, 300, 2, 9))], {**LSE, "causal": causal})
-        for op, causal in ((flash_bias_attention, False), (flash_bias_attention, True),
-                           (masked(flash_bias_attention), False))
+        for op, causal in ((vmonarch.flash_bias_attention, False), (vmonarch.flash_bias_attention, True),
+                           (masked(vmonarch.flash_bias_attention), False))
         for kind in (tuple, Float32)
     ],
     "taylor": [
@@ -125,13 +106,13 @@ CALLS: dict[str, list[tuple[Callable[..., Any], list[tuple[int, ...]], dict[str,
         (decoded, qkv(72, 72, 16, 64), {}),
     ],
     "window": [
-        *((window_attention, qkv(S, S, 64), {**options, "causal": causal}) for causal in (False, True)
+        *((vmonarch.window_attention, qkv(S, S, 64), {**options, "causal": causal}) for causal in (False, True)
           for S, options in ((300, {"window": 70}), (315, {**BRICK, "window": (3, 5, 4)}))),
-        (window_attention, qkv(1, 300, 64), {"window": 70, "causal": True}),
+        (vmonarch.window_attention, qkv(1, 300, 64), {"window": 70, "causal": True}),
     ],
     # Tiles of 64 tokens have kernels of their own backward.
     "two_resolutions": [
-        (two_resolution_attention, qkv(315, 315, 64), {**BRICK, **options}) for options in (
+        (vmonarch.two_resolution_attention, qkv(315, 315, 64), {**BRICK, **options}) for options in (
             {"cell": (2, 2, 4), "sink": True}, {"rest": False, "local": 1}, {"share": None, "beta": 0.5},
             {"tile": (4, 4, 4)}, {"tile": (4, 4, 4), "rest": False})
     ],
@@ -146,7 +127,7 @@ FORMS, PORTABLE = {"hopper": 1, "portable": 0}, ("window", "norms", "residual", 
 FAMILIES = {name: ("portable",) if name in PORTABLE else tuple(FORMS) for name in CALLS}
 
 
-def run(family: str, device: str, implementation: str, dtype: torch.dtype) -> None:
+def run(family, device, implementation, dtype):
     """Make all calls of a family, without and with gradients."""
     for op, shapes, options in CALLS[family]:
         dtypes = [torch.float32 if isinstance(shape, Float32) else dtype for shape in shapes]
@@ -163,14 +144,13 @@ def run(family: str, device: str, implementation: str, dtype: torch.dtype) -> No
 
 
 @contextmanager
-def launches() -> Iterator[set[str]]:
+def launches():
     """The names of the kernels that are launched meanwhile."""
     from triton.runtime.jit import JITFunction
 
-    names: set[str] = set()
-    launch = JITFunction.run
+    names, launch = set(), JITFunction.run
 
-    def named(self: Any, *args: Any, **options: Any) -> Any:
+    def named(self, *args, **options):
         names.add(self.__name__)
         return launch(self, *args, **options)
 
@@ -181,27 +161,24 @@ def launches() -> Iterator[set[str]]:
         JITFunction.run = launch
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
-    parser = script_parser("studies.every_kernel", __doc__)
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("family", nargs="?", choices=list(FAMILIES), help="default: all")
     parser.add_argument("form", nargs="?", choices=list(FORMS), help="default: all that the family has")
     parser.add_argument("--list", action="store_true", help="print every family and form, and do nothing else")
     options = parser.parse_args(arguments)
-    for name, forms in FAMILIES.items():
-        for form in forms:
-            if options.family not in (None, name) or options.form not in (None, form):
-                continue
-            if options.list:
-                print(name, form)
-                continue
-            torch.manual_seed(0)
-            with launches() as names, launch_overrides({"hopper": {"enabled": FORMS[form]}}):
-                run(name, "cuda", "triton", torch.bfloat16)
-                torch.cuda.synchronize()
-            print(f"done {name} {form}: {' '.join(sorted(names))}", flush=True)
-    return 0
+    for name, form in ((name, form) for name, forms in FAMILIES.items() for form in forms):
+        if options.family not in (None, name) or options.form not in (None, form):
+            continue
+        if options.list:
+            print(name, form)
+            continue
+        torch.manual_seed(0)
+        with launches() as names, launch_overrides({"hopper": {"enabled": FORMS[form]}}):
+            run(name, "cuda", "triton", torch.bfloat16)
+            torch.cuda.synchronize()
+        print(f"done {name} {form}: {' '.join(sorted(names))}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,9 +1,8 @@
 """The calls that a sanitizer looks at: plain torch takes them too. That they launch every kernel, a GPU test shows."""
 
+import every_kernel
 import pytest
 import torch
-
-from vmonarch.eval.studies import every_kernel
 
 
 @pytest.mark.parametrize("family", every_kernel.FAMILIES)
@@ -14,5 +13,5 @@ def test_the_calls_are_good_ones(monkeypatch, family):
 
 
 def test_families_and_forms_are_listed(capsys):
-    assert every_kernel.main(["--list"]) == 0
+    every_kernel.main(["--list"])
     assert "taylor hopper\ntaylor portable\nwindow portable\n" in capsys.readouterr().out
