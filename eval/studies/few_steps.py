@@ -1,9 +1,9 @@
 """A student of few steps: `python -m vmonarch.eval.studies.few_steps --steps 8 --output student.safetensors`.
 
 The embedded model with its guidance is distilled into LoRA layers that need none, for a few steps of Euler's method: in
-every step the student's velocity learns to lead where the teacher arrives in several steps. It begins with states of
-the teacher, which are replaced bit by bit by those that the student itself comes through. A student of 4 steps goes on
-from one of 8 (`--start`), and one with `--attention vmonarch` at work in all its steps from one of full attention.
+every step the student's velocity learns to lead where the teacher arrives in several steps, from states of the teacher
+first and then from those that the student itself comes through. A student of 4 steps goes on from one of 8 (`--start`),
+and one with `--attention vmonarch` from one of full attention.
 
     vmonarch eval --lora student.safetensors --scheduler euler --steps 8 --guidance 1 --methods vmonarch \\
         vmonarch:refresh=0.5 --prompt-set embedded
@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -41,29 +40,23 @@ TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2", "p
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a run.
+    """Sizes of a run, which the clock ends before all its updates."""
 
-    Args:
-        teacher_steps: of all the teacher's way, with two evaluations each; a multiple of the student's.
-        pool: trajectories whose states are kept, as far as a third of the time is enough to make them.
-        chunk: trajectories made at once; every `every` updates the student makes as many.
-        updates: at most; the clock ends a run before.
-    """
-
+    # Of all the teacher's way, with two evaluations each; a multiple of the student's.
     teacher_steps: int = 16
     captions: int = 8192
+    # Trajectories whose states are kept, and those made at once, by the student after `every` updates.
     pool: int = 4096
     chunk: int = 128
     every: int = 48
     batch: int = 64
     updates: int = 100_000
     rank: int = 64
-    learning_rate: float = 4e-4
     num_frames: int = EMBEDDED_SETTINGS.num_frames
-    seed: int = 0
 
 
 QUICK = Sizes(teacher_steps=8, captions=4, pool=1, chunk=1, every=1, batch=1, updates=2, rank=4, num_frames=9)
+LEARNING_RATE = 4e-4
 
 
 def noise_levels(steps: int) -> list[float]:
@@ -83,7 +76,7 @@ class Distillation:
         self.encoder = pipe.text_encoder.to(device).eval().requires_grad_(False)
         self.teacher = pipe.transformer.to(device).eval().requires_grad_(False)
         # Other scenes than those that the embedded model was trained on.
-        captions = write_captions(sample_scenes(sizes.captions, sizes.seed + 32_452), sizes.seed + 32_453, 1)
+        captions = write_captions(sample_scenes(sizes.captions, 32_452), 32_453, 1)
         self.tokens = tokenize(pipe.tokenizer, captions).to(device)
         self.empty = self.text(tokenize(pipe.tokenizer, [""]).to(device))
         frames, settings = (sizes.num_frames - 1) // 4 + 1, EMBEDDED_SETTINGS
@@ -144,7 +137,7 @@ class Distillation:
         began, sizes = time.monotonic(), self.sizes
         while self.made < sizes.pool and (not self.made or time.monotonic() - began < seconds / 3):
             self.fill()
-        torch.manual_seed(sizes.seed + self.n)
+        torch.manual_seed(self.n)
         student = copy.deepcopy(self.teacher)
         student.add_adapter(LoraConfig(r=sizes.rank, lora_alpha=sizes.rank, target_modules=TARGETS))
         if start is not None:
@@ -170,7 +163,7 @@ class Distillation:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(learnt, 1.0)
             # A warm-up, and a decay over the second half.
-            optimizer.param_groups[0]["lr"] = sizes.learning_rate * min(1, (update + 1) / 100, 2 * (1 - share))
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (update + 1) / 100, 2 * (1 - share))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             with torch.no_grad():
@@ -178,10 +171,7 @@ class Distillation:
             losses.append(loss.detach())
         with torch.no_grad():
             torch._foreach_copy_(learnt, average)
-        means = [part.mean().item() for part in torch.stack(losses).split(100)]
-        if not all(map(math.isfinite, means)):
-            raise FloatingPointError("the loss is not finite")
-        return get_peft_model_state_dict(student), means
+        return get_peft_model_state_dict(student), [part.mean().item() for part in torch.stack(losses).split(100)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

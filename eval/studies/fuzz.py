@@ -5,12 +5,11 @@ the truth is plain torch on the CPU, on float64 copies of the inputs. A result x
 
     max |x - truth| <= 2 · max |noisy - truth| + 4 · u · max |truth| + least
 
-where `noisy` is that float64 computation with every intermediate of every operation rounded at random to the precision
-of the dtype, that is, multiplied by 1 + u·U(-1, 1), and with every sum off by U(-1, 1) times float32's epsilon times
-the sum of its terms' magnitudes: what plain torch in the same precision errs. The maximum is over up to
-twenty such runs. u is half the machine epsilon of the dtype (8 times that for float32, in which sums
-are taken), `least` is its smallest number. -inf must be where the truth has it. What an op does not write is
-NaN, because torch fills new memory with it for the time of the call.
+where `noisy` is that float64 computation with every intermediate of every operation multiplied by 1 + u·U(-1, 1), and
+with every sum off by U(-1, 1) times float32's epsilon times the sum of its terms' magnitudes: what plain torch in the
+same precision errs, in up to twenty such runs. u is half the machine epsilon of the dtype (8 times that for float32, in
+which sums are taken), `least` its smallest number. -inf must be where the truth has it. What an op does not write is
+NaN, which torch fills new memory with for the time of the call.
 
 Compiling takes far longer than a case, so all share the dtypes, options and strides of `--configurations` draws.
 
@@ -89,7 +88,9 @@ class Noise(TorchDispatchMode):
 class Draw:
     """What a case is drawn from: `case` for sizes and values, `kernel` for what kernels are compiled for."""
 
-    def __init__(self, number: int, configurations: int | None, device: str, implementation: str) -> None:
+    def __init__(
+        self, number: int, configurations: int | None = None, device: str = "cpu", implementation: str = "torch"
+    ) -> None:
         self.device, self.triton = device, implementation == "triton"
         # In Triton's interpreter everything is tiny, and without bfloat16.
         self.tiny = self.triton and interpreted()
@@ -262,16 +263,9 @@ class Case:
         return f"{self.op}: {self.options | shapes}"
 
 
-def make_case(
-    number: int,
-    *,
-    configurations: int | None = None,
-    device: str = "cpu",
-    implementation: str = "torch",
-    ops: Sequence[str] = tuple(OPS),
-) -> Case:
-    """The case of that number; the same every time for the same arguments."""
-    draw = Draw(number, configurations, device, implementation)
+def make_case(number: int, *, ops: Sequence[str] = tuple(OPS), **how: Any) -> Case:
+    """The case of that number; the same every time for the same arguments, which are those of `Draw`."""
+    draw = Draw(number, **how)
     (name,) = draw.kernel.choices(ops, [OPS[name].weight for name in ops])
     op = OPS[name]
     options = {option: draw.kernel.choice(choices) for option, choices in op.options.items()}
@@ -378,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="number of the first case (default: 0)")
     parser.add_argument("--only", type=int, nargs="+", help="check these cases, and print all about them")
     parser.add_argument("--ops", nargs="+", choices=list(OPS), default=list(OPS), help="draw from these (default: all)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--implementation", choices=["torch", "triton"], default="torch")
     parser.add_argument("--configurations", type=int, help="what kernels are compiled for is one of so many draws")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no case starts after these")

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from vmonarch.eval.record import script_parser, script_record
 from vmonarch.files import write_json
 from vmonarch.kernels.taylor.api import taylor_attention
-from vmonarch.kernels.taylor.feature_maps import FEATURE_MAPS
 from vmonarch.kernels.window.api import window_attention
 
 # Exponent of the law that places the queries, as in the paper's data: slot x is taken with weight x^(POWER - 1).
@@ -34,7 +33,7 @@ ROTARY_BASE, ROTARY_BIAS = 100.0, 2.0
 
 @dataclass(frozen=True)
 class Task:
-    """Sizes of the task and of the training: tokens of which half are keys and half values, and learning rates."""
+    """Sizes of the task and of the training; half of the vocabulary are keys and half values."""
 
     vocabulary: int = 8192
     tokens: int = 256
@@ -51,42 +50,38 @@ class Task:
 
 @dataclass(frozen=True)
 class Mixer:
-    """One layer: attention; a window of `size` tokens; or linear attention with d' = `size` and a feature map.
-
-    Args:
-        rotary: whether it knows how far apart tokens are.
-    """
+    """One layer: attention, a window of `size` tokens, or linear attention with d' = `size`."""
 
     kind: str
     size: int = 0
-    feature_map: str = "taylor"
+    # Whether it knows how far apart tokens are.
     rotary: bool = False
 
     def state(self, width: int, tokens: int) -> int:
         """Numbers kept after some tokens (Based, Eq. 8, 10 and 11); all d'² products, as our kernels keep them."""
         if self.kind == "linear":
-            return FEATURE_MAPS[self.feature_map].features(self.size) * (width + 1)
+            return (1 + self.size + self.size**2) * (width + 1)
         return 2 * width * (tokens if self.kind == "attention" else min(tokens, self.size))
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Causal, of [B, S, 1, ·]."""
         if self.kind == "linear":
-            return taylor_attention(q, k, v, causal=True, feature_map=self.feature_map)
+            return taylor_attention(q, k, v, causal=True)
         if self.kind == "window":
             return window_attention(q, k, v, window=self.size, causal=True)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def _alone(mixer: Mixer) -> tuple[Mixer, Mixer]:
-    return replace(mixer, rotary=mixer.kind != "linear"), mixer
+def _alone(kind: str, size: int = 0) -> tuple[Mixer, Mixer]:
+    return Mixer(kind, size, rotary=kind != "linear"), Mixer(kind, size)
 
 
 # A window of two holds the token before and no other: there is nothing that positions would tell.
 MODELS = {
-    "attention": _alone(Mixer("attention")),
-    **{f"window {n}": _alone(Mixer("window", n)) for n in (8, 32, 128, 512)},
-    **{f"linear d'={n}": _alone(Mixer("linear", n)) for n in (8, 16, 32)},
+    "attention": _alone("attention"),
+    **{f"window {n}": _alone("window", n) for n in (8, 32, 128, 512)},
+    **{f"linear d'={n}": _alone("linear", n) for n in (8, 16, 32)},
     **{f"Based, window 2, d'={n}": (Mixer("window", 2), Mixer("linear", n)) for n in (8, 16, 24, 32)},
 }
 
@@ -94,13 +89,10 @@ MODELS = {
 def sequences(
     count: int, tokens: int, pairs: int, vocabulary: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random sequences, on the generator's device and by its state alone.
+    """Random tokens [B, S], positions of the queries [B, K], and the values asked for [B, K].
 
     Keys and values are drawn without replacement. After the 2K tokens of the pairs come slots of two tokens; each key
     is asked for at the first token of a slot, drawn without replacement by the power law; all other tokens are blank.
-
-    Returns:
-        (tokens [B, S], positions of the queries [B, K], the values asked for [B, K]).
     """
     device, half, context = generator.device, vocabulary // 2, 2 * pairs
     noise = lambda columns: torch.rand(count, columns, generator=generator, device=device)
@@ -116,13 +108,13 @@ def sequences(
     return text.scatter_(1, positions, keys), positions, values
 
 
-def _frequencies(dim: int, device: torch.device | None = None) -> torch.Tensor:
-    return ROTARY_BASE ** (-torch.arange(dim // 2, device=device) / (dim // 2))
+def _frequencies(dim: int) -> torch.Tensor:
+    return ROTARY_BASE ** (-torch.arange(dim // 2) / (dim // 2))
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotary positions of x [B, S, H, D]: what a query and a key give depends on how far apart they are."""
-    angle = torch.arange(x.shape[1], device=x.device)[:, None, None] * _frequencies(x.shape[3], x.device)
+    angle = torch.arange(x.shape[1], device=x.device)[:, None, None] * _frequencies(x.shape[3]).to(x.device)
     a, b = x.chunk(2, -1)
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
@@ -130,10 +122,9 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 class Network(torch.nn.Module):
     """Embedding, x + mixer(norm(x)) twice with one head, norm, the embedding as the output.
 
-    Only a first layer knows positions, and only how far apart tokens are, so that longer sequences are like those of
-    the training. Two things make training many times as short. Queries and keys with rotary positions are mostly a
-    constant bias at first, which finds the token before. The second layer's output map begins as the inverse of its
-    value map, as in Mimetic Initialization (Trockman and Kolter, 2023): what attention finds is an answer at once.
+    Two things make training many times as short. Queries and keys with rotary positions, which only a first layer has,
+    are mostly a constant bias at first, which finds the token before. The second layer's output map begins as the
+    inverse of its value map, as in Mimetic Initialization (Trockman and Kolter, 2023): what it finds is an answer.
     """
 
     def __init__(self, mixers: Sequence[Mixer], vocabulary: int, D: int) -> None:
@@ -220,11 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     task, started = Task(steps=options.steps), time.monotonic()
     record = script_record("studies.mqar", arguments, options.device) | {"task": asdict(task), "models": {}}
     rows: list[list[str]] = []
-    caption = (
-        f"Percent of the queries answered rightly in sequences of {task.test_tokens} tokens, after {task.steps} steps"
-        f" of {task.batch} sequences of {task.tokens}; vocabulary {task.vocabulary:,}, width {task.width}, the best of"
-        f" {len(task.rates)} learning rates. {record['hardware']}, {record['date']}. Made by `{record['command']}`."
-    )
+    caption = f"Percent of the queries answered rightly in {task.test_tokens} tokens, after {task.steps} steps of"
+    caption += f" {task.batch} sequences of {task.tokens}, the best of {len(task.rates)} learning rates."
+    caption += f" {record['hardware']}, {record['date']}. Made by `{record['command']}`."
     header = ["two layers of", "state, KiB", *(f"{pairs} pairs" for pairs in task.test_pairs)]
     for name in options.models:
         found = record["models"][name] = measure(MODELS[name], task, options.device)

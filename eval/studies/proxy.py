@@ -8,11 +8,10 @@ as the embedded model's, of its size. The folder is a stock Wan pipeline; its `p
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,14 +37,7 @@ RESERVED = 40.0
 
 
 def train(output: Path, about: dict[str, Any], *, device: str, compile: bool, **training: Any) -> dict[str, Any]:
-    """Train and write the folder; it appears whole or not at all.
-
-    Args:
-        about: what the record begins with.
-        training: minutes, clips, captions, batch, steps, learning_rate, seed, scale, from_embedded, config.
-
-    Returns:
-        what `PROXY_RECORD` holds.
+    """Train and write the folder, which appears whole or not at all; what `PROXY_RECORD` holds.
 
     Raises:
         ValueError: the time is over before training begins.
@@ -95,18 +87,6 @@ def train(output: Path, about: dict[str, Any], *, device: str, compile: bool, **
     return record
 
 
-def positive(kind: type) -> Callable[[str], Any]:
-    """Reads a number of a type that must be above 0."""
-
-    def read(text: str) -> Any:
-        value = kind(text)
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-        return value
-
-    return read
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = script_parser("studies.proxy", __doc__, whole=True)
@@ -118,10 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--from-embedded", action="store_true", help="start from the embedded model's transformer")
     sizes = {"minutes": 10.0, "clips": 8192, "captions": 4, "batch": 24, "steps": 100_000, "learning_rate": 1e-3}
     for name, value in sizes.items():
-        option = f"--{name.replace('_', '-')}"
-        command.add_argument(option, type=positive(type(value)), default=value, help=f"default {value}")
+        command.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default {value}")
     command.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    for name in sizes:
+        if not 0 < getattr(options, name) < float("inf"):
+            command.error(f"--{name.replace('_', '-')} must be positive, got {getattr(options, name)}")
     if options.output.exists():
         command.error(f"--output: {options.output} exists; nothing is overwritten")
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -55,6 +55,7 @@ def test_the_teacher_arrives_by_a_method_of_second_order():
     torch.testing.assert_close(end, x + (after**2 - sigma**2) / 2)
 
 
+@pytest.mark.deep
 def test_a_student_is_a_lora_file_that_others_start_from_and_commands_take(tmp_path, capsys):
     first, second = tmp_path / "8.safetensors", tmp_path / "4.safetensors"
     words = ["--quick", "--device", "cpu", "--output"]

@@ -62,7 +62,7 @@ def test_the_state_is_that_of_the_paper_and_of_the_kernels():
     assert Mixer("linear", 16).state(128, 1024) == (1 + 16 + 256) * 129 == state.kv.numel() + state.k.numel()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_window_and_linear_attention_recall_together_and_neither_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(mqar, "Task", lambda steps: dataclasses.replace(SMALL, steps=steps))
     mqar.Task.steps = SMALL.steps

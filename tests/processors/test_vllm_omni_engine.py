@@ -27,10 +27,7 @@ CONFIG = {"num_attention_heads": 2, "attention_head_dim": 16, "text_dim": 16, "f
 def wan():
     """The module of vLLM-Omni's Wan transformer; our plug-in is loaded as its processes load it."""
     platforms = pytest.importorskip("vllm_omni.platforms", reason="needs vllm-omni", exc_type=ImportError)
-    from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum as Backends
-    from vllm_omni.diffusion.distributed import parallel_state
     from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
-    from vllm_omni.plugins import load_omni_plugins_by_group
 
     class Platform(OmniPlatform):
         _omni_enum, device_type, dist_backend = OmniPlatformEnum.CUDA, "cpu", "gloo"
@@ -39,11 +36,17 @@ def wan():
 
         @classmethod
         def get_diffusion_attn_backend_cls(cls, selected_backend, head_size, allow_trtllm_default=False):
+            from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum as Backends
+
             if selected_backend is not None:
                 cls.validate_diffusion_attn_backend(selected_backend)
             return Backends[(selected_backend or "TORCH_SDPA").upper()].get_path()
 
+    # Before others import it.
     platforms._current_omni_platform = Platform()
+    from vllm_omni.diffusion.distributed import parallel_state
+    from vllm_omni.plugins import load_omni_plugins_by_group
+
     models = util.find_spec("vllm_omni.diffusion.models").submodule_search_locations[0]
     package = types.ModuleType("vllm_omni.diffusion.models.wan2_2")
     package.__path__ = [str(Path(models) / "wan2_2")]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def outcome(case):
-    """passed, failed or skipped, of a test in a JUnit report."""
+    """passed, failed or skipped."""
     kinds = {child.tag for child in case}
     return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
 
