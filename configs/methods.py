@@ -654,6 +654,10 @@ class AttentionMethod:
         """Leave exactly this method on the Wan pipeline `pipe`."""
         self.parameters.install(pipe)
 
+    def without_dense(self) -> Self:
+        """The method with no exact steps: what training has to run, where every noise level is as likely."""
+        return dataclasses.replace(self, parameters=self.parameters.without_dense())
+
     def check_video(self, argument: str, grid: LatentGrid, steps: int, layers: int, why_not_triton: str | None) -> None:
         """Check the options that depend on the video, the model and the device, before any of them is there.
 
