@@ -24,12 +24,12 @@ _BOUNDS = {
 }
 
 
-def _number(default: Any, **bounds: float) -> Any:
+def number(default: Any, **bounds: float) -> Any:
     """A field with a finite value within `bounds`, by the names of _BOUNDS."""
     return field(default=default, metadata={"bounds": bounds})
 
 
-def _choice(default: Any, *choices: str) -> Any:
+def choice(default: Any, *choices: str) -> Any:
     """A field whose value, or each entry of it, is one of `choices`."""
     return field(default=default, metadata={"choices": choices})
 
@@ -47,9 +47,9 @@ class DataConfig:
 
     path: str = ""
     validation: str | None = None
-    workers: int = _number(2, least=0)
-    caption_dropout: float = _number(0.1, least=0, most=1)
-    bad_fraction: float = _number(0.01, least=0, most=1)
+    workers: int = number(2, least=0)
+    caption_dropout: float = number(0.1, least=0, most=1)
+    bad_fraction: float = number(0.01, least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class ObjectiveConfig:
             at the start, of which a copy is kept, but with LoRA; the rest is the distance to that of the clips.
     """
 
-    sigma: str = _choice("logit_normal", *DISTRIBUTIONS)
-    mean: float = _number(0.0)
-    std: float = _number(1.0, above=0)
-    flow_shift: float | None = _number(None, above=0)
-    image_share: float = _number(0.0, least=0, most=1)
-    distillation: float = _number(0.0, least=0, most=1)
+    sigma: str = choice("logit_normal", *DISTRIBUTIONS)
+    mean: float = number(0.0)
+    std: float = number(1.0, above=0)
+    flow_shift: float | None = number(None, above=0)
+    image_share: float = number(0.0, least=0, most=1)
+    distillation: float = number(0.0, least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,16 @@ class OptimizerConfig:
         clip: largest norm of all gradients together.
     """
 
-    learning_rate: float = _number(1e-6, above=0)
-    transfer_learning_rate: float = _number(1e-2, above=0)
-    beta1: float = _number(0.9, least=0, below=1)
-    beta2: float = _number(0.999, least=0, below=1)
-    eps: float = _number(1e-8, above=0)
-    weight_decay: float = _number(0.01, least=0)
-    clip: float = _number(1.0, above=0)
-    schedule: str = _choice("constant", "constant", "cosine", "linear")
-    warmup: int = _number(0, least=0)
-    final: float = _number(0.0, least=0, most=1)
+    learning_rate: float = number(1e-6, above=0)
+    transfer_learning_rate: float = number(1e-2, above=0)
+    beta1: float = number(0.9, least=0, below=1)
+    beta2: float = number(0.999, least=0, below=1)
+    eps: float = number(1e-8, above=0)
+    weight_decay: float = number(0.01, least=0)
+    clip: float = number(1.0, above=0)
+    schedule: str = choice("constant", "constant", "cosine", "linear")
+    warmup: int = number(0, least=0)
+    final: float = number(0.0, least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class LoraConfig:
         alpha: null for the rank. targets: endings of the names of the layers.
     """
 
-    rank: int = _number(0, least=0)
-    alpha: float | None = _number(None, above=0)
+    rank: int = number(0, least=0)
+    alpha: float | None = number(None, above=0)
     targets: tuple[str, ...] = LORA_TARGETS
 
 
@@ -116,12 +116,12 @@ class ValidationConfig:
         prompts: of videos that are sampled every `videos_every` steps, with so many sampling steps (null: the model's).
     """
 
-    every: int = _number(100, least=0)
-    clips: int = _number(16, least=1)
-    levels: int = _number(8, least=1)
+    every: int = number(100, least=0)
+    clips: int = number(16, least=1)
+    levels: int = number(8, least=1)
     prompts: tuple[str, ...] = ()
-    videos_every: int = _number(0, least=0)
-    steps: int | None = _number(None, least=1)
+    videos_every: int = number(0, least=0)
+    steps: int | None = number(None, least=1)
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,10 @@ class CheckpointConfig:
         waive: parts of WAIVABLE that may be missing, with which the run starts anew.
     """
 
-    every: int = _number(250, least=1)
-    keep: int = _number(2, least=1)
-    resume: str = _choice("auto", "auto", "never", "must")
-    waive: tuple[str, ...] = _choice((), *WAIVABLE)
+    every: int = number(250, least=1)
+    keep: int = number(2, least=1)
+    resume: str = choice("auto", "auto", "never", "must")
+    waive: tuple[str, ...] = choice((), *WAIVABLE)
 
 
 @dataclass(frozen=True)
@@ -168,20 +168,20 @@ class FinetuneConfig:
     model: str = "embedded"
     revision: str | None = None
     attention: Any = "vmonarch"
-    train: str = _choice("all", "all", "transformer", "transformer_2")
-    steps: int = _number(1500, least=1)
-    batch_size: int = _number(8, least=1)
-    micro_batch: int = _number(1, least=1)
-    seed: int = _number(0, least=0, below=2**63)
-    anneal: int = _number(0, least=0)
-    transfer: int = _number(0, least=0)
-    ema: float = _number(0.0, least=0, below=1)
-    precision: str = _choice("bf16", "bf16", "fp32")
+    train: str = choice("all", "all", "transformer", "transformer_2")
+    steps: int = number(1500, least=1)
+    batch_size: int = number(8, least=1)
+    micro_batch: int = number(1, least=1)
+    seed: int = number(0, least=0, below=2**63)
+    anneal: int = number(0, least=0)
+    transfer: int = number(0, least=0)
+    ema: float = number(0.0, least=0, below=1)
+    precision: str = choice("bf16", "bf16", "fp32")
     gradient_checkpointing: bool = True
     compile: bool = False
-    sequence_parallel_size: int = _number(1, least=1)
+    sequence_parallel_size: int = number(1, least=1)
     trackers: tuple[str, ...] = ("tensorboard",)
-    log_every: int = _number(10, least=1)
+    log_every: int = number(10, least=1)
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -195,12 +195,7 @@ class FinetuneConfig:
         Raises:
             InputError: one cannot be used; the error names it.
         """
-        for name, value, rules in _values(self):
-            for entry in value if isinstance(value, tuple) else (value,):
-                if "choices" in rules and entry not in rules["choices"]:
-                    raise InputError(name, f"must be one of {', '.join(rules['choices'])}, got {entry!r}")
-            if "bounds" in rules and value is not None:
-                _check_number(name, value, rules["bounds"])
+        check_values(self)
         if self.sequence_parallel_size > 1 and self.validation.videos_every:
             raise InputError("validation.videos_every", "must be 0 with sequence_parallel_size, which spreads clips")
         if not self.data.path:
@@ -260,6 +255,20 @@ def _values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[s
             yield from _values(value, f"{prefix}{entry.name}.")
         else:
             yield prefix + entry.name, value, entry.metadata
+
+
+def check_values(config: Any) -> None:
+    """Check that every value is of the choices and within the bounds of its field.
+
+    Raises:
+        InputError: one is not; the error names it.
+    """
+    for name, value, rules in _values(config):
+        for entry in value if isinstance(value, tuple) else (value,):
+            if "choices" in rules and entry not in rules["choices"]:
+                raise InputError(name, f"must be one of {', '.join(rules['choices'])}, got {entry!r}")
+        if "bounds" in rules and value is not None:
+            _check_number(name, value, rules["bounds"])
 
 
 def _check_number(name: str, value: float, bounds: Mapping[str, float]) -> None:
