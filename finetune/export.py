@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,8 @@ def _trained(
         load_weights(path / WEIGHTS, trained)
     else:
         # FSDP's, each process its part.
-        torch.distributed.checkpoint.load({"model": trained}, checkpoint_id=path / SPREAD_WEIGHTS, no_dist=True)
+        with warnings.catch_warnings(action="ignore"):
+            torch.distributed.checkpoint.load({"model": trained}, checkpoint_id=path / SPREAD_WEIGHTS, no_dist=True)
     return config, folder, facts, experts.eval()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from vmonarch.cli import main
 from vmonarch.finetune.checkpoints import Checkpoints
@@ -16,7 +17,8 @@ from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.trainer import Trainer
 from vmonarch.pipelines.environment import seconds
 
-AS_WITH_A_GPU = str(Path(__file__).parents[1] / "support" / "as_with_a_gpu.py")
+SUPPORT = Path(__file__).parents[1] / "support"
+AS_WITH_A_GPU, AS_WITH_FSDP = str(SUPPORT / "as_with_a_gpu.py"), str(SUPPORT / "as_with_fsdp.py")
 SETTINGS = ["batch_size=4", "micro_batch=1", "precision=fp32", "trackers=[]", "log_every=1", "data.workers=0",
             "gradient_checkpointing=false", "optimizer.learning_rate=1e-3", "checkpoints.every=4"]  # fmt: skip
 
@@ -66,6 +68,36 @@ def test_two_processes_resume_as_if_they_had_not_ended(place, launch, tmp_path):
     assert all(json.loads(path.read_text())["processes"] == 2 for path in records)
     assert whole == parts and len([line for line in whole if "loss" in line]) == 7
     assert len([line for line in whole if "validation_loss" in line]) == 4
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["full", "lora"])
+def test_weights_that_are_spread_learn_what_copied_ones_learn_and_resume_exactly(place, launch, tmp_path, rank):
+    """FSDP2: each process writes its part, of LoRA layers no more than these; export puts the parts together."""
+    words = [f"lora.rank={rank}", "steps=5"]
+    runs = [words, [f"lora.rank={rank}", "steps=3"], words]
+    outputs = [tmp_path / name for name in ("whole", "parts", "parts")]
+    first, *others = ([*words_for(place, output), *run] for output, run in zip(outputs, runs, strict=True))
+    joined = [word for other in others for word in ("--then", *other)]
+    code, output = launch(tmp_path / "unused", *first, *joined, program=AS_WITH_FSDP)
+    assert code == 0, output[-3000:]
+    code, output = launch(tmp_path / "copied", *words)
+    assert code == 0, output[-3000:]
+    loss = {
+        name: {line["step"]: line["loss"] for line in log(tmp_path / name)} for name in ("whole", "parts", "copied")
+    }
+    assert loss["whole"] == loss["parts"] and loss["whole"] == pytest.approx(loss["copied"], rel=1e-4)
+    folder = tmp_path / "whole" / "checkpoints" / "step-00000005" / "pytorch_model_fsdp_0"
+    assert len(list(folder.glob("*.distcp"))) == 2
+    made = [tmp_path / (f"{name}.safetensors" if rank else name) for name in ("spread", "same")]
+    for run, file in zip(("whole", "copied"), made, strict=True):
+        assert main(["export", str(tmp_path / run), "--output", str(file)]) == 0
+    files = made if rank else [path / "transformer" / "diffusion_pytorch_model.safetensors" for path in made]
+    spread, copied = map(load_file, files)
+    assert spread.keys() == copied.keys()
+    for name, tensor in spread.items():
+        torch.testing.assert_close(tensor, copied[name], atol=2e-5, rtol=1e-3)
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert len(stored) == len(spread) and all(".lora_" in name for name in stored) == bool(rank)
 
 
 def test_what_is_not_finite_on_one_process_ends_both(launch, tmp_path):
