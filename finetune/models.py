@@ -129,7 +129,7 @@ class _Compared(nn.Module):
 
     loss: torch.Tensor
 
-    def __init__(self, ours: nn.Module, full: Any) -> None:
+    def __init__(self, ours: Any, full: Any) -> None:
         super().__init__()
         self.ours, self.full = ours, full
 

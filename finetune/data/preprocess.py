@@ -334,7 +334,10 @@ def _items(config: PreprocessConfig, captioned: Sequence[Captioned]) -> list[_It
     if config.procedural is not None:
         names = [f"procedural-{config.seed}-{number}" for number in range(config.procedural)]
         return [_Item(name, (name,), partial(_render, config.seed, number)) for number, name in enumerate(names)]
-    shapes = [ClipShape(*size, config.fps, config.start, config.clips_per_video) for size in config.sizes]
+    shapes = [
+        ClipShape(height, width, frames, config.fps, config.start, config.clips_per_video)
+        for height, width, frames in config.sizes
+    ]
     return [
         _Item(
             entry.file,

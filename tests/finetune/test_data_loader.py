@@ -6,7 +6,6 @@ import random
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -333,16 +332,6 @@ def test_latents_are_normalised_and_text_is_padded_and_cut(tmp_path):
         length = min(len(clip.text), 6)
         assert torch.equal(batch.text[row, :length], clip.text[:length]) and not batch.text[row, length:].any()
     assert batch.captions == tuple(clip.caption for clip in given)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtype_columns_are_honoured(tmp_path, dtype):
-    given = [sample(n) for n in range(2)]
-    given[1] = replace(given[1], latents=given[1].latents.to(dtype), text=given[1].text.to(dtype))
-    write_shard(tmp_path / "0.parquet", given)
-    batch = next(iter(make(ParquetFolder(tmp_path), shuffle=False, mean=torch.zeros(C), std=torch.ones(C))))
-    assert torch.equal(batch.latents[1], given[1].latents.float())
-    assert torch.equal(batch.text[1, : len(given[1].text)], given[1].text.float())
 
 
 def test_caption_dropout_has_its_share_and_follows_the_slot_alone(tmp_path):

@@ -332,9 +332,6 @@ HEADS = "every rank needs a head of self-attention, which has 2"
     "size,attention,anneal,message",
     [
         (4, "vmonarch", 0, HEADS),
-        (4, "vmonarch:parallel_by=frames", 0, None),
-        (3, "vmonarch:parallel_by=frames", 2, HEADS),
-        (3, "vmonarch:parallel_by=frames,dense_layers=1", 0, HEADS),
         (3, "full", 0, HEADS),
         (2, "vmonarch:dense_layers=1", 0, None),
         (2, "full", 0, None),
@@ -470,20 +467,6 @@ def test_another_run_is_not_resumed(place, tmp_path):
         Trainer(settings(place, tmp_path, checkpoints={"resume": "never"}))
     with pytest.raises(InputError, match="checkpoints.resume is must, but"):
         Trainer(settings(place, tmp_path / "new", checkpoints={"resume": "must"}))
-
-
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(place, tmp_path):
-    options = {"steps": 4, "checkpoints": {"every": 2}}
-    whole = Trainer(settings(place, tmp_path, **options))
-    whole.run()
-    file = tmp_path / "checkpoints" / "step-00000004" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.warns(UserWarning, match="step 4 passed over: .*model.safetensors is damaged"):
-        resumed = Trainer(settings(place, tmp_path, **options))
-    assert resumed.step == 2
-    with pytest.warns(UserWarning, match="moved to .*step-00000004.damaged"):
-        resumed.run()
-    assert equal(weights(resumed), weights(whole)) and resumed.checkpoints.steps() == [2, 4]
 
 
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(place, tmp_path):
