@@ -17,7 +17,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,27 +86,71 @@ class _Plan:
 
 
 @dataclass(eq=False)
-class _Batches(Dataset[_Made]):
-    """The batches of one rank by their number; what worker processes get a copy of."""
+class LatentLoader(Dataset[_Made]):
+    """Batches of one rank, endless over epochs, from a position that is saved and restored exactly.
+
+    As a data set, whose copies worker processes get, it holds the batches by their number from the run's first.
+
+    Args:
+        folder: the rows.
+        batch_size: clips of a batch on one rank, all of one shape.
+        seed: of the order and of dropped captions.
+        rank, world_size: this process and how many there are.
+        workers: processes that read and decode; 0 does it in this one. Batches are the same.
+        mean, std: [C], the VAE's; latents become (raw - mean) / std.
+        text_length: text is padded with zeros to it, and cut where longer (FastVideo pads to 512).
+        text_dim: of the text encoder.
+        caption_dropout: share of slots whose caption is dropped; their text is the folder's encoding of "", or zeros.
+        shuffle: False keeps the folder's order.
+        bad_fraction: the largest share of rows that may be unusable. It is judged by each rank on the rows that it has
+            tried in an epoch, from JUDGED_AFTER rows or an epoch's on.
+        quarantine: JSON lines file that gets every bad row once: `id` (or null), `file`, `row_group`, `row`, `reason`.
+            With more than one rank each has its own, `NAME-rank-00001.jsonl`. It is appended to.
+
+    Raises:
+        DataError: the folder's empty caption has another dimension than `text_dim`; (from iteration) too many rows are
+            bad, a row's text has another dimension than `text_dim`, a file has changed.
+
+    Attributes:
+        batches_per_epoch: the same on all ranks.
+        quarantine: the file of this rank, or None.
+    """
 
     folder: ParquetFolder
+    _: KW_ONLY
     batch_size: int
     seed: int
-    rank: int
-    world_size: int
+    rank: int = 0
+    world_size: int = 1
+    workers: int = 0
     mean: torch.Tensor
     std: torch.Tensor
-    text_length: int
+    text_length: int = 512
     text_dim: int
-    caption_dropout: float
-    shuffle: bool
-    bad_fraction: float
+    caption_dropout: float = 0.0
+    shuffle: bool = True
+    bad_fraction: float = 0.05
+    quarantine: Path | None = None
 
     def __post_init__(self) -> None:
+        empty = self.folder.empty_caption
+        if empty is not None and empty.shape[1] != self.text_dim:
+            raise DataError(
+                f"text_dim is {self.text_dim}, but {self.folder.root / EMPTY_CAPTION} has text of {empty.shape[1]}:"
+                " another text encoder made it"
+            )
+        if self.quarantine is not None and self.world_size > 1:
+            name = f"{self.quarantine.stem}-rank-{self.rank:05d}{self.quarantine.suffix}"
+            self.quarantine = self.quarantine.with_name(name)
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(self.folder.shapes))}
         self._buckets = np.array([numbers[shape] for shape in self.folder.shapes])
         self._unit = self.batch_size * self.world_size
-        self.per_epoch = int(sum(-(-count // self._unit) for count in np.bincount(self._buckets)))
+        self.batches_per_epoch = int(sum(-(-count // self._unit) for count in np.bincount(self._buckets)))
+        names = ("seed", "batch_size", "world_size", "shuffle")
+        # What a saved position means nothing without.
+        self._run = {"fingerprint": self.folder.fingerprint(), **{name: getattr(self, name) for name in names}}
+        self._next = self._tried = self._bad = 0
+        self._warned = False
         self._epoch = -1
 
     def plan(self, epoch: int) -> _Plan:
@@ -125,7 +169,7 @@ class _Batches(Dataset[_Made]):
 
     def __getitem__(self, number: int) -> _Made:
         """Batch `number`, counted from the run's first."""
-        epoch, place = divmod(number, self.per_epoch)
+        epoch, place = divmod(number, self.batches_per_epoch)
         if epoch != self._epoch:
             self._plan, self._epoch = self.plan(epoch), epoch
         failures: list[dict[str, Any]] = []
@@ -140,7 +184,7 @@ class _Batches(Dataset[_Made]):
                     if batch is not None:
                         return _Made(batch, *counts, failures)
                     dead.add(bucket)
-            raise self.too_bad(len(failures), len(failures), failures)
+            raise self._too_bad(len(failures), len(failures), failures)
         except (DataError, OSError) as error:
             return _Made(error, 0, 0, failures)
 
@@ -168,7 +212,7 @@ class _Batches(Dataset[_Made]):
             except BadRow as error:
                 failures.append({**self.folder.describe(index), "reason": str(error)})
                 if step + 1 >= limit:
-                    raise self.too_bad(step + 1, step + 1, failures) from error
+                    raise self._too_bad(step + 1, step + 1, failures) from error
                 continue
             if not dropped:
                 return sample
@@ -213,12 +257,72 @@ class _Batches(Dataset[_Made]):
             extras={name: torch.stack([s.extras[name] for s in samples]) for name in samples[0].extras},
         )
 
-    def too_bad(self, bad: int, tried: int, failures: list[dict[str, Any]]) -> DataError:
+    def _too_bad(self, bad: int, tried: int, failures: list[dict[str, Any]]) -> DataError:
         reasons = "; ".join(dict.fromkeys(failure["reason"] for failure in failures[:3]))
         return DataError(
             f"{bad} of {tried} rows tried in {self.folder.path} cannot be used ({bad / tried:.1%}, at most"
             f" {self.bad_fraction:.1%} may): {reasons}"
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The batches handed out so far and what they depend on, as plain values; the same on all ranks."""
+        return {"batches": self._next, **self._run}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position; an iterator that was made before must not be used any more.
+
+        Raises:
+            DataError: the state is of other data, or of a run with another seed, batch size, world size or shuffle; the
+                message names what differs.
+        """
+        differing = [f"{n} is {here!r} but was {state.get(n)!r}" for n, here in self._run.items() if here != state[n]]
+        if differing:
+            raise DataError(f"cannot resume on {self.folder.path}: {'; '.join(differing)}")
+        self._next = int(state["batches"])
+
+    def __iter__(self) -> Generator[Batch]:
+        enough = max(1, min(JUDGED_AFTER, len(self.folder) // self.world_size))
+        loader: DataLoader[_Made] = DataLoader(
+            self,
+            batch_size=None,
+            sampler=itertools.count(self._next),
+            num_workers=self.workers,
+            # Its seed for workers, which use none, would be drawn from the global state.
+            generator=torch.Generator().manual_seed(0),
+        )
+        failures: list[dict[str, Any]] = []
+        for made in loader:
+            self._record(made.failures)
+            if isinstance(made.batch, Exception):
+                raise made.batch
+            self._tried, self._bad = self._tried + made.tried, self._bad + made.bad
+            failures = (failures + made.failures)[:3]
+            # Divided, not multiplied: 29 of 100 are a share of 0.29, but 0.29 * 100 is less than 29.
+            if self._tried >= enough and self._bad / self._tried > self.bad_fraction:
+                raise self._too_bad(self._bad, self._tried, failures)
+            self._next += 1
+            if self._next % self.batches_per_epoch == 0:
+                # An epoch's share is that of the data; a sum over epochs would count some rows more often than others.
+                self._tried = self._bad = 0
+            yield made.batch
+
+    def _record(self, failures: list[dict[str, Any]]) -> None:
+        """Append bad rows to the quarantine file, each once, those of earlier runs included."""
+        if not failures:
+            return
+        path = self.quarantine
+        before = path.read_text(errors="replace") if path is not None and path.exists() else ""
+        if not self._warned:
+            self._warned = True
+            where = "" if path is None else f"; {path} lists all"
+            warnings.warn(f"rows cannot be used and are replaced, such as {failures[0]}{where}", stacklevel=3)
+        new = [line for line in dict.fromkeys(map(json.dumps, failures)) if line not in before.split("\n")]
+        if new and path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A run that was killed may have left half a line.
+            torn = bool(before) and not before.endswith("\n")
+            with path.open("a", encoding="utf-8") as file:
+                file.write("\n" * torn + "".join(f"{line}\n" for line in new))
 
 
 def _as_float(name: str, tensor: torch.Tensor, keep: torch.dtype | None = None) -> torch.Tensor:
@@ -247,132 +351,3 @@ def epoch_order(folder: ParquetFolder, seed: int, epoch: int) -> np.ndarray:
         filled += size
     rows = np.concatenate([np.arange(folder.group_starts[group], folder.group_starts[group + 1]) for group in groups])
     return rows[np.lexsort((_random_bits(len(rows), seed, epoch, 1), np.repeat(windows, sizes[groups])))]
-
-
-class LatentLoader:
-    """Batches of one rank, endless over epochs, from a position that is saved and restored exactly.
-
-    Args:
-        folder: the rows.
-        batch_size: clips of a batch on one rank, all of one shape.
-        seed: of the order and of dropped captions.
-        rank, world_size: this process and how many there are.
-        workers: processes that read and decode; 0 does it in this one. Batches are the same.
-        mean, std: [C], the VAE's; latents become (raw - mean) / std.
-        text_length: text is padded with zeros to it, and cut where longer (FastVideo pads to 512).
-        text_dim: of the text encoder.
-        caption_dropout: share of slots whose caption is dropped; their text is the folder's encoding of "", or zeros.
-        shuffle: False keeps the folder's order.
-        bad_fraction: the largest share of rows that may be unusable. It is judged by each rank on the rows that it has
-            tried in an epoch, from JUDGED_AFTER rows or an epoch's on.
-        quarantine: JSON lines file that gets every bad row once: `id` (or null), `file`, `row_group`, `row`, `reason`.
-            With more than one rank each has its own, `NAME-rank-00001.jsonl`. It is appended to.
-
-    Raises:
-        DataError: the folder's empty caption has another dimension than `text_dim`; (from iteration) too many rows are
-            bad, a row's text has another dimension than `text_dim`, a file has changed.
-
-    Attributes:
-        batches_per_epoch: the same on all ranks.
-        quarantine: the file of this rank, or None.
-    """
-
-    def __init__(
-        self,
-        folder: ParquetFolder,
-        *,
-        batch_size: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        workers: int = 0,
-        mean: torch.Tensor,
-        std: torch.Tensor,
-        text_length: int = 512,
-        text_dim: int,
-        caption_dropout: float = 0.0,
-        shuffle: bool = True,
-        bad_fraction: float = 0.05,
-        quarantine: Path | None = None,
-    ) -> None:
-        if folder.empty_caption is not None and folder.empty_caption.shape[1] != text_dim:
-            raise DataError(
-                f"text_dim is {text_dim}, but {folder.root / EMPTY_CAPTION} has text of"
-                f" {folder.empty_caption.shape[1]}: another text encoder made it"
-            )
-        self._source = _Batches(
-            folder, batch_size, seed, rank, world_size, mean, std, text_length, text_dim, caption_dropout, shuffle,
-            bad_fraction,
-        )  # fmt: skip
-        self.batches_per_epoch = self._source.per_epoch
-        self._workers = workers
-        if quarantine is not None and world_size > 1:
-            quarantine = quarantine.with_name(f"{quarantine.stem}-rank-{rank:05d}{quarantine.suffix}")
-        self.quarantine = quarantine
-        # What a saved position means nothing without.
-        self._run = {"fingerprint": folder.fingerprint(), "seed": seed, "batch_size": batch_size,
-                     "world_size": world_size, "shuffle": shuffle}  # fmt: skip
-        self._next = 0
-        self._tried = self._bad = 0
-        self._warned = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """The batches handed out so far and what they depend on, as plain values; the same on all ranks."""
-        return {"batches": self._next, **self._run}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position; an iterator that was made before must not be used any more.
-
-        Raises:
-            DataError: the state is of other data, or of a run with another seed, batch size, world size or shuffle; the
-                message names what differs.
-        """
-        differing = [f"{n} is {here!r} but was {state.get(n)!r}" for n, here in self._run.items() if here != state[n]]
-        if differing:
-            raise DataError(f"cannot resume on {self._source.folder.path}: {'; '.join(differing)}")
-        self._next = int(state["batches"])
-
-    def __iter__(self) -> Generator[Batch]:
-        source = self._source
-        enough = max(1, min(JUDGED_AFTER, len(source.folder) // source.world_size))
-        loader: DataLoader[_Made] = DataLoader(
-            source,
-            batch_size=None,
-            sampler=itertools.count(self._next),
-            num_workers=self._workers,
-            # Its seed for workers, which use none, would be drawn from the global state.
-            generator=torch.Generator().manual_seed(0),
-        )
-        failures: list[dict[str, Any]] = []
-        for made in loader:
-            self._record(made.failures)
-            if isinstance(made.batch, Exception):
-                raise made.batch
-            self._tried, self._bad = self._tried + made.tried, self._bad + made.bad
-            failures = (failures + made.failures)[:3]
-            # Divided, not multiplied: 29 of 100 are a share of 0.29, but 0.29 * 100 is less than 29.
-            if self._tried >= enough and self._bad / self._tried > source.bad_fraction:
-                raise source.too_bad(self._bad, self._tried, failures)
-            self._next += 1
-            if self._next % self.batches_per_epoch == 0:
-                # An epoch's share is that of the data; a sum over epochs would count some rows more often than others.
-                self._tried = self._bad = 0
-            yield made.batch
-
-    def _record(self, failures: list[dict[str, Any]]) -> None:
-        """Append bad rows to the quarantine file, each once, those of earlier runs included."""
-        if not failures:
-            return
-        path = self.quarantine
-        before = path.read_text(errors="replace") if path is not None and path.exists() else ""
-        if not self._warned:
-            self._warned = True
-            where = "" if path is None else f"; {path} lists all"
-            warnings.warn(f"rows cannot be used and are replaced, such as {failures[0]}{where}", stacklevel=3)
-        new = [line for line in dict.fromkeys(map(json.dumps, failures)) if line not in before.split("\n")]
-        if new and path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # A run that was killed may have left half a line.
-            torn = bool(before) and not before.endswith("\n")
-            with path.open("a", encoding="utf-8") as file:
-                file.write("\n" * torn + "".join(f"{line}\n" for line in new))

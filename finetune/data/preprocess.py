@@ -332,31 +332,24 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
 
 def _items(config: PreprocessConfig, captioned: Sequence[Captioned]) -> list[_Item]:
     if config.procedural is not None:
+
+        def render(number: int, _: threading.Event) -> tuple[str, list[Clip]]:
+            text, clip = procedural_clip(config.seed, number)
+            return text, [clip]
+
         names = [f"procedural-{config.seed}-{number}" for number in range(config.procedural)]
-        return [_Item(name, (name,), partial(_render, config.seed, number)) for number, name in enumerate(names)]
+        return [_Item(name, (name,), partial(render, number)) for number, name in enumerate(names)]
     shapes = [
         ClipShape(height, width, frames, config.fps, config.start, config.clips_per_video)
         for height, width, frames in config.sizes
     ]
-    return [
-        _Item(
-            entry.file,
-            tuple(f"{entry.stem}-{k}" for k in range(config.clips_per_video)),
-            partial(_decode, entry.caption, Path(str(config.videos)) / entry.file, shapes, config.timeout),
-        )
-        for entry in captioned
-    ]
 
+    def decode(entry: Captioned, stop: threading.Event) -> tuple[str, list[Clip]]:
+        path = Path(str(config.videos)) / entry.file
+        return entry.caption, decode_clips(path, shapes, timeout=config.timeout, stop=stop)
 
-def _render(seed: int, number: int, stop: threading.Event) -> tuple[str, list[Clip]]:
-    text, clip = procedural_clip(seed, number)
-    return text, [clip]
-
-
-def _decode(
-    caption: str, path: Path, shapes: Sequence[ClipShape], timeout: float, stop: threading.Event
-) -> tuple[str, list[Clip]]:
-    return caption, decode_clips(path, shapes, timeout=timeout, stop=stop)
+    numbers = range(config.clips_per_video)
+    return [_Item(e.file, tuple(f"{e.stem}-{k}" for k in numbers), partial(decode, e)) for e in captioned]
 
 
 def _ahead(items: Iterable[_Item], workers: int) -> Generator[tuple[_Item, tuple[str, list[Clip]] | BadVideo]]:
