@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vmonarch.configs import InputError, build, check_keys, deep_merge
-from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.configs.methods import resolve_method
 from vmonarch.finetune.objective import DISTRIBUTIONS
 
 # Parts of a checkpoint that a run can start anew.
@@ -299,7 +299,7 @@ def finetune_config(*layers: Mapping[str, Any]) -> FinetuneConfig:
             if not isinstance(given, Mapping):
                 raise InputError(entry.name, f"must be a mapping of keys to values, got {given!r}")
             parts[entry.name] = build(group, given, prefix=f"{entry.name}.")
-    parts["attention"] = attention if isinstance(attention, AttentionMethod) else resolve_method(attention)
+    parts["attention"] = resolve_method(attention)
     config = dataclasses.replace(build(FinetuneConfig, values), **parts)
     config.check()
     return config
@@ -309,6 +309,7 @@ def _attention(below: Any, above: Any) -> Any:
     """An attention over another: options alone are those of the one below."""
     if not isinstance(above, Mapping) or "name" in above:
         return above
-    method = below if isinstance(below, AttentionMethod) else resolve_method(below)
+    if isinstance(below, str):
+        below = resolve_method(below).to_dict() if ":" in below else {"name": below}
     # The label named the options as they were.
-    return deep_merge({key: value for key, value in method.to_dict().items() if key != "label"}, above)
+    return deep_merge({key: value for key, value in below.items() if key != "label"}, above)

@@ -160,8 +160,8 @@ class Trainer:
             if not self.accelerator.is_fsdp2:
                 raise InputError("accelerate", "must be configured for FSDP version 2, got version 1")
             if self.config.ema or self.config.validation.videos_every or self.config.transfer:
-                problem = "validation.videos_every and transfer must be 0 with FSDP, which spreads the weights"
-                raise InputError("ema", f", {problem}")
+                more = "so must validation.videos_every and transfer"
+                raise InputError("ema", f"must be 0 with FSDP, which spreads the weights; {more}")
             if self.group > 1:
                 raise InputError("sequence_parallel_size", "must be 1 with FSDP; configure accelerate for DDP")
             # Of a full one, the first process would have to hold all.
@@ -247,6 +247,9 @@ class Trainer:
                 f"{path} is of a version before 2026-11-28, which alone can resume it; to go on from its weights,"
                 f" `vmonarch export {self.output} --output …`, and finetune what it writes in another output_dir"
             )
+        spread = self.accelerator.distributed_type is DistributedType.FSDP
+        if spread == (WEIGHTS in manifest["files"]):
+            raise CheckpointError(f"{path} was saved {'without' if spread else 'with'} FSDP; go on with it as it began")
         missing = [] if self.average is None or AVERAGE in manifest["files"] else ["ema"]
         missing += ["loader", "random"] if manifest["world_size"] != self.world else []
         if unwaived := [part for part in missing if part not in how.waive]:

@@ -76,6 +76,9 @@ def test_overrides_lie_over_the_file_key_by_key():
     assert (config.optimizer.clip, config.optimizer.warmup) == (3.0, 5)
     assert config.attention.name == "vmonarch-t3" and config.attention.parameters.coarse == 2
     assert config.data.path == "clips" and config.data.workers == 0
+    # An adapter that is shipped leaves nothing behind.
+    untrained = finetune_config(DATA, {"attention": "based"}, {"attention": {"adapter": None, "feature_dim": 4}})
+    assert untrained.attention.to_dict()["adapter"] is None
 
 
 BAD = {

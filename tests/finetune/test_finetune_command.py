@@ -86,6 +86,8 @@ def test_weights_that_are_spread_learn_what_copied_ones_learn_and_resume_exactly
         name: {line["step"]: line["loss"] for line in log(tmp_path / name)} for name in ("whole", "parts", "copied")
     }
     assert loss["whole"] == loss["parts"] and loss["whole"] == pytest.approx(loss["copied"], rel=1e-4)
+    code, output = launch(tmp_path / "whole", words[0], "steps=6")
+    assert code != 0 and "was saved with FSDP; go on with it as it began" in output
     folder = tmp_path / "whole" / "checkpoints" / "step-00000005" / "pytorch_model_fsdp_0"
     assert len(list(folder.glob("*.distcp"))) == 2
     made = [tmp_path / (f"{name}.safetensors" if rank else name) for name in ("spread", "same")]
