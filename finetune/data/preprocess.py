@@ -471,8 +471,13 @@ class _Output:
         numbers = [int(re.sub(r"\D", "", shard["file"])) for shard in self.shards]
         path = self.folder / f"shard-{max(numbers, default=-1) + 1:05d}.parquet"
         ids: list[str] = []
-        rows = write_shard(path, (ids.append(sample.id) or sample for sample in samples))  # type: ignore[func-returns-value]
-        self.shards.append({"file": path.name, "rows": rows})
+
+        def noted() -> Iterator[Sample]:
+            for sample in samples:
+                ids.append(sample.id)
+                yield sample
+
+        self.shards.append({"file": path.name, "rows": write_shard(path, noted())})
         self.ids += ids
         self.write_manifest(complete=False)
 
