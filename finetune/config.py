@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import typing
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 from vmonarch.configs import InputError, build, check_keys, deep_merge
-from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
+from vmonarch.configs.methods import resolve_method
 from vmonarch.finetune.objective import DISTRIBUTIONS
 
-SCHEDULES = ("constant", "cosine", "linear")
-PRECISIONS = ("bf16", "fp32")
-TRAIN = ("all", "transformer", "transformer_2")
-RESUME = ("auto", "never", "must")
 # Parts of a checkpoint that a run can start anew.
-WAIVABLE = ("optimizer", "ema", "loader", "random")
+WAIVABLE = ("ema", "loader", "random")
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+_BOUNDS = {
+    "least": (operator.ge, "at least"),
+    "above": (operator.gt, "above"),
+    "most": (operator.le, "at most"),
+    "below": (operator.lt, "below"),
+}
+
+
+def number(default: Any, **bounds: float) -> Any:
+    """A field with a finite value within `bounds`, by the names of _BOUNDS."""
+    return field(default=default, metadata={"bounds": bounds})
+
+
+def choice(default: Any, *choices: str) -> Any:
+    """A field whose value, or each entry of it, is one of `choices`."""
+    return field(default=default, metadata={"choices": choices})
 
 
 @dataclass(frozen=True)
@@ -36,9 +47,9 @@ class DataConfig:
 
     path: str = ""
     validation: str | None = None
-    workers: int = 2
-    caption_dropout: float = 0.1
-    bad_fraction: float = 0.01
+    workers: int = number(2, least=0)
+    caption_dropout: float = number(0.1, least=0, most=1)
+    bad_fraction: float = number(0.01, least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -53,12 +64,12 @@ class ObjectiveConfig:
             at the start, of which a copy is kept, but with LoRA; the rest is the distance to that of the clips.
     """
 
-    sigma: str = "logit_normal"
-    mean: float = 0.0
-    std: float = 1.0
-    flow_shift: float | None = None
-    image_share: float = 0.0
-    distillation: float = 0.0
+    sigma: str = choice("logit_normal", *DISTRIBUTIONS)
+    mean: float = number(0.0)
+    std: float = number(1.0, above=0)
+    flow_shift: float | None = number(None, above=0)
+    image_share: float = number(0.0, least=0, most=1)
+    distillation: float = number(0.0, least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -67,18 +78,20 @@ class OptimizerConfig:
 
     Args:
         learning_rate: after the warm-up of so many steps; `schedule` leads it down to `final` times that.
+        transfer_learning_rate: of the steps of `transfer`.
         clip: largest norm of all gradients together.
     """
 
-    learning_rate: float = 1e-6
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    schedule: str = "constant"
-    warmup: int = 0
-    final: float = 0.0
+    learning_rate: float = number(1e-6, above=0)
+    transfer_learning_rate: float = number(1e-2, above=0)
+    beta1: float = number(0.9, least=0, below=1)
+    beta2: float = number(0.999, least=0, below=1)
+    eps: float = number(1e-8, above=0)
+    weight_decay: float = number(0.01, least=0)
+    clip: float = number(1.0, above=0)
+    schedule: str = choice("constant", "constant", "cosine", "linear")
+    warmup: int = number(0, least=0)
+    final: float = number(0.0, least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -89,8 +102,8 @@ class LoraConfig:
         alpha: null for the rank. targets: endings of the names of the layers.
     """
 
-    rank: int = 0
-    alpha: float | None = None
+    rank: int = number(0, least=0)
+    alpha: float | None = number(None, above=0)
     targets: tuple[str, ...] = LORA_TARGETS
 
 
@@ -103,12 +116,12 @@ class ValidationConfig:
         prompts: of videos that are sampled every `videos_every` steps, with so many sampling steps (null: the model's).
     """
 
-    every: int = 100
-    clips: int = 16
-    levels: int = 8
+    every: int = number(100, least=0)
+    clips: int = number(16, least=1)
+    levels: int = number(8, least=1)
     prompts: tuple[str, ...] = ()
-    videos_every: int = 0
-    steps: int | None = None
+    videos_every: int = number(0, least=0)
+    steps: int | None = number(None, least=1)
 
 
 @dataclass(frozen=True)
@@ -121,10 +134,10 @@ class CheckpointConfig:
         waive: parts of WAIVABLE that may be missing, with which the run starts anew.
     """
 
-    every: int = 250
-    keep: int = 2
-    resume: str = "auto"
-    waive: tuple[str, ...] = ()
+    every: int = number(250, least=1)
+    keep: int = number(2, least=1)
+    resume: str = choice("auto", "auto", "never", "must")
+    waive: tuple[str, ...] = choice((), *WAIVABLE)
 
 
 @dataclass(frozen=True)
@@ -137,7 +150,9 @@ class FinetuneConfig:
         train: all transformers of the pipeline, or one of Wan2.2's two.
         steps: updates of the weights.
         batch_size: clips of an update, over all processes. micro_batch: clips of a process, or of those that share a
-            clip, at a time.
+            clip, at a time; they have one size.
+        transfer: first steps, in which every layer of an attention that learns is fitted by itself to what full
+            attention gives for the same input; nothing else learns then.
         anneal: steps over which the layers go from full attention to `attention`, the last ones first.
         ema: decay of an average of the weights that is exported in their place; 0 for none.
         precision: of the products; weights, gradients and optimizer are float32.
@@ -153,19 +168,20 @@ class FinetuneConfig:
     model: str = "embedded"
     revision: str | None = None
     attention: Any = "vmonarch"
-    train: str = "all"
-    steps: int = 1500
-    batch_size: int = 8
-    micro_batch: int = 1
-    seed: int = 0
-    anneal: int = 0
-    ema: float = 0.0
-    precision: str = "bf16"
+    train: str = choice("all", "all", "transformer", "transformer_2")
+    steps: int = number(1500, least=1)
+    batch_size: int = number(8, least=1)
+    micro_batch: int = number(1, least=1)
+    seed: int = number(0, least=0, below=2**63)
+    anneal: int = number(0, least=0)
+    transfer: int = number(0, least=0)
+    ema: float = number(0.0, least=0, below=1)
+    precision: str = choice("bf16", "bf16", "fp32")
     gradient_checkpointing: bool = True
     compile: bool = False
-    sequence_parallel_size: int = 1
+    sequence_parallel_size: int = number(1, least=1)
     trackers: tuple[str, ...] = ("tensorboard",)
-    log_every: int = 10
+    log_every: int = number(10, least=1)
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -173,58 +189,21 @@ class FinetuneConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.attention, AttentionMethod):
-            object.__setattr__(self, "attention", resolve_method(self.attention))
-        for name, choices in (
-            ("train", TRAIN),
-            ("precision", PRECISIONS),
-            ("objective.sigma", DISTRIBUTIONS),
-            ("optimizer.schedule", SCHEDULES),
-            ("checkpoints.resume", RESUME),
-        ):
-            if (value := attrgetter(name)(self)) not in choices:
-                raise InputError(name, f"must be one of {', '.join(choices)}, got {value!r}")
-        for name in ("steps", "batch_size", "micro_batch", "sequence_parallel_size", "log_every", "validation.clips",
-                     "validation.levels", "checkpoints.every", "checkpoints.keep"):  # fmt: skip
-            self._check(name, 1, math.inf)
-        self._check("seed", 0, 2**63 - 1)
-        self._check("objective.mean", -math.inf, math.inf)
-        for name in ("anneal", "data.workers", "optimizer.warmup", "lora.rank", "validation.every",
-                     "validation.videos_every", "optimizer.weight_decay"):  # fmt: skip
-            self._check(name, 0, math.inf)
-        for name in ("data.caption_dropout", "data.bad_fraction", "objective.image_share", "objective.distillation",
-                     "optimizer.final"):  # fmt: skip
-            self._check(name, 0, 1)
+    def check(self) -> None:
+        """Check every value.
+
+        Raises:
+            InputError: one cannot be used; the error names it.
+        """
+        check_values(self)
         if self.sequence_parallel_size > 1 and self.validation.videos_every:
             raise InputError("validation.videos_every", "must be 0 with sequence_parallel_size, which spreads clips")
-        for name in ("ema", "optimizer.beta1", "optimizer.beta2"):
-            self._check(name, 0, 1, below=True)
-        for name in ("optimizer.learning_rate", "optimizer.eps", "optimizer.clip", "objective.std",
-                     "objective.flow_shift", "lora.alpha"):  # fmt: skip
-            self._check(name, 0, math.inf, above=True)
-        self._check("validation.steps", 1, math.inf)
         if not self.data.path:
             raise InputError("data.path", "is missing: a folder of parquet files, as `vmonarch preprocess` makes them")
-        for part in self.checkpoints.waive:
-            if part not in WAIVABLE:
-                raise InputError("checkpoints.waive", f"must be of {', '.join(WAIVABLE)}, got {part!r}")
         if self.lora.rank and not self.lora.targets:
             raise InputError("lora.targets", "must name at least one layer")
         if self.validation.videos_every and not self.validation.prompts:
             raise InputError("validation.prompts", "must hold a prompt if validation.videos_every is above 0")
-
-    def _check(self, name: str, low: float, high: float, *, above: bool = False, below: bool = False) -> None:
-        value = attrgetter(name)(self)
-        if value is None:
-            return
-        if not math.isfinite(value):
-            raise InputError(name, f"must be finite, got {value}")
-        if value < low or value > high or (above and value == low) or (below and value == high):
-            ends = [f"{'above' if above else 'at least'} {low}"]
-            if math.isfinite(high):
-                ends.append(f"{'below' if below else 'at most'} {high}")
-            raise InputError(name, f"must be {' and '.join(ends)}, got {value}")
 
     def accumulation(self, processes: int) -> int:
         """Micro-batches of a process in an update; processes that share a clip count as one.
@@ -244,43 +223,60 @@ class FinetuneConfig:
     def learning_rate(self, step: int) -> float:
         """Of the update number `step`, from 0."""
         options = self.optimizer
+        if step < self.transfer:
+            return options.transfer_learning_rate
+        step -= self.transfer
         if step < options.warmup:
             return options.learning_rate * (step + 1) / options.warmup
         if options.schedule == "constant":
             return options.learning_rate
-        progress = min(1.0, (step - options.warmup) / max(1, self.steps - options.warmup))
+        progress = min(1.0, (step - options.warmup) / max(1, self.steps - self.transfer - options.warmup))
         down = (1 + math.cos(math.pi * progress)) / 2 if options.schedule == "cosine" else 1 - progress
         return options.learning_rate * (options.final + (1 - options.final) * down)
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain values; `finetune_config` reads them back."""
-        return _plain_values({**vars(self), "attention": self.attention.to_dict()})
+        values = dataclasses.asdict(dataclasses.replace(self, attention=None))
+        return _plain({**values, "attention": self.attention.to_dict()})
 
 
-def _plain_values(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Values as JSON has them."""
-    if dataclasses.is_dataclass(value):
-        value = vars(value)
     if isinstance(value, Mapping):
-        return {key: _plain_values(entry) for key, entry in value.items()}
-    return [_plain_values(entry) for entry in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-_GROUPS: dict[str, Any] = {
-    f.name: f.default_factory
-    for f in dataclasses.fields(FinetuneConfig)
-    if f.default_factory is not dataclasses.MISSING
-}
-# The fields of a run that are no groups, for OmegaConf to check their types.
-_Plain: Any = dataclasses.make_dataclass(
-    "_Plain",
-    [
-        (f.name, typing.get_type_hints(FinetuneConfig)[f.name], dataclasses.field(default=f.default))
-        for f in dataclasses.fields(FinetuneConfig)
-        if f.name not in _GROUPS and f.name != "attention"
-    ],
-    frozen=True,
-)
+def _values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Dotted name, value and rules of every field."""
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        if dataclasses.is_dataclass(entry.default_factory):
+            yield from _values(value, f"{prefix}{entry.name}.")
+        else:
+            yield prefix + entry.name, value, entry.metadata
+
+
+def check_values(config: Any) -> None:
+    """Check that every value is of the choices and within the bounds of its field.
+
+    Raises:
+        InputError: one is not; the error names it.
+    """
+    for name, value, rules in _values(config):
+        for entry in value if isinstance(value, tuple) else (value,):
+            if "choices" in rules and entry not in rules["choices"]:
+                raise InputError(name, f"must be one of {', '.join(rules['choices'])}, got {entry!r}")
+        if "bounds" in rules and value is not None:
+            _check_number(name, value, rules["bounds"])
+
+
+def _check_number(name: str, value: float, bounds: Mapping[str, float]) -> None:
+    if not math.isfinite(value):
+        raise InputError(name, f"must be finite, got {value}")
+    if not all(_BOUNDS[bound][0](value, end) for bound, end in bounds.items()):
+        wanted = " and ".join(f"{_BOUNDS[bound][1]} {end}" for bound, end in bounds.items())
+        raise InputError(name, f"must be {wanted}, got {value}")
 
 
 def finetune_config(*layers: Mapping[str, Any]) -> FinetuneConfig:
@@ -289,17 +285,31 @@ def finetune_config(*layers: Mapping[str, Any]) -> FinetuneConfig:
     Raises:
         InputError: an unknown key, or a value of another type or out of range; the error names the key.
     """
-    values: dict[str, Any] = {"attention": "vmonarch"}
+    values: dict[str, Any] = {}
+    attention: Any = "vmonarch"
     for layer in layers:
         check_keys(FinetuneConfig, layer)
-        attention = merge_attention(values["attention"], layer.get("attention", values["attention"]))
-        values = {**deep_merge(values, layer), "attention": attention}
-    parts = {}
-    for name, schema in _GROUPS.items():
-        given = values.pop(name, {})
-        if not isinstance(given, Mapping):
-            raise InputError(name, f"must be a mapping of keys to values, got {given!r}")
-        parts[name] = build(schema, given, prefix=f"{name}.")
-    parts["attention"] = values.pop("attention")
-    plain = build(_Plain, values)
-    return FinetuneConfig(**vars(plain), **parts)
+        attention = _attention(attention, layer.get("attention", attention))
+        values = deep_merge(values, layer)
+    values.pop("attention", None)
+    parts: dict[str, Any] = {}
+    for entry in dataclasses.fields(FinetuneConfig):
+        if isinstance(group := entry.default_factory, type):
+            given = values.pop(entry.name, {})
+            if not isinstance(given, Mapping):
+                raise InputError(entry.name, f"must be a mapping of keys to values, got {given!r}")
+            parts[entry.name] = build(group, given, prefix=f"{entry.name}.")
+    parts["attention"] = resolve_method(attention)
+    config = dataclasses.replace(build(FinetuneConfig, values), **parts)
+    config.check()
+    return config
+
+
+def _attention(below: Any, above: Any) -> Any:
+    """An attention over another: options alone are those of the one below."""
+    if not isinstance(above, Mapping) or "name" in above:
+        return above
+    if isinstance(below, str):
+        below = resolve_method(below).to_dict() if ":" in below else {"name": below}
+    # The label named the options as they were.
+    return deep_merge({key: value for key, value in below.items() if key != "label"}, above)

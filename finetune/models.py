@@ -106,6 +106,8 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 class Experts(nn.Module):
     """The transformers that are trained, as one module: one forward call goes to one of them.
 
+    Its state dict has no parameters that are not trained, and loading misses none of these.
+
     Args:
         parts: by the names in COMPONENTS.
     """
@@ -113,10 +115,65 @@ class Experts(nn.Module):
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleDict(dict(parts))
+        self.register_state_dict_post_hook(_leave_out_frozen)
+        self.register_load_state_dict_post_hook(_miss_no_frozen)
 
-    def forward(self, expert: str, **arguments: Any) -> Any:
-        """The call of a `WanTransformer3DModel`."""
-        return self.parts[expert](**arguments)
+    def forward(self, expert: str, *, transfer: bool = False, **arguments: Any) -> Any:
+        """The call of a `WanTransformer3DModel`; with `transfer`, `transfer_loss` of it."""
+        part = self.parts[expert]
+        return transfer_loss(part, arguments) if transfer else part(**arguments)
+
+
+class _Compared(nn.Module):
+    """Full attention as an attention processor, which measures how far a layer would be from it on the same input."""
+
+    loss: torch.Tensor
+
+    def __init__(self, ours: Any, full: Any) -> None:
+        super().__init__()
+        self.ours, self.full = ours, full
+
+    def forward(self, attn: Any, hidden_states: torch.Tensor, *given: Any, **named: Any) -> Any:
+        """[B, S, C] -> [B, S, C]; sets `loss`, the mean squared distance over the variance of the result."""
+        exact = self.full(attn, hidden_states, *given, **named)
+        with torch.enable_grad():
+            distance = self.ours(attn, hidden_states, *given, **named).float() - exact.float()
+            self.loss = distance.square().mean() / exact.float().var()
+        return exact
+
+
+def transfer_loss(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tensor:
+    """[1]: how far each layer whose attention learns is from full attention, which the model computes meanwhile.
+
+    The gradient of a layer's distance reaches that layer alone.
+    """
+    from vmonarch.installation import own_processors
+
+    compared = [(attn, ours, _Compared(ours, full)) for attn, ours, full in own_processors(model) if ours.LEARNS]
+    try:
+        # Not by `set_processor`, which does not replace a processor that learns.
+        for attn, _, processor in compared:
+            attn.processor = processor
+        with torch.no_grad():
+            model(**arguments)
+    finally:
+        for attn, ours, _ in compared:
+            attn.processor = ours
+    return torch.stack([processor.loss for _, _, processor in compared]).mean()[None]
+
+
+def _frozen(experts: nn.Module) -> list[str]:
+    return [name for name, parameter in experts.named_parameters() if not parameter.requires_grad]
+
+
+def _leave_out_frozen(experts: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in _frozen(experts):
+        state.pop(prefix + name, None)
+
+
+def _miss_no_frozen(experts: nn.Module, found: Any) -> None:
+    frozen = tuple(_frozen(experts))
+    found.missing_keys[:] = [key for key in found.missing_keys if not key.endswith(frozen)]
 
 
 def load_experts(

@@ -168,7 +168,7 @@ class Objective:
         Raises:
             KeyError: an extra that the conditioning needs is not there.
         """
-        arguments, counted = self._inputs(draw, latents, text, extras)
+        arguments, counted = self.inputs(draw, latents, text, extras)
         velocity = model(**arguments, return_dict=False)[0].float()
         loss = _mean_square(velocity - (draw.noise - latents), counted)
         if self.distillation:
@@ -178,7 +178,7 @@ class Objective:
             loss = torch.lerp(loss, _mean_square(velocity - wanted, counted), self.distillation)
         return loss
 
-    def _inputs(
+    def inputs(
         self, draw: Draw, latents: torch.Tensor, text: torch.Tensor, extras: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """Arguments of the transformer, and which parts of the velocity count ([B, 1, T, 1, 1]; None for all)."""

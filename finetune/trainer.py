@@ -12,10 +12,10 @@ import dataclasses
 import fcntl
 import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import register_after_fork
@@ -26,11 +26,23 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, LoggerType, gather_object
+from diffusers.training_utils import EMAModel
+from safetensors.torch import save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from tqdm import tqdm
 
 from vmonarch.configs import InputError
 from vmonarch.files import write_json
-from vmonarch.finetune.checkpoints import CheckpointError, Checkpoints, random_state, set_random_state
+from vmonarch.finetune.checkpoints import (
+    AVERAGE,
+    FORMAT,
+    WEIGHTS,
+    CheckpointError,
+    Checkpoints,
+    load_weights,
+    read_manifest,
+    read_run,
+)
 from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
 from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
 from vmonarch.finetune.data.parquet import ParquetFolder
@@ -45,7 +57,7 @@ from vmonarch.finetune.models import (
     share_clips,
 )
 from vmonarch.finetune.objective import Draw, NoiseLevels, Objective, experts_of, generator_for
-from vmonarch.pipelines.environment import environment, seconds
+from vmonarch.pipelines.environment import environment
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 from vmonarch.pipelines.outputs import prepare_output_dir
 
@@ -62,32 +74,6 @@ GRADIENT_CHANGE = 0.2
 
 class TrainingError(RuntimeError):
     """A run that cannot go on; the message says at which step, and why."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among those that train.
-
-    Processes of one sequence-parallel group share clips, noise and noise levels: they have one data rank.
-
-    Args:
-        rank, world: of all processes. data_rank, data_world: of the groups.
-    """
-
-    rank: int
-    world: int
-    data_rank: int
-    data_world: int
-
-    @property
-    def group(self) -> int:
-        """Processes that share a clip."""
-        return self.world // self.data_world
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this is the first of those that share a clip."""
-        return self.rank % self.group == 0
 
 
 class Trainer:
@@ -115,12 +101,15 @@ class Trainer:
         config = self.config = dataclasses.replace(config, model=self.folder.word, data=data)
         self.facts = model_facts(self.folder, config)
         self.accelerator = _accelerator(config, len(self.facts.names))
-        number, world = self.accelerator.process_index, self.accelerator.num_processes
-        size = config.sequence_parallel_size
-        if world % size:
-            raise InputError("sequence_parallel_size", f"must divide the number of processes, {world}, got {size}")
-        self.ranks = Ranks(number, world, number // size, world // size)
-        self.accumulation = config.accumulation(self.ranks.data_world)
+        self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        # Processes that share clips, noise and noise levels have one data rank.
+        self.group = config.sequence_parallel_size
+        if self.world % self.group:
+            raise InputError(
+                "sequence_parallel_size", f"must divide the number of processes, {self.world}, got {self.group}"
+            )
+        self.data_rank, self.data_world = self.rank // self.group, self.world // self.group
+        self.accumulation = config.accumulation(self.data_world)
         self.accelerator.gradient_accumulation_steps = self.accumulation
         self._check_engine()
         # Weights may be hashed and git asked for it: once, not at every checkpoint.
@@ -145,17 +134,18 @@ class Trainer:
         self.loader = self._loader(self.clips, config.seed, config.micro_batch, training=True)
         prepare_output_dir(config.output_dir)
         with contextlib.ExitStack() as held:
-            if self.ranks.rank == 0:
+            if self.rank == 0:
                 held.enter_context(_hold(self.output))
             self.checkpoints = Checkpoints(
                 self.output / "checkpoints",
                 keep=config.checkpoints.keep,
-                rank=self.ranks.rank,
-                world_size=self.ranks.world,
+                rank=self.rank,
+                world_size=self.world,
                 exchange=lambda value: gather_object([value]),
             )
             self._load()
             self.step = 0
+            self._shown: dict[str, str] = {}
             self._resume()
             self._held = held.pop_all()
 
@@ -169,10 +159,13 @@ class Trainer:
         if kind is DistributedType.FSDP:
             if not self.accelerator.is_fsdp2:
                 raise InputError("accelerate", "must be configured for FSDP version 2, got version 1")
-            if self.config.ema or self.config.validation.videos_every:
-                raise InputError("ema", "and validation.videos_every must be 0 with FSDP, which spreads the weights")
-            if self.config.sequence_parallel_size > 1:
+            if self.config.ema or self.config.validation.videos_every or self.config.transfer:
+                more = "so must validation.videos_every and transfer"
+                raise InputError("ema", f"must be 0 with FSDP, which spreads the weights; {more}")
+            if self.group > 1:
                 raise InputError("sequence_parallel_size", "must be 1 with FSDP; configure accelerate for DDP")
+            # Of a full one, the first process would have to hold all.
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("SHARDED_STATE_DICT")
 
     def _loader(self, folder: ParquetFolder, seed: int, batch_size: int, *, training: bool) -> LatentLoader:
         config = self.config.data
@@ -180,8 +173,8 @@ class Trainer:
             folder,
             batch_size=batch_size,
             seed=seed,
-            rank=self.ranks.data_rank,
-            world_size=self.ranks.data_world,
+            rank=self.data_rank,
+            world_size=self.data_world,
             workers=config.workers if training else 0,
             mean=self.facts.mean,
             std=self.facts.std,
@@ -191,7 +184,7 @@ class Trainer:
             shuffle=training,
             bad_fraction=config.bad_fraction,
             # Processes that share clips find the same ones bad.
-            quarantine=self.output / "quarantine.jsonl" if training and self.ranks.speaks else None,
+            quarantine=self.output / "quarantine.jsonl" if training and self.rank % self.group == 0 else None,
         )
 
     def _load(self) -> None:
@@ -201,9 +194,9 @@ class Trainer:
         fsdp = accelerator.distributed_type is DistributedType.FSDP
         experts, teacher = load_experts(self.folder, self.facts, config, torch.float32 if fsdp else products)
         distils_lora = bool(config.objective.distillation and config.lora.rank)
-        if self.ranks.group > 1:
+        if self.group > 1:
             for shared in (experts, *(() if teacher is None else (teacher,))):
-                share_clips(shared, self.ranks.group, accelerator.device, distils_lora or config.anneal > 0)
+                share_clips(shared, self.group, accelerator.device, distils_lora or config.anneal > 0)
         self.annealing = Annealing(experts, config.anneal)
         trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained, config.optimizer, accelerator.device)
@@ -219,48 +212,56 @@ class Trainer:
         self.trained = {
             name: p for name, p in accelerator.unwrap_model(self.model).named_parameters() if p.requires_grad
         }
-        self.average: dict[str, torch.Tensor] = {}
-        if config.ema:
-            self.average = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
+        self.average = EMAModel(self.trained.values(), decay=config.ema) if config.ema else None
+        # Weights are read and written by name: accelerate knows them by how they are wrapped.
+        accelerator.register_save_state_pre_hook(self._write_weights)
+        accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+        learns = any(".processor." in name for name in self.trained)
+        if config.transfer and not learns:
+            raise InputError("transfer", "must be 0 with an attention that has no parameters")
 
     def save(self) -> Path:
         """Commit a checkpoint of this step."""
-        weights, optimizer = self._states()
-        shared = {
-            "model": weights,
-            "optimizer": optimizer,
-            "run": {"step": self.step, **self.about},
-        }
-        if self.average:
-            shared["ema"] = self.average
-        own = {"loader": self.loader.state_dict(), "random": random_state(self.accelerator.device)}
-        return self.checkpoints.save(self.step, shared, own)
+        run = {"step": self.step, "loader": self.loader.state_dict(), **self.about}
+        return self.checkpoints.save(self.step, lambda folder: self.accelerator.save_state(str(folder)), run)
 
-    def _states(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Trained weights by name, and the optimizer's state, whole on rank 0."""
-        if self.accelerator.distributed_type is not DistributedType.FSDP:
-            return {name: p.detach() for name, p in self.trained.items()}, self.optimizer.optimizer.state_dict()
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        weights, optimizer = get_state_dict(self.model, self.optimizer.optimizer, options=options)
-        return weights, optimizer
+    def _write_weights(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        """Put the trained weights in place of all, and write their average; FSDP has written its own."""
+        if weights:
+            weights[:] = [{name: parameter.detach() for name, parameter in self.trained.items()}]
+        if self.average is not None and self.rank == 0:
+            save_file(dict(zip(self.trained, self.average.shadow_params, strict=True)), Path(folder) / AVERAGE)
 
     def _resume(self) -> None:
         how = self.config.checkpoints
-        folder = self.output / "checkpoints"
         if how.resume == "never" and (newest := self.checkpoints.latest()) is not None:
             raise InputError("checkpoints.resume", f"is never, but there is {newest}; give another output_dir")
-        wanted = ["model", "optimizer", "run", "loader", "random"] + (["ema"] if self.average else [])
-        found = self.checkpoints.load_latest(wanted=wanted, waive=how.waive)
-        if found is None:
+        path = self.checkpoints.latest_sound()
+        if path is None:
             if how.resume == "must":
-                raise InputError("checkpoints.resume", f"is must, but {folder} holds no checkpoint")
+                raise InputError("checkpoints.resume", f"is must, but {self.checkpoints.folder} holds no checkpoint")
             return
-        newest, parts = found
-        self._check_same_run(newest, parts["run"])
-        self._restore(newest, parts)
-        self.step = parts["run"]["step"]
+        manifest, run = read_manifest(path), read_run(path)
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path} is of a version before 2026-11-28, which alone can resume it; to go on from its weights,"
+                f" `vmonarch export {self.output} --output …`, and finetune what it writes in another output_dir"
+            )
+        spread = self.accelerator.distributed_type is DistributedType.FSDP
+        if spread == (WEIGHTS in manifest["files"]):
+            raise CheckpointError(f"{path} was saved {'without' if spread else 'with'} FSDP; go on with it as it began")
+        missing = [] if self.average is None or AVERAGE in manifest["files"] else ["ema"]
+        missing += ["loader", "random"] if manifest["world_size"] != self.world else []
+        if unwaived := [part for part in missing if part not in how.waive]:
+            raise CheckpointError(
+                f"{path} lacks {', '.join(unwaived)} (saved by {manifest['world_size']} processes, there are"
+                f" {self.world}); checkpoints.waive names what may begin anew"
+            )
+        self._check_same_run(path, run)
+        self._restore(path, missing)
+        if "loader" not in missing:
+            self.loader.load_state_dict(run["loader"])
+        self.step = run["step"]
 
     def _check_same_run(self, path: Path, run: Mapping[str, Any]) -> None:
         if run["model"] != self.about["model"]:
@@ -278,37 +279,20 @@ class Trainer:
             listed = ", ".join(f"{key} ({before.get(key)!r}, now {now.get(key)!r})" for key in different)
             raise CheckpointError(f"{path} cannot be resumed with other settings: {listed}; give another output_dir")
 
-    def _restore(self, path: Path, parts: Mapping[str, Any]) -> None:
-        weights = parts["model"]
-        missing, unexpected = self.trained.keys() - weights.keys(), weights.keys() - self.trained.keys()
-        if missing or unexpected:
-            raise CheckpointError(
-                f"{path} does not fit: missing {sorted(missing)[:3]}, unexpected {sorted(unexpected)[:3]}"
-            )
-        if self.accelerator.distributed_type is DistributedType.FSDP:
-            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-
-            options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True, strict=False)
-            set_state_dict(
-                self.model,
-                self.optimizer.optimizer,
-                model_state_dict=weights,
-                optim_state_dict=parts.get("optimizer", {}),
-                options=options,
-            )
-        else:
-            with torch.no_grad():
-                for name, parameter in self.trained.items():
-                    parameter.copy_(weights[name])
-            if "optimizer" in parts:
-                self.optimizer.optimizer.load_state_dict(parts["optimizer"])
-        with torch.no_grad():
-            for name, tensor in self.average.items():
-                tensor.copy_(parts.get("ema", self.trained)[name])
-        if "loader" in parts:
-            self.loader.load_state_dict(parts["loader"])
-        if "random" in parts:
-            set_random_state(parts["random"], self.accelerator.device)
+    def _restore(self, path: Path, missing: Sequence[str]) -> None:
+        random = torch.get_rng_state()
+        self.accelerator.load_state(str(path))
+        if "random" in missing:
+            torch.set_rng_state(random)
+        if self.accelerator.distributed_type is not DistributedType.FSDP:
+            load_weights(path / WEIGHTS, self.trained)
+        if self.average is not None:
+            shadow = dict(zip(self.trained, self.average.shadow_params, strict=True))
+            if "ema" in missing:
+                torch._foreach_copy_(list(shadow.values()), [p.detach() for p in self.trained.values()])
+            else:
+                load_weights(path / AVERAGE, shadow)
+                self.average.optimization_step = read_run(path)["step"]
 
     def run(self) -> dict[str, Any]:
         """Train to the last step; returns what the log's last lines say.
@@ -325,27 +309,33 @@ class Trainer:
             self._check_compiled()
         self._record()
         last: dict[str, Any] = {"step": self.step}
-        with self._trackers(), contextlib.closing(iter(self.loader)) as batches:
+        at = lambda every: every and (self.step % every == 0 or self.step == config.steps)
+        with self._trackers(), self._bar() as bar, contextlib.closing(iter(self.loader)) as batches:
             clock = _Clock(self.accelerator.device, config.batch_size)
             if self.step == 0 and config.validation.every:
-                last |= self._log({"validation_loss": self.validate()})
+                last |= self._log({"validation_loss": self.validate()}, bar)
             while self.step < config.steps:
                 values = self._update(batches)
                 self.step += 1
-                clock.tick()
-                done = self.step == config.steps
-                if self.step % config.log_every == 0 or done:
-                    last |= self._log({**values, **clock.read(config.steps - self.step)})
-                if config.validation.every and (self.step % config.validation.every == 0 or done):
-                    last |= self._log({"validation_loss": self.validate()})
-                    clock.pause()
-                if config.validation.videos_every and (self.step % config.validation.videos_every == 0 or done):
+                clock.steps += 1
+                bar.update()
+                if at(config.log_every):
+                    last |= self._log({**values, **clock.read()}, bar)
+                if at(config.validation.every):
+                    last |= self._log({"validation_loss": self.validate()}, bar)
+                if at(config.validation.videos_every):
                     self.sample()
-                    clock.pause()
-                if self.step % config.checkpoints.every == 0 or done:
+                if at(config.checkpoints.every):
                     self.save()
-                    clock.pause()
+                if any(map(at, (config.validation.every, config.validation.videos_every, config.checkpoints.every))):
+                    clock.begin()
         return last
+
+    def _bar(self) -> Any:
+        """One line on stderr: steps, steps a second, what is left, and the last losses."""
+        every = 0.1 if sys.stderr.isatty() else 30.0
+        done = {"total": self.config.steps, "initial": self.step, "disable": not self.accelerator.is_main_process}
+        return tqdm(**done, unit="step", mininterval=every, maxinterval=every, dynamic_ncols=True)
 
     def _check_compiled(self) -> None:
         """Compare the gradients of a clip by compiled and by eager blocks.
@@ -390,13 +380,15 @@ class Trainer:
         for micro in range(self.accumulation):
             batch = next(batches)
             latents = batch.latents.to(accelerator.device)
-            draw = self.objective.draw(latents, step=self.step, micro=micro, data_rank=self.ranks.data_rank)
+            draw = self.objective.draw(latents, step=self.step, micro=micro, data_rank=self.data_rank)
             with accelerator.accumulate(self.model):
-                loss = self._losses(self.objective, draw, batch, latents)
+                loss = self._losses(self.objective, draw, batch, latents, transfer=self.step < config.transfer)
                 # DDP takes the mean over all processes; those that share a clip have parts of its gradient.
-                accelerator.backward(self.ranks.group * loss.mean())
+                accelerator.backward(self.group * loss.mean())
                 losses.append(loss.detach())
                 seen.append(batch)
+                if self.step < config.transfer:
+                    self._forget_gradients_of_others()
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(list(self.trained.values()), config.optimizer.clip)
                     # FSDP gives each rank its part.
@@ -404,26 +396,33 @@ class Trainer:
                     self._stop_unless_finite(losses, seen, norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
-        if self.average:
-            # As many steps as there were are enough for the average of the first ones.
-            decay = min(config.ema, (1 + self.step) / (10 + self.step))
-            with torch.no_grad():
-                for name, parameter in self.trained.items():
-                    self.average[name].lerp_(parameter, 1 - decay)
+        if self.average is not None:
+            self.average.step(self.trained.values())
         mean = accelerator.reduce(torch.cat(losses).mean(), "mean").item()
         return {"loss": mean, "gradient_norm": float(norm), "learning_rate": rate, "dense_layers": dense}
 
-    def _losses(self, objective: Objective, draw: Draw, batch: Batch, latents: torch.Tensor) -> torch.Tensor:
+    def _losses(
+        self, objective: Objective, draw: Draw, batch: Batch, latents: torch.Tensor, *, transfer: bool = False
+    ) -> torch.Tensor:
         device = self.accelerator.device
         tokens = math.prod(s // p for s, p in zip(latents.shape[2:], objective.conditioning.patch, strict=True))
-        if tokens % self.ranks.group:
-            size = self.ranks.group
+        if tokens % self.group:
+            size = self.group
             raise InputError("sequence_parallel_size", f"must divide the {tokens} tokens of a clip, got {size}")
         extras = {name: tensor.to(device) for name, tensor in batch.extras.items()}
-        name = draw.expert.name
-        teacher = None if self.teacher is None else partial(self.teacher, name)
+        text, name = batch.text.to(device), draw.expert.name
         with self.accelerator.autocast():
-            return objective.losses(partial(self.model, name), draw, latents, batch.text.to(device), extras, teacher)
+            if transfer:
+                given, _ = objective.inputs(draw, latents, text, extras)
+                return self.model(name, transfer=True, **given)
+            teacher = None if self.teacher is None else partial(self.teacher, name)
+            return objective.losses(partial(self.model, name), draw, latents, text, extras, teacher)
+
+    def _forget_gradients_of_others(self) -> None:
+        """Leave the optimizer nothing but what the attention itself learns."""
+        for name, parameter in self.trained.items():
+            if ".processor." not in name:
+                parameter.grad = None
 
     def _stop_unless_finite(self, losses: list[torch.Tensor], seen: list[Batch], norm: torch.Tensor) -> None:
         """End the run on all ranks, before the weights change, if anything is not finite on any of them."""
@@ -435,7 +434,7 @@ class Trainer:
             for batch, loss in zip(seen, losses, strict=True)
             for i in (~loss.isfinite()).nonzero().flatten()
         ]
-        of_all = gather_object([{"rank": self.ranks.rank, "clips": bad or [i for b in seen for i in b.ids]}])
+        of_all = gather_object([{"rank": self.rank, "clips": bad or [i for b in seen for i in b.ids]}])
         named = "; ".join(f"rank {entry['rank']}: {', '.join(entry['clips'][:8])}" for entry in of_all)
         raise TrainingError(
             f"step {self.step}: the loss or the gradient is not finite (gradient norm {float(norm):.3g});"
@@ -459,10 +458,10 @@ class Trainer:
         self.model.eval()
         with self._exported_weights():
             for number, batch in enumerate(loader):
-                if number * self.ranks.data_world >= clips:
+                if number * self.data_world >= clips:
                     break
                 # Every rank takes as many clips, which FSDP needs; those beyond the last do not count.
-                clip = number * self.ranks.data_world + self.ranks.data_rank
+                clip = number * self.data_world + self.data_rank
                 counts = clip < clips
                 latents = batch.latents.to(self.accelerator.device)
                 for j, sigma in enumerate(sigmas):
@@ -482,16 +481,18 @@ class Trainer:
     @contextlib.contextmanager
     def _exported_weights(self) -> Iterator[None]:
         """Let the model have the averaged weights, if there are any, which are what is exported."""
-        kept = {name: self.trained[name].detach().clone() for name in self.average}
-        with torch.no_grad():
-            for name, tensor in self.average.items():
-                self.trained[name].copy_(tensor)
+        if self.average is None:
+            yield
+            return
+        # Stored on the device: `EMAModel.store` goes through the CPU.
+        kept = [parameter.detach().clone() for parameter in self.trained.values()]
+        self.average.copy_to(self.trained.values())
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, tensor in kept.items():
-                    self.trained[name].copy_(tensor)
+                for parameter, before in zip(self.trained.values(), kept, strict=True):
+                    parameter.copy_(before)
 
     def sample(self) -> list[Path]:
         """Make the validation videos on the first rank; the others wait."""
@@ -526,7 +527,7 @@ class Trainer:
             return
         record = {
             "from_step": self.step,
-            "processes": self.ranks.world,
+            "processes": self.world,
             "engine": self.accelerator.distributed_type.value,
             "parameters": sum(parameter.numel() for parameter in self.trained.values()),
             **self.about,
@@ -546,14 +547,14 @@ class Trainer:
             if names:
                 self.accelerator.end_training()
 
-    def _log(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Write values of this step to the log, the trackers and the terminal."""
+    def _log(self, values: Mapping[str, Any], bar: Any) -> dict[str, Any]:
+        """Write values of this step to the log, the trackers and the bar."""
         known = {name: value for name, value in values.items() if value is not None}
         if known and self.accelerator.is_main_process:
-            line = {"step": self.step, **known}
             with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            print("  ".join(_shown(name, value) for name, value in line.items()), flush=True)
+                file.write(json.dumps({"step": self.step, **known}) + "\n")
+            self._shown |= {name: f"{known[name]:.4g}" for name in ("loss", "validation_loss") if name in known}
+            bar.set_postfix(self._shown, refresh=False)
         if known and self.config.trackers:
             self.accelerator.log(known, step=self.step)
         return known
@@ -621,7 +622,7 @@ def make_optimizer(
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
     # The others wait while the first process samples videos or writes a checkpoint.
     handlers: list[Any] = [InitProcessGroupKwargs(timeout=WAITING)]
-    if experts > 1:
+    if experts > 1 or config.transfer:
         handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" else "no",
@@ -645,29 +646,24 @@ def _own_part(gradient: Any) -> torch.Tensor:
 
 
 class _Clock:
-    """Seconds of a step, clips a second, what is left, and peak memory; validation and saving do not count."""
+    """Seconds of a step, clips a second and peak memory; what is between `read` and `begin` is left out."""
 
     def __init__(self, device: torch.device, clips: int) -> None:
         self._device, self._clips = device, clips
-        self.pause()
+        self.begin()
 
-    def tick(self) -> None:
-        self._steps += 1
+    def begin(self) -> None:
+        self.steps, self._started = 0, time.monotonic()
 
-    def pause(self) -> None:
-        """Begin to count anew."""
-        self._steps, self._started = 0, time.monotonic()
-
-    def read(self, left: int) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
+        """What was measured since the last `begin`, which this is, too."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        if not self._steps:
-            return {}
-        seconds = (time.monotonic() - self._started) / self._steps
-        values = {"seconds": seconds, "clips_per_second": self._clips / seconds, "seconds_left": left * seconds}
+        seconds = (time.monotonic() - self._started) / self.steps
+        values = {"seconds": seconds, "clips_per_second": self._clips / seconds}
         if self._device.type == "cuda":
             values["peak_memory_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
-        self.pause()
+        self.begin()
         return values
 
 
@@ -677,9 +673,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return flat
-
-
-def _shown(name: str, value: Any) -> str:
-    if name == "seconds_left":
-        return f"left {seconds(value)}"
-    return f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"

@@ -58,7 +58,7 @@ class AtomicFiles:
         try:
             if error is None:
                 for temporary, path in self._staged:
-                    _flush(temporary)
+                    flush(temporary)
                     self._check_free(path)
                 empty |= {path for _, path in self._staged if not path.exists()}
                 try:
@@ -79,11 +79,11 @@ class AtomicFiles:
             if temporary.exists():
                 os.replace(temporary, path)
         for folder in {path.parent for _, path in self._staged}:
-            _flush(folder)
+            flush(folder)
         empty.clear()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Force a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

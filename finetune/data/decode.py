@@ -18,6 +18,7 @@ import re
 import selectors
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -115,6 +116,11 @@ class _Picture:
     colours: Sequence[str]
     streams: int
 
+    def kept(self, shape: ClipShape) -> float:
+        """The share of the picture that clips of a shape show."""
+        excess = Fraction(self.width * shape.height, self.height * shape.width) * self.aspect
+        return float(min(excess, 1 / excess))
+
     def filters(self, chosen: str) -> str:
         """ffmpeg's filters from decoded frames to those that `chosen`, a filter, leaves, as a BT.709 screen shows them.
 
@@ -142,10 +148,14 @@ class _Picture:
         return ",".join(filters)
 
 
-def decode_clips(path: Path, shape: ClipShape, *, timeout: float, stop: threading.Event | None = None) -> list[Clip]:
+def decode_clips(
+    path: Path, shapes: Sequence[ClipShape], *, timeout: float, stop: threading.Event | None = None
+) -> list[Clip]:
     """The clips of a video file: scaled to cover H×W (bicubic, antialiased), centre cropped.
 
     Args:
+        shapes: of those for which the video is long enough, the one is taken of which most of the picture is kept; of
+            several, the longest, and then the largest.
         timeout: seconds for the whole file.
         stop: ends the work when set.
 
@@ -169,14 +179,25 @@ def decode_clips(path: Path, shape: ClipShape, *, timeout: float, stop: threadin
     while len(timing.times) == 1 and stream + 1 < picture.streams:
         stream += 1
         timing, picture = _read_timing(path, stream, deadline)
+    longest = lambda shape: (picture.kept(shape), shape.num_frames, shape.height * shape.width)
+    long_enough = [shape for shape in shapes if len(_grid(timing, shape)) >= shape.num_frames]
+    shape = max(long_enough, key=longest) if long_enough else min(shapes, key=lambda shape: shape.num_frames)
     wanted = choose_frames(timing, shape)
-    needed = sorted({index for clip in wanted for index in clip})
-    frames = _read_frames(path, stream, needed, picture, shape, deadline)
+    frames = _read_frames(path, stream, {index for clip in wanted for index in clip}, picture, shape, deadline)
     fps = float(shape.fps) if shape.fps is not None else timing.fps
-    # The aspect of the picture over that of the clip.
-    excess = Fraction(picture.width * shape.height, picture.height * shape.width) * picture.aspect
-    kept = float(min(excess, 1 / excess))
+    kept = picture.kept(shape)
     return [Clip(torch.stack([frames[index] for index in clip], dim=1), fps, kept) for clip in wanted]
+
+
+def _grid(timing: Timing, shape: ClipShape) -> list[int]:
+    """Indices of the frames at the clips' frame rate: each is the nearest in time, of two the earlier."""
+    if shape.fps is None:
+        return list(range(len(timing.times)))
+    # Frame rates are written with few digits; 29.97 shall not become a fraction of 2^50.
+    step = 1 / (Fraction(shape.fps).limit_denominator(100_000) * timing.tick)
+    # A tenth of a step for rates that were rounded: 61 frames at 30000/1001 are 61 frames at 29.97 and at 30, too.
+    count = int((timing.times[-1] - timing.times[0]) / step + Fraction(1, 10)) + 1
+    return [_nearest(timing.times, timing.times[0] + k * step) for k in range(count)]
 
 
 def choose_frames(timing: Timing, shape: ClipShape) -> list[list[int]]:
@@ -185,14 +206,7 @@ def choose_frames(timing: Timing, shape: ClipShape) -> list[list[int]]:
     Raises:
         BadVideo: the video is shorter than a clip.
     """
-    if shape.fps is None:
-        grid = list(range(len(timing.times)))
-    else:
-        # Frame rates are written with few digits; 29.97 shall not become a fraction of 2^50.
-        step = 1 / (Fraction(shape.fps).limit_denominator(100_000) * timing.tick)
-        # A tenth of a step for rates that were rounded: 61 frames at 30000/1001 are 61 frames at 29.97 and at 30, too.
-        count = int((timing.times[-1] - timing.times[0]) / step + Fraction(1, 10)) + 1
-        grid = [_nearest(timing.times, timing.times[0] + k * step) for k in range(count)]
+    grid = _grid(timing, shape)
     clips = min(shape.clips, len(grid) // shape.num_frames)
     if not clips:
         rate = "" if shape.fps is None else f" at {shape.fps:g} frames per second"
@@ -305,29 +319,13 @@ class _Decoder:
         self._buffer += chunk
         return bool(chunk)
 
-    def read_all(self) -> bytes:
-        """All it writes until its end."""
-        while self._fill():
+    def read(self, size: int = sys.maxsize) -> bytes:
+        """So many bytes of what it writes, fewer at its end."""
+        while len(self._buffer) < size and self._fill():
             pass
-        return bytes(self._buffer)
-
-    def read_picture(self) -> torch.Tensor | None:
-        """The next picture, uint8 [3, h, w], of those it writes as PPM; None at the end."""
-        header = None
-        while header is None:
-            header = re.match(rb"P6\s(\d+)\s(\d+)\s255\s", self._buffer)
-            if header is None and not self._fill():
-                return None
-        width, height, start = int(header.group(1)), int(header.group(2)), header.end()
-        # The match holds on to the buffer, which then could not grow.
-        del header
-        end = start + 3 * width * height
-        while len(self._buffer) < end:
-            if not self._fill():
-                return None
-        pixels = torch.frombuffer(self._buffer[start:end], dtype=torch.uint8)
-        del self._buffer[:end]
-        return pixels.reshape(height, width, 3).permute(2, 0, 1)
+        found = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return found
 
     def finish(self) -> str | None:
         """Wait for its end; what went wrong, or None."""
@@ -357,7 +355,7 @@ class _Decoder:
 
 def _read_timing(path: Path, stream: int, deadline: _Deadline) -> tuple[Timing, _Picture]:
     with _Decoder(path, stream, ["-enc_time_base", "demux", "-f", "framecrc"], deadline) as decoder:
-        text = decoder.read_all().decode(errors="replace")
+        text = decoder.read().decode(errors="replace")
         problem = decoder.finish()
         log = decoder.log()
     times = [int(found.group(1)) for found in re.finditer(r"^0,\s*-?\d+,\s*(-?\d+),", text, re.MULTILINE)]
@@ -399,21 +397,22 @@ def _picture(log: str) -> _Picture:
 
 
 def _read_frames(
-    path: Path, stream: int, wanted: list[int], picture: _Picture, shape: ClipShape, deadline: _Deadline
+    path: Path, stream: int, wanted: set[int], picture: _Picture, shape: ClipShape, deadline: _Deadline
 ) -> dict[int, torch.Tensor]:
     """The frames of the given indices, each uint8 [3, H, W]."""
-    first, last = wanted[0], wanted[-1]
+    first, last = min(wanted), max(wanted)
     filters = picture.filters(rf"select=between(n\,{first}\,{last})")
-    output = ["-vf", filters, "-frames:v", str(last - first + 1), "-f", "image2pipe"]
+    output = ["-vf", filters, "-frames:v", str(last - first + 1), "-f", "rawvideo", "-pix_fmt", "rgb24"]
     frames: dict[int, torch.Tensor] = {}
-    needed = set(wanted)
-    with _Decoder(path, stream, [*output, "-c:v", "ppm", "-pix_fmt", "rgb24"], deadline) as decoder:
+    size = 3 * picture.height * picture.width
+    with _Decoder(path, stream, output, deadline) as decoder:
         for index in range(first, last + 1):
-            frame = decoder.read_picture()
-            if frame is None:
-                problem = decoder.finish() or "the decoder ended early"
-                raise _bad(problem, f" after {index} frames")
-            if index in needed:
+            data = decoder.read(size)
+            if len(data) < size:
+                raise _bad(decoder.finish() or "the decoder ended early", f" after {index} frames")
+            if index in wanted:
+                pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                frame = pixels.reshape(picture.height, picture.width, 3).permute(2, 0, 1)
                 frames[index] = resize_and_crop(frame, shape.height, shape.width, picture.aspect)
                 deadline.left()
     return frames

@@ -11,8 +11,7 @@ import errno
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,6 @@ _EMPTY_TENSOR = "text_embedding"
 # What Arrow raises on damaged files: its own errors, OSError without a number, ValueError for names that are no text.
 _UNREADABLE = (pa.ArrowException, OSError, ValueError)
 _REQUIRED = ("id", "caption", *tensor_columns(TENSORS))
-_OPTIONAL = tuple(name for name in PLAIN if name not in _REQUIRED)
 
 
 class DataError(ValueError):
@@ -68,41 +66,16 @@ def write_shard(path: Path, samples: Iterable[Sample], rows_per_group: int = 16)
         ValueError: a clip has other extras than the first, or could not be read back (no id, values that are not
             finite, wrong dimensions, a dtype that no row can hold).
     """
-    path = Path(path)
-    if rows_per_group < 1:
-        raise ValueError(f"rows_per_group must be at least 1, got {rows_per_group}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with AtomicFiles() as files:
-        return _write(files.stage(path), iter(samples), rows_per_group)
-
-
-def write_empty_caption(folder: Path, text: torch.Tensor) -> None:
-    """Write the encoding of "", [L, D], beside the shards of a folder, at once or not at all.
-
-    Raises:
-        FileExistsError: there is one.
-        ValueError: it is no encoding: of other dimensions, or not finite.
-    """
-    from safetensors.torch import save_file
-
-    if text.dim() != 2 or not text.isfinite().all():
-        raise ValueError(f"text must be [L, D] and finite, got {list(text.shape)}")
-    with AtomicFiles() as files:
-        save_file({_EMPTY_TENSOR: text.contiguous()}, files.stage(Path(folder) / EMPTY_CAPTION))
-
-
-def _write(path: Path, samples: Iterator[Sample], rows_per_group: int) -> int:
+    samples = iter(samples)
     chunk = list(islice(samples, rows_per_group))
     extras = tuple(chunk[0].extras) if chunk else ()
-    if unknown := [name for name in extras if name not in EXTRA_TENSORS]:
-        raise ValueError(f"extras must be of {', '.join(EXTRA_TENSORS)}, got {', '.join(unknown)}")
-    schema = row_schema(extras)
-    rows = 0
+    schema, rows = row_schema(extras), 0
     # Tensors have no repeated values worth a dictionary, and their least and greatest bytes mean nothing.
     options: dict[str, Any] = dict(
         compression="zstd", use_dictionary=False, write_statistics=False, write_page_checksum=True
     )
-    with pq.ParquetWriter(path, schema, **options) as writer:
+    with AtomicFiles() as files, pq.ParquetWriter(files.stage(path), schema, **options) as writer:
         while chunk:
             columns = [_checked_row(sample, extras) for sample in chunk]
             writer.write_table(pa.Table.from_pylist(columns, schema=schema), row_group_size=rows_per_group)
@@ -123,13 +96,19 @@ def _checked_row(sample: Sample, extras: tuple[str, ...]) -> dict[str, Any]:
     return row
 
 
-@dataclass(frozen=True)
-class RowPlace:
-    """Where a row is: file by its number in the folder, row group in the file, row in the group; all from 0."""
+def write_empty_caption(folder: Path, text: torch.Tensor) -> None:
+    """Write the encoding of "", [L, D], beside the shards of a folder, at once or not at all.
 
-    file: int
-    group: int
-    row: int
+    Raises:
+        FileExistsError: there is one.
+        ValueError: it is no encoding: of other dimensions, or not finite.
+    """
+    from safetensors.torch import save_file
+
+    if text.dim() != 2 or not text.isfinite().all():
+        raise ValueError(f"text must be [L, D] and finite, got {list(text.shape)}")
+    with AtomicFiles() as files:
+        save_file({_EMPTY_TENSOR: text.contiguous()}, files.stage(Path(folder) / EMPTY_CAPTION))
 
 
 class ParquetFolder:
@@ -144,6 +123,8 @@ class ParquetFolder:
             missing columns; files with other extra tensors than the first; an EMPTY_CAPTION that is damaged.
 
     Attributes:
+        group_starts: [G + 1], the first row of each row group. group_bytes: [G], of it, not compressed.
+        shapes: by row, the shapes of its tensors other than text, as they are written; rows of one batch share them.
         empty_caption: [L, D] float32, the encoding of ""; None where the folder has none.
     """
 
@@ -151,39 +132,22 @@ class ParquetFolder:
         self.path = Path(path)
         if not self.path.exists():
             raise DataError(f"there is no {self.path}")
-        if self.path.is_file():
-            self.root, names = self.path.parent, [self.path.name]
-        else:
-            self.root = self.path
-            files = (file for file in self.root.rglob("*.parquet") if file.is_file() and file.name[0] != ".")
-            names = sorted(file.relative_to(self.root).as_posix() for file in files)
-        if not names:
+        self.root = self.path.parent if self.path.is_file() else self.path
+        found = [self.path] if self.path.is_file() else self.root.rglob("*.parquet")
+        self.files = sorted(
+            file.relative_to(self.root).as_posix() for file in found if file.is_file() and file.name[0] != "."
+        )
+        if not self.files:
             raise DataError(f"no *.parquet file in {self.path}")
-        self.files = tuple(names)
-        self._sizes: list[int] = []
-        self.extras: tuple[str, ...] = ()
-        groups: list[tuple[int, int, int, int]] = []
-        first: str | None = None
-        for number, name in enumerate(names):
-            extras, file_groups = self._read_footer(name)
-            groups += [(number, group, rows, size) for group, (rows, size) in enumerate(file_groups)]
-            if not sum(rows for rows, _ in file_groups):
-                continue
-            if first is None:
-                first, self.extras = name, extras
-            elif extras != self.extras:
-                raise DataError(
-                    f"{self.root / name} has the extra tensors [{', '.join(extras)}], "
-                    f"but {self.root / first} has [{', '.join(self.extras)}]"
-                )
-        table = np.array(groups, dtype=np.int64).reshape(-1, 4)
-        self._group_file, self._group_in_file = table[:, 0], table[:, 1]
-        # Row `group_starts[g]` is the first of row group g; one more entry than groups.
-        self.group_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(table[:, 2])])
-        # Bytes of a row group, not compressed.
-        self.group_bytes = table[:, 3]
+        self.extras: tuple[str, ...] | None = None
+        self.shapes: list[tuple[tuple[int, ...], ...]] = []
+        self._sizes = [(self.root / name).stat().st_size for name in self.files]
+        # Its file, its number in the file, rows, bytes.
+        self._groups = [(name, *group) for name in self.files for group in self._read_footer(name)]
+        rows, sizes = ([group[place] for group in self._groups] for place in (2, 3))
+        self.group_starts, self.group_bytes = np.cumsum([0, *rows]), np.array(sizes, np.int64)
         if not len(self):
-            raise DataError(f"no rows in {self.path}: {len(names)} parquet file(s) are all empty")
+            raise DataError(f"no rows in {self.path}: {len(self.files)} parquet file(s) are all empty")
         self._cache: OrderedDict[int, pa.Table | str] = OrderedDict()
         self.empty_caption = self._read_empty_caption()
 
@@ -202,28 +166,34 @@ class ParquetFolder:
             raise DataError(f"{path} must hold a finite [L, D], got {list(text.shape)}")
         return text
 
-    def _read_footer(self, name: str) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
-        """Extra tensors of a file; rows and bytes of its groups."""
+    def _read_footer(self, name: str) -> list[tuple[int, int, int]]:
+        """Number, rows and bytes of the groups of a file; notes the shapes of its rows."""
         path = self.root / name
         try:
-            self._sizes.append(path.stat().st_size)
             with pq.ParquetFile(path, pre_buffer=False) as file:
-                columns, metadata = file.schema_arrow.names, file.metadata
-                groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-                sizes = [(group.num_rows, group.total_byte_size) for group in groups]
-            if min((min(size) for size in sizes), default=0) < 0 or sum(rows for rows, _ in sizes) != metadata.num_rows:
-                raise ValueError("the numbers of rows in its footer do not agree")
+                columns = file.schema_arrow.names
+                extras = tuple(extra for extra in EXTRA_TENSORS if f"{extra}_bytes" in columns)
+                wanted = (*_REQUIRED, *tensor_columns(extras))
+                if missing := [column for column in wanted if column not in columns]:
+                    raise DataError(f"{path} lacks the column(s) {', '.join(missing)}")
+                groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+                kept = [f"{tensor}_shape" for tensor in ("vae_latent", *extras)]
+                table = file.read(columns=kept, use_threads=False).to_pydict()
+                shapes = list(zip(*(table[column] for column in kept), strict=True))
+        except DataError:
+            raise
         except _UNREADABLE as error:
             if _is_of_system(error):
                 raise
             raise DataError(f"{path} is not a parquet file, or its end is missing: {error}") from error
-        extras = tuple(extra for extra in EXTRA_TENSORS if f"{extra}_bytes" in columns)
-        wanted = (*_REQUIRED, *tensor_columns(extras))
-        if missing := [column for column in wanted if column not in columns]:
-            raise DataError(f"{path} lacks the column(s) {', '.join(missing)}")
-        if twice := [column for column in (*wanted, *_OPTIONAL) if columns.count(column) > 1]:
-            raise DataError(f"{path} has the column(s) {', '.join(twice)} more than once")
-        return extras, sizes
+        if len(shapes) != sum(group.num_rows for group in groups):
+            raise DataError(f"{path} cannot be used: the numbers of rows in its footer do not agree")
+        if shapes and self.extras not in (None, extras):
+            others = ", ".join(self.extras or ())
+            raise DataError(f"{path} has the extra tensors [{', '.join(extras)}], but files before it have [{others}]")
+        self.extras = extras if shapes else self.extras
+        self.shapes += [tuple(tuple(shape or ()) for shape in row) for row in shapes]
+        return [(number, group.num_rows, group.total_byte_size) for number, group in enumerate(groups)]
 
     def __len__(self) -> int:
         return int(self.group_starts[-1])
@@ -232,62 +202,46 @@ class ParquetFolder:
         # A worker process fills its own.
         return {**self.__dict__, "_cache": OrderedDict()}
 
-    def place(self, index: int) -> RowPlace:
-        """Where row `index` is.
-
-        Raises:
-            IndexError: there is no such row.
-        """
-        group, row = self._find(index)
-        return RowPlace(int(self._group_file[group]), int(self._group_in_file[group]), row)
+    def fingerprint(self) -> str:
+        """SHA-256 of the files' relative names and sizes, the rows and bytes of their groups, and the empty caption."""
+        digest = hashlib.sha256(json.dumps([self.files, self._sizes, self._groups]).encode())
+        if self.empty_caption is not None:
+            digest.update(self.empty_caption.numpy().tobytes())
+        return digest.hexdigest()
 
     def _find(self, index: int) -> tuple[int, int]:
+        """(number of the row group, row in it)."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {self.path}, which has {len(self)}")
         # Groups without rows start where the next one does; "right" steps over them.
         group = int(np.searchsorted(self.group_starts, index, side="right")) - 1
         return group, int(index - self.group_starts[group])
 
-    def fingerprint(self) -> str:
-        """SHA-256 of the files' relative names and sizes, the rows and bytes of their groups, and the empty caption."""
-        groups = [self._group_file.tolist(), np.diff(self.group_starts).tolist(), self.group_bytes.tolist()]
-        digest = hashlib.sha256(json.dumps([self.files, self._sizes, groups]).encode())
-        if self.empty_caption is not None:
-            digest.update(self.empty_caption.numpy().tobytes())
-        return digest.hexdigest()
+    def describe(self, index: int) -> dict[str, Any]:
+        """Where row `index` is, and its id, None where it cannot be read."""
+        group, row = self._find(index)
+        file, number, *_ = self._groups[group]
+        table = self._cache.get(group)
+        try:
+            name = table.column("id")[row].as_py() if isinstance(table, pa.Table) else None
+        except UnicodeDecodeError:
+            name = None
+        return {"id": name, "file": file, "row_group": number, "row": row}
 
     def read(self, index: int) -> Sample:
         """The clip in row `index`.
 
         Raises:
-            BadRow: the row, or the row group that it is in, cannot be decoded; a note of the error says where it is.
+            BadRow: the row, or the row group that it is in, cannot be decoded.
             DataError, OSError: the file is gone, has changed or cannot be opened; the message names it.
         """
         group, row = self._find(index)
-        try:
-            return self._decode(group, row)
-        except BadRow as error:
-            place = self.place(index)
-            error.add_note(f"in {self.root / self.files[place.file]}, row group {place.group}, row {place.row}")
-            raise
-
-    def read_id(self, index: int) -> str | None:
-        """The id of the clip in row `index`, None where it cannot be read; the errors of `read` but BadRow."""
-        group, row = self._find(index)
-        table = self._group(group)
-        try:
-            value = None if isinstance(table, str) else table.column("id")[row].as_py()
-        except UnicodeDecodeError:
-            return None
-        return value if isinstance(value, str) else None
-
-    def _decode(self, group: int, row: int) -> Sample:
         table = self._group(group)
         if isinstance(table, str):
             raise BadRow(table)
         try:
             columns = {name: table.column(name)[row].as_py() for name in table.column_names}
-            for extra in self.extras:
+            for extra in self.extras or ():
                 # What FastVideo writes for a tensor that a clip does not have.
                 if not any(columns[name] for name in tensor_columns([extra])):
                     columns[f"{extra}_bytes"] = None
@@ -299,35 +253,29 @@ class ParquetFolder:
 
     def _group(self, group: int) -> pa.Table | str:
         """The rows of a group, or why they cannot be read."""
-        if group in self._cache:
-            self._cache.move_to_end(group)
-            return self._cache[group]
-        table = self._read_group(group)
-        self._cache[group] = table
-        kept = sum(entry.nbytes for entry in self._cache.values() if not isinstance(entry, str))
-        while kept > CACHE_BYTES and len(self._cache) > 1:
-            _, oldest = self._cache.popitem(last=False)
-            kept -= 0 if isinstance(oldest, str) else oldest.nbytes
-        return table
+        if group not in self._cache:
+            self._cache[group] = self._read_group(group)
+        self._cache.move_to_end(group)
+        while len(self._cache) > 1 and sum(getattr(x, "nbytes", 0) for x in self._cache.values()) > CACHE_BYTES:
+            self._cache.popitem(last=False)
+        return self._cache[group]
 
     def _read_group(self, group: int) -> pa.Table | str:
-        path = self.root / self.files[self._group_file[group]]
-        number, rows = int(self._group_in_file[group]), int(np.diff(self.group_starts)[group])
-        if path.stat().st_size != self._sizes[self._group_file[group]]:
+        name, number, rows, _ = self._groups[group]
+        path = self.root / name
+        if path.stat().st_size != self._sizes[self.files.index(name)]:
             raise DataError(f"{path} has changed since its footer was read")
         try:
             # No threads of Arrow: worker processes are forked.
             with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
-                names = file.schema_arrow.names
-                wanted = (*_REQUIRED, *_OPTIONAL, *tensor_columns(self.extras))
-                table = file.read_row_group(number, columns=[n for n in wanted if n in names], use_threads=False)
+                wanted = (*_REQUIRED, *PLAIN, *tensor_columns(self.extras or ()))
+                names = [column for column in dict.fromkeys(wanted) if column in file.schema_arrow.names]
+                table = file.read_row_group(number, columns=names, use_threads=False)
         except _UNREADABLE as error:
             if _is_of_system(error):
                 raise
             return f"the row group cannot be read: {error}"
-        if len(table) != rows:
-            return f"the row group has {len(table)} rows, but its footer says {rows}"
-        return table
+        return table if len(table) == rows else f"the row group has {len(table)} rows, but its footer says {rows}"
 
 
 def _is_of_system(error: BaseException) -> bool:

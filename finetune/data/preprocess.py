@@ -21,7 +21,6 @@ import fcntl
 import hashlib
 import itertools
 import json
-import math
 import os
 import random
 import re
@@ -33,28 +32,28 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from vmonarch.configs import InputError, build, check_keys, file_sha256
-from vmonarch.files import AtomicFiles
+from vmonarch.files import AtomicFiles, write_json
+from vmonarch.finetune.config import check_values, choice, number
 from vmonarch.finetune.data.captions import Captioned, read_captions
 from vmonarch.finetune.data.decode import MAX_PIXELS, BadVideo, Cancelled, Clip, ClipShape, decode_clips
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, write_empty_caption, write_shard
 from vmonarch.finetune.data.schema import TEXT_LENGTH, Sample
+from vmonarch.pipelines.devices import DTYPES
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
 FORMAT = "vmonarch-preprocess-1"
-MAX_CLIPS = 10_000
-STARTS, RESIZES, STORE_DTYPES = ("begin", "middle"), ("crop",), ("float32", "float16")
 # Settings that say where and how patiently, not what the rows are.
 _FREE = ("captions", "output", "model", "revision", "workers", "timeout", "max_failures")
-_REPORT_SECONDS = 5.0
 
 
 class PreprocessError(RuntimeError):
@@ -67,13 +66,15 @@ class PreprocessConfig:
 
     Args:
         videos: folder of the videos.
-        captions: JSON lines or CSV, see `read_captions`.
+        captions: JSON lines or CSV, see `read_captions`; None for a text file beside each video.
         procedural: instead of videos, so many clips of the embedded model's coloured shapes.
         model: `embedded`, the folder of a Wan pipeline, or a hub id.
         revision: branch, tag or commit of a hub model.
         output: folder of the shards, created when missing.
         height, width: pixels, multiples of 16 (of 32 for some models).
         num_frames: of a clip, 4·k + 1.
+        buckets: sizes and lengths in place of the three, each as `480x832x81` (height, width, frames). A video becomes
+            clips of the one that keeps most of its picture and is not longer than it is.
         fps: frames per second of the clips; None leaves those of each file.
         start: where clips begin: `begin` or `middle`.
         clips_per_video: at most, one after the other.
@@ -96,59 +97,57 @@ class PreprocessConfig:
 
     videos: str | None = None
     captions: str | None = None
-    procedural: int | None = None
+    procedural: int | None = number(None, least=1)
     model: str = "embedded"
     revision: str | None = None
     output: str = "outputs/preprocess"
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    fps: float | None = None
-    start: str = "begin"
-    clips_per_video: int = 1
-    resize: str = "crop"
-    max_sequence_length: int | None = None
+    height: int | None = number(None, least=1)
+    width: int | None = number(None, least=1)
+    num_frames: int | None = number(None, least=1)
+    buckets: tuple[str, ...] = ()
+    fps: float | None = number(None, least=0.001, most=1000)
+    start: str = choice("begin", "begin", "middle")
+    clips_per_video: int = number(1, least=1, most=10_000)
+    resize: str = choice("crop", "crop")
+    max_sequence_length: int | None = number(None, least=1, most=TEXT_LENGTH)
     image_to_video: bool | None = None
-    dtype: str = "auto"
-    store_dtype: str = "float32"
+    dtype: str = choice("auto", *DTYPES)
+    store_dtype: str = choice("float32", "float32", "float16")
     device: str = "auto"
-    rows_per_shard: int = 32
-    workers: int = 4
+    rows_per_shard: int = number(32, least=1)
+    workers: int = number(4, least=1)
     seed: int = 0
-    timeout: float = 120.0
-    max_failures: float = 1.0
+    timeout: float = number(120.0, above=0)
+    max_failures: float = number(1.0, least=0, most=1)
 
     def __post_init__(self) -> None:
+        check_values(self)
         if (self.procedural is None) == (self.videos is None):
             raise InputError("videos", "must be given, or procedural=N for clips without videos; not both")
-        if (self.captions is None) != (self.videos is None):
-            raise InputError("captions", "must be given with videos, and only with them")
-        whole = ("procedural", "height", "width", "num_frames", "clips_per_video", "max_sequence_length")
-        for name in (*whole, "rows_per_shard", "workers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(name, f"must be at least 1, got {value}")
-        for name, most in (("max_sequence_length", TEXT_LENGTH), ("clips_per_video", MAX_CLIPS)):
-            if (getattr(self, name) or 1) > most:
-                raise InputError(name, f"must be at most {most}, got {getattr(self, name)}")
-        if (self.height or 1) * (self.width or 1) > MAX_PIXELS:
-            raise InputError("height", f"times width must be at most {MAX_PIXELS}, got {self.height} × {self.width}")
-        for name in ("fps", "timeout"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(name, f"must be above 0 and finite, got {value}")
-        if self.fps is not None and not 0.001 <= self.fps <= 1000:
-            raise InputError("fps", f"must be from 0.001 to 1000, got {self.fps}")
-        if not 0 <= self.max_failures <= 1:
-            raise InputError("max_failures", f"must be a share from 0 to 1, got {self.max_failures}")
-        from vmonarch.pipelines.devices import DTYPES
-
-        known = {"start": STARTS, "resize": RESIZES, "store_dtype": STORE_DTYPES, "dtype": DTYPES}
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                raise InputError(name, f"must be one of {', '.join(values)}, got {getattr(self, name)!r}")
+        if self.procedural is not None and self.captions is not None:
+            raise InputError("captions", "must be given with videos only")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        if self.buckets and (self.procedural or self.height or self.width or self.num_frames):
+            raise InputError("buckets", "is for videos, and in place of height, width and num_frames")
+        for height, width, _ in self.sizes:
+            if (height or 1) * (width or 1) > MAX_PIXELS:
+                raise InputError("height", f"times width must be at most {MAX_PIXELS}, got {height} × {width}")
+
+    @property
+    def sizes(self) -> list[tuple[Any, ...]]:
+        """(height, width, frames) of each bucket, or the one size of all clips.
+
+        Raises:
+            InputError: a bucket is not written so.
+        """
+        if not self.buckets:
+            return [(self.height, self.width, self.num_frames)]
+        found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", bucket) for bucket in self.buckets]
+        for match, bucket in zip(found, self.buckets, strict=True):
+            if match is None:
+                raise InputError("buckets", f"must be written as 480x832x81 (height, width, frames), got {bucket!r}")
+        return [tuple(map(int, match.groups())) for match in found if match]
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain values."""
@@ -180,29 +179,28 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     from vmonarch.pipelines.config import recommended_settings
 
     recommended = recommended_settings(model)
-    sizes = ("height", "width", "num_frames", "max_sequence_length")
-    missing = {name: recommended[name] for name in sizes if getattr(config, name) is None}
+    names = ("max_sequence_length", *(() if config.buckets else ("height", "width", "num_frames")))
+    missing = {name: recommended[name] for name in names if getattr(config, name) is None}
     if config.image_to_video is None:
         missing["image_to_video"] = model.image_conditioned
     if config.videos is not None:
         missing["videos"] = str(Path(config.videos).expanduser().resolve())
     config = dataclasses.replace(config, **missing)
-    _check_size("height", config.height, model.height_multiple, 0)
-    _check_size("width", config.width, model.width_multiple, 0)
-    _check_size("num_frames", config.num_frames, model.temporal, 1)
+    heights, widths, frames = (model.height_multiple, 0), (model.width_multiple, 0), (model.temporal, 1)
+    rules = {"height": heights, "width": widths, "num_frames": frames}
+    for size in config.sizes:
+        for value, (name, (factor, rest)) in zip(size, rules.items(), strict=True):
+            _check_size("buckets" if config.buckets else name, value, factor, rest % factor)
     if config.procedural is not None:
-        for name, own in (("height", HEIGHT), ("width", WIDTH), ("num_frames", NUM_FRAMES)):
-            if getattr(config, name) != own:
-                raise InputError(name, f"must be {own} for procedural clips, got {getattr(config, name)}")
-        for name, neutral in (("fps", None), ("start", "begin"), ("clips_per_video", 1)):
-            if getattr(config, name) != neutral:
-                raise InputError(name, "is for videos; procedural clips are made as they are")
+        own = {"height": HEIGHT, "width": WIDTH, "num_frames": NUM_FRAMES, "fps": None, "start": "begin"}
+        for name, only in {**own, "clips_per_video": 1}.items():
+            if getattr(config, name) != only:
+                raise InputError(name, f"must be {only} for procedural clips, got {getattr(config, name)}")
     return config
 
 
-def _check_size(name: str, value: int | None, factor: int, rest: int) -> None:
-    assert value is not None
-    if value % factor == rest % factor:
+def _check_size(name: str, value: int, factor: int, rest: int) -> None:
+    if value % factor == rest:
         return
     below = (value - rest) // factor * factor + rest
     nearest = " or ".join(str(size) for size in (below, below + factor) if size > 0)
@@ -334,30 +332,24 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
 
 def _items(config: PreprocessConfig, captioned: Sequence[Captioned]) -> list[_Item]:
     if config.procedural is not None:
+
+        def render(number: int, _: threading.Event) -> tuple[str, list[Clip]]:
+            text, clip = procedural_clip(config.seed, number)
+            return text, [clip]
+
         names = [f"procedural-{config.seed}-{number}" for number in range(config.procedural)]
-        makers = [partial(_procedural, config.seed, number) for number in range(config.procedural)]
-        return [_Item(name, (name,), make) for name, make in zip(names, makers, strict=True)]
-    assert config.videos is not None and config.height and config.width and config.num_frames
-    shape = ClipShape(config.height, config.width, config.num_frames, config.fps, config.start, config.clips_per_video)
-    return [
-        _Item(
-            entry.file,
-            tuple(f"{entry.stem}-{k}" for k in range(config.clips_per_video)),
-            partial(_decoded, entry.caption, Path(config.videos) / entry.file, shape, config.timeout),
-        )
-        for entry in captioned
+        return [_Item(name, (name,), partial(render, number)) for number, name in enumerate(names)]
+    shapes = [
+        ClipShape(height, width, frames, config.fps, config.start, config.clips_per_video)
+        for height, width, frames in config.sizes
     ]
 
+    def decode(entry: Captioned, stop: threading.Event) -> tuple[str, list[Clip]]:
+        path = Path(str(config.videos)) / entry.file
+        return entry.caption, decode_clips(path, shapes, timeout=config.timeout, stop=stop)
 
-def _procedural(seed: int, number: int, stop: threading.Event) -> tuple[str, list[Clip]]:
-    text, clip = procedural_clip(seed, number)
-    return text, [clip]
-
-
-def _decoded(
-    caption: str, path: Path, shape: ClipShape, timeout: float, stop: threading.Event
-) -> tuple[str, list[Clip]]:
-    return caption, decode_clips(path, shape, timeout=timeout, stop=stop)
+    numbers = range(config.clips_per_video)
+    return [_Item(e.file, tuple(f"{e.stem}-{k}" for k in numbers), partial(decode, e)) for e in captioned]
 
 
 def _ahead(items: Iterable[_Item], workers: int) -> Generator[tuple[_Item, tuple[str, list[Clip]] | BadVideo]]:
@@ -365,38 +357,39 @@ def _ahead(items: Iterable[_Item], workers: int) -> Generator[tuple[_Item, tuple
     stop = threading.Event()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
     waiting: deque[tuple[_Item, Future[tuple[str, list[Clip]]]]] = deque()
-
-    def next_made() -> tuple[_Item, tuple[str, list[Clip]] | BadVideo]:
-        item, future = waiting.popleft()
-        try:
-            return item, future.result()
-        except BadVideo as error:
-            return item, error
-        except (Cancelled, OSError):
-            # The video is not to blame when ffmpeg cannot be started.
-            raise
-        except Exception as error:
-            return item, BadVideo(f"cannot be decoded: {type(error).__name__}: {error}")
-
+    left = iter(items)
     try:
-        for item in items:
-            waiting.append((item, pool.submit(item.make, stop)))
-            if len(waiting) > workers:
-                yield next_made()
-        while waiting:
-            yield next_made()
+        while True:
+            more = itertools.islice(left, 1 + workers - len(waiting))
+            waiting.extend((item, pool.submit(item.make, stop)) for item in more)
+            if not waiting:
+                return
+            item, future = waiting.popleft()
+            try:
+                yield item, future.result()
+            except BadVideo as error:
+                yield item, error
+            except (Cancelled, OSError):
+                # The video is not to blame when ffmpeg cannot be started.
+                raise
+            except Exception as error:
+                yield item, BadVideo(f"cannot be decoded: {type(error).__name__}: {error}")
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
 
 
 class _Output:
-    """The output folder: what is in it, and what is added. One process at a time."""
+    """The output folder: what is in it, and what is added. One process at a time.
+
+    Args:
+        about: what the rows are made of, for the manifest.
+    """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self.folder, self._about = folder, dict(about)
         self._manifest, self._quarantine = folder / "manifest.json", folder / "quarantine.jsonl"
-        self.shards: list[tuple[str, int]] = []
+        self.shards: list[dict[str, Any]] = []
         self.ids: list[str] = []
         self.bad: dict[str, str] = {}
         self.complete = False
@@ -410,22 +403,23 @@ class _Output:
         """
         descriptor = os.open(self.folder, os.O_RDONLY)
         try:
-            self._lock(descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise InputError("output", f"{str(self.folder)!r} is in use by another process") from error
+        except OSError:
+            # Some network file systems lock no folders.
+            pass
+        try:
             self._read()
             yield self
         finally:
             os.close(descriptor)
 
-    def _lock(self, descriptor: int) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError("output", f"{str(self.folder)!r} is in use by another process") from error
-        except OSError:
-            # Some network file systems lock no folders.
-            pass
-
     def _read(self) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
         for path in self.folder.glob(".*.partial.*"):
             path.unlink()
         shards = sorted(self.folder.glob("shard-*.parquet"), key=lambda path: (len(path.name), path.name))
@@ -433,34 +427,32 @@ class _Output:
             if shards or self._quarantine.exists():
                 raise InputError("output", f"{str(self.folder)!r} holds shards or a quarantine, but no manifest.json")
             return
+        path = self._manifest
         try:
-            manifest = json.loads(self._manifest.read_text(encoding="utf-8"))
+            manifest = json.loads(path.read_text(encoding="utf-8"))
             differences = _differences(manifest, self._about)
             self.complete = bool(manifest["complete"])
             self.tell(counts={name: manifest["counts"][name] for name in ("videos", "captions_cut")})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError("output", f"has a manifest.json that cannot be read: {error}") from error
+            for path in () if differences else shards:
+                found = pyarrow.parquet.read_table(path, columns=["id"])["id"].to_pylist()
+                self.shards.append({"file": path.name, "rows": len(found)})
+                self.ids += found
+            path = self._quarantine
+            self._read_quarantine()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
+            raise InputError("output", f"holds {path}, which cannot be read: {error!r}") from error
         if differences:
             raise InputError(
                 "output", f"{str(self.folder)!r} holds other work: {'; '.join(differences)}; choose another folder"
             )
-        for path in shards:
-            found = _read_ids(path)
-            self.shards.append((path.name, len(found)))
-            self.ids += found
-        self._read_quarantine()
 
     def _read_quarantine(self) -> None:
         if not self._quarantine.exists():
             return
         # Bytes: a torn line may end within a character.
         whole, _, torn = self._quarantine.read_bytes().rpartition(b"\n")
-        try:
-            for line in filter(None, whole.split(b"\n")):
-                entry = json.loads(line)
-                self.bad[entry["file"]] = entry["reason"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError("output", f"has a quarantine.jsonl that cannot be read: {error}") from error
+        entries = [json.loads(line) for line in filter(None, whole.split(b"\n"))]
+        self.bad = {entry["file"]: entry["reason"] for entry in entries}
         if torn:
             # The run was killed while it wrote this line; the file will be tried again.
             with AtomicFiles(overwrite=True) as files:
@@ -476,7 +468,7 @@ class _Output:
 
     def write_shard(self, samples: Iterable[Sample]) -> None:
         """Write the next shard, then the manifest."""
-        numbers = [int(found.group(1)) for name, _ in self.shards if (found := re.match(r"shard-(\d+)", name))]
+        numbers = [int(re.sub(r"\D", "", shard["file"])) for shard in self.shards]
         path = self.folder / f"shard-{max(numbers, default=-1) + 1:05d}.parquet"
         ids: list[str] = []
 
@@ -485,28 +477,16 @@ class _Output:
                 ids.append(sample.id)
                 yield sample
 
-        self.shards.append((path.name, write_shard(path, noted())))
+        self.shards.append({"file": path.name, "rows": write_shard(path, noted())})
         self.ids += ids
         self.write_manifest(complete=False)
 
     def write_manifest(self, *, complete: bool) -> None:
         """Write what is in the folder and what it was made from."""
         self.complete = complete
-        manifest = {
-            **self._about,
-            "complete": complete,
-            "updated": datetime.now(UTC).isoformat(timespec="seconds"),
-            "counts": {
-                **self._about["counts"],
-                "clips": len(self.ids),
-                "shards": len(self.shards),
-                "quarantined": len(self.bad),
-            },
-            "shards": [{"file": name, "rows": rows} for name, rows in self.shards],
-        }
-        with AtomicFiles(overwrite=True) as files:
-            text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-            files.stage(self._manifest).write_text(text, encoding="utf-8")
+        made = {"clips": len(self.ids), "shards": len(self.shards), "quarantined": len(self.bad)}
+        about = {**self._about, "complete": complete, "updated": datetime.now(UTC).isoformat(timespec="seconds")}
+        write_json(self._manifest, {**about, "counts": {**self._about["counts"], **made}, "shards": self.shards})
 
     def tell(self, **facts: Any) -> None:
         """Add to what the manifest says of this run."""
@@ -515,64 +495,23 @@ class _Output:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """In words, what the rows depend on that is not as it was."""
-    found = []
-    if before["format"] != now["format"]:
-        found.append(f"format was {before['format']}, is {now['format']}")
     # As JSON has them: tuples are lists.
-    present = json.loads(json.dumps(now))
-    for key, value in present["config"].items():
-        old = before["config"].get(key)
-        if key not in _FREE and old != value:
-            found.append(f"{key} was {old!r}, is {value!r}")
-    if before["captions_sha256"] != present["captions_sha256"]:
-        found.append("the captions file has changed")
+    now = json.loads(json.dumps(now))
+    # Before 2026-11-28 there were no buckets.
+    old = {"buckets": [], **before["config"], "format": before["format"]}
+    found = [
+        f"{key} was {old.get(key)!r}, is {value!r}"
+        for key, value in {"format": now["format"], **now["config"]}.items()
+        if key not in _FREE and value != old.get(key)
+    ]
+    if before["captions_sha256"] != now["captions_sha256"]:
+        found.append("the captions have changed")
     for key in ("configs_sha256", "weights_sha256", "weights_sizes_sha256"):
-        if before["model"][key] != present["model"][key]:
+        if before["model"][key] != now["model"][key]:
             what = "config files" if key.startswith("configs") else "weights"
-            found.append(f"model was {before['model']['name']}, is {present['model']['name']} with other {what}")
+            found.append(f"model was {before['model']['name']}, is {now['model']['name']} with other {what}")
             break
     return found
-
-
-def _read_ids(path: Path) -> list[str]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.read_table(path, columns=["id"])["id"].to_pylist()
-    except (OSError, pyarrow.ArrowException, KeyError) as error:
-        raise InputError("output", f"has a shard that cannot be read: {path}: {error}") from error
-
-
-class _Progress:
-    """Tells on stderr how far a run is, every few seconds."""
-
-    def __init__(self, total: int, before: int, *, shown: bool) -> None:
-        self._total, self._before, self._shown = total, before, shown
-        self._done, self._started = before, time.monotonic()
-        self._last = self._started
-        self._cropped: list[tuple[float, str]] = []
-
-    def step(self, file: str, *, kept: float, bad: int) -> None:
-        """One video more is done, of whose picture this share is kept."""
-        self._done += 1
-        # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
-        if kept < 0.98:
-            self._cropped.append((kept, file))
-        now = time.monotonic()
-        if not self._shown or now - self._last < _REPORT_SECONDS:
-            return
-        self._last = now
-        rate = (self._done - self._before) / (now - self._started)
-        left = timedelta(seconds=round((self._total - self._done) / rate))
-        print(f"{self._done} of {self._total} videos, {rate:.3g} a second, {left} left, {bad} bad", file=sys.stderr)
-
-    def end(self, height: int, width: int) -> None:
-        """Say what was cropped."""
-        if self._shown and self._cropped:
-            kept, file = min(self._cropped)
-            what = f"{len(self._cropped)} videos were cropped to the shape of {width}×{height}"
-            print(f"{what}; the most, {file}, to {kept:.0%} of its picture", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -599,12 +538,12 @@ def preprocess(
     """Prepare all clips that `config` names and that are not in its output folder yet.
 
     Args:
-        progress: print to stderr how far it is, every five seconds, and what is cut off of captions and pictures.
+        progress: show on stderr how far it is, and what is cut off of captions and pictures.
         encoders: instead of those of the model.
 
     Raises:
         InputError: an argument that cannot be used, found before any work; or the output folder holds the work of
-            another config, model or captions file.
+            another config, model or captions.
         ModelError: the model folder is missing something, damaged or unsupported.
         PreprocessError: no clip could be made, or more videos are bad than `max_failures` allows.
     """
@@ -614,13 +553,11 @@ def preprocess(
 
     started = time.monotonic()
     captioned: list[Captioned] = []
-    captions_sha256 = None
     if config.videos is not None:
-        assert config.captions is not None
-        if not Path(config.videos).expanduser().is_dir():
+        videos = Path(config.videos).expanduser()
+        if not videos.is_dir():
             raise InputError("videos", f"must be a folder; there is none at {config.videos!r}")
-        captioned = read_captions(config.captions)
-        captions_sha256 = file_sha256(config.captions)
+        captioned = read_captions(videos, config.captions)
     folder = find_wan_model(config.model, config.revision)
     config = complete(config, folder)
     device = choose_device(config.device)
@@ -628,7 +565,7 @@ def preprocess(
     about = {
         "format": FORMAT,
         "config": config.to_dict(),
-        "captions_sha256": captions_sha256,
+        "captions_sha256": _captions_sha256(config, captioned),
         "model": {"name": folder.name, "revision": folder.revision, **folder.fingerprint()},
     }
     try:
@@ -647,16 +584,13 @@ def preprocess(
             output.tell(counts={"videos": len(items), "captions_cut": len(cut)})
             if cut and progress:
                 where = f"{len(cut)} captions are longer than {config.max_sequence_length} tokens and are cut off"
-                print(f"{where}; the first is in line {captioned[cut[0]].line}", file=sys.stderr, flush=True)
+                print(f"{where}; the first is in {captioned[cut[0]].source}", file=sys.stderr, flush=True)
             output.write_manifest(complete=False)
             if not (path / EMPTY_CAPTION).exists():
                 write_empty_caption(path, encoders.text(""))
-            report = _Progress(len(items), len(items) - len(todo), shown=progress)
-            with closing(_samples(config, items, todo, output, encoders, report)) as samples:
+            with closing(_samples(config, items, todo, output, encoders, progress)) as samples:
                 for first in samples:
                     output.write_shard(itertools.chain([first], itertools.islice(samples, config.rows_per_shard - 1)))
-            assert config.height and config.width
-            report.end(config.height, config.width)
         if todo or not output.complete:
             output.write_manifest(complete=True)
         if not output.ids:
@@ -665,6 +599,14 @@ def preprocess(
                 f" {next((f'{file} {reason}' for file, reason in output.bad.items()), 'nothing')}"
             )
         return Prepared(path, len(output.ids), len(output.shards), len(output.bad), time.monotonic() - started)
+
+
+def _captions_sha256(config: PreprocessConfig, captioned: Sequence[Captioned]) -> str | None:
+    if config.captions is not None:
+        return file_sha256(config.captions)
+    if config.procedural is not None:
+        return None
+    return hashlib.sha256(json.dumps([[entry.file, entry.caption] for entry in captioned]).encode()).hexdigest()
 
 
 def _not_done(items: Sequence[_Item], output: _Output) -> list[tuple[_Item, int]]:
@@ -695,24 +637,34 @@ def _samples(
     todo: Sequence[tuple[_Item, int]],
     output: _Output,
     encoders: PipelineEncoders,
-    report: _Progress,
+    progress: bool,
 ) -> Generator[Sample]:
     """The rows still to be written, in order; bad videos go to quarantine on the way."""
     present = {item.file: count for item, count in todo}
-    with closing(_ahead((item for item, _ in todo), config.workers)) as made:
+    cropped: list[tuple[float, str, str]] = []
+    options: dict[str, Any] = {"total": len(items), "initial": len(items) - len(todo), "disable": not progress}
+    with closing(_ahead((item for item, _ in todo), config.workers)) as made, tqdm(**options, unit="video") as bar:
         for item, result in made:
+            samples: list[Sample] = []
             try:
                 if isinstance(result, BadVideo):
                     raise result
                 # All clips of a video or none.
                 samples = _encode(config, item, present[item.file], *result, encoders)
+                kept, clip = min(((clip.kept, clip) for clip in result[1]), key=lambda pair: pair[0])
+                # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
+                if kept < 0.98:
+                    cropped.append((kept, item.file, f"{clip.frames.shape[3]}×{clip.frames.shape[2]}"))
             except BadVideo as error:
                 output.quarantine(item.file, str(error))
                 _check_failures(config, output, len(items))
-                samples = []
-            kept = 1.0 if isinstance(result, BadVideo) else min((clip.kept for clip in result[1]), default=1.0)
-            report.step(item.file, kept=kept, bad=len(output.bad))
+            bar.update()
+            bar.set_postfix(bad=len(output.bad), refresh=False)
             yield from samples
+    if progress and cropped:
+        kept, file, size = min(cropped)
+        most = f"the most, {file}, to {kept:.0%} of its picture for clips of {size}"
+        print(f"{len(cropped)} videos were cropped; {most}", file=sys.stderr)
 
 
 def _encode(
@@ -725,9 +677,8 @@ def _encode(
     """
     samples = []
     store = getattr(torch, config.store_dtype)
-    text = encoders.text(caption) if len(clips) > skip else None
+    text = encoders.text(caption)
     for name, clip in list(zip(item.ids, clips, strict=False))[skip:]:
-        assert text is not None
         video = clip.frames if clip.frames.is_floating_point() else clip.frames.float() / 127.5 - 1
         tensors = {"latents": encoders.latents(video)} | (encoders.image(video) if config.image_to_video else {})
         tensors = {key: tensor.to(store) for key, tensor in tensors.items()}

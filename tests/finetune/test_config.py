@@ -76,6 +76,9 @@ def test_overrides_lie_over_the_file_key_by_key():
     assert (config.optimizer.clip, config.optimizer.warmup) == (3.0, 5)
     assert config.attention.name == "vmonarch-t3" and config.attention.options["coarse"] == 2
     assert config.data.path == "clips" and config.data.workers == 0
+    # An adapter that is shipped leaves nothing behind.
+    untrained = finetune_config(DATA, {"attention": "based"}, {"attention": {"adapter": None, "feature_dim": 4}})
+    assert untrained.attention.to_dict()["adapter"] is None
 
 
 BAD = {
@@ -88,8 +91,8 @@ BAD = {
     "ema-of-one": ({"ema": 1.0}, "ema must be at least 0 and below 1, got 1.0"),
     "nan": ({"optimizer": {"learning_rate": math.nan}}, "optimizer.learning_rate must be finite, got nan"),
     "infinite": ({"objective": {"mean": -math.inf}}, "objective.mean must be finite, got -inf"),
-    "seed": ({"seed": 2**63}, "seed must be at least 0 and at most 9223372036854775807, got 9223372036854775808"),
-    "part": ({"checkpoints": {"waive": ["model"]}}, "checkpoints.waive must be of optimizer, ema, loader, random, got"),
+    "seed": ({"seed": 2**63}, "seed must be at least 0 and below 9223372036854775808, got 9223372036854775808"),
+    "part": ({"checkpoints": {"waive": ["model"]}}, "checkpoints.waive must be one of ema, loader, random, got"),
     "zero-rate": ({"optimizer": {"learning_rate": 0.0}}, "optimizer.learning_rate must be above 0, got 0.0"),
     "schedule": ({"optimizer": {"schedule": "step"}}, "optimizer.schedule must be one of constant, cosine, linear"),
     "resume": ({"checkpoints": {"resume": "maybe"}}, "checkpoints.resume must be one of auto, never, must"),

@@ -31,7 +31,7 @@ def flat(height: int, width: int, colour: tuple[int, ...] = BROWN) -> np.ndarray
 
 
 def decoded(path: Path, frames: int = 3, height: int = 48, width: int = 48) -> Clip:
-    return decode_clips(path, ClipShape(height, width, frames), timeout=60)[0]
+    return decode_clips(path, [ClipShape(height, width, frames)], timeout=60)[0]
 
 
 def test_pixels_become_square(tmp_path: Path) -> None:

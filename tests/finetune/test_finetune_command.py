@@ -1,22 +1,24 @@
 """`vmonarch finetune` and `vmonarch export` as a user runs them, on two processes of the CPU."""
 
 import json
-import math
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from vmonarch.cli import main
-from vmonarch.finetune import trainer as trainer_module
 from vmonarch.finetune.checkpoints import Checkpoints
 from vmonarch.finetune.data.parquet import write_shard
 from vmonarch.finetune.trainer import Trainer
 from vmonarch.pipelines.environment import seconds
 
-AS_WITH_A_GPU = str(Path(__file__).parents[1] / "support" / "as_with_a_gpu.py")
+SUPPORT = Path(__file__).parents[1] / "support"
+AS_WITH_A_GPU, AS_WITH_FSDP = str(SUPPORT / "as_with_a_gpu.py"), str(SUPPORT / "as_with_fsdp.py")
 SETTINGS = ["batch_size=4", "micro_batch=1", "precision=fp32", "trackers=[]", "log_every=1", "data.workers=0",
             "gradient_checkpointing=false", "optimizer.learning_rate=1e-3", "checkpoints.every=4"]  # fmt: skip
 
@@ -66,6 +68,38 @@ def test_two_processes_resume_as_if_they_had_not_ended(place, launch, tmp_path):
     assert all(json.loads(path.read_text())["processes"] == 2 for path in records)
     assert whole == parts and len([line for line in whole if "loss" in line]) == 7
     assert len([line for line in whole if "validation_loss" in line]) == 4
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["full", "lora"])
+def test_weights_that_are_spread_learn_what_copied_ones_learn_and_resume_exactly(place, launch, tmp_path, rank):
+    """FSDP2: each process writes its part, of LoRA layers no more than these; export puts the parts together."""
+    words = [f"lora.rank={rank}", "steps=5"]
+    runs = [words, [f"lora.rank={rank}", "steps=3"], words]
+    outputs = [tmp_path / name for name in ("whole", "parts", "parts")]
+    first, *others = ([*words_for(place, output), *run] for output, run in zip(outputs, runs, strict=True))
+    joined = [word for other in others for word in ("--then", *other)]
+    code, output = launch(tmp_path / "unused", *first, *joined, program=AS_WITH_FSDP)
+    assert code == 0, output[-3000:]
+    code, output = launch(tmp_path / "copied", *words)
+    assert code == 0, output[-3000:]
+    loss = {
+        name: {line["step"]: line["loss"] for line in log(tmp_path / name)} for name in ("whole", "parts", "copied")
+    }
+    assert loss["whole"] == loss["parts"] and loss["whole"] == pytest.approx(loss["copied"], rel=1e-4)
+    code, output = launch(tmp_path / "whole", words[0], "steps=6")
+    assert code != 0 and "was saved with FSDP; go on with it as it began" in output
+    folder = tmp_path / "whole" / "checkpoints" / "step-00000005" / "pytorch_model_fsdp_0"
+    assert len(list(folder.glob("*.distcp"))) == 2
+    made = [tmp_path / (f"{name}.safetensors" if rank else name) for name in ("spread", "same")]
+    for run, file in zip(("whole", "copied"), made, strict=True):
+        assert main(["export", str(tmp_path / run), "--output", str(file)]) == 0
+    files = made if rank else [path / "transformer" / "diffusion_pytorch_model.safetensors" for path in made]
+    spread, copied = map(load_file, files)
+    assert spread.keys() == copied.keys()
+    for name, tensor in spread.items():
+        torch.testing.assert_close(tensor, copied[name], atol=2e-5, rtol=1e-3)
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert len(stored) == len(spread) and all(".lora_" in name for name in stored) == bool(rank)
 
 
 def test_what_is_not_finite_on_one_process_ends_both(launch, tmp_path):
@@ -136,10 +170,11 @@ def test_a_run_that_is_done_says_what_is_left(place, tmp_path, capsys, monkeypat
         patch.setattr(Trainer, "_update", interrupted)
         assert main([*words, "checkpoints.every=1"]) == 130
     assert "interrupted; the same command goes on from the newest checkpoint" in capsys.readouterr().err
-    for lines in (1, 0):
+    for loss in (", loss=", ""):
         assert main(words) == 0
-        *steps, last = capsys.readouterr().out.splitlines()
-        assert len(steps) == lines and all(line.endswith("  left 0 s") for line in steps)
+        [last], bar = (text.splitlines() for text in capsys.readouterr())
+        # Steps, time left, steps a second and loss in one line.
+        assert re.search(r"100%.* 2/2 \[\d+:\d+<.*step.*" + loss, bar[-1]), bar
         newest = tmp_path / "checkpoints" / "step-00000002"
         assert last == f"{newest} is complete; to export it: vmonarch export {tmp_path} --output …"
     bad = {
@@ -175,13 +210,10 @@ def test_what_is_left_is_in_words():
         2e5: "55 h 33 min",
     }
     assert {value: seconds(value) for value in times} == times
-    assert trainer_module._shown("seconds_left", 4020.0) == "left 1 h 7 min"
-    assert trainer_module._shown("loss", math.nan) == "loss nan"
 
 
-def weights(output, processes):
-    checkpoints = Checkpoints(output / "checkpoints", world_size=processes)
-    return checkpoints.load(checkpoints.latest(), wanted=["model"])["model"]
+def weights(output):
+    return load_file(Checkpoints(output / "checkpoints").latest() / "model.safetensors")
 
 
 def test_processes_that_share_clips_train_as_one_that_has_them(place, launch, tmp_path):
@@ -190,15 +222,14 @@ def test_processes_that_share_clips_train_as_one_that_has_them(place, launch, tm
     words += ["sequence_parallel_size=2"]
     code, output = launch(tmp_path / "shared", *words, program=AS_WITH_A_GPU)
     assert code == 0, output[-3000:]
-    wanted, learnt = log(tmp_path / "alone"), weights(tmp_path / "alone", 1)
+    wanted, learnt = log(tmp_path / "alone"), weights(tmp_path / "alone")
     lines = log(tmp_path / "shared")
     assert len(lines) == len(wanted) > 4
     for found, line in zip(lines, wanted, strict=True):
         for key in ("loss", "gradient_norm", "validation_loss"):
             assert (key in found) == (key in line)
-            if key in found:
-                assert found[key] == pytest.approx(line[key], rel=1e-4), (found["step"], key)
-    shared = weights(tmp_path / "shared", 2)
+            assert key not in found or found[key] == pytest.approx(line[key], rel=1e-4), (found["step"], key)
+    shared = weights(tmp_path / "shared")
     assert shared.keys() == learnt.keys()
     for name, tensor in shared.items():
         torch.testing.assert_close(tensor, learnt[name], atol=2e-5, rtol=1e-3, msg=name)

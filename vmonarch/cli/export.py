@@ -11,6 +11,7 @@ _EPILOG = """\
 examples:
   vmonarch export outputs/run --output my-model                 full weights: a pipeline folder
   vmonarch export outputs/run --output layers.safetensors       LoRA: for pipe.load_lora_weights
+  vmonarch export outputs/run --output layers.safetensors --names comfyui
 
 LoRA layers of Wan2.2's two transformers become a folder with a file for each. With an attention that learns
 (attention=based) the file is one for vmonarch.load_adapter.
@@ -26,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the newest)")
     parser.add_argument(
         "--weights", default="auto", metavar="WHICH", help="ema, last, or auto (default: ema if the run has it)"
+    )
+    parser.add_argument(
+        "--names", default="diffusers", metavar="WHOSE", help="of LoRA layers: diffusers (default) or comfyui"
     )
     parser.add_argument("--dtype", choices=DTYPES[1:], help="to store in (default: the model's own)")
     parser.add_argument("--model", metavar="FOLDER", help="where the model is, if it was moved")
@@ -43,5 +47,5 @@ def run(arguments: argparse.Namespace) -> None:
     from vmonarch.finetune.export import export
 
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    given = {name: getattr(arguments, name) for name in ("step", "weights", "model")}
+    given = {name: getattr(arguments, name) for name in ("step", "weights", "names", "model")}
     print(export(arguments.run, arguments.output, dtype=dtype, **given))

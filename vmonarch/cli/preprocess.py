@@ -18,8 +18,10 @@ examples:
   vmonarch preprocess clips --captions clips.csv --output data/wan --config wan2.1-1.3b rows_per_shard=16
   vmonarch preprocess --procedural 256 --output data/shapes seed=1
 
-Captions are JSON lines ({"file_name": "a.mp4", "caption": "…"}) or CSV with these columns. The same command goes on
-where it was broken off. Bad videos are listed in quarantine.jsonl; to try one again, take out its line.
+Captions are JSON lines ({"file_name": "a.mp4", "caption": "…"}) or CSV with these columns. Without --captions there
+is a text file beside each video, a.txt of a.mp4. The same command goes on where it was broken off. Bad videos are
+listed in quarantine.jsonl; to try one again, take out its line. buckets=[480x832x81,832x480x81] makes clips of several
+sizes.
 """
 
 

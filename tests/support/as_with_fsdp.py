@@ -1,0 +1,24 @@
+"""`vmonarch finetune`, once for all words up to each `--then`, with weights that FSDP2 spreads over processes of a CPU.
+
+accelerate takes it for granted that there are accelerators.
+"""
+
+import itertools
+import os
+import sys
+
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+from vmonarch.cli import main
+
+os.environ |= {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "WanTransformerBlock",
+}
+PartialState(cpu=True)
+PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+words = (list(group) for then, group in itertools.groupby(sys.argv[1:], "--then".__eq__) if not then)
+sys.exit(max(main(["finetune", "--debug", *run]) for run in words))
