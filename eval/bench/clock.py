@@ -84,7 +84,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 def measure(
     runs: dict[str, Callable[[], Any]], rounds: dict[str, int], clock: Clock, deadline: float, flushes: int = 1
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+) -> dict[str, list[float]]:
     """Time the runs in turns: one of each per round, each round beginning with another.
 
     Args:
@@ -93,11 +93,10 @@ def measure(
         flushes: how often the L2 is overwritten before each call; many keep the host ahead of a chip that is done soon.
 
     Returns:
-        (milliseconds on the device, milliseconds until the host had queued the call), lists by name.
+        milliseconds by name.
     """
     names = list(runs)
-    device_ms: dict[str, list[float]] = {name: [] for name in names}
-    host_ms: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(max(rounds.values(), default=0)):
         if turn and max(clock.everywhere(time.monotonic() >= deadline)):
             break
@@ -109,11 +108,9 @@ def measure(
                 continue
             clock.flush(flushes)
             start = clock.mark()
-            began = time.perf_counter()
             runs[name]()
-            host_ms[name].append((time.perf_counter() - began) * 1e3)
             marks.append((name, start, clock.mark()))
         clock.wait()
         for name, start, stop in marks:
-            device_ms[name].append(clock.between(start, stop))
-    return device_ms, host_ms
+            times[name].append(clock.between(start, stop))
+    return times

@@ -70,7 +70,7 @@ def measure_rates(device: torch.device) -> dict[str, float | str] | None:
     }
     for run in runs.values():
         run()
-    times, _ = measure(runs, dict.fromkeys(runs, 15), Clock(device), math.inf)
+    times = measure(runs, dict.fromkeys(runs, 15), Clock(device), math.inf)
     matmul, copy = (statistics.median(times[name]) / 1e3 for name in ("matmul", "copy"))
     return {
         "matmul_flops_per_second": 2 * 8192**3 / matmul,

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -328,10 +327,10 @@ def measure_ways(
         return list(rows.values())
     most = {name: max(MIN_ROUNDS, int(bench.way_seconds / max(rows[name]["call_s"], 1e-6))) for name in good}
     counts = {name: min(limits.rounds, most[name]) for name in good}
-    times, host = measure({n: way.run for n, way in good.items()}, counts, clock, limits.deadline, bench.flushes)
+    times = measure({n: way.run for n, way in good.items()}, counts, clock, limits.deadline, bench.flushes)
     for name, way in good.items():
         row, ms = rows[name], [max(of) for of in zip(*clock.everywhere(times[name]), strict=True)]
-        row.update(ms=summary(ms), host_ms=statistics.median(host[name]), rounds=len(ms))
+        row.update(ms=summary(ms), rounds=len(ms))
         row.update(rounds_left_out=counts[name] - len(ms), flops=way.flops, bytes=way.bytes)
         for what, work, rate in (
             ("flop", way.flops, "matmul_flops_per_second"),

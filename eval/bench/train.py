@@ -52,8 +52,7 @@ class TrainingStep:
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
         self.step = 0
 
-    def gradients(self) -> None:
-        """Forward and backward."""
+    def __call__(self) -> None:
         draw = self.objective.draw(self.latents, step=self.step)
         with self.autocast:
             losses = self.objective.losses(
@@ -61,16 +60,9 @@ class TrainingStep:
             )
         losses.mean().backward()
         self.step += 1
-
-    def update(self) -> None:
-        """Clip, and let the optimizer step."""
         torch.nn.utils.clip_grad_norm_(self.parameters, OptimizerConfig().clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def __call__(self) -> None:
-        self.gradients()
-        self.update()
 
 
 def ways(

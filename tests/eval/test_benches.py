@@ -165,9 +165,9 @@ def test_what_fails_a_run():
 def test_methods_take_turns_and_none_is_always_first():
     calls = []
     runs = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    times, host = clock.measure(runs, {"a": 4, "b": 2, "c": 4}, runner.Clock(CPU), float("inf"))
+    times = clock.measure(runs, {"a": 4, "b": 2, "c": 4}, runner.Clock(CPU), float("inf"))
     assert calls == ["a", "b", "c", "b", "c", "a", "c", "a", "a", "c"]
-    assert {name: len(found) for name, found in times.items()} == {"a": 4, "b": 2, "c": 4} and set(host) == set("abc")
+    assert {name: len(found) for name, found in times.items()} == {"a": 4, "b": 2, "c": 4}
     assert clock.summary([5.0, 1.0, 2.0, 4.0, 3.0, 6.0]) == {"median": 3.5, "min": 1.0, "p20": 2.0, "p80": 5.0}
 
 
