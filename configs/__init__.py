@@ -71,13 +71,18 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return merged
 
 
-def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the entries of `top` laid over it, mappings merged recursively, unless the upper one has a `kind`."""
+def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any], *, by_kind: bool = False) -> dict[str, Any]:
+    """`base` with the entries of `top` laid over it, mappings merged recursively.
+
+    Args:
+        by_kind: whether a mapping that has a `kind` takes the place of the one below, of which nothing is left.
+    """
     merged = dict(base)
     for key, value in top.items():
         below = merged.get(key)
-        both = isinstance(below, Mapping) and isinstance(value, Mapping) and "kind" not in value
-        merged[key] = deep_merge(below, value) if both else value
+        if isinstance(below, Mapping) and isinstance(value, Mapping) and not (by_kind and "kind" in value):
+            value = deep_merge(below, value, by_kind=by_kind)
+        merged[key] = value
     return merged
 
 
@@ -211,4 +216,4 @@ def _describe(hint: Any) -> str:
     parts = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         return f"a list{'' if Ellipsis in parts else f' of {len(parts)} entries'}, each {_describe(parts[0])}"
-    return names.get(hint) or " or ".join(map(_describe, parts)) or getattr(hint, "__name__", str(hint))
+    return names[hint] if hint in names else " or ".join(map(_describe, parts)) or str(hint)

@@ -166,11 +166,6 @@ def recipe_names() -> list[str]:
     return preset_names("recipes")
 
 
-def with_options(word: str, options: str) -> str:
-    """A word of `resolve_method` with further options in its own form, "a=1,b=2"; none if "" is given."""
-    return word + (options and f"{',' if ':' in word else ':'}{options}")
-
-
 def merge_attention(below: Any, above: Any, *, recipes: bool = True) -> Any:
     """One attention entry over another.
 
@@ -184,7 +179,7 @@ def merge_attention(below: Any, above: Any, *, recipes: bool = True) -> Any:
     if not isinstance(below, Mapping):
         return above
     # The label named the options as they were.
-    merged = deep_merge({key: value for key, value in below.items() if key != "label"}, above)
+    merged = deep_merge({key: value for key, value in below.items() if key != "label"}, above, by_kind=True)
     if "attention" in above:
         merged["attention"] = merge_attention(below.get("attention"), above["attention"], recipes=False)
     return merged
@@ -230,7 +225,7 @@ def resolve_method(
     with _naming_the_option(f"{argument}."):
         if values.get("processor", processor) != processor:
             raise InputError("processor", f"must be {processor!r} here, got {values['processor']!r}")
-        options = _complete(processor, _listed(deep_merge(shipped, given)))
+        options = _complete(processor, _listed(deep_merge(shipped, given, by_kind=True)))
     label = label or _label(name, given, resolve_method(name).options if given else {})
     return AttentionMethod(name, processor, options, label)
 
@@ -241,7 +236,7 @@ def _recipe(name: str, values: Mapping[str, Any], label: str, argument: str) -> 
     above = values.get("attention", {})
     attention = merge_attention(shipped["attention"], above, recipes=False) if above else shipped["attention"]
     method = resolve_method(attention, argument=f"{argument}.attention")
-    given = deep_merge(shipped, values) | {"attention": method.label}
+    given = deep_merge(shipped, values, by_kind=True) | {"attention": method.label}
     stack = build(Stack, {key: value for key, value in given.items() if key != "attention"}, prefix=f"{argument}.")
     label = label or _label(name, given, vars(Stack()) | shipped)
     return dataclasses.replace(method, name=name, label=label, stack=stack, attention=method)

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 an argument cannot be used, 130 interrup
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
 import os
@@ -88,11 +89,15 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
     form = warnings.formatwarning
     if not arguments.debug:
         warnings.formatwarning = lambda message, *_, **__: f"{parser.prog}: warning: {' '.join(str(message).split())}\n"
-    previous = _on_terminate()
+    # Only the main thread may set handlers. SIGTERM unwinds the stack as Ctrl-C does, so that temporary files go.
+    previous = signal.getsignal(signal.SIGTERM)
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGTERM, _leave)
     try:
         if arguments.needs_versions:
             check_versions()
         arguments.command(arguments)
+        return 0
     except KeyboardInterrupt as stop:
         print(f"\n{parser.prog}: interrupted; {str(stop) or 'nothing half-written is left'}", file=sys.stderr)
         return 130
@@ -108,9 +113,12 @@ def _run(parser: Parser, arguments: argparse.Namespace) -> int:
         return 2 if isinstance(error, InputError) else 1
     finally:
         warnings.formatwarning = form
-        if previous is not None:
+        with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, previous)
-    return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _is_no_notice(record: logging.LogRecord) -> bool:
@@ -120,16 +128,3 @@ def _is_no_notice(record: logging.LogRecord) -> bool:
 def is_explained(error: Exception) -> bool:
     """Whether the message of an error is enough: of ours, and of files."""
     return type(error).__module__.startswith("vmonarch") or isinstance(error, OSError)
-
-
-def _on_terminate() -> signal.Handlers | None:
-    """Let SIGTERM unwind the stack like Ctrl-C does, so that temporary files go; returns what to put back."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    try:
-        return signal.signal(signal.SIGTERM, leave)  # type: ignore[return-value]
-    except ValueError:
-        # Only the main thread may set handlers.
-        return None

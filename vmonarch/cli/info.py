@@ -27,28 +27,24 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(facts, indent=2))
         return
-    rows = [("vmonarch", f"{facts['vmonarch']} (commit {facts['git_commit'] or 'unknown'})")]
-    rows += [("python", facts["python"]), ("platform", facts["platform"])]
-    installed = facts["packages"] | facts["unsupported"]
-    rows += [(name, version or "not installed") for name, version in installed.items()]
+    model = facts["embedded_model"]
+    rows = {"vmonarch": f"{facts['vmonarch']} (commit {facts['git_commit'] or 'unknown'})"}
+    rows |= {key: facts[key] for key in ("python", "platform")}
+    rows |= {name: found or "not installed" for name, found in (facts["packages"] | facts["unsupported"]).items()}
     for device in facts["devices"]:
         memory = f", {device['memory_bytes'] / 2**30:.0f} GiB" if device["memory_bytes"] else ""
-        chosen = f"{device['implementation']} attention, {device['dtype']}"
-        rows.append((device["device"], f"{device['name']}{memory}: {chosen}"))
-    model = facts["embedded_model"]
+        rows[device["device"]] = f"{device['name']}{memory}: {device['implementation']} attention, {device['dtype']}"
     size = f"{model['bytes'] / 2**20:.1f} MiB at {model['path']}" if model["path"] else model["problem"]
-    rows.append(("embedded model", size))
-    rows += [(kind.replace("_", " "), ", ".join(facts[kind])) for kind in ("attention_methods", "recipes")]
+    rows |= {"embedded model": size, "attention methods": ", ".join(facts["attention_methods"])}
+    rows["recipes"] = ", ".join(facts["recipes"])
     for extra, packages in facts["extras"].items():
         missing = [name for name, version in packages.items() if version is None]
-        rows.append((f"extra {extra}", f"missing {', '.join(missing)}" if missing else "installed"))
-    if "residuals" in facts:
-        found = facts["residuals"]
+        rows[f"extra {extra}"] = f"missing {', '.join(missing)}" if missing else "installed"
+    if found := facts.get("residuals"):
         sizes = ", ".join(f"{size / 2**30:.1f} GiB in {dtype}" for dtype, size in found["bytes"].items())
-        rows.append(("residuals", f"{sizes}, with guidance ({found['tokens']} tokens, {found['layers']} layers)"))
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+        rows["residuals"] = f"{sizes}, with guidance ({found['tokens']} tokens, {found['layers']} layers)"
+    for name, value in rows.items():
+        print(f"{name:<{max(map(len, rows))}}  {value}")
 
 
 def collect() -> dict[str, Any]:
@@ -78,29 +74,21 @@ def collect() -> dict[str, Any]:
 def _device(name: str) -> dict[str, Any]:
     import torch
 
+    from vmonarch.kernels.common.launch import auto_takes_kernels, why_not_triton
     from vmonarch.pipelines.devices import choose_dtype
     from vmonarch.pipelines.environment import device_name
 
     device = torch.device(name)
-    cuda = device.type == "cuda"
-    dtype = choose_dtype("auto", device)
+    # What "auto" means there, for the half-precision tensors of a pipeline.
+    probe = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+    kernels = auto_takes_kernels(device) and why_not_triton(probe) is None
     return {
         "device": name,
         "name": device_name(device),
-        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
-        "dtype": str(dtype).removeprefix("torch."),
-        "implementation": _implementation(device),
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+        "dtype": str(choose_dtype("auto", device)).removeprefix("torch."),
+        "implementation": "triton" if kernels else "torch",
     }
-
-
-def _implementation(device: Any) -> str:
-    """What `implementation="auto"` means on a device, for the half-precision tensors of a pipeline."""
-    import torch
-
-    from vmonarch.kernels.common.launch import auto_takes_kernels, why_not_triton
-
-    probe = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
-    return "triton" if auto_takes_kernels(device) and why_not_triton(probe) is None else "torch"
 
 
 def _residuals(model_name: str, size: str) -> dict[str, Any]:
