@@ -135,7 +135,7 @@ def test_dense_steps_follow_the_pipeline(tiny, kind, dense_steps, dense):
     assert not torch.equal(nothing_dense, expected)
 
 
-@pytest.mark.parametrize("scheduler, kind", zip(SCHEDULERS, ["t2v", "i2v-2.2", "v2v", "t2v"], strict=True))
+@pytest.mark.parametrize("scheduler, kind", [*zip(SCHEDULERS, ["t2v", "i2v-2.2", "v2v", "t2v"], strict=True)])
 def test_dense_steps_follow_a_scheduler_swapped_after_apply(tiny, scheduler, kind):
     pipe = tiny.applied(kind, dense_steps=[1])
     tiny.generate(pipe, steps=4)
