@@ -1,4 +1,4 @@
-"""YAML files, `key=value` overrides and JSON records, merged by OmegaConf onto typed, frozen dataclasses.
+"""YAML files, `key=value` overrides and JSON records, merged and checked against typed, frozen dataclasses.
 
 Every wrong key or type is an `InputError` that names the key. Interpolations (`${…}`) are never evaluated: prompts may
 contain any text, and a recorded file must not reach the environment of who reads it.
@@ -6,11 +6,13 @@ contain any text, and a recorded file must not reach the environment of who read
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
 import json
 import re
+import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -60,22 +62,22 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         if not is_override(override):
             raise InputError(override, "is no override; overrides look like steps=20 or attention.num_iterations=3")
-        key = override.partition("=")[0]
+        key, _, value = override.partition("=")
         try:
             parsed = OmegaConf.to_container(OmegaConf.from_dotlist([override]), resolve=False)
         except yaml.YAMLError as error:
-            raise InputError(key, f"has a value that is not YAML: {override.partition('=')[2]!r}") from error
-        assert isinstance(parsed, dict)
-        merged = deep_merge(merged, {str(name): value for name, value in parsed.items()})
+            raise InputError(key, f"has a value that is not YAML: {value!r}") from error
+        merged = deep_merge(merged, typing.cast(dict[str, Any], parsed))
     return merged
 
 
 def deep_merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the entries of `top` laid over it, mappings merged recursively."""
+    """`base` with the entries of `top` laid over it, mappings merged recursively, unless the upper one has a `kind`."""
     merged = dict(base)
     for key, value in top.items():
         below = merged.get(key)
-        merged[key] = deep_merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        both = isinstance(below, Mapping) and isinstance(value, Mapping) and "kind" not in value
+        merged[key] = deep_merge(below, value) if both else value
     return merged
 
 
@@ -117,13 +119,12 @@ def read_yaml(name: str, *, group: str, argument: str = "config") -> dict[str, A
     """
     import yaml
 
-    shipped = FOLDER / group / f"{name}.yaml"
-    path = shipped if name in preset_names(group) else Path(name)
+    known = preset_names(group)
+    path = FOLDER / group / f"{name}.yaml" if name in known else Path(name)
     try:
         contents = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        known = ", ".join(preset_names(group))
-        raise InputError(argument, f"must be a YAML file or one of {known}, got {name!r}") from error
+        raise InputError(argument, f"must be a YAML file or one of {', '.join(known)}, got {name!r}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise InputError(argument, f"{name!r} cannot be read as YAML: {reason}") from error
@@ -134,91 +135,80 @@ def read_yaml(name: str, *, group: str, argument: str = "config") -> dict[str, A
     return contents
 
 
-def check_keys(schema: type, values: Mapping[str, Any], *, prefix: str = "") -> None:
-    """Raise InputError for the first key of `values` that is no field of the dataclass `schema`."""
-    known = [field.name for field in dataclasses.fields(schema)]
+def check_keys(known: type | Sequence[str], values: Mapping[str, Any], *, prefix: str = "") -> None:
+    """Raise InputError for the first key of `values` that is not known: a field of a dataclass, or one of these."""
+    names = [field.name for field in dataclasses.fields(known)] if isinstance(known, type) else list(known)
     for key in values:
-        if key not in known:
-            listed = ", ".join(known) if known else "none"
-            raise InputError(prefix + str(key), f"is no known key{suggest(str(key), known)}; known: {listed}")
+        if key not in names:
+            listed = ", ".join(names) or "none"
+            raise InputError(prefix + str(key), f"is no known key{suggest(str(key), names)}; known: {listed}")
 
 
 def build(schema: type[Config], values: Mapping[str, Any], *, prefix: str = "") -> Config:
-    """Instance of the dataclass `schema` with `values` merged over its defaults, types checked by OmegaConf.
+    """Instance of the dataclass `schema` with `values` over its defaults; fields may be dataclasses themselves.
 
     Args:
-        prefix: put before a key's name in errors (`attention.` for the parameters of a method).
+        prefix: put before a key's name in errors (`optimizer.` for those of the field with this name).
 
     Raises:
         InputError: an unknown key, a value of another type, or one that the dataclass itself refuses.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     check_keys(schema, values, prefix=prefix)
     hints = typing.get_type_hints(schema)
-    base = OmegaConf.structured(schema)
-    checked: dict[str, Any] = {}
-    # One key at a time: OmegaConf does not always say which key an error belongs to.
+    given = {}
     for key, value in values.items():
-        if _needs_no_conversion(value, hints[key]):
-            # Past OmegaConf, to which `???` is a missing value and `${` the start of an expression.
-            checked[key] = tuple(value) if _is_tuple(hints[key]) else value
-            continue
-        if value == "???":
-            raise InputError(prefix + key, f"must be {_describe(hints[key])}, got {value!r}")
-        try:
-            merged = OmegaConf.merge(base, {key: value})
-            plain = OmegaConf.to_container(merged, resolve=False)
-        except OmegaConfBaseException as error:
-            raise InputError(prefix + key, f"must be {_describe(hints[key])}, got {value!r}") from error
-        assert isinstance(plain, dict)
-        if not _text_allowed(hints[key]) and _contains_text(plain[key]):
-            raise InputError(prefix + key, f"must be {_describe(hints[key])}, got {value!r}")
-        checked[key] = _tuples(plain[key]) if _is_tuple(hints[key]) else plain[key]
+        nested = dataclasses.is_dataclass(hints[key]) and isinstance(value, Mapping)
+        name = prefix + key
+        given[key] = build(hints[key], value, prefix=f"{name}.") if nested else _typed(name, hints[key], value)
     try:
-        return schema(**checked)
+        return schema(**given)
     except InputError as error:
         raise InputError(prefix + error.argument, error.problem) from error
+
+
+def check_types(config: Any) -> None:
+    """Give the fields of a frozen dataclass the types of their hints, as `build` does, or raise InputError."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        object.__setattr__(config, field.name, _typed(field.name, hints[field.name], getattr(config, field.name)))
+
+
+def _typed(name: str, hint: Any, value: Any) -> Any:
+    try:
+        return _as(hint, value)
+    except (TypeError, ValueError) as error:
+        raise InputError(name, f"must be {_describe(hint)}, got {value!r}") from error
+
+
+def _as(hint: Any, value: Any) -> Any:
+    """`value` as a type hint asks for it: lists as tuples, text as numbers, numbers as text.
+
+    Raises:
+        TypeError, ValueError: it is of another type.
+    """
+    parts = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        # What is of one of the types already is not converted to another.
+        for part in sorted(parts, key=lambda part: type(value) is not part):
+            with contextlib.suppress(TypeError, ValueError):
+                return _as(part, value)
+    elif typing.get_origin(hint) is tuple:
+        if isinstance(value, (list, tuple)):
+            items = parts[:1] * len(value) if Ellipsis in parts else parts
+            return tuple(_as(item, entry) for item, entry in zip(items, value, strict=True))
+    elif hint in (int, float, str):
+        whole = hint is not int or not isinstance(value, float)
+        if whole and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            return hint(value)
+    elif hint is Any or isinstance(value, hint):
+        return value
+    raise TypeError
 
 
 def _describe(hint: Any) -> str:
     """A type hint in words a user understands."""
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    if hint in names:
-        return names[hint]
-    arguments = typing.get_args(hint)
-    if _is_tuple(hint):
-        if Ellipsis in arguments:
-            return f"a list, each entry {_describe(arguments[0])}"
-        return f"a list of {len(arguments)} entries, each {_describe(arguments[0])}"
-    return " or ".join(_describe(argument) for argument in arguments) if arguments else str(hint)
-
-
-def _is_tuple(hint: Any) -> bool:
-    return typing.get_origin(hint) is tuple
-
-
-def _needs_no_conversion(value: Any, hint: Any) -> bool:
-    """Whether the type hint takes `value` as it is: text where text is asked for, anything where anything is."""
-    if _is_tuple(hint):
-        item, *more = typing.get_args(hint)
-        return (
-            more == [Ellipsis]
-            and isinstance(value, (list, tuple))
-            and all(_needs_no_conversion(v, item) for v in value)
-        )
-    return hint is Any or (isinstance(value, str) and (hint is str or str in typing.get_args(hint)))
-
-
-def _text_allowed(hint: Any) -> bool:
-    return hint in (str, Any) or any(_text_allowed(argument) for argument in typing.get_args(hint))
-
-
-def _contains_text(value: Any) -> bool:
-    """Whether a string hides in `value`: an interpolation or `???`, which OmegaConf lets through for any type."""
-    return isinstance(value, str) or (isinstance(value, (list, tuple)) and any(map(_contains_text, value)))
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return f"a list{'' if Ellipsis in parts else f' of {len(parts)} entries'}, each {_describe(parts[0])}"
+    return names.get(hint) or " or ".join(map(_describe, parts)) or getattr(hint, "__name__", str(hint))

@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vmonarch.configs import InputError, build, check_keys, read_yaml
-from vmonarch.configs.gone import without_gone
-from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method
+from vmonarch.configs import InputError, build, check_keys, check_types, read_yaml
+from vmonarch.configs.methods import AttentionMethod, merge_attention, options_now, resolve_method
 from vmonarch.configs.stack import Stack
 from vmonarch.pipelines.devices import DTYPES, choose_device, choose_dtype
+from vmonarch.pipelines.first_frame import open_image
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO, KINDS
 from vmonarch.pipelines.lora import LORA, check_lora
 from vmonarch.pipelines.model_folder import PROXY_RECORD, ModelFolder, read_json
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from vmonarch.grid import LatentGrid
 
 OFFLOADS = ("none", "model", "group")
 SCHEDULERS = ("unipc", "euler", "lcm")
-_MAX_SEED = 2**63 - 1
-# Noise levels that models are trained on; more steps would repeat them.
-_MAX_STEPS = 1000
 # Text tokens that any of the models takes.
 _MAX_TEXT_TOKENS = 512
 # Characters of a text, since no token stands for more than 128: to count the tokens of a longer one takes long.
 _MAX_CHARACTERS = 128 * _MAX_TEXT_TOKENS
 # Frames per second that are encoded and read back as they are.
 FPS = (0.1, 240.0)
+# What numbers may be, from and to. Models are trained on 1000 noise levels; more steps would repeat them.
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("height", "width", "num_frames", "batch_size"), (1, math.inf)),
+    **dict.fromkeys(("guidance", "guidance_2", "true_guidance"), (0, math.inf)),
+    "steps": (1, 1000),
+    "sigmas": (1e-6, 1),
+    "flow_shift": (1e-6, math.inf),
+    "fps": FPS,
+    "max_sequence_length": (1, _MAX_TEXT_TOKENS),
+    "seeds": (0, 2**63 - 1),
+}
+_CHOICES = {"scheduler": (None, *SCHEDULERS), "dtype": DTYPES, "offload": OFFLOADS}
 
 Config = TypeVar("Config", bound="SamplingConfig")
+
+
+def _option(**arguments: Any) -> Any:
+    """Metadata of a field: what its option on the command line has of its own."""
+    return {"option": arguments}
 
 
 @dataclass(frozen=True)
@@ -47,29 +58,31 @@ class SamplingConfig:
 
     Args:
         prompts: one or more texts; every prompt is combined with every seed.
-        seeds: distinct integers in [0, 2^63).
-        model: `embedded`, the folder of a pipeline (`vmonarch.pipelines.kinds`), or a hub id.
+        seeds: one or several distinct integers in [0, 2^63); every prompt gets each (default 0).
+        model: embedded (default), the folder of a pipeline, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers.
         revision: branch, tag or commit of a hub model.
-        lora: LoRA files to fuse with the weights, each as `vmonarch.pipelines.lora.find_lora` takes it.
-        lora_2: the same for the low-noise transformer of two-stage models, whose first transformer has `lora`.
-        image: path of the first frame, for Wan's image-to-video models, as `open_image` makes it of a picture.
+        lora: LoRA layers to fuse with the weights, a file, a folder with one, or OWNER/NAME/FILE of the hub; may be
+            repeated.
+        lora_2: the same for the low-noise transformer of models with two, such as Wan 2.2 A14B.
+        image: first frame, a picture that is cropped to fit, for image-to-video models.
         negative_prompt: what guidance leads away from.
-        height, width: pixels, multiples of 16 (of 32 for some models).
-        num_frames: 4·k + 1 (8·k + 1 for LTX).
+        height, width: pixels, a multiple of 16 (of 32 for some models).
+        num_frames: 4·k + 1 (LTX: 8·k + 1).
         steps: denoising steps, up to 1000.
-        guidance: classifier-free guidance scale; 1 or less turns guidance off. In HunyuanVideo it is a number that the
+        guidance: classifier-free guidance scale; 1 or less turns it off. In HunyuanVideo it is a number that the
             transformer is told, and takes no second forward call.
-        guidance_2: the same for the low-noise transformer of two-stage models; unused where guidance is off.
-        true_guidance: classifier-free guidance scale of HunyuanVideo, beside that number.
-        scheduler: unipc, euler or lcm, for the Wan family (`vmonarch.pipelines.schedulers`).
-        sigmas: noise levels of euler's or lcm's steps, falling, in (0, 1]; flow_shift does not move them.
+        guidance_2: the same for the low-noise transformer of models with two; unused where guidance is off.
+        true_guidance: classifier-free guidance scale of HunyuanVideo, beside its embedded one.
+        scheduler: unipc, euler or lcm, for models of a few steps of the Wan family (default: the model's own).
+        sigmas: noise levels of euler's or lcm's steps, falling, in (0, 1], such as 1,0.757,0.522; flow_shift does not
+            move them.
         flow_shift: shift of the scheduler's noise levels towards noise.
         fps: frames per second of the mp4, from 0.1 to 240.
         max_sequence_length: text tokens that the transformer sees, up to 512; fixed in some models.
-        dtype: auto, float32, bfloat16 or float16, of everything but the VAE.
-        device: auto, cpu, cuda or cuda:N.
-        offload: `model` keeps one component at a time on the GPU, `group` a few layers at a time, `none` everything.
-        batch_size: videos sampled together.
+        dtype: auto (default: float32 on CPU, bfloat16 on CUDA), float32, bfloat16 or float16; the VAE stays float32.
+        device: auto (default: cuda where there is one), cpu, cuda or cuda:N.
+        offload: none (default), model (one component at a time on the GPU) or group (a few layers at a time).
+        batch_size: videos sampled together (default 1).
         output_dir: created when missing.
         overwrite: number from 0001 and replace files of the same name, instead of taking the next free number.
 
@@ -78,11 +91,11 @@ class SamplingConfig:
     """
 
     prompts: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] = field(default=(0,), metadata=_option(also=["--seed"]))
     model: str = "embedded"
     revision: str | None = None
-    lora: tuple[str, ...] = ()
-    lora_2: tuple[str, ...] = ()
+    lora: tuple[str, ...] = field(default=(), metadata=_option(action="append", nargs=None, metavar="FILE[:SCALE]"))
+    lora_2: tuple[str, ...] = field(default=(), metadata=_option(action="append", nargs=None, metavar="FILE[:SCALE]"))
     image: str | None = None
     negative_prompt: str | None = None
     height: int | None = None
@@ -93,7 +106,9 @@ class SamplingConfig:
     guidance_2: float | None = None
     true_guidance: float | None = None
     scheduler: str | None = None
-    sigmas: tuple[float, ...] = ()
+    sigmas: tuple[float, ...] = field(
+        default=(), metadata=_option(type=lambda word: word.split(","), nargs=None, metavar="S,S,…")
+    )
     flow_shift: float | None = None
     fps: float | None = None
     max_sequence_length: int | None = None
@@ -105,37 +120,28 @@ class SamplingConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "seeds", "sigmas", *LORA):
+        check_types(self)
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-                raise InputError(name, f"must be a sequence, got {value!r}")
-            object.__setattr__(self, name, tuple(value))
-        self._check_prompts()
-        self._check_seeds()
-        self._check_sigmas()
-        for name in ("height", "width", "num_frames", "steps", "max_sequence_length", "batch_size"):
-            value = getattr(self, name)
-            if name != "batch_size" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise InputError(name, f"must be an integer, got {value!r}")
-            if value < 1:
-                raise InputError(name, f"must be at least 1, got {value}")
-        for name, most in (("steps", _MAX_STEPS), ("max_sequence_length", _MAX_TEXT_TOKENS)):
-            value = getattr(self, name)
-            if value is not None and value > most:
-                raise InputError(name, f"must be at most {most}, got {value}")
-        self._check_sizes(16, 16, 4)
-        for name in ("guidance", "guidance_2", "true_guidance"):
-            self._check_number(name, positive=False)
-        for name in ("flow_shift", "fps"):
-            self._check_number(name, positive=True)
-        if self.fps is not None and not FPS[0] <= self.fps <= FPS[1]:
-            raise InputError("fps", f"must lie between {FPS[0]:g} and {FPS[1]:g}, got {self.fps:g}")
-        for name, choices in (("dtype", DTYPES), ("offload", OFFLOADS)):
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and not (least <= number <= most and number < math.inf):
+                    ends = f"finite and at least {least}" if most == math.inf else f"from {least} to {most}"
+                    raise InputError(name, f"must be {ends}, got {number}")
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise InputError(name, f"must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
+                listed = ", ".join(filter(None, choices))
+                raise InputError(name, f"must be one of {listed}, got {getattr(self, name)!r}")
+        for name in ("prompts", "negative_prompt"):
+            texts = getattr(self, name)
+            for text in (texts,) if isinstance(texts, str) else texts or ():
+                _check_text(name, text)
+        if not 0 < len(set(self.seeds)) == len(self.seeds):
+            raise InputError(
+                "seeds", f"must be one or more that differ, or the same video is made twice; got {self.seeds}"
+            )
+        self._check_sigmas()
+        self._check_sizes(16, 16, 4)
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if not self.output_dir or "\0" in self.output_dir:
             raise InputError("output_dir", f"must be a folder, got {self.output_dir!r}")
@@ -158,49 +164,17 @@ class SamplingConfig:
         jobs = [(prompt, seed) for prompt in self.prompts for seed in self.seeds]
         return [jobs[i : i + self.batch_size] for i in range(0, len(jobs), self.batch_size)]
 
-    def _check_prompts(self) -> None:
-        for prompt in self.prompts:
-            if not isinstance(prompt, str):
-                raise InputError("prompts", f"must be texts, got {prompt!r}")
-            if not prompt.strip():
-                raise InputError("prompts", f"must not be empty, got {prompt!r}")
-            if "\0" in prompt:
-                raise InputError("prompts", "must not hold NUL characters")
-            _check_text("prompts", prompt)
-        if self.negative_prompt is not None:
-            if not isinstance(self.negative_prompt, str):
-                raise InputError("negative_prompt", f"must be a text, got {self.negative_prompt!r}")
-            _check_text("negative_prompt", self.negative_prompt)
-
-    def _check_seeds(self) -> None:
-        if not self.seeds:
-            raise InputError("seeds", "must hold at least one seed")
-        for seed in self.seeds:
-            if isinstance(seed, bool) or not isinstance(seed, int):
-                raise InputError("seeds", f"must be integers, got {seed!r}")
-            if not 0 <= seed <= _MAX_SEED:
-                raise InputError("seeds", f"must lie between 0 and 2^63 - 1, got {seed}")
-        repeated = sorted({seed for seed in self.seeds if self.seeds.count(seed) > 1})
-        if repeated:
-            raise InputError("seeds", f"must differ, or the same video is made twice; repeated: {repeated}")
-
     def _check_sigmas(self) -> None:
-        """Check scheduler and sigmas, of which there is one for each step."""
-        if self.scheduler is not None and self.scheduler not in SCHEDULERS:
-            raise InputError("scheduler", f"must be one of {', '.join(SCHEDULERS)}, got {self.scheduler!r}")
+        """Check the noise levels, of which there is one for each step."""
         if not self.sigmas:
             return
         if self.scheduler not in ("euler", "lcm"):
             raise InputError("sigmas", f"needs scheduler euler or lcm, got {self.scheduler!r}")
-        for sigma in self.sigmas:
-            if isinstance(sigma, bool) or not isinstance(sigma, (int, float)) or not 0 < sigma <= 1:
-                raise InputError("sigmas", f"must be numbers above 0 and at most 1, got {sigma!r}")
         if list(self.sigmas) != sorted(set(self.sigmas), reverse=True):
             raise InputError("sigmas", f"must fall from step to step, got {self.sigmas}")
-        if self.steps is None:
-            object.__setattr__(self, "steps", len(self.sigmas))
-        if self.steps != len(self.sigmas):
+        if self.steps not in (None, len(self.sigmas)):
             raise InputError("sigmas", f"must be {self.steps}, as many as steps, got {len(self.sigmas)}")
+        object.__setattr__(self, "steps", len(self.sigmas))
 
     def _check_sizes(self, height_multiple: int, width_multiple: int, temporal: int, where: str = "") -> None:
         """Raise InputError unless the sizes that are given are such multiples, and num_frames is `temporal`·k + 1."""
@@ -218,21 +192,9 @@ class SamplingConfig:
                 f"must be {temporal}·k + 1{where}, got {frames}; nearest: {below} or {below + temporal}",
             )
 
-    def _check_number(self, name: str, *, positive: bool) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InputError(name, f"must be a number, got {value!r}")
-        if not math.isfinite(value):
-            raise InputError(name, f"must be finite, got {value}")
-        if value < 0 or (positive and value == 0):
-            raise InputError(name, f"must be {'above' if positive else 'at least'} 0, got {value}")
-
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain values, methods with all their parameters."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {key: _plain(value) for key, value in plain.items()}
+        return {key: _plain(value) for key, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
@@ -242,7 +204,7 @@ class GenerateConfig(SamplingConfig):
     Args:
         attention: name of a method in `configs/attention/` (`vmonarch`, `full`, …) or of a recipe in
             `configs/recipes/`, `name:key=value,…`, a mapping of name and parameters, or an `AttentionMethod`.
-        contact_sheet: write a PNG of twelve frames beside each video.
+        contact_sheet: a PNG of twelve frames beside each video.
     """
 
     attention: Any = "vmonarch"
@@ -267,6 +229,8 @@ class GenerateConfig(SamplingConfig):
 
 def _check_text(name: str, text: str) -> None:
     """Raise InputError for what no text encoder sees all of, and for half a surrogate pair, which no file can take."""
+    if "\0" in text or (name == "prompts" and not text.strip()):
+        raise InputError(name, f"must not be empty, nor hold NUL characters, got {text!r}")
     if len(text) > _MAX_CHARACTERS:
         raise InputError(name, f"must have at most {_MAX_CHARACTERS:,} characters, got {len(text):,}")
     try:
@@ -291,7 +255,7 @@ def build_config(schema: type[Config], *layers: Mapping[str, Any]) -> Config:
     """
     values: dict[str, Any] = {}
     for layer in layers:
-        layer = without_gone(layer)
+        layer = options_now(layer)
         check_keys(schema, layer)
         if "attention" in layer:
             layer["attention"] = merge_attention(values.get("attention", "vmonarch"), layer["attention"])
@@ -307,12 +271,9 @@ def read_prompts(path: str) -> tuple[str, ...]:
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        raise InputError(
-            "prompt_file", f"must be a text file with a prompt a line; there is no file {path!r}"
-        ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError("prompt_file", f"must be UTF-8 text; {path!r} cannot be read: {error}") from error
+        problem = f"must be UTF-8 text with a prompt a line; {path!r} cannot be read: {error}"
+        raise InputError("prompt_file", problem) from error
     prompts = tuple(line.strip() for line in lines if line.strip())
     if not prompts:
         raise InputError("prompt_file", f"must hold at least one prompt; {path!r} is empty")
@@ -440,53 +401,3 @@ def _check_video(config: SamplingConfig, model: ModelFolder) -> None:
                 cache_config(method.stack, config.steps)
             except InputError as error:
                 raise InputError(argument, f"{method.label!r} has a cache that cannot be used: {error}") from error
-
-
-def open_image(path: str, height: int, width: int) -> tuple[Image.Image, str]:
-    """The first frame that a picture file gives, RGB of this size, and in words what of the picture it does not show.
-
-    The picture stands as its EXIF tag says, has its colour profile converted to sRGB, its 16 bits scaled to 8 and
-    transparent pixels laid over black, and is cropped to the frame's shape, at its centre, and scaled. Clips for
-    training are cropped alike.
-
-    Raises:
-        InputError: it or its colour profile cannot be read, or it has 32 bits a channel, whose white nobody knows.
-    """
-    from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as image:
-            picture, form = ImageOps.exif_transpose(image), image.format
-    except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise InputError("image", f"must be a picture file, {path!r} cannot be read: {error}") from error
-    # Pillow holds 16 bits in 32 for some formats, which have no more.
-    if picture.mode.startswith("I;16") or (picture.mode == "I" and form in ("PNG", "PPM")):
-        import numpy as np
-
-        levels, transparent = np.asarray(picture), picture.info.get("transparency")
-        picture = Image.fromarray((levels / 257).round().astype(np.uint8))
-        if transparent is not None:
-            picture.putalpha(Image.fromarray(((levels != transparent) * 255).astype(np.uint8)))
-    elif picture.mode in ("I", "F"):
-        raise InputError("image", f"must have 8 or 16 bits a channel, {path!r} has 32")
-    if (profile := picture.info.get("icc_profile")) and picture.mode in ("RGB", "RGBA", "CMYK"):
-        try:
-            srgb, mode = ImageCms.createProfile("sRGB"), "RGBA" if picture.mode == "RGBA" else "RGB"
-            converted = ImageCms.profileToProfile(picture, io.BytesIO(profile), srgb, outputMode=mode)
-        except (ImageCms.PyCMSError, OSError) as error:
-            raise InputError("image", f"has a colour profile that cannot be used: {error}; save it as sRGB") from error
-        assert converted is not None
-        picture = converted
-    changes = []
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-        if picture.getchannel("A").getextrema() != (255, 255):
-            changes.append("transparent pixels are laid over black")
-        picture = Image.alpha_composite(Image.new("RGBA", picture.size, (0, 0, 0, 255)), picture)
-    size = picture.size
-    kept = (min(size[0], round(size[1] * width / height)), min(size[1], round(size[0] * height / width)))
-    if kept != size:
-        changes.append(f"{size[0]}×{size[1]} is cropped to {kept[0]}×{kept[1]}, the shape of {width}×{height}")
-    # As diffusers scales.
-    frame = ImageOps.fit(picture.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
-    return frame, "; ".join(changes)

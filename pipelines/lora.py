@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 LORA = {"lora": "transformer", "lora_2": "transformer_2"}
 _SUPPORTED = "must be PATH or PATH:SCALE, of a .safetensors file, a folder with one, or one of the hub, OWNER/NAME/FILE"
 _ADAPTER = "vmonarch_fused"
-# Errors and warnings name at most this number of tensors.
-_NAMED_TENSORS = 3
 
 
 class LoraFile(NamedTuple):
@@ -39,10 +38,18 @@ class LoraFile(NamedTuple):
 def find_lora(argument: str, word: str) -> LoraFile:
     """The file that `PATH`, `PATH:SCALE` or the same with a file of the hub stands for.
 
+    What follows the last colon is part of the path unless it is a number.
+
     Raises:
         InputError: there is no such file, or it is no safetensors file.
     """
-    name, scale = _split(argument, word)
+    name, colon, number = word.rpartition(":")
+    try:
+        scale = float(number if colon else "")
+    except ValueError:
+        name, scale = word, 1.0
+    if not name.strip() or not math.isfinite(scale):
+        raise InputError(argument, f"{_SUPPORTED}, got {word!r}")
     path = Path(name).expanduser()
     if path.is_dir():
         found = sorted(path.glob("*.safetensors"))
@@ -51,40 +58,21 @@ def find_lora(argument: str, word: str) -> LoraFile:
         path = found[0]
     if path.exists():
         path = path.resolve()
-        name = str(path)
-    else:
-        path = _download(argument, name)
-    return LoraFile(path, scale, f"{name}:{scale:g}")
-
-
-def _split(argument: str, word: str) -> tuple[str, float]:
-    """Path and scale; what follows the last colon is part of the path unless it is a number."""
-    name, colon, number = word.rpartition(":")
-    try:
-        scale = float(number) if colon else None
-    except ValueError:
-        scale = None
-    name, scale = (word, 1.0) if scale is None else (name, scale)
-    if not name.strip() or not math.isfinite(scale):
-        raise InputError(argument, f"{_SUPPORTED}, got {word!r}")
-    return name, scale
-
-
-def _download(argument: str, name: str) -> Path:
-    """The hub's file, which is read where it has been downloaded before."""
+        return LoraFile(path, scale, f"{path}:{scale:g}")
     owner, model, file = [*name.split("/", 2), "", ""][:3]
     if not (owner and model and file.endswith(".safetensors")) or owner in (".", "..", "~"):
         raise InputError(argument, f"{_SUPPORTED}; there is no file {name!r}")
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.hf_hub_download(f"{owner}/{model}", file))
+        path = Path(huggingface_hub.hf_hub_download(f"{owner}/{model}", file))
     except Exception as error:
         # The hub library raises its own, requests' and OSErrors; the user needs the same sentence for all of them.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             argument, f"{name!r} is neither a file here nor could it be had from the hub: {reason}"
         ) from error
+    return LoraFile(path, scale, f"{name}:{scale:g}")
 
 
 def check_lora(argument: str, word: str) -> LoraFile:
@@ -116,22 +104,21 @@ def fuse_loras(pipe: Any, config: SamplingConfig) -> None:
     Raises:
         InputError: the pipeline takes none, or has no place for a file's layers.
     """
-    for argument in LORA:
+    for argument, component in LORA.items():
         for word in getattr(config, argument):
-            _fuse(pipe, argument, find_lora(argument, word))
+            _fuse(pipe, argument, component, find_lora(argument, word))
 
 
-def _fuse(pipe: Any, argument: str, lora: LoraFile) -> None:
+def _fuse(pipe: Any, argument: str, component: str, lora: LoraFile) -> None:
     if not hasattr(pipe, "load_lora_weights"):
         raise InputError(argument, f"cannot be used: diffusers loads no LoRA layers into a {type(pipe).__name__}")
-    component, file = LORA[argument], {"weight_name": lora.file.name, "local_files_only": True}
     second = {"load_into_transformer_2": True} if argument == "lora_2" else {}
     transformer = getattr(pipe, component)
     try:
-        layers = pipe.lora_state_dict(str(lora.file.parent), **file)
-        pipe.load_lora_weights(str(lora.file.parent), adapter_name=_ADAPTER, **file, **second)
+        layers = pipe.lora_state_dict(str(lora.file), local_files_only=True)
+        pipe.load_lora_weights(str(lora.file), adapter_name=_ADAPTER, local_files_only=True, **second)
         there = {key.replace(f".{_ADAPTER}", "") for key in transformer.state_dict() if f".{_ADAPTER}" in key}
-        transformer.fuse_lora(lora_scale=lora.scale, safe_fusing=True)
+        pipe.fuse_lora(components=[component], lora_scale=lora.scale, safe_fusing=True)
     except Exception as error:
         # diffusers and PEFT raise all kinds here, from KeyError to RuntimeError: the same to the user.
         reason = " ".join(str(error).split())
@@ -140,10 +127,10 @@ def _fuse(pipe: Any, argument: str, lora: LoraFile) -> None:
         ) from error
     transformer.unload_lora()
     # diffusers only logs what it passes over.
-    lost = sorted(key for key in layers if "lora_" in key and key.removeprefix("transformer.") not in there)
+    lost = [key for key in layers if "lora_" in key and key.removeprefix("transformer.") not in there]
     if lost:
         raise InputError(
-            argument, f"{lora.file} holds {len(lost)} tensors that the {component} has no place for: {_listed(lost)}"
+            argument, f"{lora.file} holds {len(lost)} tensors that the {component} has no place for: {listed(lost)}"
         )
     if not there:
         raise InputError(argument, f"{lora.file} holds no LoRA layers of the {component}")
@@ -155,21 +142,19 @@ def _warn_of_left_out(argument: str, file: Path, layers: dict[str, torch.Tensor]
     from safetensors.torch import load_file
 
     known = list(layers.values())
-    left_out = [
+    lost = [
         key
         for key, value in load_file(file).items()
         if key.endswith((".diff", ".diff_b"))
         and value.any()
         and not any(value.shape == other.shape and value.equal(other) for other in known)
     ]
-    if left_out:
-        warnings.warn(
-            f"{argument}: diffusers leaves out {len(left_out)} tensors of {file.name}, which are not zero:"
-            f" {_listed(left_out)}",
-            stacklevel=2,
-        )
+    if lost:
+        what = f"{len(lost)} tensors of {file.name}, which are not zero: {listed(lost)}"
+        warnings.warn(f"{argument}: diffusers leaves out {what}", stacklevel=2)
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
-    return ", ".join(names[:_NAMED_TENSORS]) + more
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """The first of some names for an error, and how many more there are."""
+    names = sorted(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

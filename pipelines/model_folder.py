@@ -6,15 +6,15 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.configs import InputError
+from vmonarch.configs import InputError, file_sha256
 from vmonarch.pipelines.kinds import KINDS, TEXT_TO_VIDEO, Configs, Kind
+from vmonarch.pipelines.lora import listed
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,6 @@ _ALIASES = {"WanDMDPipeline": TEXT_TO_VIDEO}
 PROXY_RECORD = "proxy.json"
 # Components that are models and so must come with weights; the others are tokenizers, schedulers and processors.
 MODELS = ("transformer", "transformer_2", "vae", "text_encoder", "text_encoder_2", "image_encoder")
-# Errors name at most this number of missing or unexpected tensors.
-_NAMED_TENSORS = 3
 # Up to here every weight is hashed for the record; above, their sizes must do: 60 GB would take minutes.
 _HASHED_BYTES = 256 * 2**20
 # Not the weights of other programs, which lie beside the components' folders.
@@ -144,39 +142,30 @@ class ModelFolder:
             ("missing_keys", "lacks {} of the tensors that {} has by its config.json"),
             ("unexpected_keys", "holds {} tensors that {} has no place for by its config.json"),
         ):
-            names = sorted(found[kind])
-            if names:
-                listed = ", ".join(names[:_NAMED_TENSORS])
-                more = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
-                file = _weight_files(folder)[0]
-                raise ModelError(
-                    f"{name} cannot be used: {file} {problem.format(len(names), cls.__name__)}: {listed}{more}"
-                )
+            if names := found[kind]:
+                what = problem.format(len(names), cls.__name__)
+                raise ModelError(f"{name} cannot be used: {_weight_files(folder)[0]} {what}: {listed(names)}")
         return model
 
     def fingerprint(self) -> dict[str, Any]:
         """Hash of all index and config files, and of the weights: their contents if small, else names and sizes."""
-        configs = sorted(path for path in self.path.rglob("*.json") if path.is_file())
         weights = sorted(path for path in self.path.rglob("*.safetensors") if path.is_file())
-        total = sum(path.stat().st_size for path in weights)
-        hashed = total <= _HASHED_BYTES
-        sizes = hashlib.sha256(repr([(self._relative(p), p.stat().st_size) for p in weights]).encode()).hexdigest()
+        sizes = [(self._relative(path), path.stat().st_size) for path in weights]
+        total = sum(size for _, size in sizes)
         return {
-            "configs_sha256": self._hash(configs),
-            "weights_sha256": self._hash(weights) if hashed else None,
-            "weights_sizes_sha256": sizes,
+            "configs_sha256": self._hash(self.path.rglob("*.json")),
+            "weights_sha256": self._hash(weights) if total <= _HASHED_BYTES else None,
+            "weights_sizes_sha256": hashlib.sha256(repr(sizes).encode()).hexdigest(),
             "weights_bytes": total,
         }
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.path).as_posix()
 
-    def _hash(self, paths: list[Path]) -> str:
+    def _hash(self, paths: Iterable[Path]) -> str:
         digest = hashlib.sha256()
-        for path in paths:
-            digest.update(self._relative(path).encode() + b"\0")
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+        for path in sorted(path for path in paths if path.is_file()):
+            digest.update(self._relative(path).encode() + b"\0" + bytes.fromhex(file_sha256(path)))
         return digest.hexdigest()
 
 
@@ -262,46 +251,35 @@ def find_wan_model(name: str, revision: str | None = None) -> ModelFolder:
 
 
 def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
-    """Local folder of a model and, for the hub's, its commit."""
+    """(folder, commit of a hub model)."""
     supported = "must be 'embedded', a folder of a pipeline or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
-    if name == "embedded":
+    path = Path(name).expanduser()
+    if name == "embedded" or (name.strip() and path.is_dir()):
+        if revision is not None:
+            raise InputError("revision", f"is for models of the hub, which {name!r} is not; got {revision!r}")
+        if name != "embedded":
+            return path.resolve(), None
         from vmonarch.pipelines.embedded import embedded_model_path
 
-        _check_no_revision(name, revision)
         try:
             return embedded_model_path(), None
         except FileNotFoundError as error:
             raise ModelError(str(error)) from error
-    if not name.strip():
-        raise InputError("model", f"{supported}, got {name!r}")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        _check_no_revision(name, revision)
-        return path.resolve(), None
-    if path.exists():
+    if name.strip() and path.exists():
         raise InputError("model", f"{supported}; {name!r} is a file")
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise InputError("model", f"{supported}; there is no folder {name!r}")
-    return _download(name, revision)
-
-
-def _check_no_revision(name: str, revision: str | None) -> None:
-    if revision is not None:
-        raise InputError("revision", f"is for models of the hub, which {name!r} is not; got {revision!r}")
-
-
-def _download(name: str, revision: str | None) -> tuple[Path, str]:
     import huggingface_hub
 
     try:
-        snapshot = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES)
+        snapshot = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
     except Exception as error:
         # The hub library raises its own, requests' and OSErrors; the user needs the same sentence for all of them.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"model {name!r} is neither a folder here nor could it be had from the hub: {reason}"
         ) from error
-    return Path(snapshot), Path(snapshot).name
+    return snapshot, snapshot.name
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -322,7 +300,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_weights(folder: Path) -> None:
-    """Check that a model component has all its safetensors, each as long as its header says."""
+    """Check that a model component has all its safetensors, and that their headers and lengths are right."""
+    from safetensors import safe_open
+
     read_json(folder / "config.json")
     files = _weight_files(folder)
     if not files:
@@ -333,27 +313,18 @@ def _check_weights(folder: Path) -> None:
             raise ModelError(f"{files[0]} has no weight_map")
         files = [folder / name for name in sorted(set(shards.values()))]
     for file in files:
-        _check_safetensors(file)
+        try:
+            with safe_open(file, "numpy"):
+                pass
+        except FileNotFoundError as error:
+            raise ModelError(f"weights are missing: there is no {file}") from error
+        except OSError as error:
+            raise ModelError(f"weights {file} cannot be read: {error}") from error
+        except Exception as error:
+            # safetensors' own, which is no more than an Exception.
+            raise ModelError(f"weights {file} are damaged: {error}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """The index of a component's shards where there is one, else its safetensors."""
     return sorted(folder.glob("*.safetensors.index.json"))[:1] or sorted(folder.glob("*.safetensors"))
-
-
-def _check_safetensors(path: Path) -> None:
-    try:
-        size = os.path.getsize(path)
-        with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(header_size, size)))
-        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-    except FileNotFoundError as error:
-        raise ModelError(f"weights are missing: there is no {path}") from error
-    except OSError as error:
-        raise ModelError(f"weights {path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ModelError(f"weights {path} are damaged: their safetensors header cannot be read") from error
-    expected = 8 + header_size + max(ends, default=0)
-    if size != expected:
-        raise ModelError(f"weights {path} are damaged: {size} bytes where their header says {expected}")

@@ -9,12 +9,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vmonarch.configs import InputError
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -24,16 +21,12 @@ class GeneratedVideo:
     Args:
         video, contact_sheet, record_path: its mp4, PNG (None if not asked for) and JSON.
         record: contents of the JSON.
-        reproduced: whether it equals the recorded one bit for bit; None when nothing was to be reproduced.
-        frames: float32 [F, 3, H, W] in [0, 1] on the CPU, before any encoding; None unless asked for.
     """
 
     video: Path
     contact_sheet: Path | None
     record_path: Path
     record: dict[str, Any]
-    reproduced: bool | None = None
-    frames: torch.Tensor | None = None
 
 
 class GenerationError(RuntimeError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vmonarch.configs import InputError
+from vmonarch.installation import find_transformers
 
 if TYPE_CHECKING:
     from vmonarch.pipelines.config import SamplingConfig
@@ -62,16 +63,15 @@ def check_sharing(config: SamplingConfig, shard: Shard) -> None:
 
     if shard.size == 1:
         return
+    who = f"{shard.size} processes that share a video"
     if torch.accelerator.device_count() == 0:
-        raise InputError("device", f"cannot be the CPU for {shard.size} processes that share a video: each needs a GPU")
+        raise InputError("device", f"cannot be the CPU for {who}: each needs a GPU")
     if config.device != "auto":
-        raise InputError(
-            "device", f"must be auto for {shard.size} processes, each of which has its own, got {config.device}"
-        )
+        raise InputError("device", f"must be auto for {who}, as each has its own, got {config.device}")
     if config.offload != "none":
-        raise InputError("offload", f"must be none for {shard.size} processes that share a video, got {config.offload}")
+        raise InputError("offload", f"must be none for {who}, got {config.offload}")
     if config.stack.cache is not None:
-        raise InputError("cache", f"must be null for {shard.size} processes that share a video")
+        raise InputError("cache", f"must be null for {who}")
 
 
 @contextlib.contextmanager
@@ -112,16 +112,11 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
     on_gpu = model.device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=model.device if on_gpu else None)
     with leaving_group():
-        for name in ("transformer", "transformer_2"):
-            transformer = getattr(model.pipe, name, None)
-            if transformer is None:
-                continue
-            heads = transformer.config.num_attention_heads
-            uneven = bool(tokens % shard.size or heads % shard.size)
+        for transformer in find_transformers(model.pipe).values():
+            uneven = any(count % shard.size for count in (tokens, transformer.config.num_attention_heads))
+            parallel = ContextParallelConfig(ulysses_degree=shard.size, ulysses_anything=uneven)
             try:
-                transformer.enable_parallelism(
-                    config=ContextParallelConfig(ulysses_degree=shard.size, ulysses_anything=uneven)
-                )
+                transformer.enable_parallelism(config=parallel)
             except (ValueError, NotImplementedError) as error:
                 raise InputError("model", f"cannot be spread over {shard.size} processes: {error}") from error
         yield

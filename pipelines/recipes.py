@@ -106,11 +106,9 @@ def quantize_for_good(transformer: torch.nn.Module, linears: str, device: torch.
     import torch
 
     check_linears(linears, device)
-    for block in _blocks(transformer):
+    for block in repeated_blocks(transformer):
         home = next(block.parameters()).device
-        block.to(device)
-        for module in _linears(block):
-            module.weight = _quantised(module, linears)
+        _quantise(block.to(device), linears)
         block.to(home)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -151,21 +149,21 @@ def _transformers(pipe: Any) -> list[Any]:
     return list(find_transformers(pipe).values())
 
 
-def _blocks(transformer: Any) -> list[Any]:
+def repeated_blocks(transformer: Any) -> list[Any]:
     """The repeated blocks of a transformer, as diffusers names them."""
     return [m for m in transformer.modules() if type(m).__name__ in (transformer._repeated_blocks or ())]
 
 
-def _linears(block: torch.nn.Module) -> list[Any]:
-    """The linear layers that can be quantised."""
+def _quantisable(module: torch.nn.Module, name: str = "") -> bool:
     import torch
 
-    return [
-        module
-        for module in block.modules()
-        if isinstance(module, torch.nn.Linear)
-        and module.in_features % _FLOAT8_MULTIPLE == module.out_features % _FLOAT8_MULTIPLE == 0
-    ]
+    sizes = (module.in_features, module.out_features) if isinstance(module, torch.nn.Linear) else ()
+    return bool(sizes) and not any(size % _FLOAT8_MULTIPLE for size in sizes)
+
+
+def _linears(transformer: Any) -> list[Any]:
+    """The linear layers that can be quantised."""
+    return [module for block in repeated_blocks(transformer) for module in block.modules() if _quantisable(module)]
 
 
 def _check(transformer: Any, stack: Stack, device: torch.device) -> None:
@@ -176,33 +174,23 @@ def _check(transformer: Any, stack: Stack, device: torch.device) -> None:
         )
     if stack.linears:
         check_linears(stack.linears, device)
-    if stack.compile and not _blocks(transformer):
+    if stack.compile and not repeated_blocks(transformer):
         name = type(transformer).__name__
         raise InputError("compile", f"cannot be used: diffusers names no repeated blocks of {name}")
 
 
-def _quantised(module: Any, linears: str) -> Any:
-    """The weight of a layer, quantised; the layer keeps its own."""
-    import torch
-    from torchao.quantization import (
-        Float8DynamicActivationFloat8WeightConfig,
-        Float8WeightOnlyConfig,
-        PerRow,
-        quantize_,
-    )
+def _quantise(block: torch.nn.Module, linears: str) -> None:
+    """Quantise the weights of a block's linear layers."""
+    from torchao import quantization as torchao
 
     # With torchao's settings of inductor, which it makes for the whole process, a block takes minutes to compile.
     ours = {"set_inductor_config": False}
     config = (
-        Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), **ours)
+        torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow(), **ours)
         if linears == "float8"
-        else Float8WeightOnlyConfig(**ours)
+        else torchao.Float8WeightOnlyConfig(**ours)
     )
-    # torchao quantises modules, and one of these is a module with this weight alone.
-    alone = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-    alone.weight = module.weight
-    quantize_(alone, config)
-    return alone.weight
+    torchao.quantize_(block, config, filter_fn=_quantisable)
 
 
 def cache_config(stack: Stack, steps: int | None) -> Any:
@@ -250,7 +238,7 @@ def _put_on(transformer: Any, stack: Stack, cache: Any, device: torch.device, ba
         if device.type == "cuda":
             transformer.set_attention_backend("_native_cudnn")
             installed.backend = True
-        for block in _blocks(transformer):
+        for block in repeated_blocks(transformer):
             installed.blocks.append((block, vars(block).get("forward")))
             # Not block.compile(), which would compile the cache's hooks too, and these are no graph.
             block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
@@ -281,11 +269,13 @@ def _take_off(transformer: Any) -> None:
 
 def _swap_weights(transformer: Any, installed: _Installed, linears: str | None) -> None:
     """Give the linear layers the weights that are quantised this way, made the first time."""
-    modules = [module for block in _blocks(transformer) for module in _linears(block)]
-    installed.weights.setdefault(None, [module.weight for module in modules])
+    modules = _linears(transformer)
+    own = installed.weights.setdefault(None, [module.weight for module in modules])
+    for module, weight in zip(modules, installed.weights.get(linears, own), strict=True):
+        module.weight = weight
     if linears not in installed.weights:
         assert linears is not None
-        installed.weights[linears] = [_quantised(module, linears) for module in modules]
-    for module, weight in zip(modules, installed.weights[linears], strict=True):
-        module.weight = weight
+        for block in repeated_blocks(transformer):
+            _quantise(block, linears)
+        installed.weights[linears] = [module.weight for module in modules]
     installed.linears = linears

@@ -1,16 +1,15 @@
-"""The JSON beside a video, from which the same video can be made again."""
+"""The JSON beside a video, from which it can be made again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, file_sha256
-from vmonarch.pipelines.config import open_image
+from vmonarch.pipelines.first_frame import open_image
 from vmonarch.pipelines.lora import LORA, find_lora, lora_sha256
 
 if TYPE_CHECKING:
@@ -25,18 +24,10 @@ RECORD_FORMAT = "vmonarch-generate-1"
 
 @dataclass(frozen=True)
 class Recorded:
-    """A record read back: its config, and the batch that its video was sampled in.
-
-    Batched matrix products round differently from single ones, so the same bits need the same batch.
-    """
+    """A record read back: the settings of its video, and the hashes of what it was made with."""
 
     values: dict[str, Any]
-    prompts: tuple[str, ...]
-    seeds: tuple[int, ...]
-    index: int
-    frames_sha256: str
     model: dict[str, Any]
-    environment: dict[str, Any]
 
 
 def load_record(path: str) -> Recorded:
@@ -47,29 +38,15 @@ def load_record(path: str) -> Recorded:
     """
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        raise InputError(
-            "from_json", f"must be the JSON beside a generated video; there is no file {path!r}"
-        ) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError("from_json", f"{path!r} cannot be read as JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        reason = f"there is no file {path!r}" if isinstance(error, FileNotFoundError) else f"{path!r}: {error}"
+        raise InputError("from_json", f"must be the JSON beside a generated video; {reason}") from error
     if not isinstance(record, dict) or record.get("format") != RECORD_FORMAT:
         raise InputError("from_json", f"{path!r} is no record of a generated video (format {RECORD_FORMAT})")
     try:
-        batch = record["batch"]
-        recorded = Recorded(
-            # What was replaced when it was made is not to be replaced again.
-            values={key: value for key, value in record["config"].items() if key != "overwrite"},
-            prompts=tuple(batch["prompts"]),
-            seeds=tuple(batch["seeds"]),
-            index=batch["index"],
-            frames_sha256=record["frames_sha256"],
-            model=dict(record["model"]),
-            environment=dict(record["environment"]),
-        )
-        if not 0 <= recorded.index < len(recorded.prompts) == len(recorded.seeds):
-            raise ValueError("its batch is inconsistent")
-        return recorded
+        # What was replaced when it was made is not to be replaced again.
+        values = {key: value for key, value in record["config"].items() if key != "overwrite"}
+        return Recorded(values, dict(record["model"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError("from_json", f"{path!r} is an incomplete record: {error}") from error
 
@@ -92,16 +69,6 @@ def check_same_model(recorded: Recorded, model: ModelFolder) -> None:
     for (name, word), before in zip(words, recorded.model.get("lora_sha256", ()), strict=True):
         if file_sha256(find_lora(name, word).file) != before:
             raise InputError("from_json", f"names a LoRA file that has changed since: {word}")
-
-
-def environment_differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between a recorded environment and this one, in words: why bits may differ."""
-    pairs = {key: (recorded.get(key), value) for key, value in now.items() if key not in ("packages", "git_commit")}
-    # Records from before videos could be shared do not say it.
-    pairs["processes"] = recorded.get("processes", 1), now.get("processes", 1)
-    packages = recorded.get("packages") or {}
-    pairs |= {name: (packages.get(name), version) for name, version in now["packages"].items()}
-    return [f"{name} was {before}, is {after}" for name, (before, after) in pairs.items() if before != after]
 
 
 def frames_sha256(frames: torch.Tensor) -> str:

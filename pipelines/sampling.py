@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vmonarch.pipelines.config import SamplingConfig, open_image
+from vmonarch.pipelines.config import SamplingConfig
 from vmonarch.pipelines.devices import synchronize
+from vmonarch.pipelines.first_frame import open_image
 from vmonarch.pipelines.kinds import Kind, kind_of
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.outputs import GenerationError
@@ -25,55 +26,38 @@ _TRANSFORMERS = ("transformer", "transformer_2")
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 
 
-class ForwardClock:
-    """Measures the forward calls of some of a pipeline's components from outside, while its block runs.
+@contextlib.contextmanager
+def forward_marks(pipe: Any, components: Sequence[str], device: torch.device) -> Iterator[list[Any]]:
+    """When forward calls of some of a pipeline's components begin and end while the block runs, one after the other.
 
-    with ForwardClock(pipe, ("transformer", "transformer_2"), device) as clock:
-        pipe(...)
-    clock.calls, clock.seconds()
+    On a GPU these are events, not synchronisations: measuring must not stall its queue.
     """
+    import torch
 
-    def __init__(self, pipe: Any, components: Sequence[str], device: torch.device) -> None:
-        self._modules = [getattr(pipe, name, None) for name in components]
-        self._device = device
-        self._hooks: list[Any] = []
-        self._marks: list[Any] = []
+    marks: list[Any] = []
 
-    def __enter__(self) -> ForwardClock:
-        for module in filter(None, self._modules):
-            self._hooks += [
-                module.register_forward_pre_hook(lambda *_: self._marks.append(self._now()), prepend=True),
-                module.register_forward_hook(lambda *_: self._marks.append(self._now())),
-            ]
-        return self
+    def mark(*_: Any) -> None:
+        if device.type == "cuda":
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        else:
+            marks.append(time.perf_counter())
 
-    def __exit__(self, *_: object) -> None:
-        # Ctrl-C may have struck within a call: nothing here may fail for want of its end.
-        for hook in self._hooks:
+    modules = [module for name in components if (module := getattr(pipe, name, None)) is not None]
+    hooks = [module.register_forward_pre_hook(mark, prepend=True) for module in modules]
+    hooks += [module.register_forward_hook(mark) for module in modules]
+    try:
+        yield marks
+    finally:
+        for hook in hooks:
             hook.remove()
 
-    def _now(self) -> Any:
-        import torch
 
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        # An event, not a synchronisation: measuring must not stall the GPU's queue.
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @property
-    def calls(self) -> int:
-        """How many forward calls there were. Of Wan's transformers guidance asks two a step, batched or not."""
-        return len(self._marks) // 2
-
-    def seconds(self) -> float:
-        """Time in all of them together."""
-        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
-        if self._device.type != "cuda":
-            return sum(end - start for start, end in pairs)
-        synchronize(self._device)
-        return sum(start.elapsed_time(end) for start, end in pairs) / 1000
+def _between(marks: Sequence[Any], device: torch.device) -> float:
+    """Seconds in all forward calls together."""
+    synchronize(device)
+    pairs = zip(marks[::2], marks[1::2], strict=True)
+    return sum(begin.elapsed_time(end) / 1000 if device.type == "cuda" else end - begin for begin, end in pairs)
 
 
 @dataclass(frozen=True)
@@ -144,14 +128,14 @@ def denoise(
             # Pipelines give it to no step.
             pipe.scheduler.generator = generators
         start = _mark(device)
-        with ForwardClock(pipe, _TEXT_ENCODERS, device) as text, ForwardClock(pipe, _TRANSFORMERS, device) as clock:
+        with forward_marks(pipe, _TEXT_ENCODERS, device) as text, forward_marks(pipe, _TRANSFORMERS, device) as marks:
             found = pipe(**arguments).frames
         done = _mark(device)
     if len(found) != len(prompts):
         raise GenerationError(f"the pipeline returned {len(found)} videos for {len(prompts)} prompts")
-    encoding = text.seconds()
-    seconds = {"text": encoding, "denoise": done - start - encoding, "transformer": clock.seconds()}
-    return Latents(kind.latents(pipe, found, size), seconds, clock.calls)
+    encoding = _between(text, device)
+    seconds = {"text": encoding, "denoise": done - start - encoding, "transformer": _between(marks, device)}
+    return Latents(kind.latents(pipe, found, size), seconds, len(marks) // 2)
 
 
 def _arguments(kind: Kind, config: SamplingConfig, videos: int) -> dict[str, Any]:

@@ -10,10 +10,8 @@ import contextlib
 import itertools
 import re
 import subprocess
-import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import Image, ImageFont
 
 # A video whose values span less than two of 255 grey levels shows nothing.
 _CONSTANT = 2 / 255
@@ -32,7 +30,7 @@ _ENCODING_ERROR = 0.15
 _PIXELS_PER_THREAD = 100_000
 
 _BACKGROUND, _INK, _FAINT = (255, 255, 255), (24, 24, 27), (110, 110, 118)
-_MARGIN, _GAP = 16, 8
+_MARGIN, _GAP, _LINE = 16, 8, 20
 
 
 class VideoError(RuntimeError):
@@ -91,33 +89,26 @@ def encode_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
     threads = max(1, min(8, height * width // _PIXELS_PER_THREAD))
     # Converted by BT.709 and marked so: players that must guess take BT.601 for small videos, and shift the colours.
     bt709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
-    colours = f"scale=out_color_matrix=bt709:out_range=tv,{bt709}"
-    command = [
-        *(imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", "-nostdin"),
-        *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:.6g}", "-i", "pipe:0", "-an"),
-        *("-vf", colours, "-c:v", "libx264", "-threads", str(threads), "-crf", "12", "-pix_fmt", "yuv420p"),
-        *("-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4", _url(path)),
+    options = [
+        *("-vf", f"scale=out_color_matrix=bt709:out_range=tv,{bt709}", "-threads", str(threads), "-crf", "12"),
+        *("-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4"),
     ]
-    with tempfile.TemporaryFile() as log:
-        # A process group of its own: Ctrl-C reaches us alone, and we end ffmpeg and remove the file in order.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0)
-        try:
-            assert process.stdin is not None
-            # ffmpeg closing its end early is told by its exit code below.
-            with contextlib.suppress(BrokenPipeError):
-                for frame in frames:
-                    process.stdin.write(np.ascontiguousarray(frame).data)
-                process.stdin.close()
-            code = process.wait()
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        if code:
-            log.seek(0)
-            lines = log.read().decode(errors="replace").split("\n")
-            reason = next((line for line in lines if line.strip()), "no message").strip()
-            raise OSError(f"ffmpeg could not write the video (exit code {code}): {reason}")
+    writer = imageio_ffmpeg.write_frames(
+        _url(path), (width, height), fps=fps, codec="libx264", quality=None, macro_block_size=1,
+        ffmpeg_log_level="error", output_params=options,
+    )  # fmt: skip
+    try:
+        with contextlib.closing(writer):
+            writer.send(None)
+            for frame in frames:
+                writer.send(np.ascontiguousarray(frame).data)
+        # The writer does not tell how ffmpeg ended.
+        written, _ = imageio_ffmpeg.count_frames_and_secs(_url(path))
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise OSError(f"ffmpeg could not write the video: {reason}") from error
+    if written != len(frames):
+        raise OSError(f"ffmpeg could not write the video: {written} frames of {len(frames)} are there")
 
 
 def read_video(path: Path) -> tuple[NDArray[np.uint8], float]:
@@ -196,17 +187,8 @@ def evenly_spaced(frames: int, count: int) -> list[int]:
 def contact_sheet(frames: NDArray[np.uint8], *, title: str = "", columns: int = 4, count: int = 12) -> Image.Image:
     """A picture of `count` evenly spaced frames of a video [F, H, W, 3], each labelled with its index."""
     chosen = evenly_spaced(len(frames), count)
-    columns = min(columns, len(chosen))
-    width, height = _cell_size(frames, 240)
-    row_height = height + 22 + _GAP
-    rows = -(-len(chosen) // columns)
-    sheet, draw, top = _sheet(columns * (width + _GAP) - _GAP, rows * row_height - _GAP, title)
-    for place, index in enumerate(chosen):
-        x = _MARGIN + place % columns * (width + _GAP)
-        y = top + place // columns * row_height
-        sheet.paste(_scaled(frames[index], (width, height)), (x, y))
-        draw.text((x, y + height + 3), f"frame {index}", _FAINT, font=_font(14))
-    return sheet
+    cells = [(f"frame {index}", "", frames[index]) for index in chosen]
+    return _tiles(cells, columns, _cell_size(frames, 240), title)[0]
 
 
 def strips(
@@ -222,22 +204,10 @@ def strips(
     """
     shape = _common_shape(videos)
     chosen = evenly_spaced(shape[0], count)
-    width, height = _cell_size(next(iter(videos.values())), 200)
-    labels = {name: _Label.of(name, notes, 220, 16, 22) for name in videos}
-    # Long labels next to flat videos must not run into the row below.
-    row_height = max(height, *(label.height for label in labels.values()))
-    left = _MARGIN + max(1, *(label.width for label in labels.values())) + 2 * _GAP
-    content_width = left - _MARGIN + len(chosen) * (width + _GAP) - _GAP
-    sheet, draw, top = _sheet(content_width, 22 + len(videos) * (row_height + _GAP) - _GAP, title)
-    for column, index in enumerate(chosen):
-        draw.text((left + column * (width + _GAP), top + 2), f"frame {index}", _FAINT, font=_font(13))
-    for row, (name, frames) in enumerate(videos.items()):
-        y = top + 22 + row * (row_height + _GAP)
-        label = labels[name]
-        label.draw(draw, _MARGIN, y + (height - label.height) // 2 if row_height == height else y)
-        for column, index in enumerate(chosen):
-            sheet.paste(_scaled(frames[index], (width, height)), (left + column * (width + _GAP), y))
-    return sheet
+    cells: list[tuple[str, str, NDArray[np.uint8] | None]] = []
+    for name, frames in videos.items():
+        cells += [(name, (notes or {}).get(name, ""), None), *((f"frame {i}", "", frames[i]) for i in chosen)]
+    return _tiles(cells, len(chosen) + 1, _cell_size(next(iter(videos.values())), 200), title)[0]
 
 
 def side_by_side(
@@ -249,66 +219,52 @@ def side_by_side(
         ValueError: no video, or videos of different shapes.
     """
     shape = _common_shape(videos)
-    columns = min(columns, len(videos))
-    rows = -(-len(videos) // columns)
-    width, height = _cell_size(next(iter(videos.values())), 320)
-    labels = [_Label.of(name, notes, width, 17, 24) for name in videos]
-    bar = max(label.height for label in labels) + 6
-    content_width, content_height = columns * (width + _GAP) - _GAP, rows * (bar + height + 2 * _GAP) - 2 * _GAP
-    empty, draw, _ = _sheet(content_width + content_width % 2, content_height + content_height % 2)
-    places = [
-        (_MARGIN + i % columns * (width + _GAP), _MARGIN + i // columns * (bar + height + 2 * _GAP))
-        for i in range(len(videos))
-    ]
-    for (x, y), label in zip(places, labels, strict=True):
-        label.draw(draw, x, y)
+    size = _cell_size(next(iter(videos.values())), 320)
+    cells = [(name, (notes or {}).get(name, ""), None) for name in videos]
+    empty, places = _tiles(cells, columns, size, "")
     canvas = np.repeat(np.asarray(empty)[None], shape[0], axis=0)
     for (x, y), frames in zip(places, videos.values(), strict=True):
         for index, frame in enumerate(frames):
-            canvas[index, y + bar : y + bar + height, x : x + width] = np.asarray(_scaled(frame, (width, height)))
-    return canvas
+            canvas[index, y : y + size[1], x : x + size[0]] = np.asarray(_scaled(frame, size))
+    # 4:2:0 halves both sides.
+    return canvas[:, : canvas.shape[1] // 2 * 2, : canvas.shape[2] // 2 * 2]
 
 
-def _sheet(width: int, height: int, title: str = "") -> tuple[Image.Image, ImageDraw.ImageDraw, int]:
-    """A picture with room for these pixels within its margins, below a title; what draws on it; where they begin."""
+def _tiles(
+    cells: Sequence[tuple[str, str, NDArray[np.uint8] | None]], columns: int, size: tuple[int, int], title: str
+) -> tuple[Image.Image, list[tuple[int, int]]]:
+    """A picture of cells in rows below a title, and where the picture of each begins, (x, y).
+
+    Args:
+        cells: label, note and frame [H, W, 3] of each; the label stands above the frame, or where there will be one.
+        size: width and height that frames are drawn at.
+    """
     from PIL import Image, ImageDraw
 
-    font = _font(17)
-    lines = _wrap(title, font, width)
-    top = _MARGIN + 24 * len(lines) + (_GAP if lines else 0)
-    sheet = Image.new("RGB", (width + 2 * _MARGIN, top + height + _MARGIN), _BACKGROUND)
-    draw = ImageDraw.Draw(sheet)
-    for i, line in enumerate(lines):
-        draw.text((_MARGIN, _MARGIN + i * 24), line, _INK, font=font)
-    return sheet, draw, top
-
-
-@dataclass(frozen=True)
-class _Label:
-    """A video's label and the note under it: lines with their fonts, colours and heights."""
-
-    lines: Sequence[tuple[str, ImageFont.FreeTypeFont | ImageFont.ImageFont, tuple[int, int, int], int]]
-
-    @classmethod
-    def of(cls, name: str, notes: Mapping[str, str] | None, width: int, size: int, line_height: int) -> _Label:
-        font, small = _font(size), _font(13)
-        # A method's label, with spaces where a line may break.
-        head = _wrap(name.replace(":", ": ").replace(",", ", "), font, width)
-        note = _wrap((notes or {}).get(name, ""), small, width)
-        return cls([*((t, font, _INK, line_height) for t in head), *((t, small, _FAINT, 18) for t in note)])
-
-    @property
-    def height(self) -> int:
-        return sum(height for *_, height in self.lines)
-
-    @property
-    def width(self) -> int:
-        return max((int(font.getlength(text)) for text, font, *_ in self.lines), default=1)
-
-    def draw(self, draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
-        for text, font, colour, height in self.lines:
-            draw.text((x, y), text, colour, font=font)
-            y += height
+    (width, height), columns = size, min(columns, len(cells))
+    # A method's label gets spaces where a line may break.
+    texts = [
+        [(line, 15, _INK) for line in _wrap(label.replace(":", ": ").replace(",", ", "), 15, width)]
+        + [(line, 13, _FAINT) for line in _wrap(note, 13, width)]
+        for label, note, _ in cells
+    ]
+    bar = max(map(len, texts)) * _LINE + 4
+    head = _wrap(title, 17, columns * (width + _GAP) - _GAP)
+    top = _MARGIN + _LINE * len(head) + (_GAP if head else 0)
+    rows = -(-len(cells) // columns)
+    whole = (2 * _MARGIN + columns * (width + _GAP) - _GAP, top + rows * (bar + height + _GAP) + _MARGIN - _GAP)
+    sheet = Image.new("RGB", whole, _BACKGROUND)
+    draw, places = ImageDraw.Draw(sheet), []
+    for i, line in enumerate(head):
+        draw.text((_MARGIN, _MARGIN + i * _LINE), line, _INK, font=_font(17))
+    for place, (lines, (*_, frame)) in enumerate(zip(texts, cells, strict=True)):
+        x, y = _MARGIN + place % columns * (width + _GAP), top + place // columns * (bar + height + _GAP)
+        for i, (line, font, colour) in enumerate(lines):
+            draw.text((x, y + i * _LINE), line, colour, font=_font(font))
+        places.append((x, y + bar))
+        if frame is not None:
+            sheet.paste(_scaled(frame, size), places[-1])
+    return sheet, places
 
 
 def _common_shape(videos: Mapping[str, NDArray[np.uint8]]) -> tuple[int, ...]:
@@ -343,9 +299,9 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
-def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int, lines: int = 3) -> list[str]:
+def _wrap(text: str, size: int, width: int, lines: int = 3) -> list[str]:
     """`text` in at most `lines` lines of `width` pixels, cut with an ellipsis; nothing if the font lacks its script."""
-    text = " ".join(text.split())
+    text, font = " ".join(text.split()), _font(size)
     # Pillow's own font covers Latin; boxes in place of other scripts would tell the reader nothing.
     if not text or any(ord(character) > 0x24F and character not in "…–—·×→≥≤°" for character in text):
         return []

@@ -123,28 +123,29 @@ def load_adapter(pipe_or_transformer: Any, path: str | Path, **options: Any) -> 
     Args:
         pipe_or_transformer: as in `vmonarch.apply`.
         path: of the file or folder.
-        options: `dense_steps`, `grid` and `implementation` of the processor, in place of those that were saved.
+        options: `dense_steps`, `grid` and `implementation` of the processor, in place of those that were saved; others
+            must be those that were saved.
 
     Returns:
         The installation, as from `vmonarch.apply`.
 
     Raises:
-        TypeError: `pipe_or_transformer` has no supported transformer, or an option is not one of these.
+        TypeError: `pipe_or_transformer` has no supported transformer, or the processor no such option.
         ValueError: this is no adapter, one of another version or for another model, one with parameters missing,
             unexpected or of another shape, each of which is named; or the transformer has parameters of a processor or
             LoRA layers already.
         FileNotFoundError: there is no such file or folder, or its weights are missing.
         ImportError: the adapter has LoRA layers, and PEFT is not installed.
     """
-    unknown = sorted(set(options) - set(_FREE_OPTIONS))
-    if unknown:
-        raise TypeError(f"load_adapter takes the options {', '.join(_FREE_OPTIONS)}, got {', '.join(unknown)}")
     transformers = find_transformers(pipe_or_transformer)
     adapter = read_adapter(path, list(transformers))
     if adapter.processor not in _PROCESSORS:
         raise ValueError(f"{path} is for {adapter.processor}, supported: {', '.join(_PROCESSORS)}")
     kind = getattr(importlib.import_module(_PROCESSORS[adapter.processor]), adapter.processor)
     processor: VideoAttentionProcessor = kind.from_config(adapter.config | options)
+    for name in sorted(options.keys() - set(_FREE_OPTIONS)):
+        if processor.config[name] != adapter.config[name]:
+            raise ValueError(f"{name} is {adapter.config[name]} in {path}, got {processor.config[name]}")
     _check_models(adapter, transformers)
     for name, transformer in transformers.items():
         _check_names(adapter, name, _learnt(transformer, bind_all(transformer, processor)), lora=False)

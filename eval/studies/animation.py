@@ -1,6 +1,6 @@
 """An animated picture of one video of a comparison: `python -m vmonarch.eval.studies.animation outputs/demo/0001-…`.
 
-The folder is one that `vmonarch compare … --save-videos` has written. The methods stand side by side; the suffix of
+The folder is one that `vmonarch compare` has written. The methods stand side by side; the suffix of
 --output decides between WebP and GIF.
 """
 
@@ -20,18 +20,19 @@ LABELS = {"full": "full attention", "vmonarch": "VMonarch, every step"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; an error where the folder holds no videos of single methods."""
+    """Command line; an error where the folder holds no finished comparison."""
     parser = script_parser("studies.animation", __doc__)
-    parser.add_argument("folder", type=Path, help="a comparison that was made with --save-videos")
+    parser.add_argument("folder", type=Path, help="a comparison")
     parser.add_argument("--width", type=int, default=900, help="pixels (default: 900)")
     parser.add_argument("--output", type=Path, default=Path("docs/images/demo.webp"))
     options = parser.parse_args(arguments)
     try:
-        record = json.loads((options.folder / "comparison.json").read_text(encoding="utf-8"))
-        files = record["videos"][0]["files"]["videos"]
+        record = json.loads((options.folder / "evaluation.json").read_text(encoding="utf-8"))
+        item = record["items"][0]
     except (OSError, KeyError) as error:
-        parser.error(f"{options.folder} holds no videos of single methods; run compare with --save-videos ({error})")
-    videos = {method: read_video(options.folder / name) for method, name in files.items()}
+        parser.error(f"{options.folder} holds no finished comparison ({error})")
+    folder = options.folder / item["folder"]
+    videos = {row["method"]: read_video(folder / row["video"]) for row in item["results"]}
     frames = side_by_side({LABELS.get(method, method): video for method, (video, _) in videos.items()})
     size = (options.width, round(frames.shape[1] * options.width / frames.shape[2]))
     first, *more = (Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS) for frame in frames)

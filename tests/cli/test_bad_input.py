@@ -17,143 +17,76 @@ from vmonarch.pipelines.model_folder import ModelFolder
 
 PROMPT = "a red circle moving right"
 
-# Of each command: arguments after a prompt, and what the message must hold; each is a usage error (exit code 2).
+# Of each command: arguments after a prompt, and what the message must hold; each is a usage error (exit code 2). One
+# case for each check: what all settings share, a type or a range, is shown with one of them.
 GENERATE = {
+    "another type": (["--height", "tall"], ["--height", "an integer or null, got 'tall'"]),
+    "another type in an override": (["height=32.5"], ["--height", "an integer"]),
+    "environment in a value": (["steps=${oc.env:HOME}"], ["--steps", "an integer"]),
+    "override that is no yaml": (["steps=[1,"], ["--steps", "YAML"]),
+    "override with hyphens": (["num-frames=5"], ["prompt", "'num-frames=5'", "write num_frames=5"]),
+    "unknown key": (["step=3"], ["step", "no known key", "did you mean steps?"]),
+    "unknown option": (["--stepz", "3"], ["--stepz", "did you mean --steps?"]),
+    "option with an underscore": (["--num_frames=9"], ["--num_frames=9", "did you mean --num-frames?"]),
+    "below the range": (["--steps", "0"], ["--steps", "from 1 to 1000, got 0"]),
+    "above the range": (["fps=1e9"], ["--fps", "from 0.1 to 240"]),
+    "not finite": (["--guidance", "inf"], ["--guidance", "finite and at least 0, got inf"]),
+    "not a number": (["--flow-shift", "nan"], ["--flow-shift", "finite"]),
+    "none of the choices": (["--offload", "disk"], ["--offload", "none, model, group"]),
     "height not of 16": (["--height", "40"], ["--height", "multiple of 16", "32 or 48"]),
     "height far too large": (["--height", str(16 * 10**22)], ["--height", "at most 1024 for this model"]),
-    "height by the power": (["height=1e23"], ["--height", "an integer"]),
-    "width too large": (["--width", "1040"], ["--width", "at most 1024 for this model"]),
     "too many frames": (["--num-frames", "257"], ["--num-frames", "at most 253 for this model"]),
-    "too many steps": (["--steps", "1001"], ["--steps", "at most 1000"]),
-    "too many text tokens": (["--max-sequence-length", "100000"], ["--max-sequence-length", "at most 512"]),
-    "too many frames a second": (["--fps", "1e9"], ["--fps", "between 0.1 and 240"]),
-    "too few frames a second": (["fps=1e-9"], ["--fps", "between 0.1 and 240"]),
-    "width not of 16": (["--width", "50"], ["--width", "multiple of 16", "48 or 64"]),
-    "height zero": (["--height", "0"], ["--height", "at least 1"]),
-    "width negative": (["--width", "-16"], ["--width", "at least 1"]),
-    "height a fraction": (["height=32.5"], ["--height", "an integer"]),
-    "height a word": (["--height", "tall"], ["--height", "int"]),
     "frames not 4k+1": (["--num-frames", "10"], ["--num-frames", "4·k + 1", "9 or 13"]),
-    "frames zero": (["--num-frames", "0"], ["--num-frames", "at least 1"]),
-    "frames negative": (["--num-frames", "-3"], ["--num-frames", "at least 1"]),
-    "steps zero": (["--steps", "0"], ["--steps", "at least 1"]),
-    "steps negative": (["--steps", "-5"], ["--steps", "at least 1"]),
-    "guidance nan": (["--guidance", "nan"], ["--guidance", "finite"]),
-    "guidance infinite": (["--guidance", "inf"], ["--guidance", "finite"]),
-    "guidance negative": (["--guidance", "-1"], ["--guidance", "at least 0"]),
     "guidance_2 with one transformer": (["--guidance-2", "3"], ["--guidance-2", "two transformers"]),
-    "flow shift zero": (["--flow-shift", "0"], ["--flow-shift", "above 0"]),
-    "fps zero": (["--fps", "0"], ["--fps", "above 0"]),
-    "fps nan": (["--fps", "nan"], ["--fps", "finite"]),
-    "batch of none": (["--batch-size", "0"], ["--batch-size", "at least 1"]),
-    "no text tokens": (["--max-sequence-length", "0"], ["--max-sequence-length", "at least 1"]),
-    "empty prompt": ([""], ["prompt", "empty"]),
     "blank prompt": ([" \t\n "], ["prompt", "empty"]),
     "10,000 characters": (["red circle " * 910], ["prompt", "at most 512 tokens", "1821"]),
-    "prompt longer than asked": (["--max-sequence-length", "4"], ["prompt", "at most 4 tokens", "has 6"]),
     "prompt of millions": ([f"prompts=['{'a ' * 10**6}']"], ["prompt", "at most 65,536 characters, got 2,000,000"]),
     "long negative prompt": (["--negative-prompt", "red " * 600], ["--negative-prompt", "512 tokens", "601"]),
-    "duplicate seeds": (["--seed", "1", "2", "1"], ["--seed", "must differ", "[1]"]),
-    "negative seed": (["--seed", "-1"], ["--seed", "between 0 and"]),
-    "seed too large": (["--seed", str(2**63)], ["--seed", "between 0 and"]),
-    "seed a fraction": (["--seed", "1.5"], ["--seed", "integers", "1.5"]),
-    "seed a word": (["--seed", "one"], ["--seed", "integers", "one"]),
-    "no seed": (["seeds=[]"], ["--seed", "at least one"]),
+    "duplicate seeds": (["--seed", "1", "2", "1"], ["--seed", "differ", "(1, 2, 1)"]),
+    "seed too large": (["--seed", str(2**63)], ["--seed", f"from 0 to {2**63 - 1}"]),
+    "prompt among the seeds": (["--seed", "1", "a red circle"], ["--seed", "integers", "prompts go before --seed"]),
+    "no seed": (["seeds=[]"], ["--seed", "one or more"]),
     "revision of a folder": (["--revision", "main"], ["--revision", "models of the hub"]),
-    "revision of the embedded model": (["--model", "embedded", "--revision", "main"], ["--revision", "'embedded'"]),
     "frame that is not there": (
         ["--attention", "vmonarch:exact={rows: [99]}"],
         ["--attention", "exact does not fit", "frame 99", "3 latent frames"],
     ),
-    "more tiles than rows": (
-        ["attention.tiles=[100,100]"],
-        ["--attention", "tiles (100, 100)", "rows and columns of a frame, (2, 3)"],
-    ),
+    "more tiles than rows": (["attention.tiles=[100,100]"], ["--attention", "tiles (100, 100)", "a frame, (2, 3)"]),
     "more dense steps than steps": (["attention.dense_steps=50"], ["--attention", "dense_steps=50", "only 2 steps"]),
     "dense layer that is not there": (["attention.dense_layers=[2]"], ["--attention", "dense_layers", "2 layers"]),
-    "more blocks than frames": (
-        ["attention=monarch-t4"],
-        ["--attention", "'monarch-t4'", "blocks", "axis T", "3 long"],
-    ),
-    "frames without keys": (
-        ["--attention", "local:exact={columns: [7]}"],
-        ["--attention", "frame 7", "3 latent frames"],
-    ),
-    "missing model folder": (["--model", "./nowhere"], ["--model", "no folder", "embedded", "hub id"]),
-    "empty model name": (["--model", ""], ["--model"]),
-    "model is a file": (["--model", "FILE"], ["--model", "is a file"]),
     "unknown attention": (["--attention", "vmonach"], ["--attention", "vmonarch-t1", "did you mean vmonarch?"]),
-    "unknown attention parameter": (["attention.iterations=3"], ["attention.iterations", "known", "num_iterations"]),
-    "attention parameter of another type": (
-        ["attention.num_iterations=two"],
-        ["attention.num_iterations", "a positive integer"],
-    ),
-    "no iterations": (["attention.num_iterations=0"], ["attention.num_iterations", "at least 1"]),
-    "parameters for full": (["attention=full", "attention.coarse=2"], ["attention.coarse", "known: none"]),
-    "unknown exact": (["attention.exact=first"], ["attention.exact", "first_frame", "rows"]),
-    "unknown part of exact": (["attention.exact.bands=1"], ["exact.bands", "known", "band"]),
-    "negative band": (["attention.exact.band=-1"], ["attention.exact", "at least 0"]),
-    "unknown implementation": (
-        ["attention.implementation=cuda"],
-        ["attention.implementation", "auto, triton, torch"],
-    ),
-    "dense steps over 1": (
-        ["attention.dense_steps=1.5"],
-        ["attention.dense_steps", "fraction must lie between 0.0 and 1.0"],
-    ),
-    "unknown key": (["step=3"], ["step", "no known key", "did you mean steps?"]),
-    "value of another type": (["guidance=high"], ["--guidance", "a number", "high"]),
-    "environment in a value": (["steps=${oc.env:HOME}"], ["--steps", "an integer"]),
-    "override that is no yaml": (["steps=[1,"], ["--steps", "YAML"]),
+    "unknown attention option": (["attention.iterations=3"], ["attention.iterations", "known", "num_iterations"]),
+    "attention option of another type": (["attention.num_iterations=two"], ["attention.num_iterations", "integer"]),
+    "options for full": (["attention=full", "attention.coarse=2"], ["attention.coarse", "known: none"]),
+    "missing model folder": (["--model", "./nowhere"], ["--model", "no folder", "embedded", "hub id"]),
+    "model is a file": (["--model", "FILE"], ["--model", "is a file"]),
     "unknown device": (["--device", "tpu"], ["--device", "auto, cpu, cuda"]),
-    "cuda number a word": (["--device", "cuda:x"], ["--device", "cuda:N"]),
-    "unknown dtype": (["--dtype", "int8"], ["--dtype", "auto, float32, bfloat16, float16"]),
     "float16 on the CPU": (["--dtype", "float16", "--device", "cpu"], ["--dtype", "float32, bfloat16"]),
-    "unknown offload": (["--offload", "disk"], ["--offload", "none, model, group"]),
     "offload on the CPU": (["--offload", "model", "--device", "cpu"], ["--offload", "CUDA"]),
     "output path is a file": (["--output-dir", "FILE"], ["--output-dir", "is a file"]),
-    "output path under a file": (["--output-dir", "FILE/deeper"], ["--output-dir", "cannot be written"]),
     "unwritable output": (["--output-dir", "/proc/outputs"], ["--output-dir", "cannot be written"]),
-    "empty output": (["--output-dir", ""], ["--output-dir", "a folder"]),
-    "wan's defaults are no config": (["--config", "wan"], ["--config", "YAML file or one of", "wan2.1-t2v-1.3b"]),
-    "override with hyphens": (["num-frames=5"], ["prompt", "'num-frames=5'", "write num_frames=5"]),
     "missing config": (["--config", "none.yaml"], ["--config", "YAML file or one of", "wan2.1-t2v-1.3b"]),
     "config is no mapping": (["--config", "LIST"], ["--config", "mapping"]),
     "config is no yaml": (["--config", "BROKEN"], ["--config", "YAML"]),
     "unknown key in config": (["--config", "UNKNOWN"], ["stepz", "no known key", "did you mean steps?"]),
-    "missing prompt file": (["--prompt-file", "none.txt"], ["--prompt-file", "no file"]),
+    "missing prompt file": (["--prompt-file", "none.txt"], ["--prompt-file", "No such file"]),
     "empty prompt file": (["--prompt-file", "EMPTY"], ["--prompt-file", "at least one prompt"]),
     "prompt file not utf-8": (["--prompt-file", "LATIN"], ["--prompt-file", "UTF-8"]),
-    "prompt file is a folder": (["--prompt-file", "."], ["--prompt-file", "text file"]),
     "image for a text model": (["--image", "FILE"], ["--image", "text-to-video"]),
-    "missing record": (["--from-json", "none.json"], ["--from-json", "no file"]),
-    "malformed record": (["--from-json", "BROKEN"], ["--from-json", "JSON"]),
+    "missing record": (["--from-json", "none.json"], ["--from-json", "none.json"]),
     "record of something else": (["--from-json", "OTHER"], ["--from-json", "no record of a generated video"]),
-    "incomplete record": (["--from-json", "PARTIAL"], ["--from-json", "incomplete", "batch"]),
-    "unknown option": (["--stepz", "3"], ["--stepz", "did you mean --steps?"]),
-    "option with an underscore": (["--num_frames=9"], ["--num_frames=9", "did you mean --num-frames?"]),
-    "option without its value": (["--height"], ["--height", "expected one argument"]),
+    "incomplete record": (["--from-json", "PARTIAL"], ["--from-json", "incomplete"]),
 }
-
 
 COMPARE = {
     "unknown method": (["--methods", "full", "quick"], ["--methods", "vmonarch-t1", "stack-near-lossless", "'quick'"]),
     "method twice": (["--methods", "vmonarch", "vmonarch"], ["--methods", "must differ", "vmonarch"]),
-    "unknown parameter": (["--methods", "vmonarch:steps=2"], ["methods.steps", "no known key"]),
+    "unknown option": (["--methods", "vmonarch:steps=2"], ["methods.steps", "no known key"]),
     "unknown reference": (["--reference", "exact"], ["--reference", "full"]),
     "no strip": (["--strip-frames", "0"], ["--strip-frames", "at least 1"]),
     "attention is generate's": (["attention=full"], ["attention", "no known key", "methods"]),
-    "frame that is not there": (
-        ["--methods", "full", "vmonarch:exact={rows: [99]}"],
-        ["--methods", "'vmonarch:exact={rows: [99]}'", "frame 99"],
-    ),
-    "reference with a frame that is not there": (["--reference", "vmonarch:exact={rows: [99]}"], ["--reference", "99"]),
-    "more dense steps than steps": (
-        ["--methods", "flashbias:dense_steps=[2]"],
-        ["--methods", "dense_steps", "2 steps"],
-    ),
+    "frame that is not there": (["--methods", "vmonarch:exact={rows: [99]}"], ["--methods", "frame 99"]),
     "sizes are checked too": (["--height", "40"], ["--height", "multiple of 16"]),
-    "unknown preset": (["--config", "none"], ["--config", "iterations"]),
 }
 
 # Of the others: all arguments.
@@ -161,109 +94,49 @@ ON_CPU = ["kernels", "--device", "cpu"]
 TUNING = ["--device", "cpu", "--dtype", "float32", "--output", "table.json"]
 
 EVAL = {
-    "no prompt": ([], ["prompt is missing"]),
     "prompt twice": (["a red", "a red"], ["must differ"]),
     "baseline": (["a red", "--baseline", "vmonarch-t9"], ["--baseline must be one of full, vmonarch"]),
     "prompt set": (["--prompt-set", "movies"], ["--prompt-set must be one of embedded"]),
-    "no prompts of a set": (["--prompt-set", "embedded", "--num-prompts", "0"], ["--num-prompts must be an integer"]),
-    "more prompts than there are": (
-        ["--prompt-set", "embedded", "--num-prompts", "1000"],
-        ["--num-prompts must be at most 64"],
-    ),
+    "more prompts than there are": (["--prompt-set", "embedded", "--num-prompts", "1000"], ["at most 64"]),
     "overwrite": (["a red", "--overwrite"], ["unrecognized arguments: --overwrite"]),
-    "overwrite as a key": (["a red", "overwrite=true"], ["overwrite cannot be used"]),
     "vbench": (["a red", "--vbench", "imaging"], ["did you mean imaging_quality?"]),
-    "frame that is not there": (["a red", "--methods", "vmonarch:exact={rows: [99]}"], ["names frame 99"]),
-    "report": (["a red", "--report-items", "-1"], ["--report-items must be an integer of at least 0"]),
-    "timeout": (["a red", "vbench_timeout=0"], ["vbench_timeout must be above 0"]),
-    "unknown method": (["a red", "--methods", "vmonarch-t"], ["--methods must be one of"]),
-    "unknown config": (
-        ["a red", "--config", "table9"],
-        ["refresh, refresh-plans-embedded, refresh-two-resolution, schedules, stack, table2"],
-    ),
+    "report": (["a red", "--report-items", "-1"], ["--report-items must be", "at least 0"]),
 }
 
 CALIBRATE = {
-    "no prompt": ([], ["prompt is missing"]),
     "both budgets": (["p", "--budget", "1", "--flops", "1"], ["budget and flops exclude each other"]),
-    "time without the default": (
-        ["p", "--candidates", "vmonarch-t1", "--time", "1"],
-        ["time is relative to VMonarch with its defaults"],
-    ),
-    "refining nothing": (["p", "--refine", "-1"], ["refine must be a number of plans"]),
+    "time without the default": (["p", "--candidates", "vmonarch-t1", "--time", "1"], ["time is relative to VMonarch"]),
     "refining without gradients": (["p", "--refine", "2", "--no-sensitivity"], ["refine", "leave out no-sensitivity"]),
-    "refining plans without error": (["p", "--refine", "2", "--budget", "0"], ["refine", "leave out budget"]),
-    "refining plans for an error": (["p", "--refine", "2", "--budget", "1"], ["refine", "leave out budget"]),
-    "work and time": (["p", "--time", "1", "--flops", "1"], ["flops and time exclude each other"]),
-    "another kind": (
-        ["p", "--candidates", "full"],
-        ["candidates must be of the processors vmonarch or two_resolution or first_order, got 'full' of full"],
-    ),
+    "another processor": (["p", "--candidates", "full"], ["candidates must be of the processors vmonarch or"]),
     "work that depends on data": (
         ["p", "--candidates", "two-resolution:share=null,beta=1.0"],
         ["candidates must have work that is known beforehand"],
     ),
     "dense": (["p", "--candidates", "vmonarch:dense_steps=1"], ["must leave dense_steps alone"]),
-    "twice": (["p", "--candidates", "vmonarch", "vmonarch"], ["candidates must differ; repeated: vmonarch"]),
-    "no step": (["p", "--every", "0"], ["every must be at least 1, got 0"]),
-    "no map": (["p", "--maps", "1-2"], ["maps must be layer:head, such as 3:0, got '1-2'"]),
-    "map in other digits": (["p", "--maps", "²:0"], ["maps must be layer:head, such as 3:0, got '²:0'"]),
+    "no map": (["p", "--maps", "²:0"], ["maps must be layer:head, such as 3:0, got '²:0'"]),
     "map outside": (["p", "--maps", "9:0"], ["maps must lie in 2 layers of 2 heads, got 9:0"]),
     "negative budget": (["p", "--budget", "-1"], ["--budget must be finite and at least 0, got -1.0"]),
-    "no work": (["p", "--flops", "nan"], ["--flops must be finite and at least 0, got nan"]),
     "less work than the cheapest": (["p", "--flops", "0.01"], ["--flops must be at least 0."]),
     "unknown measure": (["p", "--measure", "klo"], ["got 'klo' (did you mean kl?)"]),
-    "limit of an unknown measure": (["p", "--limit", "lk=0.5"], ["--limit must be of error, layer_error,"]),
-    "limit without the default": (
-        ["p", "--candidates", "vmonarch-t1", "--limit", "kl=1"],
-        ["limit is relative to VMonarch"],
-    ),
-    "measure that is left out": (
-        ["p", "--measure", "output_error", "--no-sensitivity"],
-        ["--measure cannot be output_error without sensitivity"],
-    ),
-    "frame that is not there": (["p", "--candidates", "vmonarch:exact={rows: [99]}"], ["names frame 99"]),
+    "measure that is left out": (["p", "--measure", "output_error", "--no-sensitivity"], ["without sensitivity"]),
     "no share": (["p", "--limit", "kl"], ["limit must be measure=share with a positive share, such as kl=0.5"]),
-    "limit of what": (["p", "--budget", "1", "--limit", "kl=0.5"], ["limit is for flops"]),
     "plan alone": (["p", "--plan", "x.json"], ["plan is for --diagnosis"]),
 }
 
 BENCH = {
     "unknown shape": ([*ON_CPU, "--shapes", "43x28"], ["--shapes", "43x28x52", "'43x28'"]),
-    "shape of nothing": ([*ON_CPU, "--shapes", "0x28x52"], ["--shapes", "frames x height x width"]),
-    "shape twice": ([*ON_CPU, "--shapes", "2x4x4", "2x4x4:12"], ["--shapes", "different"]),
-    "no shape": ([*ON_CPU, "--shapes", ","], ["--shapes"]),
-    "unknown method": ([*ON_CPU, "--methods", "vmonarch,fa3"], ["--methods", "fa2", "'fa3'"]),
     "method close to a known one": ([*ON_CPU, "--methods", "vmonach"], ["--methods", "did you mean vmonarch?"]),
-    "method twice": ([*ON_CPU, "--methods", "fa2", "fa2"], ["--methods", "differ"]),
-    "method measured nowhere": (
-        [*ON_CPU, "--methods", "vmonarch-torch", "--shapes", "2x4x4"],
-        ["--methods", "32x32x64"],
-    ),
-    "unknown pass": ([*ON_CPU, "--passes", "sideways"], ["--passes", "forward, backward"]),
     "head dimension too large": ([*ON_CPU, "--head-dims", "512"], ["--head-dims", "1 to 256", "512"]),
-    "head dimension a word": ([*ON_CPU, "--head-dims", "wide"], ["--head-dims", "1 to 256"]),
-    "no rounds": ([*ON_CPU, "--rounds", "0"], ["--rounds", "above 0"]),
-    "rounds a word": ([*ON_CPU, "--rounds", "many"], ["--rounds", "int"]),
-    "no budget": ([*ON_CPU, "--budget", "0"], ["--budget", "above 0"]),
-    "budget not a number": ([*ON_CPU, "--budget", "nan"], ["--budget", "above 0"]),
-    "output is a folder": ([*ON_CPU, "--output", "."], ["--output", "folder"]),
+    "no budget": ([*ON_CPU, "--budget", "nan"], ["--budget", "above 0"]),
     "output under a file": ([*ON_CPU, "--output", "FILE/x.json"], ["--output", "cannot be written"]),
-    "unwritable output": ([*ON_CPU, "--output", "/proc/x/y.json"], ["--output", "cannot be written"]),
     "unknown device": (["kernels", "--device", "tpu9"], ["--device", "cuda:N", "tpu9"]),
-    "another kind of device": (["kernels", "--device", "meta"], ["--device", "cuda:N", "meta"]),
-    "nothing to bench": ([], ["kernels"]),
     "something else to bench": (["everything"], ["kernels", "everything"]),
 }
 
 TUNE = {
     "unknown kernel": ([*TUNING, "--kernels", "r_stop"], ["--kernels", "r_step_last", "'r_stop'"]),
-    "unknown dtype": ([*TUNING, "--dtype", "int8"], ["--dtype", "bfloat16, float16, float32"]),
     "dtype of the interpreter": ([*TUNING, "--dtype", "bfloat16"], ["--dtype", "interpreter", "float32"]),
     "interpreter without output": (["--device", "cpu", "--dtype", "float32"], ["--output"]),
-    "head dimension": ([*TUNING, "--head-dims", "0"], ["--head-dims", "1 to 256"]),
-    "shape": ([*TUNING, "--shapes", "small"], ["--shapes", "frames x height x width"]),
-    "budget": ([*TUNING, "--budget", "-1"], ["--budget", "above 0"]),
     "output is a folder": ([*TUNING, "--output", "."], ["--output", "folder"]),
 }
 
@@ -328,12 +201,6 @@ def test_usage_errors(
     assert sorted(files) == sorted(path.name for path in cli.folder.rglob("*") if path.is_file())
     assert cli.outputs(f"outputs/{command}") == []
     assert command != "eval" or not (cli.folder / "outputs").exists()
-
-
-def test_the_environment_is_out_of_reach(cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HIDDEN_STEPS", "3")
-    for override in ("steps=${oc.env:HIDDEN_STEPS}", "attention.coarse=${oc.env:HIDDEN_STEPS}"):
-        assert_refused(cli("generate", PROMPT, override), 2, ["integer", "HIDDEN_STEPS"])
 
 
 WORDS = ["a", "red", "circle", "moving", "right"]
@@ -404,24 +271,18 @@ def edit_weights(model: Path, component: str, *, without: str = "", extra: str |
 # Damage to a model folder, and what the message must hold; each is an error of the run (exit code 1).
 DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no index": (lambda m: (m / "model_index.json").unlink(), ["model_index.json", "diffusers pipeline"]),
-    "corrupt index": (lambda m: truncate(m / "model_index.json", 0.5), ["model_index.json", "JSON"]),
-    "index is a list": (lambda m: (m / "model_index.json").write_text("[]"), ["model_index.json", "object"]),
     "other pipeline": (
         lambda m: edit_json(m / "model_index.json", _class_name="FluxPipeline"),
         ["FluxPipeline", "WanPipeline, WanImageToVideoPipeline, HunyuanVideoPipeline"],
     ),
     "index without vae": (lambda m: edit_json(m / "model_index.json", vae=None), ["no vae"]),
-    "index without transformer": (lambda m: edit_json(m / "model_index.json", transformer=None), ["no transformer"]),
     "missing component": (lambda m: shutil.rmtree(m / "vae"), ["no folder vae/"]),
-    "missing component config": (lambda m: (m / "vae/config.json").unlink(), ["vae", "config.json"]),
     "missing weights": (lambda m: weights(m, "transformer").unlink(), ["transformer", "no weights", "safetensors"]),
     "pickled weights": (
         lambda m: weights(m, "transformer").rename(m / "transformer/diffusion_pytorch_model.bin"),
         ["transformer", "pickled ones are not"],
     ),
-    "truncated weights": (lambda m: truncate(weights(m, "transformer"), 0.9), ["safetensors", "damaged", "bytes"]),
-    "truncated header": (lambda m: truncate(weights(m, "text_encoder"), 0.001), ["text_encoder", "header"]),
-    "empty weights": (lambda m: weights(m, "vae").write_bytes(b""), ["vae", "damaged"]),
+    "truncated weights": (lambda m: truncate(weights(m, "transformer"), 0.9), ["safetensors", "damaged", "header"]),
     "missing shard": (
         lambda m: (m / "vae/diffusion_pytorch_model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
@@ -434,10 +295,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda m: edit_weights(m, "text_encoder", without="encoder.block.0.layer.0.SelfAttention.q.weight"),
         ["text_encoder/model.safetensors", "lacks 1 of the tensors", "encoder.block.0.layer.0.SelfAttention.q.weight"],
     ),
-    "vae without a tensor": (
-        lambda m: edit_weights(m, "vae", without="decoder.conv_in.bias"),
-        ["vae/diffusion_pytorch_model.safetensors", "lacks 1 of the tensors", "decoder.conv_in.bias"],
-    ),
     "vae with another tensor": (
         lambda m: edit_weights(m, "vae", extra="decoder.conv_in.gain"),
         ["vae/diffusion_pytorch_model.safetensors", "holds 1 tensors", "AutoencoderKLWan", "decoder.conv_in.gain"],
@@ -445,14 +302,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "config of fewer layers": (
         lambda m: edit_json(m / "transformer/config.json", num_layers=1),
         ["transformer/diffusion_pytorch_model.safetensors", "holds", "blocks.1.attn1.norm_k.weight", "more"],
-    ),
-    "config of more layers": (
-        lambda m: edit_json(m / "transformer/config.json", num_layers=3),
-        ["transformer/diffusion_pytorch_model.safetensors", "lacks", "blocks.2.attn1.norm_k.weight", "more"],
-    ),
-    "unknown scheduler": (
-        lambda m: edit_json(m / "model_index.json", scheduler=["diffusers", "NoSuchScheduler"]),
-        ["cannot be loaded", "NoSuchScheduler"],
     ),
 }
 
@@ -489,17 +338,13 @@ def test_a_scheduler_without_flow_shift(cli, broken_model: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"prompts": "a text"}, "prompts must be a sequence"),
-        ({"prompts": (3,)}, "prompts must be texts"),
+        ({"prompts": "a text"}, "prompts must be a list, each text"),
         ({"prompts": ("\ud800",)}, "prompts must be Unicode"),
-        ({"prompts": ("a\0b",)}, "prompts must not hold NUL"),
-        ({"seeds": (True,)}, "seeds must be integers"),
-        ({"height": 32.0}, "height must be an integer"),
-        ({"steps": True}, "steps must be an integer"),
-        ({"guidance": "5"}, "guidance must be a number"),
+        ({"negative_prompt": "a\0b"}, "negative_prompt must not be empty, nor hold NUL"),
+        ({"seeds": (True,)}, "seeds must be a list, each an integer"),
+        ({"height": 32.0}, "height must be an integer or null"),
         ({"attention": 3}, "attention must be a method's name"),
         ({"attention": {"num_iterations": 3}}, "attention must be one of"),
-        ({"device": "CPU"}, "device must be auto, cpu, cuda"),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -19,13 +20,13 @@ import pytest
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.pipelines import loading, outputs, records, sampling
-from vmonarch.pipelines.config import GenerateConfig, build_config, complete, open_image
+from vmonarch.pipelines import loading, outputs, sampling
+from vmonarch.pipelines.config import GenerateConfig, build_config, complete
+from vmonarch.pipelines.first_frame import open_image
 from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.model_folder import find_model
-from vmonarch.pipelines.outputs import GenerationError
 from vmonarch.pipelines.records import load_record
-from vmonarch.pipelines.video_io import VideoError, read_video
+from vmonarch.pipelines.video_io import read_video
 
 PROMPT = "a red circle moving right"
 TINY = {"height": 32, "width": 48, "num_frames": 9, "steps": 2, "negative_prompt": "", "device": "cpu"}
@@ -88,21 +89,20 @@ def test_the_record_tells_all(cli) -> None:
 OPTIONAL = ("revision", "scheduler", "image", "guidance_2", "true_guidance", "flow_shift")
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_from_json_repeats_every_bit(cli, batch_size: int) -> None:
-    assert cli("generate", PROMPT, "a blue square", "--batch-size", batch_size, "--seed", 7)[0] == 0
+def test_from_json_makes_the_same_video_again(cli) -> None:
+    assert cli("generate", PROMPT, "a blue square", "--seed", 7, "--guidance", 1)[0] == 0
     folder = cli.folder / "outputs/generate"
     before = cli.records()
     for record in before:
         name = record["video"].replace(".mp4", ".json")
         code, _, err = cli("generate", "--from-json", folder / name, "--quiet", tiny=False)
-        assert code == 0 and "bit-identical" in err, err
+        assert code == 0, err
     after = cli.records()[2:]
     assert [r["frames_sha256"] for r in after] == [r["frames_sha256"] for r in before]
+    assert before[0]["transformer_calls"] == 2, "two steps without guidance"
     for old, new in zip(before, after, strict=True):
         assert (folder / old["video"]).read_bytes() == (folder / new["video"]).read_bytes()
         assert {**old["config"], "output_dir": ""} == {**new["config"], "output_dir": ""}
-        assert old["batch"] == new["batch"]
 
 
 def test_from_json_with_overrides_makes_another_video(cli) -> None:
@@ -110,7 +110,7 @@ def test_from_json_with_overrides_makes_another_video(cli) -> None:
     first = cli.outputs()[0].split(".")[0]
     path = f"outputs/generate/{first}.json"
     code, _, err = cli("generate", "--from-json", path, "--seed", 4, "attention=vmonarch-t1", tiny=False)
-    assert code == 0 and "identical" not in err and "differs" not in err
+    assert code == 0, err
     old, new = cli.records()
     assert new["seed"] == 4 and new["config"]["attention"]["num_iterations"] == 1
     assert new["frames_sha256"] != old["frames_sha256"] and new["prompt"] == PROMPT
@@ -125,17 +125,6 @@ def test_from_json_refuses_a_changed_model(cli, broken_model: Path) -> None:
     weights.write_bytes(changed)
     code, _, err = cli("generate", "--from-json", path, tiny=False)
     assert code == 2 and "--from-json" in err and "weights have changed" in err
-
-
-def test_from_json_says_when_the_machine_differs(cli) -> None:
-    assert cli("generate", PROMPT)[0] == 0
-    path = cli.folder / f"outputs/generate/{cli.outputs()[0].split('.')[0]}.json"
-    record = json.loads(path.read_text())
-    record["frames_sha256"] = "0" * 64
-    record["environment"]["torch_threads"] = 97
-    path.write_text(json.dumps(record))
-    code, _, err = cli("generate", "--from-json", path, "--quiet", tiny=False)
-    assert code == 0 and "differs from the recorded video" in err and "torch_threads was 97, is 1" in err
 
 
 def test_full_attention_is_the_stock_pipeline(tiny_model: Path, loaded: loading.LoadedModel) -> None:
@@ -166,15 +155,6 @@ def test_attention_methods_differ_and_leave_no_trace(loaded: loading.LoadedModel
     assert torch.allclose(everything, full, atol=1e-4), "all blocks exact is full attention"
 
 
-def test_generate_runs_the_attention_it_is_told(loaded: loading.LoadedModel, tmp_path: Path) -> None:
-    hashes = {}
-    for method in ("vmonarch-plain", "full", "vmonarch"):
-        settings = config(loaded.folder.path, attention=method, output_dir=str(tmp_path))
-        hashes[method] = generate(settings, model=loaded)[0].record["frames_sha256"]
-        assert hashes[method] == records.frames_sha256(sampled(loaded, [PROMPT], [0], attention=method)[0])
-    assert len(set(hashes.values())) == 3
-
-
 def test_a_seed_means_the_same_in_any_batch(loaded: loading.LoadedModel) -> None:
     alone = sampled(loaded, [PROMPT], [5])
     together = sampled(loaded, ["a blue square", PROMPT, PROMPT], [1, 5, 6])
@@ -195,11 +175,6 @@ def test_settings_reach_the_pipeline(tiny_model: Path, loaded: loading.LoadedMod
     assert not torch.equal(frames, sampled(loaded, [PROMPT], [0], attention="full"))
 
 
-def test_no_guidance_halves_the_transformer_calls(cli) -> None:
-    assert cli("generate", PROMPT, "--guidance", 1)[0] == 0
-    assert cli.records()[0]["transformer_calls"] == 2
-
-
 def test_a_record_of_before_is_read_where_what_is_gone_changed_nothing(cli) -> None:
     assert cli("generate", PROMPT)[0] == 0
     (path,) = (cli.folder / "outputs/generate").glob("*.json")
@@ -208,7 +183,7 @@ def test_a_record_of_before_is_read_where_what_is_gone_changed_nothing(cli) -> N
     record["config"]["attention"]["parallel_by"] = "heads"
     path.write_text(json.dumps(record))
     code, _, err = cli("generate", "--from-json", path, tiny=False)
-    assert code == 0 and "bit-identical" in err
+    assert code == 0, err
     path.write_text(json.dumps(record | {"config": record["config"] | {"batch_guidance": True}}))
     code, _, err = cli("generate", "--from-json", path, tiny=False)
     assert code == 2 and "batch_guidance is gone" in err
@@ -229,7 +204,8 @@ def test_image_to_video(cli, tiny_image_model: Path) -> None:
     assert first["frames_sha256"] != other["frames_sha256"]
     assert first["model"]["image_sha256"] != other["model"]["image_sha256"]
     code, _, err = cli("generate", "--from-json", f"outputs/generate/{cli.outputs()[0].split('.')[0]}.json", tiny=False)
-    assert code == 0 and "bit-identical" in err
+    assert code == 0, err
+    assert cli.records()[-1]["model"]["image_sha256"] == first["model"]["image_sha256"]
 
 
 def pictures(folder: Path) -> dict[str, tuple[Path, str]]:
@@ -360,7 +336,7 @@ def test_a_hub_model_is_recorded_with_its_commit(cli, monkeypatch: pytest.Monkey
     assert (record["config"]["model"], record["config"]["revision"]) == ("owner/name", "0123abcd")
     path = f"outputs/generate/{cli.outputs()[0].split('.')[0]}.json"
     code, _, err = cli("generate", "--from-json", path, tiny=False)
-    assert code == 0 and "bit-identical" in err
+    assert code == 0, err
     assert asked == [("owner/name", "main"), ("owner/name", "0123abcd")]
 
 
@@ -454,7 +430,7 @@ def test_a_file_size_limit_reaches_ffmpeg_and_leaves_nothing(cli, tiny_model: Pa
         env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(cli.folder), "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert run.returncode == 1, run.stderr
-    assert "Traceback" not in run.stderr and "no room to keep the raw frames" in run.stderr
+    assert "Traceback" not in run.stderr and "no room to keep" in run.stderr
     assert cli.outputs() == []
 
 
@@ -463,23 +439,12 @@ SIZE = ["--height", 32, "--width", 48, "--num-frames", 9, "--steps", 2, "--negat
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "terminate"])
 def test_an_interrupted_run_leaves_complete_videos_only(cli, forks, tiny_model: Path, number: int, code: int) -> None:
-    steps = [
-        "generate",
-        PROMPT,
-        "--model",
-        str(tiny_model),
-        *map(str, SIZE),
-        "--seed",
-        *map(str, range(500)),
-        "--quiet",
-    ]
-    (process,) = forks.start(cli.folder, "vmonarch", *steps)
+    steps = ["generate", PROMPT, "--model", tiny_model, *SIZE, "--seed", *range(500), "--quiet"]
+    (process,) = forks.start(cli.folder, "vmonarch", *map(str, steps))
     deadline = time.monotonic() + 90
     # At the sight of the second video's JSON the first video is complete; that of the second may be taken back.
-    while (
-        len([name for name in cli.outputs() if name[0] != "." and name.endswith(".json")]) < 2
-        and time.monotonic() < deadline
-    ):
+    while len([name for name in cli.outputs() if re.fullmatch(r"[^.].*json", name)]) < 2:
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     os.kill(process, number)
     ended, err = forks.wait()
@@ -535,10 +500,9 @@ def test_config_file_options_and_overrides_lie_in_that_order(cli) -> None:
     settings = record["config"]
     assert (settings["guidance"], settings["fps"], record["seed"], record["prompt"]) == (1.5, 5.0, 8, "a blue square")
     assert settings["attention"]["num_iterations"] == 4 and settings["attention"]["coarse"] == 2
-    assert record["transformer_calls"] == 4
 
 
-def test_another_method_drops_the_parameters_of_the_one_below() -> None:
+def test_another_method_drops_the_options_of_the_one_below() -> None:
     below = {"attention": {"name": "vmonarch", "num_iterations": 4}}
     assert build_config(GenerateConfig, below, {"attention": "full"}).attention.label == "full"
     merged = build_config(GenerateConfig, below, {"attention": {"coarse": 2}}).attention
@@ -546,9 +510,7 @@ def test_another_method_drops_the_parameters_of_the_one_below() -> None:
     assert merged.label == "vmonarch:num_iterations=4,coarse=2"
 
 
-@pytest.mark.parametrize(
-    "prompt", ["${oc.env:HOME}", "???", "E=mc2", "../../etc/passwd", "漢字 🎈", "-- a; rm -rf", "50% off\nnow"]
-)
+@pytest.mark.parametrize("prompt", ["${oc.env:HOME}", "???", "../../E=mc2", "漢字 🎈; 50% off\nnow"])
 def test_prompts_are_text_and_nothing_else(cli, prompt: str) -> None:
     (cli.folder / "p.yaml").write_text(json.dumps({"prompts": [prompt]}, ensure_ascii=False), encoding="utf-8")
     assert cli("generate", "--config", "p.yaml", "--steps", 1, "--no-contact-sheet")[0] == 0
@@ -580,9 +542,7 @@ def test_library_use(tiny_model: Path, tmp_path: Path, loaded: loading.LoadedMod
     assert all(video.video.is_file() and video.contact_sheet and video.contact_sheet.is_file() for video in videos)
     recorded = load_record(str(videos[1].record_path))
     again = generate(build_config(GenerateConfig, recorded.values), recorded=recorded)
-    assert again[0].reproduced is True
-    with pytest.raises(ValueError, match="seeds must differ"):
-        config(tiny_model, seeds=(1, 1))
+    assert again[0].record["frames_sha256"] == videos[1].record["frames_sha256"]
 
 
 @pytest.mark.parametrize("change", [{"flow_shift": 9.0}, {"dtype": "bfloat16"}, {"device": "auto"}], ids=str)
@@ -592,18 +552,3 @@ def test_a_loaded_pipeline_is_not_run_with_other_settings(
     with pytest.raises(ValueError, match=f"{next(iter(change))} must be .* with which the pipeline was loaded"):
         generate(config(loaded.folder.path, output_dir=str(tmp_path), **change), model=loaded)
     assert not list(tmp_path.iterdir())
-
-
-def test_library_errors_name_the_field(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "decode", lambda pipe, latents: torch.zeros(len(latents), 9, 3, 32, 48))
-    with pytest.raises(GenerationError, match="constant") as caught:
-        generate(config(tiny_model, output_dir=str(tmp_path / "out")))
-    assert isinstance(caught.value.__cause__, VideoError)
-
-
-def test_a_dirty_pipeline_is_cleaned_by_full(loaded: loading.LoadedModel) -> None:
-    import vmonarch
-
-    full = sampled(loaded, [PROMPT], [0], attention="full")
-    vmonarch.apply(loaded.pipe, vmonarch.VMonarchProcessor(exact=None))
-    assert torch.equal(sampled(loaded, [PROMPT], [0], attention="full"), full)

@@ -13,7 +13,6 @@ from vmonarch.cli import main
 from vmonarch.pipelines.config import GenerateConfig
 from vmonarch.pipelines.generation import generate
 from vmonarch.pipelines.processes import Shard, leaving_group
-from vmonarch.pipelines.records import environment_differences
 from vmonarch.pipelines.video_io import read_video
 
 SCRIPT = Path(__file__).parents[1] / "support" / "shared_generate.py"
@@ -42,7 +41,6 @@ def test_two_processes_make_the_videos_of_one(forks, tiny_two_stage_model, tmp_p
         frames = [read_video(path)[0].astype(np.int16) for path in (ours, shared)]
         # Sums in another order, then eight bits and an encoder.
         assert frames[0].std() > 10 and np.abs(frames[0] - frames[1]).max() <= 8
-        assert "processes was 2, is 1" in environment_differences(together["environment"], alone["environment"])
     assert alone["seed"] == 1 and np.abs(read_video(one[0])[0].astype(int) - read_video(one[1])[0]).mean() > 5
 
 

@@ -16,8 +16,9 @@ def test_an_animation_has_all_frames_of_all_methods_side_by_side(tmp_path, suffi
     for shade, name in enumerate(files.values()):
         video = np.full((5, 32, 48, 3), 60 + 100 * shade, dtype=np.uint8)
         encode_video(tmp_path / name, video + np.arange(5, dtype=np.uint8)[:, None, None, None] * 15, 15)
-    record = tmp_path / "comparison.json"
-    record.write_text(json.dumps({"videos": [{"files": {"videos": files}}]}))
+    results = [{"method": method, "video": name} for method, name in files.items()]
+    record = tmp_path / "evaluation.json"
+    record.write_text(json.dumps({"items": [{"folder": ".", "results": results}]}))
     assert animation.main([str(tmp_path), "--output", str(output), "--width", "300"]) == 0
     with Image.open(output) as picture:
         assert picture.n_frames == 5 and picture.width == 300 and picture.info["loop"] == 0
@@ -25,7 +26,7 @@ def test_an_animation_has_all_frames_of_all_methods_side_by_side(tmp_path, suffi
         last = np.asarray(picture.convert("RGB"))
     left, right = last[last.shape[0] * 3 // 4, [75, 225], 0]
     assert abs(int(left) - 120) < 10 and abs(int(right) - 220) < 10
-    record.write_text(json.dumps({"videos": [{"files": {"strips": "0001-strips.png"}}]}))
+    record.unlink()
     with pytest.raises(SystemExit):
         animation.main([str(tmp_path), "--output", str(output)])
-    assert "--save-videos" in capsys.readouterr().err
+    assert "no finished comparison" in capsys.readouterr().err

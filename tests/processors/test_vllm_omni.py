@@ -169,7 +169,6 @@ def test_dense_layers_and_steps_are_left_to_their_own_backend(omni, monkeypatch,
         ("vmonarch:dense_layers=0.5", "dense_layers must be a count or indices"),
         ("vmonarch:plan=embedded-1.00", "plan must be null"),
         ("vmonarch:reach=[1,2,2]", "bias must be null"),
-        ("vmonarch:parallel_by=frames", "parallel_by is gone"),
     ],
 )
 def test_a_method_that_is_not_told_enough_is_refused_before_a_model_is_built(omni, monkeypatch, method, message):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vmonarch.cli.parser import add_options
 from vmonarch.cli.sampling import (
     add_recipe_argument,
     add_sampling_arguments,
@@ -15,9 +15,9 @@ from vmonarch.cli.sampling import (
     sampling_config,
     sampling_layers,
 )
+from vmonarch.pipelines.config import GenerateConfig
 
 if TYPE_CHECKING:
-    from vmonarch.pipelines.config import GenerateConfig
     from vmonarch.pipelines.outputs import GeneratedVideo
 
 _EPILOG = """\
@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, group="generate")
     parser.add_argument("--attention", metavar="METHOD", help=f"{method_help()} (default vmonarch)")
     add_recipe_argument(parser, "attention")
-    parser.add_argument("--from-json", metavar="FILE", help="make the video of this record again, bit for bit")
-    parser.add_argument("--no-contact-sheet", dest="contact_sheet", action="store_false", default=None, help="no PNG")
+    parser.add_argument("--from-json", metavar="FILE", help="make the video of this record again")
+    add_options(parser, GenerateConfig, "contact_sheet")
     parser.epilog = _EPILOG
 
 
@@ -50,11 +50,10 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError, GenerationError: see `vmonarch.pipelines.generation.generate`.
     """
-    from vmonarch.pipelines.config import GenerateConfig
     from vmonarch.pipelines.generation import generate
     from vmonarch.pipelines.outputs import GenerationError
     from vmonarch.pipelines.processes import Shard
-    from vmonarch.pipelines.records import environment_differences, load_record
+    from vmonarch.pipelines.records import load_record
 
     layers = sampling_layers(GenerateConfig, arguments)
     recorded = None if arguments.from_json is None else load_record(arguments.from_json)
@@ -68,15 +67,6 @@ def run(arguments: argparse.Namespace) -> None:
         _report(error.videos, config, quiet=arguments.quiet)
         raise
     _report(videos, config, quiet=arguments.quiet)
-    # An overridden setting is a wish for another video, not a failure to reproduce one.
-    if recorded is not None and not any(layers):
-        for video in videos:
-            if video.reproduced:
-                print("bit-identical to the recorded video", file=sys.stderr)
-            else:
-                different = environment_differences(recorded.environment, video.record["environment"])
-                reason = "; ".join(different) or "same versions and device"
-                print(f"vmonarch generate: warning: differs from the recorded video: {reason}", file=sys.stderr)
 
 
 def _report(videos: Sequence[GeneratedVideo], config: GenerateConfig, *, quiet: bool) -> None:

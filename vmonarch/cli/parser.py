@@ -1,8 +1,13 @@
-"""The parser of `vmonarch`, of its commands and of theirs: argparse, with hints and the names that users know."""
+"""The parser of `vmonarch`, of its commands and of theirs: argparse, with hints and the names that users know.
+
+Options of a command are fields of its config, by the same name: `add_options` declares them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import inspect
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -63,3 +68,36 @@ class Parser(argparse.ArgumentParser):
     def _words(self) -> list[str]:
         """Options and arguments in the usage."""
         return re.findall(r"(?:--)?[a-z][\w-]*", self.format_usage())
+
+
+def add_options(parser: argparse._ActionsContainer, schema: type, *names: str) -> None:
+    """Declare options for fields of a config: `--num-frames` for `num_frames`, `--no-…` for what is on by default.
+
+    The help is what the docstring of the dataclass says under Args. Values stay text, whose type the config checks;
+    several words make up a tuple. The metadata `option` of a field holds arguments of `add_argument` that differ.
+    """
+    about = _about(schema)
+    fields = {field.name: field for field in dataclasses.fields(schema)}
+    for name in names:
+        default, given = fields[name].default, dict(fields[name].metadata.get("option", {}))
+        option = name.replace("_", "-")
+        if isinstance(default, bool):
+            option = f"no-{option}" if default else option
+            about[name] = "without " * default + about[name]
+            given |= {"action": "store_const", "const": not default}
+        else:
+            several = "+" if isinstance(default, tuple) else None
+            number = "N" if re.search("int|float", str(fields[name].type)) else name.rpartition("_")[2].upper()
+            given = {"nargs": several, "metavar": number} | given
+        parser.add_argument(*given.pop("also", ()), f"--{option}", dest=name, help=about.get(name), **given)
+
+
+def _about(schema: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and of its bases say of every field."""
+    found: dict[str, str] = {}
+    for cls in reversed(schema.__mro__):
+        doc = inspect.cleandoc(cls.__doc__ or "")
+        for entry in re.finditer(r"^    ([a-z_0-9, ]+): (.+(?:\n {8}.+)*)", doc, re.MULTILINE):
+            text = " ".join(entry[2].split()).rstrip(".").replace("%", "%%")
+            found |= dict.fromkeys(entry[1].split(", "), text)
+    return found

@@ -6,33 +6,22 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from vmonarch.cli.parser import add_options
 from vmonarch.configs import InputError, is_override, parse_overrides, preset_names, read_yaml
+from vmonarch.configs.methods import OLD_RECIPES, method_names, recipe_names
+from vmonarch.pipelines.config import SamplingConfig, build_config, read_prompts
 
-if TYPE_CHECKING:
-    from vmonarch.pipelines.config import SamplingConfig
-
-Config = TypeVar("Config", bound="SamplingConfig")
+Config = TypeVar("Config", bound=SamplingConfig)
 
 # `num-frames=5`: one word, and but for the hyphens a key and its value.
 _LIKE_OVERRIDE = re.compile(r"([a-z][a-z0-9_]*(?:-[a-z0-9_]+)+)=(\S*)", re.ASCII)
 # One word of a script that puts blanks between words: Latin, Greek, Cyrillic.
 _BARE_WORD = re.compile(r"[!-\u052f]+")
-# option, type, metavar, help: each is the field of `SamplingConfig` of that name.
-_OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
-    ("--height", int, "PIXELS", "a multiple of 16"),
-    ("--width", int, "PIXELS", "a multiple of 16"),
-    ("--num-frames", int, "N", "4·k + 1 (LTX: 8·k + 1)"),
-    ("--steps", int, "N", "denoising steps"),
-    ("--guidance", float, "SCALE", "classifier-free guidance; 1 or less turns it off"),
-    ("--true-guidance", float, "SCALE", "classifier-free guidance of HunyuanVideo, beside its embedded one"),
-    ("--guidance-2", float, "SCALE", "the same for the low-noise transformer of Wan 2.2 A14B"),
-    ("--scheduler", str, "NAME", "unipc, euler or lcm, for models of a few steps (default: the model's own)"),
-    ("--flow-shift", float, "SHIFT", "shift of the scheduler's noise levels"),
-    ("--negative-prompt", str, "TEXT", "what guidance leads away from"),
-    ("--fps", float, "RATE", "frames per second of the mp4"),
-    ("--max-sequence-length", int, "TOKENS", "text tokens that the transformer sees"),
+_SIZES = (
+    *("height", "width", "num_frames", "steps", "guidance", "true_guidance", "guidance_2", "scheduler", "sigmas"),
+    *("flow_shift", "negative_prompt", "fps", "max_sequence_length"),
 )
 
 
@@ -47,88 +36,42 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, group: str, overw
         "prompts", nargs="*", metavar="prompt", help="what the video shows; key=value overrides may stand here too"
     )
     parser.add_argument("--prompt-file", metavar="FILE", help="a prompt a line, UTF-8")
-    add_model_arguments(parser, "a pipeline")
-    for option, about in (("--lora", ""), ("--lora-2", ", for the low-noise transformer of Wan 2.2 A14B")):
-        parser.add_argument(
-            option,
-            action="append",
-            metavar="FILE[:SCALE]",
-            help=f"LoRA layers to fuse with the weights{about}; may be repeated",
-        )
-    parser.add_argument("--image", metavar="FILE", help="first frame, cropped to fit, for image-to-video models")
-    parser.add_argument(
-        "--seed",
-        dest="seeds",
-        nargs="+",
-        metavar="N",
-        help="one or several; every prompt gets each (default 0)",
-    )
-    sizes = parser.add_argument_group("sampling (default: what the model recommends)")
-    for option, kind, metavar, text in _OPTIONS:
-        sizes.add_argument(option, type=kind, metavar=metavar, help=text)
-    sizes.add_argument(
-        "--sigmas", type=_numbers, metavar="S,S,…", help="noise levels of euler's or lcm's steps, such as 1,0.757,0.522"
-    )
-    machine = add_machine_arguments(parser)
-    machine.add_argument("--batch-size", type=int, metavar="N", help="videos sampled together (default 1)")
+    add_model_arguments(parser)
+    add_options(parser, SamplingConfig, "lora", "lora_2", "image", "seeds")
+    add_options(parser.add_argument_group("sampling (default: what the model recommends)"), SamplingConfig, *_SIZES)
+    add_options(add_machine_arguments(parser), SamplingConfig, "batch_size")
     output = parser.add_argument_group("configuration and output")
     known = ", ".join(preset_names(group))
     output.add_argument("--config", metavar="FILE", help=f"YAML file, or one of {known}")
-    output.add_argument("--output-dir", metavar="FOLDER", help=f"default: outputs/{group}")
+    output.add_argument("--output-dir", metavar="FOLDER", help=f"created when missing (default: outputs/{group})")
     if overwrite:
-        output.add_argument(
-            "--overwrite", action="store_true", default=None, help="number from 0001 and replace files of the same name"
-        )
+        add_options(output, SamplingConfig, "overwrite")
     output.add_argument("--quiet", action="store_true", help="no progress bars; print paths only")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, kind: str = "a Wan pipeline") -> None:
-    """Declare the model and its version.
-
-    Args:
-        kind: of the models that the command takes.
-    """
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help=f"embedded (default), a folder of {kind}, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    )
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
-
-
-def method_help() -> str:
-    """What names a method on the command line."""
-    attention, recipes = (", ".join(preset_names(group)) for group in ("attention", "recipes"))
-    return f"{attention}, a recipe ({recipes}), or METHOD:key=value,…"
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the model and its version."""
+    add_options(parser, SamplingConfig, "model", "revision")
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Declare what is computed on and in; returns the group, for more of its kind."""
     machine = parser.add_argument_group("machine")
-    machine.add_argument(
-        "--dtype",
-        metavar="TYPE",
-        help="auto (default: float32 on CPU, bfloat16 on CUDA), float32, bfloat16, float16; the VAE stays float32",
-    )
-    machine.add_argument(
-        "--device", metavar="DEVICE", help="auto (default: cuda where there is one), cpu, cuda, cuda:N"
-    )
-    machine.add_argument(
-        "--offload", metavar="HOW", help="none (default), model, group: keep weights on the CPU meanwhile"
-    )
+    add_options(machine, SamplingConfig, "dtype", "device", "offload")
     return machine
+
+
+def method_help() -> str:
+    """What names a method on the command line."""
+    return f"{', '.join(method_names())}, a recipe ({', '.join(recipe_names())}), or METHOD:key=value,…"
 
 
 def add_recipe_argument(parser: argparse.ArgumentParser, option: str, **several: Any) -> None:
     """Declare `--recipe`, another name of an option that takes methods and recipes."""
-    parser.add_argument(
-        "--recipe", dest=option, type=_recipe, metavar="RECIPE", default=None, help=f"as --{option}", **several
-    )
+    parser.add_argument("--recipe", dest=option, type=_recipe, metavar="RECIPE", help=f"as --{option}", **several)
 
 
 def _recipe(text: str) -> str:
-    from vmonarch.configs.methods import OLD_RECIPES
-
     name = text.partition(":")[0]
     if name in OLD_RECIPES:
         raise argparse.ArgumentTypeError(f"{name!r} is an attention method; the recipe is {OLD_RECIPES[name]!r}")
@@ -158,13 +101,12 @@ def sampling_layers(schema: type, arguments: argparse.Namespace, *several: str) 
         if values is not None:
             words += filter(is_override, values)
             setattr(arguments, name, [value for value in values if not is_override(value)])
-    if arguments.seeds is not None:
-        arguments.seeds = [_seed(word) for word in arguments.seeds]
+    for word in arguments.seeds or ():
+        if not word.removeprefix("-").isdecimal():
+            raise InputError("seeds", f"must be integers, got {word!r}; prompts go before --seed")
     prompts = [word for word in words if not is_override(word)]
     _check_prompt_words(prompts)
     if arguments.prompt_file is not None:
-        from vmonarch.pipelines.config import read_prompts
-
         prompts += read_prompts(arguments.prompt_file)
     arguments.prompts = prompts or None
     return config_layers(schema, arguments, arguments.words[0], filter(is_override, words))
@@ -194,8 +136,6 @@ def sampling_config(schema: type[Config], layers: Sequence[Mapping[str, Any]], *
     Raises:
         InputError: there are none, or a value cannot be used.
     """
-    from vmonarch.pipelines.config import build_config
-
     config = build_config(schema, *layers)
     if not config.prompts:
         raise InputError("prompts", f"is missing: give one or more prompts, or {' or '.join(sources)}")
@@ -210,32 +150,12 @@ def _check_prompt_words(prompts: list[str]) -> None:
     """
     for word in prompts:
         if found := _LIKE_OVERRIDE.fullmatch(word):
-            key = found.group(1).replace("-", "_")
-            raise InputError(
-                "prompts",
-                f"must not look like an override, got {word!r}; write {key}={found.group(2)}, or --prompt-file",
-            )
+            key, value = found.groups()
+            instead = f"write {key.replace('-', '_')}={value}, or --prompt-file"
+            raise InputError("prompts", f"must not look like an override, got {word!r}; {instead}")
     if len(prompts) > 1 and all(_BARE_WORD.fullmatch(word) for word in prompts):
-        line = " ".join(prompts)
-        raise InputError(
-            "prompts",
-            f"must stand in quotes, or each word is a prompt of its own: {line!r}; for prompts of one word use"
-            " --prompt-file",
-        )
-
-
-def _numbers(word: str) -> list[float]:
-    try:
-        return [float(number) for number in word.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, got {word!r}") from error
-
-
-def _seed(word: str) -> int:
-    try:
-        return int(word)
-    except ValueError as error:
-        raise InputError("seeds", f"must be integers, got {word!r}; prompts go before --seed") from error
+        problem = f"must stand in quotes, or each word is a prompt of its own: {' '.join(prompts)!r}"
+        raise InputError("prompts", f"{problem}; for prompts of one word use --prompt-file")
 
 
 def hide_loading_bars() -> None:

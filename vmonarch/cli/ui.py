@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import sys
+import threading
 
 from vmonarch.cli.sampling import add_machine_arguments, hide_loading_bars
 
@@ -24,41 +25,40 @@ class MissingExtra(RuntimeError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch ui`."""
-    parser.add_argument(
-        "--model",
-        dest="models",
-        nargs="+",
-        metavar="MODEL",
-        help="one or several to choose from: embedded (default), folders of pipelines, hub ids",
-    )
+    models = "one or several to choose from: embedded (default), folders of pipelines, hub ids"
+    parser.add_argument("--model", dest="models", nargs="+", metavar="MODEL", help=models)
     add_machine_arguments(parser)
     server = parser.add_argument_group("server")
     server.add_argument("--output-dir", metavar="FOLDER", help="default: outputs/ui; the page shows all that is in it")
-    server.add_argument(
-        "--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1: this machine alone)"
-    )
-    server.add_argument("--port", type=int, metavar="N", help="default 7860; 0 for a free one")
+    server.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help="default 127.0.0.1: this machine alone")
+    server.add_argument("--port", type=int, metavar="N", default=7860, help="default 7860; 0 for a free one")
     parser.epilog = _EPILOG
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Load the model, print where the page is, and serve it until Ctrl-C.
+    """Print where the page is, and serve it until Ctrl-C.
 
     Raises:
-        InputError, ModelError: an argument cannot be used, or a model cannot be loaded.
+        InputError, ModelError: an argument cannot be used, or a model cannot be found.
         MissingExtra: what the page is made with is not installed.
     """
     try:
-        from vmonarch.eval.ui import PageConfig, PageServer
+        from vmonarch.eval.ui import Studio, is_local, launch
     except ModuleNotFoundError as error:
         raise MissingExtra(
             f"the page needs {error.name}, which the extra ui has: pip install 'vmonarch[ui]'"
         ) from error
-    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PageConfig)}
-    config = PageConfig(**{name: value for name, value in given.items() if value is not None})
     hide_loading_bars()
-    server = PageServer(config)
-    if not config.local:
-        print(f"vmonarch ui: warning: whoever reaches {config.host} can use the page; no password", file=sys.stderr)
-    print(f"{server.url}  (videos in {server.studio.output}; Ctrl-C ends it)", flush=True)
-    server.serve_forever()
+    names = ("models", "output_dir", "dtype", "device", "offload")
+    studio = Studio(**{name: value for name in names if (value := getattr(arguments, name)) is not None})
+    page = launch(studio, arguments.host, arguments.port)
+    if not is_local(arguments.host):
+        print(f"vmonarch ui: warning: whoever reaches {arguments.host} can use the page; no password", file=sys.stderr)
+    print(f"{page.local_url.rstrip('/')}  (videos in {studio.output}; Ctrl-C ends it)", flush=True)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    finally:
+        for stop in list(studio.stops.values()):
+            stop.set()
+        page.close(verbose=False)
