@@ -65,7 +65,7 @@ _FREE = (
     *("output_dir", "overwrite", "device", "offload", "prompt_set", "num_prompts", "baseline"),
     *("vbench", "vbench_timeout", "report_items", "report_megabytes"),
 )
-# And those that say nothing of it elsewhere.
+# These say nothing of an evaluation on another machine.
 _LOCAL = ("output_dir", "overwrite", "device")
 # Videos that are measured and written at once, at most.
 _THREADS = 8
@@ -215,18 +215,14 @@ def _check_settings(output: Path, settings: dict[str, Any]) -> None:
         InputError: they differ, and in what; or something else is in the folder.
     """
     path = output / "settings.json"
-    # As they are read back: JSON has no tuples.
-    settings = json.loads(json.dumps(settings))
-    if not path.exists():
-        others = [entry.name for entry in output.iterdir() if not entry.name.startswith(".")]
-        # Another call may have begun meanwhile, and these be its files.
-        if others and not path.exists():
-            raise InputError("output_dir", f"must be empty or hold an evaluation; {str(output)!r} holds something else")
-        # Another process may be first.
-        with contextlib.suppress(FileExistsError), AtomicFiles() as files:
-            files.stage(path).write_text(summary.json_text(settings), encoding="utf-8")
-    changed = list(_changes(_read(path), settings))
-    if changed:
+    others = [entry.name for entry in output.iterdir() if not entry.name.startswith(".")]
+    # Another call may have begun meanwhile, and these be its files.
+    if others and not path.exists():
+        raise InputError("output_dir", f"must be empty or hold an evaluation; {str(output)!r} holds something else")
+    with contextlib.suppress(FileExistsError), AtomicFiles() as files:
+        files.stage(path).write_text(summary.json_text(settings), encoding="utf-8")
+    # JSON has no tuples.
+    if changed := list(_changes(_read(path), json.loads(json.dumps(settings)))):
         raise InputError("output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(changed)}")
 
 
@@ -306,7 +302,7 @@ class _Run:
         from vmonarch.eval.attention_flops import recorded_call, relative_flops, transformers_by_step
 
         pairs = [(item.prompt, item.seed) for item in batch]
-        # Of its own, because what is compiled cannot be recorded.
+        # This step is recorded by itself, because what is compiled cannot be recorded.
         recipes.apply(self.model.pipe, "full", steps=self.config.steps)
         with recorded_call(self.model.pipe) as call:
             denoise(self.model, self.config, *zip(*pairs, strict=True), steps=1)

@@ -77,7 +77,7 @@ class PromptMatch:
 
     @property
     def all(self) -> bool:
-        """In tables "all three"."""
+        """Whether all three match."""
         return self.colour and self.shape and self.direction
 
     @property

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # torchvision's name for the weights of AlexNet that LPIPS was fitted to, and where it has them from.
 ALEXNET_WEIGHTS = "alexnet-owt-7be5be79.pth"
 ALEXNET_URL = f"https://download.pytorch.org/models/{ALEXNET_WEIGHTS}"
-# Half the 11-tap window: so many pixels are mirrored at the border, which needs one pixel more than that.
+# Half the 11-tap window: these pixels are mirrored at the border, which needs one pixel more.
 _SSIM_MARGIN = 5
 # Frames per call: bounds the memory of SSIM's five filtered maps and of AlexNet's features.
 _CHUNK = 8

@@ -1,4 +1,4 @@
-"""What the items of an evaluation come to: its measures, their statistics, and how these are shown."""
+"""The measures of an evaluation, their statistics over its items, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -78,19 +78,17 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
         mean (a number, or "inf" or "-inf"), low, high (None without an interval), items.
     """
     import numpy as np
+    from scipy.stats import bootstrap
 
     sample = np.asarray(values, np.float64)
     mean = float(sample.mean())
     low = high = None
     if len(sample) > 1 and math.isfinite(mean):
-        generator = np.random.default_rng(_SEED)
-        # By halves of a million numbers: 10,000 resamples of thousands of items would not fit in memory.
-        rows = max(1, 500_000 // len(sample))
-        means: list[float] = []
-        while len(means) < _RESAMPLES:
-            picked = generator.integers(len(sample), size=(min(rows, _RESAMPLES - len(means)), len(sample)))
-            means += sample[picked].mean(1).tolist()
-        low, high = (float(edge) for edge in np.percentile(means, [2.5, 97.5]))
+        # Half a million numbers at a time: 10,000 resamples of thousands of items would not fit in memory.
+        batch = max(1, 500_000 // len(sample))
+        settings = {"n_resamples": _RESAMPLES, "batch": batch, "method": "percentile"}
+        found = bootstrap((sample,), np.mean, **settings, rng=np.random.default_rng(_SEED))
+        low, high = map(float, found.confidence_interval)
     return json_values({"mean": mean, "low": low, "high": high, "items": len(sample)})
 
 
@@ -147,7 +145,7 @@ def summary_rows(
 
 
 def sampled(config: Mapping[str, Any]) -> str:
-    """In words, how many videos a method made, of which model and at which settings."""
+    """How many videos a method made, with which model and at which settings, in words."""
     prompts, seeds = (len(config[key]) for key in ("prompts", "seeds"))
     return (
         f"{prompts} prompt{'s' * (prompts > 1)} × {seeds} seed{'s' * (seeds > 1)}, model {config['model']},"

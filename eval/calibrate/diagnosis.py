@@ -43,7 +43,7 @@ from vmonarch.video_processor import VideoAttentionProcessor
 FORMAT = "vmonarch-diagnosis-1"
 # Columns of values that the kernels take at once.
 _COLUMNS = 128
-# In how many layers a watched call has the reference at most.
+# A watched call has the reference in no more layers than these.
 _REPLACED = 8
 
 
@@ -62,7 +62,7 @@ def distribution(
 
     Args:
         bins: int64 [S], the bin of every key, below `count`.
-        options: of the op; None for exact attention.
+        options: what the op takes; None for exact attention.
     """
     B, S, H, _ = key.shape
     parts = []
@@ -85,7 +85,7 @@ def attention_map(
 
     Args:
         query, key: [1, S, 1, D].
-        options: of the op; None for exact attention.
+        options: what the op takes; None for exact attention.
         size: rows and columns, at most S.
     """
     S = grid.tokens
@@ -326,7 +326,7 @@ def when_differentiated(
         kept: the tensors by layer, while the backward pass of a checkpointed block runs.
     """
     if not out.requires_grad:
-        # Of the first layer, before which nothing is differentiated.
+        # Nothing before the first layer is differentiated.
         out.requires_grad_()
     if torch._C._current_graph_task_id() != -1:
         # The block is computed again in backward, because it is checkpointed; the gradient comes next.

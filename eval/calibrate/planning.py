@@ -17,9 +17,9 @@ from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.plan import FULL, AttentionPlan
 
-# Of the error of layers, beside what errors change in the output.
+# What the error of layers weighs beside what errors change in the output.
 _LAYER_WEIGHT = 0.4
-# Of the mean share of heads: no head's errors count for less, since shares are noisy and can be negative.
+# No head's errors count for less than this part of the mean share: shares are noisy and can be negative.
 _LEAST_SHARE = 0.02
 
 
@@ -92,7 +92,7 @@ def _choices(diagnosis: Mapping[str, Any], measure: str, argument: str = "measur
 
 
 def _costs(diagnosis: Mapping[str, Any], cost: str) -> torch.Tensor:
-    """Of all candidates and of exact attention, relative to that."""
+    """The costs of all candidates and of exact attention, relative to exact attention: [methods]."""
     candidates = diagnosis["candidates"].values()
     if cost == "flops":
         costs = [entry["flops"] for entry in candidates]
@@ -182,7 +182,7 @@ def _least(values: torch.Tensor, limits: Sequence[tuple[torch.Tensor, float]]) -
     one_each = sparse.kron(sparse.eye_array(heads), np.ones((1, methods)), format="csr")
     constraints = [LinearConstraint(one_each, 1, 1)]
     constraints += [LinearConstraint(weights.numpy().reshape(1, -1) / most, ub=1) for weights, most in limits]
-    # Where several plans lose as little, the cheapest.
+    # Of several plans that lose as little, the cheapest is taken.
     aim = values / values.abs().max().clamp(min=1e-300) + 1e-9 * limits[0][0] / limits[0][0].max()
     found = milp(
         aim.numpy().ravel(),
@@ -230,7 +230,7 @@ def _chosen(choices: _Choices, plan: AttentionPlan) -> torch.Tensor:
 
 
 def _default_cost(diagnosis: Mapping[str, Any], cost: str) -> float:
-    """Of VMonarch with its defaults, relative to full attention."""
+    """The cost of VMonarch with its defaults, relative to full attention."""
     if cost == "flops":
         return default_flops(LatentGrid(*diagnosis["grid"]))
     return _costs(diagnosis, cost)[_default(diagnosis, cost)].item()

@@ -91,7 +91,7 @@ def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Call]) -> InPla
 def refine(
     pipe: Any, calls: Sequence[Call], make: Callable[[Sequence[InPlace]], AttentionPlan], rounds: int
 ) -> AttentionPlan:
-    """The best of so many plans, each of which goes by what the ones before it showed in place.
+    """The best of up to `rounds` plans, each of which goes by what the ones before it showed in place.
 
     `about["in_place"]` of the plan has the ‖v' - v‖²/‖v‖² of all of them.
 

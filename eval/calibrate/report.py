@@ -13,9 +13,9 @@ from vmonarch.eval.render.page import page
 from vmonarch.eval.render.plot import heat_map, numbered_lines, shades
 from vmonarch.plan import AttentionPlan
 
-# Of the measures that are shown.
+# The measures that are shown.
 _TITLES = {"error": "error", "kl": "row-KL", "output_error": "squared change of the model's output"}
-# What full attention does: the record, its title, and the darkest value if not the largest.
+# The records of what full attention does, with title and the darkest value if that is not the largest.
 _ATTENTION = (
     ("entropy", "entropy of a row, nats", None),
     ("first_frame_mass", "mass on the first frame", 1.0),

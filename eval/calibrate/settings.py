@@ -43,7 +43,7 @@ CANDIDATES = (
     "first-order:parts=[1,2,2]",
     "first-order:parts=[1,4,4]",
 )
-# Of methods that a head can get.
+# A head can get methods of these processors.
 _PROCESSORS = ("vmonarch", "two_resolution", "first_order")
 
 

@@ -24,12 +24,12 @@ from PIL import Image
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#999999")
 # CSS pixels of an inch, and points of text in reports.
 _INCH, _TEXT = 96, 8
-# Of a cell of a heat map, and what its axes and colour bar take, in CSS pixels.
+# Sizes of a heat map in CSS pixels: a cell, and what its axes and colour bar take.
 _CELL, _LEFT, _RIGHT, _BOTTOM = 14, 40, 76, 36
 
 
 def colour(number: int) -> str:
-    """Of what has this number, from 1."""
+    """The colour of what has this number, from 1."""
     return COLOURS[(number - 1) % len(COLOURS)]
 
 
@@ -55,7 +55,7 @@ def svg(figure: Figure, label: str, titles: Mapping[Artist, str] | None = None) 
 
 
 def _panel(width: int, height: int, title: str, across: str) -> tuple[Figure, Axes]:
-    """A figure of so many CSS pixels with one panel, which has pale lines behind it and no frame above and right."""
+    """A figure with one panel, in CSS pixels, with pale lines behind it and no frame above and to the right."""
     figure = Figure(figsize=(width / _INCH, height / _INCH), layout="constrained")
     axes = figure.subplots()
     axes.tick_params(labelsize=_TEXT, color="#999999")

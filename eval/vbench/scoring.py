@@ -27,11 +27,13 @@ PAPER_DIMENSIONS = (
 )
 # The fewest frames that each can judge. dynamic_degree asks of fewer that round(4 · frames / 16) = 0 pairs move, and
 # calls every video dynamic; motion_smoothness drops every second frame, and predicts it from its neighbours.
-FEWEST_FRAMES = dict.fromkeys([*PAPER_DIMENSIONS, "overall_consistency", "temporal_flickering", "motion_smoothness"], 2)
-FEWEST_FRAMES |= {"aesthetic_quality": 1, "imaging_quality": 1, "overall_consistency": 1}
-FEWEST_FRAMES |= {"dynamic_degree": 3, "motion_smoothness": 3}
+FEWEST_FRAMES = {
+    **{"aesthetic_quality": 1, "background_consistency": 2, "dynamic_degree": 3, "imaging_quality": 1},
+    **{"subject_consistency": 2, "overall_consistency": 1, "temporal_flickering": 2, "motion_smoothness": 3},
+}
 DIMENSIONS = tuple(FEWEST_FRAMES)
-# Of the package's scores of single videos, other than 0 to 1; the upper end divides them, as it does the score of all.
+# Ranges of the package's scores of single videos, where they are not 0 to 1. The upper end divides them, as the package
+# itself does with the score of all videos.
 _RANGES = {"imaging_quality": (0.0, 100.0), "overall_consistency": (-1.0, 1.0)}
 # Seeds of neighbouring prompts lie this far apart.
 _MOST_VIDEOS_PER_PROMPT = 25
