@@ -5,22 +5,25 @@ CONSTRAINTS ?= constraints.txt
 VENV ?= .venv$(patsubst constraints%.txt,%,$(CONSTRAINTS))
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
-# The oldest and the newest tested Triton: `make compiles` takes these, too, each from a folder of its own.
-TRITONS = $(shell sed -n 's|^TESTED_TRITON = ("\([^"]*\)".*"\([^"]*\)")$$|$(VENV)/triton-\1 $(VENV)/triton-\2|p' kernels/common/trust.py)
+# The oldest and the newest tested Triton: `make test-deep` compiles with these, each from a folder of its own.
+TRITONS = $(shell sed -n 's|^TESTED_TRITON = ("\([^"]*\)".*"\([^"]*\)")$$|\1 \2|p' kernels/common/trust.py)
 # Tests use two processes; raise it on a bigger machine.
 JOBS ?= 2
-PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations 20 -m "not gpu"
+PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations 20 -m
+QUICK = "not gpu and not deep"
+DEEP = "deep and not gpu"
 COMPILES = tests/kernels/test_compiles.py
 MUTANTS = tests/test_planted_bugs.py
 PROMPT ?= a red circle moving to the right over a dark grey background
 
-.PHONY: help demo finetune-demo test compiles mutants lint types site package check clean
+.PHONY: help demo finetune-demo test test-deep compiles mutants lint types site package check clean
 
 help:
 	@echo "make demo    generate and compare videos on the embedded model (CPU, minutes)"
 	@echo "make finetune-demo  finetune the embedded model to VMonarch and export it (CPU, minutes)"
 	@echo "make test    run the tests; CONSTRAINTS=constraints-newest.txt: with the newest torch and Triton"
-	@echo "make compiles  compile all kernels for all architectures, with three versions of Triton"
+	@echo "make test-deep  run the tests that take long, and compile with the oldest and the newest Triton (not part of check)"
+	@echo "make compiles  compile every kernel for every architecture"
 	@echo "make mutants   plant bugs in the kernels and elsewhere; the tests have to find them"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
@@ -55,13 +58,17 @@ finetune-demo: $(READY)
 		--output-dir outputs/finetune-demo/compare
 
 test: $(READY)
-	$(PYTEST) --ignore $(COMPILES) --ignore $(MUTANTS)
+	$(PYTEST) $(QUICK) --ignore $(COMPILES) --ignore $(MUTANTS)
 
-compiles: $(READY) $(TRITONS)
-	$(PYTEST) $(COMPILES)
+test-deep: $(READY) $(TRITONS:%=$(VENV)/triton-%)
+	$(PYTEST) $(DEEP)
+	for triton in $(TRITONS); do COMPILE_WITH_TRITON=$$triton $(PYTEST) "not gpu" $(COMPILES) || exit 1; done
+
+compiles: $(READY)
+	$(PYTEST) $(QUICK) $(COMPILES)
 
 mutants: $(READY)
-	$(PYTEST) $(MUTANTS)
+	$(PYTEST) $(QUICK) $(MUTANTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

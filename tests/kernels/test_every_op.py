@@ -1,10 +1,12 @@
-"""What holds for every op, by its tiny case: the memory of its results; and forward-mode AD (`torch.func.jvp`, dual
-numbers), where plain torch is right and the kernels refuse.
+"""What holds for every op, by its tiny case: the memory of its results, views, compilation; and forward-mode AD
+(`torch.func.jvp`, dual numbers), where plain torch is right and the kernels refuse.
 """
+
+import functools
 
 import pytest
 import torch
-from op_checks import in_interpreter, quiet
+from op_checks import assert_bits, assert_compiles, in_interpreter, quiet, with_gradients
 from torch.autograd import forward_ad
 
 from vmonarch import first_order_attention, flash_entropy_attention, taylor_attention
@@ -54,6 +56,24 @@ def test_no_result_holds_the_memory_of_another(family, how, learns):
         results = case.call(how, *(x.requires_grad_(learns and case.gradients) for x in inputs))
     for result in results:
         assert result.untyped_storage().nbytes() == result.numel() * result.itemsize
+
+
+@in_interpreter
+@pytest.mark.parametrize("family", FAMILIES)
+def test_views_give_the_kernels_the_same_bits_as_contiguous_tensors(family):
+    case, inputs, _ = drawn(family, torch.float32)
+    attend = lambda *x: case.call("triton", *x)
+    run = functools.partial(with_gradients, attend) if case.gradients else lambda tensors: attend(*tensors)
+    views = [torch.cat([x, x], -1)[..., : x.shape[-1]] for x in inputs]
+    assert not views[0].is_contiguous()
+    assert_bits(run(views), run(inputs))
+
+
+@in_interpreter
+@pytest.mark.parametrize("family", DIFFERENTIABLE)
+def test_compiled_the_kernels_give_the_same_without_a_graph_break(dynamo, family):
+    case, inputs, _ = drawn(family, torch.float32)
+    assert_compiles(lambda *x: case.call("triton", *x), inputs)
 
 
 @pytest.mark.parametrize("family", DIFFERENTIABLE)

@@ -28,20 +28,6 @@ def assert_same(one, other):
     torch.testing.assert_close(one[1], other[1], rtol=1e-12, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=200)
-@given(elements, elements, elements)
-def test_merging_is_associative(a, b, c):
-    a, b, c = map(element, (a, b, c))
-    assert_same(merge_partials(merge_partials(a, b), c), merge_partials(a, merge_partials(b, c)))
-    assert_same(merge_partials(a, b, c), merge_partials(a, merge_partials(b, c)))
-
-
-@settings(deadline=None, max_examples=100)
-@given(elements, elements)
-def test_merging_is_commutative(a, b):
-    assert_same(merge_partials(element(a), element(b)), merge_partials(element(b), element(a)))
-
-
 @settings(deadline=None, max_examples=100)
 @given(elements)
 def test_zero_with_no_weight_is_neutral(a):
@@ -145,18 +131,6 @@ def test_kernels_are_as_precise_as_the_reference(name, dtype):
 @pytest.mark.parametrize("name", [*SHAPES, "video"])
 def test_kernels_are_as_precise_as_the_reference_on_the_gpu(name, dtype):
     check_precision(parts_of(*SHAPES.get(name, (2, 9973, 12, 128)), dtype, "cuda"), dtype)
-
-
-@EVERYWHERE
-def test_strided_inputs_and_gradients_give_the_same(device):
-    tensors = parts_of(*SHAPES["odd"], device=device, empty=False)
-    grads = [torch.randn_like(x) for x in tensors[:2]]
-    expected = with_gradients(merged, tensors, grads)
-    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-    spread = [torch.stack([x * torch.nan, x], -1)[..., 1] for x in grads]
-    found = with_gradients(merged, views, spread)
-    assert_bits(found, expected)
-    assert all(x.is_contiguous() for x in merged(*views))
 
 
 @EVERYWHERE

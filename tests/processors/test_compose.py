@@ -119,17 +119,6 @@ def test_two_weighted_lora_adapters_equal_merged_weights(tiny, way, when):
     torch.testing.assert_close(tiny.run(model), tiny.run(twin), **close)
 
 
-def test_lora_fused_below_fused_projections(tiny):
-    model = tiny.applied_transformer()
-    tiny.add_lora(model, adapter_name="a")
-    expected = merged(tiny, model, {"a": 1.0})
-    vmonarch.apply(expected, VMonarchProcessor())
-    model.fuse_lora()
-    model.unload_lora()
-    model.fuse_qkv_projections()
-    torch.testing.assert_close(tiny.run(model), tiny.run(expected), rtol=1e-4, atol=1e-5)
-
-
 def test_compiled_with_lora(tiny, dynamo):
     model = tiny.applied_transformer(num_layers=3)
     tiny.add_lora(model, adapter_name="a")
@@ -359,21 +348,6 @@ def test_compiled_pipeline_with_dense_steps_switched_off_again(tiny, dynamo, sco
     assert dynamo["stats"]["unique_graphs"] == graphs
     vmonarch.restore(pipe)
     torch.testing.assert_close(tiny.generate(pipe, steps=6), stock)
-
-
-def test_compiled_pipeline_with_residuals(tiny, dynamo):
-    pipe = tiny.pipeline("t2v")
-    pipe.transformer = tiny.transformer(num_layers=1)
-    vmonarch.apply(pipe, VMonarchProcessor(refresh=[0, 2]))
-    expected = tiny.generate(pipe, steps=4)
-    bare = pipe.transformer
-    pipe.transformer = torch.compile(bare, backend="eager")
-    for _ in range(2):
-        torch.testing.assert_close(tiny.generate(pipe, steps=4), expected)
-    assert dynamo["stats"]["unique_graphs"] == 1, "one for steps of both kinds"
-    pipe.transformer = bare
-    bare.compile(backend="eager")
-    torch.testing.assert_close(tiny.generate(pipe, steps=4), expected)
 
 
 @pytest.mark.parametrize("scope", ["wrapped", "in place"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -111,9 +112,17 @@ def by_hand(tiny, pipe, dense, order=1, steps=3, **options):
     return output
 
 
-@pytest.mark.parametrize("kind", ["t2v", "t2v-2.2", "t2v-5b", "i2v-2.1", "i2v-2.2", "i2v-5b", "vace", "v2v"])
 @pytest.mark.parametrize(
-    "dense_steps, dense", [(1, {0}), (0.5, {0, 1}), ([1, 3], {1, 3})], ids=["count", "fraction", "collection"]
+    "kind, dense_steps, dense",
+    [
+        (kind, *option)
+        for kind, option in zip(
+            ["t2v", "t2v-2.2", "t2v-5b", "i2v-2.1", "i2v-2.2", "i2v-5b", "vace", "v2v"],
+            itertools.cycle([(1, {0}), (0.5, {0, 1}), ([1, 3], {1, 3})]),
+            strict=False,
+        )
+    ],
+    ids=str,
 )
 def test_dense_steps_follow_the_pipeline(tiny, kind, dense_steps, dense):
     pipe = tiny.pipeline(kind)
@@ -126,8 +135,7 @@ def test_dense_steps_follow_the_pipeline(tiny, kind, dense_steps, dense):
     assert not torch.equal(nothing_dense, expected)
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("kind", ["t2v", "i2v-2.2", "v2v"])
+@pytest.mark.parametrize("scheduler, kind", zip(SCHEDULERS, ["t2v", "i2v-2.2", "v2v", "t2v"], strict=True))
 def test_dense_steps_follow_a_scheduler_swapped_after_apply(tiny, scheduler, kind):
     pipe = tiny.applied(kind, dense_steps=[1])
     tiny.generate(pipe, steps=4)

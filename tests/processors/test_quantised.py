@@ -104,34 +104,6 @@ def test_projections_are_computed_by_their_modules(tiny, inside_diffusers, kind,
         assert torch.equal(tiny.run(twin), actual)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fused_projections_are_quantised_like_others(tiny, inside_diffusers, kind):
-    model = tiny.transformer()
-    model.fuse_qkv_projections()
-    quantise(model, kind)
-    for block in model.blocks:
-        block.attn1.to_q = block.attn1.to_k = block.attn1.to_v = None
-    expected = inside_diffusers(lambda: tiny.run(model), tiny.GRID)
-    vmonarch.apply(model, VMonarchProcessor())
-    torch.testing.assert_close(tiny.run(model), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_residuals_are_shared_as_with_plain_layers(tiny):
-    pipe, plain = tiny.pipeline("t2v"), tiny.pipeline("t2v")
-    quantise(pipe.transformer, "float8-packed")
-    layers = dict(pipe.transformer.named_modules())
-    with torch.no_grad():
-        for name, layer in plain.transformer.named_modules():
-            if isinstance(layers[name], PackedLinear):
-                layer.weight.copy_((layers[name](torch.eye(layer.in_features)) - layer.bias).T)
-    outputs = []
-    for each, refresh in ((pipe, [0, 2]), (plain, [0, 2]), (plain, None)):
-        vmonarch.apply(each, VMonarchProcessor(refresh=refresh))
-        outputs.append(tiny.generate(each, steps=4))
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-3, atol=1e-3)
-    assert (outputs[0] - outputs[2]).abs().max() > 1e-2
-
-
 @in_interpreter
 @pytest.mark.parametrize("kind", ["float8-packed", "float8-weight"])
 def test_norm_and_rotation_stay_fused(tiny, monkeypatch, kind):

@@ -24,7 +24,7 @@ import context_parallel_worker as parts
 import torch
 
 import vmonarch
-from vmonarch import BasedProcessor, ExactBlocks, FlashBiasProcessor, VMonarchProcessor
+from vmonarch import BasedProcessor, FlashBiasProcessor, VMonarchProcessor
 
 RANKS = 2
 # That all cases of a device may take.
@@ -161,11 +161,6 @@ def output(tiny, ranks, model, grid=(5, 2, 3)):
 # Two heads, one for each rank.
 BACKENDS = {
     "default": lambda ranks: VMonarchProcessor(),
-    "exact-blocks": lambda ranks: VMonarchProcessor(
-        exact=ExactBlocks(columns=(0,), band=0), frames_per_block=2, tiles=(2, 1)
-    ),
-    "one-iteration": lambda ranks: VMonarchProcessor(num_iterations=1, exact=None),
-    "coarse": lambda ranks: VMonarchProcessor(coarse=2, min_mass=0.0),
     "triton": lambda ranks: VMonarchProcessor(implementation=ranks.implementation),
     "bias": lambda ranks: VMonarchProcessor(bias=parts.decay_of(2)),
     "flash-bias": lambda ranks: FlashBiasProcessor(parts.decay_of(2)),
@@ -368,7 +363,10 @@ SAME = {
     "compiled": compiled,
     "autocast": autocast,
     "one-rank": one_rank,
-    **{f"applied-{processor}": applied(processor, "padded") for processor in parts.PROCESSORS},
+    **{
+        f"applied-{processor}": applied(processor, "padded")
+        for processor in ("vmonarch", "flash-bias", "based", "plan")
+    },
     "applied-even": applied("vmonarch", "even"),
     "applied-pipeline": pipeline,
     # 5 and 4 tokens, and one of padding.
@@ -458,7 +456,6 @@ REFUSED = {
     "ring-by-apply": (ring(by_apply=True), NO_RING),
     "few-heads": (
         parts.refused(few_heads), "ValueError: ulysses_degree=2, but every rank needs a head of self-attention"),
-    "uneven-heads": (run_backend(heads=3), "AssertionError: h must be divisible by world_size, got 3 and 2"),
     "no-grid": (
         run_backend(attention_kwargs=None),
         "RuntimeError: xfuser's backend vmonarch was given 30 tokens without a grid"),
