@@ -159,7 +159,9 @@ def test_a_recipe_is_recorded_and_made_again(cli: Any, told_steps: set[int | Non
     assert record["transformer_calls"] == 10 and told_steps == {5}
     (path,) = (cli.folder / "outputs/generate").glob("*.json")
     code, _, err = cli("generate", "--from-json", path, tiny=False)
-    assert code == 0 and "bit-identical" in err
+    assert code == 0, err
+    first, again = cli.records()
+    assert first["frames_sha256"] == again["frames_sha256"]
 
 
 def test_recipes_are_compared_with_stock(cli: Any, told_steps: set[int | None]) -> None:
@@ -237,7 +239,7 @@ def test_quantised_layers_need_torchao(wide: torch.nn.Module, monkeypatch: Any) 
 def test_group_offloading_and_quantised_layers_exclude_each_other(tiny_model: Path) -> None:
     folder = find_model(str(tiny_model))
     with pytest.raises(InputError, match="offload cannot be group with quantised linear layers"):
-        complete(config(tiny_model, attention="stack-near-lossless", offload="group"), folder)
+        complete(config(tiny_model, attention="stack-fast", offload="group"), folder)
 
 
 def test_processes_that_share_a_video_have_no_cache(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
