@@ -31,7 +31,6 @@ from vmonarch.configs import (
     suggest,
 )
 from vmonarch.configs.stack import Stack
-from vmonarch.dense import DenseSet
 from vmonarch.validation import plain
 
 if TYPE_CHECKING:
@@ -54,6 +53,10 @@ _OWN = ("adapter", "adapter_sha256", "plan_sha256")
 # Names that methods and recipes had until 2026-11-28, which the next release does not know any more.
 OLD_METHODS = {"vmonarch-refresh": "near-lossless", "vmonarch-refresh-fast": "fast"}
 OLD_RECIPES = {"near-lossless": "stack-near-lossless", "fast": "stack-fast"}
+_ADVICE = (
+    "Based has to be trained for a model: give adapter=FILE of vmonarch.save_adapter, or adapter=null for parameters"
+    " that have learnt nothing"
+)
 # Options that are gone: the value that changed nothing, and what to do in place of another.
 _GONE = {
     "parallel_by": ("heads", "ranks always share heads; leave it out"),
@@ -119,7 +122,7 @@ class AttentionMethod:
             try:
                 load_adapter(pipe, _adapter_file(adapter), **_own_options(self.processor_name, self.options))
             except (TypeError, ValueError, ImportError) as error:
-                raise _unusable_adapter(adapter, error) from error
+                raise InputError("adapter", f"{adapter!r} cannot be used: {error}. {_ADVICE}") from error
         elif self.processor_name != "full":
             with _naming_the_option():
                 apply(pipe, self.processor())
@@ -138,14 +141,9 @@ class AttentionMethod:
         """
         if self.processor_name == "full":
             return
-        processor = _made(self.processor_name, self.options)
         try:
-            DenseSet("dense_steps", processor.dense_steps).contains(0, steps)
-            DenseSet("dense_layers", processor.dense_layers).contains(0, layers)
-            if processor.refresh is not None:
-                processor.refresh.schedule(steps)
-            processor.check_grid(grid)
-            if why_not_triton and processor.implementation == "triton":
+            _made(self.processor_name, self.options).check_run(grid, steps, layers)
+            if why_not_triton and self.options.get("implementation") == "triton":
                 raise ValueError(f"implementation=triton is not possible: {why_not_triton}; auto and torch are")
         except ValueError as error:
             raise InputError(argument, f"{self.label!r} cannot compute this video: {error}") from error
@@ -213,7 +211,7 @@ def resolve_method(
         name, label = values.pop("name", None), values.pop("label", "")
     else:
         raise InputError(argument, f"must be a method's name or a mapping with one, got {spec!r}")
-    values = without_gone(values, f"{argument}.")
+    values = options_now(values, f"{argument}.")
     before, name = name, _name_now(name, values, argument)
     if label.partition(":")[0] == before:
         label = label.replace(before, name, 1)
@@ -227,8 +225,11 @@ def resolve_method(
         return _recipe(name, values, label, argument)
     shipped = read_yaml(name, group="attention")
     processor = shipped.pop("processor")
+    # Until 2026-11-28 records had `kind`, which told controls apart, too.
+    given = {key: value for key, value in values.items() if key not in ("kind", "processor")}
     with _naming_the_option(f"{argument}."):
-        given = _options_now(values, processor)
+        if values.get("processor", processor) != processor:
+            raise InputError("processor", f"must be {processor!r} here, got {values['processor']!r}")
         options = _complete(processor, _listed(deep_merge(shipped, given)))
     label = label or _label(name, given, resolve_method(name).options if given else {})
     return AttentionMethod(name, processor, options, label)
@@ -275,8 +276,11 @@ def _complete(processor: str, given: dict[str, Any]) -> dict[str, Any]:
 
     for option, find in (("plan", plan_file), ("adapter", _adapter_file)):
         if isinstance(word := options.get(option), str):
-            file = find(word)
-            found, entry = file_sha256(file), f"{option}_sha256"
+            try:
+                file = find(word)
+                found, entry = file_sha256(file), f"{option}_sha256"
+            except OSError as error:
+                raise InputError(option, f"{word!r} cannot be used: {error}. {_ADVICE}") from error
             if options.get(entry) not in (None, found):
                 raise InputError(option, f"{word!r} is not the file that it was: its SHA-256 is {found}")
             # A record must find it from any folder; what ships has its name everywhere.
@@ -305,21 +309,7 @@ def _made(processor: str, options: Mapping[str, Any]) -> VideoAttentionProcessor
 def _adapter_file(word: str) -> Path:
     from vmonarch.pipelines.embedded import embedded_adapter_path
 
-    try:
-        file = embedded_adapter_path() if word == "embedded" else Path(word).expanduser()
-    except FileNotFoundError as error:
-        raise _unusable_adapter(word, error) from error
-    if not file.is_file():
-        raise _unusable_adapter(word, "there is no such file")
-    return file
-
-
-def _unusable_adapter(adapter: str, reason: object) -> InputError:
-    return InputError(
-        "adapter",
-        f"{adapter!r} cannot be used: {reason}. Based has to be trained for a model: give adapter=FILE of"
-        " vmonarch.save_adapter, or adapter=null for parameters that have learnt nothing",
-    )
+    return embedded_adapter_path() if word == "embedded" else Path(word).expanduser()
 
 
 @contextlib.contextmanager
@@ -342,28 +332,19 @@ def _listed(value: Any) -> Any:
     return [_listed(entry) for entry in value] if isinstance(value, tuple) else value
 
 
-def without_gone(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`values` without options that are gone, which older files may have as long as they changed nothing.
+def options_now(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings or options by the names that they have now, of entries that may be older.
 
     Args:
         prefix: put before an option's name in the error.
 
     Raises:
-        InputError: one of them has a value that changed something.
+        InputError: an option that is gone has a value that changed something.
     """
-    for name, (usual, now) in _GONE.items():
-        if values.get(name, usual) != usual:
-            raise InputError(prefix + name, f"is gone, got {values[name]!r}: {now}")
-    return {name: value for name, value in values.items() if name not in _GONE}
-
-
-def _options_now(values: Mapping[str, Any], processor: str) -> dict[str, Any]:
-    """Options by the names that they have now, of entries that may be older."""
     given = dict(values)
-    # Until 2026-11-28 records had `kind`, which told controls apart, too.
-    given.pop("kind", None)
-    if given.pop("processor", processor) != processor:
-        raise InputError("processor", f"must be {processor!r} here, got {values['processor']!r}")
+    for name, (usual, now) in _GONE.items():
+        if (value := given.pop(name, usual)) != usual:
+            raise InputError(prefix + name, f"is gone, got {value!r}: {now}")
     if (reach := given.pop("reach", None)) is not None:
         given["bias"] = {"reach": reach}
     if "sparsity" in given:

@@ -369,30 +369,13 @@ class ControlProcessor(VideoAttentionProcessor):
         TypeError, ValueError: an option is unknown or has an unsupported value.
     """
 
-    _OPTIONS: tuple[str, ...] = ("control", "dense_steps", "dense_layers", "refresh", "grid", "implementation")
-
-    def __init__(
-        self,
-        control: str,
-        *,
-        dense_steps: object = 0,
-        dense_layers: object = 0,
-        refresh: object = None,
-        grid: object = None,
-        implementation: str = "auto",
-        **options: Any,
-    ) -> None:
-        steps = dict(dense_steps=dense_steps, dense_layers=dense_layers, refresh=refresh)
-        VideoAttentionProcessor.__init__(self, grid=grid, **steps)
+    def __init__(self, control: str, **options: Any) -> None:
         if control not in CONTROLS:
             raise ValueError(f"control must be one of {', '.join(CONTROLS)}, got {control!r}")
-        names = [field.name for field in dataclasses.fields(CONTROLS[control])]  # type: ignore[arg-type]
-        for name in options:
-            if name not in names:
-                raise TypeError(f"{name} is no known key; known: {', '.join((*names, *self._OPTIONS[1:]))}")
-        self.control, self.implementation = control, implementation
-        self.options = CONTROLS[control](**options)
-        self._OPTIONS = ("control", *names, *self._OPTIONS[1:])
+        self.control, self._KIND = control, CONTROLS[control]
+        names = [field.name for field in dataclasses.fields(self._KIND)]  # type: ignore[arg-type]
+        self._OPTIONS = ("control", *names, *self.COMMON)
+        VideoAttentionProcessor.__init__(self, **options)
         for name in names:
             setattr(self, name, getattr(self.options, name))
         self.LEARNS = isinstance(self.options, Trained)

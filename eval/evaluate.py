@@ -8,39 +8,34 @@
 An item is one prompt with one seed. Its folder has the video of every method and `item.json` with their numbers, and
 appears complete or not at all: a call that was stopped goes on with the items that are missing, several processes
 (RANK and WORLD_SIZE, as `accelerate launch` sets them) share the items out, and calls that run at the same time leave
-each other's alone. Whichever call finds all of them there writes `evaluation.json` and `report.html`. Everything but
-times and dates is the same however often it was stopped and whatever the number of processes: batches are cut before
-they are shared out.
+each other's alone. Whichever call finds all of them there writes `evaluation.json`, `table.md` and `report.html`.
+Everything but times and dates is the same however often it was stopped and whatever the number of processes: batches
+are cut before they are shared out.
+
+PSNR, SSIM and LPIPS are measured on the float frames before any mp4 encoding, and (`mp4_…`) on what is read back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from vmonarch.configs import InputError, file_sha256, suggest
-from vmonarch.eval.compare import (
-    MethodResult,
-    MethodsConfig,
-    in_threads,
-    json_text,
-    json_values,
-    load_for,
-    measure,
-    prompt_scorer,
-    sample_methods,
-    warm_up,
-)
+from filelock import FileLock, Timeout
+
+from vmonarch.configs import InputError, file_sha256
+from vmonarch.eval import summary
+from vmonarch.eval.methods import load_for, prompt_scorer, sample_methods, warm_up
 from vmonarch.eval.render.table import aligned
-from vmonarch.eval.summary import BOOTSTRAP_SEED, MEASURES, RESAMPLES, differences, statistics, summary_rows
+from vmonarch.eval.settings import EvalConfig
 from vmonarch.files import AtomicFiles, file_name, short_hash
 from vmonarch.pipelines import recipes
 from vmonarch.pipelines.config import complete
@@ -48,17 +43,23 @@ from vmonarch.pipelines.devices import choose_device, choose_dtype
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.lora import lora_sha256
 from vmonarch.pipelines.model_folder import ModelFolder, find_model
-from vmonarch.pipelines.outputs import GenerationError, prepare_output_dir
+from vmonarch.pipelines.outputs import GenerationError, keep_elsewhere, prepare_output_dir
 from vmonarch.pipelines.processes import Shard
-from vmonarch.pipelines.sampling import denoise
+from vmonarch.pipelines.records import frames_sha256
+from vmonarch.pipelines.sampling import Batch, denoise
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
 
+    # Writes more of an item, with its files: pictures by method, and the methods' rows.
+    Also = Callable[[AtomicFiles, "Item", Mapping[str, NDArray[np.uint8]], Mapping[str, Mapping[str, Any]]], None]
+
+Given = TypeVar("Given")
+Found = TypeVar("Found")
+
 EVALUATION_FORMAT = "vmonarch-eval-1"
-PROMPT_SETS = ("embedded",)
 # Settings that change no number of an item.
 _FREE = (
     *("output_dir", "overwrite", "device", "offload", "prompt_set", "num_prompts", "baseline"),
@@ -66,75 +67,8 @@ _FREE = (
 )
 # And those that say nothing of it elsewhere.
 _LOCAL = ("output_dir", "overwrite", "device")
-# VBench's dimensions in the score of the paper's Table 5.
-_SCORED = ("imaging_quality", "subject_consistency", "overall_consistency")
-
-
-_FURTHER = tuple(key for key in MEASURES if key.startswith("mp4_") or "lpips" in key)
-
-
-@dataclass(frozen=True)
-class EvalConfig(MethodsConfig):
-    """`MethodsConfig`, plus what to measure and what the report shows.
-
-    Args:
-        prompt_set: prompts to take where none are given: `embedded`, the embedded model's 64 held-out ones.
-        num_prompts: the first so many of the prompts; None for all.
-        baseline: the method (by its label) that the others' paired differences are taken to; None for `vmonarch` where
-            it is among the methods, else the first after the reference.
-        lpips: also measure LPIPS, see `vmonarch.eval.similarity.lpips`.
-        vbench: VBench's dimensions to score; none needs no VBench.
-        vbench_timeout: seconds that VBench may take for one dimension of one method.
-        report_items: so many items have their videos in the report; the rest is listed.
-        report_megabytes: and no more videos than that.
-        overwrite: not for evaluations, which go on where they stopped.
-    """
-
-    output_dir: str = "outputs/eval"
-    prompt_set: str | None = None
-    num_prompts: int | None = None
-    baseline: str | None = None
-    lpips: bool = False
-    vbench: tuple[str, ...] = ()
-    vbench_timeout: float = 3600.0
-    report_items: int = 12
-    report_megabytes: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.overwrite:
-            raise InputError("overwrite", "cannot be used: an evaluation goes on where it stopped; give another folder")
-        if self.prompt_set is not None and self.prompt_set not in PROMPT_SETS:
-            raise InputError("prompt_set", f"must be one of {', '.join(PROMPT_SETS)}, got {self.prompt_set!r}")
-        for name, least in (("num_prompts", 1), ("report_items", 0), ("report_megabytes", 0)):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise InputError(name, f"must be an integer of at least {least}, got {value!r}")
-        if not self.vbench_timeout > 0:
-            raise InputError("vbench_timeout", f"must be above 0 seconds, got {self.vbench_timeout}")
-        if self.baseline is not None and self.baseline not in self.labels:
-            hint = suggest(self.baseline, self.labels)
-            raise InputError("baseline", f"must be one of {', '.join(self.labels)}, got {self.baseline!r}{hint}")
-        prompts = self.prompts
-        if not prompts and self.prompt_set is not None:
-            from vmonarch.finetune.embedded.data import held_out_prompts
-
-            prompts = tuple(item.prompt for item in held_out_prompts())
-        repeated = sorted({prompt for prompt in prompts if prompts.count(prompt) > 1})
-        if repeated:
-            raise InputError("prompts", f"must differ, or an item is there twice; repeated: {repeated}")
-        if prompts and self.num_prompts is not None and self.num_prompts > len(prompts):
-            raise InputError(
-                "num_prompts", f"must be at most {len(prompts)}: there are no more; got {self.num_prompts}"
-            )
-        object.__setattr__(self, "prompts", prompts[: self.num_prompts])
-
-    @property
-    def chosen_baseline(self) -> str:
-        """Label of the method that the others are compared with; the reference where there is no other."""
-        if self.baseline is not None:
-            return self.baseline
-        return "vmonarch" if "vmonarch" in self.labels else self.labels[min(1, len(self.labels) - 1)]
+# Videos that are measured and written at once, at most.
+_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -164,9 +98,10 @@ class Evaluation:
     missing: int
 
     def table(self) -> str:
-        """Markdown table of the means with their intervals, one row a method."""
+        """Markdown table of the means with their intervals, one row a method; without those of decoded frames."""
         assert self.record is not None
-        return aligned(*summary_rows(self.record))
+        measures = [key for key in summary.MEASURES if not key.startswith("mp4_")]
+        return aligned(*summary.summary_rows(self.record, measures))
 
 
 def evaluate(
@@ -177,7 +112,7 @@ def evaluate(
     shard: Shard | None = None,
     command: str = "",
 ) -> Evaluation:
-    """Sample and measure the items that `config.output_dir` lacks; once all are there, write JSON and report.
+    """Sample and measure the items that `config.output_dir` lacks; once all are there, write JSON, table and report.
 
     Args:
         progress: show progress bars.
@@ -188,21 +123,60 @@ def evaluate(
     Raises:
         InputError, ModelError: as `vmonarch.pipelines.generation.generate`; LPIPS or VBench cannot be measured; the
             folder holds an evaluation with other settings.
-        GenerationError: a video came out constant or with NaN, is missing, damaged, or could not be written.
+        GenerationError: a video came out constant or with NaN (its raw frames are kept, at the path in the message), is
+            missing, damaged, or could not be written.
     """
-    from vmonarch.eval.similarity import alexnet_weights
-
+    if config.overwrite:
+        raise InputError("overwrite", "cannot be used: an evaluation goes on where it stopped; give another folder")
+    check_measures(config)
     shard = shard or Shard.of_environment()
-    if config.lpips:
-        alexnet_weights()
-    if config.vbench:
-        _check_vbench(config.vbench)
     if shard.size > 1 and config.device == "auto" and choose_device("auto").type == "cuda":
         config = dataclasses.replace(config, device=f"cuda:{shard.local_rank}")
     folder = model.folder if model else find_model(config.model, config.revision)
     config = complete(config, folder)
     output = prepare_output_dir(config.output_dir)
     _check_settings(output, _settings(config, folder))
+    return run_items(config, folder, output, progress=progress, model=model, shard=shard, command=command)
+
+
+def check_measures(config: EvalConfig) -> None:
+    """Raise InputError if LPIPS or VBench is asked for and cannot be measured: before anything is sampled."""
+    from vmonarch.eval.similarity import alexnet_weights
+
+    if config.lpips:
+        alexnet_weights()
+    if config.vbench:
+        from vmonarch.eval.vbench import installation, scoring
+
+        scoring.check_dimensions(config.vbench, "vbench")
+        try:
+            installation.manifest(installation.default_folder())
+        except InputError as error:
+            raise InputError("vbench", f"cannot be scored: its {error}") from error
+
+
+def run_items(
+    config: EvalConfig,
+    folder: ModelFolder,
+    output: Path,
+    *,
+    progress: bool = False,
+    model: LoadedModel | None = None,
+    shard: Shard | None = None,
+    command: str = "",
+    also: Also | None = None,
+) -> Evaluation:
+    """Make the items that are missing in `output`, and the report if none is left.
+
+    Args:
+        config: completed.
+        folder: of the model.
+        also: writes more of every item.
+
+    Raises:
+        InputError, ModelError, GenerationError: see `evaluate`.
+    """
+    shard = shard or Shard()
     jobs = [Item(number, *job) for number, job in enumerate((job for b in config.batches() for job in b), start=1)]
     batches = [jobs[i : i + config.batch_size] for i in range(0, len(jobs), config.batch_size)]
     left = [n for n, batch in enumerate(batches) if not all(is_done(output, item) for item in batch)]
@@ -212,38 +186,16 @@ def evaluate(
         # What is counted is the same for all processes, so the first that has anything to do counts.
         counts = shard.rank == min(n % shard.size for n in left)
         with recipes.room_for_versions(config.methods):
-            _Run(config, model, output, progress, counts).run(own, len(jobs))
+            _Run(config, model, output, progress, counts, also).run(own, len(jobs))
     missing = sum(not is_done(output, item) for item in jobs)
     if missing:
         return Evaluation(output, None, missing)
-    return Evaluation(output, _finish(config, output, jobs, command), 0)
+    return _finish(config, folder, output, jobs, command)
 
 
 def is_done(output: Path, item: Item) -> bool:
     """Whether the item's folder is complete: its JSON is what is written last."""
     return (output / "items" / item.name / "item.json").is_file()
-
-
-@contextlib.contextmanager
-def _claimed(output: Path, item: Item) -> Iterator[bool]:
-    """Whether the batch that begins with `item` is this process's while the block runs; else another call makes it."""
-    folder = output / "items" / item.name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".claim").open("a")
-    except OSError as error:
-        raise GenerationError(f"{output} cannot be written to: {error}") from error
-    with file:
-        try:
-            # Given back by the system, however the process ends.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            (folder / ".claim").unlink(missing_ok=True)
 
 
 def _settings(config: EvalConfig, folder: ModelFolder) -> dict[str, Any]:
@@ -270,12 +222,9 @@ def _check_settings(output: Path, settings: dict[str, Any]) -> None:
         # Another call may have begun meanwhile, and these be its files.
         if others and not path.exists():
             raise InputError("output_dir", f"must be empty or hold an evaluation; {str(output)!r} holds something else")
-        try:
-            with AtomicFiles() as files:
-                files.stage(path).write_text(json_text(settings), encoding="utf-8")
-        except FileExistsError:
-            # Another process was first.
-            pass
+        # Another process may be first.
+        with contextlib.suppress(FileExistsError), AtomicFiles() as files:
+            files.stage(path).write_text(summary.json_text(settings), encoding="utf-8")
     changed = list(_changes(_read(path), settings))
     if changed:
         raise InputError("output_dir", f"{str(output)!r} holds an evaluation with other settings: {'; '.join(changed)}")
@@ -299,19 +248,25 @@ def _changes(before: Any, now: Any, place: str = "") -> Iterator[str]:
         for key in sorted(before.keys() | now.keys()):
             hashes = before.get(f"{key}_sha256"), now.get(f"{key}_sha256")
             # The same file, wherever it lies.
-            if hashes[0] is not None and hashes[0] == hashes[1]:
-                continue
-            yield from _changes(before.get(key), now.get(key), f"{place}.{key}".lstrip("."))
+            if hashes[0] is None or hashes[0] != hashes[1]:
+                yield from _changes(before.get(key), now.get(key), f"{place}.{key}".lstrip("."))
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for i, (old, new) in enumerate(zip(before, now, strict=True)):
             yield from _changes(old, new, f"{place}[{i}]")
     elif before != now:
-        yield f"{place} was {_short(before)}, is {_short(now)}"
+        texts = [json.dumps(value, ensure_ascii=False) for value in (before, now)]
+        was, is_now = (text if len(text) <= 160 else text[:159] + "…" for text in texts)
+        yield f"{place} was {was}, is {is_now}"
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 160 else text[:159] + "…"
+def in_threads(function: Callable[[Given], Found], items: Iterable[Given]) -> list[Found]:
+    """`function` of every item, in their order, several at a time.
+
+    Raises:
+        whatever the function raises for the first of the items that fail.
+    """
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(function, items))
 
 
 class _Run:
@@ -319,37 +274,32 @@ class _Run:
 
     Args:
         counts: whether this process counts the methods' FLOPs, which it does before its first item.
+        also: writes more of every item.
     """
 
-    def __init__(self, config: EvalConfig, model: LoadedModel, output: Path, progress: bool, counts: bool) -> None:
+    def __init__(
+        self, config: EvalConfig, model: LoadedModel, output: Path, progress: bool, counts: bool, also: Also | None
+    ) -> None:
         from vmonarch.pipelines.environment import environment
 
-        self.counts = counts
+        self.counts, self.also = counts, also
         self.config, self.model, self.output, self.progress = config, model, output, progress
-        self.score = prompt_scorer(model)
+        self.score = prompt_scorer(model, config.prompt_set)
         self.environment = environment(model.device)
 
     def run(self, batches: Sequence[Sequence[Item]], total: int) -> None:
+        (self.output / "items").mkdir(exist_ok=True)
         self._warm_up(batches[0])
         for batch in batches:
-            with _claimed(self.output, batch[0]) as ours:
-                if ours and not all(is_done(self.output, item) for item in batch):
-                    self._make(batch, total)
-
-    def _make(self, batch: Sequence[Item], total: int) -> None:
-        """Sample, measure and write what is missing of a batch."""
-        title = f"item {batch[0].number} of {total}" if self.progress else None
-        pairs = [(item.prompt, item.seed) for item in batch]
-        samples = sample_methods(self.model, self.config, pairs, title=title)
-        for index, item in enumerate(batch):
-            if is_done(self.output, item):
-                continue
-            frames = {label: result.frames[index] for label, result in samples.items()}
-            results = measure(self.config, item.prompt, item.seed, frames, samples, self.score, self.model.device)
+            claim = FileLock(self.output / "items" / f".{batch[0].name}.lock", timeout=0)
             try:
-                self._write(item, frames, results)
-            except OSError as error:
-                raise GenerationError(f"{self.output} cannot be written to: {error}") from error
+                # Given back by the system, however the process ends.
+                with claim:
+                    if not all(is_done(self.output, item) for item in batch):
+                        self._make(batch, total)
+            except Timeout:
+                # Another call makes it.
+                continue
 
     def _warm_up(self, batch: Sequence[Item]) -> None:
         """Warm up and, if that is for this process to do, count FLOPs on what the transformer was called with."""
@@ -357,7 +307,7 @@ class _Run:
 
         pairs = [(item.prompt, item.seed) for item in batch]
         # Of its own, because what is compiled cannot be recorded.
-        recipes.apply(self.model.pipe, "full")
+        recipes.apply(self.model.pipe, "full", steps=self.config.steps)
         with recorded_call(self.model.pipe) as call:
             denoise(self.model, self.config, *zip(*pairs, strict=True), steps=1)
         warm_up(self.model, self.config, pairs, progress=self.progress)
@@ -367,64 +317,106 @@ class _Run:
             steps = transformers_by_step(self.model.pipe, self.config.steps)
             shares = relative_flops(call, self.config.methods, steps)
             with AtomicFiles(overwrite=True) as files:
-                files.stage(path).write_text(json_text(shares), encoding="utf-8")
+                files.stage(path).write_text(summary.json_text(shares), encoding="utf-8")
 
-    def _write(self, item: Item, frames: Mapping[str, torch.Tensor], results: Sequence[MethodResult]) -> None:
+    def _make(self, batch: Sequence[Item], total: int) -> None:
+        """Sample, measure and write what is missing of a batch."""
+        title = f"item {batch[0].number} of {total}" if self.progress else None
+        samples = sample_methods(self.model, self.config, [(item.prompt, item.seed) for item in batch], title=title)
+        for index, item in enumerate(batch):
+            if is_done(self.output, item):
+                continue
+            frames = {label: result.frames[index] for label, result in samples.items()}
+            rows = in_threads(partial(self._measured, item, frames, samples), frames)
+            try:
+                self._write(item, frames, rows)
+            except OSError as error:
+                text = summary.json_text({"prompt": item.prompt, "seed": item.seed, "results": rows})
+                kept = keep_elsewhere("item.json", partial(Path.write_text, data=text, encoding="utf-8"))
+                raise GenerationError(f"{self.output} cannot be written to: {error}; {kept}") from error
+
+    def _measured(
+        self, item: Item, frames: Mapping[str, torch.Tensor], samples: Mapping[str, Batch], label: str
+    ) -> dict[str, Any]:
+        """Row of a method: what is known of its video without encoding it.
+
+        Raises:
+            GenerationError: the video is constant or holds NaN; its raw frames are kept, at the path in the message.
+        """
+        from safetensors.torch import save_file
+
+        from vmonarch.pipelines.video_io import VideoError, check_frames
+
+        assert self.config.steps is not None
+        video, result = frames[label], samples[label]
+        try:
+            check_frames(video)
+        except VideoError as error:
+            save = lambda path: save_file({"frames": video.contiguous()}, path)
+            kept = keep_elsewhere("frames.raw.safetensors", save)
+            what = f"method {label}, prompt {item.prompt[:40]!r}, seed {item.seed}"
+            raise GenerationError(f"{what}: {error}; {kept}") from error
+        row = {
+            "method": label,
+            **dict.fromkeys(summary.MEASURES),
+            # A batch's time is shared out evenly.
+            "seconds": result.seconds["total"] / len(result.frames),
+            "transformer_seconds_per_step": result.seconds["transformer"] / len(result.frames) / self.config.steps,
+            "prompt_score": self.score(video, item.prompt),
+            "frames_sha256": frames_sha256(video),
+        }
+        return summary.json_values(row | self._closeness(label, frames))
+
+    def _closeness(self, label: str, frames: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """PSNR, SSIM and, if asked for, LPIPS of a method's frames; nothing of the reference's."""
+        from vmonarch.eval import similarity
+
+        if label == self.config.reference.label:
+            return {}
+        pair = [frames[name].to(self.model.device) for name in (label, self.config.reference.label)]
+        return vars(similarity.similarity(*pair)) | (vars(similarity.lpips(*pair)) if self.config.lpips else {})
+
+    def _write(self, item: Item, frames: Mapping[str, torch.Tensor], rows: Sequence[dict[str, Any]]) -> None:
         """Write an item's videos, measure what is read back from them, and commit it with its JSON."""
+        from vmonarch.eval.similarity import frames_of_file
         from vmonarch.pipelines.video_io import VideoError, encode_video, to_uint8, verify_video
 
         folder = self.output / "items" / item.name
         folder.mkdir(parents=True, exist_ok=True)
+        pictures = {label: to_uint8(video) for label, video in frames.items()}
 
-        def encode(result: MethodResult) -> tuple[dict[str, Any], NDArray[np.uint8]]:
-            """The row of a method's video, and the pictures that are read back from it."""
+        def encode(label: str) -> torch.Tensor:
+            """Write a method's video; the frames that are read back from it."""
             assert self.config.fps is not None
-            path = paths[result.method]
-            pictures = to_uint8(frames[result.method])
-            encode_video(path, pictures, self.config.fps)
-            try:
-                decoded = verify_video(path, pictures)
-            except VideoError as error:
-                raise GenerationError(f"method {result.method}, item {item.name}: {error}") from error
-            name = f"{file_name(result.method)}.mp4"
-            return dataclasses.asdict(result) | {"video": name, "video_sha256": file_sha256(path)}, decoded
+            encode_video(paths[label], pictures[label], self.config.fps)
+            return frames_of_file(verify_video(paths[label], pictures[label]))
+
+        def finished(row: dict[str, Any]) -> dict[str, Any]:
+            label = row["method"]
+            coded = {f"mp4_{key}": value for key, value in self._closeness(label, decoded).items()}
+            video = {"video": f"{file_name(label)}.mp4", "video_sha256": file_sha256(paths[label])}
+            return summary.json_values(row | coded | video)
 
         # An item without its JSON was left by a process that was killed: its videos are replaced.
         with AtomicFiles(overwrite=True) as files:
-            names = [result.method for result in results]
-            paths = {name: files.stage(folder / f"{file_name(name)}.mp4") for name in names}
-            rows, pictures = zip(*in_threads(encode, results), strict=True)
-            decoded = dict(zip(names, pictures, strict=True))
-            further = in_threads(lambda name: self._further(name, frames, decoded), names)
+            paths = {label: files.stage(folder / f"{file_name(label)}.mp4") for label in frames}
+            try:
+                decoded = dict(zip(frames, in_threads(encode, frames), strict=True))
+                if self.also is not None:
+                    self.also(files, item, pictures, {row["method"]: row for row in rows})
+            except VideoError as error:
+                raise GenerationError(f"item {item.name}: {error}") from error
             record = {
                 "format": EVALUATION_FORMAT,
                 "prompt": item.prompt,
                 "seed": item.seed,
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "results": [json_values(row | more) for row, more in zip(rows, further, strict=True)],
+                "results": in_threads(finished, rows),
                 "environment": self.environment,
             }
-            files.stage(folder / "item.json").write_text(json_text(record), encoding="utf-8")
+            files.stage(folder / "item.json").write_text(summary.json_text(record), encoding="utf-8")
         for left in folder.glob(".*.partial*"):
             left.unlink(missing_ok=True)
-
-    def _further(
-        self, label: str, frames: Mapping[str, torch.Tensor], decoded: Mapping[str, NDArray[np.uint8]]
-    ) -> dict[str, float | None]:
-        """What `measure` leaves out: LPIPS, and everything of the `decoded` frames; None for the reference itself."""
-        from vmonarch.eval.similarity import frames_of_file, lpips, similarity
-
-        reference = self.config.reference.label
-        found: dict[str, float | None] = dict.fromkeys(_FURTHER)
-        if label == reference:
-            return found
-        device = self.model.device
-        coded = [frames_of_file(decoded[name]).to(device) for name in (label, reference)]
-        found |= {f"mp4_{key}": value for key, value in vars(similarity(*coded)).items()}
-        if self.config.lpips:
-            found |= vars(lpips(*(frames[name].to(device) for name in (label, reference))))
-            found |= {f"mp4_{key}": value for key, value in vars(lpips(*coded)).items()}
-        return found
 
 
 def read_items(output: Path, items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -436,24 +428,21 @@ def read_items(output: Path, items: Sequence[Item]) -> list[dict[str, Any]]:
     records = []
     for item in items:
         folder = output / "items" / item.name
-        again = f"remove {folder} and run the command again to make it anew"
         try:
             record = json.loads((folder / "item.json").read_text(encoding="utf-8"))
-            rows = record["results"]
-            for row in rows:
+            for row in record["results"]:
                 path = folder / row["video"]
-                if not path.is_file():
-                    raise GenerationError(f"the video {path} is missing; {again}")
                 if file_sha256(path) != row["video_sha256"]:
-                    raise GenerationError(f"the video {path} is not the one that was measured; {again}")
+                    raise ValueError(f"{path} is not the video that was measured")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise GenerationError(f"{folder / 'item.json'} cannot be read: {error}; {again}") from error
+            again = f"remove {folder} and run the command again to make it anew"
+            raise GenerationError(f"{folder / 'item.json'} cannot be used: {error}; {again}") from error
         records.append({"number": item.number, "folder": f"items/{item.name}", **record})
     return records
 
 
-def _finish(config: EvalConfig, output: Path, items: Sequence[Item], command: str) -> dict[str, Any]:
-    """Put all items together, and write `evaluation.json` and `report.html`."""
+def _finish(config: EvalConfig, folder: ModelFolder, output: Path, items: Sequence[Item], command: str) -> Evaluation:
+    """Put all items together, and write `evaluation.json`, `table.md` and `report.html`."""
     from vmonarch.eval.report import report
 
     records = read_items(output, items)
@@ -466,8 +455,8 @@ def _finish(config: EvalConfig, output: Path, items: Sequence[Item], command: st
             environments.append(known)
         known["items"].append(item["number"])
     labels, baseline = config.labels, config.chosen_baseline
-    vbench = _vbench_scores(config, output, items, records)
-    statistics_ = statistics(records, labels)
+    vbench = _vbench_scores(config, output, records)
+    statistics = summary.statistics(records, labels)
     record: dict[str, Any] = {
         "format": EVALUATION_FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -475,82 +464,44 @@ def _finish(config: EvalConfig, output: Path, items: Sequence[Item], command: st
         "reference": config.reference.label,
         "baseline": baseline,
         "methods": labels,
-        "measures": {key: dataclasses.asdict(measure_) for key, measure_ in MEASURES.items()},
-        "intervals": f"95 % percentile bootstrap over items, {RESAMPLES} resamples, seed {BOOTSTRAP_SEED}",
+        "measures": {key: dataclasses.asdict(measure) for key, measure in summary.MEASURES.items()},
+        "intervals": summary.INTERVALS,
         "attention_flops": _read(output / "flops.json"),
-        "statistics": statistics_,
-        "differences": differences(records, labels, baseline),
+        "statistics": statistics,
+        "differences": summary.differences(records, labels, baseline),
         "vbench": vbench,
-        "paper_score": {label: _paper_score(statistics_[label], vbench.get(label, {})) for label in labels},
+        "paper_score": {label: summary.paper_score(statistics[label], vbench.get(label, {})) for label in labels},
         "items": records,
         "config": {key: value for key, value in config.to_dict().items() if key not in _LOCAL},
-        "model_files": _read(output / "settings.json")["model_files"],
+        "model_files": folder.fingerprint(),
         "environments": environments,
     }
-    text = json_text(record)
+    record |= summary.document_table(record)
+    text = summary.json_text(record)
     # As it is read back: JSON has no tuples.
     record = json.loads(text)
-    page = report(record, output)
+    page, evaluation = report(record, output), Evaluation(output, record, 0)
     with AtomicFiles(overwrite=True) as files:
-        files.stage(output / "evaluation.json").write_text(text, encoding="utf-8")
-        files.stage(output / "report.html").write_text(page, encoding="utf-8")
-    return record
-
-
-def _vbench() -> Any:
-    """The module that scores videos with VBench.
-
-    Raises:
-        InputError: it is not there.
-    """
-    import importlib
-
-    try:
-        return importlib.import_module("vmonarch.eval.vbench")
-    except ImportError as error:
-        raise InputError("vbench", f"cannot be scored: {error}") from error
-
-
-def _check_vbench(dimensions: Sequence[str]) -> None:
-    """Raise InputError for a dimension that VBench does not have, or without VBench: before anything is sampled."""
-    vbench = _vbench()
-    known = vbench.DIMENSIONS
-    for name in dimensions:
-        if name not in known:
-            raise InputError("vbench", f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
-    try:
-        vbench.load_environment()
-    except InputError as error:
-        raise InputError("vbench", f"cannot be scored: its {error}") from error
+        written = {"evaluation.json": text, "table.md": evaluation.table() + "\n", "report.html": page}
+        for name, contents in written.items():
+            files.stage(output / name).write_text(contents, encoding="utf-8")
+    for lock in (output / "items").glob(".*.lock"):
+        lock.unlink(missing_ok=True)
+    return evaluation
 
 
 def _vbench_scores(
-    config: EvalConfig, output: Path, items: Sequence[Item], records: Sequence[Mapping[str, Any]]
+    config: EvalConfig, output: Path, records: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, float]]:
     """VBench's score of every method in every dimension that was asked for."""
     if not config.vbench:
         return {}
-    vbench = _vbench()
+    from vmonarch.eval import vbench
+
     scores: dict[str, dict[str, float]] = {}
     for label in config.labels:
-        videos = []
-        for item, record in zip(items, records, strict=True):
-            name = next(row["video"] for row in record["results"] if row["method"] == label)
-            index = config.seeds.index(item.seed)
-            videos.append(vbench.PromptedVideo(output / "items" / item.name / name, item.prompt, index))
+        files = [(record, row) for record in records for row in record["results"] if row["method"] == label]
+        videos = [vbench.PromptedVideo(output / item["folder"] / row["video"], item["prompt"]) for item, row in files]
         found = vbench.score_videos(videos, config.vbench, work_dir=output / "vbench", timeout=config.vbench_timeout)
         scores[label] = {dimension: float(found[dimension].score) for dimension in config.vbench}
     return scores
-
-
-def _paper_score(means: Mapping[str, Any], vbench: Mapping[str, float]) -> float | str | None:
-    """The score of the paper's Table 5, of the means; None where one of its parts was not measured."""
-    from vmonarch.eval.similarity import PerceptualDistance, Similarity, paper_score
-
-    names = ("psnr", "ssim", "first_frame_psnr", "first_frame_ssim")
-    if means["psnr"] is None or means["lpips"] is None or not set(_SCORED) <= vbench.keys():
-        return None
-    close = Similarity(**{name: float(means[name]["mean"]) for name in names})
-    distance = PerceptualDistance(means["lpips"]["mean"], means["first_frame_lpips"]["mean"])
-    score = paper_score(close, distance, **{name: vbench[name] for name in _SCORED})
-    return "inf" if math.isinf(score) else score

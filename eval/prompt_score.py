@@ -1,8 +1,8 @@
 """Does a video show what its prompt asks for? Colour, shape and direction of motion are read back from the pixels.
 
 The reader knows nothing of the prompt. It separates saturated pixels from the muted background, groups them by hue,
-compares each group with every shape's silhouette, and fits a line to its path. `python -m vmonarch.eval.prompt_score`
-generates the 64 held-out prompts with the embedded model and scores them, with full attention and with VMonarch.
+compares each group with every shape's silhouette, and fits a line to its path. `vmonarch eval --prompt-set embedded`
+scores videos of the embedded model's 64 held-out prompts.
 
 Shapes in comments: F frames, Y height, X width.
 """
@@ -10,23 +10,14 @@ Shapes in comments: F frames, Y height, X width.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
-import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from vmonarch.configs import InputError
-from vmonarch.configs.methods import resolve_method
-from vmonarch.eval.record import script_parser, script_record
-from vmonarch.files import file_name, write_json
 from vmonarch.finetune.embedded.data import (
     COLOUR_NAMES,
     COLOUR_WORDS,
@@ -37,15 +28,9 @@ from vmonarch.finetune.embedded.data import (
     SHAPE_WORDS,
     SHAPES,
     SOLE_VERBS,
-    HeldOutPrompt,
     SceneAttributes,
-    held_out_prompts,
-    render,
-    sample_scenes,
     shape_distance,
 )
-from vmonarch.pipelines.loading import read_pipeline
-from vmonarch.pipelines.model_folder import ModelError, find_model
 
 MIN_CHROMA = 0.34
 """Pixels whose largest and smallest channel differ by less are background."""
@@ -295,193 +280,3 @@ def parse_prompt(prompt: str) -> tuple[ExpectedObject, ...]:
             owner = min(range(len(anchors)), key=lambda n: abs(anchors[n] - at))
         values[owner].setdefault(kind, name)
     return tuple(ExpectedObject(value.get("colour"), value.get("shape"), value.get("direction")) for value in values)
-
-
-def reader_accuracy(clips: int, seed: int, vae: Any = None, device: str = "cpu") -> dict[str, float]:
-    """Share of rendered clips, of all attribute combinations, that the reader reads correctly.
-
-    With `vae`, the clips go through its stock encode and decode first, and their mean PSNR in dB is reported.
-    """
-    triples = [(s, c, d) for s in range(len(SHAPES)) for c in range(len(COLOURS)) for d in range(len(DIRECTIONS))]
-    scenes = sample_scenes(clips, seed, triples=triples)
-    scores, psnrs = [], []
-    for start in range(0, clips, 8):
-        video = render(scenes[start : start + 8], device)
-        if vae is not None:
-            with torch.no_grad():
-                output = vae.decode(vae.encode(video.to(vae.dtype)).latent_dist.mode()).sample.float()
-            psnrs += (-10 * torch.log10(((output - video).square() / 4).flatten(1).mean(1))).tolist()
-            video = output
-        for offset, clip in enumerate(((video + 1) / 2).permute(0, 2, 3, 4, 1)):
-            scores.append(score_readings(read_video(clip), expected_objects(scenes.scene(start + offset))))
-    return {"clips": clips, **_shares(scores), **({"psnr_db": round(sum(psnrs) / len(psnrs), 2)} if psnrs else {})}
-
-
-def _shares(scores: Sequence[PromptMatch]) -> dict[str, float]:
-    names = ("colour", "shape", "direction", "all")
-    return {name: round(sum(getattr(score, name) for score in scores) / len(scores), 4) for name in names}
-
-
-def generate(
-    pipe: Any, prompts: Sequence[str], *, seed: int, batch: int, steps: int, guidance: float, size: tuple[int, int, int]
-) -> torch.Tensor:
-    """Videos [B, F, Y, X, 3] in [0, 1] on the CPU; prompt i starts from the noise of seed + i, whatever the batch."""
-    height, width, frames = size
-    videos = []
-    for start in range(0, len(prompts), batch):
-        chunk = list(prompts[start : start + batch])
-        generators = [torch.Generator("cpu").manual_seed(seed + start + i) for i in range(len(chunk))]
-        output = pipe(
-            chunk,
-            height=height,
-            width=width,
-            num_frames=frames,
-            num_inference_steps=steps,
-            guidance_scale=guidance,
-            generator=generators,
-            output_type="pt",
-        ).frames
-        videos.append(output.permute(0, 1, 3, 4, 2).float().cpu())
-    return torch.cat(videos)
-
-
-def score_videos(
-    videos: torch.Tensor, held_out: Sequence[HeldOutPrompt], reference: torch.Tensor | None, device: str | torch.device
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Score videos [B, F, Y, X, 3] of as many prompts: (shares and means, what was read in each video).
-
-    Args:
-        reference: videos of the same prompts and seeds; with them come PSNR and SSIM.
-    """
-    from vmonarch.eval.similarity import psnr, ssim
-
-    scores, similarities, entries = [], [], []
-    for i, (item, video) in enumerate(zip(held_out, videos, strict=True)):
-        readings = read_video(video.to(device))
-        score = score_readings(readings, expected_objects(item.scene))
-        scores.append(score)
-        entry = {**asdict(score), "read": [asdict(reading) for reading in readings]}
-        if reference is not None:
-            frames, other = (clip.to(device).permute(0, 3, 1, 2).clamp(0, 1) for clip in (video, reference[i]))
-            entry |= {"psnr_db": round(psnr(frames, other), 3), "ssim": round(ssim(frames, other), 4)}
-            similarities.append((entry["psnr_db"], entry["ssim"]))
-        entries.append(entry)
-    summary = _shares(scores)
-    if similarities:
-        means = torch.tensor(similarities, dtype=torch.float64).mean(0).tolist()
-        summary |= {"psnr_db": round(means[0], 2), "ssim": round(means[1], 4)}
-    return summary, entries
-
-
-def contact_sheet(videos: torch.Tensor, path: Path, frames: int = 6, columns: int = 2) -> None:
-    """Write a PNG with `frames` frames of each video [B, F, Y, X, 3] side by side, `columns` videos per row."""
-    from PIL import Image
-
-    picked = videos[:, torch.linspace(0, videos.shape[1] - 1, frames).round().long()]
-    strips = torch.nn.functional.pad(torch.cat(tuple(picked.unbind(1)), 2), (0, 0, 0, 4, 0, 2))  # [B, Y, frames·X, 3]
-    strips = torch.nn.functional.pad(strips, (0, 0, 0, 0, 0, 0, 0, -len(strips) % columns))
-    rows = [torch.cat(tuple(strips[i : i + columns]), 1) for i in range(0, len(strips), columns)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray((torch.cat(rows) * 255).round().byte().numpy()).save(path)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Generate the held-out prompts with each method, score them, and write the JSON."""
-    from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS as settings
-
-    parser = script_parser("prompt_score", main.__doc__)
-    parser.add_argument("--model", type=Path, help="folder of a Wan pipeline (default: the embedded model)")
-    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        default=["full", "vmonarch"],
-        help="attention methods as `vmonarch compare` takes them, full first",
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch", type=int, default=16, help="prompts generated at once")
-    parser.add_argument("--prompts", type=int, default=64, help="how many of the 64 held-out prompts")
-    parser.add_argument("--seed", type=int, default=0, help="prompt i uses seed + i")
-    parser.add_argument("--steps", type=int, default=settings.num_inference_steps)
-    parser.add_argument("--guidance", type=float, default=settings.guidance_scale)
-    parser.add_argument("--height", type=int, default=settings.height, help="pixels, as the model was trained with")
-    parser.add_argument("--width", type=int, default=settings.width)
-    parser.add_argument("--flow-shift", type=float, help="override the shipped scheduler's")
-    parser.add_argument("--reader-clips", type=int, default=256, help="rendered clips to check the reader on; 0: none")
-    parser.add_argument("--sheet", type=Path, help="prefix of PNG contact sheets to write, one per method")
-    options = parser.parse_args(arguments)
-    if options.methods[0] != "full":
-        parser.error("--methods must start with full: PSNR and SSIM are measured against it")
-    try:
-        methods = [resolve_method(name, argument="--methods") for name in options.methods]
-        folder = find_model(str(options.model or "embedded"))
-    except (InputError, ModelError) as error:
-        parser.error(str(error))
-    if not 1 <= options.prompts <= 64 or options.batch < 1:
-        parser.error("--prompts must be 1 to 64 and --batch at least 1")
-
-    from diffusers import WanPipeline
-
-    pipe = read_pipeline(WanPipeline, folder, torch.float32).to(options.device)
-    pipe.set_progress_bar_config(disable=True)
-    if options.flow_shift is not None:
-        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=options.flow_shift)
-    held_out = held_out_prompts()[: options.prompts]
-    results: list[dict[str, Any]] = [
-        {"prompt": item.prompt, "expected": [asdict(want) for want in expected_objects(item.scene)]}
-        for item in held_out
-    ]
-    summary: dict[str, dict[str, float]] = {}
-    reference: torch.Tensor | None = None
-    for attention in methods:
-        method = attention.label
-        started = time.perf_counter()
-        attention.install(pipe)
-        videos = generate(
-            pipe,
-            [item.prompt for item in held_out],
-            seed=options.seed,
-            batch=options.batch,
-            steps=options.steps,
-            guidance=options.guidance,
-            size=(options.height, options.width, settings.num_frames),
-        )
-        seconds = time.perf_counter() - started
-        if options.sheet is not None:
-            contact_sheet(videos, options.sheet.with_name(f"{options.sheet.name}-{file_name(method)}.png"))
-        shares, entries = score_videos(videos, held_out, reference, options.device)
-        summary[method] = {**shares, "seconds": round(seconds, 1)}
-        for row, entry in zip(results, entries, strict=True):
-            row[method] = entry
-        if reference is None:
-            reference = videos
-        print(method, json.dumps(summary[method]), flush=True)
-    reader = {}
-    if options.reader_clips:
-        reader["rendered"] = reader_accuracy(options.reader_clips, 31_337, None, options.device)
-        reader["reconstructed"] = reader_accuracy(options.reader_clips, 31_337, pipe.vae, options.device)
-        print("reader", json.dumps(reader), flush=True)
-    document = {
-        **script_record("prompt_score", arguments, options.device),
-        "settings": {
-            "prompts": options.prompts,
-            "seed": options.seed,
-            "steps": options.steps,
-            "guidance_scale": options.guidance,
-            "flow_shift": pipe.scheduler.config.get("flow_shift"),
-            "height": options.height,
-            "width": options.width,
-            "num_frames": settings.num_frames,
-            "dtype": str(pipe.transformer.dtype),
-        },
-        "reader": reader,
-        "summary": summary,
-        "prompts": results,
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(options.output, document)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,8 @@ from markupsafe import Markup
 
 from vmonarch.eval.render.page import page
 from vmonarch.eval.render.plot import data_uri, numbered_points
-from vmonarch.eval.summary import MEASURES, sampled, shown_interval, shown_number, summary_rows
+from vmonarch.eval.render.table import shown_number
+from vmonarch.eval.summary import MEASURES, sampled, shown_interval, summary_rows
 
 # Measures that are drawn against FLOPs, where they were taken.
 PLOTTED = ("psnr", "ssim", "lpips", "prompt_score")

@@ -1,4 +1,4 @@
-"""How close a video is to a reference: PSNR, SSIM, LPIPS, and the paper's score of all of them.
+"""How close a video is to a reference: PSNR, SSIM and LPIPS.
 
 Legend: F frames, H and W pixels. Videos are float tensors [F, 3, H, W] with values in [0, 1].
 """
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 # torchvision's name for the weights of AlexNet that LPIPS was fitted to, and where it has them from.
 ALEXNET_WEIGHTS = "alexnet-owt-7be5be79.pth"
 ALEXNET_URL = f"https://download.pytorch.org/models/{ALEXNET_WEIGHTS}"
-# AlexNet's last pooling leaves nothing of smaller frames.
-_LPIPS_SIZE = 32
 # Half the 11-tap window: so many pixels are mirrored at the border, which needs one pixel more than that.
 _SSIM_MARGIN = 5
 # Frames per call: bounds the memory of SSIM's five filtered maps and of AlexNet's features.
@@ -43,70 +41,44 @@ class Similarity:
     first_frame_ssim: float
 
 
-def check_pair(video: torch.Tensor, reference: torch.Tensor) -> None:
+def check_pair(video: torch.Tensor, reference: torch.Tensor, least: int = 6) -> None:
     """Check that two videos [F, 3, H, W] can be compared.
+
+    Args:
+        least: pixels that the frames must have in both directions; 6 for SSIM's window.
 
     Raises:
         TypeError: one of them is no floating-point tensor.
-        ValueError: other ranks, different shapes, no frames, frames under 6×6, values not finite or outside [0, 1].
+        ValueError: other ranks, different shapes, no frames, frames too small, values not finite or outside [0, 1].
     """
     for name, frames in (("video", video), ("reference", reference)):
         if not isinstance(frames, torch.Tensor) or not frames.is_floating_point():
             kind = frames.dtype if isinstance(frames, torch.Tensor) else type(frames).__name__
             raise TypeError(f"{name} must be a floating-point tensor [F, 3, H, W] with values in [0, 1], got {kind}")
-        if frames.ndim != 4 or frames.shape[1] != 3 or 0 in frames.shape:
-            raise ValueError(f"{name} must have shape [F, 3, H, W] and no empty dimension, got {tuple(frames.shape)}")
+        if frames.ndim != 4 or frames.shape[1] != 3 or 0 in frames.shape or min(frames.shape[2:]) < least:
+            form = f"[F, 3, H, W], not empty, and frames of at least {least}×{least} pixels"
+            raise ValueError(f"{name} must have shape {form}, got {tuple(frames.shape)}")
+        if not ((frames >= 0) & (frames <= 1)).all():
+            raise ValueError(f"{name} must have finite values in [0, 1]")
     if video.shape != reference.shape:
         raise ValueError(
             f"video must have the shape of reference {tuple(reference.shape)}, got {tuple(video.shape)};"
             " nothing is cropped, resized or skipped"
         )
-    if min(video.shape[2:]) <= _SSIM_MARGIN:
-        raise ValueError(f"video must have frames of at least 6×6 pixels for SSIM's window, got {tuple(video.shape)}")
-    for name, frames in (("video", video), ("reference", reference)):
-        if not torch.isfinite(frames).all():
-            raise ValueError(f"{name} must be finite, but holds NaN or infinity")
-        low, high = frames.min().item(), frames.max().item()
-        if low < 0 or high > 1:
-            raise ValueError(f"{name} must have values in [0, 1], got [{low:.4g}, {high:.4g}]")
-
-
-def psnr(video: torch.Tensor, reference: torch.Tensor) -> float:
-    """Peak signal-to-noise ratio in dB: 10 · log10(1 / MSE), the MSE over all frames, channels and pixels together.
-
-    Pooling the error before the logarithm keeps one identical frame from making the result infinite.
-
-    Raises:
-        TypeError, ValueError: see `check_pair`.
-    """
-    check_pair(video, reference)
-    return _psnr(video, reference)
 
 
 def _psnr(video: torch.Tensor, reference: torch.Tensor) -> float:
-    from torchmetrics.functional import mean_squared_error
-
-    # torchmetrics' own PSNR rounds ln(10) to float32, which costs 3e-6 dB; its error in float64 does not.
-    error = float(mean_squared_error(video.double().flatten(), reference.double().flatten()))
+    # torchmetrics' PSNR rounds ln(10) to float32, which costs 3e-6 dB.
+    error = torch.nn.functional.mse_loss(video.double(), reference.double()).item()
     return -10 * math.log10(error) if error > 0 else math.inf
 
 
-def ssim(video: torch.Tensor, reference: torch.Tensor) -> float:
-    """Structural similarity (Wang et al. 2004): per frame and colour channel, then the mean over everything.
-
-    Gaussian window of 11×11 taps with sigma 1.5, k1 = 0.01, k2 = 0.03, data range 1, borders mirrored, population
-    (not sample) variances. In float64: in float32 the variances of flat regions are lost to cancellation. The window
-    is applied along one axis after the other: torchmetrics' square one takes dozens of times as long on a CPU.
-
-    Raises:
-        TypeError, ValueError: see `check_pair`.
-    """
-    check_pair(video, reference)
-    return float(_frames_ssim(video, reference).mean())
-
-
 def _frames_ssim(video: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """SSIM of every frame: [F], float64."""
+    """SSIM of every frame: [F], the mean over pixels and colour channels.
+
+    In float64: in float32 the variances of flat regions are lost to cancellation. The window is applied along one axis
+    after the other: torchmetrics' square one gives the same, but takes dozens of times as long on a CPU.
+    """
     found = []
     for start in range(0, len(video), _CHUNK):
         x, y = (frames[start : start + _CHUNK].double() for frames in (video, reference))
@@ -132,6 +104,10 @@ def _blurred(maps: torch.Tensor) -> torch.Tensor:
 
 def similarity(video: torch.Tensor, reference: torch.Tensor) -> Similarity:
     """PSNR and SSIM of `video` against `reference`, both [F, 3, H, W] in [0, 1].
+
+    PSNR is 10 · log10(1 / MSE), the MSE over all frames, channels and pixels together: pooling the error before the
+    logarithm keeps one identical frame from making the result infinite. SSIM (Wang et al. 2004) has a Gaussian window
+    of 11×11 taps with sigma 1.5, k1 = 0.01, k2 = 0.03, data range 1, mirrored borders, population variances.
 
     Raises:
         TypeError, ValueError: see `check_pair`.
@@ -182,12 +158,11 @@ def lpips(video: torch.Tensor, reference: torch.Tensor) -> PerceptualDistance:
     """Learned perceptual distance (Zhang et al. 2018, AlexNet with the linear layers v0.1) of two videos [F, 3, H, W].
 
     Raises:
-        TypeError, ValueError: see `check_pair`; frames under 32×32.
+        TypeError, ValueError: see `check_pair`, of frames of at least 32×32 pixels.
         InputError: see `alexnet_weights`.
     """
-    check_pair(video, reference)
-    if min(video.shape[2:]) < _LPIPS_SIZE:
-        raise ValueError(f"video must have frames of at least 32×32 pixels for AlexNet, got {tuple(video.shape)}")
+    # AlexNet's last pooling leaves nothing of smaller frames.
+    check_pair(video, reference, least=32)
     # One frame by itself first: it is asked for, and the rest need not be told apart.
     parts = [(0, 1), *((start, min(start + _CHUNK, len(video))) for start in range(1, len(video), _CHUNK))]
     sums = []
@@ -203,37 +178,4 @@ def lpips(video: torch.Tensor, reference: torch.Tensor) -> PerceptualDistance:
 
 def frames_of_file(pictures: NDArray[np.uint8]) -> torch.Tensor:
     """Float frames [F, 3, H, W] in [0, 1] of pictures [F, H, W, 3] as `video_io.read_video` gives them."""
-    return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 255
-
-
-def paper_score(
-    close: Similarity,
-    distance: PerceptualDistance,
-    *,
-    imaging_quality: float,
-    subject_consistency: float,
-    overall_consistency: float,
-) -> float:
-    """The composite score of VMonarch's Table 5; its best row has 3.44.
-
-    Score = (PSNR + PSNR¹)/100 + SSIM + SSIM¹ + (1 - LPIPS) + (1 - LPIPS¹) + IQ + SC + OC, where ¹ is of the first frame
-    and IQ, SC, OC are VBench's, all shares in [0, 1] but PSNR in dB. The table's caption has the first three terms by
-    half; the scores in all rows of the table are those without the halves, so that is what compares with them.
-
-    Raises:
-        ValueError: one of VBench's scores is outside [0, 1] (a percentage, say).
-    """
-    scores = {
-        "imaging_quality": imaging_quality,
-        "subject_consistency": subject_consistency,
-        "overall_consistency": overall_consistency,
-    }
-    for name, value in scores.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} must be a share in [0, 1], got {value}")
-    return (
-        (close.psnr + close.first_frame_psnr) / 100
-        + (close.ssim + close.first_frame_ssim)
-        + (2 - distance.lpips - distance.first_frame_lpips)
-        + sum(scores.values())
-    )
+    return torch.tensor(pictures).permute(0, 3, 1, 2).float() / 255

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vmonarch.eval.compare import json_values
-from vmonarch.eval.render.table import markdown, percent, shown_number
+from vmonarch.eval.render.table import percent, shown_number
 from vmonarch.pipelines.outputs import GenerationError
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-RESAMPLES = 10_000
-BOOTSTRAP_SEED = 0
+_RESAMPLES, _SEED = 10_000, 0
+INTERVALS = f"95 % percentile bootstrap over items, {_RESAMPLES} resamples, seed {_SEED}"
 
 
 @dataclass(frozen=True)
@@ -29,31 +25,28 @@ class Measure:
     about: str
 
 
-_FIRST, _CODED = "of the first frame alone", "of frames read back from the mp4"
+def _closeness(prefix: str = "", heading: str = "", about: str = "") -> dict[str, Measure]:
+    """What tells how close a video is to the reference."""
+    return {
+        f"{prefix}psnr": Measure(f"{heading}PSNR dB", 2, True, f"10·log10(1/MSE), the error pooled over frames{about}"),
+        f"{prefix}ssim": Measure(f"{heading}SSIM", 4, True, f"11×11 Gaussian window, sigma 1.5, mean of frames{about}"),
+        f"{prefix}lpips": Measure(f"{heading}LPIPS", 4, False, f"AlexNet, mean over frames{about}"),
+    }
+
+
+_FIRST, _CODED = ", of the first frame alone", ", as read back from the mp4"
+_SHOWN = "share of colour, shape and direction that the pixels show as the prompt asks; of the embedded model"
 MEASURES = {
-    "psnr": Measure("PSNR dB", 2, True, "10·log10(1/MSE) to the reference, the error pooled over all frames"),
-    "ssim": Measure("SSIM", 4, True, "11×11 Gaussian window, sigma 1.5, mean over frames and channels"),
-    "lpips": Measure("LPIPS", 4, False, "AlexNet, mean over frames"),
-    "first_frame_psnr": Measure("first PSNR dB", 2, True, f"PSNR {_FIRST}"),
-    "first_frame_ssim": Measure("first SSIM", 4, True, f"SSIM {_FIRST}"),
-    "first_frame_lpips": Measure("first LPIPS", 4, False, f"LPIPS {_FIRST}"),
-    "prompt_score": Measure(
-        "prompt score",
-        3,
-        True,
-        "share of colour, shape and direction that a video's pixels show as the prompt asks; of the embedded model",
-    ),
-    "mp4_psnr": Measure("mp4 PSNR dB", 2, True, f"PSNR {_CODED}"),
-    "mp4_ssim": Measure("mp4 SSIM", 4, True, f"SSIM {_CODED}"),
-    "mp4_lpips": Measure("mp4 LPIPS", 4, False, f"LPIPS {_CODED}"),
-    "mp4_first_frame_psnr": Measure("mp4 first PSNR dB", 2, True, f"PSNR {_CODED}, {_FIRST}"),
-    "mp4_first_frame_ssim": Measure("mp4 first SSIM", 4, True, f"SSIM {_CODED}, {_FIRST}"),
-    "mp4_first_frame_lpips": Measure("mp4 first LPIPS", 4, False, f"LPIPS {_CODED}, {_FIRST}"),
+    **_closeness(),
+    **_closeness("first_frame_", "first ", _FIRST),
+    "prompt_score": Measure("prompt score", 3, True, _SHOWN),
+    **_closeness("mp4_", "mp4 ", _CODED),
+    **_closeness("mp4_first_frame_", "mp4 first ", _FIRST + _CODED),
     "seconds": Measure("s/video", 2, False, "text, denoising and decoding; a batch's time is shared out evenly"),
-    "transformer_seconds_per_step": Measure(
-        "transformer s/step", 3, False, "in the transformers' forward calls, guidance included"
-    ),
+    "transformer_seconds_per_step": Measure("transformer s/step", 3, False, "in forward calls, guidance included"),
 }
+# VBench's dimensions in the score of the paper's Table 5.
+_SCORED = ("imaging_quality", "subject_consistency", "overall_consistency")
 TIMES = ("seconds", "transformer_seconds_per_step")
 
 
@@ -86,16 +79,16 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
     """
     import numpy as np
 
-    sample: NDArray[np.float64] = np.asarray(values, np.float64)
+    sample = np.asarray(values, np.float64)
     mean = float(sample.mean())
     low = high = None
     if len(sample) > 1 and math.isfinite(mean):
-        generator = np.random.default_rng(BOOTSTRAP_SEED)
+        generator = np.random.default_rng(_SEED)
         # By halves of a million numbers: 10,000 resamples of thousands of items would not fit in memory.
         rows = max(1, 500_000 // len(sample))
         means: list[float] = []
-        while len(means) < RESAMPLES:
-            picked = generator.integers(len(sample), size=(min(rows, RESAMPLES - len(means)), len(sample)))
+        while len(means) < _RESAMPLES:
+            picked = generator.integers(len(sample), size=(min(rows, _RESAMPLES - len(means)), len(sample)))
             means += sample[picked].mean(1).tolist()
         low, high = (float(edge) for edge in np.percentile(means, [2.5, 97.5]))
     return json_values({"mean": mean, "low": low, "high": high, "items": len(sample)})
@@ -125,12 +118,8 @@ def differences(
             pairs = zip(_values(records, label, key), _values(records, baseline, key), strict=True)
             # Two videos that both equal the reference do not differ, though infinity has no difference to itself.
             gaps = [0.0 if a == b else a - b for a, b in pairs if a is not None and b is not None]
-            table[label][key] = interval(gaps) if gaps and not _opposite(gaps) else None
+            table[label][key] = interval(gaps) if gaps and not {math.inf, -math.inf} <= set(gaps) else None
     return table
-
-
-def _opposite(values: Sequence[float]) -> bool:
-    return math.inf in values and -math.inf in values
 
 
 def summary_rows(
@@ -167,15 +156,38 @@ def sampled(config: Mapping[str, Any]) -> str:
     )
 
 
-def evaluation_table(results: Mapping[str, Any]) -> str:
-    """The summary of `evaluation.json` for a document: no times, nothing of decoded frames."""
+def document_table(record: Mapping[str, Any]) -> dict[str, Any]:
+    """`tables` and `caption` for a document: the summary without times and without measures of decoded frames."""
     measures = [key for key in MEASURES if key not in TIMES and not key.startswith("mp4_")]
-    config, environment = results["config"], results["environments"][0]["environment"]
-    about = (
-        f"{sampled(config)}; means with 95 % bootstrap intervals; {environment['device_name']},"
-        f" {environment['cpu_count']} cores, {results['created'][:10]}."
+    heading, rows = summary_rows(record, measures)
+    about = record["environments"][0]["environment"]
+    versions = ", ".join(f"{name} {about['packages'][name]}" for name in ("torch", "diffusers"))
+    caption = (
+        f"{sampled(record['config'])}; means with 95 % bootstrap intervals; {about['device_name']},"
+        f" {about['cpu_count']} cores, {versions}, {record['created'][:10]}."
     )
-    return f"{markdown(*summary_rows(results, measures))}\n{about} Made by `{results['command']}`.\n"
+    made = f" Made by `{record['command']}`." if record["command"] else ""
+    return {"tables": [{"header": heading, "rows": rows}], "caption": caption + made}
+
+
+def paper_score(means: Mapping[str, Any], vbench: Mapping[str, float]) -> float | str | None:
+    """The composite score of VMonarch's Table 5, whose best row has 3.44; None where one of its parts is missing.
+
+    Score = (PSNR + PSNR¹)/100 + SSIM + SSIM¹ + (1 - LPIPS) + (1 - LPIPS¹) + IQ + SC + OC, where ¹ is of the first frame
+    and IQ, SC, OC are VBench's, all shares in [0, 1] but PSNR in dB. The table's caption has the first three terms by
+    half; the scores in all rows of the table are those without the halves, so that is what compares with them.
+
+    Args:
+        means: `statistics` of a method.
+        vbench: its scores by dimension.
+    """
+    scored = [vbench[name] for name in _SCORED if name in vbench]
+    taken = [means[first + name] for name in ("psnr", "ssim", "lpips") for first in ("", "first_frame_")]
+    if len(scored) < len(_SCORED) or None in taken:
+        return None
+    psnr, psnr_1, ssim, ssim_1, lpips, lpips_1 = (float(value["mean"]) for value in taken)
+    score: float = (psnr + psnr_1) / 100 + (ssim + ssim_1) + (2 - lpips - lpips_1) + sum(scored)
+    return "inf" if math.isinf(score) else score
 
 
 def shown_interval(value: Mapping[str, Any] | None, decimals: int, *, sign: bool = False) -> str:
@@ -186,3 +198,17 @@ def shown_interval(value: Mapping[str, Any] | None, decimals: int, *, sign: bool
     if value["low"] is None:
         return mean
     return f"{mean} [{', '.join(shown_number(value[edge], decimals, sign=sign) for edge in ('low', 'high'))}]"
+
+
+def json_text(record: Mapping[str, Any]) -> str:
+    """A record as files hold it.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, with what JSON lacks as text: "inf", the PSNR of identical videos, and "-inf", a gap to it."""
+    return {key: str(value) if value in (math.inf, -math.inf) else value for key, value in values.items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmonarch.configs import InputError, build, check_keys, check_types, read_yaml
-from vmonarch.configs.methods import AttentionMethod, merge_attention, resolve_method, without_gone
+from vmonarch.configs.methods import AttentionMethod, merge_attention, options_now, resolve_method
 from vmonarch.configs.stack import Stack
 from vmonarch.pipelines.devices import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.first_frame import open_image
@@ -255,7 +255,7 @@ def build_config(schema: type[Config], *layers: Mapping[str, Any]) -> Config:
     """
     values: dict[str, Any] = {}
     for layer in layers:
-        layer = without_gone(layer)
+        layer = options_now(layer)
         check_keys(schema, layer)
         if "attention" in layer:
             layer["attention"] = merge_attention(values.get("attention", "vmonarch"), layer["attention"])

@@ -45,6 +45,7 @@ LAUNCH = "kernels/common/launch.py"
 RESIDUAL_KERNELS = "kernels/residual/kernels.py"
 OBJECTIVE = "finetune/objective.py"
 SIMILARITY = "eval/similarity.py"
+SUMMARY = "eval/summary.py"
 LOADER = "finetune/data/loader.py"
 CHECKPOINTS = "finetune/checkpoints.py"
 TRAINER = "finetune/trainer.py"
@@ -196,7 +197,7 @@ BUGS = {
         SIMILARITY, "((2, maps.shape[2]), (3, maps.shape[3]))", "((3, maps.shape[3]),)"),
     "ssim-variances-are-second-moments": (SIMILARITY, "xx - mean_x**2 + yy - mean_y**2", "xx + yy"),
     "lpips-chunks-weigh-alike": (SIMILARITY, "* (end - start)", "* 1"),
-    "paper-score-with-the-captions-halves": (SIMILARITY, "(close.ssim + ", "0.5 * (close.ssim + "),
+    "paper-score-with-the-captions-halves": (SUMMARY, "(ssim + ssim_1)", "0.5 * (ssim + ssim_1)"),
     "velocity-points-to-the-noise-twice": (OBJECTIVE, "velocity - (draw.noise - latents)", "velocity - draw.noise"),
     "flow-shift-the-other-way": (OBJECTIVE, "self.shift * u / (1 + (", "u / (1 + ("),
     "given-frame-counts": (OBJECTIVE, "(~(given & first)).to(x.dtype)", "torch.ones_like(first).to(x.dtype)"),
@@ -248,14 +249,14 @@ BUGS = {
         PROCESSORS, "parts[head] for head in range(len(parts))", "parts[head] for head in parts"),
     "flops-of-the-last-r-step": (FLOPS, "2 * (1 + sums) * last_pairs", "2 * sums * last_pairs"),
     "diagnosis-kl-the-other-way": (DIAGNOSIS, "(lse.double() - weight.double())", "(weight.double() - lse.double())"),
-    "diagnosis-own-frame-is-the-next": (DIAGNOSIS, "own=distance[:, 0]", "own=distance[:, 1]"),
+    "diagnosis-own-frame-is-the-next": (DIAGNOSIS, '"own": distance[:, 0]', '"own": distance[:, 1]'),
     "planning-allows-twice-the-error": (PLANNING, "choices.values > budget", "choices.values > 2 * budget"),
     "refining-counts-errors-twice": (REFINING, ".cpu() / 2)", ".cpu())"),
     "refining-keeps-the-first": (REFINING, "min(found, key=lambda measured: measured.error).plan", "found[0].plan"),
     "refining-keeps-the-last": (REFINING, "min(found, key=lambda measured: measured.error).plan", "found[-1].plan"),
     "planning-takes-the-last-share": (
         PLANNING, "shares[chosen[:, head] == method, head].mean()", "shares[chosen[:, head] == method, head][-1]"),
-    "planning-spends-what-is-not-there": (PLANNING, "(more <= left + 1e-12)", "(more <= left + 1)"),
+    "planning-spends-what-is-not-there": (PLANNING, "/ most, ub=1)", "/ most, ub=2)"),
     "adapter-of-any-model": (ADAPTERS, "if saved.get(key) != here.get(key)", "if False"),
     "held-cL-of-the-wrong-sign": (CONTROLS, "_hold(cL, -math.log", "_hold(cL, math.log"),
     "all-frames-held-but-the-first": (CONTROLS, "[held[:, :, :1], term[:, :, 1:]]", "[term[:, :, :1], held[:, :, 1:]]"),
@@ -440,6 +441,7 @@ TESTS = {
     **{file: ["tests/kernels/test_residual.py"] for file in (RESIDUAL, RESIDUAL_KERNELS)},
     OBJECTIVE: ["tests/finetune/test_objective.py"],
     SIMILARITY: ["tests/eval/test_similarity.py"],
+    SUMMARY: ["tests/eval/test_similarity.py"],
     LOADER: ["tests/finetune/test_data_loader.py"],
     CHECKPOINTS: ["tests/finetune/test_checkpoints.py"],
     **{file: ["tests/finetune/test_trainer.py"] for file in (TRAINER, TRAINED)},

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from vmonarch.kernels.merge.api import merge_partials
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.window.api import window_attention
 from vmonarch.options import has_options
-from vmonarch.validation import check_implementation
 from vmonarch.video_processor import VideoAttentionProcessor
 
 # The paper's filters are 3 wide (Table 7); here along frames, rows and columns.
@@ -125,7 +123,7 @@ class ShortConvolution(torch.nn.Module):
         return torch.nn.functional.conv3d(video, weight, padding=padding, groups=len(weight)).flatten(2).mT
 
 
-@has_options(BasedOptions)
+@has_options(BasedOptions, without=("refresh",))
 class BasedProcessor(VideoAttentionProcessor):
     """Based for every Wan-family transformer in diffusers: attention linear in the tokens, to be finetuned.
 
@@ -168,39 +166,11 @@ class BasedProcessor(VideoAttentionProcessor):
         mixture). The joint softmax, the neighbourhood, the filter in three dimensions and the initialisation are ours.
     """
 
-    _OPTIONS = (
-        "layers",
-        "feature_dim",
-        "feature_map",
-        "window",
-        "decay",
-        "dense_steps",
-        "dense_layers",
-        "grid",
-        "implementation",
-    )
     LEARNS = True
 
-    def __init__(
-        self,
-        *,
-        layers: str | Sequence[str] = "both",
-        feature_dim: int = 16,
-        feature_map: str = "taylor",
-        window: Sequence[int] = (3, 5, 5),
-        decay: bool = False,
-        dense_steps: object = 0,
-        dense_layers: object = 0,
-        grid: object = None,
-        implementation: str = "auto",
-    ) -> None:
-        VideoAttentionProcessor.__init__(self, dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
+    def __init__(self, **options: Any) -> None:
+        VideoAttentionProcessor.__init__(self, **options)
         self._needs_apply = type(self).__name__
-        self.options = BasedOptions(
-            layers=layers, feature_dim=feature_dim, feature_map=feature_map, window=window, decay=decay
-        )
-        check_implementation(implementation)
-        self.implementation = implementation
 
     def bind(self, context: ForwardContext | None, original: Any, attn: Any, layer: int, layers: int) -> Any:
         kind = resolve_layers(self.options.layers, layers)[layer]

@@ -61,6 +61,11 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoOptions(Options):
+    """Those of attention that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FirstOrderOptions(Options):
     """Around which mean queries attention is computed to the first order.
 
@@ -209,12 +214,29 @@ def takes_options(function: Function) -> Function:
     return function
 
 
-def has_options(kind: type) -> Callable[[Class], Class]:
-    """Let a class whose instances have `options` of a kind show each of them as an attribute."""
+def has_options(kind: type, *own: str, without: tuple[str, ...] = ()) -> Callable[[Class], Class]:
+    """Give a processor the options of an op, as attributes and in its signature, and list all that it has.
+
+    Args:
+        kind: the dataclass of the op's options.
+        own: options of the class itself.
+        without: of the options that all processors have those that this one has not.
+    """
 
     def decorate(owner: Class) -> Class:
-        for field in dataclasses.fields(kind):
-            setattr(owner, field.name, property(operator.attrgetter(f"options.{field.name}")))
+        names = [field.name for field in dataclasses.fields(kind)]
+        for name in names:
+            setattr(owner, name, property(operator.attrgetter(f"options.{name}")))
+        cls: Any = owner
+        cls._KIND = kind
+        cls._OPTIONS = (*names, *own, *(name for name in cls.COMMON if name not in without))
+        shown: dict[str, inspect.Parameter] = {}
+        for source in (*(vars(base)["__init__"] for base in cls.__mro__[:-1] if "__init__" in vars(base)), kind):
+            shown = {
+                **shown,
+                **{name: x for name, x in inspect.signature(source).parameters.items() if name not in shown},
+            }
+        cls.__signature__ = inspect.Signature([entry for name, entry in shown.items() if name in cls._OPTIONS])
         return owner
 
     return decorate

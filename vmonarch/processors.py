@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -20,10 +20,9 @@ from vmonarch.kernels.common.launch import carry_tangents, learns
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.layer_operator import number_of
-from vmonarch.options import OPTION_FIELDS, FirstOrderOptions, Options, VMonarchOptions, has_options, takes_options
+from vmonarch.options import FirstOrderOptions, NoOptions, VMonarchOptions, has_options
 from vmonarch.plan import AttentionPlan, heads_by_method, method_attention
-from vmonarch.two_resolution_options import TWO_RESOLUTION_FIELDS, TwoResolutionOptions
-from vmonarch.validation import check_implementation
+from vmonarch.two_resolution_options import TwoResolutionOptions
 from vmonarch.video_processor import VideoAttentionProcessor
 
 # Of a video that took as long as with full attention (docs/benchmarks/eval-proxy.json: 61×192×320).
@@ -32,7 +31,7 @@ _TOO_FEW_TOKENS = 3840
 _LAYERS_INLINE = 4
 
 
-@has_options(VMonarchOptions)
+@has_options(VMonarchOptions, "bias", "plan")
 class VMonarchProcessor(VideoAttentionProcessor):
     """VMonarch attention for the video transformers of diffusers (VMonarch paper; `vmonarch_attention`).
 
@@ -58,35 +57,9 @@ class VMonarchProcessor(VideoAttentionProcessor):
         TypeError, ValueError: an option has an unsupported value.
     """
 
-    _OPTIONS = (
-        *(field.name for field in OPTION_FIELDS),
-        "bias",
-        "plan",
-        "dense_steps",
-        "dense_layers",
-        "refresh",
-        "grid",
-        "implementation",
-    )
-
-    @takes_options
-    def __init__(
-        self,
-        *,
-        bias: object = None,
-        plan: object = None,
-        dense_steps: object = 0,
-        dense_layers: object = 0,
-        refresh: object = None,
-        grid: object = None,
-        implementation: str = "auto",
-        **options: Any,
-    ) -> None:
-        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, refresh=refresh, grid=grid)
+    def __init__(self, *, bias: object = None, plan: object = None, **options: Any) -> None:
+        super().__init__(**options)
         self._bias = None if bias is None else BiasOption(bias)
-        self.options = VMonarchOptions(**options)
-        check_implementation(implementation)
-        self.implementation = implementation
         self.plan = None if plan is None else AttentionPlan.parse(plan)
         if self.plan is not None:
             self._check_alone()
@@ -257,6 +230,7 @@ def _some_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
     return _side_by_side([parts[head] for head in heads], x.dtype)
 
 
+@has_options(NoOptions, "bias", without=("refresh",))
 class FlashBiasProcessor(VideoAttentionProcessor):
     """Exact attention with a low-rank bias for the video transformers of diffusers (FlashBias; `flash_bias_attention`).
 
@@ -273,21 +247,9 @@ class FlashBiasProcessor(VideoAttentionProcessor):
         TypeError, ValueError: an option has an unsupported value.
     """
 
-    _OPTIONS = ("bias", "dense_steps", "dense_layers", "grid", "implementation")
-
-    def __init__(
-        self,
-        bias: object,
-        *,
-        dense_steps: object = 0,
-        dense_layers: object = 0,
-        grid: object = None,
-        implementation: str = "auto",
-    ) -> None:
-        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, grid=grid)
+    def __init__(self, bias: object, **options: Any) -> None:
+        super().__init__(**options)
         self._bias = BiasOption(bias)
-        check_implementation(implementation)
-        self.implementation = implementation
 
     attend = VideoAttentionProcessor.attend_exactly
     _attend_sequence = VideoAttentionProcessor._attend_sequence_exactly
@@ -295,24 +257,6 @@ class FlashBiasProcessor(VideoAttentionProcessor):
 
 class _OpProcessor(VideoAttentionProcessor):
     """Base of processors of an op that plans have, too: what it computes is all in its options."""
-
-    _KIND: ClassVar[type[Options]]
-    _OPTIONS: tuple[str, ...] = ("dense_steps", "dense_layers", "refresh", "grid", "implementation")
-
-    def __init__(
-        self,
-        *,
-        dense_steps: object = 0,
-        dense_layers: object = 0,
-        refresh: object = None,
-        grid: object = None,
-        implementation: str = "auto",
-        **options: Any,
-    ) -> None:
-        super().__init__(dense_steps=dense_steps, dense_layers=dense_layers, refresh=refresh, grid=grid)
-        self.options = self._KIND(**options)
-        check_implementation(implementation)
-        self.implementation = implementation
 
     def attend_with_lse(
         self,
@@ -342,9 +286,6 @@ class TwoResolutionProcessor(_OpProcessor):
         TypeError, ValueError: an option has an unsupported value.
     """
 
-    _KIND = TwoResolutionOptions
-    _OPTIONS = (*(field.name for field in TWO_RESOLUTION_FIELDS), *_OpProcessor._OPTIONS)
-
 
 @has_options(FirstOrderOptions)
 class FirstOrderProcessor(_OpProcessor):
@@ -360,6 +301,3 @@ class FirstOrderProcessor(_OpProcessor):
     Raises:
         TypeError, ValueError: an option has an unsupported value.
     """
-
-    _KIND = FirstOrderOptions
-    _OPTIONS = ("parts", *_OpProcessor._OPTIONS)

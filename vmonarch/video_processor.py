@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -39,11 +39,13 @@ from vmonarch.grid import LatentGrid
 from vmonarch.kernels.common.launch import auto_takes_kernels, carry_tangents, learns
 from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.layer_operator import layer_attention, number_of
+from vmonarch.options import NoOptions
 from vmonarch.plan import AttentionPlan
 from vmonarch.projections import project
 from vmonarch.residuals import Refresh
 from vmonarch.sequence import TokenSequence, joint_attention, masked_attention
 from vmonarch.spread import Spread
+from vmonarch.validation import check_implementation
 from vmonarch.xfuser_groups import split_video
 
 # Attention modules with the projections, norms and rotary embedding of Wan. diffusers defines the class once per model.
@@ -65,8 +67,8 @@ class VideoAttentionProcessor:
     """Base of the processors: replaces self-attention, leaves cross-attention to the model's own exact processor.
 
     A subclass defines `attend`, or `attend_with_lse` and so serves models whose self-attention is joint, of the video
-    and other tokens, too. It lists its options in `_OPTIONS`. Use it in one of three ways, of which the first two are
-    one and the same:
+    and other tokens, too. It lists its options in `_OPTIONS`; those of its op are a dataclass, `_KIND`. Use it in one
+    of three ways, of which the first two are one and the same:
 
         vmonarch.apply(pipe, processor)       # knows the grid of every call, compiles, can be undone
         pipe.set_attn_processor(processor)    # or pipe.transformer.set_attn_processor
@@ -75,13 +77,16 @@ class VideoAttentionProcessor:
     Args:
         dense_steps, dense_layers, refresh: see `VMonarchProcessor`.
         grid: the latent grid, (frames, height, width) in tokens; None to learn it from the transformer.
+        implementation: what the ops are given: "auto", "triton" or "torch".
+        **options: of the op, by name.
     """
 
-    _OPTIONS: tuple[str, ...] = ("dense_steps", "dense_layers", "grid")
+    # What all have that are applied to a model.
+    COMMON: ClassVar[tuple[str, ...]] = ("dense_steps", "dense_layers", "refresh", "grid", "implementation")
+    _OPTIONS: tuple[str, ...] = COMMON
+    _KIND: type[Any] = NoOptions
     # Whether bound processors have parameters.
     LEARNS = False
-    # What the ops are given: "auto", "triton" or "torch".
-    implementation = "auto"
     # How many videos of the grid a joint sequence holds, one after the other.
     videos = 1
     # How context parallelism spreads the tokens of a model beyond the Wan family.
@@ -91,8 +96,22 @@ class VideoAttentionProcessor:
     _parallel_config: Any = None
 
     def __init__(
-        self, *, dense_steps: object = 0, dense_layers: object = 0, refresh: object = None, grid: object = None
+        self,
+        *,
+        dense_steps: object = 0,
+        dense_layers: object = 0,
+        refresh: object = None,
+        grid: object = None,
+        implementation: str = "auto",
+        **options: Any,
     ) -> None:
+        for name in (*options, *(("refresh",) if refresh is not None else ())):
+            if name not in self._OPTIONS:
+                known = ", ".join(self._OPTIONS)
+                raise TypeError(f"{name} is no known option of {type(self).__name__}; known: {known}")
+        self.options = self._KIND(**options)
+        check_implementation(implementation)
+        self.implementation = implementation
         steps, layers = DenseSet("dense_steps", dense_steps), DenseSet("dense_layers", dense_layers)
         self.dense_steps, self.dense_layers = steps.dense, layers.dense
         self.refresh = Refresh.parse(refresh)
@@ -136,6 +155,14 @@ class VideoAttentionProcessor:
         """
         check_ring(config.ring_degree, "ContextParallelConfig(ulysses_degree=…)")
         check_heads(config.ulysses_degree, heads)
+
+    def check_run(self, grid: LatentGrid, steps: int, layers: int) -> None:
+        """Raise ValueError if an option does not fit a run of so many steps of a transformer with so many layers."""
+        DenseSet("dense_steps", self.dense_steps).contains(0, steps)
+        DenseSet("dense_layers", self.dense_layers).contains(0, layers)
+        if self.refresh is not None:
+            self.refresh.schedule(steps)
+        self.check_grid(grid)
 
     def check_grid(self, grid: LatentGrid) -> None:
         """Raise ValueError if an option does not fit videos of this latent grid."""

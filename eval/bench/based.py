@@ -10,27 +10,23 @@ and keys of all other attention. Source: Based, Fig. 4-7 and §5.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from vmonarch.eval.bench.gate import NAMES
-from vmonarch.eval.bench.runner import ATTENTION, Bench, Tensors, Way, Ways, flex, sdpa, with_gradients
+from vmonarch.eval.bench.attention import PASSES, attention_way, exact, randn
+from vmonarch.eval.bench.runner import ATTENTION, Bench, Case, Way, Ways, bytes_of, flex, sdpa
 from vmonarch.flops import pair_flops
-from vmonarch.grid import LatentGrid
-from vmonarch.kernels.flash_entropy.reference import in_row_chunks, softmax_parts, to_groups
 from vmonarch.kernels.taylor.api import taylor_attention
 from vmonarch.kernels.taylor.reference import LinearState
 from vmonarch.kernels.window.api import window_attention
 from vmonarch.kernels.window.neighbours import extents
 
-# Keys that a decoded token sees in a cache.
+# Keys that a decoded token sees in a cache, in a window, and that made the state.
 CACHES = (65536, 16384, 4096, 1024, 64)
 DECODE_WINDOW = 64
-# Tokens that made the state.
 BEFORE = 64
 METHODS_OF = {
     "prefill": ("taylor", "taylor-torch", "cudnn", "flash"),
@@ -41,117 +37,94 @@ METHODS_OF = {
 METHODS = tuple(dict.fromkeys(method for methods in METHODS_OF.values() for method in methods))
 OURS = ("taylor", "window")
 FORMULAE = {
-    "legend": "S tokens, F = 1 + d' + d'² features, E value dim, n pairs of a query and a key that it sees; a"
-    " multiply-add counts 2; times batch and heads",
-    "linear": "4·S·F·(E + 1) forward, the sums of keys and what queries read of them; +8·S·F·(E + 1) backward: what dq"
-    " reads of the keys' sums, the sums of queries, what dk and dv read of these. Pairs inside a chunk, and sums that a"
-    " kernel takes again, are not counted",
-    "exact, window": "4·n·E forward, +10·n·E backward",
-    "bytes": "linear: q', k', v read and out written, once, S·(2·d' + 2·E) numbers; backward: these and dO read,"
-    " dq', dk' and dv written, +S·(4·d' + 4·E). Exact and window: 4·S·E, +8·S·E",
-    "decode": "linear: 4·F·(E + 1), the float32 state read and written; from a cache of n keys: 4·n·E, the cache read;"
-    " tokens per second are batch / time, of attention alone",
-    "byte floor": "bytes / measured copy rate; FLOP floor: FLOPs / measured bf16 matmul rate",
-    "graph": "decoding is recorded as a CUDA graph of one token, because launching takes longer than computing; all"
-    " else is called as a model would call it",
+    "legend": "S tokens, F = 1 + d' + d'² features, E value dim, n pairs of a query and a key that it sees; times batch"
+    " and heads",
+    "linear": "4·S·F·(E + 1), +8·S·F·(E + 1) backward; bytes S·(2·d' + 2·E) numbers, +S·(4·d' + 4·E) backward. Pairs"
+    " inside a chunk, and sums that a kernel takes again, are not counted",
+    "exact, window": "4·n·E, +10·n·E backward; bytes 4·S·E numbers, +8·S·E backward",
+    "decode": "linear: 4·F·(E + 1), the float32 state read and written; from a cache of n keys: 4·n·E, the cache read."
+    " It is recorded as a CUDA graph of one token, because launching takes longer than computing",
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """What one row of numbers is measured on.
+def case_of(
+    kind: str,
+    batch: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    training: bool = False,
+    window: Any = None,
+    grid: tuple[int, int, int] | None = None,
+    dims: int = 16,
+) -> Case:
+    """Linear or window attention.
 
     Args:
         kind: of METHODS_OF.
-        tokens: S; of "decode", keys of the longest cache.
+        tokens: S; for "decode", keys of the longest cache.
         head_dim: E. dims: d'.
         training: forward and backward.
         window: tokens of a causal window, or frames, rows and columns of a neighbourhood on `grid`.
     """
-
-    kind: str
-    batch: int
-    tokens: int
-    heads: int
-    head_dim: int
-    training: bool = False
-    window: int | tuple[int, int, int] | None = None
-    grid: tuple[int, int, int] | None = None
-    dims: int = 16
-
-    @property
-    def causal(self) -> bool:
-        return self.kind == "prefill" or isinstance(self.window, int)
-
-    @property
-    def label(self) -> str:
-        of = {
-            "prefill": f"batch {self.batch}, {self.tokens} tokens",
-            "decode": f"batch {self.batch}",
-            "video": f"{self.tokens} tokens, {self.heads} heads, E={self.head_dim}",
-            "window": f"{self.window}, {self.tokens} tokens"
-            if self.grid is None
-            else f"{_times(self.window)} of {_times(self.grid)}",
-        }[self.kind]
-        passes = {"decode": ""}.get(self.kind, " forward+backward" if self.training else " forward")
-        return f"{self.kind} {of}{passes}"
-
-    @property
-    def reach(self) -> list[tuple[int, int, int]]:
-        """Along every axis that a window cuts: (size, how far back a query sees, how far ahead)."""
-        if self.kind != "window":
-            return [(self.tokens, self.tokens, 0)] if self.causal else []
-        if isinstance(self.window, int):
-            return [(self.tokens, *extents(self.window, True))]
-        assert self.grid is not None and self.window is not None
-        return [(size, *extents(window, False)) for size, window in zip(self.grid, self.window, strict=True)]
-
-    def pairs(self, reach: Sequence[tuple[int, int, int]]) -> int:
-        """n: pairs of a query and a key that it sees, of one head."""
-        seen = [
-            sum(min(i + ahead, size - 1) - max(i - back, 0) + 1 for i in range(size)) for size, back, ahead in reach
-        ]
-        return math.prod(seen) if seen else self.tokens**2
-
-    def linear_work(self, itemsize: int) -> tuple[float, float]:
-        """FLOPs and bytes of linear attention; see FORMULAE."""
-        F, E, groups = 1 + self.dims + self.dims**2, self.head_dim, self.batch * self.heads
-        if self.kind == "decode":
-            return groups * 4 * F * (E + 1), groups * 2 * F * (E + 1) * 4
-        numbers = (2 + 4 * self.training) * self.dims + (2 + 4 * self.training) * E
-        return groups * self.tokens * (4 + 8 * self.training) * F * (E + 1), groups * self.tokens * numbers * itemsize
-
-    def softmax_work(self, pairs: int, itemsize: int) -> tuple[float, float]:
-        """FLOPs and bytes of attention to `pairs` keys; see FORMULAE."""
-        E, groups = self.head_dim, self.batch * self.heads
-        if self.kind == "decode":
-            return pair_flops(groups * pairs, E), groups * 2 * pairs * E * itemsize
-        numbers = (4 + 8 * self.training) * self.tokens * E
-        return pair_flops(groups * pairs, E, training=self.training), groups * numbers * itemsize
+    times = lambda sizes: "×".join(map(str, sizes))
+    of = {
+        "prefill": f"batch {batch}, {tokens} tokens",
+        "decode": f"batch {batch}",
+        "video": f"{tokens} tokens, {heads} heads, E={head_dim}",
+        "window": f"{window}, {tokens} tokens" if grid is None else f"{times(window)} of {times(grid)}",
+    }[kind]
+    causal = kind == "prefill" or isinstance(window, int)
+    # Along every axis: (size, how far back a query sees, how far ahead).
+    axes = [(tokens, window or tokens)] if grid is None else list(zip(grid, window, strict=True))
+    reach = [(size, *extents(along, causal)) for size, along in axes]
+    return Case(
+        label=f"{kind} {of}" + ("" if kind == "decode" else f" {PASSES[training]}"),
+        kind=kind, batch=batch, tokens=tokens, heads=heads, head_dim=head_dim, training=training, window=window,
+        grid=grid, dims=dims, causal=causal, reach=reach,
+    )  # fmt: skip
 
 
-def _times(sizes: Any) -> str:
-    return "×".join(map(str, sizes))
+def pairs_seen(case: Case) -> int:
+    """n: pairs of a query and a key in its window, of one head."""
+    of_axis = lambda size, back, ahead: sum(min(i + ahead, size - 1) - max(i - back, 0) + 1 for i in range(size))
+    return math.prod(of_axis(*axis) for axis in case.reach)
+
+
+def linear_work(case: Case, itemsize: int) -> dict[str, Any]:
+    """FLOPs and bytes of linear attention; see FORMULAE."""
+    F, E, groups = 1 + case.dims + case.dims**2, case.head_dim, case.batch * case.heads
+    if case.kind == "decode":
+        return {"flops": groups * 4 * F * (E + 1), "bytes": groups * 2 * F * (E + 1) * 4}
+    tokens, passes = groups * case.tokens, 1 + 2 * case.training
+    return {"flops": tokens * 4 * passes * F * (E + 1), "bytes": tokens * 2 * passes * (case.dims + E) * itemsize}
+
+
+def softmax_work(case: Case, pairs: int, itemsize: int) -> dict[str, Any]:
+    """FLOPs and bytes of attention to `pairs` keys; see FORMULAE."""
+    E, groups = case.head_dim, case.batch * case.heads
+    numbers = 2 * pairs * E if case.kind == "decode" else (4 + 8 * case.training) * case.tokens * E
+    return {"flops": pair_flops(groups * pairs, E, training=case.training), "bytes": groups * numbers * itemsize}
 
 
 def standard_cases() -> list[Case]:
     """All cases, the most telling first."""
 
     def prefill(batch: int, tokens: int) -> list[Case]:
-        return [Case("prefill", batch, tokens, 16, 64, training=training) for training in (False, True)]
+        return [case_of("prefill", batch, tokens, 16, 64, training) for training in (False, True)]
 
     def video(frames: int, heads: int, dim: int) -> list[Case]:
-        return [Case("video", 1, frames * 28 * 52, heads, dim, training=training) for training in (False, True)]
+        return [case_of("video", 1, frames * 28 * 52, heads, dim, training) for training in (False, True)]
 
     def neighbourhood(frames: int, window: tuple[int, int, int]) -> list[Case]:
         grid = (frames, 28, 52)
-        return [Case("window", 1, math.prod(grid), 12, 128, training, window, grid) for training in (False, True)]
+        return [case_of("window", 1, math.prod(grid), 12, 128, training, window, grid) for training in (False, True)]
 
     def sequence(window: int, tokens: int) -> list[Case]:
-        return [Case("window", 1, tokens, 16, 64, training=training, window=window) for training in (False, True)]
+        return [case_of("window", 1, tokens, 16, 64, training, window) for training in (False, True)]
 
     def decode(batch: int) -> list[Case]:
-        return [Case("decode", batch, CACHES[0], 16, 64)]
+        return [case_of("decode", batch, CACHES[0], 16, 64)]
 
     groups = [
         prefill(1, 16384), video(16, 16, 64), video(16, 12, 128), decode(128), sequence(64, 65536),
@@ -166,238 +139,109 @@ def standard_cases() -> list[Case]:
     return [case for group in groups for case in group]
 
 
-class Inputs:
-    """Tensors of a case, each made when it is first needed; standard normal."""
+def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
+    """All ways to compute a case; they share their inputs."""
+    make = partial(randn, case.tokens + case.batch, device, dtype)
+    if case.kind == "decode":
+        return _decoding(case, make)
+    size = lambda dims: (case.batch, case.tokens, case.heads, dims)
+    narrow, wide = ([size(dims)] * 2 + [size(case.head_dim)] for dims in (case.dims, case.head_dim))
+    (grad,) = make(size(case.head_dim)) if case.training else (None,)
 
-    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
-        self.case, self.device, self.dtype = case, device, dtype
-        self._generator = torch.Generator(device).manual_seed(case.tokens + case.batch)
-        # Gradients of one head take as long as all else of a check.
-        self.checked = [0] if case.training else [0, case.heads - 1]
-        self._expected: dict[str, Tensors] = {}
+    def way(method: str) -> Way:
+        attend: Callable[..., torch.Tensor]
+        if method.startswith("taylor"):
+            by = "torch" if method == "taylor-torch" else "triton"
+            attend, reference = (partial(taylor_attention, causal=case.causal, implementation=i) for i in (by, "torch"))
+            return attention_way(
+                attend, reference, make(*narrow, learn=case.training), grad, **linear_work(case, dtype.itemsize)
+            )
+        tensors = make(*wide, learn=case.training)
+        if method in ("window", "flex"):
+            of: dict[str, Any] = {"window": case.window, "causal": case.causal, "grid": case.grid}
+            attend, reference = (partial(window_attention, **of, implementation=i) for i in ("triton", "torch"))
+            if method == "flex":
+                attend = _flex(case, tensors)
+            work = softmax_work(case, pairs_seen(case), dtype.itemsize)
+        else:
+            attend = partial(sdpa, method, causal=case.causal)
+            reference = partial(exact, causal=case.causal)
+            pairs = case.tokens * (case.tokens + 1) // 2 if case.causal else case.tokens**2
+            work = softmax_work(case, pairs, dtype.itemsize)
+        return attention_way(attend, reference, tensors, grad, **work)
 
-    def _randn(self, tokens: int, dims: int, learns: bool = False) -> torch.Tensor:
-        size = (self.case.batch, tokens, self.case.heads, dims)
-        x = torch.randn(size, generator=self._generator, device=self.device, dtype=self.dtype)
-        return x.requires_grad_(learns)
-
-    @property
-    def _queries(self) -> int:
-        return 1 if self.case.kind == "decode" else self.case.tokens
-
-    @cached_property
-    def narrow(self) -> list[torch.Tensor]:
-        """Queries and keys of linear attention, [B, S, H, d']."""
-        return [self._randn(self._queries, self.case.dims, self.case.training) for _ in range(2)]
-
-    @cached_property
-    def wide(self) -> list[torch.Tensor]:
-        """Queries and keys of other attention, [B, S, H, E]."""
-        return [self._randn(self._queries, self.case.head_dim, self.case.training) for _ in range(2)]
-
-    @cached_property
-    def value(self) -> torch.Tensor:
-        """[B, S, H, E]"""
-        return self._randn(self._queries, self.case.head_dim, self.case.training)
-
-    @cached_property
-    def grad_out(self) -> torch.Tensor | None:
-        """[B, S, H, E] in training."""
-        return self._randn(self._queries, self.case.head_dim) if self.case.training else None
-
-    @cached_property
-    def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all tokens so far, [B, S, H, E]."""
-        return self._randn(self.case.tokens, self.case.head_dim), self._randn(self.case.tokens, self.case.head_dim)
-
-    @cached_property
-    def state(self) -> LinearState:
-        """What BEFORE tokens left."""
-        q, k = (self._randn(BEFORE, self.case.dims) for _ in range(2))
-        v = self._randn(BEFORE, self.case.head_dim)
-        return taylor_attention(q, k, v, causal=True, return_state=True, implementation="torch")[1]
-
-    def of_checked(self, x: torch.Tensor) -> torch.Tensor:
-        """The checked heads of the first batch entry of [B, S, H, ·]."""
-        return x[:1, :, self.checked]
-
-    def expected(self, kind: str, attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> Tensors:
-        """`attend` of float32 copies of the checked heads, kept under the name `kind`."""
-        if kind not in self._expected:
-            training = self.case.training
-            copies = [self.of_checked(x).detach().float().requires_grad_(training) for x in tensors]
-            grad_out = None if self.grad_out is None else self.of_checked(self.grad_out).float()
-            results = with_gradients(lambda: attend(*copies), copies, grad_out)()
-            self._expected[kind] = dict(zip(NAMES, results, strict=False))
-        return self._expected[kind]
+    return {method: partial(way, method) for method in METHODS_OF[case.kind]}
 
 
-def near(reach: Sequence[tuple[int, int, int]]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Whether the query of a number sees the key of a number, by a `Case.reach` with an axis; the numbers broadcast."""
+def _decoding(case: Case, make: Callable[..., list[torch.Tensor]]) -> Ways:
+    """One token that reads a state and joins it, or that reads the last keys of a cache."""
+    B, H, E = case.batch, case.heads, case.head_dim
+    q, k, v = make((B, 1, H, case.dims), (B, 1, H, case.dims), (B, 1, H, E))
+    first, second, value = make(*[(B, BEFORE, H, case.dims)] * 2, (B, BEFORE, H, E))
+    wide, keys, values = make((B, 1, H, E), *[(B, case.tokens, H, E)] * 2)
+    graph = q.device.type == "cuda"
+    state: LinearState = taylor_attention(first, second, value, causal=True, return_state=True, implementation="torch")[
+        1
+    ]
 
-    def sees(i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        seen: torch.Tensor | None = None
-        stride = 1
-        for axis, (size, back, ahead) in reversed(list(enumerate(reach))):
-            at, of = (x if stride == 1 else x // stride for x in (i, j))
-            if axis > 0:
-                at, of = at % size, of % size
-            # One after the other: of all pairs of a video, each condition is several gigabytes.
-            after = of >= at - back
-            seen = after if seen is None else seen & after
-            seen = seen & (of <= at + ahead)
-            stride *= size
-        assert seen is not None
-        return seen
-
-    return sees
-
-
-def dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: Sequence[tuple[int, int, int]]
-) -> torch.Tensor:
-    """Softmax attention of [B, S, H, E] with every score computed, a chunk of rows at a time."""
-    B, Sq, H, _ = query.shape
-    sees = near(reach)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
-        scores = q[..., :-1] @ k.transpose(1, 2)
-        if reach:
-            rows, keys = q[0, :, -1].detach().long(), torch.arange(k.shape[1], device=k.device)
-            scores = scores.masked_fill(~sees(rows[:, None], keys[None, :]), -torch.inf)
-        p, row_sum, _ = softmax_parts(scores)
-        return (p @ v / row_sum,)
-
-    # The last column says which row it is, for that is lost in a chunk; float32 is exact up to 2²⁴.
-    rows = torch.arange(Sq, device=query.device, dtype=torch.float32)[None, :, None].expand(B * H, -1, -1)
-    q = torch.cat([to_groups(query) * query.shape[-1] ** -0.5, rows], -1)
-    (out,) = in_row_chunks(attend, q, to_groups(key), to_groups(value))
-    return out.unflatten(0, (B, H)).transpose(1, 2)
-
-
-def _taylor_step(inputs: Inputs, implementation: str) -> Way:
-    """One token that reads a state and joins it."""
-    case, state, checked = inputs.case, inputs.state, inputs.checked
-    q, k, v = *inputs.narrow, inputs.value
-
-    def run() -> tuple[torch.Tensor, ...]:
+    def step(
+        implementation: str, of: LinearState, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
             out, after = taylor_attention(
-                q, k, v, causal=True, state=state, return_state=True, implementation=implementation
+                query, key, value, causal=True, state=of, return_state=True, implementation=implementation
             )
         return out, after.kv, after.k
 
-    def expected() -> Tensors:
-        before = LinearState(state.kv[:1, checked], state.k[:1, checked], state.tokens)
-        out, after = taylor_attention(
-            *(inputs.of_checked(x).float() for x in (q, k, v)), causal=True, state=before, return_state=True,
-            implementation="torch",
-        )  # fmt: skip
-        return {"out": out, "state": after.kv, "sums": after.k}
-
-    flops, moved = case.linear_work(inputs.dtype.itemsize)
-    return Way(
-        run=run,
-        found=lambda results: {
-            "out": inputs.of_checked(results[0]),
-            **{name: x[:1, checked] for name, x in zip(("state", "sums"), results[1:], strict=True)},
-        },
-        expected=expected,
-        flops=flops,
-        bytes=moved,
-        input_bytes=_bytes_of(q, k, v, state.kv, state.k),
-        graph=inputs.device.type == "cuda",
-    )
-
-
-def _cached_step(inputs: Inputs, keys: int, attend: Callable[..., torch.Tensor]) -> Way:
-    """One token that reads the last keys of a cache."""
-    case, q = inputs.case, inputs.wide[0]
-    k, v = (x[:, -keys:] for x in inputs.cache)
-    flops, moved = case.softmax_work(keys, inputs.dtype.itemsize)
-    return Way(
-        run=with_gradients(lambda: attend(q, k, v), (), None),
-        found=lambda results: {"out": inputs.of_checked(results[0])},
-        expected=lambda: inputs.expected(f"cache {keys}", partial(dense, reach=[]), (q, k, v)),
-        flops=flops,
-        bytes=moved,
-        input_bytes=_bytes_of(q, k, v),
-        graph=inputs.device.type == "cuda",
-    )
-
-
-def _bytes_of(*tensors: torch.Tensor | None) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
-
-
-def way(method: str, inputs: Inputs) -> Way:
-    """One way to compute the case of these inputs."""
-    case = inputs.case
-    implementation = "torch" if method == "taylor-torch" else "triton"
-    if case.kind == "decode":
+    def way(method: str) -> Way:
         if method.startswith("taylor"):
-            return _taylor_step(inputs, implementation)
-        if method == "window":
-            step = partial(window_attention, window=DECODE_WINDOW, causal=True, implementation="triton")
-            return _cached_step(inputs, DECODE_WINDOW, step)
-        return _cached_step(inputs, int(method.removeprefix("sdpa-")), partial(sdpa, "sdpa"))
-    reach = case.reach
-    attend: Callable[..., torch.Tensor]
-    reference: Callable[..., torch.Tensor]
-    if method.startswith("taylor"):
-        tensors = [*inputs.narrow, inputs.value]
-        attend = partial(taylor_attention, causal=case.causal, implementation=implementation)
-        reference, checked_as = partial(taylor_attention, causal=case.causal, implementation="torch"), "taylor"
-        flops, moved = case.linear_work(inputs.dtype.itemsize)
-    else:
-        tensors = [*inputs.wide, inputs.value]
-        if method == "window":
-            grid = None if case.grid is None else LatentGrid(*case.grid)
-            assert case.window is not None
-            attend = partial(
-                window_attention, window=case.window, causal=case.causal, grid=grid, implementation="triton"
+            names = ("out", "state", "sums")
+            floats = [x.float() for x in (q, k, v)]
+            of_floats = LinearState(state.kv.float(), state.k.float(), state.tokens)
+            return Way(
+                run=partial(step, "torch" if method == "taylor-torch" else "triton", state, q, k, v),
+                found=lambda results: dict(zip(names, results, strict=True)),
+                expected=lambda: dict(zip(names, step("torch", of_floats, *floats), strict=True)),
+                input_bytes=bytes_of([q, k, v, state.kv, state.k]),
+                graph=graph,
+                **linear_work(case, q.itemsize),
             )
-        elif method == "flex":
-            attend = _flex(inputs)
-        else:
-            attend = partial(sdpa, method, causal=case.causal)
-            reach = [(case.tokens, case.tokens, 0)] if case.causal else []
-        reference, checked_as = partial(dense, reach=reach), str(reach)
-        flops, moved = case.softmax_work(case.pairs(reach), inputs.dtype.itemsize)
-    return Way(
-        run=with_gradients(lambda: attend(*tensors), tensors, inputs.grad_out),
-        found=lambda results: {n: inputs.of_checked(x) for n, x in zip(NAMES, results, strict=False)},
-        expected=lambda: inputs.expected(checked_as, reference, tensors),
-        flops=flops,
-        bytes=moved,
-        input_bytes=_bytes_of(*tensors, inputs.grad_out),
-    )
+        seen = DECODE_WINDOW if method == "window" else int(method.removeprefix("sdpa-"))
+        attend: Callable[..., torch.Tensor] = partial(sdpa, "sdpa")
+        if method == "window":
+            attend = partial(window_attention, window=DECODE_WINDOW, causal=True, implementation="triton")
+        tensors = [wide, keys[:, -seen:], values[:, -seen:]]
+        return attention_way(attend, exact, tensors, None, graph=graph, **softmax_work(case, seen, q.itemsize))
+
+    sees = lambda method: not method.startswith("sdpa-") or int(method.removeprefix("sdpa-")) <= case.tokens
+    return {method: partial(way, method) for method in METHODS_OF["decode"] if sees(method)}
 
 
-def _flex(inputs: Inputs) -> Callable[..., torch.Tensor]:
+def near(case: Case, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    """Whether the query of a number sees the key of a number in the case's window; the numbers broadcast."""
+    seen, stride = None, 1
+    for size, back, ahead in reversed(case.reach):
+        at, of = (x // stride % size for x in (i, j))
+        for side in (of >= at - back, of <= at + ahead):
+            # One after the other: of all pairs of a video, each condition is several gigabytes.
+            seen = side if seen is None else seen & side
+        stride *= size
+    assert seen is not None
+    return seen
+
+
+def _flex(case: Case, tensors: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
     """FlexAttention with the blocks of the case's window; the blocks are made beforehand."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    S, sees = inputs.case.tokens, near(inputs.case.reach)
-    mask = create_block_mask(lambda b, h, i, j: sees(i, j), None, None, S, S, device=inputs.device)
-    q, k = inputs.wide
-    run = flex(q, k, inputs.value, block_mask=mask)
+    S = case.tokens
+    mask = create_block_mask(lambda b, h, i, j: near(case, i, j), None, None, S, S, device=tensors[0].device)
+    run = flex(*tensors, block_mask=mask)
     return lambda *_: run()
 
 
-def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
-    """All ways to compute a case, none of them made yet; they share the inputs."""
-    inputs = Inputs(case, device, dtype)
-    methods = [
-        method
-        for method in METHODS_OF[case.kind]
-        if not method.startswith("sdpa-") or int(method.removeprefix("sdpa-")) <= case.tokens
-    ]
-    return {method: partial(way, method, inputs) for method in methods}
-
-
-def compiled(case: Case, method: str) -> Hashable | None:
-    """What the code of a method depends on; see `Bench`."""
+def compiled(case: Case, method: str) -> Any:
+    """The kind of case and its sizes; FlexAttention's code depends on the window too."""
     if method not in METHODS_OF[case.kind]:
         return None
     if method == "flex":
@@ -408,10 +252,12 @@ def compiled(case: Case, method: str) -> Hashable | None:
 def bench() -> Bench:
     """The benchmark, for the registry."""
     return Bench(
+        name="based",
         methods=METHODS,
         ours=OURS,
         cases=standard_cases(),
         ways=ways,
+        base="cudnn",
         compiled=compiled,
         formulae=FORMULAE,
         settings=ATTENTION,

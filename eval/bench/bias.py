@@ -8,62 +8,39 @@ SDPA that of the matrix, and FlexAttention none of the bias.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from vmonarch import flops as work
+from vmonarch.eval.bench.attention import PASSES, attention_way, exact, randn
 from vmonarch.eval.bench.gate import NAMES
-from vmonarch.eval.bench.runner import ATTENTION, Bench, Tensors, Way, Ways, flex, with_gradients
+from vmonarch.eval.bench.runner import ATTENTION, Bench, Case, Way, Ways, flex
 from vmonarch.flops import pair_flops
 from vmonarch.kernels.common.launch import block_dim
+from vmonarch.kernels.flash_bias.api import flash_bias_attention
 from vmonarch.kernels.flash_bias.op import flash_bias_attention_triton
-from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
 
 METHODS = ("flash-bias", "no-bias", "sdpa", "flex")
 # Where FlexAttention is measured, besides the paper's cases: compiling it takes longer than all else of a case.
 FLEX_RANK = 9
-NAMES_OF_ALL = (*NAMES, "dφq", "dφk")
-FORMULAE = {
-    "legend": "S tokens, d head dim, R rank; a multiply-add counts 2; times batch and heads; causal: half of it",
-    "flash-bias": "4·S²·(d + R/2) forward, +10·S²·(d + 3·R/5) backward",
-    "others": "4·S²·d forward, +10·S²·d backward; reading the matrix counts nothing",
-    "factors": "of the dtype of q; float32 factors among bfloat16 tensors have 6 times as many columns",
-}
 
 
-@dataclass(frozen=True)
-class Case:
-    """What one row of numbers is measured on.
-
-    Args:
-        shared: whether heads share the factors.
-        training: forward and backward.
-        flex: whether FlexAttention is measured too.
-    """
-
-    name: str
-    batch: int
-    tokens: int
-    heads: int
-    head_dim: int
-    rank: int
-    causal: bool = False
-    shared: bool = False
-    training: bool = False
-    flex: bool = False
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} R={self.rank} {'forward+backward' if self.training else 'forward'}"
-
-    @property
-    def flops(self) -> float:
-        """Of FlashBias, and with rank 0 of the others; see FORMULAE."""
-        pairs = self.batch * self.heads * self.tokens**2 * (0.5 if self.causal else 1.0)
-        return pair_flops(pairs, self.head_dim, rank=self.rank, training=self.training)
+def case_of(
+    name: str,
+    batch: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    rank: int,
+    training: bool = False,
+    causal: bool = False,
+    flex: bool = False,
+) -> Case:
+    """Attention with a bias; `training` is forward and backward, `flex` whether FlexAttention is measured too."""
+    return Case(**{**locals(), "label": f"{name} R={rank} {PASSES[training]}"})
 
 
 def standard_cases() -> list[Case]:
@@ -71,155 +48,93 @@ def standard_cases() -> list[Case]:
     cases = []
     for training in (False, True):
         cases += [
-            Case("gpt2-alibi", 1, 2048, 50, 32, 2, causal=True, training=training, flex=True),
-            Case("swin-window", 1024, 576, 4, 32, 32, training=training, flex=True),
-            Case("pde-distance", 1, 32186, 8, 16, 9, training=training, flex=True),
+            case_of("gpt2-alibi", 1, 2048, 50, 32, 2, training, causal=True, flex=True),
+            case_of("swin-window", 1024, 576, 4, 32, 32, training, flex=True),
+            case_of("pde-distance", 1, 32186, 8, 16, 9, training, flex=True),
         ]
-    for tokens in (16384, 8192, 4096, 32768):
-        for head_dim in (128, 64):
-            for training in (False, True):
-                for rank in (9, 64, 2, 32):
-                    name, has_flex = f"{tokens} d={head_dim}", rank == FLEX_RANK
-                    cases.append(Case(name, 1, tokens, 12, head_dim, rank, training=training, flex=has_flex))
-    return cases
+    return cases + [
+        case_of(f"{tokens} d={head_dim}", 1, tokens, 12, head_dim, rank, training, flex=rank == FLEX_RANK)
+        for tokens in (16384, 8192, 4096, 32768)
+        for head_dim in (128, 64)
+        for training in (False, True)
+        for rank in (9, 64, 2, 32)
+    ]
 
 
-class Inputs:
-    """q, k, v [B, S, H, D], factors [1, S, H or 1, R], the gradient of the output, and the bias as a matrix."""
-
-    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
-        generator = torch.Generator(device).manual_seed(case.tokens + case.rank)
-        B, S, H, D, R = case.batch, case.tokens, case.heads, case.head_dim, case.rank
-
-        def randn(*size: int) -> torch.Tensor:
-            return torch.randn(size, generator=generator, device=device, dtype=torch.float32)
-
-        self.case = case
-        self.qkv = [randn(B, S, H, D).to(dtype).requires_grad_(case.training) for _ in range(3)]
-        heads = 1 if case.shared else H
-        self.factors = [(randn(1, S, heads, R) * R**-0.25).to(dtype).requires_grad_(case.training) for _ in range(2)]
-        self.grad_out = randn(B, S, H, D).to(dtype)
-        self._bias: torch.Tensor | None = None
-        self._expected: dict[bool, Tensors] = {}
-        # In training, the sum over heads that share a factor is its gradient.
-        self.checked = list(range(H)) if case.shared else [0] if case.training else [0, H - 1]
-
-    @property
-    def bias(self) -> torch.Tensor:
-        """[1, H or 1, S, S], -inf above the diagonal if causal; made when it is first needed."""
-        if self._bias is None:
-            with torch.no_grad():
-                query_factor, key_factor = (x.transpose(1, 2) for x in self.factors)
-                bias = query_factor @ key_factor.transpose(2, 3)
-                if self.case.causal:
-                    bias.masked_fill_(
-                        torch.ones(bias.shape[2:], dtype=torch.bool, device=bias.device).triu(1), -torch.inf
-                    )
-            self._bias = bias.requires_grad_(self.case.training)
-        return self._bias
-
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        return [*self.qkv, *self.factors]
-
-    def expected(self, biased: bool) -> Tensors:
-        """Float32 results on the checked heads, of all batch entries and rows."""
-        if biased not in self._expected:
-            case = self.case
-            leaves = [self.of_checked(x).float().detach().requires_grad_(case.training) for x in self.leaves]
-            q, k, v, *factors = leaves
-
-            def attend() -> torch.Tensor:
-                fq, fk = (f if biased else f * 0 for f in factors)
-                return flash_bias_attention_reference(
-                    q, k, v, fq, fk, scale=case.head_dim**-0.5, causal=case.causal, key_mask=None
-                )[0]
-
-            grad_out = self.of_checked(self.grad_out).float() if case.training else None
-            self._expected[biased] = dict(zip(NAMES_OF_ALL, with_gradients(attend, leaves, grad_out)(), strict=False))
-        return self._expected[biased]
-
-    def of_checked(self, x: torch.Tensor) -> torch.Tensor:
-        """The checked heads of [·, S, H or 1, ·]."""
-        return x if x.shape[2] == 1 else x[:, :, self.checked]
+def flops(case: Case, rank: int) -> float:
+    """With a bias of this rank; causal attention is half of all pairs. Reading a matrix counts nothing."""
+    pairs = case.batch * case.heads * case.tokens**2 * (0.5 if case.causal else 1.0)
+    return pair_flops(pairs, case.head_dim, rank=rank, training=case.training)
 
 
-def way(method: str, inputs: Inputs) -> Way:
-    """One way to compute the case of these inputs."""
-    case = inputs.case
-    q, k, v = inputs.qkv
-    scale = case.head_dim**-0.5
-    leaves, flops = inputs.qkv, replace(case, rank=0).flops
-    bias_inputs: list[torch.Tensor]
-    attend: Callable[[], torch.Tensor]
-    if method in ("flash-bias", "no-bias"):
-        bias_inputs = inputs.factors if method == "flash-bias" else [q.new_empty(1, case.tokens, 1, 0)] * 2
-        fq, fk = bias_inputs
+def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
+    """All ways to compute a case; they share q, k, v [B, S, H, D], factors [1, S, H, R] and the bias as a matrix."""
+    B, S, H = case.batch, case.tokens, case.heads
+    wide, narrow = (B, S, H, case.head_dim), (1, S, H, case.rank)
+    q, k, v = randn(S + case.rank, device, dtype, *[wide] * 3, learn=case.training)
+    (grad_out,) = randn(S, device, dtype, wide) if case.training else (None,)
+    factors = [x * case.rank**-0.25 for x in randn(case.rank, device, dtype, *[narrow] * 2)]
+    for factor in factors:
+        factor.requires_grad_(case.training)
+
+    @cache
+    def matrix() -> torch.Tensor:
+        """The bias [1, H, S, S], -inf above the diagonal if causal; made when it is first needed."""
+        with torch.no_grad():
+            query_factor, key_factor = (x.transpose(1, 2) for x in factors)
+            bias = query_factor @ key_factor.transpose(2, 3)
+            if case.causal:
+                bias.masked_fill_(torch.ones(S, S, dtype=torch.bool, device=device).triu(1), -torch.inf)
+        return bias.requires_grad_(case.training)
+
+    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        none, scale = q.new_empty(1, S, 1, 0), case.head_dim**-0.5
+        return flash_bias_attention_triton(
+            query, key, value, none, none, scale=scale, causal=case.causal, key_mask=None
+        )[0]
+
+    def biased(implementation: str, *tensors: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = flash_bias_attention(*tensors, causal=case.causal, implementation=implementation)
+        return out
+
+    def with_matrix(*tensors: torch.Tensor) -> torch.Tensor:
+        query, key, value = (x.transpose(1, 2) for x in tensors[:3])
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=matrix())
+        return out.transpose(1, 2)
+
+    def way(method: str) -> Way:
+        made = partial(attention_way, grad=grad_out)
+        if method == "no-bias":
+            return made(plain, partial(exact, causal=case.causal), [q, k, v], flops=flops(case, 0))
+        made = partial(made, reference=partial(biased, "torch"), tensors=[q, k, v, *factors])
         if method == "flash-bias":
-            leaves, flops = inputs.leaves, case.flops
-
-        def attend() -> torch.Tensor:
-            return flash_bias_attention_triton(q, k, v, fq, fk, scale=scale, causal=case.causal, key_mask=None)[0]
-
-    elif method == "sdpa":
-        bias_inputs = [inputs.bias]
-        leaves = [*inputs.qkv, inputs.bias]
-
-        def attend() -> torch.Tensor:
-            qt, kt, vt = (x.transpose(1, 2) for x in inputs.qkv)
-            out = torch.nn.functional.scaled_dot_product_attention(qt, kt, vt, attn_mask=inputs.bias, scale=scale)
-            return out.transpose(1, 2)
-
-    else:
-        bias_inputs = [inputs.bias]
-        attend = _flex(inputs, scale)
-    tensors = [*inputs.qkv, *bias_inputs, *([inputs.grad_out] if case.training else [])]
-
-    def found(results: tuple[torch.Tensor, ...]) -> Tensors:
+            return made(partial(biased, "triton"), names=(*NAMES, "dφq", "dφk"), flops=flops(case, case.rank))
         # The gradient of the matrix has no counterpart among those of the factors.
-        kept = results if method == "flash-bias" else results[: len(NAMES)]
-        return {name: inputs.of_checked(x) for name, x in zip(NAMES_OF_ALL, kept, strict=False)}
+        leaves = [q, k, v, *([matrix()] if method == "sdpa" else [])]
+        attend = with_matrix if method == "sdpa" else _flex(case, matrix().detach(), q, k, v)
+        return made(attend, leaves=leaves, inputs=[q, k, v, matrix()], flops=flops(case, 0))
 
-    return Way(
-        run=with_gradients(attend, leaves, inputs.grad_out if case.training else None),
-        found=found,
-        expected=lambda: inputs.expected(method != "no-bias"),
-        flops=flops,
-        input_bytes=sum(x.numel() * x.element_size() for x in tensors),
-    )
+    return {method: partial(way, method) for method in METHODS if method != "flex" or case.flex}
 
 
-def _flex(inputs: Inputs, scale: float) -> Callable[[], torch.Tensor]:
+def _flex(case: Case, bias: torch.Tensor, *tensors: torch.Tensor) -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    case = inputs.case
-    bias, S = inputs.bias.detach().flatten(), case.tokens
-    of_head = 0 if case.shared else S * S
+    S, numbers = case.tokens, bias.flatten()
 
     def score_mod(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
         # Torch compiles sums of these numbers in 32 bits, which matrices of more than 2³¹ numbers exceed.
-        return score + bias[h.to(torch.int64) * of_head + i.to(torch.int64) * S + j]
+        return score + numbers[h.to(torch.int64) * S * S + i.to(torch.int64) * S + j]
 
     mask = None
     if case.causal:
         mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, S, S, device=bias.device)
-    return flex(*inputs.qkv, score_mod=score_mod, block_mask=mask, scale=scale)
+    run = flex(*tensors, score_mod=score_mod, block_mask=mask)
+    return lambda *_: run()
 
 
-def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
-    """All ways to compute a case, none of them made yet; they share the inputs."""
-    made: list[Inputs] = []
-
-    def make(method: str) -> Way:
-        if not made:
-            made.append(Inputs(case, device, dtype))
-        return way(method, made[0])
-
-    return {method: partial(make, method) for method in METHODS if method != "flex" or case.flex}
-
-
-def compiled(case: Case, method: str) -> Hashable | None:
-    """What the code of a method depends on; see `Bench`."""
+def compiled(case: Case, method: str) -> Any:
+    """FlashBias's code depends on the padded rank; FlexAttention's on the case."""
     if method in ("flash-bias", "no-bias"):
         columns = block_dim(case.rank) if method == "flash-bias" else 0
         return method, case.head_dim, columns, case.causal, case.training
@@ -230,11 +145,13 @@ def compiled(case: Case, method: str) -> Hashable | None:
 def bench() -> Bench:
     """The benchmark, for the registry."""
     return Bench(
+        name="bias",
         methods=METHODS,
         ours=METHODS[:2],
         cases=standard_cases(),
         ways=ways,
+        base="flash-bias",
         compiled=compiled,
-        formulae=FORMULAE,
+        formulae=work.__doc__,
         settings=ATTENTION,
     )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+# Rounds that every way gets, however long its calls take.
 MIN_ROUNDS = 3
 
 
@@ -54,12 +55,21 @@ class Clock:
         self.wait()
         return self.between(start, stop)
 
+    def everywhere(self, value: Any) -> list[Any]:
+        """`value` of every process that measures together with this one."""
+        return [value]
+
 
 def release_memory(device: torch.device) -> None:
     """Give what nothing refers to back to a GPU."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes in use on a GPU; 0 elsewhere."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -79,7 +89,7 @@ def measure(
 
     Args:
         rounds: how often each is measured.
-        deadline: `time.monotonic()` after which no round begins, except the first MIN_ROUNDS.
+        deadline: `time.monotonic()` after which no round begins, except the first.
         flushes: how often the L2 is overwritten before each call; many keep the host ahead of a chip that is done soon.
 
     Returns:
@@ -89,7 +99,7 @@ def measure(
     device_ms: dict[str, list[float]] = {name: [] for name in names}
     host_ms: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(max(rounds.values(), default=0)):
-        if turn >= MIN_ROUNDS and time.monotonic() >= deadline:
+        if turn and max(clock.everywhere(time.monotonic() >= deadline)):
             break
         clock.flush(8)
         marks = []

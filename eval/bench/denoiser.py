@@ -1,6 +1,6 @@
 """Denoising steps of one transformer, as diffusers' `WanPipeline` does them, and which of them to measure.
 
-Legend: S tokens, C channels, T latent frames, h and w latent pixels.
+Shapes: S tokens, C channels, T latent frames, h and w latent pixels.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, UniPCMultistepScheduler
@@ -24,14 +24,14 @@ TEXT_TOKENS = 512
 GUIDANCE = 5.0
 
 
-def share_weights(model: torch.nn.Module) -> torch.nn.Module:
+def share_weights(model: torch.nn.Module) -> Any:
     """A copy of the modules with the same parameters and buffers: its processors and compiled code are its own."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch.compile has made since its counters were cleared."""
+    """How many graphs torch.compile has made."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
@@ -46,14 +46,6 @@ def settings_of_torch() -> Iterator[None]:
         yield
 
 
-class StepTimes(NamedTuple):
-    """Seconds of a denoising step and of its forward calls."""
-
-    step: int
-    whole: float
-    forward: tuple[float, float]
-
-
 class Denoiser(DiffusionPipeline):
     """Denoising steps of one transformer on fixed random latents.
 
@@ -63,6 +55,9 @@ class Denoiser(DiffusionPipeline):
         model: says how timesteps are given.
         latents: [1, C, T, h, w]. texts: embeddings of the prompt and of the negative prompt, [1, 512, text_dim].
         transformer_2: of a model with two; all steps are computed by the first.
+
+    Attributes:
+        marks: of every step that was done, its number, when its two forward calls began and ended, and when it ended.
     """
 
     def __init__(
@@ -84,7 +79,6 @@ class Denoiser(DiffusionPipeline):
         self.model, self.latents, self.texts, self.steps, self.clock = model, latents, texts, steps, clock
         self.input = latents.to(texts[0].dtype)
         self.tokens = model.grid((latents.shape[2], latents.shape[3], latents.shape[4])).tokens
-        # Of each step: when its forward calls began and ended, and when it ended.
         self.marks: list[tuple[int, tuple[Any, ...]]] = []
         self.begin()
 
@@ -97,12 +91,9 @@ class Denoiser(DiffusionPipeline):
         record = getattr(self.transformer, "_vmonarch_record", None)
         if record is not None:
             record.context.forget()
-        self._begin_cache(step)
-
-    def _begin_cache(self, step: int) -> None:
-        """Let a step cache count from this step."""
         if not self.transformer.is_cache_enabled:
             return
+        # A step cache counts from this step.
         self.transformer._reset_stateful_cache()
         registries = [getattr(module, "_diffusers_hook", None) for module in self.transformer.modules()]
         for name in CONTEXTS:
@@ -126,8 +117,8 @@ class Denoiser(DiffusionPipeline):
             )[0]
         return out
 
-    def step(self) -> None:
-        """One step, of a new run after the last; `marks` keeps its times."""
+    def step(self) -> torch.Tensor:
+        """One step, of a new run after the last; gives the velocity with the prompt."""
         if self.next_step == self.steps:
             self.begin()
         start = self.clock.mark()
@@ -139,18 +130,18 @@ class Denoiser(DiffusionPipeline):
         self.scheduler.step(guided, self._current_timestep, self.latents, return_dict=False)
         self.marks.append((self.next_step, (start, middle, stop, self.clock.mark())))
         self.next_step += 1
+        return prompt
 
-    def run(self, steps: range) -> None:
-        """Consecutive steps, with which a run begins."""
+    def run(self, steps: range) -> list[torch.Tensor]:
+        """The velocities of consecutive steps, with which a run begins."""
         self.begin(steps.start)
-        for _ in steps:
-            self.step()
+        return [self.step() for _ in steps]
 
-    def step_times(self) -> list[StepTimes]:
-        """Of all steps in `marks`."""
+    def step_times(self, last: int) -> list[tuple[int, float, list[float]]]:
+        """(its number, its seconds, seconds of its forward calls) of the last steps that were done."""
         self.clock.wait()
         seconds = lambda start, stop: self.clock.between(start, stop) / 1e3
-        return [StepTimes(step, seconds(a, d), (seconds(a, b), seconds(b, c))) for step, (a, b, c, d) in self.marks]
+        return [(step, seconds(a, d), [seconds(a, b), seconds(b, c)]) for step, (a, b, c, d) in self.marks[-last:]]
 
 
 def steps_to_measure(kinds: Sequence[str]) -> list[range]:

@@ -8,9 +8,7 @@ that of the fastest kernels. `exact` is therefore there too: exact attention wit
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +16,7 @@ from diffusers.models.attention_dispatch import attention_backend
 
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.bench.denoiser import share_weights
-from vmonarch.eval.bench.runner import Bench, Way, Ways
-from vmonarch.eval.bench.tables import about, cell, digits, good_rows
-from vmonarch.eval.render.table import markdown, shown_number
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, bytes_of
 from vmonarch.exact import ExactBlocks
 from vmonarch.families import known_family
 from vmonarch.grid import LatentGrid
@@ -33,33 +29,10 @@ METHODS = ("stock", "exact", *PRESETS)
 FORMULAE = {
     "forward": "a call of the transformer: its blocks, of which there are fewer than in the model, and what is around",
     "blocks": "block.compile(fullgraph=True, dynamic=False) of every block",
-    "error": "‖x − x₀‖ / ‖x₀‖, x₀ by stock diffusers, eager; of VMonarch that of all blocks exact, by its kernels",
+    "error": "‖x − x₀‖ / ‖x₀‖, x₀ by stock diffusers, eager; for VMonarch that of all blocks exact, by its kernels",
 }
 Noise = Callable[..., torch.Tensor]
 Inputs = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model at a size.
-
-    Args:
-        model: class in diffusers. config: what differs from its defaults, with few blocks.
-        grid: of the video. of: how many blocks the real model has.
-        inputs: (grid, noise) -> what forward is called with; `noise` makes tensors of the model's dtype.
-    """
-
-    name: str
-    model: str
-    config: Inputs
-    grid: LatentGrid
-    of: int
-    inputs: Callable[[LatentGrid, Noise], Inputs]
-    training: bool = False
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} {'x'.join(map(str, self.grid))}"
 
 
 def _hunyuan(grid: LatentGrid, noise: Noise) -> Inputs:
@@ -123,8 +96,22 @@ def _cosmos(grid: LatentGrid, noise: Noise) -> Inputs:
     }
 
 
+def case_of(
+    name: str, model: str, config: Inputs, grid: LatentGrid, of: int, inputs: Callable[[LatentGrid, Noise], Inputs]
+) -> Case:
+    """A model at a size.
+
+    Args:
+        model: class in diffusers. config: what differs from its defaults, with few blocks.
+        grid: of the video. of: how many blocks the real model has.
+        inputs: (grid, noise) -> what forward is called with; `noise` makes tensors of the model's dtype.
+    """
+    label = f"{name} {'x'.join(map(str, grid))}"
+    return Case(label=label, model=model, config=config, grid=grid, of=of, inputs=inputs)
+
+
 CASES = (
-    Case(
+    case_of(
         "HunyuanVideo 720p",
         "HunyuanVideoTransformer3DModel",
         {"num_layers": 1, "num_single_layers": 1},
@@ -132,7 +119,7 @@ CASES = (
         60,
         _hunyuan,
     ),
-    Case(
+    case_of(
         "HunyuanVideo-1.5 720p",
         "HunyuanVideo15Transformer3DModel",
         {"num_layers": 2, "task_type": "t2v"},
@@ -140,8 +127,8 @@ CASES = (
         54,
         _hunyuan15,
     ),
-    Case("LTX-2 1088p", "LTX2VideoTransformer3DModel", {"num_layers": 4}, LatentGrid(16, 34, 60), 48, _ltx2),
-    Case(
+    case_of("LTX-2 1088p", "LTX2VideoTransformer3DModel", {"num_layers": 4}, LatentGrid(16, 34, 60), 48, _ltx2),
+    case_of(
         "Kandinsky 5 Lite 10 s",
         "Kandinsky5Transformer3DModel",
         {"model_dim": 1792, "ff_dim": 7168, "num_visual_blocks": 2},
@@ -149,7 +136,7 @@ CASES = (
         32,
         _kandinsky5,
     ),
-    Case(
+    case_of(
         "Cosmos 2.5 2B 704p",
         "CosmosTransformer3DModel",
         {"num_attention_heads": 16, "num_layers": 4, "extra_pos_embed_type": None, "concat_padding_mask": False},
@@ -185,12 +172,6 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
         if not kept & set(path.split(".")):
             parameter.data = parameter.data.to(dtype)
     return model.eval().requires_grad_(False)
-
-
-def number_of_blocks(case: Case) -> int:
-    """Those that are measured."""
-    names = ("num_layers", "num_single_layers", "num_visual_blocks")
-    return sum(case.config.get(name, 0) for name in names)
 
 
 def inputs_of(case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -239,7 +220,7 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
         apply(model, VMonarchProcessor(exact=ExactBlocks(band=case.grid.frames)))
         return {"out": forward(model, inputs)[0]}
 
-    def approximate(results: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    def approximate(results: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         if not bool(results[0].isfinite().all()):
             raise RuntimeError("the output is not finite")
         return all_exact()
@@ -262,61 +243,24 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
             run,
             approximate if method in PRESETS else lambda results: {"out": results[0]},
             expected,
-            input_bytes=sum(x.numel() * x.element_size() for x in inputs.values() if isinstance(x, torch.Tensor)),
+            input_bytes=bytes_of(x for x in inputs.values() if isinstance(x, torch.Tensor)),
         )
 
-    return {method: lambda method=method: way(method) for method in METHODS}  # type: ignore[misc]
-
-
-def families_table(results: dict[str, Any]) -> str:
-    """Milliseconds of a forward call in every way, how many times as fast, and memory."""
-    rows = []
-    for case in results["cases"]:
-        good = good_rows(case)
-
-        def show(row: dict[str, Any], good: dict[str, Any] = good) -> str:
-            ms = row["ms"]["median"]
-            ratios = [good[other]["ms"]["median"] / ms for other in ("stock", "exact") if other in good]
-            shown = f" ({', '.join(f'{ratio:.2f}×' for ratio in ratios)})"
-            return digits(ms) + (shown if row["method"] in PRESETS else "")
-
-        peaks = [good.get(method, {}).get("peak_bytes") for method in ("stock", "vmonarch")]
-        grid = "×".join(map(str, case["grid"]))
-        rows.append(
-            [
-                f"{case['name']}, {grid}",
-                f"{math.prod(case['grid']):,}",
-                f"{case['blocks']} of {case['of']}",
-                *(cell(case, method, show) for method in METHODS),
-                *(shown_number(peak, 1, factor=1e-9) for peak in peaks),
-            ]
-        )
-    heading = ["model", "video tokens", "blocks", "stock", "exact, no mask", *PRESETS, "GB, stock", "GB, vmonarch"]
-    what = "Milliseconds of a forward call, compiled (how many times as fast as stock, and as exact without a mask)."
-    return f"{markdown(heading, rows)}\n{about(results, what)}"
-
-
-def _describe(case: Case) -> dict[str, Any]:
-    return {
-        "name": case.name,
-        "model": case.model,
-        "config": case.config,
-        "grid": list(case.grid),
-        "blocks": number_of_blocks(case),
-        "of": case.of,
-    }
+    return {method: functools.partial(way, method) for method in METHODS}
 
 
 def bench() -> Bench:
     """The benchmark, for the registry."""
     return Bench(
+        name="families",
         methods=METHODS,
         ours=PRESETS,
         cases=CASES,
         ways=ways,
+        base="stock",
         formulae=FORMULAE,
         settings={"inputs": "standard normal; random weights", "reference": FORMULAE["error"]},
-        describe=_describe,
+        describe=lambda case, clock: {name: value for name, value in vars(case).items() if name != "inputs"},
         way_seconds=3.0,
         flushes=1,
     )

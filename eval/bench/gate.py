@@ -12,6 +12,8 @@ BOUNDS = {
     torch.float16: {"out": 4e-3, "gradient": 1e-2},
     torch.float32: {"out": 1e-4, "gradient": 1e-3},
 }
+# Of a whole transformer, so above those of one kernel.
+MODEL_BOUNDS = {torch.bfloat16: 5e-2, torch.float32: 1e-3}
 ROW_FACTOR = 10
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -32,39 +34,40 @@ def relative_errors(found: torch.Tensor, expected: torch.Tensor) -> dict[str, fl
 
 
 def bound(name: str, dtype: torch.dtype) -> float:
-    """What a result may err; names of gradients begin with a d."""
+    """The error that a result may have; names of gradients begin with a d."""
     return BOUNDS[dtype]["gradient" if name.startswith("d") else "out"]
 
 
 def compare(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], dtype: torch.dtype
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    bounds: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, dict[str, float]], str]:
-    """(`relative_errors` by name, what is wrong with them; empty if nothing)."""
-    errors = {name: relative_errors(x, expected[name]) for name, x in found.items()}
+    """(`relative_errors` by name, what is wrong with them; empty if nothing).
+
+    Args:
+        bounds: relative errors that are allowed, in place of those of the dtype; an error without one is only told.
+    """
+    errors = {name: relative_errors(x, expected[name]) for name, x in found.items() if name in expected}
     problems = []
     for name, error in errors.items():
-        most = bound(name, dtype)
+        if bounds is not None and name not in bounds:
+            continue
+        most = bound(name, dtype) if bounds is None else bounds[name]
         # Written so that NaN is wrong too.
         if not error["relative"] <= most:
             problems.append(f"{name} is off by {error['relative']:.2g} (at most {most:.2g})")
-        elif not error["row"] <= ROW_FACTOR * most:
+        elif bounds is None and not error["row"] <= ROW_FACTOR * most:
             problems.append(f"a row of {name} is off by {error['row']:.2g} (at most {ROW_FACTOR * most:.2g})")
     return errors, "; ".join(problems)
 
 
-def lost(error: Exception) -> bool:
-    """Whether the device is lost to this process, and with it every later measurement."""
-    return "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError)
-
-
-def reason(error: Exception) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
-
-
 def failure(error: Exception) -> dict[str, str]:
-    """What the row of a way says that failed; an error that lost the device is raised again."""
-    if lost(error):
+    """The status and the problem of a way that failed; an error that lost the device is raised again."""
+    out_of_memory = isinstance(error, torch.OutOfMemoryError)
+    # Nothing that is measured later would be right.
+    if "CUDA error" in str(error) and not out_of_memory:
         raise error
-    status = "out of memory" if isinstance(error, torch.OutOfMemoryError) else "failed"
-    return {"status": status, "problem": reason(error)}
+    problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
+    return {"status": "out of memory" if out_of_memory else "failed", "problem": problem}

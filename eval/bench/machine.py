@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import multiprocessing
 import os
@@ -11,19 +10,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.eval.bench.clock import Clock, measure, release_memory
+from vmonarch.eval.bench.clock import Clock, measure
 from vmonarch.kernels.common.launch import interpreted
 from vmonarch.pipelines.environment import device_name, git_commit, package_versions
 
-# Compiling may take this share of the budget.
-COMPILE_SHARE = 0.5
 # In place of a chip's name where times are of the interpreter, or of kernels in plain torch.
 NO_SPEED = "no speed: a test of the benchmark"
 
@@ -45,9 +42,8 @@ def check_device(name: str) -> torch.device:
             raise InputError("device", "cpu needs TRITON_INTERPRET=1 and tells nothing of speed; supported: cuda")
         return device
     if not torch.cuda.is_available():
-        raise InputError(
-            "device", f"{name!r} cannot be used: there is no CUDA device here, and speed is measured on one"
-        )
+        problem = f"{name!r} cannot be used: there is no CUDA device here, and speed is measured on one"
+        raise InputError("device", problem)
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise InputError("device", f"must be up to cuda:{torch.cuda.device_count() - 1}, got {name!r}")
@@ -65,36 +61,22 @@ def measure_rates(device: torch.device) -> dict[str, float | str] | None:
     """FLOP/s of an 8192³ bf16 matmul and bytes/s (read + written) of a 2 GB copy; None in the interpreter."""
     if device.type != "cuda":
         return None
-    clock = Clock(device)
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product = torch.empty_like(a)
     source = torch.empty(2**31, dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
+    target, product = torch.empty_like(source), torch.empty_like(a)
     runs: dict[str, Callable[[], Any]] = {
         "matmul": lambda: torch.mm(a, b, out=product),
         "copy": lambda: target.copy_(source),
     }
     for run in runs.values():
         run()
-    clock.wait()
-    times, _ = measure(runs, dict.fromkeys(runs, 15), clock, math.inf)
+    times, _ = measure(runs, dict.fromkeys(runs, 15), Clock(device), math.inf)
     matmul, copy = (statistics.median(times[name]) / 1e3 for name in ("matmul", "copy"))
     return {
         "matmul_flops_per_second": 2 * 8192**3 / matmul,
         "copy_bytes_per_second": 2 * 2**31 / copy,
         "how": "median of 15: bf16 8192x8192x8192 matmul; copy of 2 GiB, bytes read + written",
     }
-
-
-def floor_ms(flops: float, moved: float, rates: dict[str, Any]) -> float:
-    """max(FLOPs / measured bf16 matmul rate, bytes / measured copy rate), in milliseconds."""
-    return 1e3 * max(flops / rates["matmul_flops_per_second"], moved / rates["copy_bytes_per_second"])
-
-
-def shown_rates(rates: dict[str, Any]) -> str:
-    """`measure_rates` in words."""
-    matmul, copy = rates["matmul_flops_per_second"] / 1e12, rates["copy_bytes_per_second"] / 1e12
-    return f"matmul {matmul:.0f} TFLOP/s, copy {copy:.2f} TB/s"
 
 
 def _driver() -> str | None:
@@ -106,47 +88,27 @@ def _driver() -> str | None:
     return run.stdout.partition("\n")[0].strip() or None if run.returncode == 0 else None
 
 
-def versions(device: torch.device) -> dict[str, str | None]:
-    """Of everything that bears on speed."""
-    import vmonarch
-
-    return {
-        "vmonarch": vmonarch.__version__,
-        "git_commit": git_commit(),
-        "python": platform.python_version(),
-        **package_versions(("torch", "triton", "numpy")),
-        # The build says which CUDA it is for.
-        "torch_build": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": str(torch.backends.cudnn.version()) if device.type == "cuda" else None,
-        "driver": _driver() if device.type == "cuda" else None,
-    }
-
-
 def provenance(device: torch.device, command: str) -> dict[str, Any]:
     """What every record of a benchmark begins with: when, on what, with which versions and by which command."""
+    import vmonarch
+
+    real = device.type == "cuda"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": device_name(device) if device.type == "cuda" else NO_SPEED,
-        "versions": versions(device),
+        "hardware": device_name(device) if real else NO_SPEED,
+        "versions": {
+            "vmonarch": vmonarch.__version__,
+            "git_commit": git_commit(),
+            "python": platform.python_version(),
+            **package_versions(("torch", "triton", "numpy")),
+            # The build says which CUDA it is for.
+            "torch_build": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": str(torch.backends.cudnn.version()) if real else None,
+            "driver": _driver() if real else None,
+        },
         "command": command,
     }
-
-
-@contextlib.contextmanager
-def compiling(device: str, needed: float) -> Iterator[torch.device]:
-    """In a process of its own: waits until so many bytes are free; at the end the device is done, its memory free."""
-    on = torch.device(device)
-    real = on.type == "cuda"
-    if real:
-        torch.cuda.set_device(on)
-        waited = time.monotonic()
-        while torch.cuda.mem_get_info(on)[0] < needed and time.monotonic() < waited + 60:
-            time.sleep(0.5)
-    yield on
-    if real:
-        torch.cuda.synchronize(on)
-        release_memory(on)
 
 
 def map_in_processes(
@@ -176,10 +138,9 @@ def map_in_processes(
         while waiting and time.monotonic() < min(deadline, progress + stalled):
             time.sleep(0.05)
             for i in [i for i, answer in waiting.items() if answer.ready()]:
-                answer = waiting.pop(i)
                 progress = time.monotonic()
                 try:
-                    results[i] = answer.get()
+                    results[i] = waiting.pop(i).get()
                 except Exception as error:
                     print(f"a process failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return results

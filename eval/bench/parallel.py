@@ -1,14 +1,14 @@
 """One video on several GPUs: time, scaling and bytes sent: `vmonarch bench parallel`.
 
-Attention alone and whole transformers, computed by 1, 2, … processes that share the tokens of one video. Every process
-holds about as many tokens as the others; attention is divided by heads (Ulysses). The time of a call is that of its
-slowest process.
+Attention alone and whole transformers, computed by 1, 2, … processes that share the tokens of one video, and attention
+by heads (Ulysses). Every process holds about as many tokens as the others; its time is that of the slowest.
 
-Legend: P processes, S tokens, H heads, D head dim.
+Shapes: P processes, S tokens, H heads, D head dim.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import tempfile
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,72 +28,66 @@ import vmonarch
 from vmonarch import VMonarchProcessor
 from vmonarch.configs import InputError
 from vmonarch.context_parallel import TokenSplit
-from vmonarch.eval.bench.clock import Clock, measure, release_memory, summary
+from vmonarch.eval.bench.attention import PASSES, exact, randn
+from vmonarch.eval.bench.clock import Clock
 from vmonarch.eval.bench.denoiser import TEXT_TOKENS, Denoiser, compiled_graphs, settings_of_torch, share_weights
-from vmonarch.eval.bench.e2e import BOUNDS as MODEL_BOUNDS
 from vmonarch.eval.bench.e2e import MODES, Setting, choose_settings
-from vmonarch.eval.bench.gate import BOUNDS, NAMES, bound, failure, relative_errors
+from vmonarch.eval.bench.gate import MODEL_BOUNDS, NAMES
 from vmonarch.eval.bench.machine import check_device, measured_dtype, provenance
-from vmonarch.eval.bench.runner import choose, sdpa, with_gradients
-from vmonarch.eval.render.table import markdown
-from vmonarch.eval.wan_models import WanModel, read_model
+from vmonarch.eval.bench.runner import (
+    FORMAT,
+    Bench,
+    Case,
+    Limits,
+    Way,
+    Ways,
+    choose,
+    left_out,
+    measure_cases,
+    sdpa,
+    with_gradients,
+)
+from vmonarch.eval.bench.tables import caption, digits
+from vmonarch.eval.render.table import shown_number
+from vmonarch.eval.wan_models import read_model
 from vmonarch.exchange import split_evenly, ulysses_bytes
 from vmonarch.files import check_output, write_json
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import vmonarch_attention
 
-FORMAT = "vmonarch-parallel-1"
-WAYS = {"full": "full attention", "heads": "VMonarch"}
+METHODS = {"full": "full attention", "heads": "VMonarch"}
 # A process that fails ends the others; one that hangs does so after this.
 TIMEOUT = timedelta(seconds=120)
 FORMULAE = {
-    "ms": "device time of a call, its slowest process; medians over the rounds",
     "efficiency": "ms of one process / (P · ms of P processes), of the same way",
     "compiled": "compile_repeated_blocks(dynamic=False); of VMonarch on several processes all but self-attention",
     "bytes": "counted: what the process that sends most sends to others in the attention of a forward pass",
-    "error": "‖x − x₀‖ / ‖x₀‖, x₀ by one process in the same dtype, compiled or not alike",
+    "error": "attention: of the first head, in float32; transformers: ‖x − x₀‖ / ‖x₀‖, x₀ by one process in the same"
+    " dtype, compiled or not alike",
 }
 
 
-def sent_by_heads(tokens: Sequence[int], **sizes: Any) -> list[int]:
-    """Bytes that every rank sends in a forward pass of attention by heads; sizes as in `ulysses_bytes`.
-
-    Raises:
-        ValueError: there are fewer heads than ranks.
-    """
-    return [ulysses_bytes(tokens=tokens, rank=rank, **sizes) for rank in range(len(tokens))]
+def most_sent(tokens: Sequence[int], heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes that the rank that sends most sends in a forward pass of one layer."""
+    sizes: dict[str, Any] = {"batch": 1, "heads": heads, "head_dim": head_dim, "dtype": dtype}
+    return max(ulysses_bytes(tokens=tokens, rank=rank, **sizes) for rank in range(len(tokens)))
 
 
-@dataclass(frozen=True)
-class Case:
+def attention_case(grid: LatentGrid, heads: int, head_dim: int = 128, training: bool = False) -> Case:
     """Attention alone; `training` is forward and backward together."""
-
-    grid: LatentGrid
-    heads: int
-    head_dim: int = 128
-    training: bool = False
-
-    @property
-    def label(self) -> str:
-        shape = "x".join(map(str, self.grid))
-        return f"attention {shape} {self.heads} heads {'forward+backward' if self.training else 'forward'}"
+    label = f"attention {'x'.join(map(str, grid))} {heads} heads {PASSES[training]}"
+    return Case(label=label, grid=grid, heads=heads, head_dim=head_dim, training=training, setting=None)
 
 
-@dataclass(frozen=True)
-class Model:
+def model_case(setting: Setting, mode: str) -> Case:
     """One forward call of a whole transformer; `mode` is of e2e.MODES."""
-
-    setting: Setting
-    mode: str = "eager"
-
-    @property
-    def label(self) -> str:
-        return self.setting.name if self.mode == "eager" else f"{self.setting.name} {self.mode}"
+    label = setting.label if mode == "eager" else f"{setting.label} {mode}"
+    return Case(label=label, setting=setting, mode=mode)
 
 
 # 118,800 tokens (129 frames of 720×1280) and the paper's largest setting, with the heads of the 1.3B and 14B models.
 CASES = tuple(
-    Case(LatentGrid(*grid), heads, training=training)
+    attention_case(LatentGrid(*grid), heads, training=training)
     for training in (False, True)
     for grid, heads in (((33, 45, 80), 12), ((33, 45, 80), 40), ((24, 44, 80), 40))
 )
@@ -112,10 +107,16 @@ class Job:
     folder: Path
     device: str
     cases: tuple[Case, ...]
-    models: tuple[Model, ...]
     rounds: int
     seconds: float
     compile_backend: str = "inductor"
+
+    @property
+    def bench(self) -> Bench:
+        """What a process measures."""
+        describe = lambda case, clock: {"ranks": dist.get_world_size()}
+        made = partial(ways, self)
+        return Bench("parallel", tuple(METHODS), (), self.cases, made, describe=describe, way_seconds=1e6, flushes=1)
 
 
 class SharedClock(Clock):
@@ -126,177 +127,120 @@ class SharedClock(Clock):
         # On a GPU it is the streams that wait for each other, not the hosts.
         dist.all_reduce(torch.zeros(1, device=self.device))
 
-
-def most_sent(tokens: Sequence[int], heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes that the rank that sends most sends in a forward pass of one layer."""
-    return max(sent_by_heads(tokens, batch=1, heads=heads, head_dim=head_dim, dtype=dtype))
-
-
-def _left_out(case: Case | Model, ranks: int, problem: str) -> list[dict[str, Any]]:
-    """Rows of all ways without times."""
-    return [{"case": case.label, "way": way, "ranks": ranks, "status": "left out", "problem": problem} for way in WAYS]
+    def everywhere(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
 
 
-def _everywhere(value: Any) -> list[Any]:
-    """What all ranks have, in their order."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+def ways(job: Job, case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
+    """All ways to compute a case on the processes of the group."""
+    return attention_ways(case, device, dtype) if case.setting is None else model_ways(job, case, device, dtype)
 
 
-def measure_rows(
-    runs: dict[str, Callable[[], Any]], rows: dict[str, dict[str, Any]], clock: SharedClock, rounds: int
-) -> None:
-    """Time the runs of the rows that are ok, and add their milliseconds and memory."""
-    good = {name: run for name, run in runs.items() if rows[name]["status"] == "ok"}
-    for name, run in good.items():
-        release_memory(clock.device)
-        if clock.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(clock.device)
-        run()
-        clock.wait()
-        if clock.device.type == "cuda":
-            rows[name]["peak_bytes"] = max(_everywhere(torch.cuda.max_memory_allocated(clock.device)))
-    times, _ = measure(good, dict.fromkeys(good, rounds), clock, float("inf"))
-    for name in good:
-        # Of every round the slowest rank.
-        rows[name]["ms"] = summary([max(ms) for ms in zip(*_everywhere(times[name]), strict=True)])
-        rows[name]["rounds"] = rounds
-
-
-def judge(row: dict[str, Any], errors: dict[str, float], bounds: dict[str, float]) -> None:
-    """Set a row's status, the same on all ranks, by its errors on all of them."""
-    found = _everywhere(errors)
-    row["errors"] = {name: max(of[name] for of in found) for name in errors}
-    # Written so that NaN is wrong too.
-    wrong = [name for name in errors if not all(of[name] <= bounds[name] for of in found)]
-    row["status"] = "wrong" if wrong else "ok"
-    if wrong:
-        row["problem"] = "; ".join(f"{name} is off by {row['errors'][name]:.2g}" for name in wrong)
-
-
-def run_case(case: Case, clock: SharedClock, rounds: int) -> list[dict[str, Any]]:
-    """Check and time all ways of attention alone; the rows are the same on all ranks."""
+def attention_ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
+    """Attention alone; each process has its part of the same tensors."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device, dtype = clock.device, measured_dtype(clock.device)
-    implementation = "triton" if device.type == "cuda" else "torch"
-    split = TokenSplit(dist.group.WORLD, rank, split_evenly(case.grid.tokens, ranks))
-    start = sum(split.tokens[:rank])
-    own = slice(start, start + split.tokens[rank])
-    # The same on all ranks; each has its part once more, as it would without the whole.
-    generator = torch.Generator(device).manual_seed(case.grid.tokens + case.heads)
+    tokens = tuple(frames * case.grid.tokens_per_frame for frames in split_evenly(case.grid.frames, ranks))
+    split = TokenSplit(dist.group.WORLD, rank, tokens)
+    own = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
     size = (1, case.grid.tokens, case.heads, case.head_dim)
-    whole = [torch.randn(size, generator=generator, device=device, dtype=dtype) for _ in range(4)]
-    parts = [x[:, own].clone() for x in whole]
-    for tensors in (whole, parts):
-        for x in tensors[:3]:
-            x.requires_grad_(case.training)
-
-    def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return vmonarch_attention(query, key, value, grid=case.grid, implementation=implementation)
-
-    def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return sdpa("cudnn" if device.type == "cuda" else "sdpa", query, key, value)
-
-    def by_heads(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda *tensors: split.gather_heads(attend(*split.gather_tokens(*tensors)), case.heads)
-
-    def call(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[[], Any]:
-        query, key, value, grad = tensors
-        return with_gradients(lambda: attend(query, key, value), (query, key, value), grad if case.training else None)
-
-    ways = {"full": (exact, by_heads(exact)), "heads": (alone, by_heads(alone))}
-    bounds = {name: bound(name, dtype) for name in NAMES}
-    rows: dict[str, dict[str, Any]] = {}
-    runs = {}
-    for name, (reference, attend) in ways.items():
-        row = rows[name] = {"case": case.label, "way": name, "ranks": ranks, **dataclasses.asdict(case)}
-        if case.heads < ranks:
-            row.update(status="left out", problem=f"{case.heads} heads cannot be divided by {ranks} ranks")
-            continue
-        # One process is what the others are measured against; it exchanges nothing.
-        runs[name] = call(reference if ranks == 1 else attend, parts)
-        found = runs[name]()
-        row["bytes"] = most_sent(split.tokens, case.heads, case.head_dim, dtype)
-        expected = call(reference, whole)()
-        errors = {
-            of: relative_errors(x, wanted[:, own].float())["relative"]
-            for of, x, wanted in zip(NAMES, found, expected, strict=False)
-        }
-        del found, expected
-        judge(row, errors, bounds)
+    whole = randn(case.grid.tokens + case.heads, device, dtype, *[size] * 4)
+    parts = [x[:, own].clone().requires_grad_(case.training) for x in whole[:3]]
+    grad = whole[3][:, own].clone() if case.training else None
+    # The first head is compared, of the rows of this process.
+    first = [x[:, :, :1].float() for x in whole]
     del whole
-    measure_rows(runs, rows, clock, rounds)
-    return list(rows.values())
+    sent = most_sent(tokens, case.heads, case.head_dim, dtype)
+
+    def ours(implementation: str, *tensors: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = vmonarch_attention(*tensors, grid=case.grid, implementation=implementation)
+        return out
+
+    def way(attend: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor]) -> Way:
+        def shared(*tensors: torch.Tensor) -> torch.Tensor:
+            if ranks == 1:
+                return attend(*tensors)
+            return split.gather_heads(attend(*split.gather_tokens(*tensors)), case.heads)
+
+        def expected() -> dict[str, torch.Tensor]:
+            leaves = [x.clone().requires_grad_(case.training) for x in first[:3]]
+            results = with_gradients(lambda: reference(*leaves), leaves, first[3] if case.training else None)()
+            return {name: x[:, own] for name, x in zip(NAMES, results, strict=False)}
+
+        return Way(
+            run=with_gradients(lambda: shared(*parts), parts, grad),
+            found=lambda results: {name: x[:, :, :1] for name, x in zip(NAMES, results, strict=False)},
+            expected=expected,
+            before=0,
+            more=lambda clock, row: row.update(sent_bytes=sent),
+        )
+
+    on_gpu = device.type == "cuda"
+    return {
+        "full": partial(way, partial(sdpa, "cudnn" if on_gpu else "sdpa"), exact),
+        "heads": partial(way, partial(ours, "triton" if on_gpu else "torch"), partial(ours, "torch")),
+    }
 
 
-@torch.no_grad()
-def run_model(case: Model, model: WanModel, job: Job, clock: SharedClock) -> list[dict[str, Any]]:
-    """Check and time a whole transformer in all ways."""
+def model_ways(job: Job, case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
+    """A whole transformer; the output of one process, which came before the others, is kept for them."""
     from diffusers import ContextParallelConfig
 
-    setting, ranks, device = case.setting, dist.get_world_size(), clock.device
-    rows: dict[str, dict[str, Any]] = {}
-    runs: dict[str, Callable[[], Any]] = {}
-    dtype = measured_dtype(device)
-    latents = model.latents(setting.frames, setting.height, setting.width, argument="models")
-    grid, heads = model.grid(latents), model.transformer["num_attention_heads"]
-    # One process came before the others and kept what it computed.
-    kept = {way: job.folder / f"{case.label}-{way}.pt" for way in WAYS}
-    for name in WAYS:
-        row = rows[name] = {"case": case.label, "way": name, "ranks": ranks, "grid": list(grid), "heads": heads}
-        if heads < ranks:
-            row.update(status="left out", problem=f"{heads} heads cannot be divided by {ranks} ranks")
-        elif ranks > 1 and not kept[name].exists():
-            row.update(status="left out", problem="one process did not come to it")
-    if all("status" in row for row in rows.values()):
-        return list(rows.values())
+    setting, ranks = case.setting, dist.get_world_size()
+    model = read_model(setting.model)
+    grid, heads = setting.grid(model), model.transformer["num_attention_heads"]
+    layers, head_dim = model.transformer["num_layers"], model.transformer["attention_head_dim"]
     stock = model.build_transformer("transformer", device, dtype)
     generator = torch.Generator(device).manual_seed(setting.frames)
-    noise = torch.randn(1, model.transformer["in_channels"], *latents, generator=generator, device=device)
-    text = torch.randn(1, TEXT_TOKENS, model.transformer["text_dim"], generator=generator, device=device).to(dtype)
-    for name, row in rows.items():
-        if "status" in row:
-            continue
-        transformer: Any = share_weights(stock)
+    randn = partial(torch.randn, generator=generator, device=device)
+    noise = randn(1, model.transformer["in_channels"], *setting.latents(model))
+    text = randn(1, TEXT_TOKENS, model.transformer["text_dim"]).to(dtype)
+    torch.compiler.reset()
+    kept = {name: job.folder / f"{case.label}-{name}.pt" for name in METHODS}
+
+    def way(name: str) -> Way:
+        transformer = share_weights(stock)
         transformer.set_attention_backend("_native_cudnn" if device.type == "cuda" else "native")
-        if name != "full":
+        if name == "heads":
             vmonarch.apply(transformer, VMonarchProcessor())
         if ranks > 1:
             uneven = grid.tokens % ranks > 0 or (name == "full" and heads % ranks > 0)
-            config = ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven)
-            transformer.enable_parallelism(config=config)
-        denoiser = Denoiser(transformer, model, noise, (text, text), 50, clock)
+            transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven))
+        denoiser = Denoiser(transformer, model, noise, (text, text), 50, Clock(device))
         graphs = compiled_graphs()
-        try:
-            if case.mode == "compiled":
+        if case.mode == "compiled":
+            with torch.no_grad():
                 # diffusers' hooks read signatures in their first call, which cannot be compiled.
                 denoiser.forward()
-                transformer.compile_repeated_blocks(fullgraph=ranks == 1, dynamic=False, backend=job.compile_backend)
-            out = denoiser.forward()
-        except Exception as error:
-            # What cannot be compiled cannot be on any rank.
-            row.update(failure(error))
-            continue
-        row["graphs"] = compiled_graphs() - graphs
-        runs[name] = denoiser.forward
-        tokens = [part.numel() for part in torch.arange(grid.tokens).tensor_split(ranks)]
-        layers, head_dim = model.transformer["num_layers"], model.transformer["attention_head_dim"]
-        row["bytes"] = layers * most_sent(tokens, heads, head_dim, dtype)
-        if ranks == 1:
-            torch.save(out.cpu(), kept[name])
-        expected = torch.load(kept[name]).to(device).float()
-        off = relative_errors(out.movedim(1, -1), expected.movedim(1, -1))["relative"]
-        judge(row, {"out": off}, {"out": MODEL_BOUNDS[dtype]})
-        del out, expected
-        release_memory(device)
-    measure_rows(runs, rows, clock, job.rounds)
-    return list(rows.values())
+            transformer.compile_repeated_blocks(fullgraph=ranks == 1, dynamic=False, backend=job.compile_backend)
+
+        def run() -> tuple[torch.Tensor, ...]:
+            with torch.no_grad():
+                return (denoiser.forward().movedim(1, -1),)
+
+        made: list[int] = []
+
+        def found(results: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+            made.append(compiled_graphs() - graphs)
+            if ranks == 1:
+                torch.save(results[0].cpu(), kept[name])
+            return {"out": results[0]}
+
+        def more(clock: Clock, row: dict[str, Any]) -> None:
+            sent = most_sent(split_evenly(grid.tokens, ranks), heads, head_dim, dtype)
+            row.update(graphs=made[0], sent_bytes=layers * sent)
+
+        expected = lambda: {"out": torch.load(kept[name]).to(device).float()}
+        return Way(run, found, expected, {"out": MODEL_BOUNDS[dtype]}, before=0, more=more)
+
+    # Without what one process computed there is nothing to compare with.
+    return {name: partial(way, name) for name in METHODS if ranks == 1 or kept[name].exists()}
 
 
 def run_rank(rank: int, ranks: int, job: Job) -> None:
-    """What one process does; the first writes the rows after every case."""
-    started = time.monotonic()
+    """What one process does; the first writes what was measured after every case."""
+    limits = Limits(job.rounds, job.seconds, time.monotonic() + job.seconds)
     on_gpu = job.device == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -309,170 +253,157 @@ def run_rank(rank: int, ranks: int, job: Job) -> None:
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    rows: list[dict[str, Any]] = []
-    clock = SharedClock(device)
-    # Whole transformers first: they tell more, should the time be over.
-    work: tuple[Case | Model, ...] = (*job.models, *job.cases)
-    for case in work:
-        if max(_everywhere(time.monotonic() - started)) > job.seconds:
-            rows += _left_out(case, ranks, "the time was over")
-        elif isinstance(case, Case):
-            rows += run_case(case, clock, job.rounds)
-        else:
-            torch.compiler.reset()
-            with settings_of_torch():
-                rows += run_model(case, read_model(case.setting.model), job, clock)
-        release_memory(device)
+
+    def write(cases: list[dict[str, Any]]) -> None:
         if rank == 0:
-            write_json(job.folder / f"rows-{ranks}.json", {"rows": rows})
+            write_json(job.folder / f"cases-{ranks}.json", {"cases": cases})
+
+    with settings_of_torch():
+        measure_cases(job.bench, job.cases, tuple(METHODS), SharedClock(device), limits, write, lambda text: None)
     dist.destroy_process_group()
 
 
-def add_efficiency(rows: Sequence[dict[str, Any]]) -> None:
+def add_efficiency(cases: Sequence[dict[str, Any]]) -> None:
     """Add to every timed row what one process would need, over what P processes do."""
-    alone = {(row["case"], row["way"]): row["ms"]["median"] for row in rows if row["ranks"] == 1 and "ms" in row}
-    for row in rows:
-        base = alone.get((row["case"], row["way"]))
-        if base is not None and "ms" in row:
-            row["efficiency"] = base / (row["ranks"] * row["ms"]["median"])
+    timed = [(case, row) for case in cases for row in case["rows"] if "ms" in row]
+    alone = {(case["case"], row["method"]): row["ms"]["median"] for case, row in timed if case["ranks"] == 1}
+    for case, row in timed:
+        base = alone.get((case["case"], row["method"]))
+        if base is not None:
+            row["efficiency"] = base / (case["ranks"] * row["ms"]["median"])
 
 
-def run_bench(
+@dataclass(frozen=True)
+class Plan:
+    """The cases, and the numbers of processes; None for 1, 2, 4 … GPUs."""
+
+    cases: tuple[Case, ...]
+    ranks: Sequence[int] | None
+
+
+def bench(
+    ranks: Sequence[int] | None = None,
+    cases: Sequence[str] | None = None,
+    models: Sequence[str] = MODELS,
+    modes: Sequence[str] = MODES,
+) -> Plan:
+    """The cases of attention and the models that are asked for.
+
+    Args:
+        ranks: see `Plan`. cases: labels of CASES, None for all. models: settings of `vmonarch bench e2e`.
+        modes: of the models.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
+    known = {case.label: case for case in CASES}
+    labels = tuple(known) if cases is None else choose("cases", cases, known) if cases else ()
+    settings = choose_settings(models, None) if models else ()
+    if not labels and not settings:
+        raise InputError("cases", "and --models leave nothing to measure")
+    choose("modes", modes, MODES)
+    # Whole transformers first: they tell more, should the time be over.
+    of_models = (model_case(setting, mode) for setting in settings for mode in modes)
+    return Plan((*of_models, *map(known.__getitem__, labels)), ranks)
+
+
+def measure(
+    plan: Plan,
     *,
     output: Path,
-    ranks: Sequence[int] | None,
-    cases: Sequence[str] | None,
-    models: Sequence[str] | None,
-    modes: Sequence[str],
     rounds: int,
     budget: float,
     device: str,
     command: str,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure cases of attention and models with several numbers of processes, and write the JSON after each.
-
-    Args:
-        ranks: numbers of processes, 1 among them; None for 1, 2, 4 … GPUs.
-        cases: labels of CASES, None for all. models: settings of `vmonarch bench e2e`, None for MODELS.
-        modes: of the models. budget: seconds, shared out among the numbers.
+    """Measure with several numbers of processes, which share the seconds of the budget; see `run_job`.
 
     Raises:
         InputError: an argument cannot be used.
     """
-    known = {case.label: case for case in CASES}
-    for label in cases or ():
-        if label not in known:
-            raise InputError("cases", f"must be of {'; '.join(known)}; got {label!r}")
-    names = MODELS if models is None else models
-    chosen = tuple(CASES if cases is None else (known[label] for label in cases))
-    if not chosen and not names:
-        raise InputError("cases", "and --models leave nothing to measure")
-    choose("modes", modes, {mode: mode for mode in MODES})
-    settings = choose_settings(names, None) if names else ()
     check_device(device)
     check_output(output)
     most = torch.cuda.device_count() if device != "cpu" else None
-    numbers = [2**n for n in range((most or 1).bit_length())] if ranks is None else sorted(ranks)
+    numbers = [2**n for n in range((most or 1).bit_length())] if plan.ranks is None else sorted(plan.ranks)
     if numbers[0] != 1 or len(set(numbers)) < len(numbers):
         raise InputError("ranks", f"must be different numbers, 1 among them, got {numbers}")
     if most is not None and numbers[-1] > most:
         raise InputError("ranks", f"must be at most {most}, a GPU for each; got {numbers[-1]}")
-    of = tuple(Model(setting, mode) for setting in settings for mode in modes)
     with tempfile.TemporaryDirectory() as folder:
-        return run_job(Job(Path(folder), device, chosen, of, rounds, budget), numbers, output, command, say)
+        return run_job(Job(Path(folder), device, plan.cases, rounds, budget), numbers, output, command, say)
 
 
 def run_job(job: Job, numbers: Sequence[int], output: Path, command: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure with so many processes, one number after the other, and write the JSON after each.
-
-    Args:
-        numbers: of processes, the first 1.
-        say: told what is measured.
+    """Measure with these numbers of processes, of which the first is 1, and write the JSON after each.
 
     Returns:
-        what was written: {"format", "date", "hardware", "versions", "command", "settings", "formulae", "rows":
-        [{"case", "way", "ranks", "status", "ms", "bytes", "errors", "efficiency", …}], "failed": [{"ranks",
-        "problem"}]}.
+        what was written: as of `runner.run_bench`, with "ranks" in cases, "sent_bytes" and "efficiency" in rows, and
+        "failed": [{"ranks", "problem"}].
     """
     started = time.monotonic()
     device = torch.device(job.device)
     dtype = measured_dtype(device)
-    about = provenance(device, command)
-    if device.type == "cuda":
-        about["hardware"] = f"{torch.cuda.device_count()}× {about['hardware']}"
     results: dict[str, Any] = {
         "format": FORMAT,
-        **about,
+        "benchmark": "parallel",
+        **provenance(device, command),
         "settings": {
             "dtype": str(dtype).removeprefix("torch."),
             "inputs": "standard normal; transformers with random weights",
             "timing": "device events, ways in turns, all processes beginning together",
             "full": "cuDNN's attention, by heads",
             "rounds": job.rounds,
-            "bounds": {"attention": BOUNDS[dtype], "transformer": MODEL_BOUNDS[dtype]},
         },
         "formulae": FORMULAE,
-        "rows": [],
+        "cases": [],
         "failed": [],
     }
+    if device.type == "cuda":
+        results["hardware"] = f"{torch.cuda.device_count()}× {results['hardware']}"
     for n, ranks in enumerate(numbers):
         # Later numbers of processes get their share, too: without them there is nothing to compare.
         share = (job.seconds - (time.monotonic() - started)) / (len(numbers) - n)
         say(f"{ranks} processes, {share:.0f} s for them")
         try:
             torch.multiprocessing.spawn(run_rank, (ranks, dataclasses.replace(job, seconds=share)), nprocs=ranks)
-        except (
-            torch.multiprocessing.ProcessRaisedException,
-            torch.multiprocessing.ProcessExitedException,
-        ) as error:
+        except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
             say(str(error))
-            problem = str(error).strip().splitlines()[-1]
-            results["failed"].append({"ranks": ranks, "status": "failed", "problem": problem})
-        path = job.folder / f"rows-{ranks}.json"
-        if path.exists():
-            results["rows"] += json.loads(path.read_text(encoding="utf-8"))["rows"]
-        add_efficiency(results["rows"])
-        write_json(output, results)
-    results["seconds"] = round(time.monotonic() - started, 1)
-    write_json(output, results)
-    return results
+            results["failed"].append({"ranks": ranks, "problem": str(error).strip().splitlines()[-1]})
+        with contextlib.suppress(FileNotFoundError):
+            path = job.folder / f"cases-{ranks}.json"
+            results["cases"] += json.loads(path.read_text(encoding="utf-8"))["cases"]
+        add_efficiency(results["cases"])
+        results.update(left_out=left_out(results["cases"]), wrong=wrong_rows(results))
+        results["seconds"] = round(time.monotonic() - started, 1)
+        write_json(output, results | tables(results))
+    return results | tables(results)
 
 
 def wrong_rows(results: dict[str, Any]) -> list[str]:
-    """What makes a run fail: wrong results, and processes that failed."""
+    """What makes a run fail: wrong results, ways and processes that failed."""
     return [
-        f"{row['case']} {row['way']}, {row['ranks']} processes: {row['problem']}"
-        for row in results["rows"]
+        f"{row['method']} at {case['case']}, {case['ranks']} processes: {row['problem']}"
+        for case in results["cases"]
+        for row in case["rows"]
         if row["status"] not in ("ok", "left out")
     ] + [f"{failed['ranks']} processes: {failed['problem']}" for failed in results["failed"]]
 
 
-def parallel_table(results: dict[str, Any]) -> str:
-    """Milliseconds, efficiency and bytes of every case, by way and number of processes."""
-    numbers = sorted({entry["ranks"] for entry in (*results["rows"], *results["failed"])})
-    found = {(row["case"], row["way"], row["ranks"]): row for row in results["rows"]}
-    lines = []
-    for case, way in dict.fromkeys((row["case"], row["way"]) for row in results["rows"]):
-        cells = [case, WAYS[way]]
+def tables(results: dict[str, Any]) -> dict[str, Any]:
+    """{"tables", "caption"}: milliseconds, efficiency and bytes of every case, by way and number of processes."""
+    numbers = sorted({entry["ranks"] for entry in (*results["cases"], *results["failed"])})
+    found = {(c["case"], row["method"], c["ranks"]): row for c in results["cases"] for row in c["rows"]}
+    rows = []
+    for case, name in dict.fromkeys((case, name) for case, name, _ in found):
+        cells = []
         for ranks in numbers:
-            row = found.get((case, way, ranks), {"status": "–"})
-            if "ms" not in row:
-                cells.append(row["status"])
-                continue
-            share = "" if ranks == 1 or "efficiency" not in row else f" ({100 * row['efficiency']:.0f} %)"
-            cells.append(f"{row['ms']['median']:.1f}{share}")
-        sent = found.get((case, way, numbers[-1]), {}).get("bytes")
-        lines.append([*cells, "–" if sent is None else f"{sent / 1e6:.0f}"])
-    gpus = [f"{ranks} GPUs" if ranks > 1 else "1 GPU" for ranks in numbers]
-    heading = ["", "", *gpus, f"MB sent, {gpus[-1]}"]
-    settings = results["settings"]
-    about = [
-        f"Milliseconds (efficiency). {results['hardware']}, {results['date'][:10]}, torch"
-        f" {results['versions']['torch']}, Triton {results['versions']['triton']}, {settings['dtype']};"
-        f" {settings['timing']}. Made by `{results['command']}`.",
-        "",
-        *(f"- {name}: {text}" for name, text in results["formulae"].items()),
-        *(f"- {entry['ranks']} processes failed: {entry['problem']}" for entry in results["failed"]),
-    ]
-    return markdown(heading, lines) + "\n" + "\n".join(about) + "\n"
+            row = found.get((case, name, ranks), {"status": "–"})
+            share = f" ({100 * row['efficiency']:.0f} %)" if ranks > 1 and "efficiency" in row else ""
+            cells.append(f"{digits(row['ms']['median'])}{share}" if "ms" in row else row["status"])
+        sent = found.get((case, name, numbers[-1]), {}).get("sent_bytes")
+        rows.append([case, METHODS[name], *cells, shown_number(sent, 0, factor=1e-6)])
+    gpus = [f"{ranks} GPUs, ms" if ranks > 1 else "1 GPU, ms" for ranks in numbers]
+    head = ["case", "way", *gpus, f"MB sent, {numbers[-1] if numbers else 0} GPUs"]
+    failed = "".join(f" {entry['ranks']} processes failed: {entry['problem']}." for entry in results["failed"])
+    return {"tables": [{"name": "times", "header": head, "rows": rows}], "caption": caption(results) + failed}

@@ -1,101 +1,19 @@
-"""Where a forward call of a transformer spends its time, by part: eager calls by events, compiled ones by profile."""
+"""Where a forward call of a Wan transformer spends its time, by part, from a profile."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from vmonarch.eval.bench.clock import Clock
 from vmonarch.eval.bench.denoiser import TEXT_TOKENS
 
 PARTS = ("attention", "projections", "norms and rotary", "cross-attention", "FFN", "rest")
-# Of the rest, so many kernels are named.
-REST_KERNELS = 12
-
-
-@contextlib.contextmanager
-def timed_parts(transformer: Any, clock: Clock) -> Iterator[Callable[[], dict[str, float]]]:
-    """Marks around the modules of every block, while the block of `with` runs; gives what tells milliseconds by part.
-
-    What a self-attention module does besides attention and projections is its norms and rotary embedding. Norms of
-    queries and keys get no hooks: with hooks they would not be computed by the kernel that they are timed for.
-    """
-    from diffusers.models.transformers import transformer_wan
-
-    spans: dict[str, list[tuple[Any, Any]]] = {
-        name: [] for name in ("self", "attention", "projections", "layer norms", "cross-attention", "FFN")
-    }
-    handles = []
-    in_self_attention = [False]
-
-    def watch(module: torch.nn.Module, name: str, note: bool = False) -> None:
-        starts: list[Any] = []
-
-        def before(*_: Any) -> None:
-            in_self_attention[0] = in_self_attention[0] or note
-            starts.append(clock.mark())
-
-        def after(*_: Any) -> None:
-            in_self_attention[0] = in_self_attention[0] and not note
-            spans[name].append((starts.pop(), clock.mark()))
-
-        handles.append(module.register_forward_pre_hook(before))
-        handles.append(module.register_forward_hook(after))
-
-    def marked(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = clock.mark()
-            result = function(*args, **kwargs)
-            spans["attention"].append((start, clock.mark()))
-            return result
-
-        return call
-
-    dispatch = transformer_wan.dispatch_attention_fn
-
-    def stock(*args: Any, **kwargs: Any) -> Any:
-        return (marked(dispatch) if in_self_attention[0] else dispatch)(*args, **kwargs)
-
-    changed = []
-    for block in transformer.blocks:
-        own = block.attn1
-        watch(own, "self", note=True)
-        for projection in (own.to_q, own.to_k, own.to_v, own.to_out[0]):
-            watch(projection, "projections")
-        for norm in (block.norm1, block.norm2, block.norm3):
-            watch(norm, "layer norms")
-        watch(block.attn2, "cross-attention")
-        watch(block.ffn, "FFN")
-        if hasattr(own.processor, "attend_layer"):
-            own.processor.attend_layer = marked(own.processor.attend_layer)
-            changed.append(own.processor)
-    transformer_wan.dispatch_attention_fn = stock
-
-    def milliseconds() -> dict[str, float]:
-        clock.wait()
-        ms = {name: sum(clock.between(*span) for span in found) for name, found in spans.items()}
-        rest_of_self = ms.pop("self") - ms["attention"] - ms["projections"]
-        norms = ms.pop("layer norms") + rest_of_self
-        return {**ms, "norms and rotary": norms}
-
-    try:
-        yield milliseconds
-    finally:
-        transformer_wan.dispatch_attention_fn = dispatch
-        for handle in handles:
-            handle.remove()
-        for processor in changed:
-            del processor.attend_layer
 
 
 def part_of(name: str, shapes: Sequence[Sequence[int]], tokens: int, width: int, ffn_dim: int) -> str | None:
-    """Which part an operator of a compiled block belongs to, by its name and the shapes of its inputs.
+    """Which part an operator belongs to, by its name and the shapes of its inputs.
 
     "square" is a product of all tokens with a width × width matrix: query, key, value and output of self-attention, or
     query and output of cross-attention. None: no part, or not to be told.
@@ -113,10 +31,8 @@ def part_of(name: str, shapes: Sequence[Sequence[int]], tokens: int, width: int,
     return "FFN" if rows == tokens and {inner, columns} == {width, ffn_dim} else None
 
 
-def profiled_parts(
-    run: Callable[[], Any], device: torch.device, tokens: int, config: dict[str, Any]
-) -> tuple[dict[str, float], list[str], dict[str, float]]:
-    """(milliseconds of all kernels of a call by PARTS, names of attention's operators, the rest by kernel).
+def profiled_parts(run: Callable[[], Any], device: torch.device, tokens: int, config: dict[str, Any]) -> dict[str, Any]:
+    """{"parts", "parts_of_ms"}: milliseconds of the kernels of a call by PARTS, and of all.
 
     Two of every six square products are cross-attention's. On a CPU, operators take the place of kernels.
     """
@@ -129,32 +45,19 @@ def profiled_parts(
         if cuda:
             torch.cuda.synchronize(device)
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    ms = dict.fromkeys((*PARTS[:-1], "square"), 0.0)
-    names = set()
-    rest: Counter[str] = Counter()
-    waiting = [
-        event
-        for event in profiled.events()
-        if event.cpu_parent is None and event.device_type == torch.autograd.DeviceType.CPU
-    ]
+    ms = dict.fromkeys((*PARTS, "square"), 0.0)
+    of_cpu = torch.autograd.DeviceType.CPU
+    waiting = [event for event in profiled.events() if event.cpu_parent is None and event.device_type == of_cpu]
     while waiting:
         event = waiting.pop()
         part = part_of(event.name, event.input_shapes or [], tokens, width, config["ffn_dim"])
-        if part is None:
-            waiting.extend(event.cpu_children)
-            own = [(kernel.name, kernel.duration) for kernel in event.kernels]
-            for name, microseconds in own if cuda else [(event.name, event.self_cpu_time_total)]:
-                rest[name] += microseconds / 1e3
-        else:
+        if part is not None:
             ms[part] += (event.device_time_total if cuda else event.cpu_time_total) / 1e3
-            if part == "attention":
-                names.add(event.name)
+            continue
+        waiting.extend(event.cpu_children)
+        own = sum(kernel.duration for kernel in event.kernels) if cuda else event.self_cpu_time_total
+        ms["rest"] += own / 1e3
     square = ms.pop("square")
     ms["projections"] += square * 4 / 6
     ms["cross-attention"] += square * 2 / 6
-    return ms | {"rest": rest.total()}, sorted(names), dict(rest.most_common(REST_KERNELS))
-
-
-def with_rest(ms: dict[str, float], total: float) -> dict[str, float]:
-    """Milliseconds by PARTS, the rest being what is left of `total`."""
-    return {name: ms.get(name, total - sum(ms.values())) for name in PARTS}
+    return {"parts": ms, "parts_of_ms": sum(ms.values())}

@@ -1,7 +1,6 @@
 """The runner of the benchmarks: check all ways to compute a case, time them in turns, write JSON.
 
-A benchmark says what its cases are and how each can be computed (`Bench`). A result that differs from float32 has no
-speed.
+A benchmark is one record (`Bench`): its cases, and how each can be computed. A result that is wrong has no speed.
 """
 
 from __future__ import annotations
@@ -12,30 +11,32 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from vmonarch.configs import InputError, suggest
-from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock, measure, release_memory, summary
+from vmonarch.eval.bench.clock import MIN_ROUNDS, Clock, allocated, measure, release_memory, summary
 from vmonarch.eval.bench.gate import BOUNDS, ROW_FACTOR, compare, failure
 from vmonarch.eval.bench.machine import (
-    COMPILE_SHARE,
     check_device,
-    compiling,
     map_in_processes,
     measure_rates,
     measured_dtype,
     provenance,
 )
+from vmonarch.eval.bench.tables import tables
 from vmonarch.files import check_output, write_json
 
-# Free memory that a process waits for before it compiles: block masks of FlexAttention take that much.
-COMPILE_BYTES = 24e9
-Tensors = dict[str, torch.Tensor]
+FORMAT = "vmonarch-bench-1"
+# Of the budget, for compiling beforehand; and the bytes that must be free before a process compiles.
+COMPILE_SHARE = 0.5
+COMPILE_BYTES = 8e9
+Tensors = Mapping[str, torch.Tensor]
 # Settings of the benchmarks of attention.
 ATTENTION = {
     "layout": "[B, S, H, D]; SDPA and FlexAttention get transposed views of it",
@@ -45,28 +46,36 @@ ATTENTION = {
 }
 
 
+class Case(SimpleNamespace):
+    """One row of numbers: its `label`, whether it is `training`, its `heads`, and the sizes that its ways need."""
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to compute a case, with its inputs.
 
     Args:
         run: the call; gives (out,) or (out, dq, dk, dv, …).
-        found: of what `run` gave, the parts that are compared, by name; names of gradients begin with a d.
+        found: the parts of what `run` gave that are compared, by name; names of gradients begin with a d.
         expected: the same parts in float32, and maybe others.
+        bounds: see `gate.compare`.
         flops, bytes: its work; 0 if they are not counted.
         input_bytes: of all tensors that must exist before the call.
+        before: bytes that are not the call's; None for those that are allocated when it begins.
         graph: record the call as a CUDA graph, because launching takes longer than computing.
-        more: what else its row says, by the clock that timed it.
+        more: adds to the row, by the clock that timed it.
     """
 
-    run: Callable[[], tuple[torch.Tensor, ...]]
-    found: Callable[[tuple[torch.Tensor, ...]], Tensors]
-    expected: Callable[[], Tensors]
+    run: Callable[[], Sequence[torch.Tensor]]
+    found: Callable[[Sequence[torch.Tensor]], Tensors] = lambda results: {}
+    expected: Callable[[], Tensors] = dict
+    bounds: Mapping[str, float] | None = None
     flops: float = 0.0
     bytes: float = 0.0
     input_bytes: int = 0
+    before: int | None = None
     graph: bool = False
-    more: Callable[[Clock], dict[str, Any]] = lambda clock: {}
+    more: Callable[[Clock, dict[str, Any]], Any] = lambda clock, row: None
 
 
 Ways = Mapping[str, Callable[[], Way]]
@@ -78,60 +87,75 @@ class Bench:
 
     Args:
         methods: names of all ways; of those, `ours` must not fail.
-        cases: dataclasses with a `label` and with `training`, the most telling first.
-        ways: how a case can be computed; each is made only when its turn comes. A function of a module, as other
-            processes call it too.
+        cases: the most telling first.
+        ways: (case, device, dtype) -> how it can be computed; each is made only when its turn comes. A function of a
+            module, or a partial of one, as other processes call it too.
+        base: the way that the times of the others are compared with, in tables.
         compiled: (case, method) -> what its code depends on, None where nothing is to be compiled beforehand.
         formulae: of FLOPs and bytes.
         settings: further ones of the JSON.
-        finish: called with a case, its rows and the rates; adds to the rows what follows from all of them.
-        describe: what the JSON says of a case.
-        ahead: (device, seconds) -> how many tasks were not done; compiles what all cases need, in place of `compiled`.
-        least_seconds: a guess of what the least of a case takes, by the rates.
-        format: of the JSON, if it has a name.
+        describe: (case, clock) -> what the JSON says of a case.
+        finish: called with the JSON of a case; adds what follows from all of its rows.
+        document: makes the file's contents of the JSON of a run.
         way_seconds: that a way may take; one whose calls take long is measured in fewer rounds.
         flushes: of the L2 before each call. Sixteen take about a millisecond, in which the host queues all of the call.
     """
 
+    name: str
     methods: tuple[str, ...]
     ours: tuple[str, ...]
     cases: Sequence[Any]
     ways: Callable[[Any, torch.device, torch.dtype], Ways]
-    compiled: Callable[[Any, str], Hashable | None] = lambda case, method: None
-    formulae: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    finish: Callable[[Any, list[dict[str, Any]], dict[str, Any] | None], Any] = lambda case, rows, rates: None
-    describe: Callable[[Any], dict[str, Any]] = dataclasses.asdict
-    ahead: Callable[[torch.device, float], int] | None = None
-    least_seconds: Callable[[Any, dict[str, Any]], float] = lambda case, rates: 0.0
-    format: str = ""
+    base: str = ""
+    compiled: Callable[[Case, str], Hashable | None] = lambda case, method: None
+    formulae: Any = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    describe: Callable[[Any, Clock], dict[str, Any]] = lambda case, clock: dict(vars(case))
+    finish: Callable[[dict[str, Any]], Any] = lambda case: None
+    document: Callable[[dict[str, Any], str], dict[str, Any]] = lambda run, base: run | tables(run, base)
     way_seconds: float = 1.0
     flushes: int = 16
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How much is measured.
+
+    Args:
+        rounds: measurements of each way, at most. deadline: `time.monotonic()` after which nothing is begun.
+    """
+
+    rounds: int
+    budget: float
+    deadline: float
+
+    def over(self, clock: Clock, seconds: float = 0.0) -> dict[str, str] | None:
+        """What a row says that is left out because so many seconds more do not fit; None if they fit."""
+        if not max(clock.everywhere(time.monotonic() + seconds > self.deadline)):
+            return None
+        what = f"a round of {seconds:.0f} s did not fit the budget" if seconds else "the budget"
+        return {"status": "left out", "problem": f"{what} of {self.budget:g} s{'' if seconds else ' was used up'}"}
+
+
 def with_gradients(
     attend: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], grad_out: torch.Tensor | None
-) -> Callable[[], tuple[torch.Tensor, ...]]:
+) -> Callable[[], Sequence[torch.Tensor]]:
     """The call that gives (out,), or with `grad_out` (out, gradients of the leaves)."""
-    if grad_out is None:
 
-        def forward() -> tuple[torch.Tensor, ...]:
+    def run() -> Sequence[torch.Tensor]:
+        if grad_out is None:
             with torch.no_grad():
                 return (attend(),)
-
-        return forward
-
-    def both() -> tuple[torch.Tensor, ...]:
         out = attend()
         return (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
 
-    return both
+    return run
 
 
 def sdpa(
     backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool = False
 ) -> torch.Tensor:
-    """Exact attention of [B, S, H, D] by one backend of torch, on transposed views as diffusers has them.
+    """Exact attention of [B, S, H, D] by torch, on transposed views as diffusers has them.
 
     Args:
         backend: "cudnn" or "flash"; or "sdpa", the one that torch chooses.
@@ -140,20 +164,23 @@ def sdpa(
 
     backends = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "flash": [SDPBackend.FLASH_ATTENTION]}
     with sdpa_kernel(backends[backend]) if backend in backends else contextlib.nullcontext():
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=causal
-        )
-    return out.transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
-def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
+def flex(*tensors: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
     """FlexAttention of [B, S, H, D], compiled for these tensors; `options` are its score_mod, block_mask and scale."""
     from torch.nn.attention.flex_attention import flex_attention
 
     # After a few functions torch would stop compiling new ones and write all scores to memory instead.
     torch.compiler.reset()
     compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(*(x.transpose(1, 2) for x in (query, key, value)), **options).transpose(1, 2)
+    return lambda: compiled(*(x.transpose(1, 2) for x in tensors), **options).transpose(1, 2)
+
+
+def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Of all that are there."""
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
 def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -183,144 +210,221 @@ def recorded(run: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-Task = tuple[Callable[[Any, torch.device, torch.dtype], Ways], Any, str, str]
+def profiled(run: Callable[[], Any], clock: Clock, most: int = 24) -> list[dict[str, Any]]:
+    """The kernels that take the most time of a call, by name; none on a CPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    if clock.device.type != "cuda":
+        return []
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+        clock.wait()
+    events = sorted(found.key_averages(), key=lambda event: -event.device_time_total)[:most]
+    return [{"kernel": e.key[:90], "ms": e.device_time_total / 1e3, "calls": e.count} for e in events]
 
 
-def compile_task(task: Task) -> bool:
-    """Compute a case in one way, so that its code is in the caches on disk."""
+def compile_task(task: tuple[Callable[..., Ways], Case, str, str]) -> bool:
+    """In a process of its own: compute a case in one way, so that its code is in the caches on disk."""
     ways, case, method, device_text = task
     # There is a process for every core already.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    with compiling(device_text, COMPILE_BYTES) as device:
-        ways(case, device, measured_dtype(device))[method]().run()
+    device = torch.device(device_text)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        started = time.monotonic()
+        while torch.cuda.mem_get_info(device)[0] < COMPILE_BYTES and time.monotonic() < started + 60:
+            time.sleep(0.5)
+    ways(case, device, measured_dtype(device))[method]().run()
+    release_memory(device)
     return True
 
 
-def compile_tasks(bench: Bench, cases: Sequence[Any], methods: Sequence[str], device: str) -> list[Task]:
-    """One task for all cases and methods that share their code; gradients first, because they take longest."""
-    tasks: dict[Hashable, Task] = {}
-    for case in sorted(cases, key=lambda case: not case.training):
+def compile_tasks(bench: Bench, cases: Sequence[Case], methods: Sequence[str], device: str) -> list[Any]:
+    """One task for all cases and methods that share their code; gradients first, because they take longest.
+
+    Triton tells apart one head, a multiple of 16 and others: fewer heads compile to the same code.
+    """
+    tasks: dict[Hashable, Any] = {}
+    for case in cases:
         for method in methods:
             code = bench.compiled(case, method)
             if code is not None:
-                tasks.setdefault(code, (bench.ways, case, method, device))
-    return list(tasks.values())
+                few = 1 if case.heads == 1 else 2 if case.heads % 16 else 16
+                tasks.setdefault(code, (bench.ways, Case(**{**vars(case), "heads": few}), method, device))
+    return sorted(tasks.values(), key=lambda task: not task[1].training)
 
 
-def _prepare(
-    make: Callable[[], Way], clock: Clock, dtype: torch.dtype, row: dict[str, Any], seconds: float
-) -> Way | None:
-    """Check a way, fill its row, and give it back if it may be timed; as often as takes so many seconds."""
+def _prepare(make: Callable[[], Way], clock: Clock, dtype: torch.dtype, row: dict[str, Any]) -> Way:
+    """Check a way and fill its row, by two calls; the second says how long one takes and the memory it needs."""
     way = make()
     began = time.perf_counter()
     results = way.run()
     clock.wait()
-    spent = time.perf_counter() - began
-    row["first_call_s"] = round(spent, 2)
-    row["errors"], problem = compare(way.found(results), way.expected(), dtype)
+    row["first_call_s"] = round(time.perf_counter() - began, 2)
+    row["errors"], problem = compare(way.found(results), way.expected(), dtype, way.bounds)
+    row.update({"status": "wrong", "problem": problem} if problem else {"status": "ok"})
     del results
     if problem:
-        row.update(status="wrong", problem=problem)
-        return None
+        return way
     release_memory(clock.device)
+    before = allocated(clock.device) if way.before is None else way.before
     if clock.device.type == "cuda":
-        before = torch.cuda.memory_allocated(clock.device)
         torch.cuda.reset_peak_memory_stats(clock.device)
-        way.run()
-        clock.wait()
-        row["peak_bytes"] = torch.cuda.max_memory_allocated(clock.device) - before
-        row["input_bytes"] = way.input_bytes
         if way.graph:
+            way.run()
+            row["peak_bytes"] = torch.cuda.max_memory_allocated(clock.device) - before
             way = dataclasses.replace(way, run=recorded(way.run))
-            row["graph"] = True
-        spent = clock.time(way.run) / 1e3
-    row["rounds"] = max(MIN_ROUNDS, int(seconds / max(spent, 1e-6)))
-    row["status"] = "ok"
+    row["call_s"] = clock.time(way.run) / 1e3
+    if clock.device.type == "cuda":
+        row.setdefault("peak_bytes", torch.cuda.max_memory_allocated(clock.device) - before)
+        row["input_bytes"] = way.input_bytes
     return way
 
 
+def _agree(row: dict[str, Any], clock: Clock) -> None:
+    """Give a row what is worst of any process that measures with this one."""
+    rows = clock.everywhere(row)
+    row.update(next(({k: r[k] for k in ("status", "problem")} for r in rows if r["status"] != "ok"), {}))
+    for key in ("peak_bytes", "call_s"):
+        if key in row:
+            row[key] = max(r.get(key, 0) for r in rows)
+    for name, error in row.get("errors", {}).items():
+        error.update({of: max(r["errors"][name][of] for r in rows if name in r.get("errors", {})) for of in error})
+
+
 def measure_ways(
-    ways: Ways,
-    clock: Clock,
-    dtype: torch.dtype,
-    rounds: int,
-    deadline: float,
-    rates: dict[str, Any] | None,
-    *,
-    seconds: float = Bench.way_seconds,
-    flushes: int = Bench.flushes,
+    ways: Ways, clock: Clock, dtype: torch.dtype, limits: Limits, bench: Bench, rates: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Check and time all ways of a case.
 
     Args:
-        rounds: measurements of each way, at most.
-        deadline: `time.monotonic()` after which no round begins, except the first few.
         rates: of `measure_rates`; None where times tell nothing of speed.
-        seconds, flushes: see `Bench`.
 
     Returns:
-        a row for every way: its status, "ok", "wrong", "out of memory" or "failed"; errors; if ok its milliseconds,
-        and with rates TFLOP/s and the times that FLOPs and bytes alone would take.
+        a row for every way: its status, "ok", "wrong", "out of memory", "failed" or "left out"; errors; if ok its
+        milliseconds, and with rates TFLOP/s and the times that FLOPs and bytes alone would take.
     """
     rows: dict[str, dict[str, Any]] = {}
     good: dict[str, Way] = {}
     for name, make in ways.items():
-        row = rows[name] = {"method": name}
+        row = rows[name] = {"method": name, **(limits.over(clock) or {})}
+        if "status" in row:
+            continue
         try:
-            way = _prepare(make, clock, dtype, row, seconds)
-            if way is not None:
-                good[name] = way
+            good[name] = _prepare(make, clock, dtype, row)
         except Exception as error:
             row.update(failure(error))
+        _agree(row, clock)
+        if row["status"] != "ok":
+            good.pop(name, None)
         release_memory(clock.device)
-    counts = {name: min(rounds, rows[name]["rounds"]) for name in good}
-    times, host = measure({name: way.run for name, way in good.items()}, counts, clock, deadline, flushes)
+    late = limits.over(clock, sum(rows[name]["call_s"] for name in good))
+    if late is not None:
+        for name in good:
+            rows[name].update(late)
+        return list(rows.values())
+    most = {name: max(MIN_ROUNDS, int(bench.way_seconds / max(rows[name]["call_s"], 1e-6))) for name in good}
+    counts = {name: min(limits.rounds, most[name]) for name in good}
+    times, host = measure({n: way.run for n, way in good.items()}, counts, clock, limits.deadline, bench.flushes)
     for name, way in good.items():
-        row = rows[name]
-        row.update(ms=summary(times[name]), host_ms=statistics.median(host[name]), rounds=len(times[name]))
-        row.update(rounds_left_out=counts[name] - row["rounds"], flops=way.flops, bytes=way.bytes, **way.more(clock))
-        if rates is None:
-            continue
-        ms = row["ms"]["median"]
-        if way.flops:
-            row["tflops"] = way.flops / ms / 1e9
-            row["flop_floor_ms"] = 1e3 * way.flops / rates["matmul_flops_per_second"]
-        if way.bytes:
-            row["byte_floor_ms"] = 1e3 * way.bytes / rates["copy_bytes_per_second"]
-            row["over_byte_floor"] = ms / row["byte_floor_ms"]
+        row, ms = rows[name], [max(of) for of in zip(*clock.everywhere(times[name]), strict=True)]
+        row.update(ms=summary(ms), host_ms=statistics.median(host[name]), rounds=len(ms))
+        row.update(rounds_left_out=counts[name] - len(ms), flops=way.flops, bytes=way.bytes)
+        for what, work, rate in (
+            ("flop", way.flops, "matmul_flops_per_second"),
+            ("byte", way.bytes, "copy_bytes_per_second"),
+        ):
+            if work and rates is not None:
+                row[f"{what}_floor_ms"] = 1e3 * work / rates[rate]
+        try:
+            way.more(clock, row)
+        except Exception as error:
+            # The times of the whole still stand.
+            row["more_problem"] = failure(error)["problem"]
     return list(rows.values())
 
 
-def choose(argument: str, names: Sequence[str], known: dict[str, Any]) -> tuple[Any, ...]:
-    """The named things, in the order given.
+def choose(argument: str, names: Sequence[str], known: Iterable[str] | None = None) -> tuple[str, ...]:
+    """The names, in the order given.
 
     Raises:
         InputError: a name that is not known, given twice, or none at all.
     """
-    if not names:
-        raise InputError(argument, f"must name at least one of {', '.join(known)}")
+    listed = list(names if known is None else known)
     for name in names:
-        if name not in known:
-            raise InputError(argument, f"must be of {', '.join(known)}; got {name!r}{suggest(name, known)}")
-    distinct(argument, names)
-    return tuple(known[name] for name in names)
-
-
-def distinct(argument: str, names: Sequence[str]) -> None:
-    """Check what somebody has chosen.
-
-    Raises:
-        InputError: nothing, or something twice.
-    """
+        if name not in listed:
+            raise InputError(argument, f"must be of {', '.join(listed)}; got {name!r}{suggest(name, listed)}")
     if not names or len(set(names)) < len(names):
         raise InputError(argument, f"must be one or several different ones, got {', '.join(names) or 'none'}")
+    return tuple(names)
+
+
+def measure_cases(
+    bench: Bench,
+    cases: Sequence[Any],
+    methods: Sequence[str],
+    clock: Clock,
+    limits: Limits,
+    write: Callable[[list[dict[str, Any]]], Any],
+    say: Callable[[str], None],
+    rates: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Measure cases one after the other; `write` is given all that are there, after each."""
+    dtype = measured_dtype(clock.device)
+    found: list[dict[str, Any]] = []
+    for case in cases:
+        late = limits.over(clock)
+        if late is not None:
+            about = {"case": case.label, "rows": [{"method": name, **late} for name in methods]}
+            bench.finish(about)
+            found.append(about)
+            say(f"left out: {case.label} ({late['problem']})")
+            continue
+        about = {"case": case.label, **bench.describe(case, clock)}
+        try:
+            ways = {name: way for name, way in bench.ways(case, clock.device, dtype).items() if name in methods}
+            about["rows"] = measure_ways(ways, clock, dtype, limits, bench, rates)
+            # Inputs of several gigabytes hang on these.
+            del ways
+        except Exception as error:
+            about["rows"] = [{"method": name, **failure(error)} for name in methods]
+        release_memory(clock.device)
+        bench.finish(about)
+        found.append(about)
+        for row in about["rows"]:
+            ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
+            say(f"{case.label:48s} {row['method']:14s} {ms}")
+        write(found)
+    return found
+
+
+def left_out(cases: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """What a run has not measured, and why: rows, and rounds of rows."""
+    found = []
+    for case in cases:
+        for row in case["rows"]:
+            if row["status"] == "left out":
+                found.append({"case": f"{case['case']} {row['method']}", "why": row["problem"]})
+        if cut := max((row.get("rounds_left_out", 0) for row in case["rows"]), default=0):
+            found.append({"case": case["case"], "why": f"{cut} rounds did not fit the budget"})
+    return found
+
+
+def wrong_rows(cases: Sequence[dict[str, Any]], ours: Sequence[str]) -> list[str]:
+    """What makes a run fail: wrong results of any method, and `ours` that failed."""
+    return [
+        f"{row['method']} at {case['case']}: {row['problem']}"
+        for case in cases
+        for row in case["rows"]
+        if row["status"] == "wrong" or (row["status"] not in ("ok", "left out") and row["method"] in ours)
+    ]
 
 
 def run_bench(
     bench: Bench,
     *,
-    output: Path,
-    methods: Sequence[str],
+    output: Path | None,
+    methods: Sequence[str] | None = None,
     cases: str = "",
     rounds: int,
     budget: float,
@@ -331,22 +435,22 @@ def run_bench(
     """Measure, and write the JSON after each case.
 
     Args:
-        methods: of the benchmark's. cases: a regular expression that is found in the labels of those to measure.
+        output: None to write nothing.
+        methods: of the benchmark's, None for all. cases: a regular expression that is found in the labels of those.
         rounds: measurements of each method, at most.
-        budget: seconds after which no case is begun.
+        budget: seconds after which nothing is begun.
         command: as documents show it. say: told what is done.
 
     Returns:
-        what was written: {"format", "date", "hardware", "versions", "command", "settings", "rates", "formulae",
-        "cases": [{"case", "rows": [{"method", "status", "ms", …}], …}], "left_out": [{"case", "why"}], "complete",
-        "seconds"}. Times are milliseconds.
+        what was written: {"format", "benchmark", "date", "hardware", "versions", "command", "settings", "rates",
+        "formulae", "cases": [{"case", "rows": [{"method", "status", "ms", …}], …}], "left_out": [{"case", "why"}],
+        "complete", "wrong", "seconds", "tables", "caption"}. Times are milliseconds.
 
     Raises:
         InputError: an argument cannot be used.
     """
-    started = time.monotonic()
-    deadline = started + budget
-    choose("methods", methods, {name: name for name in bench.methods})
+    limits = Limits(rounds, budget, time.monotonic() + budget)
+    names = bench.methods if methods is None else choose("methods", methods, bench.methods)
     try:
         chosen = [case for case in bench.cases if re.search(cases, case.label)]
     except re.error as error:
@@ -354,28 +458,22 @@ def run_bench(
     if not chosen:
         raise InputError("cases", f"{cases!r} leaves none of: {'; '.join(case.label for case in bench.cases)}")
     on = check_device(device)
-    check_output(output)
-    dtype, real = measured_dtype(on), on.type == "cuda"
-    if real:
+    if output is not None:
+        check_output(output)
+    dtype = measured_dtype(on)
+    if on.type == "cuda":
         torch.cuda.set_device(on)
-        if bench.ahead is not None:
-            missing = bench.ahead(on, COMPILE_SHARE * budget)
-        else:
-            tasks = compile_tasks(bench, chosen, methods, str(on))
-            missing = map_in_processes(compile_task, tasks, COMPILE_SHARE * budget).count(None)
-        say(f"compiled; {missing} tasks left for later")
-    clock = Clock(on)
-    rates = measure_rates(on)
+        tasks = compile_tasks(bench, chosen, names, str(on))
+        missing = map_in_processes(compile_task, tasks, COMPILE_SHARE * budget).count(None)
+        say(f"{len(tasks) - missing} tasks compiled, {missing} left for later")
     flushed = "" if bench.flushes == 1 else f"{bench.flushes} times "
     results: dict[str, Any] = {
-        **({"format": bench.format} if bench.format else {}),
+        "format": FORMAT,
+        "benchmark": bench.name,
         **provenance(on, command),
-        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(on))) if real else None,
         "settings": {
             "dtype": str(dtype).removeprefix("torch."),
-            "timing": f"CUDA events, L2 overwritten {flushed}before each call, methods in turns"
-            if real
-            else "no speed",
+            "timing": f"CUDA events, L2 overwritten {flushed}before each call, methods in turns",
             "rounds": rounds,
             "budget_s": budget,
             "bounds": {**BOUNDS[dtype], "row_factor": ROW_FACTOR},
@@ -383,48 +481,19 @@ def run_bench(
             " counted; input_bytes: tensors that must exist before it, a written-out bias counted",
             **bench.settings,
         },
-        "rates": rates,
+        "rates": measure_rates(on),
         "formulae": bench.formulae,
-        "cases": [],
-        "left_out": [],
-        "complete": False,
     }
 
-    def leave_out(case: Any, why: str) -> None:
-        results["left_out"].append({"case": case.label, "why": why})
-        say(f"left out: {case.label} ({why})")
+    def write(found: list[dict[str, Any]], complete: bool = False) -> dict[str, Any]:
+        missing = left_out(found)
+        run = {**results, "cases": found, "left_out": missing, "complete": complete and not missing}
+        run["wrong"] = wrong_rows(found, bench.ours)
+        run["seconds"] = round(time.monotonic() - limits.deadline + budget, 1)
+        document = bench.document(run, bench.base)
+        if output is not None:
+            write_json(output, document)
+        return document
 
-    write_json(output, results)
-    for case in chosen:
-        if deadline - time.monotonic() <= (bench.least_seconds(case, rates) if rates else 0.0):
-            leave_out(case, f"the budget of {budget:g} s was used up")
-            continue
-        ways = {name: way for name, way in bench.ways(case, on, dtype).items() if name in methods}
-        rows = measure_ways(
-            ways, clock, dtype, rounds, deadline, rates, seconds=bench.way_seconds, flushes=bench.flushes
-        )
-        bench.finish(case, rows, rates)
-        results["cases"].append({"case": case.label, **bench.describe(case), "rows": rows})
-        if cut := max((row.get("rounds_left_out", 0) for row in rows), default=0):
-            leave_out(case, f"{cut} rounds did not fit the budget")
-        # Inputs of several gigabytes hang on these.
-        del ways
-        release_memory(clock.device)
-        write_json(output, results)
-        for row in rows:
-            ms = f"{row['ms']['median']:9.3f} ms" if "ms" in row else f"{row['status']} {row.get('problem', '')}"
-            say(f"{case.label:48s} {row['method']:14s} {ms}")
-    results["complete"] = not results["left_out"]
-    results["seconds"] = round(time.monotonic() - started, 1)
-    write_json(output, results)
-    return results
-
-
-def wrong_rows(results: dict[str, Any], ours: Sequence[str]) -> list[str]:
-    """What makes a run fail: wrong results of any method, and `ours` that did not run."""
-    return [
-        f"{row['method']} at {case['case']}: {row['problem']}"
-        for case in results["cases"]
-        for row in case["rows"]
-        if row["status"] == "wrong" or (row["status"] != "ok" and row["method"] in ours)
-    ]
+    write([])
+    return write(measure_cases(bench, chosen, names, Clock(on), limits, write, say, results["rates"]), complete=True)

@@ -1,88 +1,44 @@
 """Find the kernels' launch options for the chip at hand and write its table: `vmonarch tune`.
 
-A kernel is timed inside its own stage alone, with the tensors that the real operator gave that stage at shapes which
-stand for all. Candidates that do not compile, spill much, or give other results than the options in use are rejected.
-They are compiled in many processes first, which leave them in Triton's cache on disk; nothing else runs while they are
-timed, in turns.
+Every kernel is a case of a benchmark, and its candidates are the ways: the whole operator with these launch options, at
+shapes that stand for all. So candidates that do not compile, or give other results than the options in use, are not
+timed. The winner of one kernel is in force for those after it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import importlib
 import itertools
 import json
-import math
 import re
-import statistics
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vmonarch.eval.bench.clock import Clock, measure, release_memory
-from vmonarch.eval.bench.gate import failure, lost, reason
-from vmonarch.eval.bench.kernels import Case, Inputs, Method, Shape, call, compiling_heads
-from vmonarch.eval.bench.machine import check_device, map_in_processes
-from vmonarch.eval.bench.stages import RETURNING, StageCall, call_stages
-from vmonarch.eval.render.table import aligned
+from vmonarch.configs import InputError
+from vmonarch.eval.bench.attention import randn
+from vmonarch.eval.bench.kernels import parse_shape, read_head_dims
+from vmonarch.eval.bench.machine import check_device
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, run_bench, with_gradients
 from vmonarch.files import AtomicFiles, check_output
 from vmonarch.kernels.common import launch
 from vmonarch.kernels.common.launch import block_dim, launch_options, launch_overrides
+from vmonarch.kernels.flash_bias.api import flash_bias_attention
+from vmonarch.kernels.monarch.api import vmonarch_attention
 from vmonarch.pipelines.environment import device_name, package_versions
 
 Options = dict[str, int]
 
-TUNE_SECONDS = 480.0
-COMPILE_SHARE = 0.6
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Relative difference (Frobenius norm) from the results of the options in use that other tile sizes may cause.
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
-# Registers of a thread that may live in memory, unless the options in use spill as many.
-MAX_SPILLS = 128
-# What is not better by this share is noise: the options in use stay.
-LEAST_GAIN = 0.01
-_CANDIDATES_PER_TASK = 6
-# Where jit functions are; a module that is not there is passed over.
-_KERNEL_MODULES = tuple(
-    f"vmonarch.kernels.{name}"
-    for name in (
-        "flash_entropy.forward",
-        "flash_entropy.backward",
-        "flash_bias.forward",
-        "flash_bias.backward",
-        "monarch.r_step",
-        "monarch.l_step",
-        "hopper.flash",
-        "hopper.r_step",
-    )
-)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A shape with options of `vmonarch_attention`, and whether the stage is taken from forward and backward.
-
-    Args:
-        bias_rank: of FlashBias, which is run in place of VMonarch if it is not 0.
-    """
-
-    shape: str
-    options: tuple[tuple[str, Any], ...] = ()
-    training: bool = False
-    bias_rank: int = 0
-
-    @property
-    def method(self) -> Method:
-        if self.bias_rank:
-            return Method("flash-bias", "flash_bias", {"rank": self.bias_rank})
-        return Method("vmonarch", "vmonarch", dict(self.options))
+# A gain of the whole operator below this share is noise: the options in use stay.
+LEAST_GAIN = 0.005
+IN_USE = "in use"
 
 
 @dataclass(frozen=True)
@@ -90,94 +46,72 @@ class Sweep:
     """How a kernel is tuned.
 
     Args:
-        stages: which stage calls launch it: a pattern of their names (`R1`, `L2 backward`, `exact` …).
-        argument: None, or a keyword argument that the call must have ("y"), or must not ("not y"); None counts as not.
-        workloads: what it is timed on; a candidate's score is the geometric mean of its times over these.
+        shapes: what it is timed on, together.
         grids: candidates, as products of values by option; new constexpr options are added here. What a candidate does
             not name stays as it is in the table.
+        training: whether it is a kernel of the backward pass.
+        options: of `vmonarch_attention`; with `bias_rank`, of FlashBias, which is run in its place.
         hopper: whether it is one of the kernels that only Hopper has.
     """
 
-    stages: str
-    argument: str | None
-    workloads: tuple[Workload, ...]
+    shapes: tuple[str, ...]
     grids: tuple[Mapping[str, tuple[int, ...]], ...]
+    training: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: tuple[int, ...] = (0,)
     hopper: bool = False
 
-    def switch(self) -> dict[str, Options]:
-        """The override that lets the kernels for Hopper run, or keeps them from standing in for the portable ones."""
-        return {"hopper": {"enabled": int(self.hopper)}}
-
-    def candidates(self) -> list[Options]:
-        """All of them, each once."""
-        found: list[Options] = []
+    def candidates(self) -> dict[str, Options]:
+        """All of them, each once, by what they are called; the first are the options in use."""
+        found: dict[str, Options] = {IN_USE: {}}
         for grid in self.grids:
             for values in itertools.product(*grid.values()):
                 candidate = dict(zip(grid, values, strict=True))
-                if candidate not in found:
-                    found.append(candidate)
+                found[" ".join(f"{key}={value}" for key, value in candidate.items())] = candidate
         return found
 
-    def takes(self, stage: StageCall) -> bool:
-        """Whether this call launches the kernel."""
-        if re.fullmatch(self.stages, stage.stage) is None:
-            return False
-        if self.argument is None:
-            return True
-        # Of backward calls, those of the last iteration have it: they have most to do.
-        name = self.argument.removeprefix("not ")
-        return (stage.kwargs.get(name) is not None) is (name == self.argument)
 
-
-# One shape where the tokens of a frame matter most, several where the number of frames does. Every further shape costs
-# a compilation per candidate.
-_FORWARD = (Workload("43x28x52"),)
-_BACKWARD = (Workload("43x28x52", training=True),)
-_FLASH_FORWARD = (Workload("16x28x52"), Workload("43x28x52"))
-_L_FORWARD = tuple(Workload(f"{frames}x28x52") for frames in (16, 43, 81))
-_L_BACKWARD = tuple(Workload(f"{frames}x28x52", training=True) for frames in (16, 43, 81))
-_MANY_BLOCKS = (Workload("43x28x52", (("tiles", (2, 2)),)),)
-_MANY_BLOCKS_BACKWARD = (Workload("43x28x52", (("tiles", (2, 2)),), training=True),)
+# One shape where the tokens of a frame matter most, several where the number of frames does.
+_SHAPE = ("43x28x52",)
+_L_SHAPES = ("16x28x52", "43x28x52", "81x28x52")
 _TILES = {"BLOCK_M": (64, 128), "BLOCK_N": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
-_VALUES = (Workload("43x28x52", (("last_l_update", False),)),)
-_COARSE = (Workload("43x28x52", (("coarse", 2),)),)
 _HOPPER = {"BLOCK_N": (64, 128), "Q_STAGES": (1, 2, 3), "STAGES": (2, 3, 4, 5)}
 # The results of an R-step leave through the place of z, which is given back a tile later.
-_HOPPER_R = {**_HOPPER, "Q_STAGES": (2, 3)}
-_BACKWARD_GRIDS = (
+_HOPPER_R = ({**_HOPPER, "Q_STAGES": (2, 3)},)
+_BACKWARD = (
     {"BLOCK_M": (32, 64), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
     {"BLOCK_M": (128,), "BLOCK_N": (32, 64), "num_warps": (8,), "num_stages": (1, 2, 3)},
 )
-_BIAS = tuple(Workload("8x32x32", bias_rank=rank) for rank in (9, 64))
-_BIAS_BACKWARD = tuple(Workload("8x32x32", training=True, bias_rank=rank) for rank in (9, 64))
-_L_GRID = {"MAX_TILE": (64, 128), "MAX_WARPS": (4, 8), "maxnreg": (128, 168, 255)}
+_BIAS = ("8x32x32",)
+_RANKS = (9, 64)
+_L = {"MAX_TILE": (64, 128), "MAX_WARPS": (4, 8), "maxnreg": (128, 168, 255)}
 # Those that write transposed tiles, which Hopper and Blackwell can do by descriptors.
-_L_COLUMNS_GRID = {**_L_GRID, "TMA": (0, 1)}
+_L_COLUMNS = ({**_L, "TMA": (0, 1)},)
+_MANY_BLOCKS = {"tiles": (2, 2)}
 
-# In order of priority: where the budget ends, the rest is left out. The winner of one is in force for those after it.
+# In order of priority: where the budget ends, the rest is left out.
 SWEEPS: dict[str, Sweep] = {
-    "hopper_r_step_last": Sweep(r"R\d+", "y", _FORWARD, (_HOPPER_R,), hopper=True),
-    "hopper_r_step": Sweep(r"R\d+", "not y", _FORWARD, (_HOPPER_R,), hopper=True),
-    "hopper_r_step_pooled": Sweep(r"R\d+", "not y", _COARSE, (_HOPPER_R,), hopper=True),
-    "hopper_r_step_values": Sweep(r"R\d+", "not aL", _VALUES, (_HOPPER_R,), hopper=True),
-    "hopper_flash": Sweep("exact", None, _FLASH_FORWARD, (_HOPPER,), hopper=True),
-    "r_step_last": Sweep(r"R\d+", "y", _FORWARD, (_TILES,)),
-    "r_step": Sweep(r"R\d+", "not y", _FORWARD, (_TILES,)),
-    "flash_forward": Sweep("exact", None, _FLASH_FORWARD, (_TILES,)),
-    "r_backward_keys": Sweep(r"R\d+ backward", "dy", _BACKWARD, _BACKWARD_GRIDS),
-    "r_backward_z": Sweep(r"R\d+ backward", "dy", _BACKWARD, _BACKWARD_GRIDS),
-    "flash_backward_kv": Sweep("exact backward", None, _BACKWARD, _BACKWARD_GRIDS),
-    "flash_backward_q": Sweep("exact backward", None, _BACKWARD, _BACKWARD_GRIDS),
-    "l_output": Sweep(r"L\d+", "out", _L_FORWARD, (_L_GRID,)),
-    "l_centroids": Sweep(r"L\d+", "z", _L_FORWARD, (_L_COLUMNS_GRID,)),
-    "l_backward_rows": Sweep(r"L\d+ backward", "y", _L_BACKWARD, (_L_COLUMNS_GRID,)),
-    "l_backward_columns": Sweep(r"L\d+ backward", "y", _MANY_BLOCKS_BACKWARD, (_L_COLUMNS_GRID,)),
-    "l_rows": Sweep(r"L\d+", "z", _MANY_BLOCKS, (_L_GRID,)),
-    "flash_bias_forward": Sweep("bias", None, _BIAS, (_TILES,)),
-    "flash_bias_rows": Sweep("bias backward", None, _BIAS_BACKWARD, _BACKWARD_GRIDS),
-    "flash_bias_keys": Sweep("bias backward", None, _BIAS_BACKWARD, _BACKWARD_GRIDS),
+    "hopper_r_step_last": Sweep(_SHAPE, _HOPPER_R, hopper=True),
+    "hopper_r_step": Sweep(_SHAPE, _HOPPER_R, hopper=True),
+    "hopper_r_step_pooled": Sweep(_SHAPE, _HOPPER_R, options={"coarse": 2}, hopper=True),
+    "hopper_r_step_values": Sweep(_SHAPE, _HOPPER_R, options={"last_l_update": False}, hopper=True),
+    "hopper_flash": Sweep(_L_SHAPES[:2], (_HOPPER,), hopper=True),
+    "r_step_last": Sweep(_SHAPE, (_TILES,)),
+    "r_step": Sweep(_SHAPE, (_TILES,)),
+    "flash_forward": Sweep(_L_SHAPES[:2], (_TILES,)),
+    "r_backward_keys": Sweep(_SHAPE, _BACKWARD, training=True),
+    "r_backward_z": Sweep(_SHAPE, _BACKWARD, training=True),
+    "flash_backward_kv": Sweep(_SHAPE, _BACKWARD, training=True),
+    "flash_backward_q": Sweep(_SHAPE, _BACKWARD, training=True),
+    "l_output": Sweep(_L_SHAPES, (_L,)),
+    "l_centroids": Sweep(_L_SHAPES, _L_COLUMNS),
+    "l_backward_rows": Sweep(_L_SHAPES, _L_COLUMNS, training=True),
+    "l_backward_columns": Sweep(_SHAPE, _L_COLUMNS, training=True, options=_MANY_BLOCKS),
+    "l_rows": Sweep(_SHAPE, (_L,), options=_MANY_BLOCKS),
+    "flash_bias_forward": Sweep(_BIAS, (_TILES,), ranks=_RANKS),
+    "flash_bias_rows": Sweep(_BIAS, _BACKWARD, training=True, ranks=_RANKS),
+    "flash_bias_keys": Sweep(_BIAS, _BACKWARD, training=True, ranks=_RANKS),
 }
-
 # Kernels without a sweep: set by hand.
 UNTUNED = (
     "taylor", "window", "window_rows", "window_keys",
@@ -186,348 +120,122 @@ UNTUNED = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TuneConfig:
-    """What `run_tune` tunes.
+class _Asked(dict[str, Options]):
+    """Launch options that remember which kernels asked for them."""
 
-    Args:
-        output: the table to write or extend; None for the chip's own in `kernels/common/tables`.
-        shapes: stand in for those of the workloads if given.
-        budget: seconds after which no kernel is begun.
-    """
+    def __init__(self, options: Mapping[str, Options]) -> None:
+        super().__init__(options)
+        self.kernels: set[str] = set()
 
-    output: Path | None = None
-    kernels: tuple[str, ...] = tuple(SWEEPS)
-    head_dims: tuple[int, ...] = (128, 64)
-    dtype: str = "bfloat16"
-    shapes: tuple[Shape, ...] = ()
-    budget: float = TUNE_SECONDS
-    device: str = "cuda"
-    progress: bool = True
+    def get(self, kernel: str, default: Any = None) -> Any:
+        self.kernels.add(kernel)
+        return super().get(kernel, default)
 
 
 @dataclass
-class Tuned:
-    """What was found for one kernel and head dimension; milliseconds are sums over the calls of all workloads."""
+class Table:
+    """The table that is written.
 
-    kernel: str
-    head_dim: int
-    before: Options
-    after: Options
-    before_ms: float
-    after_ms: float
-    speedup: float
-    tried: int
-    rejected: list[dict[str, Any]]
+    Attributes:
+        found: of every kernel and head dimension the options in use, the best, and milliseconds with each.
+    """
+
+    path: Path
+    chip: str
+    itemsize: int
+    say: Callable[[str], None]
+    found: list[tuple[str, int, Options, Options, float, float]] = field(default_factory=list)
+
+    def take(self, case: dict[str, Any]) -> None:
+        """Write the best of a case, unless it is that in use or as good as that."""
+        rows = {row["method"]: row["ms"]["median"] for row in case["rows"] if "ms" in row}
+        if IN_USE not in rows:
+            return
+        best = min(rows, key=rows.__getitem__)
+        if rows[best] > (1 - LEAST_GAIN) * rows[IN_USE]:
+            best = IN_USE
+        kernel, head_dim, used = case["kernel"], case["head_dim"], case["in_use"]
+        options = {**used, **SWEEPS[kernel].candidates()[best]}
+        self.found.append((kernel, head_dim, used, options, rows[IN_USE], rows[best]))
+        write_table(self.path, self.chip, kernel, head_dim, options, self.itemsize)
+        self.say(f"{kernel} d={head_dim}: {rows[IN_USE]:.3f} -> {rows[best]:.3f} ms")
 
 
-def workloads_of(sweep: Sweep, shapes: Sequence[Shape]) -> list[Workload]:
-    """Those of the sweep, at other shapes if any are given."""
-    if not shapes:
-        return list(sweep.workloads)
-    templates = {(w.options, w.training, w.bias_rank): w for w in sweep.workloads}
-    return [dataclasses.replace(w, shape=shape.name) for w in templates.values() for shape in shapes]
+def _operator(
+    sweep: Sweep, rank: int, shape: str, case: Case, device: torch.device, dtype: torch.dtype
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """The call of the operator that launches a kernel, in training with all gradients."""
+    grid, heads = parse_shape(shape)
+    heads = min(heads, case.heads)
+    size, narrow = (1, grid.tokens, heads, case.head_dim), (1, grid.tokens, heads, rank)
+    leaves = randn(grid.tokens, device, dtype, *[size] * 3, *[narrow] * (2 if rank else 0), learn=sweep.training)
+    (grad,) = randn(1, device, dtype, size) if sweep.training else (None,)
+    attend = partial(vmonarch_attention, grid=grid, **sweep.options) if not rank else flash_bias_attention
+    return with_gradients(lambda: attend(*leaves, implementation="triton"), leaves, grad)
 
 
-def capture(
-    workload: Workload,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    few_heads: bool = False,
-    needed: str = "",
-) -> list[StageCall]:
-    """Run the operator once, and return every stage call with its tensors.
+def ways(tuned: Sequence[Any], case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
+    """The operator with every candidate of a kernel, compared with the options in use.
 
     Args:
-        few_heads: as many as compile to the same code in place of the shape's.
-        needed: pattern of the stages to run, all if empty; without the others the values are arbitrary.
+        tuned: `Table.found`, whose best options are in force meanwhile.
     """
-    shape = Shape.parse(workload.shape)
-    if few_heads:
-        shape = dataclasses.replace(shape, heads=compiling_heads(shape.heads))
-    case = Case(shape, head_dim, workload.training)
-    inputs = Inputs.random(case, device, dtype)
-    return call_stages(lambda: call(workload.method, inputs, case), needed)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (tuple, list)):
-        return []
-    return [tensor for item in value for tensor in _tensors(item)]
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a == b) | ((a != a) & (b != b))
-
-
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative difference in the Frobenius norm; infinities and NaN must stand in the same places."""
-    same = _same(found, expected)
-    if bool(same.all()):
-        return 0.0
-    error = torch.where(same, 0.0, found.double() - expected.double())
-    finite = torch.where(torch.isfinite(expected), expected.double(), 0.0)
-    relative = torch.linalg.vector_norm(error) / torch.linalg.vector_norm(finite).clamp_min(1e-30)
-    return relative.item() if bool(torch.isfinite(relative)) else math.inf
-
-
-class Replay:
-    """A stage call that can be repeated from the same state, and whose results can be compared."""
-
-    @torch.no_grad()
-    def __init__(self, stage: StageCall, overrides: Mapping[str, Options]) -> None:
-        self._stage = stage
-        tensors = _tensors([stage.args, stage.kwargs])
-        before = [tensor.clone() for tensor in tensors]
-        returned = self.run(overrides)
-        # What the stage writes; all else stays as it is.
-        changed = [not bool(_same(tensor, old).all()) for tensor, old in zip(tensors, before, strict=True)]
-        self._outputs = [tensor for tensor, new in zip(tensors, changed, strict=True) if new]
-        self._before = [old for old, new in zip(before, changed, strict=True) if new]
-        self._expected = [tensor.clone() for tensor in (*self._outputs, *_tensors(returned))]
-
-    @torch.no_grad()
-    def run(self, overrides: Mapping[str, Options]) -> Any:
-        with launch_overrides(overrides):
-            return self._stage.function(*self._stage.args, **self._stage.kwargs)
-
-    @torch.no_grad()
-    def difference(self, overrides: Mapping[str, Options]) -> float:
-        """Largest relative difference of any result from that of the options in use."""
-        for tensor, old in zip(self._outputs, self._before, strict=True):
-            tensor.copy_(old)
-        returned = self.run(overrides)
-        found = (*self._outputs, *_tensors(returned))
-        return max((difference(x, y) for x, y in zip(found, self._expected, strict=True)), default=0.0)
-
-
-def _spills() -> dict[int, int]:
-    """Registers in memory by compiled kernel, of all that this process has loaded."""
-    found: dict[int, int] = {}
-    for name in _KERNEL_MODULES:
-        for function in vars(importlib.import_module(name)).values():
-            for caches in getattr(function, "device_caches", {}).values():
-                for kernel in caches[0].values():
-                    found[id(kernel)] = getattr(kernel, "n_spills", None) or 0
-    return found
-
-
-@functools.lru_cache(maxsize=2)
-def _captured(
-    kernel: str, workloads: tuple[Workload, ...], head_dim: int, dtype: torch.dtype, device: torch.device
-) -> list[StageCall]:
-    # Only how the exact part is split depends on the number of heads; with few, all else takes less memory.
-    few = kernel != "flash_forward"
-    return [
-        stage
-        for workload in workloads
-        for stage in capture(workload, head_dim, dtype, device, few_heads=few, needed=RETURNING)
-        if SWEEPS[kernel].takes(stage)
+    sweep = SWEEPS[case.kernel]
+    winners = {kernel: best for kernel, head_dim, _, best, *_ in tuned if head_dim == case.head_dim}
+    base = {**winners, "hopper": {"enabled": int(sweep.hopper)}}
+    of_dtype = DTYPES[case.dtype]
+    calls = [
+        _operator(sweep, rank, shape, case, device, of_dtype)
+        for rank in sweep.ranks
+        for shape in case.shapes or sweep.shapes
     ]
 
+    def run(candidate: Options) -> tuple[torch.Tensor, ...]:
+        options = _Asked({**base, case.kernel: {**case.in_use, **candidate}})
+        # A thread of autograd's own would not see the options.
+        with torch.autograd.set_multithreading_enabled(False), launch_overrides(options):
+            results = tuple(x for call in calls for x in call())
+        if case.kernel not in options.kernels:
+            raise NotImplementedError("it is not launched at these shapes")
+        return results
 
-@dataclass(frozen=True)
-class _Task:
-    """What one process compiles: candidates of a kernel, or with kernel "" all kernels as the tables have them."""
-
-    kernel: str
-    workloads: tuple[Workload, ...]
-    head_dim: int
-    dtype: str
-    device: str
-    candidates: tuple[tuple[tuple[str, int], ...], ...] = ()
-
-
-def _compile(task: _Task) -> list[tuple[str | None, int] | None]:
-    """In a process of its own: run each candidate once; (problem or None, spilled registers), None where not tried."""
-    device, dtype = torch.device(task.device), DTYPES[task.dtype]
-    torch.cuda.set_device(device)
-    if not task.kernel:
-        for workload in task.workloads:
-            capture(workload, task.head_dim, dtype, device, few_heads=True)
-        return []
-    stages = _captured(task.kernel, task.workloads, task.head_dim, dtype, device)
-    results: list[tuple[str | None, int] | None] = []
-    for candidate in task.candidates:
-        known = set(_spills())
-        try:
-            with launch_overrides({**SWEEPS[task.kernel].switch(), task.kernel: dict(candidate)}):
-                for stage in stages:
-                    stage.function(*stage.args, **stage.kwargs)
-            torch.cuda.synchronize(device)
-        except Exception as error:
-            results.append((reason(error), 0))
-            if lost(error):
-                break
-            continue
-        spills = [count for kernel_id, count in _spills().items() if kernel_id not in known]
-        results.append((None, max(spills, default=0)))
-    return results + [None] * (len(task.candidates) - len(results))
+    found = lambda results: {str(i): x for i, x in enumerate(results)}
+    expected = cache(lambda: {name: x.float() for name, x in found(run({})).items()})
+    count = len(calls) * (4 + 2 * (sweep.ranks != (0,)) if sweep.training else 1)
+    bounds = {str(i): BOUNDS[of_dtype] for i in range(count)}
+    return {
+        name: partial(Way, partial(run, candidate), found, expected, bounds)
+        for name, candidate in sweep.candidates().items()
+    }
 
 
-Compiled = dict[tuple[str, int], list[tuple[str | None, int] | None]]
-
-
-def compile_tasks(config: TuneConfig, device: str) -> list[_Task]:
-    """What to compile: the options in use at every workload first, then the candidates a few at a time."""
-    works = {name: tuple(workloads_of(SWEEPS[name], config.shapes)) for name in config.kernels}
-    single = dict.fromkeys(workload for group in works.values() for workload in group)
-    # The slow ones, with a backward pass, first.
-    ordered = sorted(single, key=lambda workload: not workload.training)
-    tasks = [_Task("", (workload,), dim, config.dtype, device) for dim in config.head_dims for workload in ordered]
-    for kernel in config.kernels:
-        if SWEEPS[kernel].hopper and not launch.on_hopper(torch.device(device)):
-            continue
-        for head_dim in config.head_dims:
-            candidates = [tuple(candidate.items()) for candidate in SWEEPS[kernel].candidates()]
-            for first in range(0, len(candidates), _CANDIDATES_PER_TASK):
-                chunk = tuple(candidates[first : first + _CANDIDATES_PER_TASK])
-                tasks.append(_Task(kernel, works[kernel], head_dim, config.dtype, device, chunk))
-    return tasks
-
-
-def compile_candidates(config: TuneConfig, device: torch.device, seconds: float) -> Compiled:
-    """Compile all candidates in several processes: what became of each, by kernel and head dimension."""
-    tasks = compile_tasks(config, str(device))
-    compiled: Compiled = {}
-    for task, answer in zip(tasks, map_in_processes(_compile, tasks, seconds), strict=True):
-        if task.kernel:
-            compiled.setdefault((task.kernel, task.head_dim), []).extend(answer or [None] * len(task.candidates))
-    return compiled
-
-
-def _adds_nothing(candidate: Options, default: Options) -> bool:
-    """Whether these are the options in use; a switch that is off may be left out."""
-    return {key: n for key, n in {**default, **candidate}.items() if n} == {key: n for key, n in default.items() if n}
-
-
-def tune_kernel(
+def merged_entries(
+    entries: Sequence[dict[str, Any]],
+    defaults: Sequence[dict[str, Any]],
     kernel: str,
     head_dim: int,
-    config: TuneConfig,
-    clock: Clock,
-    winners: Mapping[str, Options],
-    compiled: Sequence[tuple[str | None, int] | None] | None,
-    deadline: float,
-) -> Tuned | None:
-    """Time the candidates of one kernel at one head dimension; None if no stage of the workloads launches it.
+    options: Options,
+    itemsize: int,
+) -> list[dict[str, Any]]:
+    """`entries` with these options in place of the same kernel, item size and head dimension.
 
-    Args:
-        winners: options found for other kernels, in force meanwhile.
-        compiled: what became of every candidate when it was compiled; None to find out here.
+    Where a chip has any entry of a kernel and item size, the default table is not asked: so its entries of other head
+    dimensions, narrower and wider, come along.
     """
-    sweep, device, dtype = SWEEPS[kernel], clock.device, DTYPES[config.dtype]
-    if sweep.hopper and not launch.on_hopper(device):
-        return None
-    default = launch_options(kernel, device, dtype, head_dim)
-    base = {**winners, **sweep.switch(), kernel: default}
-    groups = []
-    for workload in workloads_of(sweep, config.shapes):
-        with launch_overrides(base):
-            stages = [stage for stage in capture(workload, head_dim, dtype, device) if sweep.takes(stage)]
-        groups.append([Replay(stage, base) for stage in stages])
-    groups = [group for group in groups if group]
-    if not groups or (kernel == "l_rows" and not _launches_rows(config, device, dtype, head_dim)):
-        return None
-
-    rejected: list[dict[str, Any]] = []
-    runs: list[Options] = []
-    candidates = sweep.candidates()
-    known = [(None, 0)] * len(candidates) if compiled is None else compiled
-    # The options in use may be among the candidates; as much as they spill is allowed.
-    in_use = [result for candidate, result in zip(candidates, known, strict=True) if _adds_nothing(candidate, default)]
-    allowed = max([MAX_SPILLS, *(result[1] for result in in_use if result is not None)])
-    for candidate, result in zip(candidates, known, strict=True):
-        problem: str | None = None
-        if _adds_nothing(candidate, default):
-            continue
-        if result is None:
-            problem = "not compiled in time"
-        elif result[0] is not None:
-            problem = result[0]
-        elif result[1] > allowed:
-            problem = f"spills {result[1]} registers (at most {allowed})"
-        elif time.monotonic() >= deadline:
-            problem = "not tried: the budget was used up"
-        else:
-            try:
-                overrides = {**base, kernel: {**default, **candidate}}
-                off = max(replay.difference(overrides) for group in groups for replay in group)
-                clock.wait()
-                if not off <= BOUNDS[dtype]:
-                    problem = f"wrong: results differ by {off:.2g} (at most {BOUNDS[dtype]:.2g})"
-            except Exception as error:
-                problem = failure(error)["problem"]
-        if problem is None:
-            runs.append({**default, **candidate})
-        else:
-            rejected.append({"options": candidate, "problem": problem})
-
-    real = device.type == "cuda"
-    first = _times(kernel, [default, *runs], groups, base, clock, 5 if real else 1)
-    best = sorted(range(1, len(runs) + 1), key=lambda i: _score(first[i], first[0]))[:4]
-    finalists = [default, *(runs[i - 1] for i in best)]
-    final = _times(kernel, finalists, groups, base, clock, 15 if real else 1)
-    winner = min(range(len(finalists)), key=lambda i: _score(final[i], final[0]))
-    if _score(final[winner], final[0]) > 1 - LEAST_GAIN:
-        winner = 0
-    return Tuned(
-        kernel,
-        head_dim,
-        default,
-        finalists[winner],
-        sum(final[0]),
-        sum(final[winner]),
-        1 / _score(final[winner], final[0]),
-        len(candidates),
-        rejected,
-    )
-
-
-def _launches_rows(config: TuneConfig, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the workloads have more blocks than one tile holds, without which `l_rows` is not launched."""
-    most = launch_options("l_centroids", device, dtype, head_dim).get("MAX_TILE", 128)
-    blocks = []
-    for work in workloads_of(SWEEPS["l_rows"], config.shapes):
-        tiles = dict(work.options).get("tiles", (1, 1))
-        blocks.append(Shape.parse(work.shape).grid.frames * tiles[0] * tiles[1])
-    return min(blocks) > most
-
-
-def _times(
-    kernel: str,
-    candidates: Sequence[Options],
-    groups: Sequence[Sequence[Replay]],
-    base: Mapping[str, Options],
-    clock: Clock,
-    rounds: int,
-) -> list[list[float]]:
-    """Median milliseconds of every candidate on every workload, measured in turns."""
-    times: list[list[float]] = [[] for _ in candidates]
-    for group in groups:
-
-        def run(options: Options, group: Sequence[Replay] = group) -> None:
-            for replay in group:
-                replay.run({**base, kernel: options})
-
-        runs: dict[str, Callable[[], Any]] = {
-            str(i): functools.partial(run, options) for i, options in enumerate(candidates)
-        }
-        measured, _ = measure(runs, dict.fromkeys(runs, rounds), clock, math.inf)
-        for i in range(len(candidates)):
-            times[i].append(statistics.median(measured[str(i)]))
-    return times
-
-
-def _score(times: Sequence[float], default: Sequence[float]) -> float:
-    """Geometric mean of the times as shares of the default's; below 1 is faster."""
-    return math.exp(statistics.fmean(math.log(t / d) for t, d in zip(times, default, strict=True)))
+    of_kernel = lambda entry: entry["kernel"] == kernel and entry["itemsize"] in (itemsize, None)
+    merged = [dict(entry) for entry in entries]
+    if not any(map(of_kernel, merged)):
+        merged += [{**entry, "itemsize": itemsize} for entry in defaults if of_kernel(entry)]
+    new = {"kernel": kernel, "itemsize": itemsize, "head_dim": block_dim(head_dim), "options": options}
+    # An entry for every item size stays for the others; of two that fit, the first one counts.
+    names = ("kernel", "itemsize", "head_dim")
+    same = [i for i, entry in enumerate(merged) if all(entry[name] == new[name] for name in names)]
+    if same:
+        merged[same[0]] = new
+    else:
+        first = next((i for i, entry in enumerate(merged) if entry["kernel"] == kernel), len(merged))
+        merged.insert(first, new)
+    return merged
 
 
 def table_path(chip: str) -> Path:
@@ -539,44 +247,11 @@ def table_path(chip: str) -> Path:
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', chip.lower()).strip('-')}.json"
 
 
-def merged_entries(
-    entries: Sequence[dict[str, Any]], defaults: Sequence[dict[str, Any]], found: Sequence[Tuned], itemsize: int
-) -> list[dict[str, Any]]:
-    """`entries` with what was found in place of the same kernel, item size and head dimension.
-
-    Where a chip has any entry of a kernel and item size, the default table is not asked: so its entries of other head
-    dimensions, narrower and wider, come along.
-    """
-    merged = [dict(entry) for entry in entries]
-    for kernel in dict.fromkeys(tuned.kernel for tuned in found):
-
-        def of_kernel(entry: dict[str, Any], kernel: str = kernel) -> bool:
-            return entry["kernel"] == kernel and entry["itemsize"] in (itemsize, None)
-
-        if not any(of_kernel(entry) for entry in merged):
-            merged += [{**entry, "itemsize": itemsize} for entry in defaults if of_kernel(entry)]
-    for tuned in found:
-        head_dim = block_dim(tuned.head_dim)
-        new = {"kernel": tuned.kernel, "itemsize": itemsize, "head_dim": head_dim, "options": tuned.after}
-        # An entry for every item size stays for the others; of two that fit, the first one counts.
-        same = [
-            i
-            for i, entry in enumerate(merged)
-            if (entry["kernel"], entry["itemsize"], entry["head_dim"]) == (tuned.kernel, itemsize, head_dim)
-        ]
-        if same:
-            merged[same[0]] = new
-        else:
-            first = next((i for i, entry in enumerate(merged) if entry["kernel"] == tuned.kernel), len(merged))
-            merged.insert(first, new)
-    return merged
-
-
-def write_table(path: Path, chip: str, found: Sequence[Tuned], itemsize: int) -> None:
+def write_table(path: Path, chip: str, kernel: str, head_dim: int, options: Options, itemsize: int) -> None:
     """Write or extend a table, an entry a line, as a whole; entries of other kernels stay."""
     old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"chip": chip, "entries": []}
-    default_path = Path(launch.__file__).parent / "tables" / "default.json"
-    entries = merged_entries(old["entries"], json.loads(default_path.read_text())["entries"], found, itemsize)
+    defaults = json.loads((Path(launch.__file__).parent / "tables" / "default.json").read_text())["entries"]
+    entries = merged_entries(old["entries"], defaults, kernel, head_dim, options, itemsize)
     tuned = {"date": datetime.now(UTC).date().isoformat(), **package_versions(("torch", "triton"))}
     lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
     text = f'{{\n "chip": {json.dumps(chip)},\n "tuned": {json.dumps(tuned)},\n "entries": [\n{lines}\n ]\n}}\n'
@@ -586,83 +261,82 @@ def write_table(path: Path, chip: str, found: Sequence[Tuned], itemsize: int) ->
     launch._tabled_options.cache_clear()
 
 
-def run_tune(config: TuneConfig) -> dict[str, Any]:
+def run_tune(
+    *,
+    output: Path | None = None,
+    kernels: Sequence[str] = tuple(SWEEPS),
+    head_dims: Sequence[str] = ("128", "64"),
+    dtype: str = "bfloat16",
+    shapes: Sequence[str] = (),
+    budget: float = 480.0,
+    device: str = "cuda",
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
     """Tune, and write the table after every kernel.
 
+    Args:
+        output: the table to write or extend; None for the chip's own in `kernels/common/tables`.
+        shapes: stand in for those of the sweeps if given.
+        budget: seconds after which no kernel is begun.
+
     Returns:
-        {"chip", "table", "tuned": [Tuned …], "left_out": [{"kernel", "head_dim", "why"}]}.
+        as `run_bench`, with "table", its path, and the tables of what was found.
 
     Raises:
-        InputError: the device or the output cannot be used.
+        InputError: an argument cannot be used.
     """
-    started = time.monotonic()
-    deadline = started + config.budget
-    device = check_device(config.device)
-    real = device.type == "cuda"
-    chip = device_name(device) if real else "interpreter"
-    path = table_path(chip) if config.output is None else config.output
-    check_output(path)
-    if real:
-        torch.cuda.set_device(device)
-
-    def say(text: str) -> None:
-        if config.progress:
-            print(f"[{time.monotonic() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-    compiled = compile_candidates(config, device, COMPILE_SHARE * config.budget) if real else None
-    if compiled is not None:
-        late = sum(results.count(None) for results in compiled.values())
-        say(f"candidates compiled{f'; {late} were not done in time' if late else ''}")
-    clock = Clock(device)
-    found: list[Tuned] = []
-    left_out: list[dict[str, Any]] = []
-    winners: dict[int, dict[str, Options]] = {head_dim: {} for head_dim in config.head_dims}
-    itemsize = DTYPES[config.dtype].itemsize
-    for kernel in config.kernels:
-        for head_dim in config.head_dims:
-            if time.monotonic() >= deadline:
-                why = f"the budget of {config.budget:g} s was used up"
-                left_out.append({"kernel": kernel, "head_dim": head_dim, "why": why})
-                continue
-            results = None if compiled is None else compiled.get((kernel, head_dim))
-            tuned = tune_kernel(kernel, head_dim, config, clock, winners[head_dim], results, deadline)
-            if tuned is None:
-                left_out.append({"kernel": kernel, "head_dim": head_dim, "why": "not launched at these shapes"})
-                continue
-            winners[head_dim][kernel] = tuned.after
-            found.append(tuned)
-            write_table(path, chip, [tuned], itemsize)
-            say(f"{kernel} d={head_dim}: {tuned.before_ms:.3f} -> {tuned.after_ms:.3f} ms")
-            release_memory(device)
-    return {"chip": chip, "table": path, "tuned": found, "left_out": left_out}
-
-
-def text_table(result: dict[str, Any]) -> str:
-    """Times before and after, and why candidates were rejected."""
-    heading = ["kernel", "d", "before ms", "after ms", "faster", "tried", "rejected", "options"]
-    rows = []
-    for tuned in result["tuned"]:
-        changed = {key: value for key, value in tuned.after.items() if tuned.before.get(key) != value}
-        rows.append(
-            [
-                tuned.kernel,
-                str(tuned.head_dim),
-                f"{tuned.before_ms:.3f}",
-                f"{tuned.after_ms:.3f}",
-                f"{tuned.speedup:.2f}x",
-                str(tuned.tried),
-                str(len(tuned.rejected)),
-                ", ".join(f"{key}={value}" for key, value in changed.items()) or "as before",
-            ]
+    choose("kernels", kernels, SWEEPS)
+    choose("dtype", [dtype], DTYPES)
+    dims = read_head_dims(head_dims)
+    for shape in shapes:
+        parse_shape(shape)
+    if device == "cpu" and dtype == "bfloat16":
+        raise InputError("dtype", "bfloat16 does not work in the interpreter; supported there: float16, float32")
+    if device == "cpu" and output is None:
+        raise InputError("output", "is needed with --device cpu: the interpreter has nothing to tune")
+    on = check_device(device)
+    chip = device_name(on) if on.type == "cuda" else "interpreter"
+    table = Table(output or table_path(chip), chip, DTYPES[dtype].itemsize, say)
+    check_output(table.path)
+    cases = [
+        Case(
+            label=f"{kernel} d={head_dim}",
+            kernel=kernel,
+            head_dim=head_dim,
+            dtype=dtype,
+            shapes=tuple(shapes),
+            heads=12,
+            training=SWEEPS[kernel].training,
+            in_use=launch_options(kernel, on, DTYPES[dtype], head_dim),
         )
-    text = aligned(heading, rows)
-    for tuned in result["tuned"]:
-        for entry in tuned.rejected:
-            if entry["problem"].startswith(("wrong", "not ")):
-                options = ", ".join(f"{key}={value}" for key, value in entry["options"].items())
-                text += f"\nrejected: {tuned.kernel} d={tuned.head_dim} {options}: {entry['problem']}"
-    for entry in result["left_out"]:
-        text += f"\nleft out: {entry['kernel']} d={entry['head_dim']} ({entry['why']})"
-    if result["chip"] == "interpreter":
-        text += "\ntimes of the interpreter tell nothing of speed"
-    return text
+        for kernel in kernels
+        for head_dim in dims
+        if launch.on_hopper(on) or not SWEEPS[kernel].hopper
+    ]
+    names = dict.fromkeys(name for kernel in kernels for name in SWEEPS[kernel].candidates())
+    bench = Bench(
+        name="tune",
+        methods=tuple(names),
+        ours=(),
+        cases=cases,
+        ways=partial(ways, table.found),
+        base=IN_USE,
+        compiled=lambda case, method: (case.label, method) if method in SWEEPS[case.kernel].candidates() else None,
+        finish=table.take,
+        flushes=64,
+    )
+    results = run_bench(bench, output=None, rounds=15, budget=budget, device=device, command="vmonarch tune", say=say)
+    rows = [
+        [
+            kernel,
+            str(head_dim),
+            f"{before:.3f}",
+            f"{after:.3f}",
+            f"{before / after:.2f}x",
+            ", ".join(f"{key}={value}" for key, value in best.items() if used.get(key) != value) or "as before",
+        ]
+        for kernel, head_dim, used, best, before, after in table.found
+    ]
+    header = ["kernel", "d", "before ms", "after ms", "faster", "options"]
+    results["tables"] = [{"name": "tuned", "header": header, "rows": rows}]
+    return results | {"table": table.path}

@@ -23,7 +23,7 @@ Shapes: B batch, S = T·H·W tokens, H heads, D head dim; statistics are [steps,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,43 +96,19 @@ def attention_map(
     return rows / torch.bincount(bins, minlength=size)[:, None]
 
 
-@dataclass
-class Totals:
-    """Sums of one layer at one step, [heads] each in float64, over prompts, guidance and rows.
-
-    Args:
-        rows: how many rows were summed.
-        energy: squares of the exact output.
-        entropy: of the rows of full attention, in nats. first, own: mass on the first frame, and on the query's own.
-        distance: [heads, T], mass at |query frame - key frame| = 0 … T-1, and of how many rows each.
-        squares, kl: by candidate: squares of the difference to the exact output; KL(Monarch row ‖ softmax row) in nats.
-        output: by candidate: ⟨g, δ⟩², whose mean is, to first order, the square of the change in the model's output; of
-            watched calls.
-        velocity, change: of the same calls: squares of the model's output, and, in `replaced_layers`, of its change
-            when all heads of the layer are those of the recorder's reference.
-    """
-
-    rows: int
-    energy: torch.Tensor
-    entropy: torch.Tensor
-    first: torch.Tensor
-    own: torch.Tensor
-    distance: torch.Tensor
-    squares: dict[str, torch.Tensor]
-    kl: dict[str, torch.Tensor]
-    output: dict[str, torch.Tensor] = field(default_factory=dict)
-    velocity: float = 0.0
-    change: float = 0.0
-
-    def __iadd__(self, other: Totals) -> Totals:
-        for name in ("rows", "velocity", "change"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("energy", "entropy", "first", "own", "distance"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for mine, others in ((self.squares, other.squares), (self.kl, other.kl), (self.output, other.output)):
-            for name, tensor in others.items():
-                mine[name] = mine[name] + tensor
-        return self
+# Sums of one layer at one step over prompts, guidance and rows, mostly [heads] in float64 on the host:
+#   rows        how many rows were summed
+#   energy      squares of the exact output
+#   entropy     of the rows of full attention, in nats
+#   first, own  mass on the first frame, and on the query's own
+#   distance    [heads, T], mass at |query frame - key frame| = 0 … T-1
+#   squares     (with a candidate's name) of the difference to the exact output
+#   kl          (with a candidate's name) KL(candidate's row ‖ softmax row) in nats
+#   output      (with a candidate's name; of watched calls) ⟨g, δ⟩², whose mean is, to first order, the square of the
+#               change in the model's output
+#   velocity    of watched calls, a number: squares of the model's output
+#   change      likewise, in `replaced_layers`: of its change when the layer has the recorder's reference
+Totals = dict[Any, Any]
 
 
 def measure(
@@ -143,7 +119,7 @@ def measure(
     candidates: Mapping[str, Options],
     gradient: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Totals]:
-    """Exact output [B, S, H, D], its log-partition [B, H, S], and the sums of one call.
+    """Exact output [B, S, H, D], its log-partition [B, H, S], and `Totals` of one call.
 
     Args:
         query, key, value: [B, S, H, D].
@@ -160,31 +136,25 @@ def measure(
     gap = (torch.arange(T)[:, None] - torch.arange(T)).abs().to(query.device)
     for d in range(T):
         distance[:, d] = (mass * (gap == d)[:, None, :]).sum((0, 2))
-    squares, kl, output = {}, {}, {}
+    totals: Totals = {
+        "energy": exact.square().sum((0, 1, 3)),
+        "entropy": entropy.double().sum((0, 2)),
+        "first": mass[:, :, 0].sum(0),
+        "own": distance[:, 0],
+        "distance": distance,
+    }
     for name, options in candidates.items():
         approximate, weight = method_attention(query, key, value, options, grid=grid, return_lse=True)
         difference = approximate.double() - exact
-        squares[name] = difference.square().sum((0, 1, 3))
-        kl[name] = (lse.double() - weight.double()).sum((0, 2))
+        totals["squares", name] = difference.square().sum((0, 1, 3))
+        totals["kl", name] = (lse.double() - weight.double()).sum((0, 2))
         if gradient is not None:
-            output[name] = (gradient * difference).sum((1, 3)).square().sum(0)
-    totals = Totals(
-        rows=B * S,
-        energy=exact.square().sum((0, 1, 3)).cpu(),
-        entropy=entropy.double().sum((0, 2)).cpu(),
-        first=mass[:, :, 0].sum(0).cpu(),
-        own=distance[:, 0].cpu(),
-        distance=distance.cpu(),
-        squares=_on_the_host(squares),
-        kl=_on_the_host(kl),
-        output=_on_the_host(output),
-    )
-    return out, lse, totals
-
-
-def _on_the_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of one shape; the host waits for the GPU once."""
-    return dict(zip(tensors, torch.stack(list(tensors.values())).cpu().unbind(), strict=True)) if tensors else {}
+            totals["output", name] = (gradient * difference).sum((1, 3)).square().sum(0)
+    # The host waits for the GPU once.
+    found = torch.cat([tensor.reshape(H, -1) for tensor in totals.values()], 1).cpu()
+    sizes = [tensor[0].numel() for tensor in totals.values()]
+    parts = zip(totals.items(), found.split(sizes, 1), strict=True)
+    return out, lse, {"rows": B * S, **{key: part.reshape(tensor.shape) for (key, tensor), part in parts}}
 
 
 @dataclass
@@ -254,11 +224,9 @@ class Recorder:
 
     def add(self, component: str, step: int, layer: int, totals: Totals) -> None:
         """Add the sums of one call of one layer."""
-        place = (component, step, layer)
-        if place in self.totals:
-            self.totals[place] += totals
-        else:
-            self.totals[place] = totals
+        known = self.totals.setdefault((component, step, layer), {})
+        for key, value in totals.items():
+            known[key] = known.get(key, 0) + value
 
 
 def replaced_layers(layers: int) -> tuple[int, ...]:
@@ -299,7 +267,7 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
                 watch.replaced = layer
                 with torch.no_grad():
                     changed = module(*args, **kwargs)[0].double() - velocity
-                recorder.totals[component, step, layer].change += changed.square().sum().item()
+                recorder.add(component, step, layer, {"change": changed.square().sum().item()})
         finally:
             watch.step = watch.velocity = watch.replaced = None
 
@@ -424,8 +392,7 @@ class DiagnosisProcessor(VideoAttentionProcessor):
 
         def record(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             totals = measure(q, k, v, grid, recorder.candidates, gradient)[-1]
-            totals.velocity = velocity
-            recorder.add(component, step, self._layer, totals)
+            recorder.add(component, step, self._layer, totals | {"velocity": velocity})
 
         when_differentiated(out, watch.inputs, self._layer, (query, key, value), record)
         return out, lse
@@ -470,14 +437,14 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
         layers = 1 + max(layer for name, _, layer in recorder.totals if name == component)
         found = [[recorder.totals[component, step, layer] for layer in range(layers)] for step in steps]
         energy = _stacked(found, "energy")
-        output = _output_errors(found, recorder.reference) if found[0][0].output else None
+        output = _output_errors(found, recorder.candidates, recorder.reference) if "velocity" in found[0][0] else None
         candidates = {}
         for name in recorder.candidates:
-            squares = _stacked(found, "squares", name)
+            squares = _stacked(found, ("squares", name))
             candidates[name] = {
                 "error": _plain((squares / energy).sqrt()),
                 "layer_error": _plain(squares / energy.sum(-1, keepdim=True)),
-                "kl": _plain(_stacked(found, "kl", name, over="rows")),
+                "kl": _plain(_stacked(found, ("kl", name), over="rows")),
             }
             if output is not None:
                 candidates[name]["output_error"] = _plain(output[name])
@@ -485,7 +452,7 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
             "steps": steps,
             "layers": layers,
             "heads": energy.shape[-1],
-            "rows": found[0][0].rows,
+            "rows": found[0][0]["rows"],
             "entropy": _plain(_stacked(found, "entropy", over="rows")),
             "first_frame_mass": _plain(_stacked(found, "first", over="rows")),
             "own_frame_mass": _plain(_stacked(found, "own", over="rows")),
@@ -508,25 +475,20 @@ def document(recorder: Recorder, times: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def _stacked(
-    found: list[list[Totals]], what: str, candidate: str | None = None, over: str | None = None
-) -> torch.Tensor:
-    """[steps, layers, …] of an attribute, or of a candidate's entry in it; over another one if that is named."""
-
-    def of(totals: Totals) -> torch.Tensor:
-        value = getattr(totals, what)
-        value = value if candidate is None else value[candidate]
-        return value if over is None else value / getattr(totals, over)
-
+def _stacked(found: list[list[Totals]], key: Any, over: str | None = None) -> torch.Tensor:
+    """[steps, layers, …] of an entry of `Totals`, over another one if that is named."""
+    of = lambda totals: totals[key] if over is None else totals[key] / totals[over]
     return torch.stack([torch.stack([of(totals) for totals in row]) for row in found])
 
 
-def _output_errors(found: list[list[Totals]], reference: str) -> dict[str, torch.Tensor]:
+def _output_errors(found: list[list[Totals]], candidates: Iterable[str], reference: str) -> dict[str, torch.Tensor]:
     """[steps, layers, heads] by candidate: first order, scaled to what the reference changes in every layer."""
-    first = {name: _stacked(found, "output", name, over="velocity") for name in found[0][0].output}
+    first = {name: _stacked(found, ("output", name), over="velocity") for name in candidates}
     layers = len(found[0])
     known = list(replaced_layers(layers))
-    change = torch.tensor([[row[i].change / row[i].velocity for i in known] for row in found], dtype=torch.float64)
+    change = torch.tensor(
+        [[row[i]["change"] / row[i]["velocity"] for i in known] for row in found], dtype=torch.float64
+    )
     expected = first[reference].sum(-1)[:, known]
     # A layer in which the reference is exact has nothing to scale to.
     log_scale = torch.where((change > 0) & (expected > 0), (change / expected).log(), 0.0)

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from vmonarch.configs import InputError
 from vmonarch.eval.calibrate.diagnosis import FORMAT
+from vmonarch.eval.calibrate.settings import MEASURES
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.plan import FULL, AttentionPlan
 
-MEASURES = ("error", "layer_error", "output_error", "kl")
 # Of the error of layers, beside what errors change in the output.
 _LAYER_WEIGHT = 0.4
 # Of the mean share of heads: no head's errors count for less, since shares are noisy and can be negative.
@@ -126,8 +127,8 @@ def plan_within_work(
 ) -> AttentionPlan:
     """The least sum of the measure over all heads (of relative errors: of their squares) for so much work.
 
-    By Lagrange's multiplier: every head takes the method with the least value + λ·work, with the smallest λ that keeps
-    to the budget; what then is left goes to the heads that gain most by it. A limit has a multiplier of its own.
+    An integer program (HiGHS): every head has one method, and the costs, with a limit another measure too, stay within
+    what they may be. The plan is within a thousandth of the best.
 
     Args:
         work: of all heads, relative to VMonarch with its defaults (`vmonarch_flops`).
@@ -157,23 +158,40 @@ def plan_within_work(
         layer = _summable(_choices(diagnosis, "layer_error"), "layer_error")
         values = _relative(values, diagnosis, "measure") + _LAYER_WEIGHT * _relative(layer, diagnosis, "measure")
     values = _corrected(choices, values, found)
-    if limit is None:
-        return _plan(diagnosis, choices, _least(choices, values, work * unit), measure, asked)
-    name, share = limit
-    limited = _summable(_choices(diagnosis, name, "limit"), name)
-    heads = torch.arange(len(values))
-    values, limited = (_relative(x, diagnosis, "limit") for x in (values, limited))
-    pick = lambda weight: _least(choices, values + weight * limited, work * unit)
-    kept = lambda chosen: limited[heads, chosen].sum().item() <= share
-    low, high = 0.0, 0.0
-    while not kept(pick(high)):
-        low, high = high, max(2 * high, 1e-3)
-        if high > 1e6:
-            raise InputError("limit", f"{name}={share:g} cannot be kept with {cost}={work:g}; give more work")
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if kept(pick(middle)) else (middle, high)
-    return _plan(diagnosis, choices, pick(high), measure, asked | {"limit": {name: share}})
+    limits = [(choices.costs * choices.shares[:, None], work * unit)]
+    if limit is not None:
+        name, share = limit
+        limits.append((_relative(_summable(_choices(diagnosis, name, "limit"), name), diagnosis, "limit"), share))
+        asked["limit"] = {name: share}
+    chosen = _least(values, limits)
+    if chosen is None:
+        raise InputError("limit", f"{name}={share:g} cannot be kept with {cost}={work:g}; give more work")
+    return _plan(diagnosis, choices, chosen, measure, asked)
+
+
+def _least(values: torch.Tensor, limits: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor | None:
+    """The method of every head with which the values [heads, methods] add up to least: [heads]; None if there is none.
+
+    Args:
+        limits: other values [heads, methods], and what they may add up to.
+    """
+    from scipy import sparse
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    heads, methods = values.shape
+    one_each = sparse.kron(sparse.eye_array(heads), np.ones((1, methods)), format="csr")
+    constraints = [LinearConstraint(one_each, 1, 1)]
+    constraints += [LinearConstraint(weights.numpy().reshape(1, -1) / most, ub=1) for weights, most in limits]
+    # Where several plans lose as little, the cheapest.
+    aim = values / values.abs().max().clamp(min=1e-300) + 1e-9 * limits[0][0] / limits[0][0].max()
+    found = milp(
+        aim.numpy().ravel(),
+        integrality=np.ones(values.numel()),
+        bounds=Bounds(0, 1),
+        constraints=constraints,
+        options={"mip_rel_gap": 1e-3},
+    )
+    return None if found.x is None else torch.from_numpy(found.x).view(heads, methods).argmax(1)
 
 
 def _corrected(choices: _Choices, values: torch.Tensor, found: Sequence[InPlace]) -> torch.Tensor:
@@ -254,45 +272,6 @@ def _default(diagnosis: Mapping[str, Any], argument: str) -> int:
 def _relative(values: torch.Tensor, diagnosis: Mapping[str, Any], argument: str) -> torch.Tensor:
     """Values of heads and candidates, relative to their sum for VMonarch with its defaults."""
     return values / values[:, _default(diagnosis, argument)].sum()
-
-
-def _least(choices: _Choices, values: torch.Tensor, limit: float) -> torch.Tensor:
-    """The method of every head with which the values add up to least within so much work: [heads]."""
-    work = lambda chosen: (choices.costs[chosen] * choices.shares).sum().item()
-    pick = lambda weight: (values + weight * choices.costs).argmin(1)
-    low, high = 0.0, 1.0
-    while work(pick(high)) > limit:
-        low, high = high, 2 * high
-        if high > 1e12:
-            # All heads have the cheapest method; ties in value are what is left.
-            break
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (low, middle) if work(pick(middle)) <= limit else (middle, high)
-    chosen = pick(high)
-    if work(chosen) > limit:
-        chosen = torch.full_like(chosen, int(choices.costs.argmin()))
-    _spend(choices, values, chosen, limit)
-    return chosen
-
-
-def _spend(choices: _Choices, values: torch.Tensor, chosen: torch.Tensor, limit: float) -> None:
-    """Let single heads change to methods that lower the value and still fit, those first that gain most for the work.
-
-    Args:
-        chosen: [heads], changed in place.
-    """
-    heads = torch.arange(len(chosen))
-    while True:
-        left = limit - (choices.costs[chosen] * choices.shares).sum()
-        more = (choices.costs - choices.costs[chosen][:, None]) * choices.shares[:, None]
-        gain = values[heads, chosen][:, None] - values
-        fits = (gain > 0) & (more <= left + 1e-12)
-        if not fits.any():
-            return
-        rate = (gain / more.clamp(min=1e-12)).masked_fill(~fits, -math.inf)
-        place = int(rate.argmax())
-        chosen[place // values.shape[1]] = place % values.shape[1]
 
 
 def _plan(

@@ -6,7 +6,6 @@ import base64
 import io
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from markupsafe import Markup
@@ -21,8 +20,6 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 from PIL import Image
 
-from vmonarch.files import AtomicFiles
-
 # Okabe and Ito's colours, which colour-blind readers can tell apart; what has one carries a number or marker too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#999999")
 # CSS pixels of an inch, and points of text in reports.
@@ -34,20 +31,6 @@ _CELL, _LEFT, _RIGHT, _BOTTOM = 14, 40, 76, 36
 def colour(number: int) -> str:
     """Of what has this number, from 1."""
     return COLOURS[(number - 1) % len(COLOURS)]
-
-
-def tidy(axes: Axes, grid: str = "both") -> None:
-    """Pale grid lines along `grid` ("x", "y" or "both") behind everything, and no frame above and to the right."""
-    axes.grid(axis=grid, color="#e4e4e4", lw=0.6)  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def write_pngs(figures: Mapping[Path, Figure], dpi: int = 110) -> None:
-    """Write all of the pictures or none; without a date or version in them."""
-    with AtomicFiles(overwrite=True) as files:
-        for path, figure in figures.items():
-            figure.savefig(files.stage(path), dpi=dpi, metadata={"Software": None})
 
 
 def svg(figure: Figure, label: str, titles: Mapping[Artist, str] | None = None) -> Markup:
@@ -71,19 +54,23 @@ def svg(figure: Figure, label: str, titles: Mapping[Artist, str] | None = None) 
     return Markup('<svg role="img" aria-label="{}" ').format(label) + Markup(element)
 
 
-def _panel(width: int, height: int, grid: str) -> tuple[Figure, Axes]:
-    """A figure of so many CSS pixels with one panel."""
+def _panel(width: int, height: int, title: str, across: str) -> tuple[Figure, Axes]:
+    """A figure of so many CSS pixels with one panel, which has pale lines behind it and no frame above and right."""
     figure = Figure(figsize=(width / _INCH, height / _INCH), layout="constrained")
     axes = figure.subplots()
     axes.tick_params(labelsize=_TEXT, color="#999999")
-    tidy(axes, grid)
+    axes.grid(axis="y", color="#e4e4e4", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#999999")
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel(across, fontsize=_TEXT, loc="right")
     return figure, axes
 
 
 def numbered_points(points: Sequence[tuple[int, float, float, float, float, str]], title: str, across: str) -> Markup:
     """Points (number, x, y, low and high end of its interval, what it is), each with its number in it."""
-    figure, axes = _panel(396, 280, "y")
+    figure, axes = _panel(396, 280, title, across)
     titles: dict[Artist, str] = {}
     for number, x, y, low, high, about in points:
         axes.errorbar(x, y, [[max(y - low, 0)], [max(high - y, 0)]], color=colour(number), elinewidth=0.8)
@@ -92,14 +79,12 @@ def numbered_points(points: Sequence[tuple[int, float, float, float, float, str]
         titles[dot] = about
     axes.margins(x=0.08, y=0.12)
     axes.set_xlim(left=0)
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    axes.set_xlabel(across, fontsize=_TEXT, loc="right")
     return svg(figure, f"{title}: {across}", titles)
 
 
 def numbered_lines(lines: Mapping[str, Sequence[float]], places: Sequence[int], title: str, across: str) -> Markup:
     """Lines over `places`, from 0 up; where there are several, each has its number, from 1, at its points."""
-    figure, axes = _panel(440, 300, "y")
+    figure, axes = _panel(440, 300, title, across)
     titles: dict[Artist, str] = {}
     for number, (name, values) in enumerate(lines.items(), start=1):
         dashes = "-" if number <= len(COLOURS) else "--"
@@ -110,8 +95,6 @@ def numbered_lines(lines: Mapping[str, Sequence[float]], places: Sequence[int], 
             axes.plot(places, values, marker=f"${number}$", ms=5, ls="none", color=colour(number), mew=0.2)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    axes.set_xlabel(across, fontsize=_TEXT)
     return svg(figure, title, titles)
 
 

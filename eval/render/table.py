@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -18,11 +18,6 @@ def aligned(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     pad = lambda row: [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
     return "\n".join(f"| {' | '.join(row)} |" for row in [pad(heading), rule, *map(pad, rows)])
-
-
-def made(results: Mapping[str, Any], table: str, about: str = "") -> str:
-    """A table of a document, and under it what it shows, on which hardware, when and by which command it was made."""
-    return f"{table}\n{about}{results['hardware']}, {results['date'][:10]}. Made by `{results['command']}`.\n"
 
 
 def shown_number(value: Any, decimals: int = 1, form: str = "{}", *, factor: float = 1.0, sign: bool = False) -> str:

@@ -1,88 +1,43 @@
 """An animated picture of one video of a comparison: `python -m vmonarch.eval.studies.animation outputs/demo/0001-…`.
 
-The folder is one that `vmonarch compare … --save-videos` has written. The methods stand side by side under plain
-names; the suffix of --output decides between WebP and GIF.
+The folder is one that `vmonarch compare` has written. The methods stand side by side; the suffix of
+--output decides between WebP and GIF.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
-from vmonarch.files import AtomicFiles
+from vmonarch.eval.record import script_parser
 from vmonarch.pipelines.video_io import read_video, side_by_side
 
-ROOT = Path(__file__).resolve().parents[2]
-LABELS = {
-    "full": "full attention",
-    "vmonarch": "VMonarch, every step",
-    "near-lossless": "VMonarch, near-lossless",
-    "fast": "VMonarch, fast",
-}
-
-
-def frames_of(folder: Path, number: int = 1) -> tuple[NDArray[np.uint8], float]:
-    """All methods side by side, [F, H, W, 3], and frames per second.
-
-    Raises:
-        ValueError: the folder is none of `vmonarch compare`, or holds no videos of single methods.
-    """
-    try:
-        record = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
-        files = record["videos"][number - 1]["files"]
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise ValueError(f"{folder} holds no finished comparison with a video {number}: {error}") from error
-    if "videos" not in files:
-        raise ValueError(f"{folder} holds no videos of single methods: run vmonarch compare with --save-videos")
-    found = {method: read_video(folder / name) for method, name in files["videos"].items()}
-    fps = next(iter(found.values()))[1]
-    return side_by_side({LABELS.get(method, method): video for method, (video, _) in found.items()}), fps
-
-
-def save_animation(path: Path, frames: NDArray[np.uint8], fps: float, *, width: int, quality: int) -> None:
-    """Write the frames, scaled to `width`, as an endless animation.
-
-    Args:
-        quality: of WebP, 0 to 100.
-    """
-    size = (width, round(frames.shape[1] * width / frames.shape[2]))
-    pictures = [Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS) for frame in frames]
-    with AtomicFiles(overwrite=True) as files:
-        pictures[0].save(
-            files.stage(path),
-            format=path.suffix.lstrip(".").upper(),
-            save_all=True,
-            append_images=pictures[1:],
-            duration=round(1000 / fps),
-            loop=0,
-            quality=quality,
-            method=6,
-        )
+LABELS = {"full": "full attention", "vmonarch": "VMonarch, every step"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit code 2 if the folder cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m vmonarch.eval.studies.animation", description=__doc__)
-    parser.add_argument("folder", type=Path, help="a comparison that was made with --save-videos")
-    parser.add_argument("--number", type=int, default=1, help="of the video in the comparison (default: 1)")
+    """Command line; an error where the folder holds no finished comparison."""
+    parser = script_parser("studies.animation", __doc__)
+    parser.add_argument("folder", type=Path, help="a comparison")
     parser.add_argument("--width", type=int, default=900, help="pixels (default: 900)")
-    parser.add_argument("--quality", type=int, default=75, help="of WebP (default: 75)")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images" / "demo.webp")
+    parser.add_argument("--output", type=Path, default=Path("docs/images/demo.webp"))
     options = parser.parse_args(arguments)
     try:
-        frames, fps = frames_of(options.folder, options.number)
-    except ValueError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
-    save_animation(options.output, frames, fps, width=options.width, quality=options.quality)
-    print(f"{options.output}: {len(frames)} frames, {options.output.stat().st_size / 2**10:.0f} KiB")
+        record = json.loads((options.folder / "evaluation.json").read_text(encoding="utf-8"))
+        item = record["items"][0]
+    except (OSError, KeyError) as error:
+        parser.error(f"{options.folder} holds no finished comparison ({error})")
+    folder = options.folder / item["folder"]
+    videos = {row["method"]: read_video(folder / row["video"]) for row in item["results"]}
+    frames = side_by_side({LABELS.get(method, method): video for method, (video, _) in videos.items()})
+    size = (options.width, round(frames.shape[1] * options.width / frames.shape[2]))
+    first, *more = (Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS) for frame in frames)
+    duration = round(1000 / next(iter(videos.values()))[1])
+    first.save(options.output, save_all=True, append_images=more, duration=duration, loop=0, quality=75, method=6)
     return 0
 
 

@@ -1,36 +1,138 @@
-"""Score videos by dimensions of VBench, in its own environment and process, with a cache on disk."""
+"""Lists of videos with their prompts, VBench's standard prompts, and the scores that the official package gives."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vmonarch.configs import InputError, file_sha256
-from vmonarch.eval.vbench.dimensions import DIMENSIONS, check_dimensions
-from vmonarch.eval.vbench.environment import VBenchEnvironment, VBenchError, load_environment, run
-from vmonarch.eval.vbench.weights import check_weights, default_weights, weights_identity
-from vmonarch.files import AtomicFiles
+from vmonarch.configs import InputError, file_sha256, suggest
+from vmonarch.eval.vbench import installation
+from vmonarch.eval.vbench.installation import VBenchError, manifest
+from vmonarch.files import write_json
 from vmonarch.pipelines.devices import choose_device
 
-_WORKER = Path(__file__).with_name("worker.py")
-# Rounding of scores that are written as decimal numbers and averaged in float64.
-_ROUNDING = 1e-6
+PAPER_DIMENSIONS = (
+    "aesthetic_quality",
+    "background_consistency",
+    "dynamic_degree",
+    "imaging_quality",
+    "subject_consistency",
+)
+# The fewest frames that each can judge. dynamic_degree asks of fewer that round(4 · frames / 16) = 0 pairs move, and
+# calls every video dynamic; motion_smoothness drops every second frame, and predicts it from its neighbours.
+FEWEST_FRAMES = dict.fromkeys([*PAPER_DIMENSIONS, "overall_consistency", "temporal_flickering", "motion_smoothness"], 2)
+FEWEST_FRAMES |= {"aesthetic_quality": 1, "imaging_quality": 1, "overall_consistency": 1}
+FEWEST_FRAMES |= {"dynamic_degree": 3, "motion_smoothness": 3}
+DIMENSIONS = tuple(FEWEST_FRAMES)
+# Of the package's scores of single videos, other than 0 to 1; the upper end divides them, as it does the score of all.
+_RANGES = {"imaging_quality": (0.0, 100.0), "overall_consistency": (-1.0, 1.0)}
+# Seeds of neighbouring prompts lie this far apart.
+_MOST_VIDEOS_PER_PROMPT = 25
+
+
+def check_dimensions(dimensions: Sequence[str], argument: str = "dimensions") -> None:
+    """Raise InputError for no dimension, one that is not in DIMENSIONS, or one twice."""
+    unknown = [name for name in dimensions if name not in DIMENSIONS]
+    if unknown or not dimensions or len(set(dimensions)) < len(dimensions):
+        hint = suggest(unknown[0], DIMENSIONS) if unknown else ""
+        raise InputError(argument, f"must be of {', '.join(DIMENSIONS)}, each once, got {dimensions!r}{hint}")
 
 
 @dataclass(frozen=True)
 class PromptedVideo:
-    """An mp4 file, the prompt that it was made of, and which of the prompt's videos it is."""
+    """An mp4 file and the prompt that it was made of.
+
+    Args:
+        dimensions: that judge it, of those that are asked for; none for all.
+    """
 
     path: Path
     prompt: str
-    index: int = 0
+    dimensions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt, str) or not self.prompt.strip() or self.path.suffix != ".mp4":
+            raise InputError("videos", f"must be mp4 files with prompts, got {self.path} with {self.prompt!r}")
+
+
+def read_videos(path: Path, folder: Path | None = None) -> list[PromptedVideo]:
+    """Videos from a JSON list, or a JSON Lines file (`.jsonl`), of `{"file": …, "prompt": …}`.
+
+    Args:
+        folder: that files are relative to; default: the one with the list.
+
+    Raises:
+        InputError: the list cannot be read, or is none, or an entry lacks file or prompt or has another type.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        lines = [line for line in text.split("\n") if line.strip()]
+        entries = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else json.loads(text)
+        return [PromptedVideo((folder or path.parent) / entry["file"], entry["prompt"]) for entry in entries]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            "videos", f'must be a list of {{"file": text, "prompt": text}}; {path} is none: {error}'
+        ) from error
+
+
+def suite(prompts: Mapping[str, Sequence[str]], videos_per_prompt: int, seed: int = 0) -> list[dict[str, Any]]:
+    """The videos to generate: prompt, index, a seed that no other video has, and the dimensions that judge it.
+
+    A video's seed depends on its prompt's place, its index and `seed` alone.
+
+    Args:
+        prompts: and their dimensions.
+
+    Raises:
+        InputError: no prompt, an empty one, or a number of videos outside 1 to 25.
+    """
+    if not 1 <= videos_per_prompt <= _MOST_VIDEOS_PER_PROMPT:
+        raise InputError("videos_per_prompt", f"must be 1 to {_MOST_VIDEOS_PER_PROMPT}, got {videos_per_prompt}")
+    if not prompts or not all(prompt.strip() for prompt in prompts):
+        raise InputError("prompts", "must be one or more prompts, none of them empty")
+    return [
+        {"prompt": prompt, "index": index, "seed": seed + place * _MOST_VIDEOS_PER_PROMPT + index, "dimensions": names}
+        for place, (prompt, names) in enumerate(prompts.items())
+        for index in range(videos_per_prompt)
+    ]
+
+
+def standard_prompts(dimensions: Sequence[str], environment: Path) -> dict[str, list[str]]:
+    """All of VBench's standard prompts, read from the installed package, each with the dimensions that judge it.
+
+    Raises:
+        InputError: no or unknown dimensions, no environment.
+    """
+    check_dimensions(dimensions)
+    manifest(environment)
+    (full_info,) = environment.glob("lib/python3*/site-packages/vbench/VBench_full_info.json")
+    prompts: dict[str, list[str]] = {}
+    for entry in json.loads(full_info.read_text(encoding="utf-8")):
+        prompts.setdefault(entry["prompt_en"], []).extend(name for name in dimensions if name in entry["dimension"])
+    return prompts
+
+
+def standard_videos(
+    videos: Sequence[PromptedVideo], prompts: Mapping[str, Sequence[str]], videos_per_prompt: int
+) -> list[PromptedVideo]:
+    """The videos of `standard_prompts`, each for the dimensions of its prompt.
+
+    Raises:
+        InputError: a prompt has more or fewer videos.
+    """
+    for prompt, names in prompts.items():
+        found = sum(video.prompt == prompt for video in videos)
+        if names and found != videos_per_prompt:
+            raise InputError("videos", f"must be {videos_per_prompt} of each prompt, got {found} of {prompt!r}")
+    ours = [video for video in videos if prompts.get(video.prompt)]
+    return [dataclasses.replace(video, dimensions=tuple(prompts[video.prompt])) for video in ours]
 
 
 @dataclass(frozen=True)
@@ -39,13 +141,12 @@ class VBenchScore:
 
     Args:
         score: of the set. The package weighs every video alike, and in the two consistencies every frame.
-        per_video: of each video, in the order in which they were given.
-        record: JSON file with the scores and what they were computed with.
+        videos: that the dimension judges, in the order in which they were given; per_video: the score of each.
     """
 
     score: float
+    videos: tuple[PromptedVideo, ...]
     per_video: tuple[float, ...]
-    record: Path
 
 
 def score_videos(
@@ -55,13 +156,14 @@ def score_videos(
     work_dir: Path,
     timeout: float,
     device: str = "auto",
-    environment: VBenchEnvironment | None = None,
+    environment: Path | None = None,
     weights: Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, VBenchScore]:
     """VBench's scores of videos in each dimension.
 
-    A dimension is not computed again if its score of the same videos, prompts, packages, weights and kind of device is
-    in `work_dir`.
+    A dimension is not computed again if its score of the same videos, prompts, packages and kind of device is in
+    `work_dir`.
 
     Args:
         videos: mp4 files; several may have the same prompt.
@@ -69,171 +171,103 @@ def score_videos(
         work_dir: folder of the JSON files with scores; made if need be.
         timeout: seconds that a dimension may take.
         device: auto, cpu, cuda or cuda:N.
-        environment: in which the package is installed; default: that in `default_folder()`.
+        environment: that `install` made; default: that in `default_folder()`.
         weights: folder of the files that the package loads; default: `default_weights()`.
+        report: is called with a line for each dimension.
 
     Raises:
-        InputError: no videos or dimensions, unknown ones, a file that is no mp4, an empty prompt, a video that is too
-            short for a dimension, no environment, a device or a time-out that cannot be used.
+        InputError: no videos or dimensions, unknown ones, a video that is too short for a dimension, no environment, a
+            time-out that cannot be used.
         FileNotFoundError, VideoError: a video that does not exist or cannot be decoded.
         VBenchError: weights are missing, the package failed or took too long, or gave a video no or no possible score.
             Scores of the dimensions before stay in `work_dir`.
     """
     check_dimensions(dimensions)
-    _check_videos(videos)
     if not 0 < timeout < math.inf:
         raise InputError("timeout", f"must be above 0 seconds and finite, got {timeout}")
-    try:
-        device = str(choose_device(device))
-    except RuntimeError as error:
-        raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {device!r}") from error
-    environment = environment or load_environment()
-    weights = (weights or default_weights()).absolute()
-    check_weights(dimensions, weights)
-    hashes = {path: file_sha256(path) for path in dict.fromkeys(video.path for video in videos)}
-    listed = [{"sha256": hashes[video.path], "prompt": video.prompt} for video in videos]
-    identities = {
-        dimension: {
-            "dimension": dimension,
-            "device": device.partition(":")[0],
-            "versions": dict(environment.versions),
-            "weights": weights_identity(dimension, weights),
-            "videos": listed,
-        }
-        for dimension in dimensions
-    }
-    work_dir.mkdir(parents=True, exist_ok=True)
-    records = {dimension: _record_path(work_dir, identity) for dimension, identity in identities.items()}
-    pending = [dimension for dimension in dimensions if not records[dimension].exists()]
-    _check_lengths(hashes, pending)
-    scores = {}
-    for dimension, identity in identities.items():
-        path = records[dimension]
+    device, weights = str(choose_device(device)), (weights or installation.default_weights()).absolute()
+    environment = environment or installation.default_folder()
+    made_of = manifest(environment)
+    if missing := installation.missing_weights(dimensions, weights):
+        listed = "".join(f"\n  {file['dimension']}: {weights / file['path']}\n    {file['url']}" for file in missing)
+        raise VBenchError(f"weights are missing; `vmonarch vbench weights` gets them, or put them there:{listed}")
+    records, scores = {}, {}
+    for name in dimensions:
+        judged = tuple(video for video in videos if not video.dimensions or name in video.dimensions)
+        if not judged:
+            raise InputError("videos", f"must be one or more for {name}, got none")
+        hashed = [{"sha256": file_sha256(video.path), "prompt": video.prompt} for video in judged]
+        identity = {"dimension": name, "device": device.partition(":")[0], **made_of, "videos": hashed}
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+        path = work_dir / f"{name}-{key}.json"
         if not path.exists():
-            score, per_video = _compute(videos, dimension, timeout, device, environment, weights)
-            record = {**identity, "score": score, "per_video": per_video}
-            # Overwritten only by a process that scored the same meanwhile.
-            with AtomicFiles(overwrite=True) as files:
-                files.stage(path).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        scores[dimension] = _read_record(path, identity)
+            _check_lengths(judged, name)
+        records[name] = path, judged, identity
+    work_dir.mkdir(parents=True, exist_ok=True)
+    for name, (path, judged, identity) in records.items():
+        if not path.exists():
+            score, per_video = _compute(judged, name, timeout, device, environment, weights)
+            write_json(path, {**identity, "score": score, "per_video": per_video})
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            scores[name] = VBenchScore(record["score"], judged, tuple(record["per_video"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise VBenchError(f"{path} cannot be read as scores; delete it to compute them again") from error
+        report(f"{name:<24} {scores[name].score:.4f}  {len(judged)} videos")
     return scores
 
 
-def _check_videos(videos: Sequence[PromptedVideo]) -> None:
-    if not videos:
-        raise InputError("videos", "must be one or more videos, got none")
-    for video in videos:
-        if video.path.suffix != ".mp4":
-            raise InputError("videos", f"must be mp4 files, got {video.path}")
-        if not video.path.is_file():
-            raise FileNotFoundError(f"there is no video {video.path}")
-        if not video.prompt.strip():
-            raise InputError("videos", f"must have prompts, that of {video.path} is empty")
-
-
-def _check_lengths(hashes: Mapping[Path, str], dimensions: Sequence[str]) -> None:
-    """Decode every video, and count the frames that each dimension sees; the package skips what it cannot read."""
-    for path, sha256 in hashes.items() if dimensions else ():
-        frames, rate = _frames_and_rate(path, sha256)
-        for name in dimensions:
-            dimension = DIMENSIONS[name]
-            step = 1 if dimension.frames_per_second is None else max(1, round(rate / dimension.frames_per_second))
-            seen = -(-frames // step)
-            if seen < dimension.frames:
-                raise InputError(
-                    "videos",
-                    f"{path} is too short for {name}, which sees {seen} of its frames and needs {dimension.frames}",
-                )
-
-
-@functools.cache
-def _frames_and_rate(path: Path, sha256: str) -> tuple[int, float]:
-    """Frames of a video and its frames per second; `sha256` makes a file that changed another argument."""
+def _check_lengths(videos: Sequence[PromptedVideo], dimension: str) -> None:
+    """Decode every video, and count the frames that a dimension sees; the package skips what it cannot read."""
     from vmonarch.pipelines.video_io import read_video
 
-    frames, rate = read_video(path)
-    return len(frames), rate
-
-
-def _record_path(work_dir: Path, identity: dict[str, Any]) -> Path:
-    text = json.dumps(identity, sort_keys=True)
-    return work_dir / f"{identity['dimension']}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-
-def _read_record(path: Path, identity: dict[str, Any]) -> VBenchScore:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        score, per_video = record.pop("score"), tuple(record.pop("per_video"))
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        raise VBenchError(f"{path} cannot be read as scores; delete it to compute them again") from error
-    if record != identity:
-        raise VBenchError(f"{path} holds scores of something else; delete it to compute them again")
-    return VBenchScore(score, per_video, path)
+    for path in dict.fromkeys(video.path for video in videos):
+        frames, rate = read_video(path)
+        # It samples 8 frames a second.
+        seen = -(-len(frames) // max(1, round(rate / 8))) if dimension == "dynamic_degree" else len(frames)
+        if seen < FEWEST_FRAMES[dimension]:
+            fewest = f"which sees {seen} of its frames and needs {FEWEST_FRAMES[dimension]}"
+            raise InputError("videos", f"must be longer: {path} is too short for {dimension}, {fewest}")
 
 
 def _compute(
-    videos: Sequence[PromptedVideo],
-    dimension: str,
-    timeout: float,
-    device: str,
-    environment: VBenchEnvironment,
-    weights: Path,
+    videos: Sequence[PromptedVideo], dimension: str, timeout: float, device: str, environment: Path, weights: Path
 ) -> tuple[float, list[float]]:
     """Run the package on links to the videos; returns the score of all and of each."""
+    # The package takes a prompt from a file's name unless it is given one; these names say nothing.
+    named = {f"{place:06d}.mp4": video for place, video in enumerate(videos)}
     with tempfile.TemporaryDirectory(prefix="vmonarch-vbench-") as temporary:
-        folder, output = Path(temporary) / "videos", Path(temporary) / "output"
-        folder.mkdir()
-        # The package takes a prompt from a file's name unless it is given one; ours say nothing.
-        named = {f"{place:06d}.mp4": video for place, video in enumerate(videos)}
+        folder, hub = Path(temporary) / "videos", Path(temporary) / "hub" / "checkpoints"
+        for made in (folder, hub):
+            made.mkdir(parents=True)
+        # DINO's code ignores the path that VBench hands it, and would download its weights.
+        (hub / "dino_vitbase16_pretrain.pth").symlink_to(weights / "dino_model" / "dino_vitbase16_pretrain.pth")
         for name, video in named.items():
             (folder / name).symlink_to(video.path.absolute())
         prompts = {name: video.prompt for name, video in named.items()}
-        asked = {"videos": str(folder), "prompts": prompts, "dimension": dimension, "device": device}
-        job = Path(temporary) / "job.json"
-        job.write_text(json.dumps({**asked, "output": str(output)}), encoding="utf-8")
-        hub = Path(temporary) / "torch"
-        _link_dino(hub, weights)
+        job = {"videos": str(folder), "prompts": prompts, "dimension": dimension, "device": device, "output": temporary}
+        write_json(Path(temporary) / "job.json", job)
+        command = [environment / "bin" / "python", "-I", Path(__file__).with_name("worker.py"), f"{temporary}/job.json"]
+        variables = {"VBENCH_CACHE_DIR": str(weights), "TORCH_HOME": temporary, "HF_HUB_OFFLINE": "1"}
         try:
-            run(
-                [str(environment.python), "-I", str(_WORKER), str(job)],
-                timeout=timeout,
-                variables={"VBENCH_CACHE_DIR": str(weights), "TORCH_HOME": str(hub), "HF_HUB_OFFLINE": "1"},
-            )
+            installation.run([str(word) for word in command], timeout=timeout, variables=variables)
+            results = json.loads((Path(temporary) / "scores_eval_results.json").read_text(encoding="utf-8"))
+            score, listed = results[dimension]
+            found = {Path(entry["video_path"]).name: entry["video_results"] for entry in listed}
         except VBenchError as error:
             raise VBenchError(f"VBench's {dimension} {error}") from error
-        results = output / "scores_eval_results.json"
-        if not results.is_file():
-            raise VBenchError(f"VBench's {dimension} ended without results")
-        return _parse(json.loads(results.read_text(encoding="utf-8")), dimension, named)
-
-
-def _link_dino(hub: Path, weights: Path) -> None:
-    """Show DINO's weights to `torch.hub`: its code ignores the path that VBench hands it, and would download them."""
-    checkpoints = hub / "hub" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    (checkpoints / "dino_vitbase16_pretrain.pth").symlink_to(weights / "dino_model" / "dino_vitbase16_pretrain.pth")
-
-
-def _parse(results: dict[str, Any], dimension: str, named: Mapping[str, PromptedVideo]) -> tuple[float, list[float]]:
-    """Check and order what the package wrote: `{dimension: [score, [{"video_path": …, "video_results": …}, …]]}`."""
-    low, high = DIMENSIONS[dimension].per_video_range
-    try:
-        score, listed = results[dimension]
-        found = {Path(entry["video_path"]).name: entry["video_results"] for entry in listed}
-    except (KeyError, TypeError, ValueError) as error:
-        raise VBenchError(f"VBench's {dimension} gave results of an unknown form: {str(results)[:200]}") from error
-    if len(found) < len(listed) or set(found) - set(named):
-        raise VBenchError(f"VBench's {dimension} gave scores of other videos than it was asked for")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise VBenchError(f"VBench's {dimension} gave results of an unknown form: {error}") from error
+    if sorted(found) != list(named) or len(listed) != len(named):
+        raise VBenchError(f"VBench's {dimension} gave {len(listed)} scores, not one for each of {len(named)} videos")
+    low, high = _RANGES.get(dimension, (0.0, 1.0))
     for name, video in named.items():
-        if name not in found:
-            raise VBenchError(f"VBench's {dimension} gave {video.path} no score")
         if not _within(found[name], low, high):
-            raise VBenchError(
-                f"VBench's {dimension} gave {video.path} the score {found[name]}, which is not in [{low:g}, {high:g}]"
-            )
+            possible = f"which is not in [{low:g}, {high:g}]"
+            raise VBenchError(f"VBench's {dimension} gave {video.path} the score {found[name]}, {possible}")
     per_video = [float(found[name]) / high for name in named]
-    # A mean, whatever its weights.
-    if not _within(score, min(per_video) - _ROUNDING, max(per_video) + _ROUNDING):
+    # A mean, whatever its weights, of scores that are written as decimal numbers.
+    if not _within(score, min(per_video) - 1e-6, max(per_video) + 1e-6):
         raise VBenchError(f"VBench's {dimension} gave the score {score}, which is no mean of those of the videos")
     return float(score), per_video
 

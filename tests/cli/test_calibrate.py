@@ -8,7 +8,7 @@ from html_page import check_whole
 
 from vmonarch import AttentionPlan
 from vmonarch.configs import InputError, read_yaml
-from vmonarch.eval.calibrate.run import CANDIDATES, CalibrateConfig
+from vmonarch.eval.calibrate.settings import CANDIDATES, CalibrateConfig
 from vmonarch.pipelines.config import build_config
 from vmonarch.plan import method_dict
 from vmonarch.two_resolution_options import TwoResolutionOptions
@@ -55,7 +55,7 @@ def test_a_plan_for_a_time_needs_a_gpu_and_is_reported(cli, monkeypatch):
     assert code == 2 and "--time must be measured on a GPU, but the model is on cpu" in err
     assert not list((cli.folder / "outputs" / "calibrate").glob("*")), "nothing was sampled"
     times = {"full": 2.0, "vmonarch-t1": 0.8, "vmonarch": 0.8}
-    monkeypatch.setattr("vmonarch.eval.calibrate.timing.head_times", lambda *_: times)
+    monkeypatch.setattr("vmonarch.eval.calibrate.run.head_times", lambda *_: times)
     code, out, err = cli(*line, "--budget", 9)
     assert code == 0 and "time: 40.0 % of full attention's" in out, err
     diagnosis = out.splitlines()[-2]
@@ -152,8 +152,6 @@ def test_candidates_are_what_their_methods_change():
     assert found[15:18] == [kind, kind | {"share": 0.2}, kind | {"share": 0.4}]
     kind = {"kind": "first_order"}
     assert found[18:] == [kind, kind | {"parts": (1, 2, 2)}, kind | {"parts": (1, 4, 4)}]
-    with pytest.raises(InputError, match="candidates must be a list"):
-        CalibrateConfig(prompts=("p",), candidates="vmonarch")
 
 
 def test_what_a_model_that_cannot_be_differentiated_needs_is_said(cli, monkeypatch):
@@ -172,11 +170,20 @@ def test_what_a_model_that_cannot_be_differentiated_needs_is_said(cli, monkeypat
     assert "output_error" not in Path(out.split()[-2]).read_text()
 
 
-def test_a_plan_in_place_begins_with_the_error_of_layers():
-    measures = [CalibrateConfig(prompts=("p",), **given).allowed.measure for given in ({}, {"refine": 2})]
-    assert measures == [None, "layer_error"]
-    assert CalibrateConfig(prompts=("p",), refine=2, measure="kl").allowed.measure == "kl"
-
-
-def test_the_shipped_settings_build():
+def test_settings_are_checked_and_the_shipped_ones_build():
+    assert [CalibrateConfig(prompts=("p",), **given).measure for given in ({}, {"refine": 2})] == [None, "layer_error"]
+    assert CalibrateConfig(prompts=("p",), refine=2, measure="kl").measure == "kl"
     assert build_config(CalibrateConfig, read_yaml("quick", group="calibrate"), {"prompts": ["p"]}).every == 10
+    for given, message in (
+        ({"candidates": "vmonarch"}, "candidates must be a list"),
+        ({"maps": ("²:0",)}, "maps must be layer:head"),
+        ({"flops": 1.0, "time": 1.0}, "flops and time exclude each other"),
+        ({"budget": 1.0, "limit": "kl=1"}, "limit is for flops and time"),
+        ({"limit": "kl"}, "limit must be measure=share"),
+        ({"measure": "output_error", "sensitivity": False}, "measure cannot be output_error without sensitivity"),
+        ({"refine": 2, "budget": 1.0}, "refine measures plans for flops or time"),
+        ({"time": 1.0, "candidates": ("vmonarch-t1",)}, "time is relative to VMonarch with its defaults"),
+        ({"candidates": ("vmonarch:dense_layers=1",)}, "candidates must leave dense_layers alone"),
+    ):
+        with pytest.raises(InputError, match=message):
+            CalibrateConfig(prompts=("p",), **given)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from vmonarch.configs import InputError
-from vmonarch.pipelines import loading, outputs, records, sampling
+from vmonarch.pipelines import loading, outputs, sampling
 from vmonarch.pipelines.config import GenerateConfig, build_config, complete
 from vmonarch.pipelines.first_frame import open_image
 from vmonarch.pipelines.generation import generate
@@ -152,15 +153,6 @@ def test_attention_methods_differ_and_leave_no_trace(loaded: loading.LoadedModel
     assert torch.equal(sampled(loaded, [PROMPT], [0], attention="full"), full)
     everything = sampled(loaded, [PROMPT], [0], attention="vmonarch:exact.band=99")
     assert torch.allclose(everything, full, atol=1e-4), "all blocks exact is full attention"
-
-
-def test_generate_runs_the_attention_it_is_told(loaded: loading.LoadedModel, tmp_path: Path) -> None:
-    hashes = {}
-    for method in ("vmonarch-plain", "full", "vmonarch"):
-        settings = config(loaded.folder.path, attention=method, output_dir=str(tmp_path))
-        hashes[method] = generate(settings, model=loaded)[0].record["frames_sha256"]
-        assert hashes[method] == records.frames_sha256(sampled(loaded, [PROMPT], [0], attention=method)[0])
-    assert len(set(hashes.values())) == 3
 
 
 def test_a_seed_means_the_same_in_any_batch(loaded: loading.LoadedModel) -> None:
@@ -447,23 +439,12 @@ SIZE = ["--height", 32, "--width", 48, "--num-frames", 9, "--steps", 2, "--negat
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "terminate"])
 def test_an_interrupted_run_leaves_complete_videos_only(cli, forks, tiny_model: Path, number: int, code: int) -> None:
-    steps = [
-        "generate",
-        PROMPT,
-        "--model",
-        str(tiny_model),
-        *map(str, SIZE),
-        "--seed",
-        *map(str, range(500)),
-        "--quiet",
-    ]
-    (process,) = forks.start(cli.folder, "vmonarch", *steps)
+    steps = ["generate", PROMPT, "--model", tiny_model, *SIZE, "--seed", *range(500), "--quiet"]
+    (process,) = forks.start(cli.folder, "vmonarch", *map(str, steps))
     deadline = time.monotonic() + 90
     # At the sight of the second video's JSON the first video is complete; that of the second may be taken back.
-    while (
-        len([name for name in cli.outputs() if name[0] != "." and name.endswith(".json")]) < 2
-        and time.monotonic() < deadline
-    ):
+    while len([name for name in cli.outputs() if re.fullmatch(r"[^.].*json", name)]) < 2:
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     os.kill(process, number)
     ended, err = forks.wait()

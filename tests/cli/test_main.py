@@ -46,17 +46,8 @@ def test_help_names_every_command_and_option(capsys: pytest.CaptureFixture[str])
     assert all(name in out for name in COMMANDS)
     assert main(["generate", "--help"]) == 0
     out = capsys.readouterr().out
-    for option in (
-        "--model",
-        "--seed",
-        "--height",
-        "--guidance",
-        "--attention",
-        "--from-json",
-        "--overwrite",
-        "vmonarch-t1",
-    ):
-        assert option in out
+    options = ("--model", "--seed", "--height", "--no-contact-sheet", "--attention", "--from-json", "vmonarch-t1")
+    assert all(option in out for option in options)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +165,10 @@ def test_what_the_import_of_torchao_says_is_shown_for_debugging_alone(logger: st
     assert main(["completion", "bash"]) == 0 and not shown(message) and shown("Another warning")
 
 
-def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
+
+    from vmonarch.pipelines import environment
 
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -187,8 +180,10 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"full", "vmonarch"} <= set(facts["attention_methods"]) and "dev" in facts["extras"]
     model = facts["embedded_model"]
     assert (model["path"] and model["bytes"] > 10**5) or "missing" in model["problem"]
+    monkeypatch.setitem(environment.EXTRAS, "eval", ("no-such-package",))
     assert main(["info"]) == 0
     text = capsys.readouterr().out
+    assert "missing no-such-package" in text
     for word in (__version__, version("torch"), "embedded model", "cpu", "vmonarch-t1", "near-lossless"):
         assert word in text
 
@@ -201,11 +196,3 @@ def test_info_computes_the_memory_of_residuals(capsys: pytest.CaptureFixture[str
     assert found["bytes"] == {"int8": numbers * (128 + 4), "bfloat16": numbers * 256}
     assert main(["info", "--residuals", "wan2.1-14b", "93x704x1280"]) == 0
     assert "33.2 GiB in int8, 64.5 GiB in bfloat16, with guidance (84480 tokens, 40 layers)" in capsys.readouterr().out
-
-
-def test_info_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from vmonarch.pipelines import environment
-
-    monkeypatch.setitem(environment.EXTRAS, "eval", ("no-such-package",))
-    assert main(["info"]) == 0
-    assert "missing no-such-package" in capsys.readouterr().out

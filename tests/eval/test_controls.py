@@ -281,7 +281,7 @@ def test_dense_layers_keep_full_attention(transformer):
     ("spec", "words"),
     [
         ("vmonarch-controlled:fix_cr=some", ["fix_cr", "none, first, all"]),
-        ("vmonarch-controlled:fix=all", ["fix is no known key", "fix_cr, fix_cl", "dense_steps"]),
+        ("vmonarch-controlled:fix=all", ["fix is no known option", "fix_cr, fix_cl", "dense_steps"]),
         ("vmonarch-sink-average:min_mass=-1", ["min_mass"]),
         ("monarch-h4:axis=D", ["axis", "T, H, W"]),
         ("monarch-h4:blocks=0", ["blocks"]),

@@ -1,15 +1,17 @@
-"""The study of few steps: what the pool holds, how students are sampled, and its table."""
+"""Students of few steps: what the pool holds, and a student that is sampled as users sample it."""
 
 import dataclasses
 import itertools
 import types
 
+import pytest
 import torch
 
+from vmonarch.cli import main
 from vmonarch.eval.studies import few_steps
 from vmonarch.pipelines.schedulers import few_step_scheduler
 
-STUDY = dataclasses.replace(few_steps.QUICK, teacher_steps=2, pool=2, chunk=2, num_frames=1)
+SIZES = dataclasses.replace(few_steps.QUICK, teacher_steps=2, pool=2, chunk=2, num_frames=1)
 
 
 def test_students_learn_the_levels_that_they_are_sampled_at():
@@ -19,7 +21,7 @@ def test_students_learn_the_levels_that_they_are_sampled_at():
 
 
 def test_a_pool_holds_ways_of_the_guided_teacher_and_then_of_the_student():
-    distillation = few_steps.Distillation(STUDY, 2, "cpu", compile=False)
+    distillation = few_steps.Distillation(SIZES, 2, "cpu")
 
     def velocity(model, x, sigma, text):
         if model is not distillation.teacher:
@@ -46,30 +48,22 @@ def test_a_pool_holds_ways_of_the_guided_teacher_and_then_of_the_student():
 
 def test_the_teacher_arrives_by_a_method_of_second_order():
     """Which is exact where the velocity grows along with the noise level."""
-    distillation = types.SimpleNamespace(study=STUDY, n=2, guided=lambda x, sigma, text: torch.full_like(x, sigma))
+    distillation = types.SimpleNamespace(sizes=SIZES, n=2, guided=lambda x, sigma, text: torch.full_like(x, sigma))
     x = torch.ones(1, 1, 1, 1, 1, dtype=torch.float64)
     sigma, after, _ = few_steps.noise_levels(2)
-    end = few_steps.Distillation.arrive(distillation, x, 0, None)  # type: ignore[arg-type]
+    end = few_steps.Distillation.arrive(distillation, x, 0, None)
     torch.testing.assert_close(end, x + (after**2 - sigma**2) / 2)
 
 
-def test_the_table_shows_every_row():
-    rows = [
-        {"model": "teacher", "steps": 50, "method": "full", "work": 1.0, "prompt_score": 0.9},
-        {"model": "teacher", "steps": 50, "method": "vmonarch", "work": 0.25, "prompt_score": 0.7, "psnr": 20.0},
-        {"model": "teacher, 4 steps", "steps": 4, "method": "full", "work": 1.0, "prompt_score": 0.6, "psnr": 18.5},
-        {"model": "student of full, 8 steps", "steps": 8, "method": "vmonarch", "work": 0.5, "prompt_score": 0.75,
-         "psnr": 21.5},
-        {"model": "student of full, 4 steps", "steps": 4, "method": "vmonarch", "work": 0.6, "prompt_score": 0.8,
-         "psnr": 22.5},
-    ]  # fmt: skip
-    study = {"prompts": 48, "sampled_steps": 50, "steps": (8, 4)}
-    about = {"study": study, "hardware": "a GPU", "date": "2026-11-26", "command": "run"}
-    table = few_steps.few_steps_table({"rows": rows} | about)
-    assert (
-        "| model | attention | 8 steps: attention FLOPs | PSNR dB | prompt score | 4 steps: attention FLOPs |" in table
-    )
-    assert "| teacher | full | – | – | – | 100.0 % | 18.50 | 60.0 % |" in table
-    assert "| student of full | vmonarch | 50.0 % | 21.50 | 75.0 % | 60.0 % | 22.50 | 80.0 % |" in table
-    assert "in 50 steps with guidance: full 90.0 %; vmonarch 70.0 %, 20.00 dB. a GPU" in table
-    assert "48 prompts" in table and "Made by `run`" in table
+@pytest.mark.deep
+def test_a_student_is_a_lora_file_that_others_start_from_and_commands_take(tmp_path, capsys):
+    first, second = tmp_path / "8.safetensors", tmp_path / "4.safetensors"
+    words = ["--quick", "--device", "cpu", "--output"]
+    assert few_steps.main([*words, str(first), "--steps", "8"]) == 0
+    assert few_steps.main([*words, str(second), "--steps", "4", "--start", str(first), "--attention", "vmonarch"]) == 0
+    small = ["--num-frames", "9", "--height", "32", "--width", "32", "--guidance", "1", "--scheduler", "euler"]
+    words = ["a red circle", *small, "--steps", "4", "--lora", str(second), "--output-dir", str(tmp_path / "out")]
+    assert main(["generate", *words, "--quiet"]) == 0
+    with pytest.raises(SystemExit):
+        few_steps.main(["--steps", "3", "--output", str(first)])
+    assert "--steps must be a divisor of 16, got 3" in capsys.readouterr().err

@@ -9,11 +9,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import every_kernel
 import pytest
 import torch
 
 import vmonarch.kernels
-from vmonarch.eval.studies import every_kernel
 from vmonarch.kernels.common.launch import on_hopper
 
 SPECIALISED = {
@@ -77,7 +77,7 @@ print(json.dumps(found))
 def run(script, *prefix, **environment):
     return subprocess.run(
         [*prefix, sys.executable, "-c", script],
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         capture_output=True,
         text=True,
         timeout=500,
@@ -112,7 +112,7 @@ def test_either_assembler_makes_right_code(assembler, tmp_path):
     assert len(errors) == 16 and max(errors) < 0.01, errors
 
 
-CALLS = [(family.__name__, form) for family, forms in every_kernel.FAMILIES.items() for form in forms]
+CALLS = [(family, form) for family, forms in every_kernel.FAMILIES.items() for form in forms]
 each_call = pytest.mark.parametrize(("family", "form"), CALLS, ids=lambda name: name)
 
 
@@ -121,7 +121,7 @@ def sanitized(family, form, tool, *options):
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer")
     # Without torch's cache of memory, a row beyond a tensor is nobody's.
-    script = f"from vmonarch.eval.studies import every_kernel; every_kernel.main(['{family}', '{form}'])"
+    script = f"import every_kernel; every_kernel.main(['{family}', '{form}'])"
     result = run(script, sanitizer, "--tool", tool, *options, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     assert "done" in result.stdout, result.stdout[-3000:] + result.stderr[-2000:]
     return result
@@ -137,7 +137,7 @@ def test_no_access_outside_of_memory(family, form):
 @pytest.mark.gpu
 def test_the_sanitizer_sees_every_kernel():
     def launched(call):
-        result = run(f"from vmonarch.eval.studies import every_kernel; every_kernel.main({list(call)})")
+        result = run(f"import every_kernel; every_kernel.main({list(call)})")
         assert result.returncode == 0, (call, result.stderr[-3000:])
         return set(result.stdout.split(": ")[1].split())
 

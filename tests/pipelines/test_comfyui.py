@@ -1,4 +1,4 @@
-"""VMonarch at ComfyUI's seam for attention, against a stand-in of it; `eval/studies/comfyui.py` runs ComfyUI itself."""
+"""VMonarch at ComfyUI's seam for attention, against a stand-in of it; `test_comfyui_engine.py` runs ComfyUI itself."""
 
 import asyncio
 import importlib.util

@@ -1,4 +1,4 @@
-"""vLLM-Omni's seam, played by a stand-in of the few names that we use; `eval/studies/vllm_omni.py` has the real one."""
+"""vLLM-Omni's seam, played by a stand-in of the few names that we use; `test_vllm_omni_engine.py` has the real one."""
 
 import dataclasses
 import enum

@@ -7,6 +7,8 @@ from vmonarch.eval.bench import parallel
 run_rank = parallel.run_rank
 
 
-def rank(*arguments):
+def rank(index, ranks, job):
+    if ranks == 3:
+        raise RuntimeError("three are too many")
     torch.accelerator.device_count = lambda: 1
-    run_rank(*arguments)
+    run_rank(index, ranks, job)

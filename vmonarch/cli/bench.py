@@ -7,8 +7,7 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,249 +26,103 @@ examples:
 All ways to compute a case take turns. Results are compared with a reference before anything is timed: a wrong one gets
 no speed, and the command ends with exit code 1. What does not fit the budget is left out and named.
 """
-_SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A benchmark of the registry.
-
-    Args:
-        line: what it times, for the help.
-        add_arguments: declares what it alone understands.
-        run: (arguments, say) -> what is wrong or missing; `say` prints progress.
-        rounds, budget: measurements of each method, and seconds, if nothing else is asked for.
-        quick: the same with `--quick`, where there is that.
-    """
-
-    line: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Callable[[str], None]], list[str]]
-    rounds: int
-    budget: float
-    quick: tuple[int, float] | None = None
-
-
-def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shapes",
-        **_SEVERAL,
-        help="frames x height x width of the latent, such as 43x28x52, or 24x44x80:40 for 40 heads in place of 12"
-        " (default: those of the docs)",
-    )
-    parser.add_argument("--head-dims", **_SEVERAL, help="default: 128 64")
-    parser.add_argument("--passes", **_SEVERAL, help="forward, backward (forward and backward together); default: both")
-    parser.add_argument("--methods", **_SEVERAL, help="such as cudnn (default: all); an unknown one lists them")
-
-
-def _e2e_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--settings", **_SEVERAL, help="such as 1.3b-61x448x832 (default: the paper's five); see --model"
-    )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="in place of the settings' own, which then may be sizes such as 61x448x832: of configs/models/ or a YAML"
-        " file (random weights), a folder of a Wan pipeline, or a hub id",
-    )
-    parser.add_argument("--modes", **_SEVERAL, help="eager, compiled (default: both)")
-    parser.add_argument("--methods", **_SEVERAL, help="as `vmonarch compare` takes them (default: full vmonarch)")
-    add_recipe_argument(parser, "methods", nargs="+")
-    parser.add_argument("--steps", type=int, default=50, metavar="N", help="of a video (default %(default)s)")
-    parser.add_argument(
-        "--no-guidance", dest="guidance", action="store_false", help="one forward call a step, as few-step models have"
-    )
-    parser.add_argument("--transformer-only", action="store_true", help="no VAE and no text encoder")
-    parser.add_argument(
-        "--compile-backend", default="inductor", metavar="NAME", help="of torch.compile (default %(default)s)"
-    )
-
-
-def _operator_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--methods", **_SEVERAL, help="default: all; an unknown one lists them")
-    parser.add_argument("--cases", default="", metavar="REGEX", help="only cases whose label it is found in")
-
-
-def _train_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="wan2.1-1.3b", metavar="MODEL", help="of configs/models/, or a YAML file")
-    parser.add_argument("--frames", type=int, nargs="+", default=[61, 141], metavar="N", help="of a clip")
-    parser.add_argument("--size", type=int, nargs=2, default=[448, 832], metavar=("HEIGHT", "WIDTH"), help="of a clip")
-    parser.add_argument("--methods", **_SEVERAL, help="as `vmonarch compare` takes them (default: full vmonarch)")
-
-
-def _parallel_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ranks", nargs="+", type=int, metavar="N", help="numbers of processes, 1 among them (default: 1, 2, 4 …)"
-    )
-    parser.add_argument("--cases", nargs="*", metavar="LABEL", help="of attention (default: all; none: no attention)")
-    parser.add_argument("--models", nargs="*", metavar="SETTING", help="of `vmonarch bench e2e` (none: no model)")
-    parser.add_argument("--modes", **_SEVERAL, help="of models: eager, compiled (default: both)")
-
-
-def words(values: Sequence[str]) -> list[str]:
-    """Names separated by blanks or commas."""
-    return [name for value in values for name in value.split(",") if name]
-
-
-def positive(argument: str, value: float) -> Any:
-    """`value`, if it is finite and above 0.
-
-    Raises:
-        InputError: it is not.
-    """
-    from vmonarch.configs import InputError
-
-    if not (math.isfinite(value) and value > 0):
-        raise InputError(argument, f"must be above 0, got {value:g}")
-    return value
-
-
-def head_dims(values: Sequence[str]) -> tuple[int, ...]:
-    """Head dimensions from 1 to 256.
-
-    Raises:
-        InputError: anything else.
-    """
-    from vmonarch.configs import InputError
-    from vmonarch.eval.bench.runner import distinct
-
-    dims = [int(word) if word.isdecimal() else 0 for word in words(values)]
-    if not dims or not all(1 <= dim <= 256 for dim in dims):
-        raise InputError("head_dims", f"must be integers from 1 to 256, got {', '.join(words(values)) or 'none'}")
-    distinct("head_dims", [str(dim) for dim in dims])
-    return tuple(dims)
-
-
-def _kernels(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
-    from vmonarch.eval.bench import kernels
-    from vmonarch.eval.bench.runner import choose, distinct, run_bench, wrong_rows
-
-    quick = arguments.quick
-    chosen: dict[str, Any] = {}
-    if arguments.shapes is not None:
-        shapes = tuple(kernels.Shape.parse(word) for word in words(arguments.shapes))
-        distinct("shapes", [shape.name for shape in shapes])
-        chosen["shapes"] = shapes
-    elif quick:
-        chosen["shapes"] = tuple(kernels.Shape.parse(name) for name in kernels.QUICK_SHAPES)
-    if arguments.methods is not None or quick:
-        names = list(kernels.QUICK_METHODS) if arguments.methods is None else words(arguments.methods)
-        chosen["methods"] = choose("methods", names, {method.name: method for method in kernels.METHODS})
-    if arguments.head_dims is not None:
-        chosen["head_dims"] = head_dims(arguments.head_dims)
-    elif quick:
-        chosen["head_dims"] = (128,)
-    if arguments.passes is not None:
-        chosen["passes"] = choose("passes", words(arguments.passes), {name: name for name in kernels.PASSES})
-    bench = kernels.bench(kernels.Selection(**chosen))
-    results = run_bench(bench, methods=bench.methods, say=say, **_common(arguments))
-    if not arguments.quiet:
-        print(kernels.text_table(results))
-    return wrong_rows(results, bench.ours)
-
-
-def _e2e(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
-    from vmonarch.configs.methods import resolve_method
-    from vmonarch.eval.bench import e2e, e2e_table
-
-    settings = None if arguments.settings is None else words(arguments.settings)
-    config = e2e.E2EConfig(
-        settings=e2e.choose_settings(settings, arguments.model, arguments.quick),
-        methods=tuple(
-            resolve_method(name, argument="methods", recipes=True) for name in arguments.methods or ("full", "vmonarch")
-        ),
-        modes=e2e.MODES if arguments.modes is None else tuple(words(arguments.modes)),
-        steps=positive("steps", arguments.steps),
-        guidance=arguments.guidance,
-        transformer_only=arguments.transformer_only,
-        compile_backend=arguments.compile_backend,
-        say=say,
-        **_common(arguments),
-    )
-    results = e2e.run_bench(config)
-    if not arguments.quiet:
-        print(e2e_table.e2e_table(results))
-    return e2e.wrong_rows(results)
-
-
-def _operator(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
-    from vmonarch.eval.bench import runner
-
-    bench = importlib.import_module(f"vmonarch.eval.bench.{arguments.benchmark}").bench()
-    methods = bench.methods if arguments.methods is None else words(arguments.methods)
-    results = runner.run_bench(bench, methods=methods, cases=arguments.cases, say=say, **_common(arguments))
-    return runner.wrong_rows(results, bench.ours)
-
-
-def _train(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
-    from vmonarch.configs.methods import resolve_method
-    from vmonarch.eval.bench import runner, train
-
-    methods = [resolve_method(name, argument="methods") for name in arguments.methods or train.METHODS]
-    bench = train.bench(arguments.model, arguments.frames, arguments.size, methods)
-    results = runner.run_bench(bench, methods=bench.methods, say=say, **_common(arguments))
-    return runner.wrong_rows(results, bench.ours)
-
-
-def _parallel(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
-    from vmonarch.eval.bench import parallel
-
-    results = parallel.run_bench(
-        ranks=arguments.ranks,
-        cases=arguments.cases,
-        models=arguments.models,
-        modes=parallel.MODES if arguments.modes is None else words(arguments.modes),
-        say=say,
-        **_common(arguments),
-    )
-    if not arguments.quiet:
-        print(parallel.parallel_table(results))
-    return parallel.wrong_rows(results)
-
-
-def _merge(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[str]:
-    from vmonarch.eval.bench.e2e import merge_files
-
-    merge_files(arguments.parts, arguments.output)
-    return []
-
-
-# By name. The module of a single operator is `vmonarch.eval.bench.NAME`, with a function `bench`.
-BENCHES = {
-    "kernels": Benchmark(
-        "attention alone, against exact attention", _kernels_arguments, _kernels, 15, 540.0, (7, 120.0)
-    ),
-    "e2e": Benchmark("denoising steps, and seconds per video", _e2e_arguments, _e2e, 5, 540.0, (2, 180.0)),
-    "train": Benchmark("training steps, and their memory", _train_arguments, _train, 5, 300.0),
-    "parallel": Benchmark("attention and models on several GPUs", _parallel_arguments, _parallel, 5, 540.0),
-    "bias": Benchmark("attention with a low-rank bias", _operator_arguments, _operator, 9, 450.0),
-    "based": Benchmark("linear and window attention", _operator_arguments, _operator, 9, 280.0),
-    "norm": Benchmark("RMS norm and rotary embedding", _operator_arguments, _operator, 9, 240.0),
-    "families": Benchmark("transformers beyond Wan", _operator_arguments, _operator, 5, 540.0),
-    "sequence": Benchmark("text in the sequence of the video", _operator_arguments, _operator, 7, 240.0),
+# What every benchmark times, for the help; rounds and seconds if nothing else is asked for, and with --quick.
+BENCHES: dict[str, tuple[str, tuple[int, float], tuple[int, float] | None]] = {
+    "kernels": ("attention alone, against exact attention", (15, 540.0), (7, 120.0)),
+    "e2e": ("denoising steps, and seconds per video", (5, 540.0), (2, 180.0)),
+    "train": ("training steps, and their memory", (5, 300.0), None),
+    "parallel": ("attention and models on several GPUs, by heads", (5, 540.0), None),
+    "bias": ("attention with a low-rank bias", (9, 450.0), None),
+    "based": ("linear and window attention", (9, 280.0), None),
+    "norm": ("RMS norm and rotary embedding", (9, 240.0), None),
+    "families": ("transformers beyond Wan", (5, 540.0), None),
+    "sequence": ("text in the sequence of the video", (7, 240.0), None),
 }
+
+
+class Words(argparse.Action):
+    """Names separated by blanks or commas."""
+
+    def __call__(self, parser: Any, arguments: Any, values: Any, option: str | None = None) -> None:
+        setattr(arguments, self.dest, [name for value in values for name in value.split(",") if name])
+
+
+def above_0(kind: type) -> Callable[[str], Any]:
+    """What reads a finite number of this kind above 0."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not (math.isfinite(value) and value > 0):
+            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        return value
+
+    read.__name__ = kind.__name__
+    return read
+
+
+_SEVERAL: dict[str, Any] = {"nargs": "+", "metavar": "NAME", "action": Words}
+_METHODS = {"nargs": "+", "metavar": "NAME", "help": "as `vmonarch compare` takes them (default: full vmonarch)"}
+# Options of each: (name, what argparse is told).
+_OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "kernels": [
+        ("--shapes", {**_SEVERAL, "help": "frames x height x width of the latent, such as 43x28x52, or 24x44x80:40 for"
+         " 40 heads in place of 12 (default: those of the docs)"}),
+        ("--head-dims", {**_SEVERAL, "help": "default: 128 64"}),
+        ("--passes", {**_SEVERAL, "help": "forward, backward (forward and backward together); default: both"}),
+        ("--methods", {**_SEVERAL, "help": "such as cudnn (default: all); an unknown one lists them"}),
+    ],
+    "e2e": [
+        ("--settings", {**_SEVERAL, "help": "such as 1.3b-61x448x832 (default: the paper's five); see --model"}),
+        ("--model", {"metavar": "MODEL", "help": "in place of the settings' own, which then may be sizes such as"
+         " 61x448x832: of configs/models/ or a YAML file (random weights), a folder of a Wan pipeline, or a hub id"}),
+        ("--modes", {**_SEVERAL, "help": "eager, compiled (default: both)"}),
+        ("--methods", _METHODS),
+        ("--steps", {"type": above_0(int), "metavar": "N", "help": "of a video (default 50)"}),
+        ("--no-guidance", {"dest": "guidance", "action": "store_false",
+         "help": "one forward call a step, as few-step models have"}),
+        ("--transformer-only", {"action": "store_true", "help": "no VAE and no text encoder"}),
+        ("--compile-backend", {"metavar": "NAME", "help": "of torch.compile (default inductor)"}),
+    ],
+    "train": [
+        ("--model", {"metavar": "MODEL", "help": "of configs/models/, or a YAML file (default wan2.1-1.3b)"}),
+        ("--frames", {"type": int, "nargs": "+", "metavar": "N", "help": "of a clip (default 61 141)"}),
+        ("--size", {"type": int, "nargs": 2, "metavar": ("HEIGHT", "WIDTH"), "help": "of a clip (default 448 832)"}),
+        ("--methods", _METHODS),
+    ],
+    "parallel": [
+        ("--ranks", {"nargs": "+", "type": int, "metavar": "N",
+         "help": "numbers of processes, 1 among them (default: 1, 2, 4 …)"}),
+        ("--cases", {"nargs": "*", "metavar": "LABEL", "help": "of attention (default: all; none: no attention)"}),
+        ("--models", {"nargs": "*", "metavar": "SETTING", "help": "of `vmonarch bench e2e` (none: no model)"}),
+        ("--modes", {**_SEVERAL, "help": "of models: eager, compiled (default: both)"}),
+    ],
+}  # fmt: skip
+# Those of a single operator.
+_OPERATOR: list[tuple[str, dict[str, Any]]] = [
+    ("--methods", {**_SEVERAL, "help": "default: all; an unknown one lists them"}),
+    ("--cases", {"metavar": "REGEX", "help": "only cases whose label it is found in"}),
+]
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the benchmarks and their arguments."""
     parser.epilog = _EPILOG
     commands = parser.add_commands("benchmark")
-    for name, bench in BENCHES.items():
-        of = commands.add_parser(name, help=bench.line, description=f"Time {bench.line}.")
-        bench.add_arguments(of)
-        quick = f", quick {bench.quick[0]}" if bench.quick else ""
-        of.add_argument(
-            "--rounds", type=int, metavar="N", help=f"measurements of each method (default {bench.rounds}{quick})"
-        )
-        quick = f", quick {bench.quick[1]:g}" if bench.quick else ""
-        of.add_argument(
-            "--budget", type=float, metavar="SECONDS", help=f"begin nothing after it (default {bench.budget:g}{quick})"
-        )
-        if bench.quick:
-            of.add_argument("--quick", action="store_true", help="the main cases and methods only")
-        of.add_argument(
-            "--device", default="cuda", metavar="DEVICE", help="cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"
-        )
+    for name, (line, (rounds, budget), quick) in BENCHES.items():
+        of = commands.add_parser(name, help=line, description=f"Time {line}.")
+        options = [of.add_argument(option, **told).dest for option, told in _OPTIONS.get(name, _OPERATOR)]
+        if name == "e2e":
+            add_recipe_argument(of, "methods", nargs="+")
+        fast = ("", "") if quick is None else tuple(f", quick {value:g}" for value in quick)
+        counted = f"measurements of each method (default {rounds}{fast[0]})"
+        of.add_argument("--rounds", type=above_0(int), metavar="N", help=counted)
+        until = f"begin nothing after it (default {budget:g}{fast[1]})"
+        of.add_argument("--budget", type=above_0(float), metavar="SECONDS", help=until)
+        if quick:
+            options.append(of.add_argument("--quick", action="store_true", help="the main cases and methods only").dest)
+        where = "cuda (default), cuda:N; cpu with TRITON_INTERPRET=1"
+        of.add_argument("--device", default="cuda", metavar="DEVICE", help=where)
+        of.set_defaults(options=options)
     merging = commands.add_parser("merge", help="put the JSON of several runs of `vmonarch bench e2e` together")
     merging.add_argument("parts", nargs="+", type=Path, metavar="FILE", help="JSON of `vmonarch bench e2e`")
     for name, of in parser.commands.items():
@@ -278,40 +131,56 @@ def add_arguments(parser: Parser) -> None:
         of.add_argument("--quiet", action="store_true", help="no progress; print the path only")
 
 
-def _common(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What all benchmarks take: output, rounds, budget, device and the command as documents show it."""
-    from vmonarch.pipelines.environment import shown_command
+def teller(quiet: bool) -> Callable[[str], None]:
+    """What prints progress with the seconds since the beginning."""
+    started = time.monotonic()
 
-    bench = BENCHES[arguments.benchmark]
-    quick = bench.quick is not None and arguments.quick
-    rounds, budget = bench.quick if quick and bench.quick else (bench.rounds, bench.budget)
-    return {
-        "output": arguments.output,
-        "rounds": positive("rounds", rounds if arguments.rounds is None else arguments.rounds),
-        "budget": positive("budget", budget if arguments.budget is None else arguments.budget),
-        "device": arguments.device,
-        "command": shown_command(("vmonarch",), arguments.words),
-    }
+    def say(text: str) -> None:
+        if not quiet:
+            print(f"[{time.monotonic() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    return say
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, write the JSON, print the table.
+    """Measure, write the JSON, print its tables.
 
     Raises:
         InputError: an argument cannot be used.
         WrongResultError: a result is wrong, or one of VMonarch is missing.
     """
     from vmonarch.eval.bench.gate import WrongResultError
+    from vmonarch.eval.bench.runner import run_bench
+    from vmonarch.eval.render.table import aligned
+    from vmonarch.pipelines.environment import shown_command
 
-    if arguments.output is None:
-        arguments.output = Path(f"outputs/bench/{arguments.benchmark}.json")
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        if not arguments.quiet:
-            print(f"[{time.monotonic() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-    wrong = (_merge if arguments.benchmark == "merge" else BENCHES[arguments.benchmark].run)(arguments, say)
-    print(arguments.output)
-    if wrong:
+    name = arguments.benchmark
+    output = arguments.output or Path(f"outputs/bench/{name}.json")
+    module = importlib.import_module(f"vmonarch.eval.bench.{'e2e' if name == 'merge' else name}")
+    if name == "merge":
+        module.merge_files(arguments.parts, output)
+        print(output)
+        return
+    given = {option: getattr(arguments, option) for option in arguments.options}
+    given = {option: value for option, value in given.items() if value is not None}
+    _, usual, quick = BENCHES[name]
+    rounds, budget = quick if quick is not None and arguments.quick else usual
+    # Methods and cases of a single operator are chosen by the runner.
+    bench = module.bench(**given) if name in _OPTIONS else module.bench()
+    results = getattr(module, "measure", run_bench)(
+        bench,
+        output=output,
+        rounds=arguments.rounds or rounds,
+        budget=arguments.budget or budget,
+        device=arguments.device,
+        command=shown_command(("vmonarch",), arguments.words),
+        say=teller(arguments.quiet),
+        **({} if name in _OPTIONS else given),
+    )
+    if not arguments.quiet:
+        for table in results["tables"]:
+            print(f"{aligned(table['header'], table['rows'])}\n")
+        print(results["caption"])
+    print(output)
+    if wrong := results["wrong"]:
         raise WrongResultError(f"{len(wrong)} results are wrong or missing: {'; '.join(wrong)}")

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from vmonarch.cli.parser import add_options
 from vmonarch.cli.sampling import add_sampling_arguments, hide_loading_bars, sampling_config, sampling_layers
+from vmonarch.configs import InputError, build
+from vmonarch.eval.calibrate.settings import Budget, CalibrateConfig
 
+if TYPE_CHECKING:
+    from vmonarch.plan import AttentionPlan
+
+_BUDGET = ("budget", "flops", "time", "measure", "limit")
 _EPILOG = """\
 examples:
   vmonarch calibrate "a red circle moving right over a dark background"
@@ -20,39 +29,12 @@ Without --budget, --flops and --time the plan does as much work as VMonarch with
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch calibrate`."""
     add_sampling_arguments(parser, group="calibrate")
-    parser.add_argument("--candidates", nargs="+", metavar="METHOD", help="what a head may get besides full attention")
-    parser.add_argument("--every", type=int, metavar="N", help="record every N steps (default: about ten of them)")
-    parser.add_argument("--maps", nargs="+", metavar="LAYER:HEAD", help="attention maps to keep")
-    parser.add_argument("--budget", type=float, metavar="ERROR", help="the most that a head may lose, of --measure")
-    parser.add_argument("--flops", type=float, metavar="TIMES", help="work of all heads, relative to default VMonarch")
-    parser.add_argument("--time", type=float, metavar="TIMES", help="the same of their time, as measured on this GPU")
-    parser.add_argument("--measure", metavar="WHAT", help="error, layer_error, output_error or kl")
-    parser.add_argument(
-        "--limit",
-        metavar="WHAT=SHARE",
-        help="with --flops or --time: also keep another measure to that share of default VMonarch's, such as kl=0.5",
-    )
-    parser.add_argument(
-        "--no-sensitivity",
-        dest="sensitivity",
-        action="store_const",
-        const=False,
-        help="leave out what errors change in the model's output, which takes gradients and up to eight calls",
-    )
-    parser.add_argument(
-        "--refine",
-        type=int,
-        metavar="N",
-        help="measure N plans in place, each made from what the ones before it showed, and keep the best",
-    )
-    parser.add_argument(
-        "--diagnosis",
-        metavar="FILE",
-        help="make another plan from this one, of all its candidates or of --candidates; nothing is sampled",
-    )
-    parser.add_argument(
-        "--plan", metavar="FILE", help="where the plan goes with --diagnosis (default: plan.json beside)"
-    )
+    add_options(parser, CalibrateConfig, "candidates", "every", "maps", "sensitivity", "refine")
+    add_options(parser, CalibrateConfig, *_BUDGET)
+    about = "make another plan from this one, of all its candidates or of --candidates; nothing is sampled"
+    parser.add_argument("--diagnosis", metavar="FILE", help=about)
+    about = "where the plan goes with --diagnosis (default: plan.json beside)"
+    parser.add_argument("--plan", metavar="FILE", help=about)
     parser.epilog = _EPILOG
 
 
@@ -62,44 +44,46 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError: see `vmonarch.eval.calibrate.run.calibrate`.
     """
-    from pathlib import Path
-
-    from vmonarch.configs import InputError
-    from vmonarch.eval.calibrate.run import Budget, CalibrateConfig, calibrate, read_diagnosis, warn_if_full
+    from vmonarch.eval.calibrate.run import calibrate
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()
     if arguments.diagnosis is not None:
-        for name in ("prompts", "refine"):
-            if getattr(arguments, name):
-                raise InputError(name, "must not be given with --diagnosis, which runs no model")
-        budget = Budget(arguments.budget, arguments.flops, arguments.time, arguments.measure, arguments.limit)
-        plan = budget.plan(read_diagnosis(arguments.diagnosis, arguments.candidates))
-        path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json")).expanduser()
-        if path.exists() and not arguments.overwrite:
-            raise InputError("plan", f"{str(path)!r} exists; give another --plan, or --overwrite")
-        plan.save(path)
-        warn_if_full(plan)
-        _tell(plan, quiet=arguments.quiet)
-        print(path)
+        _plan_again(arguments)
         return
     if arguments.plan is not None:
         raise InputError("plan", "is for --diagnosis; otherwise the plan lies in the output folder")
-    layers = sampling_layers(CalibrateConfig, arguments, "candidates")
-    config = sampling_config(CalibrateConfig, layers, "--prompt-file")
+    config = sampling_config(
+        CalibrateConfig, sampling_layers(CalibrateConfig, arguments, "candidates"), "--prompt-file"
+    )
     hide_loading_bars()
     made = calibrate(config, progress=not arguments.quiet)
-    _tell(made.plan, quiet=arguments.quiet)
+    if not arguments.quiet:
+        _tell(made.plan)
     for name in ("report.html", "diagnosis.json", "plan.json"):
         print(made.folder / name)
 
 
-def _tell(plan: object, *, quiet: bool) -> None:
-    from vmonarch.plan import AttentionPlan
+def _plan_again(arguments: argparse.Namespace) -> None:
+    """Make another plan of a diagnosis."""
+    from vmonarch.eval.calibrate.run import read_diagnosis, warn_if_full
 
-    assert isinstance(plan, AttentionPlan)
-    if quiet:
-        return
+    for name in ("prompts", "refine"):
+        if getattr(arguments, name):
+            raise InputError(name, "must not be given with --diagnosis, which runs no model")
+    budget = build(Budget, {name: getattr(arguments, name) for name in _BUDGET})
+    plan = budget.plan(read_diagnosis(arguments.diagnosis, arguments.candidates))
+    path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json")).expanduser()
+    if path.exists() and not arguments.overwrite:
+        raise InputError("plan", f"{str(path)!r} exists; give another --plan, or --overwrite")
+    plan.save(path)
+    warn_if_full(plan)
+    if not arguments.quiet:
+        _tell(plan)
+    print(path)
+
+
+def _tell(plan: AttentionPlan) -> None:
     predicted = plan.about["predicted"]
     heads = ", ".join(f"{count} × {name}" for name, count in plan.about["heads"].items())
     print(f"heads: {heads}")

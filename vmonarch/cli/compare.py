@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from vmonarch.cli.parser import add_options
 from vmonarch.cli.sampling import (
     add_method_arguments,
     add_sampling_arguments,
@@ -11,6 +12,7 @@ from vmonarch.cli.sampling import (
     sampling_config,
     sampling_layers,
 )
+from vmonarch.eval.settings import CompareConfig
 
 _EPILOG = """\
 examples:
@@ -27,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch compare`."""
     add_sampling_arguments(parser, group="compare")
     add_method_arguments(parser)
-    parser.add_argument("--save-videos", action="store_true", default=None, help="also write each method's own mp4")
-    parser.add_argument("--strip-frames", type=int, metavar="N", help="columns of the PNG strips (default 6)")
+    add_options(parser, CompareConfig, "strip_frames", "lpips")
+    parser.add_argument("--save-videos", action="store_true", default=None, help=argparse.SUPPRESS)
     parser.epilog = _EPILOG
 
 
@@ -38,18 +40,17 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError, GenerationError: see `vmonarch.eval.compare.compare`.
     """
-    from vmonarch.eval.compare import CompareConfig, compare
+    from vmonarch.eval.compare import compare
+    from vmonarch.pipelines.environment import shown_command
     from vmonarch.pipelines.processes import check_alone
 
     check_alone()
-    layers = sampling_layers(CompareConfig, arguments, "methods")
-    config = sampling_config(CompareConfig, layers, "--prompt-file")
+    config = sampling_config(CompareConfig, sampling_layers(CompareConfig, arguments, "methods"), "--prompt-file")
     hide_loading_bars()
-    comparison = compare(config, progress=not arguments.quiet)
+    comparison = compare(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
     if not arguments.quiet:
         print(comparison.table())
         print("PSNR and SSIM against the reference, on float frames before mp4 encoding; means over all videos")
-        for video in comparison.record["videos"]:
-            print(comparison.folder / video["files"]["side_by_side"])
-            print(comparison.folder / video["files"]["strips"])
-    print(comparison.folder / "comparison.json")
+        print(*sorted(comparison.folder.glob("0*-*")), sep="\n")
+    print(comparison.folder / "evaluation.json")
+    print(comparison.folder / "report.html")

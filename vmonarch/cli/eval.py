@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from vmonarch.cli.parser import add_options
 from vmonarch.cli.sampling import (
     add_method_arguments,
     add_sampling_arguments,
@@ -11,6 +12,7 @@ from vmonarch.cli.sampling import (
     sampling_config,
     sampling_layers,
 )
+from vmonarch.eval.settings import EvalConfig
 
 _EPILOG = """\
 examples:
@@ -19,8 +21,8 @@ examples:
   vmonarch eval --prompt-file prompts.txt --config exact --model /path/to/a/wan/pipeline --output-dir outputs/exact
   accelerate launch --num_processes 8 -m vmonarch eval --config table2
 
-The folder gets evaluation.json and report.html, a single file with tables, plots and videos. The same command goes on
-where it was stopped; several processes share the prompts and seeds out.
+The folder gets evaluation.json, table.md and report.html, a single file with tables, plots and videos. The same command
+goes on where it was stopped; several processes share the prompts and seeds out.
 """
 
 
@@ -28,18 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch eval`."""
     add_sampling_arguments(parser, group="eval", overwrite=False)
     add_method_arguments(parser)
-    parser.add_argument(
-        "--baseline", metavar="METHOD", help="what paired differences are taken to (default vmonarch, if it is there)"
-    )
-    parser.add_argument("--prompt-set", metavar="NAME", help="where no prompt is given: embedded, 64 held-out prompts")
-    parser.add_argument("--num-prompts", type=int, metavar="N", help="only the first N prompts")
-    parser.add_argument(
-        "--lpips", action="store_true", default=None, help="also LPIPS; needs torchvision and AlexNet's weights"
-    )
-    parser.add_argument("--vbench", nargs="+", metavar="DIMENSION", help="also these scores of VBench")
-    parser.add_argument(
-        "--report-items", type=int, metavar="N", help="items with videos in the report (default 12); the rest is listed"
-    )
+    add_options(parser, EvalConfig, "baseline", "prompt_set", "num_prompts", "lpips", "vbench", "report_items")
     parser.epilog = _EPILOG
 
 
@@ -49,14 +40,13 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, ModelError, GenerationError: see `vmonarch.eval.evaluate.evaluate`.
     """
-    from vmonarch.eval.evaluate import EvalConfig, evaluate
+    from vmonarch.eval.evaluate import evaluate
     from vmonarch.pipelines.environment import shown_command
 
     layers = sampling_layers(EvalConfig, arguments, "methods", "vbench")
     config = sampling_config(EvalConfig, layers, "--prompt-file", "--prompt-set")
     hide_loading_bars()
-    command = shown_command(("vmonarch",), arguments.words)
-    evaluation = evaluate(config, progress=not arguments.quiet, command=command)
+    evaluation = evaluate(config, progress=not arguments.quiet, command=shown_command(("vmonarch",), arguments.words))
     if evaluation.record is None:
         print(f"{evaluation.missing} items are missing; the call that finds all of them there writes the report")
         return

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from vmonarch.cli.bench import head_dims, positive, words
+from vmonarch.cli.bench import Words, above_0, teller
 
 _EPILOG = """\
 examples:
@@ -14,13 +14,13 @@ examples:
   vmonarch tune --kernels r_step r_step_last --head-dims 128 --budget 120
   vmonarch tune --output my-chip.json                    a table of its own, to look at first
 
-Options that do not compile, spill much or change a result are rejected. Entries of other kernels in the table stay.
+Options that do not compile or change a result are rejected. Entries of other kernels in the table stay.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch tune`."""
-    several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
+    several: dict[str, Any] = {"nargs": "+", "metavar": "NAME", "action": Words}
     parser.add_argument(
         "--kernels", **several, help="such as r_step l_output (default: all; an unknown one lists them)"
     )
@@ -28,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16, float32")
     parser.add_argument("--shapes", **several, help="latent grids to time on in place of those that stand for all")
     parser.add_argument(
-        "--budget", type=float, default=480.0, metavar="SECONDS", help="begin no kernel after this time (default 480)"
+        "--budget",
+        type=above_0(float),
+        default=480.0,
+        metavar="SECONDS",
+        help="begin no kernel after this time (default 480)",
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="table to write or extend (default: the chip's, in the package)"
@@ -46,33 +50,14 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: an argument cannot be used.
     """
-    from vmonarch.configs import InputError
-    from vmonarch.eval.bench import tune
-    from vmonarch.eval.bench.kernels import Shape
-    from vmonarch.eval.bench.runner import choose
+    from vmonarch.eval.bench.tune import run_tune
+    from vmonarch.eval.render.table import aligned
 
-    chosen: dict[str, Any] = {}
-    if arguments.kernels is not None:
-        chosen["kernels"] = choose("kernels", words(arguments.kernels), {name: name for name in tune.SWEEPS})
-    if arguments.head_dims is not None:
-        chosen["head_dims"] = head_dims(arguments.head_dims)
-    if arguments.shapes is not None:
-        chosen["shapes"] = tuple(Shape.parse(word) for word in words(arguments.shapes))
-    if arguments.dtype not in tune.DTYPES:
-        raise InputError("dtype", f"must be of {', '.join(tune.DTYPES)}; got {arguments.dtype!r}")
-    if arguments.device == "cpu" and arguments.dtype == "bfloat16":
-        raise InputError("dtype", "bfloat16 does not work in the interpreter; supported there: float16, float32")
-    if arguments.device == "cpu" and arguments.output is None:
-        raise InputError("output", "is needed with --device cpu: the interpreter has nothing to tune")
-    config = tune.TuneConfig(
-        output=arguments.output,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        budget=positive("budget", arguments.budget),
-        progress=not arguments.quiet,
-        **chosen,
-    )
-    result = tune.run_tune(config)
+    names = ("kernels", "head_dims", "shapes", "dtype", "budget", "output", "device")
+    given = {name: getattr(arguments, name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    results = run_tune(**given, say=teller(arguments.quiet))
     if not arguments.quiet:
-        print(tune.text_table(result))
-    print(result["table"])
+        (table,) = results["tables"]
+        print(aligned(table["header"], table["rows"]))
+    print(results["table"])

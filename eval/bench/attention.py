@@ -1,0 +1,74 @@
+"""The parts that all benchmarks of attention share: random inputs, and a way that is checked on a few heads.
+
+Shapes: tensors are [B, S, H, D]; B batch, S tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vmonarch.eval.bench.gate import NAMES
+from vmonarch.eval.bench.runner import Way, bytes_of, with_gradients
+from vmonarch.kernels.flash_bias.reference import flash_bias_attention_reference
+
+PASSES = {False: "forward", True: "forward+backward"}
+
+
+def randn(
+    seed: int, device: torch.device, dtype: torch.dtype, *sizes: Sequence[int], learn: bool = False
+) -> list[torch.Tensor]:
+    """Standard normal tensors of these sizes, the same on every run; with `learn` they have gradients."""
+    generator = torch.Generator(device).manual_seed(seed)
+    made = (torch.randn(*size, generator=generator, device=device) for size in sizes)
+    return [x.to(dtype).requires_grad_(learn) for x in made]
+
+
+def exact(*tensors: torch.Tensor, causal: bool = False) -> torch.Tensor:
+    """Exact attention in plain torch, with every score computed: that with a bias of rank 0."""
+    scale, none = tensors[0].shape[-1] ** -0.5, [x.new_empty(1, x.shape[1], 1, 0) for x in tensors[:2]]
+    return flash_bias_attention_reference(*tensors, *none, scale=scale, causal=causal, key_mask=None)[0]
+
+
+def attention_way(
+    attend: Callable[..., torch.Tensor],
+    reference: Callable[..., torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    grad: torch.Tensor | None,
+    *,
+    leaves: Sequence[torch.Tensor] | None = None,
+    names: Sequence[str] = NAMES,
+    inputs: Sequence[torch.Tensor] | None = None,
+    **work: Any,
+) -> Way:
+    """`attend` of the tensors, compared with `reference` of float32 copies of some of their heads, all rows.
+
+    These are the first and the last head, in training the first; or all, where heads share one of the tensors.
+
+    Args:
+        grad: gradient of the output, of which it may be a part; None if nothing is trained.
+        leaves: whose gradients are computed; those without a name are not compared.
+        inputs: what must exist before the call. Both are the tensors if None. work: of the way.
+    """
+    heads = tensors[0].shape[2]
+    checked = [0] if grad is not None else sorted({0, heads - 1})
+    if any(x.shape[2] != heads for x in tensors):
+        checked = list(range(heads))
+
+    def of_checked(x: torch.Tensor) -> torch.Tensor:
+        return x if x.shape[2] == 1 else x[:, :, checked]
+
+    def expected() -> dict[str, torch.Tensor]:
+        copies = [of_checked(x).detach().float().requires_grad_(grad is not None) for x in tensors]
+        of_output = None if grad is None else of_checked(grad).float()
+        return dict(zip(names, with_gradients(lambda: reference(*copies), copies, of_output)(), strict=False))
+
+    return Way(
+        run=with_gradients(lambda: attend(*tensors), tensors if leaves is None else leaves, grad),
+        found=lambda results: {name: of_checked(x) for name, x in zip(names, results, strict=False)},
+        expected=expected,
+        input_bytes=bytes_of([*(tensors if inputs is None else inputs), grad]),
+        **work,
+    )

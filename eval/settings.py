@@ -1,0 +1,142 @@
+"""What evaluations and comparisons are made of: typed settings, which the command line, YAML files and callers give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vmonarch.configs import InputError, suggest
+from vmonarch.configs.methods import AttentionMethod, resolve_method
+from vmonarch.pipelines.config import SamplingConfig
+
+PROMPT_SETS = ("embedded",)
+
+
+def resolved(specs: Sequence[Any], argument: str, *, recipes: bool = True) -> tuple[AttentionMethod, ...]:
+    """The methods of an argument, which must differ.
+
+    Raises:
+        InputError: a method is unknown or there twice.
+    """
+    methods = [
+        spec if isinstance(spec, AttentionMethod) else resolve_method(spec, argument=argument, recipes=recipes)
+        for spec in specs
+    ]
+    labels = [method.label for method in methods]
+    if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+        raise InputError(argument, f"must differ; repeated: {', '.join(repeated)}")
+    return tuple(methods)
+
+
+def check_least(config: Any, **least: int) -> None:
+    """Raise InputError for a field that is below its least value; None is not."""
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise InputError(name, f"must be at least {bound}, got {value}")
+
+
+@dataclass(frozen=True)
+class MethodsConfig(SamplingConfig):
+    """`SamplingConfig`, plus the methods that sample.
+
+    Args:
+        methods: as `GenerateConfig.attention` takes them; the reference is added in front when it is missing.
+        reference: the method that the others are measured against.
+    """
+
+    methods: tuple[Any, ...] = ("full", "vmonarch")
+    reference: Any = "full"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        (reference,) = resolved([self.reference], "reference")
+        others = [method for method in resolved(self.methods, "methods") if method.label != reference.label]
+        object.__setattr__(self, "reference", reference)
+        object.__setattr__(self, "methods", (reference, *others))
+
+    @property
+    def attention_methods(self) -> Mapping[str, Sequence[AttentionMethod]]:
+        """As in `SamplingConfig`."""
+        return {"reference": self.methods[:1], "methods": self.methods[1:]}
+
+    @property
+    def labels(self) -> list[str]:
+        """What the methods are called, the reference first."""
+        return [method.label for method in self.methods]
+
+
+@dataclass(frozen=True)
+class EvalConfig(MethodsConfig):
+    """`MethodsConfig`, plus what to measure and what the report shows.
+
+    Args:
+        prompt_set: where no prompt is given: embedded, the embedded model's 64 held-out prompts.
+        num_prompts: only the first N prompts.
+        baseline: the method, by its label, that paired differences are taken to (default: vmonarch if it is there, else
+            the first after the reference).
+        lpips: also LPIPS; needs torchvision and AlexNet's weights.
+        vbench: also these scores of VBench, by dimension.
+        vbench_timeout: seconds that VBench may take for one dimension of one method.
+        report_items: items with videos in the report (default 12); the rest is listed.
+        report_megabytes: and no more videos than that.
+    """
+
+    output_dir: str = "outputs/eval"
+    prompt_set: str | None = None
+    num_prompts: int | None = None
+    baseline: str | None = None
+    lpips: bool = False
+    vbench: tuple[str, ...] = field(default=(), metadata={"option": {"metavar": "DIMENSION"}})
+    vbench_timeout: float = 3600.0
+    report_items: int = 12
+    report_megabytes: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, num_prompts=1, report_items=0, report_megabytes=0)
+        if self.prompt_set not in (None, *PROMPT_SETS):
+            raise InputError("prompt_set", f"must be one of {', '.join(PROMPT_SETS)}, got {self.prompt_set!r}")
+        if not self.vbench_timeout > 0:
+            raise InputError("vbench_timeout", f"must be above 0 seconds, got {self.vbench_timeout}")
+        if self.baseline is not None and self.baseline not in self.labels:
+            hint = suggest(self.baseline, self.labels)
+            raise InputError("baseline", f"must be one of {', '.join(self.labels)}, got {self.baseline!r}{hint}")
+        prompts = self.prompts
+        if not prompts and self.prompt_set is not None:
+            from vmonarch.finetune.embedded.data import held_out_prompts
+
+            prompts = tuple(item.prompt for item in held_out_prompts())
+        if repeated := sorted({prompt for prompt in prompts if prompts.count(prompt) > 1}):
+            raise InputError("prompts", f"must differ, or an item is there twice; repeated: {repeated}")
+        if prompts and self.num_prompts is not None and self.num_prompts > len(prompts):
+            raise InputError("num_prompts", f"must be at most {len(prompts)}, as there are, got {self.num_prompts}")
+        object.__setattr__(self, "prompts", prompts[: self.num_prompts])
+
+    @property
+    def chosen_baseline(self) -> str:
+        """Label of the method that the others are compared with; the reference where there is no other."""
+        if self.baseline is not None:
+            return self.baseline
+        return "vmonarch" if "vmonarch" in self.labels else self.labels[min(1, len(self.labels) - 1)]
+
+
+@dataclass(frozen=True)
+class CompareConfig(EvalConfig):
+    """`EvalConfig`, plus the pictures. Every call has a new folder in `output_dir`.
+
+    Args:
+        strip_frames: columns of the PNG strips (default 6).
+        save_videos: True; every method's video is kept in its item's folder, whether this is asked for or not.
+    """
+
+    output_dir: str = "outputs/compare"
+    strip_frames: int = 6
+    save_videos: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, strip_frames=1)
+        if not self.save_videos:
+            raise InputError("save_videos", "must be true: the methods' videos are what is measured; leave it out")

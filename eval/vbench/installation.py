@@ -1,0 +1,174 @@
+"""The environment in which VBench runs, whose pins (numpy below 2, an old torch) do not go with ours, and its weights.
+
+The package downloads by itself where a file of weights is missing, but takes an interrupted download for a whole file,
+and keeps some under names that it does not look for. Here it only ever runs with every file in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from shutil import copyfileobj
+from typing import Any
+
+from vmonarch.configs import InputError, file_sha256
+from vmonarch.files import AtomicFiles, write_json
+
+VERSION = "0.1.5"
+# Every package that the dimensions import, pinned; without what vbench's other dimensions need.
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+# The files that each dimension loads: where the package looks for them below the folder of weights, where they are
+# from, their name in a zip archive, and the SHA-256 that their authors publish.
+WEIGHTS: list[dict[str, str]] = json.loads(Path(__file__).with_name("weights.json").read_text(encoding="utf-8"))
+# Imports what loads no weights, and tells the versions in its last line.
+_VERSIONS = """
+import importlib.metadata, json, platform, vbench.temporal_flickering
+found = {package.name.lower(): package.version for package in importlib.metadata.distributions()}
+print(json.dumps({"python": platform.python_version(), **found}))
+"""
+
+
+class VBenchError(RuntimeError):
+    """VBench could not be installed, misses its weights, failed, or gave no usable scores."""
+
+
+def default_folder() -> Path:
+    """The environment's folder unless one is given: below `$XDG_CACHE_HOME/vmonarch` or `~/.cache/vmonarch`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vmonarch" / f"vbench-{VERSION}"
+
+
+def default_weights() -> Path:
+    """The folder of weights unless one is given, the package's own: `$VBENCH_CACHE_DIR` or `~/.cache/vbench`."""
+    return Path(os.environ.get("VBENCH_CACHE_DIR") or Path.home() / ".cache" / "vbench")
+
+
+def install(folder: Path | None = None, *, python: str | None = None, requirements: Path = REQUIREMENTS) -> Path:
+    """The folder of the environment, which is made if it is not there, and then is whole: `vbench` imports.
+
+    Args:
+        folder: of the environment; default: `default_folder()`.
+        python: interpreter that it is made with, of a version for which the requirements have packages (3.10 to 3.12
+            for those shipped); default: the one that runs this.
+        requirements: file of pinned packages, installed without their dependencies.
+
+    Raises:
+        InputError: `folder` holds something else, there is no such file or interpreter.
+        VBenchError: pip failed, or `vbench` of VERSION does not import; tells pip's line.
+    """
+    folder = (folder or default_folder()).absolute()
+    if not requirements.is_file():
+        raise InputError("requirements", f"must be a file of pinned packages, got {str(requirements)!r}")
+    wanted = file_sha256(requirements)
+    if folder.exists():
+        if manifest(folder)["requirements_sha256"] != wanted:
+            raise InputError("folder", f"{folder} holds an environment of other requirements; give another folder")
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        made = Path(temporary) / "environment"
+        inside = [str(made / "bin" / "python"), "-I"]
+        pip = [*inside, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        try:
+            run([python or sys.executable, "-m", "venv", str(made)])
+            run([*pip, "install", "--no-deps", "--requirement", str(requirements)])
+            versions = json.loads(run([*inside, "-c", _VERSIONS]).splitlines()[-1])
+        except (FileNotFoundError, PermissionError) as error:
+            raise InputError("python", f"must be a Python interpreter, got {python!r}") from error
+        if versions["vbench"] != VERSION:
+            raise VBenchError(f"{requirements} must pin vbench=={VERSION}, not {versions['vbench']}")
+        write_json(made / "environment.json", {"versions": versions, "requirements_sha256": wanted})
+        os.rename(made, folder)
+    return folder
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """`versions` of Python and of every package in an environment, and the `requirements_sha256` that it was made of.
+
+    Raises:
+        InputError: `install` made no environment in the folder.
+    """
+    try:
+        found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        return {key: found[key] for key in ("versions", "requirements_sha256")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        made = "`vmonarch vbench install` makes one there" if not folder.exists() else "give another folder"
+        raise InputError("environment", f"{folder} holds no environment of VBench; {made}") from error
+
+
+def run(command: Sequence[str], *, timeout: float | None = None, variables: Mapping[str, str] | None = None) -> str:
+    """What a command writes, which runs in a process group of its own that ends with it or with us.
+
+    Args:
+        timeout: seconds after which the group is killed.
+        variables: of the environment, added to ours.
+
+    Raises:
+        VBenchError: it failed or ran into the time-out; tells the lines that pip marks as errors, or the last ones.
+        OSError: it cannot be started.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        environment = {**os.environ, **(variables or {})}
+        process = subprocess.Popen(command, env=environment, process_group=0, **settings)
+        try:
+            code = process.wait(timeout)
+            reason = f"failed (exit code {code})" if code else ""
+        except subprocess.TimeoutExpired:
+            reason = f"did not end within {timeout:g} s and was killed"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        # Progress bars rewrite their line with carriage returns.
+        lines = [line for line in output.read().replace("\r", "\n").splitlines() if line.strip()]
+    if reason:
+        raise VBenchError("\n".join([reason, *([line for line in lines if line.startswith("ERROR")] or lines[-20:])]))
+    return "\n".join(lines)
+
+
+def missing_weights(dimensions: Sequence[str], folder: Path) -> list[dict[str, str]]:
+    """Those of WEIGHTS that `folder` lacks."""
+    return [file for file in WEIGHTS if file["dimension"] in dimensions and not (folder / file["path"]).is_file()]
+
+
+def download_weights(dimensions: Sequence[str], folder: Path, report: Callable[[str], None]) -> None:
+    """Download the files of the dimensions that `folder` lacks, each of them whole or not at all.
+
+    Args:
+        report: is called with a line for each file.
+
+    Raises:
+        VBenchError: a file cannot be had, or is another than its authors'; those before it stay.
+    """
+    for file in missing_weights(dimensions, folder):
+        path = folder / file["path"]
+        report(f"{file['dimension']}: {file['url']}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with AtomicFiles() as files:
+                _download(file, files.stage(path))
+        except (OSError, KeyError, zipfile.BadZipFile) as error:
+            raise VBenchError(f"{path} cannot be downloaded from {file['url']}: {error}") from error
+
+
+def _download(file: Mapping[str, str], target: Path) -> None:
+    with tempfile.TemporaryFile(dir=target.parent) as received, open(target, "wb") as unpacked:
+        # Seconds without a byte after which a server counts as out of reach.
+        with urllib.request.urlopen(file["url"], timeout=60) as response:
+            copyfileobj(response, received)
+        announced = response.headers.get("Content-Length")
+        if announced is not None and received.tell() != int(announced):
+            raise OSError(f"the download ended after {received.tell()} of {announced} bytes")
+        received.seek(0)
+        copyfileobj(zipfile.ZipFile(received).open(file["member"]) if "member" in file else received, unpacked)
+    if "sha256" in file and file_sha256(target) != file["sha256"]:
+        raise OSError(f"it is another file than its authors': its SHA-256 is not {file['sha256']}")

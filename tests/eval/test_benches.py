@@ -1,0 +1,361 @@
+"""The runner of the benchmarks, by its commands: wrong results have no speed, and what is measured is not lost."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+
+import diffusers
+import pytest
+import torch
+from tiny_families import FAMILIES, GRID
+from torch.utils._pytree import tree_map_only
+
+from vmonarch import VMonarchProcessor, apply
+from vmonarch.eval.bench import clock, families, gate, kernels, machine, runner, train
+from vmonarch.eval.bench.runner import Bench, Case, Limits, Way, measure_ways
+from vmonarch.eval.bench.tables import tables
+from vmonarch.eval.wan_models import read_model_config
+from vmonarch.families import family_of
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.launch import interpreted
+from vmonarch.kernels.monarch import api
+from vmonarch.video_processor import VideoAttentionProcessor
+
+CPU = torch.device("cpu")
+in_interpreter = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported")
+# The interpreter computes masked elements too, and NumPy complains about theirs.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+TINY = ["--shapes", "2x3x3:1", "--head-dims", "16", "--rounds", "1"]
+RATES = {"matmul_flops_per_second": 786e12, "copy_bytes_per_second": 4.3e12}
+
+
+def bench_of(**ways):
+    """A benchmark of one case; ways are what they give, or an error that they raise."""
+
+    def way(value):
+        def run():
+            if isinstance(value, Exception):
+                raise value
+            return (torch.full((4, 2), float(value)),)
+
+        expected = lambda: {"out": torch.ones(4, 2)}
+        return Way(run, lambda results: {"out": results[0]}, expected, flops=2e9, bytes=4e6)
+
+    made = {name: lambda value=value: way(value) for name, value in ways.items()}
+    return Bench("x", tuple(ways), ("ours",), [Case(label="a case")], lambda *_: made, base="peer")
+
+
+def measured(bench, seconds=100.0, rounds=5):
+    (case,) = bench.cases
+    limits = Limits(rounds, seconds, time.monotonic() + seconds)
+    ways = bench.ways(case, CPU, torch.float32)
+    return {row["method"]: row for row in measure_ways(ways, runner.Clock(CPU), torch.float32, limits, bench, RATES)}
+
+
+@in_interpreter
+def test_the_json_says_everything_and_its_tables_are_printed(run_command, capsys):
+    code, results = run_command("kernels", *TINY, "--methods", "cudnn", "vmonarch-lite")
+    assert code == 0
+    keys = (
+        "format benchmark date hardware versions command settings rates formulae cases left_out complete wrong seconds"
+    )
+    assert list(results) == [*keys.split(), "tables", "caption"]
+    assert results["complete"] and not results["left_out"] and results["rates"] is None
+    assert {"torch", "triton", "python", "git_commit", "numpy"} <= set(results["versions"])
+    labels = ["2x3x3:1 d=16 forward", "2x3x3:1 d=16 forward+backward"]
+    assert [case["case"] for case in results["cases"]] == labels
+    for case in results["cases"]:
+        exact, ours = case["rows"]
+        assert exact["status"] == "failed" and "ms" not in exact
+        assert ours["status"] == "ok" and ours["rounds"] == 1 and ours["flops"] > 0 and ours["bytes"] > 0
+        assert list(ours["errors"]) == (["out", "dq", "dk", "dv"] if case["training"] else ["out"])
+        assert set(ours["ms"]) == {"median", "min", "p20", "p80"} and "flop_floor_ms" not in ours
+    printed, progress = capsys.readouterr()
+    for table in results["tables"]:
+        assert all(cell in printed for row in table["rows"] for cell in row)
+    assert results["caption"] in printed and results["caption"].startswith("no speed: a test of the benchmark")
+    assert "4·S²·d" in results["formulae"] and labels[0] in progress
+
+
+@in_interpreter
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_a_wrong_kernel_gets_no_speed_up(run_command, monkeypatch, capsys, pass_):
+    from vmonarch.kernels.monarch import op
+
+    right = op.monarch_attention_triton
+
+    def wrong(*arguments):
+        out, lse = right(*arguments)
+        return out + 0.1, lse
+
+    monkeypatch.setattr(op, "monarch_attention_triton", wrong)
+    code, results = run_command("kernels", *TINY, "--methods", "vmonarch", "--passes", pass_)
+    (row,) = results["cases"][0]["rows"]
+    assert code == 1 and row["status"] == "wrong" and "out is off" in row["problem"] and "ms" not in row
+    printed, error = capsys.readouterr()
+    assert "wrong" in printed and "error: 1 results are wrong or missing: vmonarch at 2x3x3:1" in error
+
+
+def test_small_errors_everywhere_and_larger_ones_anywhere_are_seen():
+    generator = torch.Generator().manual_seed(0)
+    for name in gate.NAMES:
+        right = torch.randn(50, 8, generator=generator)
+        row = right.norm(dim=-1).argmax()
+
+        def problem(everywhere=0.0, one_row=0.0, right=right, name=name, row=row):
+            found = right * (1 + everywhere)
+            found[row] *= 1 + one_row
+            return gate.compare({name: found}, {name: right}, torch.float32)[1]
+
+        bound = gate.bound(name, torch.float32)
+        assert not problem() and not problem(everywhere=0.5 * bound) and not problem(one_row=2 * bound)
+        assert problem(everywhere=3 * bound).startswith(f"{name} is off by")
+        assert "is off by" in problem(one_row=30 * bound) and "off by nan" in problem(one_row=torch.nan)
+    # Where bounds are given, other errors are only told.
+    given = {"a": torch.ones(2, 2), "b": torch.zeros(2, 2)}, {"a": torch.ones(2, 2), "b": torch.ones(2, 2)}
+    errors, problem = gate.compare(*given, torch.float32, {"a": 1e-3})
+    assert not problem and errors["b"]["relative"] == 1
+    assert "b is off by 1 (at most 0.5)" in gate.compare(*given, torch.float32, {"b": 0.5})[1]
+
+
+def test_rows_that_are_not_right_have_no_speed_nor_are_others_compared_with_them():
+    rows = measured(bench_of(ours=1, peer=1, wrong=2, none=torch.nan, full=torch.OutOfMemoryError("no room")))
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "ours": "ok", "peer": "ok", "wrong": "wrong", "none": "wrong", "full": "out of memory",
+    }  # fmt: skip
+    assert [name for name, row in rows.items() if "ms" in row] == ["ours", "peer"] and "no room" in rows["full"][
+        "problem"
+    ]
+    assert rows["ours"]["flop_floor_ms"] == pytest.approx(2e12 / 786e12)
+    assert rows["ours"]["byte_floor_ms"] == pytest.approx(4e9 / 4.3e12)
+    rows["ours"]["ms"] = dict.fromkeys(("median", "p20", "p80"), 2.0)
+    rows["peer"]["ms"] = dict.fromkeys(("median", "p20", "p80"), 9.0)
+    run = {
+        "cases": [{"case": "a case", "rows": list(rows.values())}],
+        "hardware": "a chip", "date": "2026-01-02T03:04", "command": "vmonarch bench x", "rates": RATES,
+        "versions": {"torch_build": "2", "triton": "3"}, "settings": {"dtype": "bfloat16", "rounds": 5, "timing": "t"},
+        "left_out": [{"case": "b", "why": "time"}],
+    }  # fmt: skip
+    times, details = tables(run, "peer")["tables"]
+    assert times["header"] == ["milliseconds", *rows]
+    assert times["rows"] == [["a case", "2.00 (4.50×)", "9.00", "wrong", "wrong", "out of memory"]]
+    assert details["rows"][0][:8] == ["a case", "ours", "2.00", "2.00–2.00", "4.50×", "1", "2", "786.00"]
+    caption = tables(run, "peer")["caption"]
+    assert "a chip, 2026-01-02" in caption and "Left out: b (time)" in caption and "`vmonarch bench x`" in caption
+    rows["peer"] = {"method": "peer", "status": "wrong"}
+    assert (
+        tables({**run, "cases": [{"case": "a", "rows": list(rows.values())}]}, "peer")["tables"][0]["rows"][0][1]
+        == "2.00"
+    )
+
+
+def test_what_fails_a_run():
+    rows = [
+        {"method": m, "status": s, "problem": "p"} for m in ("ours", "peer") for s in ("wrong", "failed", "left out")
+    ]
+    wrong = runner.wrong_rows([{"case": "c", "rows": rows}], ["ours"])
+    assert wrong == ["ours at c: p", "ours at c: p", "peer at c: p"]
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        gate.failure(RuntimeError("CUDA error: an illegal memory access"))
+
+
+def test_methods_take_turns_and_none_is_always_first():
+    calls = []
+    runs = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    times, host = clock.measure(runs, {"a": 4, "b": 2, "c": 4}, runner.Clock(CPU), float("inf"))
+    assert calls == ["a", "b", "c", "b", "c", "a", "c", "a", "a", "c"]
+    assert {name: len(found) for name, found in times.items()} == {"a": 4, "b": 2, "c": 4} and set(host) == set("abc")
+    assert clock.summary([5.0, 1.0, 2.0, 4.0, 3.0, 6.0]) == {"median": 3.5, "min": 1.0, "p20": 2.0, "p80": 5.0}
+
+
+def test_the_budget_ends_rounds_rows_and_cases(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    bench = bench_of(ours=1, peer=1)
+    rows = measured(bench, seconds=-1.0)
+    assert {row["status"] for row in rows.values()} == {"left out"}
+    assert runner.left_out([{"case": "c", "rows": list(rows.values())}])[0]["why"] == "the budget of -1 s was used up"
+    # A call takes a second: two rounds fit.
+    monkeypatch.setattr(clock.Clock, "time", lambda self, run: 1e3)
+    monkeypatch.setattr(clock.Clock, "flush", lambda self, times=1: now.__setitem__(0, now[0] + 0.7))
+    rows = measured(dataclasses.replace(bench, way_seconds=60.0), seconds=3.0)
+    assert [row["rounds"] for row in rows.values()] == [2, 2]
+    assert runner.left_out([{"case": "c", "rows": list(rows.values())}])[0]["why"] == "3 rounds did not fit the budget"
+    rows = measured(bench, seconds=1.5)
+    assert rows["ours"]["problem"] == "a round of 2 s did not fit the budget of 1.5 s" and "ms" not in rows["ours"]
+
+
+@pytest.fixture
+def fast_cases(monkeypatch):
+    """Cases that take 10 s each by a clock of their own; `seen` tells which ran."""
+    now, seen = [0.0], []
+
+    def ways(case, *_):
+        now[0] += 10
+        seen.append(case.label)
+        return {}
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(kernels, "ways", ways)
+    monkeypatch.setattr(machine, "interpreted", lambda: True)
+    return seen
+
+
+def test_a_run_that_stops_loses_no_finished_case_and_says_what_is_left_out(run_command, fast_cases, monkeypatch):
+    shapes = ["--shapes", "2x2x2", "3x2x2", "4x2x2", "--head-dims", "64"]
+    code, results = run_command("kernels", *shapes, "--methods", "vmonarch", "--budget", "25")
+    assert code == 0 and not results["complete"]
+    assert fast_cases == ["2x2x2 d=64 forward", "3x2x2 d=64 forward", "4x2x2 d=64 forward"]
+    late = [f"{frames}x2x2 d=64 forward+backward vmonarch" for frames in (2, 3, 4)]
+    assert [entry["case"] for entry in results["left_out"]] == late and "budget of 25 s" in results["caption"]
+    finished = kernels.ways
+
+    def killed(*arguments):
+        if len(fast_cases) == 5:
+            raise KeyboardInterrupt
+        return finished(*arguments)
+
+    monkeypatch.setattr(kernels, "ways", killed)
+    code, results = run_command("kernels", *shapes)
+    assert code == 130 and len(results["cases"]) == 2 and not results["complete"]
+
+
+def test_cases_and_methods_are_chosen(run_command, capsys):
+    for words, problem in (
+        (["norm", "--cases", "("], "--cases must be a regular expression"),
+        (["norm", "--cases", "nothing"], "leaves none of: 1.3b-61x448x832 forward"),
+        (["norm", "--methods", "vmonach"], "did you mean vmonarch?"),
+        (["train", "--methods", "vmonarch"], "--methods must hold full"),
+    ):
+        assert run_command(*words) == (2, None) and problem in capsys.readouterr().err
+
+
+def test_the_kernel_bench_needs_nothing_but_torch_triton_and_numpy(tmp_path):
+    banned = ("diffusers", "omegaconf", "transformers", "yaml", "accelerate", "matplotlib", "PIL", "imageio_ffmpeg")
+    words = ["bench", "kernels", "--device", "cpu", *TINY, "--passes", "forward", "--methods", "vmonarch"]
+    code = f"""
+import sys
+for name in {banned}:
+    sys.modules[name] = None
+sys.argv = ["vmonarch.cli", *{words}, "--output", {str(tmp_path / "kernels.json")!r}]
+import runpy
+runpy.run_module("vmonarch.cli", run_name="__main__", alter_sys=True)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert json.loads((tmp_path / "kernels.json").read_text())["complete"]
+
+
+def small(name):
+    tiny = FAMILIES[name]
+
+    def inputs(grid, noise):
+        return {
+            # One sample, whose prompt fills its places.
+            key: torch.ones_like(value[:1]) if key.endswith("mask") else value[: 1 if value.ndim else None]
+            for key, value in tiny.inputs(*grid).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    return families.case_of(name, tiny.model, tiny.config, LatentGrid(*GRID), 60, inputs)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    blocks = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: blocks.append((self, options)))
+    return blocks
+
+
+@pytest.mark.parametrize("name", ["hunyuan", "cosmos"])
+def test_families_pass_the_gate_and_vmonarch_approximates(name, uncompiled):
+    found = {}
+    for method, make in families.ways(small(name), CPU, torch.float32).items():
+        way = make()
+        (found[method],) = results = way.run()
+        errors, problem = gate.compare(way.found(results), way.expected(), torch.float32)
+        assert not problem, (method, errors)
+    assert (found["exact"] - found["stock"]).norm() < 1e-4 * found["stock"].norm()
+    for method in families.PRESETS:
+        assert (found[method] - found["stock"]).norm() > 1e-4 * found["stock"].norm()
+    assert {tuple(options.items()) for _, options in uncompiled} == {(("fullgraph", True), ("dynamic", False))}
+    assert len({id(block) for block, _ in uncompiled}) == 2 * len(families.METHODS)
+
+
+def test_families_with_a_wrong_kernel_or_an_infinite_result_get_no_speed(uncompiled, monkeypatch):
+    attend = api.vmonarch_attention
+    way = families.ways(small("hunyuan"), CPU, torch.float32)["vmonarch"]()
+    results = way.run()
+    with pytest.raises(RuntimeError, match="not finite"):
+        way.found((results[0] * torch.inf,))
+
+    def wrong(*tensors, **options):
+        out, lse = attend(*tensors, **options)
+        return out, lse + 1
+
+    monkeypatch.setattr("vmonarch.processors.vmonarch_attention", wrong)
+    assert "out is off by" in gate.compare(way.found(results), way.expected(), torch.float32)[1]
+
+
+def test_exact_attention_of_families_sees_no_mask(uncompiled, monkeypatch):
+    masks = []
+    attend = VideoAttentionProcessor.attend_joint
+
+    def noted(self, query, key, value, key_mask):
+        masks.append(key_mask)
+        return attend(self, query, key, value, key_mask)
+
+    monkeypatch.setattr(VideoAttentionProcessor, "attend_joint", noted)
+    made = families.ways(small("hunyuan"), CPU, torch.float32)
+    made["exact"]().run()
+    made["vmonarch"]().run()
+    assert masks[:2] == [None, None] and len(masks) == 4 and all(mask is not None and mask.all() for mask in masks[2:])
+
+
+@pytest.mark.parametrize("case", families.CASES, ids=lambda case: case.label)
+def test_families_are_models_that_can_be_called(case, monkeypatch):
+    inputs = tree_map_only(torch.Tensor, lambda x: x.to("meta"), families.inputs_of(case, CPU, torch.float32))
+    with torch.device("meta"):
+        model = getattr(diffusers, case.model)(**case.config)
+    family = family_of(model)
+    assert family.grid(inputs, model.config) == case.grid and family.number_of_layers(model) < case.of
+    # HunyuanVideo-1.5 asks whether there is an image, and looks for what is no padding.
+    of_axes = torch.all
+    monkeypatch.setattr(torch, "all", lambda x, **axes: of_axes(x, **axes) if axes else True)
+    with torch.no_grad(), torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True):
+        out = model(**inputs)
+    assert out[0].device.type == "meta"
+
+
+def test_training_steps_of_every_size_and_method_are_measured(run_command, tiny_yaml):
+    words = ["--model", tiny_yaml, "--size", "32", "64", "--rounds", "1"]
+    code, document = run_command("train", *words, "--frames", "5", "9")
+    assert code == 0 and document["settings"]["parameters"] > 1000
+    assert [(case["case"], case["grid"], case["tokens"]) for case in document["cases"]] == [
+        ("5x32x64", [2, 2, 4], 16),
+        ("9x32x64", [3, 2, 4], 24),
+    ]
+    for case in document["cases"]:
+        assert [row["method"] for row in case["rows"]] == ["full", "vmonarch"]
+        assert all(row["ms"]["median"] > 0 and row["rounds"] == 1 for row in case["rows"])
+
+
+def test_a_step_trains_all_weights_with_the_attention_that_is_set(tiny_yaml):
+    step = train.TrainingStep(read_model_config(tiny_yaml).transformer, (2, 4, 8), CPU, "fp32")
+    seen = []
+
+    class Watched(VMonarchProcessor):
+        def attend(self, *inputs):
+            seen.append(inputs[3])
+            return super().attend(*inputs)
+
+    apply(step.transformer, Watched())
+    before = [parameter.detach().clone() for parameter in step.parameters]
+    step()
+    # Both layers forward, and once more because of gradient checkpointing.
+    assert [tuple(grid) for grid in seen] == [(2, 2, 4)] * 4
+    assert all((new != old).any() for new, old in zip(step.parameters, before, strict=True))

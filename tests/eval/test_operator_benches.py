@@ -1,0 +1,239 @@
+"""The benchmarks of single operators: every way computes what it says, and a wrong one is noticed.
+
+Kernels run through Triton's interpreter, at tiny sizes; times tell nothing of speed there.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from vmonarch.eval.bench import attention, based, bias, kernels, norm, sequence
+from vmonarch.eval.bench.attention import exact
+from vmonarch.eval.bench.gate import compare
+from vmonarch.eval.bench.runner import Bench, compile_task, compile_tasks, sdpa
+from vmonarch.flops import full_attention_work, vmonarch_work
+from vmonarch.grid import LatentGrid
+from vmonarch.kernels.common.launch import interpreted
+from vmonarch.kernels.window.neighbours import neighbours
+
+CPU = torch.device("cpu")
+pytestmark = [
+    pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1 when triton is imported"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+]
+GRID = LatentGrid(2, 3, 4)
+WINDOW = {"window": (1, 3, 2), "grid": (2, 4, 5)}
+CASES = {
+    "kernels": (kernels, kernels.case_of("2x3x3:2", 16, False)),
+    "kernels-training": (kernels, kernels.case_of("2x3x3:2", 16, True)),
+    "bias": (bias, bias.case_of("plain", 1, 40, 2, 16, 3)),
+    "bias-causal": (bias, bias.case_of("causal", 1, 24, 2, 16, 3, causal=True, flex=True)),
+    "bias-training": (bias, bias.case_of("causal", 2, 33, 2, 16, 2, True, causal=True)),
+    "prefill": (based, based.case_of("prefill", 2, 33, 2, 16, dims=4)),
+    "prefill-training": (based, based.case_of("prefill", 1, 33, 2, 16, True, dims=4)),
+    "video-training": (based, based.case_of("video", 1, 40, 2, 16, True, dims=4)),
+    "window": (based, based.case_of("window", 1, 40, 2, 16, window=5)),
+    "neighbourhood": (based, based.case_of("window", 1, 40, 2, 16, **WINDOW)),
+    "neighbourhood-training": (based, based.case_of("window", 1, 40, 2, 16, True, **WINDOW)),
+    "decode": (based, based.case_of("decode", 2, 80, 2, 16, dims=4)),
+    "norm": (norm, norm.case_of("small", GRID, 2, 12, False)),
+    "norm-training": (norm, norm.case_of("small", GRID, 2, 12, True)),
+    "sequence": (sequence, sequence.case_of(GRID, 8, 2, False, False, 16)),
+    "sequence-masked-training": (sequence, sequence.case_of(GRID, 8, 2, True, True, 16)),
+}
+SLOW = ("vmonarch-t3", "vmonarch-coarse2", "vmonarch-coarse2-rows", "vmonarch-tiles2-coarse2", "vmonarch-torch")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """Without a GPU torch has neither cuDNN nor flash attention of these shapes; its compiler is not what is tested."""
+    for module in (kernels, based, sequence):
+        monkeypatch.setattr(module, "sdpa", lambda _, *qkv, **options: sdpa("sdpa", *qkv, **options))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_way_passes_the_gate_and_spoilt_results_do_not(name):
+    module, case = CASES[name]
+    made = module.ways(case, CPU, torch.float32)
+    assert len(made) >= 3
+    for method in made.keys() - set(SLOW):
+        # FlexAttention has gradients when it is compiled alone.
+        if method == "flex" and case.training:
+            continue
+        way = made[method]()
+        results = way.run()
+        found, expected = way.found(results), way.expected()
+        errors, problem = compare(found, expected, torch.float32, way.bounds)
+        assert not problem and max(error["relative"] for error in errors.values()) < 1e-5, method
+        assert len(found) >= 3 or not case.training
+        for part in found:
+            spoilt = {key: x * 1.01 if key == part else x for key, x in found.items()}
+            assert f"{part} is off by" in compare(spoilt, expected, torch.float32, way.bounds)[1]
+
+
+def test_ways_that_are_compared_with_each_other_differ_where_they_should():
+    made = {name: make().run()[0] for name, make in bias.ways(CASES["bias"][1], CPU, torch.float32).items()}
+    assert (made["flash-bias"] - made["no-bias"]).norm() > 0.02 * made["no-bias"].norm()
+    torch.testing.assert_close(made["flash-bias"], made["sdpa"], rtol=1e-4, atol=1e-4)
+    case = CASES["sequence-masked-training"][1]
+    made = {name: make().run()[0] for name, make in sequence.ways(case, CPU, torch.float32).items()}
+    N = case.grid.tokens
+    assert made["video"].shape[1] == N and made["joint"].shape[1] == N + case.text
+    # Padding makes the difference for the text.
+    assert (made["joint"] - made["exact"])[:, N:].abs().max() > 1e-3
+
+
+def test_inputs_are_what_must_exist_before_the_call():
+    case = CASES["bias"][1]
+    qkv, factors, matrix = 3 * 40 * 2 * 16, 2 * 40 * 2 * 3, 2 * 40**2
+    found = {name: make().input_bytes // 4 for name, make in bias.ways(case, CPU, torch.float32).items()}
+    assert found == {"flash-bias": qkv + factors, "no-bias": qkv, "sdpa": qkv + matrix}
+
+
+def test_gradients_of_heads_that_share_a_factor_are_those_of_all_heads():
+    q, k, v = attention.randn(0, CPU, torch.float32, *[(1, 6, 3, 4)] * 3, learn=True)
+    shared, grad = attention.randn(1, CPU, torch.float32, (1, 6, 1, 4), (1, 6, 3, 4), learn=True)
+    attend = lambda q, k, v, shared: exact(q + shared, k, v)
+    way = attention.attention_way(attend, attend, [q, k, v, shared], grad.detach(), names=("out", *"qkvs"))
+    assert not compare(way.found(way.run()), way.expected(), torch.float32)[1]
+
+
+@pytest.mark.parametrize("name", ["window", "neighbourhood"])
+def test_windows_of_flex_attention_are_those_of_the_kernel(name):
+    case = CASES[name][1]
+    grid = LatentGrid(*case.grid) if case.grid else LatentGrid(1, 1, case.tokens)
+    window = case.window if case.grid else (1, 1, case.window)
+    index, present = neighbours(grid, case.tokens, window, None if case.grid else 2, CPU)
+    expected = torch.zeros(case.tokens, case.tokens, dtype=torch.bool)
+    for row, (keys, there) in enumerate(zip(index, present, strict=True)):
+        expected[row, keys[there]] = True
+    numbers = torch.arange(case.tokens)
+    assert torch.equal(based.near(case, numbers[:, None], numbers[None, :]), expected)
+    assert based.pairs_seen(case) == expected.sum()
+
+
+def test_the_code_measured_for_diffusers_is_that_of_its_processor(tiny, monkeypatch):
+    from diffusers.models.transformers import transformer_wan
+
+    module = tiny.transformer().blocks[0].attn1
+    (x,) = attention.randn(0, CPU, torch.float32, (1, 24, 24))
+    angles = transformer_wan.WanRotaryPosEmbed(12, (1, 1, 1), 1024)(torch.empty(1, 1, *GRID))
+    seen = []
+    dispatch = transformer_wan.dispatch_attention_fn
+    see = lambda query, *rest, **options: seen.append(query) or dispatch(query, *rest, **options)
+    monkeypatch.setattr(transformer_wan, "dispatch_attention_fn", see)
+    with torch.no_grad():
+        transformer_wan.WanAttnProcessor()(module, x, None, None, angles)
+        found = norm.diffusers_code(module.to_q(x), module.norm_q.weight, *angles, heads=2)
+    assert module.norm_q.eps == norm.EPS and torch.equal(found, seen[0])
+
+
+def test_norm_may_err_twice_as_much_as_diffusers(monkeypatch):
+    bounds = lambda: norm.ways(CASES["norm"][1], CPU, torch.float32)["vmonarch"]().bounds["out"]
+    assert bounds() < 1e-6
+    right = norm.diffusers_code
+    monkeypatch.setattr(norm, "diffusers_code", lambda *tensors, heads: 1.001 * right(*tensors, heads=heads))
+    assert bounds() == pytest.approx(2e-3, rel=1e-3)
+
+
+def products(grid, d, *, num_iterations=2, tiles=(1, 1), coarse=1):
+    """Multiply-adds × 2 of the forward pass, and of its scores alone, by counting."""
+    frames, height, width = grid
+    blocks = []
+    for frame in range(frames):
+        for i in range(tiles[0]):
+            for j in range(tiles[1]):
+                rows = range(i * height // tiles[0], (i + 1) * height // tiles[0])
+                columns = range(j * width // tiles[1], (j + 1) * width // tiles[1])
+                blocks.append([(frame, r, c, r - rows[0], c - columns[0]) for r in rows for c in columns])
+    inside = [place[3:] for block in blocks for place in block]
+    positions = (1 + max(r for r, _ in inside)) * (1 + max(c for _, c in inside))
+    scores = 2 * d * height * width * frames * height * width
+    flops = 2 * scores
+    for i in range(num_iterations):
+        last = i == num_iterations - 1
+        for block in blocks:
+            keys = len({(r, c) if last else (r // coarse, c // coarse) for *_, r, c in block})
+            scores += 2 * d * positions * keys
+            flops += 2 * d * positions * keys * (3 if last else 2)
+            scores += 2 * d * len(block) * len(blocks)
+            flops += 4 * d * len(block) * len(blocks)
+    return flops, scores
+
+
+OPTIONS = {"plain": {}, "three iterations": {"num_iterations": 3}, "tiles, coarse": {"tiles": (2, 2), "coarse": 2}}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("grid", [(2, 4, 4), (3, 5, 3)], ids=["even", "ragged"])
+def test_the_flops_are_those_that_one_counts_and_those_of_plain_torch(grid, options):
+    work = vmonarch_work(LatentGrid(*grid), 3, 8, itemsize=2, training=True, **options)
+    forward, backward = (sum(s.flops for s in work if ("backward" in s.stage) == b) for b in (False, True))
+    flops, scores = products(grid, 8, **options)
+    # Every product has two in its backward pass, which computes the scores once more.
+    assert (forward, backward) == (3 * flops, 3 * (2 * flops + scores))
+    if LatentGrid(*grid).tokens == 32:
+        tensors = attention.randn(0, CPU, torch.float32, *[(1, 32, 3, 8)] * 3)
+        with FlopCounterMode(display=False) as counter:
+            kernels.vmonarch_attention(*tensors, grid=grid, implementation="torch", **options)
+        assert counter.get_total_flops() == forward
+
+
+def test_a_multiply_add_counts_two():
+    of = functools.partial(full_attention_work, 100, 3, 8, itemsize=2)
+    assert [of(training=training).flops for training in (False, True)] == [f * 3 * 100**2 * 8 for f in (4, 14)]
+    case = based.case_of("video", 1, 100, 3, 64)
+    F = 1 + 16 + 16**2
+    assert tuple(based.linear_work(case, 2).values()) == (3 * 4 * 100 * F * 65, 3 * 100 * (2 * 16 + 2 * 64) * 2)
+    assert tuple(based.softmax_work(case, 100**2, 2).values()) == (3 * 4 * 100**2 * 64, 3 * 100 * 4 * 64 * 2)
+    training = based.case_of("video", 1, 100, 3, 64, True)
+    assert based.linear_work(training, 2)["flops"] == 3 * based.linear_work(case, 2)["flops"]
+    assert based.softmax_work(training, 1, 2)["flops"] == 3.5 * based.softmax_work(case, 1, 2)["flops"]
+    token = based.case_of("decode", 5, 4096, 3, 64)
+    assert tuple(based.linear_work(token, 2).values()) == (15 * 4 * F * 65, 15 * 2 * F * 65 * 4)
+    assert tuple(based.softmax_work(token, 1024, 2).values()) == (15 * 4 * 1024 * 64, 15 * 2 * 1024 * 64 * 2)
+    plain = bias.flops(bias.case_of("x", 1, 100, 2, 16, 8), 0)
+    assert plain == 2 * 4 * 100**2 * 16
+    assert bias.flops(bias.case_of("x", 1, 100, 2, 16, 8), 8) == plain + 2 * 2 * 100**2 * 8
+    assert bias.flops(bias.case_of("x", 1, 100, 2, 16, 8, causal=True), 0) == plain / 2
+    # 24 tokens of 24 channels, heads of 12, 4 bytes each.
+    moved = [norm.bytes_moved(norm.case_of("x", GRID, 2, 12, training), 4) for training in (False, True)]
+    assert moved == [(2 * 576 + 2 * 288 + 24) * 4, (5 * 576 + 4 * 288 + 4 * 24) * 4]
+
+
+@pytest.mark.parametrize(("module", "count"), [(bias, 70), (based, 59), (norm, 10), (sequence, 8), (kernels, 30)])
+def test_the_cases_are_those_of_the_tables(module, count):
+    """By label, those of the committed results."""
+    import json
+    from pathlib import Path
+
+    name = {"bias": "flash-bias-h200", "based": "based-h200", "kernels": "kernels-h200"}
+    stem = module.__name__.rpartition(".")[2]
+    path = Path(__file__).parents[2] / "docs" / "benchmarks" / f"{name.get(stem, stem)}.json"
+    measured = json.loads(path.read_text())["cases"]
+    bench = module.bench()
+    made = {case.label: set(bench.methods) for case in bench.cases}
+    assert len(made) == len(bench.cases) == count
+    for case in measured:
+        assert {row["method"] for row in case["rows"]} <= made[case["case"]]
+
+
+def test_what_shares_its_code_is_compiled_once(monkeypatch):
+    bench = based.bench()
+    tasks = compile_tasks(bench, bench.cases, bench.methods, "cpu")
+    ours = [(case.kind, case.head_dim, case.training) for _, case, method, _ in tasks if method == "taylor"]
+    sizes = [(k, e, t) for k, e in (("prefill", 64), ("video", 64), ("video", 128)) for t in (False, True)]
+    assert sorted(ours) == sorted([("decode", 64, False), *sizes])
+    assert sum(method == "flex" for *_, method, _ in tasks) == sum(case.kind == "window" for case in bench.cases)
+    # The slowest begin first, with few heads.
+    assert [case.training for _, case, *_ in tasks] == sorted((c.training for _, c, *_ in tasks), reverse=True)
+    assert {case.heads for _, case, *_ in tasks} == {2, 16}
+    # Which the task sets for its own process.
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    assert compile_task((based.ways, CASES["decode"][1], "window", "cpu"))
+    own = Bench("x", ("vmonarch", "cudnn"), (), [CASES["kernels"][1]], kernels.ways, compiled=kernels.compiled)
+    assert [method for *_, method, _ in compile_tasks(own, own.cases, own.methods, "cpu")] == ["vmonarch"]

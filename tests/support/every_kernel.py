@@ -1,0 +1,184 @@
+"""A small call of every kernel in every form, forward and backward, for a sanitizer to look at.
+
+    compute-sanitizer --tool memcheck python tests/support/every_kernel.py flash_bias hopper
+    python tests/support/every_kernel.py --list | xargs -P 8 -L 1 python tests/support/every_kernel.py
+
+The first line looks at one family of kernels in one form, the second runs them all and leaves what it compiles in
+Triton's cache. Sizes are two tiles and more, the last of them ragged. Each run names the kernels that it launched.
+"""
+
+import argparse
+from contextlib import contextmanager
+
+import torch
+
+import vmonarch
+from vmonarch import ExactBlocks, taylor_attention, vmonarch_attention
+from vmonarch.kernels.common.launch import launch_overrides
+from vmonarch.kernels.norm_rotary.api import norm_rotary
+from vmonarch.kernels.residual.api import DTYPES, add_residual, attention_residual
+
+GRID, BRICK, LSE = {"grid": (3, 9, 17)}, {"grid": (7, 9, 5)}, {"return_lse": True}
+
+
+class Float32(tuple):
+    """A shape whose tensor is of float32 whatever the others are."""
+
+
+def qkv(Sq, Sk, D, E=0):
+    return [(1, Sq, 2, D), (1, Sk, 2, D), (1, Sk, 2, E or D)]
+
+
+def masked(op):
+    mask = lambda key: torch.arange(key.shape[1], device=key.device)[None] % 3 > 0
+    return lambda query, key, *tensors, **options: op(query, key, *tensors, key_mask=mask(key), **options)
+
+
+def with_bias(query, key, value, *factors, **options):
+    return vmonarch_attention(query, key, value, bias=factors, **GRID, **options)
+
+
+def in_frames(query, key, value, weights, **options):
+    return taylor_attention(query, key, value, frame_weights=weights.abs(), **options)
+
+
+@torch.no_grad()
+def decoded(*tensors, **options):
+    """Some tokens, and then one at a time."""
+    state = None
+    for tokens in zip(*(x.split([70, 1, 1], 1) for x in tensors), strict=True):
+        _, state = taylor_attention(*tokens, causal=True, state=state, return_state=True, **options)
+
+
+def normed(x, weight, **options):
+    angles = torch.linspace(0, 9, 130 * 80, device=x.device).view(1, 130, 1, 80)
+    return norm_rotary(x, weight, angles.cos(), angles.sin(), heads=3, eps=1e-6, **options)
+
+
+@torch.no_grad()
+def shared(exact, approximate, **options):
+    approximate = approximate.transpose(1, 2)
+    kept = attention_residual(exact, approximate, **options)
+    add_residual(approximate, kept, implementation=options["implementation"])
+
+
+def merged(out_1, out_2, lse_1, lse_2, **options):
+    return vmonarch.merge_partials((out_1, lse_1), (out_2.transpose(1, 2), lse_2), **options)
+
+
+# By family: an op, the shapes of its tensors, and its options.
+CALLS = {
+    "vmonarch": [
+        *((vmonarch_attention, qkv(459, 459, 128), {**GRID, **LSE, **options}) for options in (
+            {}, {"coarse": 2, "entropy_grad": True}, {"tiles": (2, 2)}, {"tiles": (2, 2), "coarse": 2},
+            {"frames_per_block": 2}, {"exact": ExactBlocks(band=0)}, {"row_share": 0.4, "r_share": 0.4},
+            {"last_l_update": False})),
+        (vmonarch_attention, qkv(459, 459, 64, 96), GRID),
+    ],
+    # The L-steps for every size of a tile, and in several; on Hopper centroids have a kernel for wide heads.
+    "many_frames": [
+        (vmonarch_attention, qkv(T * 15, T * 15, D), {"grid": (T, 3, 5), "exact": exact})
+        for T, D in ((20, 64), (43, 64), (81, 64), (140, 64), (20, 128))
+        for exact in ("first_frame", ExactBlocks(columns=(1, 17), rows=(2,)))
+    ],
+    "vmonarch_bias": [
+        (with_bias, [*qkv(459, 459, 64), kind((1, 459, 1, 4)), kind((1, 459, 2, 4))], {}) for kind in (tuple, Float32)
+    ],
+    "monarch": [
+        (op, qkv(461, 461, 64), {"block_size": 150, "padding": padding})
+        for op in (vmonarch.monarch_attention, masked(vmonarch.monarch_attention)) for padding in ("post", "pre")
+    ],
+    "flash_entropy": [
+        (vmonarch.flash_entropy_attention, qkv(Sq, Sk, D, E), {"entropy_grad": not E})
+        for Sq, Sk in ((200, 300), (70, 4000)) for D, E in ((64, 0), (128, 0), (80, 40))
+    ],
+    "flash_bias": [
+        (op, [*qkv(200, 300, 64), kind((1, 200, 1, 9)), kind((1, 300, 2, 9))], {**LSE, "causal": causal})
+        for op, causal in ((vmonarch.flash_bias_attention, False), (vmonarch.flash_bias_attention, True),
+                           (masked(vmonarch.flash_bias_attention), False))
+        for kind in (tuple, Float32)
+    ],
+    "taylor": [
+        *((taylor_attention, qkv(500, 500, 16, 64), options)
+          for options in ({}, {"causal": True}, {"feature_map": "elu"}, LSE)),
+        (taylor_attention, qkv(500, 500, 24, 40), {}),
+        (in_frames, [*qkv(500, 500, 16, 64), Float32((2, 5, 5))], {}),
+        (decoded, qkv(72, 72, 16, 64), {}),
+    ],
+    "window": [
+        *((vmonarch.window_attention, qkv(S, S, 64), {**options, "causal": causal}) for causal in (False, True)
+          for S, options in ((300, {"window": 70}), (315, {**BRICK, "window": (3, 5, 4)}))),
+        (vmonarch.window_attention, qkv(1, 300, 64), {"window": 70, "causal": True}),
+    ],
+    # Tiles of 64 tokens have kernels of their own backward.
+    "two_resolutions": [
+        (vmonarch.two_resolution_attention, qkv(315, 315, 64), {**BRICK, **options}) for options in (
+            {"cell": (2, 2, 4), "sink": True}, {"rest": False, "local": 1}, {"share": None, "beta": 0.5},
+            {"tile": (4, 4, 4)}, {"tile": (4, 4, 4), "rest": False})
+    ],
+    "norms": [(normed, [(2, 130, 240), (240,)], {})],
+    "residual": [(shared, [(2, 130, 3, E), (2, 3, 130, E)], {"dtype": d}) for E in (128, 40) for d in DTYPES],
+    "merging": [
+        (merged, [(2, 130, 3, E), (2, 3, 130, E), Float32((2, 3, 130)), Float32((2, 3, 130))], {}) for E in (128, 40)
+    ],
+}  # fmt: skip
+# Whether kernels for Hopper are used where they can be, and the families that have none.
+FORMS, PORTABLE = {"hopper": 1, "portable": 0}, ("window", "norms", "residual", "merging")
+FAMILIES = {name: ("portable",) if name in PORTABLE else tuple(FORMS) for name in CALLS}
+
+
+def run(family, device, implementation, dtype):
+    """Make all calls of a family, without and with gradients."""
+    for op, shapes, options in CALLS[family]:
+        dtypes = [torch.float32 if isinstance(shape, Float32) else dtype for shape in shapes]
+        tensors = [torch.randn(s, device=device, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+        with torch.no_grad():
+            op(*tensors, **options, implementation=implementation)
+        leaves = [tensor.requires_grad_() for tensor in tensors]
+        results = op(*leaves, **options, implementation=implementation)
+        results = [x for x in (results if isinstance(results, tuple) else (results,)) if getattr(x, "requires_grad", 0)]
+        # Overrides are of this thread.
+        with torch.autograd.set_multithreading_enabled(False):
+            if results:
+                torch.autograd.grad(results, leaves, [torch.randn_like(x) for x in results])
+
+
+@contextmanager
+def launches():
+    """The names of the kernels that are launched meanwhile."""
+    from triton.runtime.jit import JITFunction
+
+    names, launch = set(), JITFunction.run
+
+    def named(self, *args, **options):
+        names.add(self.__name__)
+        return launch(self, *args, **options)
+
+    JITFunction.run = named
+    try:
+        yield names
+    finally:
+        JITFunction.run = launch
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("family", nargs="?", choices=list(FAMILIES), help="default: all")
+    parser.add_argument("form", nargs="?", choices=list(FORMS), help="default: all that the family has")
+    parser.add_argument("--list", action="store_true", help="print every family and form, and do nothing else")
+    options = parser.parse_args(arguments)
+    for name, form in ((name, form) for name, forms in FAMILIES.items() for form in forms):
+        if options.family not in (None, name) or options.form not in (None, form):
+            continue
+        if options.list:
+            print(name, form)
+            continue
+        torch.manual_seed(0)
+        with launches() as names, launch_overrides({"hopper": {"enabled": FORMS[form]}}):
+            run(name, "cuda", "triton", torch.bfloat16)
+            torch.cuda.synchronize()
+        print(f"done {name} {form}: {' '.join(sorted(names))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
