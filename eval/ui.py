@@ -49,7 +49,7 @@ PRESETS = {
 }
 EXAMPLES = (
     "a red circle moving to the right over a dark grey background",
-    "a blue square moving down over a light background",
+    "a blue square moving down over a plain white background",
 )
 # What the fields set in `GenerateConfig` (`size` both of its sides), in their order on the page.
 FIELDS = {
@@ -138,7 +138,7 @@ class Studio:
             given |= {"width": int(sides[1]), "height": int(sides[2])}
         given |= {"prompts": (given.get("prompts", ""),), "seeds": (given.get("seeds", 0),)}
         folder = self.folders[given.setdefault("model", self.models[0])]
-        machine = {"dtype": self.dtype, "device": self.device, "offload": self.offload}
+        machine: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "offload": self.offload}
         try:
             config = complete(GenerateConfig(**given, **machine, output_dir=str(self.output)), folder)
             if self.loaded is not None and self._serves(config):
@@ -371,8 +371,8 @@ def is_local(host: str) -> bool:
     return host == "localhost"
 
 
-def launch(studio: Studio, host: str = "127.0.0.1", port: int = 7860) -> gr.Blocks:
-    """The page, served in threads of its own at its `local_url` until it is closed.
+def launch(studio: Studio, host: str = "127.0.0.1", port: int = 7860) -> tuple[gr.Blocks, str]:
+    """The page, served in threads of its own until it is closed, and its address.
 
     Args:
         host: address to listen on; other machines reach none but their own by the default.
@@ -388,7 +388,7 @@ def launch(studio: Studio, host: str = "127.0.0.1", port: int = 7860) -> gr.Bloc
         raise InputError("port", f"{port} of {host} cannot be had: {error}") from error
     hosts = {"localhost", "127.0.0.1", "::1", host} if is_local(host) else None
     page = build_page(studio)
-    page.launch(
+    _, address, _ = page.launch(
         server_name=f"[{host}]" if ":" in host else host,
         server_port=port,
         allowed_paths=[str(studio.output)],
@@ -403,4 +403,4 @@ def launch(studio: Studio, host: str = "127.0.0.1", port: int = 7860) -> gr.Bloc
         ssr_mode=False,
         mcp_server=False,
     )
-    return page
+    return page, address.rstrip("/")

@@ -22,14 +22,10 @@ def choose_device(device: str) -> torch.device:
 
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = torch.device(device)
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise InputError(
-                "device", f"{device} cannot be used: this torch sees no CUDA device; supported here: auto, cpu"
-            )
-        if (chosen.index or 0) >= torch.cuda.device_count():
-            raise InputError("device", f"must be cuda:0 to cuda:{torch.cuda.device_count() - 1}, got {device}")
+    chosen, count = torch.device(device), torch.cuda.device_count()
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+        known = f"cuda:0 to cuda:{count - 1}" if count else "auto or cpu, as this torch sees no CUDA device"
+        raise InputError("device", f"must be {known}; got {device}")
     return chosen
 
 

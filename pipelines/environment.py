@@ -52,23 +52,11 @@ def git_commit() -> str | None:
     # An environment inside somebody else's repository must not be taken for a checkout of ours.
     if not (root / ".git").exists() or not (root / "pyproject.toml").is_file():
         return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        commit = _git(root, "rev-parse", "HEAD")
-        return commit + ("-dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    run = subprocess.run(
-        ["git", "-C", str(root), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=10,
-        check=True,
-        stdin=subprocess.DEVNULL,
-    )
-    return run.stdout.strip()
 
 
 def shown_command(program: Sequence[str], arguments: Sequence[str] | None) -> str:

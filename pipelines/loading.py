@@ -195,21 +195,19 @@ def complete_and_load(
 
 
 def _scheduler(folder: ModelFolder, config: SamplingConfig) -> Any:
-    """The model's own scheduler, or the one that is asked for with the same flow shift unless another is given."""
+    """The model's own scheduler, or the one that is asked for, with the same flow shift unless another is given."""
     own = _load_small(folder, "scheduler")
-    if config.scheduler is None:
-        return own if config.flow_shift is None else _shifted(own, config.flow_shift)
-    from vmonarch.pipelines.schedulers import few_step_scheduler
+    key = next((key for key in ("flow_shift", "shift") if key in own.config), None)
+    if config.scheduler is not None:
+        from vmonarch.pipelines.schedulers import few_step_scheduler
 
-    shift = config.flow_shift or own.config.get("flow_shift") or own.config.get("shift", 1.0)
-    return few_step_scheduler(config.scheduler, shift, config.sigmas)
-
-
-def _shifted(scheduler: Any, flow_shift: float) -> Any:
-    """The scheduler with another flow shift, whichever name its class has for it."""
-    if scheduler.config.get("use_dynamic_shifting"):
+        return few_step_scheduler(
+            config.scheduler, config.flow_shift or (own.config[key] if key else 1.0), config.sigmas
+        )
+    if config.flow_shift is None:
+        return own
+    if own.config.get("use_dynamic_shifting"):
         raise InputError("flow_shift", "cannot be set: this model's shift follows from the size of the video")
-    for key in ("flow_shift", "shift"):
-        if key in scheduler.config:
-            return type(scheduler).from_config(scheduler.config, **{key: flow_shift})
-    raise InputError("flow_shift", f"cannot be set: {type(scheduler).__name__} has no flow shift")
+    if key is None:
+        raise InputError("flow_shift", f"cannot be set: {type(own).__name__} has no flow shift")
+    return type(own).from_config(own.config, **{key: config.flow_shift})

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError
 from vmonarch.installation import find_transformers
@@ -112,7 +112,8 @@ def shared_videos(model: LoadedModel, config: SamplingConfig, shard: Shard) -> I
     on_gpu = model.device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=model.device if on_gpu else None)
     with leaving_group():
-        for transformer in find_transformers(model.pipe).values():
+        transformers: list[Any] = list(find_transformers(model.pipe).values())
+        for transformer in transformers:
             uneven = any(count % shard.size for count in (tokens, transformer.config.num_attention_heads))
             parallel = ContextParallelConfig(ulysses_degree=shard.size, ulysses_anything=uneven)
             try:

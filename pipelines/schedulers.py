@@ -31,15 +31,10 @@ class _FewSteps:
     generator: Any = None
 
     def set_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        device: Any = None,
-        sigmas: Sequence[float] | None = None,
-        **others: Any,
+        self, num_inference_steps: int | None = None, device: Any = None, sigmas: Any = None, **others: Any
     ) -> None:
         """As diffusers'; `sigmas` are levels before the shift."""
-        levels: Sequence[float] | None = sigmas
-        if levels is None:
+        if sigmas is None:
             assert num_inference_steps is not None
             if self.levels and num_inference_steps > len(self.levels):
                 raise ValueError(
@@ -47,22 +42,15 @@ class _FewSteps:
                     f" was made with, got {num_inference_steps}"
                 )
             even = np.linspace(1, 0, num_inference_steps, endpoint=False).tolist()
-            levels = self.levels[:num_inference_steps] or even
-        super().set_timesteps(device=device, sigmas=levels, **others)  # type: ignore[misc]
+            sigmas = self.levels[:num_inference_steps] or even
+        super().set_timesteps(device=device, sigmas=sigmas, **others)  # type: ignore[misc]
 
     def step(
-        self,
-        model_output: torch.Tensor,
-        timestep: torch.Tensor,
-        sample: torch.Tensor,
-        generator: Any = None,
-        return_dict: bool = True,
+        self, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor, generator: Any = None, **others: Any
     ) -> Any:
         """As diffusers', whose result has the type of the prediction, not of the latents."""
         prediction = model_output.to(sample.dtype)
-        return super().step(  # type: ignore[misc]
-            prediction, timestep, sample, generator=generator or self.generator, return_dict=return_dict
-        )
+        return super().step(prediction, timestep, sample, generator=generator or self.generator, **others)  # type: ignore[misc]
 
 
 class EulerScheduler(_FewSteps, FlowMatchEulerDiscreteScheduler):

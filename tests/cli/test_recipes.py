@@ -238,7 +238,7 @@ def test_quantised_layers_need_torchao(wide: torch.nn.Module, monkeypatch: Any) 
 @pytest.mark.parametrize(
     ("attention", "offload", "problem"),
     [
-        ("stack-near-lossless", "group", "offload cannot be group with quantised linear layers"),
+        ("stack-fast", "group", "offload cannot be group with quantised linear layers"),
         ("stock:cache={kind: sea, order: 2}", "none", "attention .* a cache that cannot be used: cache.order is no"),
         ("stock:cache={kind: first_block, threshold: true}", "none", "cache.threshold must be of type float, got"),
     ],

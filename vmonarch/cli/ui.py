@@ -51,10 +51,10 @@ def run(arguments: argparse.Namespace) -> None:
     hide_loading_bars()
     names = ("models", "output_dir", "dtype", "device", "offload")
     studio = Studio(**{name: value for name in names if (value := getattr(arguments, name)) is not None})
-    page = launch(studio, arguments.host, arguments.port)
+    page, address = launch(studio, arguments.host, arguments.port)
     if not is_local(arguments.host):
         print(f"vmonarch ui: warning: whoever reaches {arguments.host} can use the page; no password", file=sys.stderr)
-    print(f"{page.local_url.rstrip('/')}  (videos in {studio.output}; Ctrl-C ends it)", flush=True)
+    print(f"{address}  (videos in {studio.output}; Ctrl-C ends it)", flush=True)
     try:
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
