@@ -14,7 +14,8 @@ def plain(value: Any) -> Any:
     """A number as Python has it, which JSON can hold, in place of NumPy's and torch's; lists as tuples of such."""
     if isinstance(value, (tuple, list)):
         return tuple(map(plain, value))
-    if isinstance(value, bool):
+    # torch.compile of torch 2.11 cannot follow `operator.index` to its error.
+    if value is None or isinstance(value, (bool, str)):
         return value
     try:
         return operator.index(value)
