@@ -256,7 +256,7 @@ BUGS = {
     "refining-keeps-the-last": (REFINING, "min(found, key=lambda measured: measured.error).plan", "found[-1].plan"),
     "planning-takes-the-last-share": (
         PLANNING, "shares[chosen[:, head] == method, head].mean()", "shares[chosen[:, head] == method, head][-1]"),
-    "planning-spends-what-is-not-there": (PLANNING, "/ most, ub=1)", "/ most, ub=2)"),
+    "planning-spends-what-is-not-there": (PLANNING, "ub=room.numpy()", "ub=2 * room.numpy()"),
     "adapter-of-any-model": (ADAPTERS, "if saved.get(key) != here.get(key)", "if False"),
     "held-cL-of-the-wrong-sign": (CONTROLS, "_hold(cL, -math.log", "_hold(cL, math.log"),
     "all-frames-held-but-the-first": (CONTROLS, "[held[:, :, :1], term[:, :, 1:]]", "[term[:, :, :1], held[:, :, 1:]]"),

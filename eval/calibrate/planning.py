@@ -19,6 +19,8 @@ from vmonarch.plan import FULL, AttentionPlan
 
 # What the error of layers weighs beside what errors change in the output.
 _LAYER_WEIGHT = 0.4
+# The integer program decides at least these heads.
+_CHOICE = 64
 # No head's errors count for less than this part of the mean share: shares are noisy and can be negative.
 _LEAST_SHARE = 0.02
 
@@ -128,7 +130,7 @@ def plan_within_work(
     """The least sum of the measure over all heads (of relative errors: of their squares) for so much work.
 
     An integer program (HiGHS): every head has one method, and the costs, with a limit another measure too, stay within
-    what they may be. The plan is within a thousandth of the best.
+    what they may be. In large models the linear program decides all but some heads (`_least`).
 
     Args:
         work: of all heads, relative to VMonarch with its defaults (`vmonarch_flops`).
@@ -172,26 +174,54 @@ def plan_within_work(
 def _least(values: torch.Tensor, limits: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor | None:
     """The method of every head with which the values [heads, methods] add up to least: [heads]; None if there is none.
 
+    The linear program leaves no more heads between two methods than there are limits. Those are decided by an integer
+    program, with some others, so that it has a choice; in small models it has all heads.
+
     Args:
         limits: other values [heads, methods], and what they may add up to.
+    """
+    weights = torch.stack([other / most for other, most in limits])
+    # Of several plans that lose as little, the cheapest is taken.
+    aim = values / values.abs().max().clamp(min=1e-300) + 1e-9 * weights[0] / weights[0].max()
+    room = torch.ones(len(limits), dtype=torch.float64)
+    relaxed = _solve(aim, weights, room, integral=False)
+    if relaxed is None:
+        return None
+    free = relaxed.max(1).values < 1 - 1e-6
+    free[:_CHOICE] = True
+    chosen, heads = relaxed.argmax(1), torch.arange(len(values))
+    spent = weights[:, heads, chosen][:, ~free].sum(1)
+    decided = _solve(aim[free], weights[:, free], room - spent, integral=True)
+    if decided is None:
+        whole = _solve(aim, weights, room, integral=True)
+        return None if whole is None else whole.argmax(1)
+    chosen[free] = decided.argmax(1)
+    return chosen
+
+
+def _solve(aim: torch.Tensor, weights: torch.Tensor, room: torch.Tensor, *, integral: bool) -> torch.Tensor | None:
+    """Shares [heads, methods] that add up to 1 for every head, with the least sum of aims; None if there are none.
+
+    Args:
+        weights: [limits, heads, methods], of which `room` [limits] is there.
+        integral: whether every head has one method.
     """
     from scipy import sparse
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    heads, methods = values.shape
+    heads, methods = aim.shape
     one_each = sparse.kron(sparse.eye_array(heads), np.ones((1, methods)), format="csr")
-    constraints = [LinearConstraint(one_each, 1, 1)]
-    constraints += [LinearConstraint(weights.numpy().reshape(1, -1) / most, ub=1) for weights, most in limits]
-    # Of several plans that lose as little, the cheapest is taken.
-    aim = values / values.abs().max().clamp(min=1e-300) + 1e-9 * limits[0][0] / limits[0][0].max()
     found = milp(
         aim.numpy().ravel(),
-        integrality=np.ones(values.numel()),
+        integrality=np.full(aim.numel(), int(integral)),
         bounds=Bounds(0, 1),
-        constraints=constraints,
+        constraints=[
+            LinearConstraint(one_each, 1, 1),
+            LinearConstraint(weights.reshape(len(room), -1).numpy(), ub=room.numpy()),
+        ],
         options={"mip_rel_gap": 1e-3},
     )
-    return None if found.x is None else torch.from_numpy(found.x).view(heads, methods).argmax(1)
+    return None if found.x is None else torch.from_numpy(found.x).view(heads, methods)
 
 
 def _corrected(choices: _Choices, values: torch.Tensor, found: Sequence[InPlace]) -> torch.Tensor:
