@@ -65,7 +65,7 @@ def with_gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "cpu"}, "device must be auto for 2 processes, each of which has its own, got cpu"),
+        ({"device": "cpu"}, "device must be auto for 2 processes that share a video, as each has its own, got cpu"),
         ({"offload": "model"}, "offload must be none for 2 processes that share a video, got model"),
     ],
 )
