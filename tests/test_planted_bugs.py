@@ -228,8 +228,8 @@ BUGS = {
     "residual-of-the-refresh-before": (RESIDUALS, "kept.step >= branch.due", "kept.step >= 0"),
     "residual-added-twice": (
         RESIDUALS,
-        "return add_residual(rough, self._take(branch, layer), implementation=implementation)",
-        "return add_residual(add_residual(rough, self._take(branch, layer)), self._take(branch, layer))",
+        "return add_residual(approximate(), self._take(branch, layer), implementation=implementation)",
+        "return add_residual(add_residual(approximate(), self._take(branch, layer)), self._take(branch, layer))",
     ),
     "residual-not-kept": (RESIDUALS, "return _Kept(branch.step, residual, None)", "return _Kept(-1, residual, None)"),
     "residual-fetched-when-it-is-late": (RESIDUALS, "            self._fetch(branch, following)", "            pass"),

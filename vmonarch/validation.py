@@ -15,7 +15,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(plain, value))
     # torch.compile of torch 2.11 cannot follow `operator.index` to its error.
-    if value is None or isinstance(value, (bool, str)):
+    if type(value) in (bool, int, float, str, type(None)):
         return value
     try:
         return operator.index(value)

@@ -184,7 +184,7 @@ def _check_candidate(method: AttentionMethod) -> None:
 
 def options_of(method: AttentionMethod) -> Options:
     """What the op of a candidate takes."""
-    options: Options = method.processor().options  # type: ignore[attr-defined]
+    options: Options = method.processor().options
     return options
 
 

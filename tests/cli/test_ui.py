@@ -119,7 +119,7 @@ def test_a_request_gives_a_video_with_its_record_and_the_page_tells_what_is_done
     [
         ("prompts", "", "Must not be empty"),
         ("prompts", "a " * 600, "at most 512 tokens"),
-        ("seeds", -1, "got -1"),
+        ("seeds", -1, "Must be from 0 to 9223372036854775807, got -1"),
         ("size", "100×32", "nearest: 96 or 112"),
         ("size", "wide", "Must be WIDTH×HEIGHT"),
         ("num_frames", 10, "nearest: 9 or 13"),
