@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from vmonarch.configs import InputError
+from vmonarch.eval.calibrate import MEASURES
 from vmonarch.eval.calibrate.diagnosis import FORMAT
-from vmonarch.eval.calibrate.settings import MEASURES
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.plan import FULL, AttentionPlan

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vmonarch.configs import InputError, suggest
 from vmonarch.configs.methods import AttentionMethod
+from vmonarch.eval.calibrate import MEASURES
 from vmonarch.eval.settings import check_least, resolved
 from vmonarch.options import Options, VMonarchOptions
 from vmonarch.pipelines.config import SamplingConfig
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from vmonarch.grid import LatentGrid
     from vmonarch.plan import AttentionPlan
 
-MEASURES = ("error", "layer_error", "output_error", "kl")
 CANDIDATES = (
     "vmonarch-plain:num_iterations=1",
     "vmonarch-plain:coarse=2,last_l_update=false",
