@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import vmonarch.eval.vbench.installation as installation
 from vmonarch.configs import InputError, file_sha256, suggest
-from vmonarch.eval.vbench import installation
 from vmonarch.eval.vbench.installation import VBenchError, manifest
 from vmonarch.files import write_json
 from vmonarch.pipelines.devices import choose_device
