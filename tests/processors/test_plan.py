@@ -319,7 +319,10 @@ BAD = {
         lambda: plan_of(["a"], methods={"a": METHODS["sparse"] | {"share": None, "beta": 1}}),
         "method 'a': beta is not for plans",
     ),
-    "bad-pattern": (lambda: plan_of(["a"], methods={"a": {"exact": {"band": -1}}}), "method 'a': exact must fit: ExactBlocks.band"),
+    "bad-pattern": (
+        lambda: plan_of(["a"], methods={"a": {"exact": {"band": -1}}}),
+        "method 'a': exact must fit: ExactBlocks.band",
+    ),
     "ragged": (lambda: plan_of(["t1"], ["t1", "t1"]), "must all name as many heads"),
     "no-layers": (lambda: plan_of(), "at least one"),
     "no-format": (lambda: AttentionPlan.parse({"methods": {}, "layers": {}}), "format must be 'vmonarch-plan-1'"),
