@@ -146,7 +146,7 @@ def test_what_cannot_be_shown_is_set_aside_with_the_reason(tmp_path: Path) -> No
     half = flat(48, 64, (200, 100, 50, 128))
     cases = {
         "has transparency in a stream": encode(tmp_path / "a.webm", half, "-pix_fmt", "yuva420p", "-c:v", "libvpx-vp9"),
-        "has no colours that can be converted": encode(tmp_path / "a.mp4", flat(48, 64), "-vf", ycgco, *H264),
+        "no path between colorspaces": encode(tmp_path / "a.mp4", flat(48, 64), "-vf", ycgco, *H264),
         "changes its picture size": tmp_path / "a.h264",
     }
     parts = [encode(tmp_path / "part.h264", flat(48, width), *H264).read_bytes() for width in (64, 96)]
