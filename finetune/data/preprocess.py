@@ -23,7 +23,6 @@ import json
 import os
 import random
 import re
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -181,15 +180,14 @@ class PipelineEncoders:
     def __init__(self, pipe: Any, device: torch.device, max_sequence_length: int) -> None:
         self.pipe, self._device, self._length = pipe, device, max_sequence_length
 
-    def too_long(self, captions: Sequence[str]) -> list[int]:
-        """Indices of the captions with more tokens than `max_sequence_length`."""
-        lengths = (len(self._tokens([caption], verbose=False).input_ids[0]) for caption in captions)
-        return [index for index, length in enumerate(lengths) if length > self._length]
+    def cut(self, caption: str) -> bool:
+        """Whether it has more tokens than `max_sequence_length`."""
+        return len(self._tokens(caption, verbose=False).input_ids) > self._length
 
-    def _tokens(self, captions: Sequence[str], **options: Any) -> Any:
+    def _tokens(self, caption: str, **options: Any) -> Any:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-        return self.pipe.tokenizer([prompt_clean(caption) for caption in captions], **options)
+        return self.pipe.tokenizer(prompt_clean(caption), **options)
 
     def text(self, caption: str) -> torch.Tensor:
         """Float32 [L, D]: the tokens that the attention mask marks; zeros after them give the pipeline's own rows."""
@@ -197,8 +195,8 @@ class PipelineEncoders:
             embeds, _ = self.pipe.encode_prompt(
                 caption, do_classifier_free_guidance=False, max_sequence_length=self._length, device=self._device
             )
-        tokens = self._tokens([caption], max_length=self._length, truncation=True, return_attention_mask=True)
-        return embeds[0, : sum(tokens.attention_mask[0])].float().cpu()
+        tokens = self._tokens(caption, max_length=self._length, truncation=True, return_attention_mask=True)
+        return embeds[0, : sum(tokens.attention_mask)].float().cpu()
 
     def latents(self, video: torch.Tensor) -> torch.Tensor:
         """The VAE's means [C, T, y, x] as they are."""
@@ -300,7 +298,13 @@ def _items(config: PreprocessConfig, captioned: Sequence[Captioned]) -> list[_It
 
     def decode(entry: Captioned, stop: threading.Event) -> tuple[str, list[Clip]]:
         path = Path(str(config.videos), entry.file)
-        return entry.caption, decode_clips(path, config.shapes, timeout=config.timeout, stop=stop)
+        try:
+            return entry.caption, decode_clips(path, config.shapes, timeout=config.timeout, stop=stop)
+        except OSError:
+            # The video is not to blame when ffmpeg cannot be started.
+            raise
+        except Exception as error:
+            raise BadVideo(str(error) or repr(error)) from error
 
     names = [f"procedural-{config.seed}-{number}" for number in range(config.procedural or 0)]
     made = [_Item(name, (name,), partial(render, number)) for number, name in enumerate(names)]
@@ -308,7 +312,7 @@ def _items(config: PreprocessConfig, captioned: Sequence[Captioned]) -> list[_It
     return made + [_Item(e.file, tuple(f"{e.stem}-{k}" for k in numbers), partial(decode, e)) for e in captioned]
 
 
-def _ahead(items: Iterable[_Item], workers: int) -> Generator[tuple[_Item, tuple[str, list[Clip]] | BadVideo]]:
+def _ahead(items: Iterable[_Item], workers: int) -> Generator[tuple[_Item, Future[tuple[str, list[Clip]]]]]:
     """What each item makes, in order, made by so many threads before it is asked for."""
     stop, left = threading.Event(), iter(items)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
@@ -319,14 +323,7 @@ def _ahead(items: Iterable[_Item], workers: int) -> Generator[tuple[_Item, tuple
             waiting.extend((item, pool.submit(item.make, stop)) for item in more)
             if not waiting:
                 return
-            item, future = waiting.popleft()
-            error = future.exception()
-            if isinstance(error, OSError):
-                # The video is not to blame when ffmpeg cannot be started.
-                raise error
-            if error is not None and not isinstance(error, BadVideo):
-                error = BadVideo(f"cannot be decoded: {type(error).__name__}: {error}")
-            yield item, error or future.result()
+            yield waiting.popleft()
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
@@ -358,16 +355,13 @@ class _Output:
             path.unlink()
         shards = sorted(folder.glob("shard-*.parquet"), key=lambda path: (len(path.name), path.name))
         path = folder / "manifest.json"
-        if not path.exists() and (shards or self._quarantine.exists()):
-            raise InputError("output", f"{str(folder)!r} holds shards or a quarantine, but no manifest.json")
         try:
-            if path.exists():
+            if shards or path.exists() or self._quarantine.exists():
                 before = json.loads(path.read_text(encoding="utf-8"))
                 # Before 2026-11-28 there were no buckets.
                 old, now = {"buckets": [], **_made_of(before)}, _made_of(self.manifest)
-                if changed := [
-                    f"{key} was {old.get(key)!r}, is {now[key]!r}" for key in now if old.get(key) != now[key]
-                ]:
+                changed = [f"{key} was {old.get(key)!r}, is {now[key]!r}" for key in now if old.get(key) != now[key]]
+                if changed:
                     problem = f"holds other work: {'; '.join(changed)}; choose another folder"
                     raise InputError("output", f"{str(folder)!r} {problem}")
                 self.manifest |= {key: before[key] for key in ("complete", "counts", "environment", "updated")}
@@ -406,12 +400,9 @@ class _Output:
     def write_manifest(self, **facts: Any) -> None:
         """Write what is in the folder and what it was made from."""
         self.manifest |= {"updated": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
-        self.manifest["counts"] |= self.counts()._asdict()
+        counts = {"clips": len(self.ids), "shards": len(self.manifest["shards"]), "quarantined": len(self.bad)}
+        self.manifest["counts"] |= counts
         write_json(self.folder / "manifest.json", self.manifest)
-
-    def counts(self) -> Prepared:
-        """How much there is."""
-        return Prepared(len(self.ids), len(self.manifest["shards"]), len(self.bad))
 
 
 def _made_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -438,22 +429,17 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-class Prepared(NamedTuple):
-    """How many rows, files and bad videos an output folder has."""
-
-    clips: int
-    shards: int
-    quarantined: int
-
-
 def preprocess(
     config: PreprocessConfig, *, progress: bool = False, encoders: PipelineEncoders | None = None
-) -> Prepared:
-    """Prepare all clips that `config` names and that are not in its output folder yet; returns what it holds then.
+) -> dict[str, int]:
+    """Prepare all clips that `config` names and that are not in its output folder yet.
 
     Args:
-        progress: show on stderr how far it is, and what is cut off of captions and pictures.
+        progress: show on stderr how far it is, and how many videos are bad or cropped and captions cut.
         encoders: instead of those of the model.
+
+    Returns:
+        The counts that the manifest then has: videos, captions_cut, clips, shards, quarantined.
 
     Raises:
         InputError: an argument that cannot be used, found before any work; or the output folder holds the work of
@@ -490,12 +476,9 @@ def preprocess(
         todo = _not_done(items, output)
         if todo:
             encoders = encoders or load_encoders(config, folder)
-            cut = encoders.too_long([entry.caption for entry in captioned])
-            if cut and progress:
-                where = f"{len(cut)} captions are longer than {config.max_sequence_length} tokens and are cut off"
-                print(f"{where}; the first is that of {captioned[cut[0]].file}", file=sys.stderr, flush=True)
+            cut = sum(encoders.cut(entry.caption) for entry in captioned)
             versions = environment(device) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))}
-            output.manifest["counts"] = {"videos": len(items), "captions_cut": len(cut)}
+            output.manifest["counts"] = {"videos": len(items), "captions_cut": cut}
             output.write_manifest(complete=False, environment=versions)
             if not (path / EMPTY_CAPTION).exists():
                 write_empty_caption(path, encoders.text(""))
@@ -508,7 +491,8 @@ def preprocess(
             file, reason = next(iter(output.bad.items()))
             why = f"{path / 'quarantine.jsonl'} says why, and first: {file} {reason}"
             raise PreprocessError(f"no clip could be made of {len(items)} videos; {why}")
-        return output.counts()
+        counts: dict[str, int] = output.manifest["counts"]
+        return counts
 
 
 def _captions_sha256(config: PreprocessConfig, captioned: Sequence[Captioned]) -> str | None:
@@ -541,29 +525,22 @@ def _samples(
     progress: bool,
 ) -> Generator[Sample]:
     """The rows still to be written, in order; bad videos go to quarantine on the way."""
-    cropped: list[tuple[float, str, str]] = []
+    cropped, cut = 0, output.manifest["counts"]["captions_cut"]
     bar = tqdm(total=len(items), initial=len(items) - len(todo), disable=not progress, unit="video")
     with bar, closing(_ahead((item for item in items if item.file in todo), config.workers)) as made:
-        for item, result in made:
+        for item, future in made:
+            # All clips of a video or none.
             samples: list[Sample] = []
             try:
-                if isinstance(result, BadVideo):
-                    raise result
-                # All clips of a video or none.
-                samples = _encode(config, item, todo[item.file], *result, encoders)
-                kept, (height, width) = result[1][0].kept, result[1][0].frames.shape[2:]
+                caption, clips = future.result()
+                samples = _encode(config, item, todo[item.file], caption, clips, encoders)
                 # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
-                if kept < 0.98:
-                    cropped.append((kept, item.file, f"{width}×{height}"))
+                cropped += clips[0].kept < 0.98
             except BadVideo as error:
                 output.quarantine(item.file, str(error))
             bar.update()
-            bar.set_postfix(bad=len(output.bad), refresh=False)
+            bar.set_postfix(bad=len(output.bad), cropped=cropped, captions_cut=cut, refresh=False)
             yield from samples
-    if progress and cropped:
-        kept, file, size = min(cropped)
-        most = f"the most, {file}, to {kept:.0%} of its picture for clips of {size}"
-        print(f"{len(cropped)} videos were cropped; {most}", file=sys.stderr)
 
 
 def _encode(

@@ -49,35 +49,21 @@ def linear(primaries: str, transfer: str) -> str:
     return f"{start},zscale=p={primaries}:t={transfer}:m=bt2020nc:npl=203,format=yuv420p10le"
 
 
+UNTAGGED = "scale=out_color_matrix={},format=yuv420p,setparams=colorspace=unknown"
 COLOURS = {
-    "hd, no tags": (
-        720,
-        1280,
-        ("-vf", "scale=out_color_matrix=bt709,format=yuv420p,setparams=colorspace=unknown"),
-        H264,
-    ),
-    "hd on its side, no tags": (
-        1280,
-        720,
-        ("-vf", "scale=out_color_matrix=bt709,format=yuv420p,setparams=colorspace=unknown"),
-        H264,
-    ),
-    "small, no tags": (
-        48,
-        64,
-        ("-vf", "scale=out_color_matrix=bt601,format=yuv420p,setparams=colorspace=unknown"),
-        H264,
-    ),
-    "pq": (48, 64, ("-vf", linear("bt2020", "smpte2084")), HEVC),
-    "hlg": (48, 64, ("-vf", linear("bt2020", "arib-std-b67")), HEVC),
-    "wide gamut": (48, 64, ("-vf", linear("bt2020", "bt709")), HEVC),
+    "hd, no tags": (720, 1280, UNTAGGED.format("bt709"), H264),
+    "hd on its side, no tags": (1280, 720, UNTAGGED.format("bt709"), H264),
+    "small, no tags": (48, 64, UNTAGGED.format("bt601"), H264),
+    "pq": (48, 64, linear("bt2020", "smpte2084"), HEVC),
+    "hlg": (48, 64, linear("bt2020", "arib-std-b67"), HEVC),
+    "wide gamut": (48, 64, linear("bt2020", "bt709"), HEVC),
 }
 
 
 @pytest.mark.parametrize("case", COLOURS)
 def test_colours_are_those_of_a_bt709_screen(case: str, tmp_path: Path) -> None:
     height, width, filters, encoder = COLOURS[case]
-    clip = decoded(encode(tmp_path / "a.mp4", flat(height, width), *filters, *encoder))
+    clip = decoded(encode(tmp_path / "a.mp4", flat(height, width), "-vf", filters, *encoder))
     error = clip.frames.float().mean((1, 2, 3)) - torch.tensor(BROWN)
     assert error.abs().max() < 4, error
 

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     config = read_settings(arguments)
     hide_loading_bars()
-    prepared = preprocess(config, progress=not arguments.quiet)
-    bad = f", {prepared.quarantined} bad videos in quarantine.jsonl" if prepared.quarantined else ""
-    counts = "" if arguments.quiet else f"  ({prepared.clips} clips in {prepared.shards} shards{bad})"
-    print(f"{Path(config.output).expanduser() / 'manifest.json'}{counts}")
+    counts = preprocess(config, progress=not arguments.quiet)
+    bad = f", {counts['quarantined']} bad videos in quarantine.jsonl" if counts["quarantined"] else ""
+    made = "" if arguments.quiet else f"  ({counts['clips']} clips in {counts['shards']} shards{bad})"
+    print(f"{Path(config.output).expanduser() / 'manifest.json'}{made}")
