@@ -140,7 +140,7 @@ class SamplingConfig:
                 "seeds", f"must be one or more that differ, or the same video is made twice; got {self.seeds}"
             )
         self._check_sigmas()
-        self._check_sizes(16, 16, 4)
+        check_sizes(self, 16, 16, 4)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if not self.output_dir or "\0" in self.output_dir:
@@ -176,22 +176,6 @@ class SamplingConfig:
             raise InputError("sigmas", f"must be {self.steps}, as many as steps, got {len(self.sigmas)}")
         object.__setattr__(self, "steps", len(self.sigmas))
 
-    def _check_sizes(self, height_multiple: int, width_multiple: int, temporal: int, where: str = "") -> None:
-        """Raise InputError unless the sizes that are given are such multiples, and num_frames is `temporal`·k + 1."""
-        for name, multiple in (("height", height_multiple), ("width", width_multiple)):
-            value = getattr(self, name)
-            if value is not None and value % multiple:
-                below = value // multiple * multiple
-                nearest = " or ".join(str(size) for size in (below, below + multiple) if size > 0)
-                raise InputError(name, f"must be a multiple of {multiple}{where}, got {value}; nearest: {nearest}")
-        frames = self.num_frames
-        if frames is not None and frames % temporal != 1 % temporal:
-            below = (frames - 1) // temporal * temporal + 1
-            raise InputError(
-                "num_frames",
-                f"must be {temporal}·k + 1{where}, got {frames}; nearest: {below} or {below + temporal}",
-            )
-
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain values, methods with all their parameters."""
         return {key: _plain(value) for key, value in vars(self).items()}
@@ -225,6 +209,23 @@ class GenerateConfig(SamplingConfig):
         """As in `SamplingConfig`."""
         stack: Stack = self.attention.stack
         return stack
+
+
+def check_sizes(config: Any, height_multiple: int, width_multiple: int, temporal: int, where: str = "") -> None:
+    """Raise InputError unless its sizes (None: not given) are such multiples, and num_frames is `temporal`·k + 1."""
+    for name, multiple in (("height", height_multiple), ("width", width_multiple)):
+        value = getattr(config, name)
+        if value is not None and value % multiple:
+            below = value // multiple * multiple
+            nearest = " or ".join(str(size) for size in (below, below + multiple) if size > 0)
+            raise InputError(name, f"must be a multiple of {multiple}{where}, got {value}; nearest: {nearest}")
+    frames = config.num_frames
+    if frames is not None and frames % temporal != 1 % temporal:
+        below = (frames - 1) // temporal * temporal + 1
+        raise InputError(
+            "num_frames",
+            f"must be {temporal}·k + 1{where}, got {frames}; nearest: {below} or {below + temporal}",
+        )
 
 
 def _check_text(name: str, text: str) -> None:
@@ -334,7 +335,7 @@ def complete(config: Config, model: ModelFolder) -> Config:
     config = dataclasses.replace(config, **missing)
     if not config.prompts:
         raise InputError("prompts", "must hold at least one prompt")
-    config._check_sizes(model.height_multiple, model.width_multiple, model.temporal, " for this model")
+    check_sizes(config, model.height_multiple, model.width_multiple, model.temporal, " for this model")
     _check_video(config, model)
     if config.image is None and (model.image_conditioned or model.pipeline == IMAGE_TO_VIDEO):
         raise InputError("image", "is needed: this is an image-to-video model")

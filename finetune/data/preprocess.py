@@ -19,45 +19,45 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import random
 import re
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
 
-from vmonarch.configs import InputError, build, check_keys, file_sha256
-from vmonarch.files import AtomicFiles, write_json
+from vmonarch.configs import InputError, build, file_sha256
+from vmonarch.files import write_json
 from vmonarch.finetune.config import check_values, choice, number
 from vmonarch.finetune.data.captions import Captioned, read_captions
-from vmonarch.finetune.data.decode import MAX_PIXELS, BadVideo, Cancelled, Clip, ClipShape, decode_clips
+from vmonarch.finetune.data.decode import BadVideo, Clip, ClipShape, decode_clips
 from vmonarch.finetune.data.parquet import EMPTY_CAPTION, write_empty_caption, write_shard
 from vmonarch.finetune.data.schema import TEXT_LENGTH, Sample
-from vmonarch.pipelines.devices import DTYPES
+from vmonarch.pipelines.devices import DTYPES, choose_device, choose_dtype
 from vmonarch.pipelines.kinds import IMAGE_TO_VIDEO
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
 FORMAT = "vmonarch-preprocess-1"
 # Settings that say where and how patiently, not what the rows are.
-_FREE = ("captions", "output", "model", "revision", "workers", "timeout", "max_failures")
+_FREE = ("captions", "output", "model", "revision", "workers", "timeout")
 
 
 class PreprocessError(RuntimeError):
-    """The run ended without what was asked for: no clip at all, or more bad videos than allowed."""
+    """No video gave a clip."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,6 @@ class PreprocessConfig:
         fps: frames per second of the clips; None leaves those of each file.
         start: where clips begin: `begin` or `middle`.
         clips_per_video: at most, one after the other.
-        resize: `crop` scales to cover height × width and cuts out the centre.
         max_sequence_length: text tokens that the transformer sees, at most TEXT_LENGTH.
         image_to_video: also store the first frame's latents, and its image features if the model has an image encoder;
             None stores them for models that need them.
@@ -89,7 +88,6 @@ class PreprocessConfig:
         workers: videos decoded at a time, ahead of the encoders, each by one thread.
         seed: of the procedural clips.
         timeout: seconds that decoding one video may take.
-        max_failures: share of the videos that may be bad; 1 never gives up.
 
     Raises:
         InputError: a value that no model supports; the error names the field.
@@ -101,14 +99,13 @@ class PreprocessConfig:
     model: str = "embedded"
     revision: str | None = None
     output: str = "outputs/preprocess"
-    height: int | None = number(None, least=1)
-    width: int | None = number(None, least=1)
+    height: int | None = number(None, least=1, most=8192)
+    width: int | None = number(None, least=1, most=8192)
     num_frames: int | None = number(None, least=1)
     buckets: tuple[str, ...] = ()
     fps: float | None = number(None, least=0.001, most=1000)
     start: str = choice("begin", "begin", "middle")
     clips_per_video: int = number(1, least=1, most=10_000)
-    resize: str = choice("crop", "crop")
     max_sequence_length: int | None = number(None, least=1, most=TEXT_LENGTH)
     image_to_video: bool | None = None
     dtype: str = choice("auto", *DTYPES)
@@ -118,7 +115,6 @@ class PreprocessConfig:
     workers: int = number(4, least=1)
     seed: int = 0
     timeout: float = number(120.0, above=0)
-    max_failures: float = number(1.0, least=0, most=1)
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -130,28 +126,15 @@ class PreprocessConfig:
             raise InputError("device", f"must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if self.buckets and (self.procedural or self.height or self.width or self.num_frames):
             raise InputError("buckets", "is for videos, and in place of height, width and num_frames")
-        for height, width, _ in self.sizes:
-            if (height or 1) * (width or 1) > MAX_PIXELS:
-                raise InputError("height", f"times width must be at most {MAX_PIXELS}, got {height} × {width}")
+        if bad := [bucket for bucket in self.buckets if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){2}", bucket)]:
+            raise InputError("buckets", f"must be written as 480x832x81 (height, width, frames), got {bad[0]!r}")
 
     @property
-    def sizes(self) -> list[tuple[Any, ...]]:
-        """(height, width, frames) of each bucket, or the one size of all clips.
-
-        Raises:
-            InputError: a bucket is not written so.
-        """
-        if not self.buckets:
-            return [(self.height, self.width, self.num_frames)]
-        found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", bucket) for bucket in self.buckets]
-        for match, bucket in zip(found, self.buckets, strict=True):
-            if match is None:
-                raise InputError("buckets", f"must be written as 480x832x81 (height, width, frames), got {bucket!r}")
-        return [tuple(map(int, match.groups())) for match in found if match]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every setting as plain values."""
-        return dataclasses.asdict(self)
+    def shapes(self) -> list[ClipShape]:
+        """Of each bucket, or the one of all clips, whose sizes may be None."""
+        sizes: list[Any] = [tuple(map(int, bucket.split("x"))) for bucket in self.buckets]
+        sizes = sizes or [(self.height, self.width, self.num_frames)]
+        return [ClipShape(h, w, f, self.fps, self.start, self.clips_per_video) for h, w, f in sizes]
 
 
 def preprocess_config(*layers: Mapping[str, Any]) -> PreprocessConfig:
@@ -160,10 +143,7 @@ def preprocess_config(*layers: Mapping[str, Any]) -> PreprocessConfig:
     Raises:
         InputError: no output, an unknown key, or a value of another type or out of range; the error names the key.
     """
-    values: dict[str, Any] = {}
-    for layer in layers:
-        check_keys(PreprocessConfig, layer)
-        values |= layer
+    values: dict[str, Any] = dict(chain.from_iterable(layer.items() for layer in layers))
     if values.get("output") is None:
         raise InputError("output", "is missing: name a folder")
     return build(PreprocessConfig, values)
@@ -176,36 +156,22 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
         InputError: a size that does not fit the model or, for procedural clips, that they do not have.
     """
     from vmonarch.finetune.embedded.data import HEIGHT, NUM_FRAMES, WIDTH
-    from vmonarch.pipelines.config import recommended_settings
+    from vmonarch.pipelines.config import check_sizes, recommended_settings
 
-    recommended = recommended_settings(model)
-    names = ("max_sequence_length", *(() if config.buckets else ("height", "width", "num_frames")))
-    missing = {name: recommended[name] for name in names if getattr(config, name) is None}
-    if config.image_to_video is None:
-        missing["image_to_video"] = model.image_conditioned
+    recommended = recommended_settings(model) | {"image_to_video": model.image_conditioned}
+    names = ["max_sequence_length", "image_to_video", *(() if config.buckets else ("height", "width", "num_frames"))]
+    changes = {name: recommended[name] for name in names if getattr(config, name) is None}
     if config.videos is not None:
-        missing["videos"] = str(Path(config.videos).expanduser().resolve())
-    config = dataclasses.replace(config, **missing)
-    heights, widths, frames = (model.height_multiple, 0), (model.width_multiple, 0), (model.temporal, 1)
-    rules = {"height": heights, "width": widths, "num_frames": frames}
-    for size in config.sizes:
-        for value, (name, (factor, rest)) in zip(size, rules.items(), strict=True):
-            _check_size("buckets" if config.buckets else name, value, factor, rest % factor)
+        changes["videos"] = str(Path(config.videos).expanduser().resolve())
+    config = dataclasses.replace(config, **changes)
+    for shape in config.shapes:
+        check_sizes(shape, model.height_multiple, model.width_multiple, model.temporal, " for this model")
     if config.procedural is not None:
-        own = {"height": HEIGHT, "width": WIDTH, "num_frames": NUM_FRAMES, "fps": None, "start": "begin"}
-        for name, only in {**own, "clips_per_video": 1}.items():
+        own = dict(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, fps=None, start="begin", clips_per_video=1)
+        for name, only in own.items():
             if getattr(config, name) != only:
                 raise InputError(name, f"must be {only} for procedural clips, got {getattr(config, name)}")
     return config
-
-
-def _check_size(name: str, value: int, factor: int, rest: int) -> None:
-    if value % factor == rest:
-        return
-    below = (value - rest) // factor * factor + rest
-    nearest = " or ".join(str(size) for size in (below, below + factor) if size > 0)
-    what = f"{factor}·k + {rest}" if rest else f"a multiple of {factor}"
-    raise InputError(name, f"must be {what} for this model, got {value}; nearest: {nearest}")
 
 
 class PipelineEncoders:
@@ -214,18 +180,14 @@ class PipelineEncoders:
     def __init__(self, pipe: Any, device: torch.device, max_sequence_length: int) -> None:
         self.pipe, self._device, self._length = pipe, device, max_sequence_length
 
-    def too_long(self, captions: Sequence[str]) -> list[int]:
-        """Indices of the captions with more tokens than `max_sequence_length`."""
-        found = []
-        for start in range(0, len(captions), 1024):
-            ids = self._tokens(captions[start : start + 1024], truncation=False, verbose=False).input_ids
-            found += [start + index for index, tokens in enumerate(ids) if len(tokens) > self._length]
-        return found
+    def cut(self, caption: str) -> bool:
+        """Whether it has more tokens than `max_sequence_length`."""
+        return len(self._tokens(caption, verbose=False).input_ids) > self._length
 
-    def _tokens(self, captions: Sequence[str], **options: Any) -> Any:
+    def _tokens(self, caption: str, **options: Any) -> Any:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-        return self.pipe.tokenizer([prompt_clean(caption) for caption in captions], **options)
+        return self.pipe.tokenizer(prompt_clean(caption), **options)
 
     def text(self, caption: str) -> torch.Tensor:
         """Float32 [L, D]: the tokens that the attention mask marks; zeros after them give the pipeline's own rows."""
@@ -233,8 +195,8 @@ class PipelineEncoders:
             embeds, _ = self.pipe.encode_prompt(
                 caption, do_classifier_free_guidance=False, max_sequence_length=self._length, device=self._device
             )
-        tokens = self._tokens([caption], max_length=self._length, truncation=True, return_attention_mask=True)
-        return embeds[0, : sum(tokens.attention_mask[0])].float().cpu()
+        tokens = self._tokens(caption, max_length=self._length, truncation=True, return_attention_mask=True)
+        return embeds[0, : sum(tokens.attention_mask)].float().cpu()
 
     def latents(self, video: torch.Tensor) -> torch.Tensor:
         """The VAE's means [C, T, y, x] as they are."""
@@ -285,7 +247,6 @@ def load_encoders(config: PreprocessConfig, folder: ModelFolder) -> PipelineEnco
     """
     import diffusers
 
-    from vmonarch.pipelines.devices import choose_device, choose_dtype
     from vmonarch.pipelines.loading import read_pipeline
 
     device = choose_device(config.device)
@@ -331,227 +292,164 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
 
 
 def _items(config: PreprocessConfig, captioned: Sequence[Captioned]) -> list[_Item]:
-    if config.procedural is not None:
-
-        def render(number: int, _: threading.Event) -> tuple[str, list[Clip]]:
-            text, clip = procedural_clip(config.seed, number)
-            return text, [clip]
-
-        names = [f"procedural-{config.seed}-{number}" for number in range(config.procedural)]
-        return [_Item(name, (name,), partial(render, number)) for number, name in enumerate(names)]
-    shapes = [
-        ClipShape(height, width, frames, config.fps, config.start, config.clips_per_video)
-        for height, width, frames in config.sizes
-    ]
+    def render(number: int, _: threading.Event) -> tuple[str, list[Clip]]:
+        text, clip = procedural_clip(config.seed, number)
+        return text, [clip]
 
     def decode(entry: Captioned, stop: threading.Event) -> tuple[str, list[Clip]]:
-        path = Path(str(config.videos)) / entry.file
-        return entry.caption, decode_clips(path, shapes, timeout=config.timeout, stop=stop)
+        path = Path(str(config.videos), entry.file)
+        try:
+            return entry.caption, decode_clips(path, config.shapes, timeout=config.timeout, stop=stop)
+        except OSError:
+            # The video is not to blame when ffmpeg cannot be started.
+            raise
+        except Exception as error:
+            raise BadVideo(str(error) or repr(error)) from error
 
+    names = [f"procedural-{config.seed}-{number}" for number in range(config.procedural or 0)]
+    made = [_Item(name, (name,), partial(render, number)) for number, name in enumerate(names)]
     numbers = range(config.clips_per_video)
-    return [_Item(e.file, tuple(f"{e.stem}-{k}" for k in numbers), partial(decode, e)) for e in captioned]
+    return made + [_Item(e.file, tuple(f"{e.stem}-{k}" for k in numbers), partial(decode, e)) for e in captioned]
 
 
-def _ahead(items: Iterable[_Item], workers: int) -> Generator[tuple[_Item, tuple[str, list[Clip]] | BadVideo]]:
+def _ahead(items: Iterable[_Item], workers: int) -> Generator[tuple[_Item, Future[tuple[str, list[Clip]]]]]:
     """What each item makes, in order, made by so many threads before it is asked for."""
-    stop = threading.Event()
+    stop, left = threading.Event(), iter(items)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
     waiting: deque[tuple[_Item, Future[tuple[str, list[Clip]]]]] = deque()
-    left = iter(items)
     try:
         while True:
-            more = itertools.islice(left, 1 + workers - len(waiting))
+            more = islice(left, 1 + workers - len(waiting))
             waiting.extend((item, pool.submit(item.make, stop)) for item in more)
             if not waiting:
                 return
-            item, future = waiting.popleft()
-            try:
-                yield item, future.result()
-            except BadVideo as error:
-                yield item, error
-            except (Cancelled, OSError):
-                # The video is not to blame when ffmpeg cannot be started.
-                raise
-            except Exception as error:
-                yield item, BadVideo(f"cannot be decoded: {type(error).__name__}: {error}")
+            yield waiting.popleft()
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
 
 
 class _Output:
-    """The output folder: what is in it, and what is added. One process at a time.
+    """The output folder: what is in it, and what is added.
 
-    Args:
-        about: what the rows are made of, for the manifest.
+    Attributes:
+        manifest: what its file holds, or will hold when it is written next.
+        ids: of the rows in its shards. bad: reasons by file.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        self.folder, self._about = folder, dict(about)
-        self._manifest, self._quarantine = folder / "manifest.json", folder / "quarantine.jsonl"
-        self.shards: list[dict[str, Any]] = []
-        self.ids: list[str] = []
-        self.bad: dict[str, str] = {}
-        self.complete = False
+        """Read what a run of the same settings has left in the folder, and clear away what is half-written.
 
-    @contextmanager
-    def opened(self) -> Iterator[_Output]:
-        """Hold the folder against other processes, read what is there and clear away what was left half-written.
+        Args:
+            about: what the rows are made of, for the manifest.
 
         Raises:
-            InputError: another process holds it, or its contents are not those of the same run.
+            InputError: the folder holds other work, or what cannot be read.
         """
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise InputError("output", f"{str(self.folder)!r} is in use by another process") from error
-        except OSError:
-            # Some network file systems lock no folders.
-            pass
-        try:
-            self._read()
-            yield self
-        finally:
-            os.close(descriptor)
-
-    def _read(self) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        for path in self.folder.glob(".*.partial.*"):
+        self.folder, self._quarantine = folder, folder / "quarantine.jsonl"
+        # As JSON has them: tuples are lists.
+        self.manifest = json.loads(json.dumps(about)) | {"complete": False, "counts": {}, "shards": []}
+        self.ids: list[str] = []
+        self.bad: dict[str, str] = {}
+        for path in folder.glob(".*.partial.*"):
             path.unlink()
-        shards = sorted(self.folder.glob("shard-*.parquet"), key=lambda path: (len(path.name), path.name))
-        if not self._manifest.exists():
-            if shards or self._quarantine.exists():
-                raise InputError("output", f"{str(self.folder)!r} holds shards or a quarantine, but no manifest.json")
-            return
-        path = self._manifest
+        shards = sorted(folder.glob("shard-*.parquet"), key=lambda path: (len(path.name), path.name))
+        path = folder / "manifest.json"
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
-            differences = _differences(manifest, self._about)
-            self.complete = bool(manifest["complete"])
-            self.tell(counts={name: manifest["counts"][name] for name in ("videos", "captions_cut")})
-            for path in () if differences else shards:
-                found = pyarrow.parquet.read_table(path, columns=["id"])["id"].to_pylist()
-                self.shards.append({"file": path.name, "rows": len(found)})
-                self.ids += found
-            path = self._quarantine
-            self._read_quarantine()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
+            if shards or path.exists() or self._quarantine.exists():
+                before = json.loads(path.read_text(encoding="utf-8"))
+                # Before 2026-11-28 there were no buckets.
+                old, now = {"buckets": [], **_made_of(before)}, _made_of(self.manifest)
+                changed = [f"{key} was {old.get(key)!r}, is {now[key]!r}" for key in now if old.get(key) != now[key]]
+                if changed:
+                    problem = f"holds other work: {'; '.join(changed)}; choose another folder"
+                    raise InputError("output", f"{str(folder)!r} {problem}")
+                self.manifest |= {key: before[key] for key in ("complete", "counts", "environment", "updated")}
+            for path in shards:
+                self._add(path)
+            if (path := self._quarantine).exists():
+                # A killed run may have left half a line; its file is tried again.
+                whole = path.read_bytes().rpartition(b"\n")[0]
+                os.truncate(path, len(whole) + 1 if whole else 0)
+                entries = [json.loads(line) for line in whole.split(b"\n") if line]
+                self.bad = {entry["file"]: entry["reason"] for entry in entries}
+        except InputError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
             raise InputError("output", f"holds {path}, which cannot be read: {error!r}") from error
-        if differences:
-            raise InputError(
-                "output", f"{str(self.folder)!r} holds other work: {'; '.join(differences)}; choose another folder"
-            )
 
-    def _read_quarantine(self) -> None:
-        if not self._quarantine.exists():
-            return
-        # Bytes: a torn line may end within a character.
-        whole, _, torn = self._quarantine.read_bytes().rpartition(b"\n")
-        entries = [json.loads(line) for line in filter(None, whole.split(b"\n"))]
-        self.bad = {entry["file"]: entry["reason"] for entry in entries}
-        if torn:
-            # The run was killed while it wrote this line; the file will be tried again.
-            with AtomicFiles(overwrite=True) as files:
-                files.stage(self._quarantine).write_bytes(whole + b"\n" if whole else b"")
+    def _add(self, path: Path) -> None:
+        ids = pq.read_table(path, columns=["id"])["id"].to_pylist()
+        self.ids += ids
+        self.manifest["shards"].append({"file": path.name, "rows": len(ids)})
 
     def quarantine(self, file: str, reason: str) -> None:
         """Note a bad video."""
         self.bad[file] = reason
         with self._quarantine.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"file": file, "reason": reason}, ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
 
     def write_shard(self, samples: Iterable[Sample]) -> None:
         """Write the next shard, then the manifest."""
-        numbers = [int(re.sub(r"\D", "", shard["file"])) for shard in self.shards]
+        numbers = [int(re.sub(r"\D", "", shard["file"])) for shard in self.manifest["shards"]]
         path = self.folder / f"shard-{max(numbers, default=-1) + 1:05d}.parquet"
-        ids: list[str] = []
+        write_shard(path, samples)
+        self._add(path)
+        self.write_manifest()
 
-        def noted() -> Iterator[Sample]:
-            for sample in samples:
-                ids.append(sample.id)
-                yield sample
-
-        self.shards.append({"file": path.name, "rows": write_shard(path, noted())})
-        self.ids += ids
-        self.write_manifest(complete=False)
-
-    def write_manifest(self, *, complete: bool) -> None:
+    def write_manifest(self, **facts: Any) -> None:
         """Write what is in the folder and what it was made from."""
-        self.complete = complete
-        made = {"clips": len(self.ids), "shards": len(self.shards), "quarantined": len(self.bad)}
-        about = {**self._about, "complete": complete, "updated": datetime.now(UTC).isoformat(timespec="seconds")}
-        write_json(self._manifest, {**about, "counts": {**self._about["counts"], **made}, "shards": self.shards})
-
-    def tell(self, **facts: Any) -> None:
-        """Add to what the manifest says of this run."""
-        self._about |= facts
+        self.manifest |= {"updated": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
+        counts = {"clips": len(self.ids), "shards": len(self.manifest["shards"]), "quarantined": len(self.bad)}
+        self.manifest["counts"] |= counts
+        write_json(self.folder / "manifest.json", self.manifest)
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In words, what the rows depend on that is not as it was."""
-    # As JSON has them: tuples are lists.
-    now = json.loads(json.dumps(now))
-    # Before 2026-11-28 there were no buckets.
-    old = {"buckets": [], **before["config"], "format": before["format"]}
-    found = [
-        f"{key} was {old.get(key)!r}, is {value!r}"
-        for key, value in {"format": now["format"], **now["config"]}.items()
-        if key not in _FREE and value != old.get(key)
-    ]
-    if before["captions_sha256"] != now["captions_sha256"]:
-        found.append("the captions have changed")
-    for key in ("configs_sha256", "weights_sha256", "weights_sizes_sha256"):
-        if before["model"][key] != now["model"][key]:
-            what = "config files" if key.startswith("configs") else "weights"
-            found.append(f"model was {before['model']['name']}, is {now['model']['name']} with other {what}")
-            break
-    return found
+def _made_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What the rows of a folder depend on, by its manifest."""
+    config = {key: value for key, value in manifest["config"].items() if key not in _FREE}
+    hashes = ("configs_sha256", "weights_sha256", "weights_sizes_sha256")
+    model = {f"{key} of the model": manifest["model"][key] for key in hashes}
+    return {"format": manifest["format"], **config, "captions_sha256": manifest["captions_sha256"], **model}
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What lies in the output folder.
-
-    Args:
-        folder: it.
-        clips, shards: how many rows and files.
-        quarantined: how many bad videos.
-        seconds: of this run.
-    """
-
-    folder: Path
-    clips: int
-    shards: int
-    quarantined: int
-    seconds: float
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold a folder against other processes."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # Some network file systems lock no folders.
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError("output", f"{str(folder)!r} is in use by another process") from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def preprocess(
     config: PreprocessConfig, *, progress: bool = False, encoders: PipelineEncoders | None = None
-) -> Prepared:
+) -> dict[str, int]:
     """Prepare all clips that `config` names and that are not in its output folder yet.
 
     Args:
-        progress: show on stderr how far it is, and what is cut off of captions and pictures.
+        progress: show on stderr how far it is, and how many videos are bad or cropped and captions cut.
         encoders: instead of those of the model.
+
+    Returns:
+        The counts that the manifest then has: videos, captions_cut, clips, shards, quarantined.
 
     Raises:
         InputError: an argument that cannot be used, found before any work; or the output folder holds the work of
             another config, model or captions.
         ModelError: the model folder is missing something, damaged or unsupported.
-        PreprocessError: no clip could be made, or more videos are bad than `max_failures` allows.
+        PreprocessError: no clip could be made.
     """
-    from vmonarch.pipelines.devices import choose_device, choose_dtype
     from vmonarch.pipelines.environment import environment, package_versions
     from vmonarch.pipelines.outputs import prepare_output_dir
 
-    started = time.monotonic()
     captioned: list[Captioned] = []
     if config.videos is not None:
         videos = Path(config.videos).expanduser()
@@ -564,7 +462,7 @@ def preprocess(
     choose_dtype(config.dtype, device)
     about = {
         "format": FORMAT,
-        "config": config.to_dict(),
+        "config": dataclasses.asdict(config),
         "captions_sha256": _captions_sha256(config, captioned),
         "model": {"name": folder.name, "revision": folder.revision, **folder.fingerprint()},
     }
@@ -573,98 +471,76 @@ def preprocess(
     except InputError as error:
         raise InputError("output", error.problem) from error
     items = _items(config, captioned)
-    with _Output(path, about).opened() as output:
+    with _held(path):
+        output = _Output(path, about)
         todo = _not_done(items, output)
-        _check_failures(config, output, len(items))
-        if todo or not output.complete:
-            output.tell(environment=environment(device) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))})
         if todo:
             encoders = encoders or load_encoders(config, folder)
-            cut = encoders.too_long([entry.caption for entry in captioned])
-            output.tell(counts={"videos": len(items), "captions_cut": len(cut)})
-            if cut and progress:
-                where = f"{len(cut)} captions are longer than {config.max_sequence_length} tokens and are cut off"
-                print(f"{where}; the first is in {captioned[cut[0]].source}", file=sys.stderr, flush=True)
-            output.write_manifest(complete=False)
+            cut = sum(encoders.cut(entry.caption) for entry in captioned)
+            versions = environment(device) | {"decoder": package_versions(("imageio-ffmpeg", "pyarrow"))}
+            output.manifest["counts"] = {"videos": len(items), "captions_cut": cut}
+            output.write_manifest(complete=False, environment=versions)
             if not (path / EMPTY_CAPTION).exists():
                 write_empty_caption(path, encoders.text(""))
             with closing(_samples(config, items, todo, output, encoders, progress)) as samples:
                 for first in samples:
-                    output.write_shard(itertools.chain([first], itertools.islice(samples, config.rows_per_shard - 1)))
-        if todo or not output.complete:
+                    output.write_shard(chain([first], islice(samples, config.rows_per_shard - 1)))
+        if not output.manifest["complete"]:
             output.write_manifest(complete=True)
         if not output.ids:
-            raise PreprocessError(
-                f"no clip could be made of {len(items)} videos; {path / 'quarantine.jsonl'} says why, and first:"
-                f" {next((f'{file} {reason}' for file, reason in output.bad.items()), 'nothing')}"
-            )
-        return Prepared(path, len(output.ids), len(output.shards), len(output.bad), time.monotonic() - started)
+            file, reason = next(iter(output.bad.items()))
+            why = f"{path / 'quarantine.jsonl'} says why, and first: {file} {reason}"
+            raise PreprocessError(f"no clip could be made of {len(items)} videos; {why}")
+        counts: dict[str, int] = output.manifest["counts"]
+        return counts
 
 
 def _captions_sha256(config: PreprocessConfig, captioned: Sequence[Captioned]) -> str | None:
     if config.captions is not None:
         return file_sha256(config.captions)
-    if config.procedural is not None:
-        return None
-    return hashlib.sha256(json.dumps([[entry.file, entry.caption] for entry in captioned]).encode()).hexdigest()
+    pairs = json.dumps([[entry.file, entry.caption] for entry in captioned])
+    return hashlib.sha256(pairs.encode()).hexdigest() if captioned else None
 
 
-def _not_done(items: Sequence[_Item], output: _Output) -> list[tuple[_Item, int]]:
-    """The items still to be made, each with how many of its clips are in shards already."""
+def _not_done(items: Sequence[_Item], output: _Output) -> dict[str, int]:
+    """The items still to be made, by their files, and how many of the clips of each are in shards already."""
     done = set(output.ids)
     last = output.ids[-1] if output.ids else None
-    todo = []
+    todo = {}
     for item in items:
         present = sum(name in done for name in item.ids)
         # A video may have fewer clips than asked for. More can only be missing of the one that the last shard ends in.
         whole = present == len(item.ids) or (present and last not in item.ids)
         if item.file not in output.bad and not whole:
-            todo.append((item, present))
+            todo[item.file] = present
     return todo
-
-
-def _check_failures(config: PreprocessConfig, output: _Output, total: int) -> None:
-    if len(output.bad) > config.max_failures * total:
-        raise PreprocessError(
-            f"{len(output.bad)} of {total} videos are bad, more than max_failures={config.max_failures:g} allows;"
-            f" {output.folder / 'quarantine.jsonl'} says why"
-        )
 
 
 def _samples(
     config: PreprocessConfig,
     items: Sequence[_Item],
-    todo: Sequence[tuple[_Item, int]],
+    todo: Mapping[str, int],
     output: _Output,
     encoders: PipelineEncoders,
     progress: bool,
 ) -> Generator[Sample]:
     """The rows still to be written, in order; bad videos go to quarantine on the way."""
-    present = {item.file: count for item, count in todo}
-    cropped: list[tuple[float, str, str]] = []
-    options: dict[str, Any] = {"total": len(items), "initial": len(items) - len(todo), "disable": not progress}
-    with closing(_ahead((item for item, _ in todo), config.workers)) as made, tqdm(**options, unit="video") as bar:
-        for item, result in made:
+    cropped, cut = 0, output.manifest["counts"]["captions_cut"]
+    bar = tqdm(total=len(items), initial=len(items) - len(todo), disable=not progress, unit="video")
+    with bar, closing(_ahead((item for item in items if item.file in todo), config.workers)) as made:
+        for item, future in made:
+            # All clips of a video or none.
             samples: list[Sample] = []
             try:
-                if isinstance(result, BadVideo):
-                    raise result
-                # All clips of a video or none.
-                samples = _encode(config, item, present[item.file], *result, encoders)
-                kept, clip = min(((clip.kept, clip) for clip in result[1]), key=lambda pair: pair[0])
+                caption, clips = future.result()
+                samples = _encode(config, item, todo[item.file], caption, clips, encoders)
                 # Sizes are whole pixels: no more than that is lost of a picture that has the shape of the clips.
-                if kept < 0.98:
-                    cropped.append((kept, item.file, f"{clip.frames.shape[3]}×{clip.frames.shape[2]}"))
+                cropped += clips[0].kept < 0.98
             except BadVideo as error:
                 output.quarantine(item.file, str(error))
-                _check_failures(config, output, len(items))
             bar.update()
-            bar.set_postfix(bad=len(output.bad), refresh=False)
+            bar.set_postfix(bad=len(output.bad), cropped=cropped, captions_cut=cut, refresh=False)
             yield from samples
-    if progress and cropped:
-        kept, file, size = min(cropped)
-        most = f"the most, {file}, to {kept:.0%} of its picture for clips of {size}"
-        print(f"{len(cropped)} videos were cropped; {most}", file=sys.stderr)
 
 
 def _encode(

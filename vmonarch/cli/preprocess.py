@@ -28,10 +28,8 @@ sizes.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `vmonarch preprocess`."""
     parser.add_argument("videos", nargs="*", help="folder of the videos; key=value overrides may stand here too")
-    parser.add_argument("--captions", metavar="FILE", help="JSON lines (.jsonl) or CSV (.csv): file_name and caption")
-    parser.add_argument(
-        "--procedural", type=int, metavar="N", help="instead of videos, N clips of the embedded model's coloured shapes"
-    )
+    parser.add_argument("--captions", metavar="FILE", help="JSON lines, or CSV (.csv): file_name and caption")
+    parser.add_argument("--procedural", type=int, metavar="N", help="instead, N clips of the embedded model's shapes")
     add_model_arguments(parser)
     parser.add_argument("--output", metavar="FOLDER", help="for shards, manifest and quarantine list (required)")
     known = ", ".join(preset_names("preprocess"))
@@ -49,28 +47,19 @@ def read_settings(arguments: argparse.Namespace) -> PreprocessConfig:
     from vmonarch.finetune.data.preprocess import PreprocessConfig, preprocess_config
 
     words = arguments.videos
-    folders = [word for word in words if not is_override(word)]
-    if len(folders) > 1:
-        raise InputError("videos", f"must be one folder, got {' '.join(folders)}")
-    arguments.videos = folders[0] if folders else None
+    arguments.videos, *more = [word for word in words if not is_override(word)] or [None]
+    if more:
+        raise InputError("videos", f"must be one folder, got {' '.join([arguments.videos, *more])}")
     return preprocess_config(*config_layers(PreprocessConfig, arguments, "preprocess", filter(is_override, words)))
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prepare the clips and print where they are.
-
-    Raises:
-        InputError, ModelError, PreprocessError: see `vmonarch.finetune.data.preprocess.preprocess`.
-    """
+    """Prepare the clips and print where they are; see `vmonarch.finetune.data.preprocess.preprocess`."""
     from vmonarch.finetune.data.preprocess import preprocess
-    from vmonarch.pipelines.environment import seconds
 
     config = read_settings(arguments)
     hide_loading_bars()
-    prepared = preprocess(config, progress=not arguments.quiet)
-    manifest: Path = prepared.folder / "manifest.json"
-    if arguments.quiet:
-        print(manifest)
-        return
-    bad = f", {prepared.quarantined} bad videos in quarantine.jsonl" if prepared.quarantined else ""
-    print(f"{manifest}  ({prepared.clips} clips in {prepared.shards} shards{bad}, {seconds(prepared.seconds)})")
+    counts = preprocess(config, progress=not arguments.quiet)
+    bad = f", {counts['quarantined']} bad videos in quarantine.jsonl" if counts["quarantined"] else ""
+    made = "" if arguments.quiet else f"  ({counts['clips']} clips in {counts['shards']} shards{bad})"
+    print(f"{Path(config.output).expanduser() / 'manifest.json'}{made}")
