@@ -18,11 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vmonarch.finetune.embedded.data import (
-    COLOUR_NAMES,
+from vmonarch.finetune.scenes import (
     COLOUR_WORDS,
     COLOURS,
-    DIRECTION_NAMES,
     DIRECTION_WORDS,
     DIRECTIONS,
     SHAPE_WORDS,
@@ -132,7 +130,7 @@ def read_video(video: torch.Tensor | np.ndarray) -> list[ObjectReading]:
     ys = torch.arange(height, device=device)[:, None] + 0.5
     xs = torch.arange(width, device=device)[None, :] + 0.5
     readings = []
-    for index, colour in enumerate(COLOUR_NAMES):
+    for index, colour in enumerate(COLOURS):
         mask = nearest == index
         areas = mask.sum((1, 2)).float()  # [F]
         present = areas >= MIN_AREA
@@ -174,7 +172,7 @@ def _travel(centres: torch.Tensor, numbers: torch.Tensor, frames: int) -> tuple[
 def _direction(travel: tuple[float, float]) -> str | None:
     if math.hypot(*travel) < MIN_TRAVEL:
         return None
-    return max(DIRECTION_NAMES, key=lambda name: travel[0] * DIRECTIONS[name][0] + travel[1] * DIRECTIONS[name][1])
+    return max(DIRECTIONS, key=lambda name: travel[0] * DIRECTIONS[name][0] + travel[1] * DIRECTIONS[name][1])
 
 
 def _overlaps(

@@ -105,9 +105,9 @@ class EvalConfig(MethodsConfig):
             raise InputError("baseline", f"must be one of {', '.join(self.labels)}, got {self.baseline!r}{hint}")
         prompts = self.prompts
         if not prompts and self.prompt_set is not None:
-            from vmonarch.finetune.embedded.data import held_out_prompts
+            from vmonarch.finetune.scenes import held_out_prompts
 
-            prompts = tuple(item.prompt for item in held_out_prompts())
+            prompts = tuple(held_out_prompts())
         if repeated := sorted({prompt for prompt in prompts if prompts.count(prompt) > 1}):
             raise InputError("prompts", f"must differ, or an item is there twice; repeated: {repeated}")
         if prompts and self.num_prompts is not None and self.num_prompts > len(prompts):

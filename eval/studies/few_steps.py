@@ -30,8 +30,8 @@ import torch
 from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.record import script_parser, script_record
 from vmonarch.files import write_json
-from vmonarch.finetune.embedded.data import sample_scenes
-from vmonarch.finetune.embedded.text import encode_text, tokenize, write_captions
+from vmonarch.finetune.embedded.text import encode_text, tokenize
+from vmonarch.finetune.scenes import sample_scenes, write_captions
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 
 # Not the layers of time: with LoRA on these, compiled blocks had wrong gradients on an H200 with torch 2.11.

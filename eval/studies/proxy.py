@@ -21,9 +21,9 @@ import torch
 from vmonarch.eval.record import script_parser, script_record
 from vmonarch.files import write_json
 from vmonarch.finetune.embedded.__main__ import save_pipeline
-from vmonarch.finetune.embedded.data import sample_scenes
-from vmonarch.finetune.embedded.text import attribute_targets, tokenize, write_captions
+from vmonarch.finetune.embedded.text import attribute_targets, tokenize
 from vmonarch.finetune.embedded.transformer import TRANSFORMER_CONFIG, encode_clips, train_transformer
+from vmonarch.finetune.scenes import sample_scenes, write_captions
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
 from vmonarch.pipelines.model_folder import PROXY_RECORD
 

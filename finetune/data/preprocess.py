@@ -155,7 +155,7 @@ def complete(config: PreprocessConfig, model: ModelFolder) -> PreprocessConfig:
     Raises:
         InputError: a size that does not fit the model or, for procedural clips, that they do not have.
     """
-    from vmonarch.finetune.embedded.data import HEIGHT, NUM_FRAMES, WIDTH
+    from vmonarch.finetune.scenes import HEIGHT, NUM_FRAMES, WIDTH
     from vmonarch.pipelines.config import check_sizes, recommended_settings
 
     recommended = recommended_settings(model) | {"image_to_video": model.image_conditioned}
@@ -281,7 +281,7 @@ def procedural_clip(seed: int, number: int) -> tuple[str, Clip]:
 
     Its combinations of shape, colour and direction are among those that training may show.
     """
-    from vmonarch.finetune.embedded.data import caption, render, sample_scenes
+    from vmonarch.finetune.scenes import caption, render, sample_scenes
     from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS
 
     # Halves of a hash: neither neighbouring numbers nor neighbouring seeds share a clip.

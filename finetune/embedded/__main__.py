@@ -86,16 +86,15 @@ def run(
     from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import AutoTokenizer, UMT5EncoderModel
 
-    from vmonarch.finetune.embedded.data import render, sample_scenes
     from vmonarch.finetune.embedded.text import (
         attribute_targets,
         build_text_encoder,
         tokenize,
         train_tokenizer,
-        write_captions,
     )
     from vmonarch.finetune.embedded.transformer import encode_clips, train_transformer
     from vmonarch.finetune.embedded.vae import reconstruction_psnr, train_vae
+    from vmonarch.finetune.scenes import render, sample_scenes, write_captions
     from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS
 
     work.mkdir(parents=True, exist_ok=True)

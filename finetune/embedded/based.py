@@ -28,8 +28,7 @@ import torch.nn.functional as F
 from vmonarch.based import BasedLayer, BasedProcessor, frame_decay
 from vmonarch.files import write_json
 from vmonarch.finetune.embedded import loop
-from vmonarch.finetune.embedded.data import sample_scenes
-from vmonarch.finetune.embedded.text import TEXT_LENGTH, encode_text, tokenize, write_captions
+from vmonarch.finetune.embedded.text import TEXT_LENGTH, encode_text, tokenize
 from vmonarch.finetune.embedded.transformer import (
     TrainingAttention,
     draw_clips,
@@ -38,6 +37,7 @@ from vmonarch.finetune.embedded.transformer import (
     velocity,
 )
 from vmonarch.finetune.models import compile_blocks
+from vmonarch.finetune.scenes import sample_scenes, write_captions
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.window.neighbours import neighbours
 

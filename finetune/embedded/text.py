@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import nn
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from vmonarch.finetune.embedded.data import OBJECT_TABLES, SCENE_TABLES, SceneBatch, caption, misspell
+from vmonarch.finetune.scenes import OBJECT_TABLES, SCENE_TABLES, SceneBatch
 
 TEXT_LENGTH = 512
 """Rows of prompt embedding the stock Wan pipeline gives the transformer; rows past the prompt's tokens are zero."""
@@ -62,16 +61,6 @@ def train_tokenizer(captions: Iterable[str], vocabulary: int = VOCABULARY) -> Pr
         padding_side="right",
         clean_up_tokenization_spaces=False,
     )
-
-
-def write_captions(scenes: SceneBatch, seed: int, per_scene: int, misspelt: float = 0.06) -> list[str]:
-    """`per_scene` captions of each scene, scene by scene, a share of them with a slip of the keyboard."""
-    rng = random.Random(seed)
-    captions = []
-    for index in range(len(scenes)):
-        scene = scenes.scene(index)
-        captions += [misspell(caption(scene, rng), rng, misspelt) for _ in range(per_scene)]
-    return captions
 
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, captions: Sequence[str], length: int = TRAIN_TOKENS) -> torch.Tensor:

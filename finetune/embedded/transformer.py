@@ -16,7 +16,6 @@ from transformers import UMT5EncoderModel
 
 from vmonarch.files import AtomicFiles
 from vmonarch.finetune.embedded import loop, parallel
-from vmonarch.finetune.embedded.data import SceneBatch, render
 from vmonarch.finetune.embedded.optimizer import StackedMuon
 from vmonarch.finetune.embedded.text import TEXT_DIM, TEXT_LENGTH, AttributeHeads, encode_text
 from vmonarch.finetune.embedded.vae import (
@@ -26,6 +25,7 @@ from vmonarch.finetune.embedded.vae import (
     latent_statistics,
 )
 from vmonarch.finetune.models import compile_options
+from vmonarch.finetune.scenes import SceneBatch, render
 
 TRANSFORMER_CONFIG: dict[str, Any] = {
     "patch_size": (1, 2, 2),
@@ -106,7 +106,8 @@ def encode_clips(
     encode = torch.compile(encode_parallel, dynamic=False) if compile else encode_parallel
     parts = []
     for start in range(0, len(scenes), batch):
-        video = render(scenes[start : start + batch], device, scale=scale)
+        rows = slice(start, start + batch)
+        video = render(scenes.map(lambda tensor, rows=rows: tensor[rows]), device, scale=scale)
         # A compiled form is made for one batch size; the last, smaller batch goes without.
         means = encode_means(vae, video, encode if len(video) == batch else encode_parallel)
         parts.append(((means - mean) / std).half())

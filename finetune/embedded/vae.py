@@ -19,9 +19,9 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanUpB
 from torch import nn
 
 from vmonarch.finetune.embedded import loop, parallel
-from vmonarch.finetune.embedded.data import render, sample_scenes
 from vmonarch.finetune.embedded.optimizer import StackedMuon
 from vmonarch.finetune.models import compile_options
+from vmonarch.finetune.scenes import render, sample_scenes
 
 LATENT_CHANNELS = 16
 VAE_CONFIG: dict[str, Any] = {

@@ -5,9 +5,10 @@ import random
 
 import pytest
 import torch
+from made_scenes import scenes_from_attributes
 
 from vmonarch.eval import prompt_score as ps
-from vmonarch.finetune.embedded import data
+from vmonarch.finetune import scenes as data
 
 ALL_TRIPLES = [
     (s, c, d) for s in range(len(data.SHAPES)) for c in range(len(data.COLOURS)) for d in range(len(data.DIRECTIONS))
@@ -17,7 +18,7 @@ FRAMES = range(0, 61, 6)
 
 
 def clip(*objects: data.ObjectAttributes, seed: int = 0, frames=FRAMES, **scene) -> torch.Tensor:
-    scenes = data.scenes_from_attributes([data.SceneAttributes(objects, **scene)], seed)
+    scenes = scenes_from_attributes([data.SceneAttributes(objects, **scene)], seed)
     return ((data.render(scenes, frames=frames)[0] + 1) / 2).permute(1, 2, 3, 0)
 
 
@@ -76,7 +77,7 @@ def test_swapped_shapes_of_two_objects_are_wrong():
 
 
 def test_motion_is_read_in_pixels_over_the_whole_clip():
-    scenes = data.scenes_from_attributes([data.SceneAttributes((RED_CIRCLE_LEFT,))], 3)
+    scenes = scenes_from_attributes([data.SceneAttributes((RED_CIRCLE_LEFT,))], 3)
     video = ((data.render(scenes, frames=FRAMES)[0] + 1) / 2).permute(1, 2, 3, 0)
     assert ps.read_video(video)[0].travel == pytest.approx(scenes.motion[0, 0].tolist(), abs=0.5)
     assert ps.read_video(video.flip(0))[0].direction == "right"
@@ -156,13 +157,13 @@ def test_the_committed_scores_agree_with_their_own_readings():
     path = Path(__file__).parents[2] / "docs" / "benchmarks" / "embedded-model.json"
     document = json.loads(path.read_text())
     held_out = data.held_out_prompts()
-    assert [row["prompt"] for row in document["prompts"]] == [item.prompt for item in held_out]
+    assert [row["prompt"] for row in document["prompts"]] == list(held_out)
     for method, summary in document["summary"].items():
         scores = []
-        for row, item in zip(document["prompts"], held_out, strict=True):
+        for row, scene in zip(document["prompts"], held_out.values(), strict=True):
             readings = [
                 ps.ObjectReading(**{**reading, "travel": tuple(reading["travel"])}) for reading in row[method]["read"]
             ]
-            scores.append(ps.score_readings(readings, ps.expected_objects(item.scene)))
+            scores.append(ps.score_readings(readings, ps.expected_objects(scene)))
         for name in ("colour", "shape", "direction", "all"):
             assert summary[name] == pytest.approx(sum(getattr(s, name) for s in scores) / 64, abs=1e-4), (method, name)

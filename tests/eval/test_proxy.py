@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from vmonarch.eval.studies import proxy
-from vmonarch.finetune.embedded.data import render, sample_scenes
+from vmonarch.finetune.scenes import render, sample_scenes
 from vmonarch.pipelines.config import recommended_settings
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.pipelines.model_folder import find_model

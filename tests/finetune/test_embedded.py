@@ -1,8 +1,6 @@
 """Data, VAE, text and training of the embedded model; the shipped weights."""
 
-import hashlib
 import json
-import random
 import shutil
 
 import diffusers
@@ -11,8 +9,9 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from transformers import AutoTokenizer
 
+from vmonarch.finetune import scenes as data
 from vmonarch.finetune.embedded import __main__ as command
-from vmonarch.finetune.embedded import data, text, transformer, vae
+from vmonarch.finetune.embedded import text, transformer, vae
 from vmonarch.finetune.embedded.optimizer import StackedMuon, orthogonalize
 from vmonarch.pipelines import embedded
 from vmonarch.pipelines.embedded import EMBEDDED_SETTINGS, embedded_model_path
@@ -26,105 +25,6 @@ def shipped_vae() -> AutoencoderKLWan:
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(embedded_model_path() / "tokenizer")
-
-
-def test_a_seed_fixes_the_clips_and_another_seed_changes_them():
-    first, again, other = (data.sample_scenes(4, seed) for seed in (3, 3, 4))
-    video = data.render(first, frames=[0, 60])
-    assert torch.equal(video, data.render(again, frames=[0, 60]))
-    assert not torch.equal(video, data.render(other, frames=[0, 60]))
-    assert text.write_captions(first, 1, 2) == text.write_captions(again, 1, 2)
-
-
-def test_objects_stay_in_the_frame_and_two_objects_rarely_touch():
-    scenes = data.sample_scenes(2000, 0)
-    extent = data.SHAPE_EXTENT * scenes.radius[..., None]
-    for centre in (scenes.start, scenes.start + scenes.motion):
-        assert (centre - extent).min() > -1e-3
-        assert (torch.tensor([160.0, 96.0]) - centre - extent).min() > -1e-3
-    times = torch.linspace(0, 1, 31)[:, None]
-    relative = scenes.start[:, 1] - scenes.start[:, 0]
-    drift = scenes.motion[:, 1] - scenes.motion[:, 0]
-    gap = (relative[:, None] + times * drift[:, None]).norm(dim=-1).amin(-1) - 1.35 * scenes.radius.sum(-1)
-    assert (gap[scenes.count == 2] < 0).float().mean() < 0.02
-
-
-def test_rendered_clips_are_videos_in_the_range_of_a_vae():
-    video = data.render(data.sample_scenes(3, 1), frames=range(5))
-    assert video.shape == (3, 3, 5, 96, 160) and video.dtype == torch.float32
-    assert video.min() >= -1 and video.max() <= 1
-
-
-@pytest.mark.parametrize("name", data.SHAPES)
-def test_shapes_are_centred_and_about_as_large_as_a_disc(name):
-    grid = torch.linspace(-20, 20, 401)
-    x, y = grid[None, :].expand(401, 401), grid[:, None].expand(401, 401)
-    inside = data.shape_distance(name, x, y, torch.tensor(10.0)) < 0
-    area = inside.float().sum() * 0.01
-    centre = torch.stack((x[inside].mean(), y[inside].mean()))
-    assert 190 < area < 330 and centre.abs().max() < 0.1
-    assert torch.stack((x[inside], y[inside])).norm(dim=0).max() <= 10 * data.SHAPE_EXTENT
-
-
-def test_a_pan_moves_the_background_against_the_camera():
-    scene = data.SceneAttributes((data.ObjectAttributes("circle", "red", "up"),), pattern="striped", pan="right")
-    scenes = data.scenes_from_attributes([scene], 0)
-    assert scenes.pan_shift[0, 0] <= -24 and scenes.pan_shift[0, 1] == 0
-    still = data.scenes_from_attributes([data.SceneAttributes(scene.objects, pattern="striped")], 0)
-    moved = lambda batch: (data.render(batch, frames=[0, 8])[0, :, :, :4].diff(dim=1)).abs().max()
-    assert moved(scenes) > 0.05 and moved(still) < 0.05
-
-
-def test_held_out_combinations_never_occur_in_training_but_all_their_pairs_do():
-    held_out, training = set(data.held_out_triples()), data.training_triples()
-    assert len(held_out) == 64 and not held_out & set(training) and len(training) == 6 * 8 * 8 - 64
-    for first, second in ((0, 1), (0, 2), (1, 2)):
-        assert {(t[first], t[second]) for t in held_out} <= {(t[first], t[second]) for t in training}
-    scenes = data.sample_scenes(20_000, 1)
-    drawn = torch.stack((scenes.shape, scenes.colour, scenes.direction), -1)
-    second = scenes.count == 2
-    seen = {tuple(t) for t in torch.cat((drawn[:, 0], drawn[second, 1])).tolist()}
-    assert not seen & held_out and len(seen) == len(training)
-
-
-def test_held_out_prompts_are_pinned():
-    prompts = data.held_out_prompts()
-    assert len(prompts) == 64 and len({item.prompt for item in prompts}) == 64
-    assert sum(len(item.scene.objects) == 2 for item in prompts) == 12
-    digest = hashlib.sha256("\n".join(item.prompt for item in prompts).encode()).hexdigest()
-    assert digest[:16] == "2c27cc060215c15e"
-
-
-def test_captions_vary_and_name_colour_and_shape():
-    scene = data.sample_scenes(1, 2).scene(0)
-    rng = random.Random(0)
-    captions = {data.caption(scene, rng) for _ in range(200)}
-    assert len(captions) > 150
-    item = scene.objects[0]
-    for caption in captions:
-        assert any(word in caption.lower() for word in data.COLOUR_WORDS[item.colour])
-        assert any(word in caption.lower() for word in data.SHAPE_WORDS[item.shape])
-
-
-def scenes_of(shape: str, **scene) -> data.SceneBatch:
-    return data.scenes_from_attributes([data.SceneAttributes((data.ObjectAttributes(shape, "red", "up"),), **scene)], 0)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: data.sample_scenes(0, 0), "batch"),
-        (lambda: data.sample_scenes(1, 0, triples=[]), "triples"),
-        (lambda: data.render(data.sample_scenes(1, 0), frames=[61]), "frames"),
-        (lambda: data.scenes_from_attributes([data.SceneAttributes(())], 0), "scenes"),
-        (lambda: scenes_of("cat"), "shape must be one of"),
-        (lambda: scenes_of("star", background="sky"), "background must be one of"),
-    ],
-    ids=["batch", "triples", "frames", "no object", "shape", "background"],
-)
-def test_bad_data_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 def plain_vae(**overrides) -> AutoencoderKLWan:
@@ -315,7 +215,7 @@ def test_training_continues_from_given_weights(tokenizer):
 def tiny_run(tokenizer, **overrides):
     torch.manual_seed(0)
     scenes = data.sample_scenes(4, 0)
-    tokens = text.tokenize(tokenizer, text.write_captions(scenes, 0, 2), length=32).view(4, 2, 32)
+    tokens = text.tokenize(tokenizer, data.write_captions(scenes, 0, 2), length=32).view(4, 2, 32)
     arguments = {
         "latents": torch.randn(4, 16, 2, 4, 4).half(),
         "tokens": tokens,

@@ -12,7 +12,8 @@ WORKER = """
     import hashlib, json, sys
     import torch
     from transformers import AutoTokenizer
-    from vmonarch.finetune.embedded import data, parallel, text, transformer
+    from vmonarch.finetune import scenes as data
+    from vmonarch.finetune.embedded import parallel, text, transformer
     from vmonarch.pipelines.embedded import embedded_model_path
 
     TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 16, "out_channels": 16,
@@ -24,7 +25,7 @@ WORKER = """
         parallel.average_gradients([parameter, torch.nn.Parameter(torch.zeros(1))])
         tokenizer = AutoTokenizer.from_pretrained(embedded_model_path() / "tokenizer")
         scenes = data.sample_scenes(4, parallel.own_seed(0))
-        tokens = text.tokenize(tokenizer, text.write_captions(scenes, 0, 2), length=32).view(4, 2, 32)
+        tokens = text.tokenize(tokenizer, data.write_captions(scenes, 0, 2), length=32).view(4, 2, 32)
         torch.manual_seed(7)
         encoder = text.build_text_encoder(len(tokenizer), num_layers=1)
         torch.manual_seed(parallel.rank())

@@ -679,7 +679,7 @@ def test_procedural_rows_are_a_function_of_seed_and_number(tmp_path, embedded):
 
 
 def test_procedural_clips_never_show_held_out_combinations(monkeypatch):
-    from vmonarch.finetune.embedded import data
+    from vmonarch.finetune import scenes as data
 
     seen = []
     render = lambda scenes: seen.append(scenes) or torch.zeros(1, 3, 1, 1, 1)

@@ -25,7 +25,7 @@ from vmonarch import (
 )
 from vmonarch.configs import InputError, read_yaml
 from vmonarch.configs.methods import resolve_method
-from vmonarch.finetune.embedded.data import held_out_prompts
+from vmonarch.finetune.scenes import held_out_prompts
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.pipelines.embedded import embedded_model_path
 from vmonarch.plan import plan_file, plan_names
@@ -303,7 +303,7 @@ def test_plans_that_ship_are_known_by_name_and_fit_the_embedded_model():
         assert limit - 0.05 < work <= limit + 1e-9, (name, work)
     used = {method["plan"] for method in read_yaml("plans-embedded", group="eval")["methods"] if "plan" in method}
     assert used == set(found)
-    held_out = {item.prompt for item in held_out_prompts()}
+    held_out = held_out_prompts().keys()
     assert held_out.isdisjoint(read_yaml("embedded", group="calibrate")["prompts"])
 
 

@@ -1,10 +1,9 @@
 """Procedural captioned video: coloured shapes that move over patterned backgrounds.
 
-Every clip is a pure function of a seed. Attributes (shape, colour, direction, size, speed, background, camera pan) are
-drawn first, as index tensors; positions and other continuous values follow; the renderer turns them into pixels with
-antialiased signed distance functions, on any device; the caption writer turns the same attributes into English.
-
-Some (shape, colour, direction) combinations never occur in training: `held_out_prompts` is built from them.
+Every clip is a pure function of a seed. Attributes (shape, colour, direction, size, …) are drawn first, as indices;
+positions and other continuous values follow; the renderer turns them into antialiased pixels, on any device; the
+caption writer turns the same attributes into English. Some (shape, colour, direction) combinations never occur in
+training: `held_out_prompts` is built from them.
 
 Shapes in comments: B clips, N = 2 object slots, F frames, Y height, X width (pixels).
 """
@@ -13,8 +12,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -63,61 +63,14 @@ PANS: tuple[str, ...] = ("none", "left", "right", "up", "down")
 PANNABLE = (1, 2, 4)
 """Indices of the patterns on which a camera pan is visible."""
 
-COLOUR_NAMES, DIRECTION_NAMES, SIZE_NAMES, SPEED_NAMES, BACKGROUND_NAMES = (
-    tuple(table) for table in (COLOURS, DIRECTIONS, SIZES, SPEEDS, BACKGROUNDS)
-)
 # What an object's and a scene's attributes are called, by their index.
-OBJECT_TABLES = {"shape": SHAPES, "colour": COLOUR_NAMES, "direction": DIRECTION_NAMES, "size": SIZE_NAMES,
-                 "speed": SPEED_NAMES}  # fmt: skip
-SCENE_TABLES = {"background": BACKGROUND_NAMES, "pattern": PATTERNS, "pan": PANS}
+OBJECT_TABLES = {"shape": SHAPES, "colour": tuple(COLOURS), "direction": tuple(DIRECTIONS), "size": tuple(SIZES),
+                 "speed": tuple(SPEEDS)}  # fmt: skip
+SCENE_TABLES = {"background": tuple(BACKGROUNDS), "pattern": PATTERNS, "pan": PANS}
 SHAPE_EXTENT = 1.35
 """No shape reaches further than this many radii from its centre."""
-
-
-@dataclass(frozen=True)
-class SceneBatch:
-    """Attributes of B clips: index tensors (int64) and continuous values (float32), all on the CPU.
-
-    `shape`, `colour`, `direction`, `size`, `speed` are [B, 2] (second slot unused where `count` is 1); `count`,
-    `background`, `pattern`, `pan`, `stripe` are [B]; `radius` and `travel` (pixels) are [B, 2]; `start` and `motion`
-    (pixels, x then y) are [B, 2, 2]; `rgb` and `background_rgb` are [B, 2, 3]; `period` (pixels) [B], `phase` and
-    `pan_shift` (pixels) [B, 2].
-    """
-
-    count: torch.Tensor
-    shape: torch.Tensor
-    colour: torch.Tensor
-    direction: torch.Tensor
-    size: torch.Tensor
-    speed: torch.Tensor
-    background: torch.Tensor
-    pattern: torch.Tensor
-    pan: torch.Tensor
-    stripe: torch.Tensor
-    radius: torch.Tensor
-    travel: torch.Tensor
-    start: torch.Tensor
-    motion: torch.Tensor
-    rgb: torch.Tensor
-    background_rgb: torch.Tensor
-    period: torch.Tensor
-    phase: torch.Tensor
-    pan_shift: torch.Tensor
-
-    def __len__(self) -> int:
-        return self.count.shape[0]
-
-    def __getitem__(self, index: slice | torch.Tensor) -> SceneBatch:
-        return SceneBatch(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
-
-    def to(self, device: torch.device | str) -> SceneBatch:
-        return SceneBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
-
-    def scene(self, index: int) -> SceneAttributes:
-        """The named attributes of clip `index`."""
-        names = lambda tables, place: {name: table[getattr(self, name)[place]] for name, table in tables.items()}
-        objects = (ObjectAttributes(**names(OBJECT_TABLES, (index, n))) for n in range(int(self.count[index])))
-        return SceneAttributes(tuple(objects), **names(SCENE_TABLES, index))
+Triples = Sequence[tuple[int, int, int]]
+"""Combinations of the indices of shape, colour and direction."""
 
 
 @dataclass(frozen=True)
@@ -141,107 +94,92 @@ class SceneAttributes:
     pan: str = "none"
 
 
-def held_out_triples() -> list[tuple[int, int, int]]:
-    """The 64 (shape, colour, direction) index triples that training never shows; it shows every pair in them."""
-    shapes, directions = len(SHAPES), len(DIRECTION_NAMES)
-    triples = [(s, c, (2 * s + 3 * c) % directions) for c in range(len(COLOUR_NAMES)) for s in range(shapes)]
-    triples += [
-        (s % shapes, c, (2 * (s % shapes) + 3 * c + 4) % directions)
-        for c in range(len(COLOUR_NAMES))
-        for s in (c, c + 3)
-    ]
-    return triples
+@dataclass(frozen=True)
+class SceneBatch:
+    """Attributes of B clips: index tensors (int64) and continuous values (float32, in pixels).
 
-
-def training_triples() -> list[tuple[int, int, int]]:
-    """All (shape, colour, direction) index triples that training may show."""
-    held_out = set(held_out_triples())
-    return [
-        (s, c, d)
-        for s in range(len(SHAPES))
-        for c in range(len(COLOUR_NAMES))
-        for d in range(len(DIRECTION_NAMES))
-        if (s, c, d) not in held_out
-    ]
-
-
-def sample_scenes(
-    batch: int,
-    seed: int,
-    *,
-    triples: Sequence[tuple[int, int, int]] | None = None,
-    two_objects: float = 0.25,
-    pan: float = 0.2,
-) -> SceneBatch:
-    """Draw the attributes of `batch` clips.
-
-    Args:
-        batch: number of clips, at least 1.
-        seed: the same seed gives the same clips.
-        triples: (shape, colour, direction) indices to draw objects from; the training triples by default.
-        two_objects: share of clips with two objects (of different colours).
-        pan: share of clips in which the camera pans, before patterns that show no pan are taken out.
-
-    Raises:
-        ValueError: `batch` is below 1, or `triples` is empty.
+    `shape` to `speed` are [B, 2], of which the second counts where `count` is 2; `background` to `stripe` are [B]. Of
+    the continuous values, `radius` is [B, 2], `period` [B], `phase` and `pan_shift` (x, y) [B, 2], `start` and `motion`
+    (x, y) [B, 2, 2], `rgb` and `background_rgb` [B, 2, 3].
     """
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
+
+    count: torch.Tensor
+    shape: torch.Tensor
+    colour: torch.Tensor
+    direction: torch.Tensor
+    size: torch.Tensor
+    speed: torch.Tensor
+    background: torch.Tensor
+    pattern: torch.Tensor
+    pan: torch.Tensor
+    stripe: torch.Tensor
+    radius: torch.Tensor
+    start: torch.Tensor
+    motion: torch.Tensor
+    rgb: torch.Tensor
+    background_rgb: torch.Tensor
+    period: torch.Tensor
+    phase: torch.Tensor
+    pan_shift: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.count)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> SceneBatch:
+        """All tensors through `function`: an index that picks clips, or another device."""
+        return SceneBatch(**{name: function(tensor) for name, tensor in vars(self).items()})
+
+    def scene(self, index: int) -> SceneAttributes:
+        """The named attributes of clip `index`."""
+        names = lambda tables, place: {name: table[getattr(self, name)[place]] for name, table in tables.items()}
+        objects = (ObjectAttributes(**names(OBJECT_TABLES, (index, n))) for n in range(int(self.count[index])))
+        return SceneAttributes(tuple(objects), **names(SCENE_TABLES, index))
+
+
+def held_out_triples() -> Triples:
+    """The 64 that training never shows; it shows every pair in them."""
+    shapes = len(SHAPES)
+    once = [(s, c, (2 * s + 3 * c) % 8) for c in range(8) for s in range(shapes)]
+    return once + [(s, c, (2 * s + 3 * c + 4) % 8) for c in range(8) for s in (c % shapes, (c + 3) % shapes)]
+
+
+def training_triples() -> Triples:
+    """All that training may show."""
+    held_out = set(held_out_triples())
+    return [triple for triple in product(range(len(SHAPES)), range(8), range(8)) if triple not in held_out]
+
+
+def sample_scenes(batch: int, seed: int, *, triples: Triples | None = None) -> SceneBatch:
+    """Draw the attributes of `batch` clips, objects from `triples` (the training triples by default).
+
+    A quarter of the clips has two objects, of different colours; in a fifth the camera pans.
+    """
     allowed = torch.tensor(list(training_triples() if triples is None else triples))
-    if allowed.numel() == 0:
-        raise ValueError("triples must not be empty")
     generator = torch.Generator().manual_seed(seed)
     integers = lambda high, *shape: torch.randint(high, shape, generator=generator)
     uniform = lambda *shape: torch.rand(shape, generator=generator)
 
-    count = 1 + (uniform(batch) < two_objects).long()
-    object_triples = allowed[integers(len(allowed), batch, MAX_OBJECTS)]  # [B, N, 3]
+    count = 1 + (uniform(batch) < 0.25).long()
+    objects = allowed[integers(len(allowed), batch, MAX_OBJECTS)]  # [B, N, 3]
     for _ in range(64):
-        clash = object_triples[:, 0, 1] == object_triples[:, 1, 1]
-        redrawn = allowed[integers(len(allowed), batch)]
-        object_triples[:, 1] = torch.where(clash[:, None], redrawn, object_triples[:, 1])
-    shape, colour, direction = object_triples.unbind(-1)
+        clash = objects[:, 0, 1] == objects[:, 1, 1]
+        objects[:, 1] = torch.where(clash[:, None], allowed[integers(len(allowed), batch)], objects[:, 1])
+    shape, colour, direction = objects.unbind(-1)
     # When only one colour is allowed, a second object cannot differ: show one.
-    count = torch.where(colour[:, 0] == colour[:, 1], torch.ones_like(count), count)
+    count = torch.where(colour[:, 0] == colour[:, 1], 1, count)
     size, speed = integers(len(SIZES), batch, MAX_OBJECTS), integers(len(SPEEDS), batch, MAX_OBJECTS)
     background, pattern = integers(len(BACKGROUNDS), batch), integers(len(PATTERNS), batch)
-    pans = (uniform(batch) < pan * len(PATTERNS) / len(PANNABLE)) & torch.isin(pattern, torch.tensor(PANNABLE))
-    pan_index = torch.where(pans, 1 + integers(len(PANS) - 1, batch), 0)
+    pans = (uniform(batch) < 0.2 * len(PATTERNS) / len(PANNABLE)) & torch.isin(pattern, torch.tensor(PANNABLE))
+    pan = torch.where(pans, 1 + integers(len(PANS) - 1, batch), 0)
     drawn = {"count": count, "shape": shape, "colour": colour, "direction": direction, "size": size, "speed": speed,
-             "background": background, "pattern": pattern, "pan": pan_index}  # fmt: skip
-    return _place(drawn, generator)
+             "background": background, "pattern": pattern, "pan": pan}  # fmt: skip
+    return place(drawn, generator)
 
 
-def scenes_from_attributes(scenes: Sequence[SceneAttributes], seed: int) -> SceneBatch:
-    """Clips with the given attributes; positions and other continuous values are drawn from `seed`.
-
-    Raises:
-        ValueError: a scene has no object or more than two, or names an unknown attribute.
-    """
-    for scene in scenes:
-        if not 1 <= len(scene.objects) <= MAX_OBJECTS:
-            raise ValueError(f"scenes: a scene must have 1 to {MAX_OBJECTS} objects, got {len(scene.objects)}")
-    drawn = {"count": torch.tensor([len(scene.objects) for scene in scenes])}
-    for name, table in OBJECT_TABLES.items():
-        rows = [[_index(name, getattr(item, name), table) for item in scene.objects] for scene in scenes]
-        drawn[name] = torch.tensor([row + [0] * (MAX_OBJECTS - len(row)) for row in rows])
-    for name, table in SCENE_TABLES.items():
-        drawn[name] = torch.tensor([_index(name, getattr(scene, name), table) for scene in scenes])
-    return _place(drawn, torch.Generator().manual_seed(seed))
-
-
-def _index(name: str, value: str, table: Sequence[str]) -> int:
-    if value not in table:
-        raise ValueError(f"{name} must be one of {', '.join(table)}; got {value!r}")
-    return list(table).index(value)
-
-
-def _place(drawn: dict[str, torch.Tensor], generator: torch.Generator, candidates: int = 48) -> SceneBatch:
+def place(drawn: dict[str, torch.Tensor], generator: torch.Generator) -> SceneBatch:
     """Draw radii, start points, colours and pattern phases; every object stays in the frame for the whole clip.
 
-    Args:
-        drawn: the attributes of `SceneBatch` from `count` to `pan`.
-        candidates: start points that are tried for objects that do not touch.
+    `drawn` are the attributes of `SceneBatch` from `count` to `pan`.
     """
     batch, pan = len(drawn["count"]), drawn["pan"]
     uniform = lambda *dims: torch.rand(dims, generator=generator)
@@ -254,15 +192,13 @@ def _place(drawn: dict[str, torch.Tensor], generator: torch.Generator, candidate
     extent = SHAPE_EXTENT * radius[..., None]
     low = extent + (-motion).clamp(min=0)
     high = torch.tensor([float(WIDTH), float(HEIGHT)]) - extent - motion.clamp(min=0)
-    starts = (
-        low[:, None] + uniform(batch, candidates, MAX_OBJECTS, 2) * (high - low).clamp(min=0)[:, None]
-    )  # [B, K, N, 2]
+    # Of 48 pairs of start points one whose objects do not touch, if there is one.
+    starts = low[:, None] + uniform(batch, 48, MAX_OBJECTS, 2) * (high - low).clamp(min=0)[:, None]  # [B, 48, N, 2]
     times = torch.linspace(0, 1, 9)[:, None]
-    relative = starts[:, :, 1] - starts[:, :, 0]  # [B, K, 2]
-    gaps = (relative[:, :, None] + times * (motion[:, 1] - motion[:, 0])[:, None, None]).norm(dim=-1).amin(-1)  # [B, K]
+    relative = (starts[:, :, 1] - starts[:, :, 0])[:, :, None]
+    gaps = (relative + times * (motion[:, 1] - motion[:, 0])[:, None, None]).norm(dim=-1).amin(-1)  # [B, 48]
     clearance = (gaps - SHAPE_EXTENT * radius.sum(-1, keepdim=True)).clamp(max=2.0)
-    chosen = (clearance + 1e-3 * uniform(batch, candidates)).argmax(-1)
-    start = starts[torch.arange(batch), chosen]  # [B, N, 2]
+    start = starts[torch.arange(batch), (clearance + 1e-3 * uniform(batch, 48)).argmax(-1)]  # [B, N, 2]
 
     rgb = torch.tensor(list(COLOURS.values()))[drawn["colour"]]
     rgb = (rgb + 0.03 * (2 * uniform(batch, MAX_OBJECTS, 3) - 1)).clamp(0, 1)
@@ -275,20 +211,15 @@ def _place(drawn: dict[str, torch.Tensor], generator: torch.Generator, candidate
     pan_vectors = torch.tensor([(0.0, 0.0), (1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0)])
     # The camera pans one way, what it films moves the other way.
     pan_shift = pan_vectors[pan] * (24.0 + 16.0 * uniform(batch, 1))
-    return SceneBatch(
-        **drawn, stripe=stripe, radius=radius, travel=travel, start=start, motion=motion, rgb=rgb,
-        background_rgb=background_rgb, period=18.0 + 10.0 * uniform(batch), phase=64.0 * uniform(batch, 2),
-        pan_shift=pan_shift,
-    )  # fmt: skip
+    period, phase = 18.0 + 10.0 * uniform(batch), 64.0 * uniform(batch, 2)
+    return SceneBatch(**drawn, stripe=stripe, radius=radius, start=start, motion=motion, rgb=rgb, period=period,
+                      background_rgb=background_rgb, phase=phase, pan_shift=pan_shift)  # fmt: skip
 
 
 def shape_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
-    """Signed distance (pixels, negative inside) of points to a shape whose centroid is the origin; y grows downwards.
+    """Signed distance (pixels, negative inside) of points to one of `SHAPES` around the origin; y grows downwards.
 
     `x`, `y` and `radius` broadcast to the shape of the result. A shape's area is about that of a disc of this radius.
-
-    Raises:
-        ValueError: `shape` is not one of `SHAPES`.
     """
     if shape == "circle":
         return torch.sqrt(x * x + y * y + 1e-12) - radius
@@ -296,39 +227,31 @@ def shape_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: torch.T
         return torch.maximum(x.abs(), y.abs()) - 0.88 * radius
     if shape == "triangle":
         return torch.maximum(y, 0.8660254 * x.abs() - 0.5 * y) - 0.6745 * radius
-    if shape == "star":
-        distance, sector = torch.sqrt(x * x + y * y + 1e-12), 2 * math.pi / 5
-        folded = (torch.remainder(torch.atan2(x, -y) + sector / 2, sector) - sector / 2).abs()
-        outer, inner = 1.34, 0.62
-        edge_x, edge_y = inner * math.sin(sector / 2), inner * math.cos(sector / 2) - outer
-        length = math.hypot(edge_x, edge_y)
-        normal_x, normal_y = -edge_y / length, edge_x / length
-        return distance * (folded.sin() * normal_x + folded.cos() * normal_y) - outer * normal_y * radius
     if shape == "cross":
         wide, narrow = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
         return torch.maximum(wide - 1.12 * radius, narrow - 0.40 * radius)
+    distance = torch.sqrt(x * x + y * y + 1e-12)
     if shape == "ring":
-        return (torch.sqrt(x * x + y * y + 1e-12) - 0.86 * radius).abs() - 0.27 * radius
-    raise ValueError(f"shape must be one of {', '.join(SHAPES)}; got {shape!r}")
+        return (distance - 0.86 * radius).abs() - 0.27 * radius
+    assert shape == "star", shape
+    # One of five equal sectors, folded in half, holds one edge from the outer to the inner corner.
+    sector, outer, inner = 2 * math.pi / 5, 1.34, 0.62
+    folded = (torch.remainder(torch.atan2(x, -y) + sector / 2, sector) - sector / 2).abs()
+    edge_x, edge_y = inner * math.sin(sector / 2), inner * math.cos(sector / 2) - outer
+    length = math.hypot(edge_x, edge_y)
+    normal_x, normal_y = -edge_y / length, edge_x / length
+    return distance * (folded.sin() * normal_x + folded.cos() * normal_y) - outer * normal_y * radius
 
 
 def render(
-    scenes: SceneBatch, device: torch.device | str = "cpu", frames: Sequence[int] | None = None, *, scale: int = 1
+    scenes: SceneBatch, device: torch.device | str = "cpu", frames: Sequence[int] = range(NUM_FRAMES), *, scale: int = 1
 ) -> torch.Tensor:
-    """Render clips: [B, 3, F, 96·scale, 160·scale], float32 in [-1, 1], as a video VAE takes them.
+    """Render frames of clips: [B, 3, F, 96·scale, 160·scale], float32 in [-1, 1], as a video VAE takes them.
 
-    `frames` picks frame numbers out of the 61 (all by default); `scale` draws the same scenes with more pixels.
-
-    Raises:
-        ValueError: a frame number lies outside 0..60, or `scale` is below 1.
+    `scale` draws the same scenes with more pixels.
     """
-    if scale < 1:
-        raise ValueError(f"scale must be at least 1, got {scale}")
-    numbers = list(range(NUM_FRAMES) if frames is None else frames)
-    if any(not 0 <= number < NUM_FRAMES for number in numbers):
-        raise ValueError(f"frames must lie in 0..{NUM_FRAMES - 1}, got {numbers}")
-    scenes = scenes.to(device)
-    time = torch.tensor(numbers, device=device, dtype=torch.float32) / (NUM_FRAMES - 1)  # [F]
+    scenes = scenes.map(lambda tensor: tensor.to(device))
+    time = torch.tensor(list(frames), device=device, dtype=torch.float32) / (NUM_FRAMES - 1)  # [F]
     height, width = HEIGHT * scale, WIDTH * scale
     ys = (torch.arange(height, device=device, dtype=torch.float32)[:, None] + 0.5) / scale
     xs = (torch.arange(width, device=device, dtype=torch.float32)[None, :] + 0.5) / scale
@@ -341,7 +264,7 @@ def render(
         x = xs - centre[..., 0, None, None]  # [B, F, 1, X]
         y = ys - centre[..., 1, None, None]  # [B, F, Y, 1]
         radius = scenes.radius[:, n, None, None, None]
-        alpha = torch.zeros(len(scenes), len(numbers), height, width, device=device)
+        alpha = torch.zeros(len(scenes), len(time), height, width, device=device)
         for index, shape in enumerate(SHAPES):
             rows = torch.nonzero((scenes.shape[:, n] == index) & (scenes.count > n))[:, 0]
             if len(rows):
@@ -354,33 +277,27 @@ def _pattern_level(
     scenes: SceneBatch, time: torch.Tensor, xs: torch.Tensor, ys: torch.Tensor, scale: int
 ) -> torch.Tensor:
     """Brightness level of the background in [0, 1]: [B, F, Y, X]."""
-    wide = lambda tensor: tensor[:, None, None, None]
+    period, stripe = scenes.period[:, None, None, None], scenes.stripe[:, None, None, None]
     shift = scenes.pan_shift[:, None] * time[:, None]  # [B, F, 2]
     x = xs - scenes.phase[:, 0, None, None, None] - shift[..., 0, None, None]
     y = ys - scenes.phase[:, 1, None, None, None] - shift[..., 1, None, None]
     # A triangle wave of unit slope, clamped: a square wave with one pixel of antialiasing.
-    wave = lambda u: (torch.remainder(u, wide(scenes.period)) - wide(scenes.period) / 2).abs() - wide(scenes.period) / 4
+    wave = lambda u: (torch.remainder(u, period) - period / 2).abs() - period / 4
     step = lambda u: (0.5 + scale * u).clamp(0, 1)
-    stripe = wide(scenes.stripe)
-    along = torch.where(
-        stripe == 0, x + 0 * y, torch.where(stripe == 1, y + 0 * x, torch.where(stripe == 2, x + y, x - y))
-    )
-    striped = step(wave(along))
+    diagonal = torch.where(stripe == 2, x + y, x - y)
+    striped = step(wave(torch.where(stripe == 0, x, torch.where(stripe == 1, y, diagonal))))
     a, b = step(wave(x)), step(wave(y))
-    checkered = a + b - 2 * a * b
-    horizontal = wide(scenes.stripe % 2 == 0)
-    rising = wide(scenes.stripe < 2)
-    ramp = torch.where(horizontal, xs / WIDTH + 0 * ys, ys / HEIGHT + 0 * xs)
+    ramp = torch.where(stripe % 2 == 0, xs / WIDTH, ys / HEIGHT)
     # The gradient spans three times the contrast of the other patterns.
-    gradient = (torch.where(rising, ramp, 1 - ramp) - 0.5) * 3 + 0.5 + 0 * x
-    half = wide(scenes.period) / 2
-    cell = lambda u: torch.remainder(u, wide(scenes.period)) - half
-    dotted = step(0.26 * wide(scenes.period) - torch.sqrt(cell(x) ** 2 + cell(y) ** 2 + 1e-6))
-    plain = torch.full_like(striped, 0.5)
-    levels = torch.stack([level.expand_as(striped) for level in (plain, striped, checkered, gradient, dotted)])
+    gradient = (torch.where(stripe < 2, ramp, 1 - ramp) - 0.5) * 3 + 0.5
+    cell = lambda u: torch.remainder(u, period) - period / 2
+    dotted = step(0.26 * period - torch.sqrt(cell(x) ** 2 + cell(y) ** 2 + 1e-6))
+    patterns = (torch.full_like(striped, 0.5), striped, a + b - 2 * a * b, gradient, dotted)
+    levels = torch.stack([level.expand_as(striped) for level in patterns])
     return levels[scenes.pattern, torch.arange(len(scenes), device=time.device)]
 
 
+# A word that is listed twice is twice as frequent.
 COLOUR_WORDS: dict[str, tuple[str, ...]] = {
     "red": ("red", "red", "red", "bright red", "scarlet", "crimson"),
     "orange": ("orange", "orange", "orange", "bright orange", "tangerine"),
@@ -399,23 +316,21 @@ SHAPE_WORDS: dict[str, tuple[str, ...]] = {
     "cross": ("cross", "cross", "cross", "plus sign", "plus"),
     "ring": ("ring", "ring", "ring", "donut", "hoop"),
 }
+_SIDEWAYS = ("{0}", "{0}", "to the {0}", "to the {0}", "{0}wards", "{0}ward", "towards the {0}", "from {1} to {0}",
+             "to the {0} side", "toward the {0} edge")  # fmt: skip
+_UPRIGHT = ("{0}", "{0}", "{0}wards", "{0}ward", "to the {1}", "towards the {1}", "from {2} to {1}", "straight {0}")
+_DIAGONAL = ("{0} and to the {2}", "{0} and {2}", "to the {1}er {2}", "diagonally {0} and to the {2}", "{0}-{2}",
+             "towards the {3} {2} corner", "to the {3} {2}")  # fmt: skip
+_filled = lambda forms, *words: tuple(form.format(*words) for form in forms)
 DIRECTION_WORDS: dict[str, tuple[str, ...]] = {
-    "left": ("left", "left", "to the left", "to the left", "leftwards", "leftward", "towards the left",
-             "from right to left", "to the left side", "toward the left edge"),
-    "right": ("right", "right", "to the right", "to the right", "rightwards", "rightward", "towards the right",
-              "from left to right", "to the right side", "toward the right edge"),
-    "up": ("up", "up", "upwards", "upward", "to the top", "towards the top", "from bottom to top", "straight up"),
-    "down": ("down", "down", "downwards", "downward", "to the bottom", "towards the bottom", "from top to bottom",
-             "straight down"),
-    "up-left": ("up and to the left", "up and left", "to the upper left", "diagonally up and to the left", "up-left",
-                "towards the top left corner", "to the top left"),
-    "up-right": ("up and to the right", "up and right", "to the upper right", "diagonally up and to the right",
-                 "up-right", "towards the top right corner", "to the top right"),
-    "down-left": ("down and to the left", "down and left", "to the lower left", "diagonally down and to the left",
-                  "down-left", "towards the bottom left corner", "to the bottom left"),
-    "down-right": ("down and to the right", "down and right", "to the lower right", "diagonally down and to the right",
-                   "down-right", "towards the bottom right corner", "to the bottom right"),
-}  # fmt: skip
+    "left": _filled(_SIDEWAYS, "left", "right"),
+    "right": _filled(_SIDEWAYS, "right", "left"),
+    "up": _filled(_UPRIGHT, "up", "top", "bottom"),
+    "down": _filled(_UPRIGHT, "down", "bottom", "top"),
+} | {
+    f"{up}-{side}": _filled(_DIAGONAL, up, upp, side, top)
+    for (up, upp, top), side in product((("up", "upp", "top"), ("down", "low", "bottom")), ("left", "right"))
+}
 VERBS: tuple[tuple[str, str], ...] = (
     ("moves", "moving"), ("moves", "moving"), ("moves", "moving"), ("slides", "sliding"), ("drifts", "drifting"),
     ("glides", "gliding"), ("travels", "traveling"), ("floats", "floating"), ("flies", "flying"), ("goes", "going"),
@@ -451,6 +366,7 @@ OPENERS: tuple[str, ...] = (
     "a video of ", "a clip of ", "an animation of ", "video: ", "a short video showing ", "please show ", "show me ",
     "an animated scene with ", "there is ", "we see ",
 )  # fmt: skip
+PREPOSITIONS = ("over", "on", "against", "across", "in front of", "over", "on")
 
 
 def caption(scene: SceneAttributes, rng: random.Random, *, complete: bool = False) -> str:
@@ -464,8 +380,8 @@ def caption(scene: SceneAttributes, rng: random.Random, *, complete: bool = Fals
     with_ground = f" {ground}" if ground else ""
     opener = rng.choice(OPENERS) if rng.random() < 0.15 else ""
     style = rng.random()
+    noun, finite, gerund = parts[0]
     if len(parts) == 1:
-        noun, finite, gerund = parts[0]
         if opener or style < 0.3:
             text = f"{opener}{noun} {gerund}{with_ground}"
         elif style < 0.62:
@@ -478,19 +394,17 @@ def caption(scene: SceneAttributes, rng: random.Random, *, complete: bool = Fals
             keywords = [noun.removeprefix("a ").removeprefix("an "), gerund, ground.removeprefix("over a ")]
             text = ", ".join(word for word in keywords if word)
     else:
-        (noun_1, finite_1, gerund_1), (noun_2, finite_2, gerund_2) = parts
+        noun_2, finite_2, gerund_2 = parts[1]
         joint = rng.choice([" and ", " while ", ", and ", ", "])
         if opener or style < 0.35:
-            text = f"{opener}{noun_1} {gerund_1}{rng.choice([' and ', ', and '])}{noun_2} {gerund_2}{with_ground}"
+            text = f"{opener}{noun} {gerund}{rng.choice([' and ', ', and '])}{noun_2} {gerund_2}{with_ground}"
         elif style < 0.75 or not ground:
-            text = f"{noun_1} {finite_1}{joint}{noun_2} {finite_2}{with_ground}"
+            text = f"{noun} {finite}{joint}{noun_2} {finite_2}{with_ground}"
         elif style < 0.9:
-            text = f"{ground}, {noun_1} {finite_1} and {noun_2} {finite_2}"
+            text = f"{ground}, {noun} {finite} and {noun_2} {finite_2}"
         else:
-            text = f"two shapes{with_ground}: {noun_1} {gerund_1} and {noun_2} {gerund_2}"
-    if pan:
-        text += pan
-    text = " ".join(text.split()).replace(" ,", ",").replace(" :", ":")
+            text = f"two shapes{with_ground}: {noun} {gerund} and {noun_2} {gerund_2}"
+    text = " ".join((text + pan).split()).replace(" ,", ",").replace(" :", ":")
     if rng.random() < 0.5:
         text = text[:1].upper() + text[1:]
     return text + ("." if rng.random() < 0.4 else "")
@@ -501,15 +415,10 @@ def _object_phrases(item: ObjectAttributes, rng: random.Random, complete: bool) 
     colour, shape = rng.choice(COLOUR_WORDS[item.colour]), rng.choice(SHAPE_WORDS[item.shape])
     size = rng.choice(SIZE_WORDS[item.size]) if rng.random() < 0.45 else ""
     style = rng.random()
-    if style < 0.9:
-        noun = f"{size} {colour} {shape}".strip()
-    elif style < 0.95:
-        noun = f"{size} {shape} in {colour}".strip()
-    else:
-        noun = f"{colour} {size} {shape}".replace("  ", " ")
-    noun = f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-    if rng.random() < 0.05:
-        noun = noun.split(" ", 1)[1]
+    orders = f"{size} {colour} {shape}", f"{size} {shape} in {colour}", f"{colour} {size} {shape}"
+    noun = " ".join(orders[(style >= 0.9) + (style >= 0.95)].split())
+    if rng.random() >= 0.05:
+        noun = f"{_article(noun)} {noun}"
     if not complete and rng.random() < 0.03:
         return noun, "", ""
     finite, gerund = rng.choice(VERBS)
@@ -522,6 +431,10 @@ def _object_phrases(item: ObjectAttributes, rng: random.Random, complete: bool) 
     return noun, f"{finite} {tail}".strip(), f"{gerund} {tail}".strip()
 
 
+def _article(words: str) -> str:
+    return "an" if words[0] in "aeiou" else "a"
+
+
 def _ground_phrase(scene: SceneAttributes, rng: random.Random) -> str:
     if rng.random() < 0.25:
         return ""
@@ -531,72 +444,57 @@ def _ground_phrase(scene: SceneAttributes, rng: random.Random) -> str:
     elif rng.random() < 0.1:
         pattern = ""
     words = f"{pattern} {colour}" if rng.random() < 0.7 else f"{colour} {pattern}"
-    words = " ".join(words.split())
-    preposition = rng.choice(["over", "on", "against", "across", "in front of", "over", "on"])
-    article = "an" if words[0] in "aeiou" else "a"
-    return f"{preposition} {article} {words} {rng.choice(['background', 'background', 'background', 'backdrop'])}"
+    words, preposition = words.strip(), rng.choice(PREPOSITIONS)
+    return f"{preposition} {_article(words)} {words} {rng.choice(['background'] * 3 + ['backdrop'])}"
 
 
 def _pan_phrase(scene: SceneAttributes, rng: random.Random) -> str:
     if scene.pan == "none" or rng.random() < 0.15:
         return ""
-    direction = rng.choice({"left": ("left", "to the left"), "right": ("right", "to the right"),
-                            "up": ("up", "upwards"), "down": ("down", "downwards")}[scene.pan])  # fmt: skip
-    return rng.choice(
-        [
-            f" while the camera pans {direction}",
-            f" as the camera pans {direction}",
-            f" with the camera panning {direction}",
-            f", camera panning {direction}",
-            f", the camera pans {direction}",
-        ]
-    )
+    longer = f"to the {scene.pan}" if scene.pan in ("left", "right") else f"{scene.pan}wards"
+    direction = rng.choice((scene.pan, longer))
+    camera = (" while the camera pans", " as the camera pans", " with the camera panning", ", camera panning",
+              ", the camera pans")  # fmt: skip
+    return f"{rng.choice(camera)} {direction}"
 
 
-def misspell(text: str, rng: random.Random, rate: float) -> str:
-    """Swap, drop or double a letter in a share `rate` of captions, so that the text encoder meets unknown spellings."""
-    if rng.random() >= rate or len(text) < 4:
+def write_captions(scenes: SceneBatch, seed: int, per_scene: int) -> list[str]:
+    """`per_scene` captions of each scene, scene by scene, 6 % of them with a slip of the keyboard."""
+    rng = random.Random(seed)
+    described = (scenes.scene(index) for index in range(len(scenes)))
+    return [_misspell(caption(scene, rng), rng) for scene in described for _ in range(per_scene)]
+
+
+def _misspell(text: str, rng: random.Random) -> str:
+    """Swap, drop or double a letter in some captions, so that the text encoder meets unknown spellings."""
+    if rng.random() >= 0.06 or len(text) < 4:
         return text
     at = rng.randrange(len(text) - 2)
-    return rng.choice(
-        [
-            text[:at] + text[at + 1] + text[at] + text[at + 2 :],
-            text[:at] + text[at + 1 :],
-            text[:at] + text[at] + text[at:],
-        ]
-    )
+    before, letter, rest = text[:at], text[at], text[at + 1 :]
+    return before + rng.choice([rest[0] + letter + rest[1:], rest, letter + letter + rest])
 
 
-@dataclass(frozen=True)
-class HeldOutPrompt:
-    """A prompt whose first object is a combination that training never showed, and what its video must show."""
+def held_out_prompts() -> dict[str, SceneAttributes]:
+    """What the video of each of 64 prompts must show; 52 have one object, 12 two, and in some the camera pans.
 
-    prompt: str
-    scene: SceneAttributes
-
-
-def held_out_prompts() -> list[HeldOutPrompt]:
-    """The 64 held-out prompts, the same on every machine: 52 with one object, 12 with two, some with a camera pan."""
+    The first object is a combination that training never showed. They are the same on every machine.
+    """
     rng = random.Random(20260)
-    prompts = []
-    seen = training_triples()
-    for number, (shape, colour, direction) in enumerate(held_out_triples()):
-        first = _attributes((shape, colour, direction), rng)
-        objects: tuple[ObjectAttributes, ...] = (first,)
+    prompts = {}
+    for number, triple in enumerate(held_out_triples()):
+        objects = [_attributes(triple, rng)]
         if number % 16 in (3, 8, 14):
-            others = [triple for triple in seen if triple[1] != colour]
-            objects = (first, _attributes(rng.choice(others), rng))
+            others = [other for other in training_triples() if other[1] != triple[1]]
+            objects.append(_attributes(rng.choice(others), rng))
         pattern = rng.choice(PATTERNS)
         pans = PATTERNS.index(pattern) in PANNABLE and rng.random() < 0.3
-        scene = SceneAttributes(
-            objects, rng.choice(BACKGROUND_NAMES), pattern, rng.choice(PANS[1:]) if pans else "none"
-        )
-        prompts.append(HeldOutPrompt(caption(scene, rng, complete=True), scene))
+        background, pan = rng.choice(tuple(BACKGROUNDS)), rng.choice(PANS[1:]) if pans else "none"
+        scene = SceneAttributes(tuple(objects), background, pattern, pan)
+        prompts[caption(scene, rng, complete=True)] = scene
     return prompts
 
 
 def _attributes(triple: tuple[int, int, int], rng: random.Random) -> ObjectAttributes:
     shape, colour, direction = triple
-    return ObjectAttributes(
-        SHAPES[shape], COLOUR_NAMES[colour], DIRECTION_NAMES[direction], rng.choice(SIZE_NAMES), rng.choice(SPEED_NAMES)
-    )
+    size, speed = rng.choice(tuple(SIZES)), rng.choice(tuple(SPEEDS))
+    return ObjectAttributes(SHAPES[shape], tuple(COLOURS)[colour], tuple(DIRECTIONS)[direction], size, speed)
