@@ -9,8 +9,7 @@ print(comparison.table())
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vmonarch.eval.evaluate import Evaluation, Item, check_measures, run_items
@@ -55,8 +54,7 @@ def compare(
         for record in (target / "flops.json", *target.glob("items/*/item.json")):
             record.unlink(missing_ok=True)
         try:
-            also = partial(_write_pictures, config, target)
-            made = run_items(config, folder, target, progress=progress, model=model, command=command, also=also)
+            made = run_items(config, folder, target, progress=progress, model=model, command=command)
             # The record has what is in it.
             (target / "flops.json").unlink()
             return made
@@ -65,29 +63,25 @@ def compare(
                 shutil.rmtree(target)
 
 
-def _write_pictures(
+def write_pictures(
     config: CompareConfig,
     target: Path,
     files: AtomicFiles,
     item: Item,
     pictures: Mapping[str, NDArray[np.uint8]],
-    rows: Mapping[str, Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write the methods' videos of an item side by side, as mp4 and as strips."""
+    """Write the methods' videos of an item, [F, H, W, 3] by label, side by side, as mp4 and as strips."""
     from vmonarch.pipelines.video_io import encode_video, side_by_side, strips, verify_video
 
     assert config.fps is not None
-    notes = {label: _note(row) for label, row in rows.items()}
+    notes = {}
+    for row in rows:
+        close = "reference" if row["psnr"] is None else f"PSNR {float(row['psnr']):.1f} dB · SSIM {row['ssim']:.3f}"
+        notes[row["method"]] = f"{close} · {row['seconds']:.1f} s"
     video = side_by_side(pictures, notes=notes)
     path = files.stage(target / f"{item.number:04d}-side-by-side.mp4")
     encode_video(path, video, config.fps)
     verify_video(path, video)
     picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}", count=config.strip_frames)
     picture.save(files.stage(target / f"{item.number:04d}-strips.png"))
-
-
-def _note(row: Mapping[str, Any]) -> str:
-    spent = f"{row['seconds']:.1f} s"
-    if row["psnr"] is None:
-        return f"reference · {spent}"
-    return f"PSNR {float(row['psnr']):.1f} dB · SSIM {row['ssim']:.3f} · {spent}"

@@ -9,6 +9,7 @@ from html_page import check_whole
 from vmonarch import AttentionPlan
 from vmonarch.configs import InputError, read_yaml
 from vmonarch.eval.calibrate.settings import CANDIDATES, CalibrateConfig
+from vmonarch.files import AtomicFiles
 from vmonarch.pipelines.config import build_config
 from vmonarch.plan import method_dict
 from vmonarch.two_resolution_options import TwoResolutionOptions
@@ -111,7 +112,7 @@ def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch)
     def no_room(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vmonarch.eval.calibrate.run._write", no_room)
+    monkeypatch.setattr("vmonarch.eval.calibrate.run.AtomicFiles", no_room)
     monkeypatch.setattr("tempfile.tempdir", str(cli.folder))
     code, _, err = cli("calibrate", *line)
     (kept,) = cli.folder.glob("vmonarch-*/diagnosis.json")
@@ -119,16 +120,14 @@ def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch)
 
 
 def test_a_plan_outlives_a_report_that_cannot_be_written(cli, monkeypatch):
-    from vmonarch.eval.calibrate import run
+    stage = AtomicFiles.stage
 
-    write = run._write
-
-    def no_room(path, text, **options):
+    def no_room(self, path):
         if path.name == "report.html":
             raise OSError(28, "No space left on device")
-        write(path, text, **options)
+        return stage(self, path)
 
-    monkeypatch.setattr(run, "_write", no_room)
+    monkeypatch.setattr(AtomicFiles, "stage", no_room)
     monkeypatch.setattr("tempfile.tempdir", str(cli.folder))
     line = ["a red circle", "--steps", 1, "--candidates", "vmonarch-t1", "--no-sensitivity", "--budget", 0]
     with pytest.warns(UserWarning, match="the plan is nothing but full attention, so it makes nothing faster"):

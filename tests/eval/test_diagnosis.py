@@ -17,12 +17,12 @@ from vmonarch.eval.calibrate.diagnosis import (
     attention_map,
     distribution,
     document,
+    head_times,
     measure,
     replaced_layers,
     watched,
 )
 from vmonarch.eval.calibrate.planning import over_steps, plan_within_error, plan_within_work
-from vmonarch.eval.calibrate.timing import head_times
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.options import VMonarchOptions
 from vmonarch.video_processor import VideoAttentionProcessor

@@ -104,7 +104,6 @@ def test_shares_in_place_correct_what_a_plan_goes_by(monkeypatch):
     part = found["transformers"]["transformer"]
     told = {name: {"layer_error": [truth[name].tolist()]} for name in part["candidates"]}
     known = found | {"transformers": {"transformer": part | {"candidates": told}}}
-    monkeypatch.setattr("vmonarch.eval.calibrate.planning.measures_of", lambda _: ("layer_error",))
     best = in_place(plan_within_work(known, work), truth).error
     seen = []
     monkeypatch.setattr(

@@ -229,7 +229,7 @@ def test_a_package_that_hangs_is_ended_with_its_children(bench: Bench, tmp_path:
     (bench.package / "child").unlink()
     # And so it is when the command itself is terminated.
     write_json(tmp_path / "videos.json", [{"file": str(bench.videos / "0.mp4"), "prompt": "a cat"}])
-    asked = [sys.executable, "-m", "vmonarch.eval.vbench", "score", str(tmp_path / "videos.json"), "--device", "cpu"]
+    asked = [sys.executable, "-m", "vmonarch", "vbench", "score", str(tmp_path / "videos.json"), "--device", "cpu"]
     asked += ["--dimensions", "temporal_flickering", "--environment", str(bench.environment)]
     asked += ["--weights", str(bench.weights), "--work-dir", str(bench.work_dir), "--output", str(tmp_path / "s.json")]
     with subprocess.Popen(asked) as running:
