@@ -6,8 +6,8 @@ because a Monarch row has a log-partition of its own (docs/attention.md, "The lo
 full attention does: entropy, and how much of its mass lies on the first frame, on a query's own frame, and at every
 distance in time.
 
-What a head loses says little of what the model loses: later layers mend some errors and let others grow. So a recorded
-call is computed again (`watched`), once with gradients. With u drawn from N(0, 1) for every number of the model's
+What a head loses says little of what the model loses: later layers mend some errors and let others grow. So recorded
+calls are computed again (`watched`), once with gradients. With u drawn from N(0, 1) for every number of the model's
 output v, and g = ∂⟨u, v⟩/∂o at a head's output o, the error δ of a candidate there changes ⟨u, v⟩ by ⟨g, δ⟩ to first
 order, and E ⟨g, δ⟩² = ‖J δ‖², the square of what it changes in v: for all layers, heads and candidates from one
 backward pass (Hutchinson's estimator). First order is far off where errors grow, tenfold and more in first layers. So
@@ -31,13 +31,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from vmonarch import apply, restore
 from vmonarch.configs import InputError
 from vmonarch.context_parallel import Share
 from vmonarch.grid import LatentGrid
-from vmonarch.installation import find_transformers
+from vmonarch.installation import find_transformers, self_attention_modules
 from vmonarch.kernels.flash_entropy.api import flash_entropy_attention
 from vmonarch.options import Options, VMonarchOptions
-from vmonarch.plan import FULL, method_attention, method_dict, method_flops
+from vmonarch.plan import FULL, AttentionPlan, method_attention, method_dict, method_flops
+from vmonarch.processors import VMonarchProcessor
 from vmonarch.video_processor import VideoAttentionProcessor
 
 FORMAT = "vmonarch-diagnosis-1"
@@ -150,27 +152,11 @@ class Call:
     """A recorded call of a transformer, and the model's output `velocity` with full attention."""
 
     component: str
+    step: int
     module: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     velocity: torch.Tensor
-
-
-@dataclass
-class Watch:
-    """Where `watched` is.
-
-    Args:
-        step: of the call that is to be computed again; None if it is not.
-        velocity: squares of that call's output, while it is computed again; None otherwise.
-        inputs: query, key and value of the layer whose gradient is computed, by its number.
-        replaced: the layer that has the reference, while there is one.
-    """
-
-    step: int | None = None
-    velocity: float | None = None
-    inputs: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    replaced: int | None = None
 
 
 @dataclass
@@ -184,25 +170,28 @@ class Recorder:
         every: the steps 0, every, 2·every, … are recorded.
         maps: (layer, head) whose attention maps are kept, of the first video, at the recorded step nearest the middle.
         map_size: rows and columns of a map.
-        calls: where the calls that are watched go; None keeps none of them, and their tensors, in memory.
 
     Attributes:
         grid: of the videos. totals: by (transformer, step, layer).
         inputs: query, key and value [1, S, H, D] of a recorded call.
         pictures: maps by (transformer, layer, head, method).
-        watch: inside `watched`.
+        watched: whether calls are computed again.
+        step: of the call under way, if that is to be computed again.
+        again: the call that is.
     """
 
     candidates: dict[str, Options]
     every: int = 1
     maps: tuple[tuple[int, int], ...] = ()
     map_size: int = 300
-    calls: list[Call] | None = None
     grid: LatentGrid | None = None
     totals: dict[tuple[str, int, int], Totals] = field(default_factory=dict)
     inputs: tuple[torch.Tensor, ...] = ()
     pictures: dict[tuple[str, int, int, str], torch.Tensor] = field(default_factory=dict)
-    watch: Watch | None = None
+    watched: bool = False
+    step: int | None = None
+    again: Call | None = None
+    noise: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     @property
     def reference(self) -> str:
@@ -228,41 +217,45 @@ def replaced_layers(layers: int) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def watched(recorder: Recorder, pipe: Any) -> Iterator[None]:
-    """Within it, a recorded call of a transformer is computed again: with gradients, to be measured then, and once for
-    each of `replaced_layers`, with the reference in that layer.
+def watched(recorder: Recorder, pipe: Any) -> Iterator[list[Call]]:
+    """The recorded calls of transformers in the block, which are computed again after it: with gradients, to be
+    measured then, and once for each of `replaced_layers`, with the reference in that layer.
+
+    The pipeline has a `DiagnosisProcessor` of the recorder before, and full attention afterwards.
 
     Raises:
-        InputError: in the block: see `differentiate`.
+        InputError: see `differentiate`.
     """
-    generator = torch.Generator().manual_seed(0)
-    watch = recorder.watch = Watch()
+    calls: list[Call] = []
 
-    def again(component: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if watch.step is None or watch.velocity is not None:
-            return
-        step, velocity = watch.step, output[0].double()
-        watch.velocity = velocity.square().sum().item()
-        call = Call(component, module, args, kwargs, output[0])
-        if recorder.calls is not None:
-            recorder.calls.append(call)
-        noise = torch.randn(velocity.shape, generator=generator).to(velocity.device)
-        try:
-            differentiate(call, lambda found: (found.float() * noise).sum())
-            layers = sum(place[:2] == (component, step) for place in recorder.totals)
-            for watch.replaced in replaced_layers(layers):
-                with torch.no_grad():
-                    changed = module(*args, **kwargs)[0].double() - velocity
-                recorder.add(component, step, watch.replaced, {"change": changed.square().sum().item()})
-        finally:
-            watch.step = watch.velocity = watch.replaced = None
+    def keep(component: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if recorder.step is not None:
+            calls.append(Call(component, recorder.step, module, args, kwargs, output[0]))
+        recorder.step = None
 
     with contextlib.ExitStack() as stack:
         for component, module in find_transformers(pipe).items():
-            hook = module.register_forward_hook(functools.partial(again, component), with_kwargs=True)
+            hook = module.register_forward_hook(functools.partial(keep, component), with_kwargs=True)
             stack.callback(hook.remove)
-        stack.callback(setattr, recorder, "watch", None)
-        yield
+        recorder.watched = True
+        yield calls
+    for recorder.again in calls:
+        noise = torch.randn(recorder.again.velocity.shape, generator=recorder.noise).to(recorder.again.velocity.device)
+        differentiate(recorder.again, lambda found, noise=noise: (found.float() * noise).sum())
+    recorder.again, recorder.watched = None, False
+    sizes = {name: len(self_attention_modules(module)) for name, module in find_transformers(pipe).items()}
+    options = {recorder.reference: recorder.candidates[recorder.reference], FULL: None}
+    heads = recorder.inputs[0].shape[2] if calls else 0
+    for layer in sorted({layer for layers in sizes.values() for layer in replaced_layers(layers)}):
+        names = {name: [recorder.reference if i == layer else FULL for i in range(n)] for name, n in sizes.items()}
+        plan = AttentionPlan(options, {name: [[one] * heads for one in row] for name, row in names.items()})
+        apply(pipe, VMonarchProcessor(plan=plan))
+        for call in calls:
+            if layer in replaced_layers(sizes[call.component]):
+                with torch.no_grad():
+                    changed = call.module(*call.args, **call.kwargs)[0].double() - call.velocity.double()
+                recorder.add(call.component, call.step, layer, {"change": changed.square().sum().item()})
+    restore(pipe)
 
 
 def differentiate(call: Call, loss: Callable[[torch.Tensor], torch.Tensor]) -> float:
@@ -325,6 +318,7 @@ class DiagnosisProcessor(VideoAttentionProcessor):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+        self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
         self._needs_apply = "a diagnosis"
 
     def attend_with_lse(
@@ -337,15 +331,17 @@ class DiagnosisProcessor(VideoAttentionProcessor):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if heads is not None:
             raise NotImplementedError("a diagnosis records all heads, but context parallelism spreads them over ranks")
-        recorder, context, watch = self.recorder, self._context, self.recorder.watch
+        recorder, context = self.recorder, self._context
         assert context is not None
-        if watch is not None and watch.velocity is not None and watch.replaced == self._layer:
-            options = recorder.candidates[recorder.reference]
-            return method_attention(query, key, value, options, grid=grid, return_lse=True)
-        if watch is not None and watch.velocity is not None:
+        if (call := recorder.again) is not None:
             out, lse, _ = flash_entropy_attention(query, key, value)
-            if watch.replaced is None:
-                self._record_when_differentiated(out, (query, key, value), grid, watch)
+
+            def record(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+                totals = measure(q, k, v, grid, recorder.candidates, gradient)[-1]
+                totals["velocity"] = call.velocity.double().square().sum().item()
+                recorder.add(call.component, call.step, self._layer, totals)
+
+            when_differentiated(out, self._inputs, self._layer, (query, key, value), record)
             return out, lse
         step, steps, *_ = context.step("a diagnosis", "call vmonarch.restore")
         if step % recorder.every:
@@ -356,24 +352,12 @@ class DiagnosisProcessor(VideoAttentionProcessor):
         recorder.inputs = recorder.inputs or tuple(x[:1].clone() for x in (query, key, value))
         if abs(step - steps // 2) <= recorder.every // 2:
             self._keep_maps(context.component, query, key, grid)
-        if watch is not None:
-            watch.step = step
+        if recorder.watched:
+            recorder.step = step
             return flash_entropy_attention(query, key, value)[:2]
         out, lse, totals = measure(query, key, value, grid, recorder.candidates)
         recorder.add(context.component, step, self._layer, totals)
         return out, lse
-
-    def _record_when_differentiated(
-        self, out: torch.Tensor, tensors: tuple[torch.Tensor, ...], grid: LatentGrid, watch: Watch
-    ) -> None:
-        assert self._context is not None and watch.step is not None
-        component, step, velocity = self._context.component, watch.step, watch.velocity
-
-        def record(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-            totals = measure(q, k, v, grid, self.recorder.candidates, gradient)[-1]
-            self.recorder.add(component, step, self._layer, totals | {"velocity": velocity})
-
-        when_differentiated(out, watch.inputs, self._layer, tensors, record)
 
     def _keep_maps(self, component: str, query: torch.Tensor, key: torch.Tensor, grid: LatentGrid) -> None:
         recorder = self.recorder

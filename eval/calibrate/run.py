@@ -65,14 +65,15 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
             raise InputError("maps", f"must lie in {layers} layers of {heads} heads, got {layer}:{head}")
     calls: list[Call] = []
     every = config.every or max(1, config.steps // 10)
-    recorder = Recorder(config.options, every, maps, calls=calls if config.refine else None)
+    recorder = Recorder(config.options, every, maps)
     batches = config.batches()
-    apply(model.pipe, DiagnosisProcessor(recorder))
     try:
-        with watched(recorder, model.pipe) if config.sensitivity else contextlib.nullcontext():
-            for number, batch in enumerate(batches):
-                title = f"batch {number + 1} of {len(batches)}" if progress else None
+        for number, batch in enumerate(batches):
+            title = f"batch {number + 1} of {len(batches)}" if progress else None
+            apply(model.pipe, DiagnosisProcessor(recorder))
+            with watched(recorder, model.pipe) if config.sensitivity else contextlib.nullcontext([]) as seen:
                 denoise(model, config, [prompt for prompt, _ in batch], [seed for _, seed in batch], progress=title)
+            calls += seen if config.refine else []
     finally:
         restore(model.pipe)
     assert recorder.grid is not None

@@ -120,8 +120,9 @@ def record(tiny, kind="t2v", steps=4, guidance=3.0, watch=False, **options):
         num_frames=tiny.FRAMES, num_inference_steps=steps, guidance_scale=guidance, output_type="latent",
         generator=torch.Generator().manual_seed(0), max_sequence_length=16,
     )  # fmt: skip
-    with watched(recorder, pipe) if watch else nullcontext():
-        return pipe, recorder, pipe(**arguments).frames, arguments
+    with watched(recorder, pipe) if watch else nullcontext() as recorder.calls:
+        latents = pipe(**arguments).frames
+    return pipe, recorder, latents, arguments
 
 
 def test_a_pipeline_is_recorded_step_by_step_and_makes_the_video_of_full_attention(tiny):
@@ -159,7 +160,7 @@ def test_watched_calls_are_measured_alike_and_leave_nothing_behind(tiny):
     model = seen[0].transformer
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     vmonarch.restore(model)
-    assert not model.is_gradient_checkpointing and not model._forward_hooks and seen[1].watch is None
+    assert not model.is_gradient_checkpointing and not model._forward_hooks and not seen[1].watched
 
 
 def test_the_output_error_is_what_the_error_of_a_head_changes_in_the_output(tiny):
@@ -460,7 +461,7 @@ def change_by(pipe, calls, processor):
 
 def test_the_share_of_a_head_is_half_of_how_the_change_grows_with_its_error(tiny):
     """By finite differences: E grows by 2·share·ε where the head's error grows by ε."""
-    pipe, recorder, *_ = record(tiny, steps=2, guidance=1.0, watch=True, calls=[])
+    pipe, recorder, *_ = record(tiny, steps=2, guidance=1.0, watch=True)
     vmonarch.restore(pipe)
     calls = recorder.calls
     assert len(calls) == 2
