@@ -250,7 +250,7 @@ BUGS = {
     "flops-of-the-last-r-step": (FLOPS, "2 * (1 + sums) * last_pairs", "2 * sums * last_pairs"),
     "diagnosis-kl-the-other-way": (DIAGNOSIS, "(lse.double() - weight.double())", "(weight.double() - lse.double())"),
     "diagnosis-own-frame-is-the-next": (DIAGNOSIS, '"own": distance[:, 0]', '"own": distance[:, 1]'),
-    "planning-allows-twice-the-error": (PLANNING, "values > budget", "values > 2 * budget"),
+    "planning-allows-twice-the-error": (PLANNING, "values > budget.budget", "values > 2 * budget.budget"),
     "refining-counts-errors-twice": (REFINING, ".cpu() / 2)", ".cpu())"),
     "refining-keeps-the-first": (REFINING, "min(found, key=lambda measured: measured.error).plan", "found[0].plan"),
     "refining-keeps-the-last": (REFINING, "min(found, key=lambda measured: measured.error).plan", "found[-1].plan"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from vmonarch.eval.calibrate.diagnosis import FORMAT
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.grid import LatentGrid
 from vmonarch.plan import FULL, AttentionPlan
+
+if TYPE_CHECKING:
+    from vmonarch.eval.calibrate.settings import Budget
 
 # What the error of layers weighs beside what errors change in the output.
 _LAYER_WEIGHT = 0.4
@@ -94,13 +97,9 @@ class _Choices:
             ]
             self.values[measure] = torch.nn.functional.pad(torch.cat([x.flatten(0, 1) for x in found]), (0, 1))
         steps = sum(len(part["steps"]) for part in self.parts.values())
-        shares = [
-            torch.full((part["layers"] * part["heads"], 1), len(part["steps"]) / steps, dtype=torch.float64).div_(
-                part["layers"] * part["heads"]
-            )
-            for part in self.parts.values()
-        ]
-        self.shares = torch.cat(shares)
+        ones = [torch.ones(part["layers"] * part["heads"], 1).double() for part in self.parts.values()]
+        parts = zip(ones, self.parts.values(), strict=True)
+        self.shares = torch.cat([one / len(one) * len(part["steps"]) / steps for one, part in parts])
 
     def costs(self, cost: str) -> torch.Tensor:
         """Of all methods, relative to exact attention: [methods].
@@ -154,71 +153,54 @@ class _Choices:
         return AttentionPlan({self.names[i]: options[i] for i in used}, layers, about)
 
 
-def plan_within_error(diagnosis: Mapping[str, Any], budget: float, measure: str = "error") -> AttentionPlan:
-    """For every head the cheapest method whose measure, over the recorded steps, is at most `budget`.
+def plan(diagnosis: Mapping[str, Any], budget: Budget, found: Sequence[InPlace] = ()) -> AttentionPlan:
+    """What every head is to compute by a diagnosis.
 
-    Raises:
-        InputError: no diagnosis, an unknown measure, or a budget that is negative or not finite.
-    """
-    choices = _Choices(diagnosis)
-    choices.of(measure)
-    if not math.isfinite(budget) or budget < 0:
-        raise InputError("budget", f"must be finite and at least 0, got {budget}")
-    values = choices.values[measure]
-    cost = choices.costs("flops").expand_as(values).masked_fill(values > budget, math.inf)
-    return choices.plan(cost.argmin(1), measure, {"budget": budget})
+    With `budget.budget`, each has the cheapest method whose measure, over the recorded steps, is at most that. With
+    work, the sum of the measure over all heads (of relative errors: of their squares) is the least for so much, by an
+    integer program (HiGHS): every head has one method, and the costs, with a limit another measure too, stay within
+    what they may be. Work and limit are relative to VMonarch with its defaults.
 
-
-def plan_within_work(
-    diagnosis: Mapping[str, Any],
-    work: float,
-    measure: str | None = None,
-    limit: tuple[str, float] | None = None,
-    *,
-    cost: str = "flops",
-    found: Sequence[InPlace] = (),
-) -> AttentionPlan:
-    """The least sum of the measure over all heads (of relative errors: of their squares) for so much work.
-
-    An integer program (HiGHS): every head has one method, and the costs, with a limit another measure too, stay within
-    what they may be.
+    Without a measure, work goes by "output_error" and, `_LAYER_WEIGHT` times as much, "layer_error", both relative to
+    VMonarch with its defaults: what is measured to first order does not see how errors add up. Where the diagnosis has
+    not got the first, the second alone; without the defaults as a candidate, the first alone.
 
     Args:
-        work: of all heads, relative to VMonarch with its defaults (`vmonarch_flops`).
-        measure: None for "output_error" and, `_LAYER_WEIGHT` times as much, "layer_error", both relative to VMonarch
-            with its defaults: what is measured to first order does not see how errors add up. Where the diagnosis has
-            not got the first, the second alone; without the defaults as a candidate, the first alone.
-        limit: another measure, and what its sum may be at most, relative to VMonarch with its defaults, which must be a
-            candidate.
-        cost: what work is, "flops" or "time". The time is measured head by head, and VMonarch with its defaults must be
-            a candidate.
         found: plans of this diagnosis that were measured in place: their heads' shares correct the measure.
 
     Raises:
-        InputError: no diagnosis, an unknown measure, less work than the cheapest methods need, a limit that cannot be
-            kept with so much work, or a time that was not measured.
+        InputError: no diagnosis, a measure that it has not got, less work than the cheapest methods need, a limit that
+            cannot be kept with so much work, a time that was not measured; or a limit or a time where VMonarch with its
+            defaults is no candidate.
     """
     choices = _Choices(diagnosis)
+    if budget.budget is not None:
+        measure = budget.measure or "error"
+        choices.of(measure)
+        values = choices.values[measure]
+        cheap = choices.costs("flops").expand_as(values).masked_fill(values > budget.budget, math.inf)
+        return choices.plan(cheap.argmin(1), measure, {"budget": budget.budget})
+    cost, work = ("flops", budget.flops) if budget.time is None else ("time", budget.time)
+    work = 1.0 if work is None else work
     sensitive = "output_error" in choices.values
-    joined = measure is None and sensitive and choices.default is not None
-    measure = measure or ("output_error" if sensitive else "layer_error")
+    measure = budget.measure or ("output_error" if sensitive else "layer_error")
     values, costs = choices.of(measure), choices.costs(cost)
     unit = default_flops(choices.grid) if cost == "flops" else costs[choices.known_default(cost)].item()
     check_work(work, costs.min().item() / unit, cost)
     asked: dict[str, Any] = {cost: work}
-    if joined:
+    if budget.measure is None and sensitive and choices.default is not None:
         asked["weights"] = {"layer_error": _LAYER_WEIGHT}
         values = choices.relative(measure) + _LAYER_WEIGHT * choices.relative("layer_error")
     if found:
         values = _corrected(choices, values, found)
     limits = [costs * choices.shares / (work * unit)]
-    if limit is not None:
-        name, share = limit
+    if budget.parsed_limit is not None:
+        name, share = budget.parsed_limit
         limits.append(choices.relative(name, "limit") / share)
         asked["limit"] = {name: share}
     chosen = _least(values, limits)
     if chosen is None:
-        raise InputError("limit", f"{name}={share:g} cannot be kept with {cost}={work:g}; give more work")
+        raise InputError("limit", f"{budget.limit} cannot be kept with {cost}={work:g}; give more work")
     return choices.plan(chosen, measure, asked)
 
 

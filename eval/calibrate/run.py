@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vmonarch.configs import InputError, read_document, suggest
+from vmonarch.eval.calibrate import planning
 from vmonarch.eval.calibrate.diagnosis import FORMAT, Call, DiagnosisProcessor, Recorder, document, head_times, watched
 from vmonarch.eval.calibrate.refining import refine
 from vmonarch.eval.calibrate.settings import CalibrateConfig
@@ -86,7 +87,7 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         save(target / "diagnosis.json", json.dumps(diagnosis, ensure_ascii=False, allow_nan=False) + "\n")
         # What was sampled is on disk by now: a plan that cannot be made costs no more than another --diagnosis.
         try:
-            make = functools.partial(config.plan, diagnosis)
+            make = functools.partial(planning.plan, diagnosis, config)
             plan = refine(model.pipe, calls, make, config.refine) if config.refine else make()
         except InputError as error:
             kept = f"the diagnosis is {target / 'diagnosis.json'}, from which --diagnosis makes other plans"

@@ -17,9 +17,7 @@ from vmonarch.options import Options, VMonarchOptions
 from vmonarch.pipelines.config import SamplingConfig
 
 if TYPE_CHECKING:
-    from vmonarch.eval.calibrate.planning import InPlace
     from vmonarch.grid import LatentGrid
-    from vmonarch.plan import AttentionPlan
 
 CANDIDATES = (
     "vmonarch-plain:num_iterations=1",
@@ -97,20 +95,6 @@ class Budget:
             if name and 0 < float(share) < math.inf:
                 return name, float(share)
         raise InputError("limit", f"must be measure=share with a positive share, such as kl=0.5, got {self.limit!r}")
-
-    def plan(self, diagnosis: Mapping[str, Any], found: Sequence[InPlace] = ()) -> AttentionPlan:
-        """The plan for a diagnosis.
-
-        Args:
-            found: see `plan_within_work`.
-        """
-        from vmonarch.eval.calibrate.planning import plan_within_error, plan_within_work
-
-        if self.budget is not None:
-            return plan_within_error(diagnosis, self.budget, self.measure or "error")
-        cost, work = ("flops", self.flops) if self.time is None else ("time", self.time)
-        work = 1.0 if work is None else work
-        return plan_within_work(diagnosis, work, self.measure, self.parsed_limit, cost=cost, found=found)
 
 
 @dataclass(frozen=True)

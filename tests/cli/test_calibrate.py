@@ -100,7 +100,7 @@ def test_what_was_sampled_is_kept_if_no_plan_can_be_made_of_it(cli, monkeypatch)
     def no_plan(*_, **__):
         raise InputError("limit", "cannot be kept")
 
-    monkeypatch.setattr("vmonarch.eval.calibrate.planning.plan_within_work", no_plan)
+    monkeypatch.setattr("vmonarch.eval.calibrate.planning.plan", no_plan)
     code, _, err = cli("calibrate", *line, "--limit", "kl=1e-9")
     monkeypatch.undo()
     monkeypatch.chdir(cli.folder)

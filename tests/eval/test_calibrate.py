@@ -26,10 +26,10 @@ from vmonarch.eval.calibrate.planning import (
     InPlace,
     default_flops,
     over_steps,
-    plan_within_error,
-    plan_within_work,
+    plan,
 )
 from vmonarch.eval.calibrate.refining import measure_plan, refine
+from vmonarch.eval.calibrate.settings import Budget
 from vmonarch.flops import full_flops, vmonarch_flops
 from vmonarch.options import VMonarchOptions
 from vmonarch.video_processor import VideoAttentionProcessor
@@ -256,6 +256,14 @@ def test_what_cannot_be_diagnosed_is_named(tiny):
 # Plans
 
 
+def plan_within_error(found, budget, measure=None):
+    return plan(found, Budget(budget=budget, measure=measure))
+
+
+def plan_within_work(found, work, measure=None, limit=None, *, cost="flops", in_place=()):
+    return plan(found, Budget(**{cost: work}, measure=measure, limit=limit and f"{limit[0]}={limit[1]}"), in_place)
+
+
 def made_up(steps=2, layers=3, heads=4):
     """A diagnosis whose errors fall with the work of a candidate, differently for every head."""
     names = {"cheap": 0.1, "default": 0.3, "dear": 0.6}
@@ -417,7 +425,7 @@ def test_budgets_that_cannot_be_used_are_named():
     with pytest.raises(InputError, match="flops must be at least"):
         plan_within_work(found, 0.01)
     with pytest.raises(InputError, match="measure must be one of error, layer_error, kl"):
-        plan_within_work(found, 1.0, "psnr")
+        plan_within_work(found, 1.0, "output_error")
     with pytest.raises(InputError, match="diagnosis must have the format"):
         plan_within_error({}, 1.0)
 
@@ -509,7 +517,7 @@ def test_shares_in_place_correct_what_a_plan_goes_by(monkeypatch):
         "vmonarch.eval.calibrate.refining.measure_plan",
         lambda pipe, plan, calls: seen.append(in_place(plan, truth)) or seen[-1],
     )
-    refined = refine(None, [], lambda seen: plan_within_work(found, work, found=seen), 8)
+    refined = refine(None, [], lambda seen: plan_within_work(found, work, in_place=seen), 8)
     errors = [measured.error for measured in seen]
     assert refined.about["in_place"] == pytest.approx(errors, rel=1e-5)
     assert in_place(refined, truth).error == min(errors)
@@ -528,16 +536,16 @@ def test_a_head_whose_errors_cancel_others_keeps_its_measured_share():
         (i, j) for i, row in enumerate(first.layers["transformer"]) for j, name in enumerate(row) if name == "default"
     )
     measured.shares["transformer"][layer, head] = -0.1
-    again = plan_within_work(found, 1.2, found=[measured])
+    again = plan_within_work(found, 1.2, in_place=[measured])
     assert again.layers["transformer"][layer][head] == "default"
     measured.shares["transformer"][layer, head] = 10 * truth["default"].sum()
-    again = plan_within_work(found, 1.2, found=[measured])
+    again = plan_within_work(found, 1.2, in_place=[measured])
     assert again.layers["transformer"][layer][head] == "full"
     # Of two plans that gave it the same method, the mean counts, whichever was measured last.
     low = in_place(first, truth)
     low.shares["transformer"][layer, head] = -0.1
     for found_in_place in ([low, measured], [measured, low]):
-        again = plan_within_work(found, 1.2, found=found_in_place)
+        again = plan_within_work(found, 1.2, in_place=found_in_place)
         assert again.layers["transformer"][layer][head] == "full"
 
 
