@@ -9,22 +9,14 @@ print(comparison.table())
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
-from vmonarch.eval.evaluate import Evaluation, Item, check_measures, run_items
+from vmonarch.eval.evaluate import Evaluation, check_measures, run_items
 from vmonarch.eval.settings import CompareConfig
-from vmonarch.files import AtomicFiles, short_hash
+from vmonarch.files import short_hash
 from vmonarch.pipelines.config import complete
 from vmonarch.pipelines.loading import LoadedModel
 from vmonarch.pipelines.model_folder import find_model
 from vmonarch.pipelines.outputs import prepare_output_dir, reserve_number
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 def compare(
@@ -61,27 +53,3 @@ def compare(
         finally:
             if new and not any(target.glob("items/*/item.json")):
                 shutil.rmtree(target)
-
-
-def write_pictures(
-    config: CompareConfig,
-    target: Path,
-    files: AtomicFiles,
-    item: Item,
-    pictures: Mapping[str, NDArray[np.uint8]],
-    rows: Sequence[Mapping[str, Any]],
-) -> None:
-    """Write the methods' videos of an item, [F, H, W, 3] by label, side by side, as mp4 and as strips."""
-    from vmonarch.pipelines.video_io import encode_video, side_by_side, strips, verify_video
-
-    assert config.fps is not None
-    notes = {}
-    for row in rows:
-        close = "reference" if row["psnr"] is None else f"PSNR {float(row['psnr']):.1f} dB · SSIM {row['ssim']:.3f}"
-        notes[row["method"]] = f"{close} · {row['seconds']:.1f} s"
-    video = side_by_side(pictures, notes=notes)
-    path = files.stage(target / f"{item.number:04d}-side-by-side.mp4")
-    encode_video(path, video, config.fps)
-    verify_video(path, video)
-    picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}", count=config.strip_frames)
-    picture.save(files.stage(target / f"{item.number:04d}-strips.png"))

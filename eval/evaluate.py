@@ -49,7 +49,9 @@ from vmonarch.pipelines.records import frames_sha256
 from vmonarch.pipelines.sampling import Batch, decode, denoise, sample
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 EVALUATION_FORMAT = "vmonarch-eval-1"
 # Settings that change no number of an item.
@@ -367,7 +369,6 @@ class _Run:
         self, item: Item, frames: Mapping[str, torch.Tensor], rows: Sequence[dict[str, Any]], pool: Executor
     ) -> None:
         """Write an item's videos, measure what is read back from them, and commit it with its JSON."""
-        from vmonarch.eval.compare import write_pictures
         from vmonarch.eval.similarity import frames_of_file
         from vmonarch.pipelines.video_io import VideoError, encode_video, to_uint8, verify_video
 
@@ -407,6 +408,30 @@ class _Run:
             files.stage(folder / "item.json").write_text(summary.json_text(record), encoding="utf-8")
         for left in folder.glob(".*.partial*"):
             left.unlink(missing_ok=True)
+
+
+def write_pictures(
+    config: CompareConfig,
+    target: Path,
+    files: AtomicFiles,
+    item: Item,
+    pictures: Mapping[str, NDArray[np.uint8]],
+    rows: Sequence[Mapping[str, Any]],
+) -> None:
+    """Write the methods' videos of an item, [F, H, W, 3] by label, side by side, as mp4 and as strips."""
+    from vmonarch.pipelines.video_io import encode_video, side_by_side, strips, verify_video
+
+    assert config.fps is not None
+    notes = {}
+    for row in rows:
+        close = "reference" if row["psnr"] is None else f"PSNR {float(row['psnr']):.1f} dB · SSIM {row['ssim']:.3f}"
+        notes[row["method"]] = f"{close} · {row['seconds']:.1f} s"
+    video = side_by_side(pictures, notes=notes)
+    path = files.stage(target / f"{item.number:04d}-side-by-side.mp4")
+    encode_video(path, video, config.fps)
+    verify_video(path, video)
+    picture = strips(pictures, notes=notes, title=f"{item.prompt} · seed {item.seed}", count=config.strip_frames)
+    picture.save(files.stage(target / f"{item.number:04d}-strips.png"))
 
 
 def prompt_score(folder: ModelFolder, frames: torch.Tensor, prompt: str, prompt_set: str | None = None) -> float | None:

@@ -131,7 +131,7 @@ def read_video(video: torch.Tensor | np.ndarray) -> list[ObjectReading]:
     xs = torch.arange(width, device=device)[None, :] + 0.5
     readings = []
     for index, colour in enumerate(COLOURS):
-        mask, least, strong = nearest == index, MIN_AREA, MIN_CHROMA
+        mask, least, strong = nearest == index, float(MIN_AREA), MIN_CHROMA
         for _ in range(2):
             mask = mask & (chroma > strong)
             areas = mask.sum((1, 2)).float()  # [F]

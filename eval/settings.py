@@ -95,7 +95,7 @@ class EvalConfig(MethodsConfig):
         super().__post_init__()
         check_least(self, num_prompts=1, report_items=0, report_megabytes=0)
         if self.prompt_set not in (None, "embedded"):
-            raise InputError("prompt_set", f"must be embedded, got {self.prompt_set!r}")
+            raise InputError("prompt_set", f"must be one of embedded, got {self.prompt_set!r}")
         if not self.vbench_timeout > 0:
             raise InputError("vbench_timeout", f"must be above 0 seconds, got {self.vbench_timeout}")
         if self.baseline is not None and self.baseline not in self.labels:

@@ -240,8 +240,8 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[list[Call]]:
         recorder.watched = True
         yield calls
     for recorder.again in calls:
-        noise = torch.randn(recorder.again.velocity.shape, generator=recorder.noise).to(recorder.again.velocity.device)
-        differentiate(recorder.again, lambda found, noise=noise: (found.float() * noise).sum())
+        noise = torch.randn(recorder.again.velocity.shape, generator=recorder.noise)
+        differentiate(recorder.again, functools.partial(_inner, noise.to(recorder.again.velocity.device)))
     recorder.again, recorder.watched = None, False
     sizes = {name: len(self_attention_modules(module)) for name, module in find_transformers(pipe).items()}
     options = {recorder.reference: recorder.candidates[recorder.reference], FULL: None}
@@ -256,6 +256,10 @@ def watched(recorder: Recorder, pipe: Any) -> Iterator[list[Call]]:
                     changed = call.module(*call.args, **call.kwargs)[0].double() - call.velocity.double()
                 recorder.add(call.component, call.step, layer, {"change": changed.square().sum().item()})
     restore(pipe)
+
+
+def _inner(noise: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    return (found.float() * noise).sum()
 
 
 def differentiate(call: Call, loss: Callable[[torch.Tensor], torch.Tensor]) -> float:
@@ -451,13 +455,14 @@ def head_times(
     from diffusers.models.attention_dispatch import dispatch_attention_fn
     from triton.testing import do_bench
 
-    if tensors[0].device.type != "cuda":
+    query, key, value = tensors
+    if query.device.type != "cuda":
         return {}
-    runs = {FULL: functools.partial(dispatch_attention_fn, *tensors)}
+    runs: dict[str, Callable[[], Any]] = {FULL: functools.partial(dispatch_attention_fn, query, key, value)}
     for name, options in candidates.items():
-        runs[name] = functools.partial(method_attention, *tensors, options, grid=grid)
+        runs[name] = functools.partial(method_attention, query, key, value, options, grid=grid)
     with torch.no_grad():
-        return {name: do_bench(run, return_mode="median") / tensors[0].shape[2] for name, run in runs.items()}
+        return {name: do_bench(run, return_mode="median") / query.shape[2] for name, run in runs.items()}
 
 
 def _stacked(found: list[list[Totals]], key: Any, over: str | None = None) -> torch.Tensor:
@@ -490,6 +495,8 @@ def _plain(tensor: torch.Tensor) -> list[Any]:
     """
     if not tensor.isfinite().all():
         raise ValueError("a statistic is not finite: the model gives NaN or infinity, or an output that is all zero")
-    rounded = lambda value: [rounded(x) for x in value] if isinstance(value, list) else float(f"{value:.6g}")
-    found: list[Any] = rounded(tensor.tolist())
-    return found
+
+    def rounded(value: Any) -> Any:
+        return [rounded(entry) for entry in value] if isinstance(value, list) else float(f"{value:.6g}")
+
+    return rounded(tensor.tolist())

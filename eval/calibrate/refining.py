@@ -11,6 +11,7 @@ The shares correct what the next plan goes by (`planning.plan`), and the best pl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,11 @@ class SharesProcessor(VMonarchProcessor):
         return found
 
 
+def _change(velocity: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """‖v' - v‖²/‖v‖² of v, and of v' in `found`."""
+    return (found.float() - velocity).square().sum() / velocity.square().sum()
+
+
 def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Call]) -> InPlace:
     """What a plan changes in the output of recorded calls, on average, and the shares of its heads.
 
@@ -69,8 +75,7 @@ def measure_plan(pipe: Any, plan: AttentionPlan, calls: Sequence[Call]) -> InPla
         for call in calls:
             # Where all heads are exact, nothing changes.
             if any(plan.methods[name] is not None for row in plan.layers[call.component] for name in row):
-                v = call.velocity.float()
-                error += differentiate(call, lambda found, v=v: (found.float() - v).square().sum() / v.square().sum())
+                error += differentiate(call, functools.partial(_change, call.velocity.float()))
     finally:
         restore(pipe)
     return InPlace(plan, error / len(calls), {name: found / len(calls) for name, found in shares.items()})

@@ -72,7 +72,8 @@ def calibrate(config: CalibrateConfig, *, progress: bool = False, model: LoadedM
         for number, batch in enumerate(batches):
             title = f"batch {number + 1} of {len(batches)}" if progress else None
             apply(model.pipe, DiagnosisProcessor(recorder))
-            with watched(recorder, model.pipe) if config.sensitivity else contextlib.nullcontext([]) as seen:
+            with contextlib.ExitStack() as stack:
+                seen = stack.enter_context(watched(recorder, model.pipe)) if config.sensitivity else []
                 denoise(model, config, [prompt for prompt, _ in batch], [seed for _, seed in batch], progress=title)
             calls += seen if config.refine else []
     finally:

@@ -454,7 +454,7 @@ def test_what_broke_or_found_no_room_is_kept_and_named(loaded, tmp_path: Path, m
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vmonarch.eval.compare.write_pictures", no_room)
+    monkeypatch.setattr(module, "write_pictures", no_room)
     with pytest.raises(GenerationError, match=r"No space left.*item.json is kept at") as e:
         compare(comparison(loaded, tmp_path / "out", steps=1), model=loaded)
     (kept,) = tmp_path.glob("vmonarch-*/item.json")
@@ -515,7 +515,7 @@ def test_settings_are_checked_and_the_reference_comes_first() -> None:
         ({"methods": ("vmonarch", "vmonarch")}, "methods must differ"),
         ({"methods": "vmonarch"}, "methods must be a list"),
         ({"strip_frames": 0}, "strip_frames must be at least 1"),
-        ({"prompt_set": "vbench"}, "prompt_set must be embedded"),
+        ({"prompt_set": "vbench"}, "prompt_set must be one of embedded"),
         ({"baseline": "vmonarc"}, "baseline must be one of full, vmonarch, .*did you mean vmonarch"),
         ({"num_prompts": 3}, "num_prompts must be at most 2"),
     ):

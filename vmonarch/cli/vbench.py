@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from vmonarch.cli.parser import Parser
 from vmonarch.configs import InputError
@@ -42,17 +43,18 @@ def add_arguments(parser: Parser) -> None:
     about = f"of {', '.join(scoring.DIMENSIONS)} (default: the five of the VMonarch paper, {', '.join(paper)})"
     for command in (weights, prompts, score):
         command.add_argument("--dimensions", nargs="+", default=list(paper), metavar="DIMENSION", help=about)
-    kept = {"type": Path, "metavar": "FOLDER", "help": "default: %(default)s"}
+    kept: dict[str, Any] = {"type": Path, "metavar": "FOLDER", "help": "default: %(default)s"}
     for command in (weights, score):
         command.add_argument("--weights", default=installation.default_weights(), **kept)
     for command in (prompts, score):
         command.add_argument("--environment", default=installation.default_folder(), **kept)
-        command.add_argument("--videos-per-prompt", type=int, default=5, metavar="N", help="default 5, as VBench asks")
     prompts.add_argument("--prompt-file", type=Path, help="a prompt per line, instead of VBench's")
     prompts.add_argument("--seed", type=int, default=0, help="first seed; every video has its own (default 0)")
     prompts.add_argument("--output", type=Path, required=True, help="JSON Lines file to write")
     score.add_argument("list", type=Path, help="JSON Lines file, or JSON list, of file and prompt")
     score.add_argument("--videos", type=Path, metavar="FOLDER", help="of the files (default: that of the list)")
+    for command in (prompts, score):
+        command.add_argument("--videos-per-prompt", type=int, default=5, metavar="N", help="default 5, as VBench asks")
     about = "the videos are of VBench's prompts: score each by the dimensions of its prompt, and miss none"
     score.add_argument("--standard", action="store_true", help=about)
     score.add_argument("--device", default="auto", help="auto (default: cuda where there is one), cpu, cuda, cuda:N")
