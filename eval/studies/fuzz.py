@@ -28,7 +28,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,19 +65,15 @@ class Noise(TorchDispatchMode):
         self.unit, self.generator = unit, torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        if name in SUMS and result.is_floating_point():
+        floating = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
+        noise = lambda x: 2 * torch.rand(x.shape, generator=self.generator, dtype=x.dtype) - 1
+        result, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+        if name in SUMS and floating(result):
             magnitudes = func(*(x.abs() if isinstance(x, torch.Tensor) else x for x in args), **(kwargs or {}))
-            result = result + torch.finfo(torch.float32).eps * magnitudes * self._uniform(result)
-        return tree_map(self._rounded, result) if name in ROUNDED else result
-
-    def _rounded(self, x: Any) -> Any:
-        floating = isinstance(x, torch.Tensor) and x.is_floating_point()
-        return x * (1 + self.unit * self._uniform(x)) if floating else x
-
-    def _uniform(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * torch.rand(x.shape, generator=self.generator, dtype=x.dtype) - 1
+            result = result + torch.finfo(torch.float32).eps * magnitudes * noise(result)
+        if name not in ROUNDED:
+            return result
+        return tree_map(lambda x: x * (1 + self.unit * noise(x)) if floating(x) else x, result)
 
 
 class Draw:
@@ -242,17 +237,19 @@ OPS = {
 }  # fmt: skip
 
 
-@dataclass
-class Case:
-    """One call, whose results are to have the precision of `dtype`."""
+class Case(NamedTuple):
+    """One call, whose results are to have the precision of `dtype`.
+
+    Args:
+        cotangents: seed and layout of the gradient of each result that has one.
+    """
 
     op: str
     tensors: Tensors
     options: dict[str, Any]
     dtype: torch.dtype
     forward_only: bool
-    # Seed and layout of the gradient of each result that has one.
-    cotangents: dict[str, tuple[int, str]] = field(default_factory=dict)
+    cotangents: dict[str, tuple[int, str]]
 
     def __str__(self) -> str:
         shapes = {name: f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for name, x in self.tensors.items()}
@@ -265,11 +262,11 @@ def make_case(number: int, *, ops: Sequence[str] = tuple(OPS), **how: Any) -> Ca
     (name,) = draw.kernel.choices(ops, [OPS[name].weight for name in ops])
     op = OPS[name]
     options = {option: draw.kernel.choice(choices) for option, choices in op.options.items()}
-    case = Case(name, op.inputs(draw, options), options, draw.dtype, forward_only=draw.kernel.random() < 0.25)
+    tensors, forward_only = op.inputs(draw, options), draw.kernel.random() < 0.25
     taken = draw.kernel.choice([op.results, op.results, op.results[:1], op.results[1:]])
-    for i, result in enumerate(taken):
-        case.cotangents[result] = number + i, draw.kernel.choice(["contiguous", "heads first", "padded", "one number"])
-    return case
+    layouts = ["contiguous", "heads first", "padded", "one number"]
+    cotangents = {result: (number + i, draw.kernel.choice(layouts)) for i, result in enumerate(taken)}
+    return Case(name, tensors, options, draw.dtype, forward_only, cotangents)
 
 
 def results_of(case: Case, tensors: Tensors, implementation: str) -> Tensors:
@@ -341,18 +338,18 @@ def outcome_of(number: int, implementation: str, deadline: float = math.inf, **o
     warnings.simplefilter("ignore")
     # A case that hangs ends its process.
     faulthandler.dump_traceback_later(240, exit=True)
-    op, text, ratios, failure = "?", "?", {"": math.inf}, ""
+    op, text, worst = "?", "?", math.inf
     try:
         case = make_case(number, implementation=implementation, **options)
         op, text = case.op, str(case)
         ratios = check(case, implementation)
+        worst = max(ratios.values())
+        failure = f"errors over their budgets: {ratios}" if worst > 1 else ""
     except Exception:
         failure = traceback.format_exc(limit=-6)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    if not failure and max(ratios.values()) > 1:
-        failure = f"errors over their budgets: {ratios}"
-    return {"number": number, "op": op, "ratio": max(ratios.values()), "failure": failure and f"{text}\n{failure}"}
+    return {"number": number, "op": op, "ratio": worst, "failure": failure and f"{text}\n{failure}"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
