@@ -75,7 +75,6 @@ def test_unknown_commands(words: list[str], message: str, capsys: pytest.Capture
         ("vmonarch.cli bench kernels", "vmonarch bench kernels"),
         ("vmonarch.finetune", "vmonarch finetune"),
         ("vmonarch.finetune.export", "vmonarch export"),
-        ("vmonarch.eval.vbench score", "vmonarch vbench score"),
     ],
 )
 def test_modules_are_commands(module: str, command: str) -> None:

@@ -66,20 +66,21 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _plan_again(arguments: argparse.Namespace) -> None:
     """Make another plan of a diagnosis."""
+    from vmonarch.eval.calibrate.planning import plan
     from vmonarch.eval.calibrate.run import read_diagnosis, warn_if_full
 
     for name in ("prompts", "refine"):
         if getattr(arguments, name):
             raise InputError(name, "must not be given with --diagnosis, which runs no model")
     budget = build(Budget, {name: getattr(arguments, name) for name in _BUDGET})
-    plan = budget.plan(read_diagnosis(arguments.diagnosis, arguments.candidates))
+    made = plan(read_diagnosis(arguments.diagnosis, arguments.candidates), budget)
     path = Path(arguments.plan or Path(arguments.diagnosis).with_name("plan.json")).expanduser()
     if path.exists() and not arguments.overwrite:
         raise InputError("plan", f"{str(path)!r} exists; give another --plan, or --overwrite")
-    plan.save(path)
-    warn_if_full(plan)
+    made.save(path)
+    warn_if_full(made)
     if not arguments.quiet:
-        _tell(plan)
+        _tell(made)
     print(path)
 
 

@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, group="compare")
     add_method_arguments(parser)
     add_options(parser, CompareConfig, "strip_frames", "lpips")
-    parser.add_argument("--save-videos", action="store_true", default=None, help=argparse.SUPPRESS)
     parser.epilog = _EPILOG
 
 
