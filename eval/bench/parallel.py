@@ -8,11 +8,10 @@ Shapes: P processes, S tokens, H heads, D head dim.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.multiprocessing.spawn import ProcessException
 
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import resolve_method
@@ -30,20 +30,8 @@ from vmonarch.eval.bench import e2e
 from vmonarch.eval.bench.attention import PASSES, exact, randn
 from vmonarch.eval.bench.clock import Clock
 from vmonarch.eval.bench.gate import NAMES
-from vmonarch.eval.bench.machine import check_device, measured_dtype, provenance
-from vmonarch.eval.bench.runner import (
-    FORMAT,
-    Bench,
-    Case,
-    Limits,
-    Way,
-    Ways,
-    choose,
-    left_out,
-    measure_cases,
-    sdpa,
-    with_gradients,
-)
+from vmonarch.eval.bench.machine import check_device
+from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, left_out, run_bench, sdpa, with_gradients
 from vmonarch.eval.bench.tables import caption, digits
 from vmonarch.eval.render.table import shown_number
 from vmonarch.eval.wan_models import read_model
@@ -52,7 +40,7 @@ from vmonarch.files import check_output, write_json
 from vmonarch.grid import LatentGrid
 from vmonarch.kernels.monarch.api import vmonarch_attention
 
-METHODS = {"full": "full attention", "vmonarch": "VMonarch"}
+METHODS = ("full", "vmonarch")
 # A process that fails ends the others; one that hangs does so after this.
 TIMEOUT = timedelta(seconds=120)
 FORMULAE = {
@@ -68,8 +56,8 @@ FORMULAE = {
 def attention_case(grid: LatentGrid, heads: int, head_dim: int = 128, training: bool = False) -> Case:
     """Attention alone; `training` is forward and backward together."""
     label = f"attention {'x'.join(map(str, grid))} {heads} heads {PASSES[training]}"
-    about = {"grid": grid, "heads": heads, "head_dim": head_dim, "layers": 1, "training": training}
-    return Case(label=label, setting=None, **about)
+    about = {"heads": heads, "head_dim": head_dim, "layers": 1}
+    return Case(label=label, setting=None, grid=grid, training=training, **about)
 
 
 def model_case(setting: e2e.Setting, mode: str) -> Case:
@@ -78,8 +66,7 @@ def model_case(setting: e2e.Setting, mode: str) -> Case:
     sizes = {"heads": "num_attention_heads", "head_dim": "attention_head_dim", "layers": "num_layers"}
     about = {name: model.transformer[key] for name, key in sizes.items()}
     label = setting.label if mode == "eager" else f"{setting.label} {mode}"
-    tokens = model.grid(setting.size, argument="models").tokens
-    return Case(label=label, setting=setting, mode=mode, tokens=tokens, **about)
+    return Case(label=label, setting=setting, grid=model.grid(setting.size, argument="models"), mode=mode, **about)
 
 
 # 118,800 tokens (129 frames of 720×1280) and the paper's largest setting, with the heads of the 1.3B and 14B models.
@@ -97,25 +84,16 @@ class Job:
 
     Args:
         ranks: numbers of processes, of which the first is 1; None for 1, 2, 4 … GPUs.
-        seconds: after which nothing is begun.
+        told: the arguments of `run_bench`.
         folder: for results and for what the processes share; of one machine.
         compile_backend: of torch.compile; "eager" compiles nothing and only tries the benchmark.
     """
 
     cases: tuple[Case, ...]
     ranks: Sequence[int] | None = None
-    device: str = "cuda"
-    rounds: int = 1
-    seconds: float = 0.0
+    told: Any = None
     folder: Path = Path()
     compile_backend: str = "inductor"
-
-    @property
-    def bench(self) -> Bench:
-        """What a process measures."""
-        describe = lambda case, clock: {"ranks": dist.get_world_size()}
-        made = partial(ways, self.compile_backend)
-        return Bench("parallel", tuple(METHODS), (), self.cases, made, describe=describe, way_seconds=1e6, flushes=1)
 
 
 class SharedClock(Clock):
@@ -139,7 +117,7 @@ def ways(backend: str, case: Case, device: torch.device, dtype: torch.dtype) -> 
         tokens = tuple(frames * case.grid.tokens_per_frame for frames in split_evenly(case.grid.frames, ranks))
         made = attention_ways(case, tokens, device, dtype)
     else:
-        tokens = split_evenly(case.tokens, ranks)
+        tokens = split_evenly(case.grid.tokens, ranks)
         options = e2e.Options(guidance=False, compile_backend=backend)
         rows = {name: (resolve_method(name), case.mode) for name in METHODS}
         made = e2e.ways(rows, options, case.setting, device, dtype, ranks)
@@ -183,8 +161,7 @@ def attention_ways(case: Case, tokens: Sequence[int], device: torch.device, dtyp
 
 def run_rank(rank: int, ranks: int, job: Job) -> None:
     """What one process does; the first writes what was measured after every case."""
-    limits = Limits(job.rounds, job.seconds, time.monotonic() + job.seconds)
-    on_gpu = job.device == "cuda"
+    on_gpu = job.told["device"] == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -196,13 +173,26 @@ def run_rank(rank: int, ranks: int, job: Job) -> None:
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
-
-    def write(cases: list[dict[str, Any]]) -> None:
-        if rank == 0:
-            write_json(job.folder / f"cases-{ranks}.json", {"cases": cases})
-
+    of = Bench(
+        name="parallel",
+        methods=METHODS,
+        ours=METHODS,
+        cases=job.cases,
+        ways=partial(ways, job.compile_backend),
+        formulae=FORMULAE,
+        settings={
+            "inputs": "standard normal; transformers with random weights",
+            "timing": "device events, ways in turns, all processes beginning together",
+            "full": "cuDNN's attention, by heads",
+            "gpus": torch.cuda.device_count(),
+        },
+        describe=lambda case, clock: {"ranks": ranks, "grid": case.grid},
+        way_seconds=1e6,
+        flushes=1,
+    )
+    told = job.told | {"device": str(device), "output": job.folder / f"{ranks}.json" if rank == 0 else None}
     with e2e.settings_of_torch():
-        measure_cases(job.bench, job.cases, tuple(METHODS), SharedClock(device), limits, write, lambda text: None)
+        run_bench(of, clock=SharedClock(device), say=lambda text: None, **told)
     dist.destroy_process_group()
 
 
@@ -221,19 +211,25 @@ def bench(
     Raises:
         InputError: an argument cannot be used.
     """
-    known = {case.label: case for case in CASES}
-    labels = tuple(known) if cases is None else choose("cases", cases, known) if cases else ()
+    labels = [case.label for case in CASES]
+    chosen = choose("cases", cases, labels) if cases else labels if cases is None else ()
     settings = e2e.choose_settings(models, None) if models else ()
-    if not labels and not settings:
+    if not chosen and not settings:
         raise InputError("cases", "and --models leave nothing to measure")
     choose("modes", modes, e2e.MODES)
     # Whole transformers first: they tell more, should the time be over.
     of_models = (model_case(setting, mode) for setting in settings for mode in modes)
-    return Job((*of_models, *map(known.__getitem__, labels)), ranks)
+    return Job((*of_models, *(case for case in CASES if case.label in chosen)), ranks)
 
 
-def measure(job: Job, *, device: str, rounds: int, budget: float, output: Path, **told: Any) -> dict[str, Any]:
-    """Measure with several numbers of processes, which share the seconds of the budget; see `run_job`.
+def measure(
+    job: Job, *, device: str, budget: float, output: Path, say: Callable[[str], None], **told: Any
+) -> dict[str, Any]:
+    """Measure with several numbers of processes, which share the seconds of the budget, and write the JSON after each.
+
+    Returns:
+        what was written: as of `runner.run_bench`, with "ranks" in cases, "sent_bytes" and "efficiency" in rows, and
+        "failed": [{"ranks", "problem"}].
 
     Raises:
         InputError: an argument cannot be used.
@@ -246,78 +242,53 @@ def measure(job: Job, *, device: str, rounds: int, budget: float, output: Path, 
         raise InputError("ranks", f"must be different numbers, 1 among them, got {numbers}")
     if most is not None and numbers[-1] > most:
         raise InputError("ranks", f"must be at most {most}, a GPU for each; got {numbers[-1]}")
-    with tempfile.TemporaryDirectory() as folder:
-        return run_job(
-            replace(job, ranks=numbers, device=device, rounds=rounds, seconds=budget, folder=Path(folder)),
-            output,
-            **told,
-        )
-
-
-def run_job(job: Job, output: Path, command: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure with these numbers of processes, and write the JSON after each.
-
-    Returns:
-        what was written: as of `runner.run_bench`, with "ranks" in cases, "sent_bytes" and "efficiency" in rows, and
-        "failed": [{"ranks", "problem"}].
-    """
-    numbers, started, device = job.ranks or (1,), time.monotonic(), torch.device(job.device)
-    results: dict[str, Any] = {
-        "format": FORMAT,
-        "benchmark": "parallel",
-        **provenance(device, command),
-        "settings": {
-            "dtype": str(measured_dtype(device)).removeprefix("torch."),
-            "inputs": "standard normal; transformers with random weights",
-            "timing": "device events, ways in turns, all processes beginning together",
-            "full": "cuDNN's attention, by heads",
-            "rounds": job.rounds,
-        },
-        "formulae": FORMULAE,
-        "cases": [],
-        "failed": [],
-    }
-    if device.type == "cuda":
-        results["hardware"] = f"{torch.cuda.device_count()}× {results['hardware']}"
+    results: dict[str, Any] = {"cases": [], "failed": []}
+    started = time.monotonic()
     for n, ranks in enumerate(numbers):
         # Later numbers of processes get their share, too: without them there is nothing to compare.
-        share = (job.seconds - (time.monotonic() - started)) / (len(numbers) - n)
+        share = (budget - (time.monotonic() - started)) / (len(numbers) - n)
         say(f"{ranks} processes, {share:.0f} s for them")
-        try:
-            torch.multiprocessing.spawn(run_rank, (ranks, replace(job, seconds=share)), nprocs=ranks)
-        except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
-            say(str(error))
-            results["failed"].append({"ranks": ranks, "problem": str(error).strip().splitlines()[-1]})
-        with contextlib.suppress(FileNotFoundError):
-            path = job.folder / f"cases-{ranks}.json"
-            results["cases"] += json.loads(path.read_text(encoding="utf-8"))["cases"]
-        rows = {(c["case"], r["method"], c["ranks"]): r for c in results["cases"] for r in c["rows"]}
-        for (case, name, count), row in rows.items():
-            alone = rows.get((case, name, 1), {})
-            if "ms" in row and "ms" in alone:
-                row["efficiency"] = alone["ms"]["median"] / (count * row["ms"]["median"])
-        results["wrong"] = [
-            f"{name} at {case}, {count} processes: {row['problem']}"
-            for (case, name, count), row in rows.items()
-            if row["status"] not in ("ok", "left out")
-        ] + [f"{failed['ranks']} processes: {failed['problem']}" for failed in results["failed"]]
-        results |= {"left_out": left_out(results["cases"]), "seconds": round(time.monotonic() - started, 1)}
-        results |= tables(results, rows)
-        write_json(output, results)
+        with tempfile.TemporaryDirectory() as folder:
+            of = replace(job, folder=Path(folder), told={**told, "device": device, "budget": share})
+            try:
+                torch.multiprocessing.spawn(run_rank, (ranks, of), nprocs=ranks)
+            except ProcessException as error:
+                say(str(error))
+                results["failed"].append({"ranks": ranks, "problem": str(error).strip().splitlines()[-1]})
+            path = Path(folder, f"{ranks}.json")
+            run = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": []}
+        results = run | results | {"cases": results["cases"] + run["cases"]}
+        results["seconds"] = round(time.monotonic() - started, 1)
+        if "caption" in results:
+            results |= summary(results, numbers[: n + 1])
+            write_json(output, results)
+    if "caption" not in results:
+        raise RuntimeError(f"no process could begin: {results['failed']}")
     return results
 
 
-def tables(results: dict[str, Any], rows: Mapping[tuple[str, str, int], dict[str, Any]]) -> dict[str, Any]:
-    """{"tables", "caption"}: milliseconds, efficiency and bytes of every case, by way and number of processes."""
-    numbers = sorted({ranks for _, _, ranks in rows} | {entry["ranks"] for entry in results["failed"]})
-    lines = []
+def summary(results: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
+    """{"wrong", "left_out", "tables", "caption"} of the cases of several numbers of processes; adds efficiency to rows.
+
+    The table has milliseconds, efficiency and bytes of every case, by way and number of processes.
+    """
+    rows = {(c["case"], r["method"], c["ranks"]): r for c in results["cases"] for r in c["rows"]}
+    wrong, lines = [], []
     for case, name in dict.fromkeys((case, name) for case, name, _ in rows):
-        found = [rows.get((case, name, ranks), {"status": "–"}) for ranks in numbers]
-        cells = [digits(row["ms"]["median"]) if "ms" in row else row["status"] for row in found]
-        shares = [f" ({100 * row['efficiency']:.0f} %)" if "efficiency" in row else "" for row in found]
-        cells[1:] = map("".join, zip(cells[1:], shares[1:], strict=True))
-        lines.append([case, METHODS[name], *cells, shown_number(found[-1].get("sent_bytes"), 0, factor=1e-6)])
+        cells = []
+        for ranks in numbers:
+            row, alone = rows.get((case, name, ranks), {"status": "–"}), rows.get((case, name, 1), {})
+            cells.append(digits(row["ms"]["median"]) if "ms" in row else row["status"])
+            if "ms" in row and "ms" in alone:
+                row["efficiency"] = alone["ms"]["median"] / (ranks * row["ms"]["median"])
+                cells[-1] += f" ({100 * row['efficiency']:.0f} %)" if ranks > 1 else ""
+            if row["status"] not in ("ok", "left out", "–"):
+                wrong.append(f"{name} at {case}, {ranks} processes: {row['problem']}")
+        lines.append([case, name, *cells, shown_number(row.get("sent_bytes"), 0, factor=1e-6)])
     gpus = [f"{ranks} GPUs, ms" if ranks > 1 else "1 GPU, ms" for ranks in numbers]
-    head = ["case", "way", *gpus, f"MB sent, {numbers[-1] if numbers else 0} GPUs"]
-    failed = "".join(f" {entry['ranks']} processes failed: {entry['problem']}." for entry in results["failed"])
-    return {"tables": [{"name": "times", "header": head, "rows": lines}], "caption": caption(results) + failed}
+    head = ["case", "way", *gpus, f"MB sent, {numbers[-1]} GPUs"]
+    failed = [f"{entry['ranks']} processes: {entry['problem']}" for entry in results["failed"]]
+    missing = left_out(results["cases"])
+    made = caption({**results, "left_out": missing}) + "".join(f" Failed: {problem}." for problem in failed)
+    table = {"name": "times", "header": head, "rows": lines}
+    return {"wrong": wrong + failed, "left_out": missing, "tables": [table], "caption": made}

@@ -6,7 +6,6 @@ import json
 import parallel_bench_rank
 import pytest
 import torch
-import torch.distributed as dist
 
 from vmonarch.cli import main
 from vmonarch.eval.bench import parallel, runner
@@ -34,14 +33,15 @@ def results(tiny_yaml, made_once, forkserver):
     models = (model_case(tiny_yaml, mode) for mode in ("eager", "compiled"))
 
     def measure(folder):
-        job = parallel.Job((*models, *CASES), (1, 2, 3), "cpu", 1, 300.0, folder, compile_backend="eager")
+        job = parallel.Job((*models, *CASES), (1, 2, 3), compile_backend="eager")
         said = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
             start = functools.partial(torch.multiprocessing.start_processes, start_method=forkserver.get_start_method())
             patch.setattr(torch.multiprocessing, "spawn", start)
             patch.setattr(parallel, "run_rank", parallel_bench_rank.rank)
-            found = parallel.run_job(job, folder / "parallel.json", "the command", said.append)
+            told = {"rounds": 1, "budget": 300.0, "command": "the command", "say": said.append}
+            found = parallel.measure(job, device="cpu", output=folder / "parallel.json", **told)
         assert [text.split(" processes, ")[0] for text in said if " s for them" in text] == ["1", "2", "3"]
         assert ["Traceback" in text for text in said] == [False] * 3 + [True], "what went wrong is shown whole"
         assert json.loads((folder / "parallel.json").read_text()) == json.loads(json.dumps(found))
@@ -82,19 +82,15 @@ def test_bytes_are_those_of_the_formulae_and_the_table_tells_all_of_it(results):
     assert sent("tiny", 2) == {2 * ulysses_bytes(tokens=(8, 8), rank=0, **sizes | {"heads": 2})}
     (table,) = results["tables"]
     assert table["header"][2:] == ["1 GPU, ms", "2 GPUs, ms", "3 GPUs, ms", "MB sent, 3 GPUs"]
-    assert len(table["rows"]) == 2 * 5 and table["rows"][0][1] == "full attention"
+    assert len(table["rows"]) == 2 * 5 and table["rows"][0][1] == "full"
     assert all("%" not in cells[2] and ("%" in cells[3] or cells[3] == "failed") for cells in table["rows"])
-    assert "`the command`" in results["caption"] and " 3 processes failed: " in results["caption"]
+    assert "`the command`" in results["caption"] and " Failed: 3 processes: " in results["caption"]
 
 
 def test_a_transformer_that_cannot_be_compiled_says_so(tiny_yaml, tmp_path):
-    job = parallel.Job((model_case(tiny_yaml, "compiled"),), folder=tmp_path, compile_backend="none-such")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    limits = runner.Limits(1, 100.0, float("inf"))
-    try:
-        (found,) = runner.measure_cases(job.bench, job.cases, tuple(parallel.METHODS), Clock(CPU), limits, list, str)
-    finally:
-        dist.destroy_process_group()
+    told = {"device": "cpu", "rounds": 1, "budget": 100.0, "command": ""}
+    parallel.run_rank(0, 1, parallel.Job((model_case(tiny_yaml, "compiled"),), (1,), told, tmp_path, "none-such"))
+    (found,) = json.loads((tmp_path / "1.json").read_text())["cases"]
     assert all(row["status"] == "failed" and "InvalidBackend" in row["problem"] for row in found["rows"])
 
 
@@ -117,9 +113,9 @@ def test_there_are_no_more_processes_than_gpus(capsys, monkeypatch):
 
 def test_every_number_of_processes_gets_its_share_of_the_time(monkeypatch, tmp_path):
     given = []
-    spawn = lambda _, args, nprocs: given.append((nprocs, args[1].seconds))
-    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
-    job = parallel.Job(CASES, (1, 2, 4), "cpu", 1, 90.0, tmp_path)
-    parallel.run_job(job, tmp_path / "parallel.json", "", lambda text: None)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda _, args, nprocs: given.append(args[1].told["budget"]))
+    told = {"device": "cpu", "rounds": 1, "budget": 90.0, "command": "", "output": tmp_path / "x.json", "say": str}
     # Who needs less leaves more to the others.
-    assert given == [(1, pytest.approx(30, abs=1)), (2, pytest.approx(45, abs=1)), (4, pytest.approx(90, abs=1))]
+    with pytest.raises(RuntimeError, match="no process could begin"):
+        parallel.measure(parallel.Job(CASES, (1, 2, 4)), **told)
+    assert given == [pytest.approx(30, abs=1), pytest.approx(45, abs=1), pytest.approx(90, abs=1)]
