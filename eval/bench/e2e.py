@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ TEXT_TOKENS = 512
 GUIDANCE = 5.0
 FORMULAE = {
     "step": "two forward calls (prompt and negative prompt, batch 1) or without guidance one, guidance, one step of"
-    " UniPC; where steps differ, their mean, Σ number · median / steps, and so for forward",
+    " UniPC; where steps differ, their mean, Σ number · median / steps",
     "video": "steps · median step + VAE decode + 2 · text encoder (1 without guidance): extrapolated from the measured"
     " steps",
     "error": "‖x − x₀‖ / ‖x₀‖ of the forward calls with the prompt, x₀ by the same method, eager, in one process",
@@ -81,16 +81,13 @@ def choose_settings(words: Sequence[str] | None, model: str | None, quick: bool 
         return SETTINGS[:1] if quick else SETTINGS
     chosen = []
     for word in words:
-        if word in known:
-            setting = known[word]
-        elif model is not None and re.fullmatch(r"\d+x\d+x\d+", word):
-            setting = Setting(word, model, tuple(map(int, word.split("x"))))
-        else:
+        own = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word) if model is not None else None
+        if word not in known and own is None:
             problem = f"must be of {', '.join(known)}, or with --model frames x height x width such as 61x448x832"
             raise InputError("settings", f"{problem}; got {word!r}{suggest(word, known)}")
-        if model is not None:
-            setting = Setting(f"{Path(model).name}-{'x'.join(map(str, setting.size))}", model, setting.size)
-        chosen.append(setting)
+        size = known[word].size if own is None else tuple(map(int, own.groups()))
+        label = f"{Path(model).name}-{'x'.join(map(str, size))}" if model is not None else word
+        chosen.append(Setting(label, model or known[word].model, size))
     choose("settings", [setting.label for setting in chosen])
     return tuple(chosen)
 
@@ -121,17 +118,18 @@ class Steps(WanPipeline):
     Every step begins with the same noise, so that the velocities of methods can be compared. Of a model with two
     transformers, which are alike, the first one does all steps.
 
-    Args:
-        noise: [1, C, T, h, w]. texts: embeddings of the prompt and of the negative prompt, [2, 1, 512, text_dim].
-
     Attributes:
         names: of the transformer that does a step in the model's own pipeline, for all steps.
-        marks: of every step that was done, its number, and when it and each of its forward calls began and ended.
+        marks: of every step that was done, its number, and when it began and ended.
     """
 
     @classmethod
     def of(cls, transformer: Any, model: WanModel, noise: Any, texts: Any, options: Options, clock: Clock) -> Steps:
-        """The pipeline with this transformer."""
+        """The pipeline with this transformer.
+
+        Args:
+            noise: [1, C, T, h, w]. texts: embeddings of the prompt and of the negative prompt, [2, 1, 512, text_dim].
+        """
         scheduler = UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
         )
@@ -140,8 +138,7 @@ class Steps(WanPipeline):
         pipe.set_progress_bar_config(disable=True)
         pipe.noise, pipe.texts, pipe.options, pipe.clock, pipe.marks = noise, texts, options, clock, []
         pipe.names = transformers_by_step(pipe, options.steps)
-        transformer.register_forward_pre_hook(lambda *_: pipe.marks[-1][1].append(clock.mark()))
-        transformer.register_forward_hook(pipe._called)
+        transformer.register_forward_hook(lambda *call: pipe.velocities.setdefault(pipe.step, call[-1][0]))
         return pipe
 
     def do(self, steps: Collection[int]) -> dict[int, torch.Tensor]:
@@ -162,55 +159,38 @@ class Steps(WanPipeline):
     @property
     def interrupt(self) -> bool:
         """What the pipeline asks before every step: whether to leave it out."""
-        step = next(self.numbers)
-        if step not in self.wanted:
+        self.step = next(self.numbers)
+        if self.step not in self.wanted:
             return True
         if self.transformer.is_cache_enabled:
             # diffusers' step caches count the calls of their transformer.
-            call = self.names[:step].count(self.names[step])
+            call = self.names[: self.step].count(self.names[self.step])
             registries = [getattr(module, "_diffusers_hook", None) for module in self.transformer.modules()]
             hooks = [hook for registry in registries if registry is not None for hook in registry.hooks.values()]
             for name in ("cond", "uncond"):
                 with self.transformer.cache_context(name):
                     for hook in hooks:
                         hook.state_manager.get_state().current_step = call - 1
-        self.marks.append((step, [self.clock.mark()]))
+        self.began = self.clock.mark()
         return False
 
-    def _called(self, module: torch.nn.Module, inputs: Any, out: tuple[torch.Tensor, ...]) -> None:
-        step, marks = self.marks[-1]
-        marks.append(self.clock.mark())
-        self.velocities.setdefault(step, out[0])
-
     def _ended(self, pipe: Any, step: int, timestep: Any, tensors: Any) -> dict[str, Any]:
-        self.marks[-1][1].append(self.clock.mark())
+        self.marks.append((step, self.began, self.clock.mark()))
         return {"latents": self.noise}
 
     def seconds(self, last: int, kinds: Sequence[str]) -> dict[str, Any]:
-        """{"forward_s", "step_s"} of a whole video's mean step, and {"kinds"} where there are several.
+        """{"step_s", "kinds"}: seconds of a whole video's mean step, and of those of every kind.
 
         Args:
             last: how many of the last steps that were done count. kinds: of all steps of a video.
         """
         self.clock.wait()
-        by_kind: dict[str, dict[str, Any]] = {}
-        between = lambda start, stop: self.clock.between(start, stop) / 1e3
+        by_kind: dict[str, Any] = {}
         for kind in sorted(set(kinds), key=STEP_KINDS.index):
-            found = [marks for step, marks in self.marks[-last:] if kinds[step] == kind]
-            calls = [between(*call) for marks in found for call in zip(marks[1:-1:2], marks[2:-1:2], strict=True)]
-            by_kind[kind] = {
-                "steps": kinds.count(kind),
-                "forward_s": summary(calls),
-                "step_s": summary([between(marks[0], marks[-1]) for marks in found]),
-            }
-        mean = {
-            name: {
-                key: sum(of["steps"] * of[name][key] for of in by_kind.values()) / len(kinds)
-                for key in ("median", "min", "p20", "p80")
-            }
-            for name in ("forward_s", "step_s")
-        }
-        return mean | ({"kinds": by_kind} if len(by_kind) > 1 else {})
+            times = [self.clock.between(*marks) / 1e3 for step, *marks in self.marks[-last:] if kinds[step] == kind]
+            by_kind[kind] = {"steps": kinds.count(kind), "step_s": summary(times)}
+        total = lambda key: sum(of["steps"] * of["step_s"][key] for of in by_kind.values())
+        return {"step_s": {key: total(key) / len(kinds) for key in ("median", "min", "p20", "p80")}, "kinds": by_kind}
 
 
 def steps_to_measure(kinds: Sequence[str]) -> list[int]:
@@ -244,12 +224,6 @@ def settings_of_torch() -> Iterator[None]:
         yield
 
 
-def rows_of(methods: Sequence[AttentionMethod], modes: Sequence[str]) -> dict[str, tuple[AttentionMethod, str]]:
-    """(method, mode) by the name of the way."""
-    pairs = [(method, mode) for method in methods for mode in modes if mode == "compiled" or not method.stack.compile]
-    return {f"{method.label} {mode}": (method, mode) for method, mode in pairs}
-
-
 def ways(
     rows: Mapping[str, tuple[AttentionMethod, str]],
     options: Options,
@@ -261,7 +235,7 @@ def ways(
     """All rows on one transformer; a call of one is a turn: a step of every kind.
 
     Args:
-        rows: see `rows_of`.
+        rows: a method and its mode, by the name of the way.
         ranks: processes of this group that share the tokens of the video.
     """
     from torch._dynamo.utils import counters
@@ -323,34 +297,28 @@ def ways(
     return {name: partial(way, *of) for name, of in rows.items()}
 
 
-def _seconds_of(make: Callable[[], Any], call: Callable[[Any], Any], clock: Clock) -> dict[str, Any]:
-    """Seconds of the second call of a model that is built for it, or why there are none."""
-    try:
-        with torch.no_grad():
-            model = make()
-            call(model)
-            clock.wait()
-            return {"status": "ok", "seconds": clock.time(lambda: call(model)) / 1e3}
-    except Exception as error:
-        return failure(error)
-    finally:
-        release_memory(clock.device)
-
-
 def describe(options: Options, setting: Setting, clock: Clock) -> dict[str, Any]:
     """What the JSON says of a setting; the VAE decodes one video, the text encoder one prompt."""
     model, device = read_model(setting.model), clock.device
-    grid = model.grid(setting.size, argument="settings")
-    text: dict[str, Any] = {"status": "left out", "problem": "--transformer-only"}
-    vae = text
-    if not options.transformer_only:
-        latents, dtype = model.latents(setting.size, argument="settings"), measured_dtype(device)
-        noise = torch.randn(1, model.transformer["out_channels"], *latents, device=device)
-        tokens = torch.randint(0, model.text_encoder["vocab_size"], (1, TEXT_TOKENS), device=device)
-        build, decode = partial(model.build, "vae", device, torch.float32), lambda it: it.decode(noise)
-        vae = _seconds_of(build, decode, clock)
-        build, encode = partial(model.build, "text_encoder", device, dtype), lambda it: it(tokens)
-        text = _seconds_of(build, encode, clock)
+    latents, grid = (of(setting.size, argument="settings") for of in (model.latents, model.grid))
+    noise = torch.randn(1, model.transformer["out_channels"], *latents, device=device)
+    tokens = torch.randint(0, model.text_encoder["vocab_size"], (1, TEXT_TOKENS), device=device)
+
+    @torch.no_grad()
+    def seconds(part: str, inputs: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+        if options.transformer_only:
+            return {"status": "left out", "problem": "--transformer-only"}
+        try:
+            built = model.build(part, device, dtype)
+            call = partial(getattr(built, "decode", built), inputs)
+            call()
+            clock.wait()
+            return {"status": "ok", "seconds": clock.time(call) / 1e3}
+        except Exception as error:
+            return failure(error)
+        finally:
+            release_memory(device)
+
     return {
         "setting": setting.label,
         "model": model.name,
@@ -359,8 +327,8 @@ def describe(options: Options, setting: Setting, clock: Clock) -> dict[str, Any]
         "grid": grid,
         "tokens": grid.tokens,
         "transformers": len(model.transformers),
-        "text_encoder": text,
-        "vae": vae,
+        "vae": seconds("vae", noise, torch.float32),
+        "text_encoder": seconds("text_encoder", tokens, measured_dtype(device)),
     }
 
 
@@ -409,7 +377,10 @@ def bench(
         wan.latents(setting.size, argument="settings")
         if not of.transformer_only:
             wan.check_parts(argument="model")
-    rows = rows_of(resolved, of.modes)
+    pairs = [
+        (method, mode) for method in resolved for mode in of.modes if mode == "compiled" or not method.stack.compile
+    ]
+    rows = {f"{method.label} {mode}": (method, mode) for method, mode in pairs}
     return Bench(
         name="e2e",
         methods=tuple(rows),
@@ -421,13 +392,11 @@ def bench(
             "batch": 1,
             **asdict(of),
             "guidance": GUIDANCE if of.guidance else None,
-            "text_tokens": TEXT_TOKENS,
             "attention": "diffusers' standard backend in eager rows, cuDNN's in compiled ones",
             "compiled": "compile_repeated_blocks(fullgraph=True, dynamic=False)",
-            "timing": "device events around whole steps and their forward calls, rows in turns",
+            "timing": "device events around whole steps, rows in turns",
             "memory": "peak_bytes: the most that is allocated during steps, weights of all transformers and residuals"
             " counted, VAE and text encoder not",
-            "bounds": {"model": list(MODEL_BOUNDS.values())},
         },
         describe=partial(describe, of),
         finish=partial(finish, of),
@@ -452,16 +421,16 @@ def merge_files(parts: Sequence[Path], output: Path) -> None:
     documents = [read_document("parts", path, FORMAT, "JSON of `vmonarch bench e2e`") for path in parts]
     check_output(output)
     merged = document([run for part in documents for run in part["runs"]])
-    made = {None, *(table["name"] for table in merged["tables"])}
-    merged["tables"] += [t for part in documents for t in part.get("tables", ()) if t.get("name") not in made]
+    merged["tables"] += [
+        t for part in documents for t in part.get("tables", ()) if t.get("name") not in (None, "steps")
+    ]
     write_json(output, merged)
 
 
 def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """{"format", "runs", "wrong", "tables", "caption"} of several runs.
 
-    Where a row was measured more than once, the last one that has times counts; ratios are of one run. The tables are
-    seconds of videos and steps, and of each kind of steps.
+    Where a row was measured more than once, the last one that has times counts; ratios are of one run.
     """
     newest: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
     for case in (case for run in runs for case in run["cases"]):
@@ -470,25 +439,23 @@ def document(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if row["status"] == "ok" or key not in newest:
                 newest[key] = row, case
     whole = lambda row: row.get("video_s") or row["denoise_s"]
-    steps, kinds = [], []
+    lines = []
     for (setting, method, mode), (row, case) in newest.items():
         name = [setting, f"{method}, {mode}"]
         if "step_s" not in row:
-            steps.append([*name, row["status"], *["–"] * 6])
+            lines.append([*name, row["status"], *["–"] * 5])
             continue
         stock = {r["mode"]: r for r in case["rows"] if r["method"] == "full" and "step_s" in r and r is not row}
         faster = [shown_number(whole(stock[m]) / whole(row) if m in stock else None, 2, "{}×") for m in MODES]
-        seconds = [f"{row[of]['median']:.3f}" for of in ("forward_s", "step_s")]
-        gigabytes = shown_number(row.get("peak_bytes"), factor=1e-9)
-        steps.append([*name, f"{case['tokens']:,}", *seconds, shown_number(row.get("video_s")), *faster, gigabytes])
-        for kind, of in row.get("kinds", {}).items():
-            kinds.append([*name, kind, str(of["steps"]), f"{of['step_s']['median']:.3f}"])
-    head = ["tokens", "forward s", "step s", "video s", *(f"× full, {mode}" for mode in MODES), "GB"]
-    tables = [
-        {"name": name, "header": ["setting", "method", *header], "rows": rows}
-        for name, header, rows in (("steps", head, steps), ("kinds", ["kind of steps", "number", "step s"], kinds))
-        if rows
-    ]
-    made = " ".join(dict.fromkeys(caption(run) for run in runs))
-    wrong = [entry for run in runs for entry in run.get("wrong", ())]
-    return {"format": FORMAT, "runs": list(runs), "wrong": wrong, "tables": tables, "caption": made}
+        seconds = [shown_number(row["step_s"]["median"], 3), shown_number(row.get("video_s"))]
+        lines.append(
+            [*name, f"{case['tokens']:,}", *seconds, *faster, shown_number(row.get("peak_bytes"), factor=1e-9)]
+        )
+    head = ["setting", "method", "tokens", "step s", "video s", *(f"× full, {mode}" for mode in MODES), "GB"]
+    return {
+        "format": FORMAT,
+        "runs": list(runs),
+        "wrong": [entry for run in runs for entry in run.get("wrong", ())],
+        "tables": [{"name": "steps", "header": head, "rows": lines}],
+        "caption": " ".join(dict.fromkeys(caption(run) for run in runs)),
+    }

@@ -166,25 +166,16 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
     stock = random_model(getattr(diffusers, case.model), case.config, device, dtype)
     inputs = inputs_of(case, device, dtype)
 
-    def forward(model: Any) -> tuple[torch.Tensor, ...]:
-        with torch.no_grad():
-            out = model(**inputs)
-        return (out[0] if isinstance(out, tuple) else out,)
+    @torch.no_grad()
+    def forward(model: Any) -> torch.Tensor:
+        out = model(**inputs)
+        return out[0] if isinstance(out, tuple) else out
 
     @functools.cache
-    def expected() -> dict[str, torch.Tensor]:
-        return {"out": forward(stock)[0].float()}
-
-    @functools.cache
-    def all_exact() -> dict[str, torch.Tensor]:
+    def all_exact() -> torch.Tensor:
         model = share_weights(stock)
         apply(model, VMonarchProcessor(exact=ExactBlocks(band=case.grid.frames)))
-        return {"out": forward(model)[0]}
-
-    def approximate(results: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        if not bool(results[0].isfinite().all()):
-            raise RuntimeError("the output is not finite")
-        return all_exact()
+        return forward(model)
 
     def way(method: str) -> Way:
         model = share_weights(stock)
@@ -198,15 +189,17 @@ def ways(case: Case, device: torch.device, dtype: torch.dtype) -> Ways:
 
         def run() -> tuple[torch.Tensor, ...]:
             with attention_backend(backend):
-                return forward(model)
+                return (forward(model),)
 
-        return Way(
-            run,
-            approximate if method in PRESETS else lambda results: {"out": results[0]},
-            expected,
-            input_bytes=bytes_of(x for x in inputs.values() if isinstance(x, torch.Tensor)),
-        )
+        def found(results: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+            if not bool(results[0].isfinite().all()):
+                raise RuntimeError("the output is not finite")
+            return {"out": all_exact() if method in PRESETS else results[0]}
 
+        of = bytes_of(x for x in inputs.values() if isinstance(x, torch.Tensor))
+        return Way(run, found, expected, input_bytes=of)
+
+    expected = functools.cache(lambda: {"out": forward(stock).float()})
     return {method: functools.partial(way, method) for method in METHODS}
 
 
