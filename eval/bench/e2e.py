@@ -8,10 +8,9 @@ once, because no method changes them. Seconds per video are extrapolated from me
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from vmonarch.eval.attention_flops import STEP_KINDS, step_kinds, transformers_b
 from vmonarch.eval.bench.clock import Clock, allocated, release_memory, summary
 from vmonarch.eval.bench.gate import MODEL_BOUNDS, failure
 from vmonarch.eval.bench.machine import measured_dtype
-from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, profiled, run_bench
+from vmonarch.eval.bench.runner import Bench, Way, Ways, choose, profiled
 from vmonarch.eval.bench.tables import caption
 from vmonarch.eval.render.table import shown_number
 from vmonarch.eval.wan_models import WanModel, read_model, share_weights
@@ -145,15 +144,17 @@ class Steps(WanPipeline):
         """The velocities [1, C, T, h, w] with the prompt of these steps, by their numbers."""
         self.velocities: dict[int, torch.Tensor] = {}
         self.wanted, self.numbers = steps, itertools.count()
-        self(
-            prompt_embeds=self.texts[0],
-            negative_prompt_embeds=self.texts[1],
-            latents=self.noise,
-            num_inference_steps=self.options.steps,
-            guidance_scale=GUIDANCE if self.options.guidance else 1.0,
-            output_type="latent",
-            callback_on_step_end=self._ended,
-        )
+        # Every method, and every kind of step, has its version of a block.
+        with torch._dynamo.config.patch(recompile_limit=recipes.RECOMPILE_LIMIT):
+            self(
+                prompt_embeds=self.texts[0],
+                negative_prompt_embeds=self.texts[1],
+                latents=self.noise,
+                num_inference_steps=self.options.steps,
+                guidance_scale=GUIDANCE if self.options.guidance else 1.0,
+                output_type="latent",
+                callback_on_step_end=self._ended,
+            )
         return self.velocities
 
     @property
@@ -213,15 +214,6 @@ def steps_to_measure(kinds: Sequence[str]) -> list[int]:
             first = max(step for step in range(first) if kinds[step] == "kept")
         found |= set(range(first, last + 1))
     return sorted(found)
-
-
-@contextlib.contextmanager
-def settings_of_torch() -> Iterator[None]:
-    """Room for every method's version of a block; diffusers' attention backend returns to what it was."""
-    from diffusers.models.attention_dispatch import attention_backend
-
-    with torch._dynamo.config.patch(recompile_limit=recipes.RECOMPILE_LIMIT), attention_backend("native"):
-        yield
 
 
 def ways(
@@ -404,12 +396,6 @@ def bench(
         way_seconds=1e6,
         flushes=1,
     )
-
-
-def measure(bench: Bench, **told: Any) -> dict[str, Any]:
-    """`run_bench`, with room for the code of all methods."""
-    with settings_of_torch():
-        return run_bench(bench, **told)
 
 
 def merge_files(parts: Sequence[Path], output: Path) -> None:

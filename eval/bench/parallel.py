@@ -191,8 +191,7 @@ def run_rank(rank: int, ranks: int, job: Job) -> None:
         flushes=1,
     )
     told = job.told | {"device": str(device), "output": job.folder / f"{ranks}.json" if rank == 0 else None}
-    with e2e.settings_of_torch():
-        run_bench(of, clock=SharedClock(device), say=lambda text: None, **told)
+    run_bench(of, clock=SharedClock(device), say=lambda text: None, **told)
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ from vmonarch.configs.methods import resolve_method
 from vmonarch.eval.attention_flops import step_kinds
 from vmonarch.eval.bench import e2e, families, gate, train
 from vmonarch.eval.bench.clock import Clock
-from vmonarch.eval.bench.runner import wrong_rows
+from vmonarch.eval.bench.runner import run_bench, wrong_rows
 from vmonarch.eval.wan_models import WanModel, read_model, share_weights
 from vmonarch.families import family_of
 from vmonarch.grid import LatentGrid
@@ -55,7 +55,7 @@ def measure(tiny_yaml, tmp_path):
         options = {"modes": modes, "transformer_only": transformer_only, "compile_backend": "eager"} | options
         bench = e2e.bench(["5x32x64"], model, methods, **options)
         common = {"device": "cpu", "command": "", "say": lambda text: None, "output": tmp_path / "e2e.json"}
-        found = e2e.measure(bench, rounds=rounds, budget=budget, **common)
+        found = run_bench(bench, rounds=rounds, budget=budget, **common)
         assert json.loads((tmp_path / "e2e.json").read_text()) == json.loads(json.dumps(found))
         (case,) = found["runs"][0]["cases"]
         return {(row["method"], row["mode"]): row for row in case["rows"]}
