@@ -140,7 +140,7 @@ def read_model_config(name: str, *, argument: str = "model") -> WanModel:
     from transformers import UMT5Config
 
     transformer = read_yaml(name, group="models", argument=argument)
-    beside = {"vae": {}, "text_encoder": {}, "boundary_ratio": None, "expand_timesteps": False}
+    beside: dict[str, Any] = {"vae": {}, "text_encoder": {}, "boundary_ratio": None, "expand_timesteps": False}
     vae, text, boundary, expand = (transformer.pop(key, default) for key, default in beside.items())
     for prefix, values, cls, more in (
         ("", transformer, WanTransformer3DModel, beside),
@@ -182,7 +182,10 @@ def read_model(name: str, *, argument: str = "model") -> WanModel:
     if folder.pipeline != TEXT_TO_VIDEO:
         raise InputError(argument, f"{name!r} is a {folder.pipeline}; supported: {TEXT_TO_VIDEO}")
     index = read_json(folder.path / "model_index.json")
-    parts = (read_json(folder.path / part / "config.json") for part in ("transformer", "vae", "text_encoder"))
-    boundary = index.get("boundary_ratio") if folder.two_stage else None
-    shown = folder.path.name if path.is_dir() else name
-    return WanModel(shown, *parts, boundary, bool(index.get("expand_timesteps")), folder)
+    return WanModel(
+        folder.path.name if path.is_dir() else name,
+        **{part: read_json(folder.path / part / "config.json") for part in ("transformer", "vae", "text_encoder")},
+        boundary_ratio=index.get("boundary_ratio") if folder.two_stage else None,
+        expand_timesteps=bool(index.get("expand_timesteps")),
+        folder=folder,
+    )

@@ -292,7 +292,7 @@ def ways(
 def describe(options: Options, setting: Setting, clock: Clock) -> dict[str, Any]:
     """What the JSON says of a setting; the VAE decodes one video, the text encoder one prompt."""
     model, device = read_model(setting.model), clock.device
-    latents, grid = (of(setting.size, argument="settings") for of in (model.latents, model.grid))
+    latents, grid = model.latents(setting.size, argument="settings"), model.grid(setting.size, argument="settings")
     noise = torch.randn(1, model.transformer["out_channels"], *latents, device=device)
     tokens = torch.randint(0, model.text_encoder["vocab_size"], (1, TEXT_TOKENS), device=device)
 

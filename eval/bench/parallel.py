@@ -123,8 +123,11 @@ def ways(backend: str, case: Case, device: torch.device, dtype: torch.dtype) -> 
         made = e2e.ways(rows, options, case.setting, device, dtype, ranks)
     sizes = {"tokens": tokens, "batch": 1, "heads": case.heads, "head_dim": case.head_dim, "dtype": dtype}
     sent = case.layers * max(ulysses_bytes(rank=rank, **sizes) for rank in range(ranks))
-    more = lambda clock, row: row.update(sent_bytes=sent)
-    return {name: lambda make=make: replace(make(), before=0, more=more) for name, make in made.items()}
+
+    def counted(make: Callable[[], Way]) -> Way:
+        return replace(make(), before=0, more=lambda clock, row: row.update(sent_bytes=sent))
+
+    return {name: partial(counted, make) for name, make in made.items()}
 
 
 def attention_ways(case: Case, tokens: Sequence[int], device: torch.device, dtype: torch.dtype) -> Ways:

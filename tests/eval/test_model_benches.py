@@ -98,13 +98,12 @@ def test_a_compiler_that_is_wrong_or_does_nothing_is_noticed(measure, monkeypatc
     assert row["status"] == "failed" and "compiled nothing" in row["problem"]
 
 
-@pytest.mark.parametrize("when", [0, 4], ids=["first call", "later"])
-def test_a_failing_method_is_recorded_and_leaves_the_others_alone(measure, monkeypatch, when):
+def test_a_method_that_fails_later_is_recorded_and_leaves_the_others_alone(measure, monkeypatch):
     calls = []
 
     def fail(self, *inputs):
         calls.append(inputs)
-        if len(calls) > when:
+        if len(calls) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return inputs[2]
 
@@ -264,22 +263,17 @@ def test_seconds_of_a_video_are_those_of_its_steps():
     assert row["kinds"]["kept"]["steps"] == 1 and row["kinds"]["kept"]["step_s"]["median"] == 8.0
 
 
-@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")], ids=["wrong", "failing"])
-def test_an_approximate_step_that_is_wrong_or_fails_is_recorded(measure, monkeypatch, error):
+def test_an_approximate_step_that_is_wrong_is_noticed(measure, monkeypatch):
     right, calls = residuals.add_residual, []
 
     def add(*inputs, **options):
         calls.append(inputs)
-        if error is not None:
-            raise error
         # Two layers, two texts: the compiled row's first turn is wrong, what it is compared with is right.
         return (2 if len(calls) <= 4 else 1) * right(*inputs, **options)
 
     monkeypatch.setattr(residuals, "add_residual", add)
-    rows = measure("vmonarch:refresh=1", "full", modes=("compiled",), steps=3)
-    row = rows["vmonarch:refresh=1", "compiled"]
-    assert rows["full", "compiled"]["status"] == "ok" and "step_s" not in row
-    assert row["status"] == ("out of memory" if error else "wrong") and (error or "step 1 is off by" in row["problem"])
+    (row,) = measure("vmonarch:refresh=1", modes=("compiled",), steps=3).values()
+    assert row["status"] == "wrong" and "step 1 is off by" in row["problem"] and "step_s" not in row
 
 
 def test_tables_hold_ratios_of_one_run_and_the_last_row_that_has_times(document, tmp_path):
