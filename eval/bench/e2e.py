@@ -102,6 +102,7 @@ class Options:
         guidance: whether a step takes two forward calls, not one.
         transformer_only: no VAE and no text encoder.
         compile_backend: of torch.compile; "eager" compiles nothing and only tries the benchmark.
+        ranks: processes of this group that share the tokens of the video.
     """
 
     modes: Sequence[str] = MODES
@@ -109,6 +110,7 @@ class Options:
     guidance: bool = True
     transformer_only: bool = False
     compile_backend: str = "inductor"
+    ranks: int = 1
 
 
 class Steps(WanPipeline):
@@ -222,13 +224,11 @@ def ways(
     setting: Setting,
     device: torch.device,
     dtype: torch.dtype,
-    ranks: int = 1,
 ) -> Ways:
     """All rows on one transformer; a call of one is a turn: a step of every kind.
 
     Args:
         rows: a method and its mode, by the name of the way.
-        ranks: processes of this group that share the tokens of the video.
     """
     from torch._dynamo.utils import counters
 
@@ -242,7 +242,7 @@ def ways(
     torch.compiler.reset()
     graphs = counters["stats"]["unique_graphs"]
 
-    def pipeline(method: AttentionMethod, mode: str, ranks: int = 1) -> Steps:
+    def pipeline(method: AttentionMethod, mode: str, ranks: int) -> Steps:
         transformer = share_weights(transformers[0])
         compiled, on_gpu = mode == "compiled", device.type == "cuda"
         transformer.set_attention_backend("_native_cudnn" if compiled and on_gpu else "native")
@@ -260,7 +260,7 @@ def ways(
         return pipe
 
     def way(method: AttentionMethod, mode: str) -> Way:
-        pipe = pipeline(method, mode, ranks)
+        pipe = pipeline(method, mode, options.ranks)
         kinds = step_kinds(method, pipe.names)
         steps = steps_to_measure(kinds)
 
@@ -272,10 +272,10 @@ def ways(
             return {f"step {n}": velocity.movedim(1, -1) for n, velocity in zip(steps, velocities, strict=True)}
 
         def expected() -> dict[str, torch.Tensor]:
-            if mode == "eager" and ranks == 1:
+            if mode == "eager" and options.ranks == 1:
                 return {}
             eager = replace(method, stack=replace(method.stack, compile=False))
-            velocities = pipeline(eager, "eager").do(steps)
+            velocities = pipeline(eager, "eager", 1).do(steps)
             return {f"step {n}": velocity.movedim(1, -1).float() for n, velocity in velocities.items()}
 
         def more(clock: Clock, row: dict[str, Any]) -> None:
@@ -331,7 +331,7 @@ def finish(options: Options, case: dict[str, Any]) -> None:
         row["method"], _, row["mode"] = row["method"].rpartition(" ")
         if "step_s" in row:
             row["denoise_s"], row["video_s"] = options.steps * row["step_s"]["median"], None
-            if vae["status"] == text["status"] == "ok":
+            if vae.get("status") == text.get("status") == "ok":
                 row["video_s"] = row["denoise_s"] + vae["seconds"] + (1 + options.guidance) * text["seconds"]
 
 
