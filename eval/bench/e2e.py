@@ -181,17 +181,21 @@ class Steps(WanPipeline):
         self.marks.append((step, self.began, self.clock.mark()))
         return {"latents": self.noise}
 
-    def seconds(self, last: int, kinds: Sequence[str]) -> dict[str, Any]:
-        """{"step_s", "kinds"}: seconds of a whole video's mean step, and of those of every kind.
+    def seconds(self, clock: Clock, last: int, kinds: Sequence[str]) -> dict[str, Any]:
+        """{"step_s", "kinds"}: seconds of a video's mean step, and of every kind of steps, of the slowest process.
 
         Args:
-            last: how many of the last steps that were done count. kinds: of all steps of a video.
+            clock: of all processes. last: how many of the last steps that were done count.
+            kinds: of all steps of a video.
         """
-        self.clock.wait()
+        clock.wait()
+        done = self.marks[-last:]
+        of_ranks = clock.everywhere([clock.between(start, stop) / 1e3 for _, start, stop in done])
+        times = [(kinds[step], max(of)) for (step, *_), of in zip(done, zip(*of_ranks, strict=True), strict=True)]
         by_kind: dict[str, Any] = {}
         for kind in sorted(set(kinds), key=STEP_KINDS.index):
-            times = [self.clock.between(*marks) / 1e3 for step, *marks in self.marks[-last:] if kinds[step] == kind]
-            by_kind[kind] = {"steps": kinds.count(kind), "step_s": summary(times)}
+            found = summary([seconds for of, seconds in times if of == kind])
+            by_kind[kind] = {"steps": kinds.count(kind), "step_s": found}
         total = lambda key: sum(of["steps"] * of["step_s"][key] for of in by_kind.values())
         return {"step_s": {key: total(key) / len(kinds) for key in ("median", "min", "p20", "p80")}, "kinds": by_kind}
 
@@ -279,7 +283,7 @@ def ways(
             return {f"step {n}": velocity.movedim(1, -1).float() for n, velocity in velocities.items()}
 
         def more(clock: Clock, row: dict[str, Any]) -> None:
-            row.update(pipe.seconds(row["rounds"] * len(steps), kinds), options=method.to_dict())
+            row.update(pipe.seconds(clock, row["rounds"] * len(steps), kinds), options=method.to_dict())
             row["kernels"] = profiled(lambda: pipe.do(steps), clock)
 
         # Layers in float8 round what compiled code and eager code have summed up in another order.

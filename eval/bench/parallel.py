@@ -36,8 +36,8 @@ MODELS = ("14b-93x704x1280", "1.3b-61x720x1280")
 # A process that fails ends the others; one that hangs does so after this.
 TIMEOUT = timedelta(seconds=120)
 FORMULAE = {
-    "ms": "one forward call and one step of UniPC, of the slowest process",
-    "efficiency": "ms of one process / (P · ms of P processes), of the same row",
+    "step": "one forward call and one step of UniPC, of the slowest process",
+    "efficiency": "step of one process / (P · step of P processes), of the same row",
     "compiled": "compile_repeated_blocks(dynamic=False); of VMonarch on several processes all but self-attention",
     "bytes": "counted: what the process that sends most sends to others in the self-attention of a forward call",
     "error": "‖x − x₀‖ / ‖x₀‖, x₀ by the same method, eager, in one process",
@@ -198,9 +198,9 @@ def summary(results: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
         for ranks in numbers:
             row, about = rows.get((case, name, ranks), ({"status": "–"}, {}))
             alone = rows.get((case, name, 1), ({}, {}))[0]
-            cells.append(digits(row["ms"]["median"]) if "ms" in row else row["status"])
-            if "ms" in row and "ms" in alone:
-                row["efficiency"] = alone["ms"]["median"] / (ranks * row["ms"]["median"])
+            cells.append(digits(1e3 * row["step_s"]["median"]) if "step_s" in row else row["status"])
+            if "step_s" in row and "step_s" in alone:
+                row["efficiency"] = alone["step_s"]["median"] / (ranks * row["step_s"]["median"])
                 cells[-1] += f" ({100 * row['efficiency']:.0f} %)" if ranks > 1 else ""
             if row["status"] not in ("ok", "left out", "–"):
                 wrong.append(f"{name} at {case}, {ranks} processes: {row['problem']}")

@@ -254,7 +254,7 @@ def test_seconds_of_a_video_are_those_of_its_steps():
     kinds = ["exact", "kept", *["approximate"] * 6]
     seconds = {0: [5.0, 4.0, 6.0], 1: [7.0, 9.0, 8.0], 2: [1.0, 3.0, 2.5]}
     marks = [(step, 0.0, whole) for step, of in seconds.items() for whole in of]
-    row = {"method": "vmonarch eager", **e2e.Steps.seconds(SimpleNamespace(marks=marks, clock=Clock(CPU)), 9, kinds)}
+    row = {"method": "vmonarch eager", **e2e.Steps.seconds(SimpleNamespace(marks=marks), Clock(CPU), 9, kinds)}
     case = {"rows": [row], "vae": {"status": "ok", "seconds": 10.0}, "text_encoder": {"status": "ok", "seconds": 1.0}}
     e2e.finish(e2e.Options(steps=8, guidance=False), case)
     denoise = 5.0 + 8.0 + 6 * 2.5

@@ -48,9 +48,9 @@ def test_every_row_is_right_and_timed(results):
             assert row["status"] == "ok", row
             alone = row["mode"] == "eager" and case["ranks"] == 1
             assert list(row["errors"]) == ([] if alone else ["step 0"]), "compared with one process"
-            times[case["case"], row["method"], row["mode"], case["ranks"]] = row["ms"]["median"]
+            times[case["case"], row["method"], row["mode"], case["ranks"]] = row["step_s"]["median"]
             base = times[case["case"], row["method"], row["mode"], 1]
-            assert row["efficiency"] == pytest.approx(base / (case["ranks"] * row["ms"]["median"]))
+            assert row["efficiency"] == pytest.approx(base / (case["ranks"] * row["step_s"]["median"]))
     assert len(times) == 2 * len(ROWS)
     (wrong,) = results["wrong"]
     assert wrong.startswith("3 processes: ")
