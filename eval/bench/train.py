@@ -18,10 +18,10 @@ from diffusers import WanTransformer3DModel
 from vmonarch.configs import InputError
 from vmonarch.configs.methods import AttentionMethod, resolve_method
 from vmonarch.eval.bench.clock import Clock
+from vmonarch.eval.bench.e2e import TEXT_TOKENS
 from vmonarch.eval.bench.runner import Bench, Case, Way, Ways, choose, profiled
 from vmonarch.eval.wan_models import read_model_config
 from vmonarch.finetune.config import OptimizerConfig
-from vmonarch.finetune.data.schema import TEXT_LENGTH
 from vmonarch.finetune.objective import NoiseLevels, Objective, experts_of
 from vmonarch.finetune.trainer import make_optimizer
 
@@ -44,7 +44,7 @@ def training_step(config: dict[str, Any], size: Sequence[int], device: torch.dev
     optimizer = make_optimizer(parameters, OptimizerConfig(), device)
     objective = Objective(NoiseLevels(), experts_of(["transformer"], None), seed=0)
     latents = torch.randn(1, config["in_channels"], *size, device=device)
-    text = torch.randn(1, TEXT_LENGTH, config["text_dim"], device=device)
+    text = torch.randn(1, TEXT_TOKENS, config["text_dim"], device=device)
     numbers = itertools.count()
 
     def step() -> None:
