@@ -94,7 +94,7 @@ def _residuals(model_name: str, size: str) -> dict[str, Any]:
     (setting,) = choose_settings([size], model_name)
     model = read_model(model_name)
     shape = model.transformer
-    tokens = model.grid(model.latents(setting.frames, setting.height, setting.width, argument="residuals")).tokens
+    tokens = model.grid(setting.size, argument="residuals").tokens
     heads, head_dim, layers = (shape[name] for name in ("num_attention_heads", "attention_head_dim", "num_layers"))
     sizes = {dtype: 2 * layers * residual_bytes(1, tokens, heads, head_dim, dtype) for dtype in DTYPES}
     return {"tokens": tokens, "layers": layers, "bytes": sizes}
