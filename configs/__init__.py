@@ -214,6 +214,8 @@ def _describe(hint: Any) -> str:
     """A type hint in words a user understands."""
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     parts = typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return "a mapping of keys to values"
     if typing.get_origin(hint) is tuple:
         return f"a list{'' if Ellipsis in parts else f' of {len(parts)} entries'}, each {_describe(parts[0])}"
     return names[hint] if hint in names else " or ".join(map(_describe, parts)) or str(hint)

@@ -178,8 +178,9 @@ def merge_attention(below: Any, above: Any, *, recipes: bool = True) -> Any:
         below = resolve_method(below, recipes=recipes).to_dict()
     if not isinstance(below, Mapping):
         return above
-    # The label named the options as they were.
-    merged = deep_merge({key: value for key, value in below.items() if key != "label"}, above, by_kind=True)
+    # The label named the options as they were, and a hash the file that another takes the place of.
+    kept = {key: v for key, v in below.items() if key != "label" and key.removesuffix("_sha256") not in above}
+    merged = deep_merge(kept, above, by_kind=True)
     if "attention" in above:
         merged["attention"] = merge_attention(below.get("attention"), above["attention"], recipes=False)
     return merged

@@ -74,7 +74,6 @@ def test_unknown_commands(words: list[str], message: str, capsys: pytest.Capture
         ("vmonarch bench", "vmonarch bench"),
         ("vmonarch.cli bench kernels", "vmonarch bench kernels"),
         ("vmonarch.finetune", "vmonarch finetune"),
-        ("vmonarch.finetune.export", "vmonarch export"),
         ("vmonarch.eval.vbench score", "vmonarch vbench score"),
     ],
 )

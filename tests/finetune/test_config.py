@@ -115,13 +115,6 @@ def test_data_must_be_given():
         finetune_config({"steps": 3})
 
 
-def test_the_batch_is_shared_by_processes_and_micro_batches():
-    config = finetune_config(DATA, {"batch_size": 24, "micro_batch": 2})
-    assert config.accumulation(1) == 12 and config.accumulation(4) == 3
-    with pytest.raises(InputError, match="batch_size must be a multiple of micro_batch × processes = 2 × 5, got 24"):
-        config.accumulation(5)
-
-
 @pytest.mark.parametrize("schedule,middle,end", [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1)])
 def test_the_learning_rate_warms_up_and_decays(schedule, middle, end):
     options = {"learning_rate": 2.0, "schedule": schedule, "warmup": 4, "final": 0.1}
