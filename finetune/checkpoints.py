@@ -55,7 +55,7 @@ def save(folder: Path, step: int, write: Callable[[Path], object], run: Mapping[
         folder: of the checkpoints; on a file system that all processes share.
         step: of training; the same in all processes.
         write: fills the folder that it is given, in each process.
-        run: what `read_run` gives, as JSON has it.
+        run: what is run, as JSON has it, for run.json.
         keep: how many stay; older ones are removed once the new one is safe on disk.
 
     Raises:
@@ -139,11 +139,11 @@ def resume_from(folder: Path) -> Path | None:
     return broadcast_object_list(found)[0]
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a complete checkpoint, all whose files are there with their sizes.
+def check(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose every file has the SHA-256 that it had when it was saved.
 
     Raises:
-        CheckpointError: it is not complete; the message says why.
+        CheckpointError: it is not complete, or a file is damaged; the message names it.
     """
     path = folder / MANIFEST
     try:
@@ -153,11 +153,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} has format {manifest['format']}; this version reads {FORMATS}")
         if manifest_text({key: item for key, item in manifest.items() if key != "sha256"}) != text:
             raise CheckpointError(f"{path} does not fit its own SHA-256")
-        if int(folder.name.removeprefix("step-")) != manifest["step"]:
+        if folder.name != path_of(folder, manifest["step"]).name:
             raise CheckpointError(f"{path} is of step {manifest['step']}, not of {folder.name}")
         for name, entry in manifest["files"].items():
-            if (found := (folder / name).stat().st_size) != entry["bytes"]:
-                raise CheckpointError(f"{folder / name} has {found} bytes, its manifest says {entry['bytes']}")
+            if (found := file_sha256(folder / name)) != entry["sha256"]:
+                raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is {found}, not {entry['sha256']}")
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -165,25 +165,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def check(folder: Path) -> None:
-    """Check that a checkpoint's every file has the SHA-256 that it had when it was saved.
-
-    Raises:
-        CheckpointError: a file is damaged or missing; the message names it.
-    """
-    for name, entry in read_manifest(folder)["files"].items():
-        try:
-            found = file_sha256(folder / name)
-        except OSError as error:
-            raise CheckpointError(f"{folder / name}: {error.strerror or error}") from error
-        if found != entry["sha256"]:
-            raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is {found}, not {entry['sha256']}")
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """What was run: `step`, `config`, `model`, and of a checkpoint that can be resumed `loader`."""
-    run: dict[str, Any] = json.loads((folder / RUN).read_text(encoding="utf-8"))
-    return run
+def read_json(path: Path) -> dict[str, Any]:
+    """What a file of a checkpoint, `RUN` or `MANIFEST`, says."""
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return values
 
 
 def load_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:

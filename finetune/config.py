@@ -24,6 +24,12 @@ _BOUNDS = {
 }
 
 
+def require(fits: object, argument: str, problem: str) -> None:
+    """Raise `InputError(argument, problem)` unless something fits."""
+    if not fits:
+        raise InputError(argument, problem)
+
+
 def number(default: Any, **bounds: float) -> Any:
     """A field with a finite value within `bounds`, by the names of _BOUNDS."""
     return field(default=default, metadata={"bounds": bounds})
@@ -47,15 +53,13 @@ def check_values(config: Any) -> None:
             entry.metadata.get("choices"),
         )
         for one in value if isinstance(value, tuple) else (value,):
-            if choices and one not in choices:
-                raise InputError(entry.name, f"must be one of {', '.join(choices)}, got {one!r}")
-        if bounds is None or value is None:
-            continue
-        if not math.isfinite(value):
-            raise InputError(entry.name, f"must be finite, got {value}")
-        if not all(_BOUNDS[bound][0](value, end) for bound, end in bounds.items()):
+            if choices:
+                require(one in choices, entry.name, f"must be one of {', '.join(choices)}, got {one!r}")
+        if bounds is not None and value is not None:
+            require(math.isfinite(value), entry.name, f"must be finite, got {value}")
+            fits = all(_BOUNDS[bound][0](value, end) for bound, end in bounds.items())
             wanted = " and ".join(f"{_BOUNDS[bound][1]} {end}" for bound, end in bounds.items())
-            raise InputError(entry.name, f"must be {wanted}, got {value}")
+            require(fits, entry.name, f"must be {wanted}, got {value}")
 
 
 class _Checked:
@@ -222,14 +226,15 @@ class FinetuneConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
-        if self.sequence_parallel_size > 1 and self.validation.videos_every:
-            raise InputError("validation.videos_every", "must be 0 with sequence_parallel_size, which spreads clips")
-        if not self.data.path:
-            raise InputError("data.path", "is missing: a folder of parquet files, as `vmonarch preprocess` makes them")
-        if self.lora.rank and not self.lora.targets:
-            raise InputError("lora.targets", "must name at least one layer")
-        if self.validation.videos_every and not self.validation.prompts:
-            raise InputError("validation.prompts", "must hold a prompt if validation.videos_every is above 0")
+        require(
+            self.data.path, "data.path", "is missing: a folder of parquet files, as `vmonarch preprocess` makes them"
+        )
+        require(self.lora.targets or not self.lora.rank, "lora.targets", "must name at least one layer")
+        if self.validation.videos_every:
+            whole = self.sequence_parallel_size == 1
+            require(whole, "validation.videos_every", "must be 0 with sequence_parallel_size, which spreads clips")
+            prompts = self.validation.prompts
+            require(prompts, "validation.prompts", "must hold a prompt if validation.videos_every is above 0")
 
     def learning_rate(self, step: int) -> float:
         """Of the update number `step`, from 0."""

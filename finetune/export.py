@@ -1,4 +1,4 @@
-"""From a run's checkpoint to what others load: `vmonarch export RUN --output FOLDER`.
+"""From a run's checkpoint to what others load: `vmonarch export checkpoints.RUN --output FOLDER`.
 
 Full weights become a pipeline folder that stock diffusers loads, LoRA layers a file for `pipe.load_lora_weights` (a
 folder of them for Wan2.2's two transformers) or for ComfyUI, and the parameters of an attention processor (with LoRA
@@ -20,18 +20,9 @@ import torch
 import torch.distributed.checkpoint
 
 from vmonarch.configs import InputError
-from vmonarch.finetune.checkpoints import (
-    AVERAGE,
-    WEIGHTS,
-    CheckpointError,
-    check,
-    load_weights,
-    newest,
-    path_of,
-    read_run,
-    steps_in,
-)
-from vmonarch.finetune.config import finetune_config
+from vmonarch.finetune import checkpoints
+from vmonarch.finetune.checkpoints import CheckpointError
+from vmonarch.finetune.config import finetune_config, require
 from vmonarch.finetune.models import COMPONENTS, Experts, load_experts, model_facts
 from vmonarch.pipelines.model_folder import ModelFolder, find_wan_model
 
@@ -87,13 +78,11 @@ def export(
         ModelError: the model cannot be loaded.
     """
     run, output = Path(run).expanduser(), Path(output).expanduser()
-    if output.exists():
-        raise InputError("output", f"must not exist, {str(output)!r} does; nothing is overwritten")
+    require(not output.exists(), "output", f"must not exist, {str(output)!r} does; nothing is overwritten")
     for argument, value, known in (("weights", weights, WHICH), ("names", names, NAMES)):
-        if value not in known:
-            raise InputError(argument, f"must be one of {', '.join(known)}, got {value!r}")
+        require(value in known, argument, f"must be one of {', '.join(known)}, got {value!r}")
     path = _checkpoint(run, step)
-    record = read_run(path)
+    record = checkpoints.read_json(path / checkpoints.RUN)
     config = finetune_config(record["config"])
     config = dataclasses.replace(
         config,
@@ -104,17 +93,15 @@ def export(
     folder = find_wan_model(config.model, config.revision)
     if folder.fingerprint() != record["model"]:
         raise CheckpointError(f"{path} was trained from another model than {folder.path}")
-    if weights == "ema" and not config.ema:
-        raise InputError("weights", "cannot be ema: the run has no average")
+    require(config.ema or weights != "ema", "weights", "cannot be ema: the run has no average")
     facts = model_facts(folder, config)
     experts, _ = load_experts(folder, facts, config)
     _fill(experts.eval(), path, average=config.ema > 0 and weights != "last")
     dtypes = {name: dtype or facts.dtypes[name] for name in facts.names}
     learns = any(".processor." in name for name, _ in experts.named_parameters())
     one_file = learns or (config.lora.rank > 0 and len(facts.names) == 1)
-    if one_file != (output.suffix == ".safetensors"):
-        form = "end with .safetensors" if one_file else "be a folder"
-        raise InputError("output", f"must {form} for what this run trained, got {str(output)!r}")
+    problem = f"must {'end with .safetensors' if one_file else 'be a folder'} for what this run trained, got"
+    require(one_file == (output.suffix == ".safetensors"), "output", f"{problem} {str(output)!r}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -141,22 +128,21 @@ def export(
 def _checkpoint(run: Path, step: int | None) -> Path:
     """A run's checkpoint, all of whose files are what was saved."""
     folder = run / "checkpoints"
-    if not folder.is_dir():
-        raise InputError("run", f"must be the output folder of a run; there is no folder {str(folder)!r}")
-    path = newest(folder) if step is None else path_of(folder, step)
+    require(folder.is_dir(), "run", f"must be the output folder of a run; there is no folder {str(folder)!r}")
+    path = checkpoints.newest(folder) if step is None else checkpoints.path_of(folder, step)
     if path is None or not path.exists():
-        listed = ", ".join(map(str, steps_in(folder))) or "none"
+        listed = ", ".join(map(str, checkpoints.steps_in(folder))) or "none"
         raise CheckpointError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; it has: {listed}")
     if step is not None:
-        check(path)
+        checkpoints.check(path)
     return path
 
 
 def _fill(experts: Experts, path: Path, *, average: bool) -> None:
     """Give the transformers the weights of a checkpoint."""
     trained = {name: p.detach() for name, p in experts.named_parameters() if p.requires_grad}
-    if average or (path / WEIGHTS).exists():
-        load_weights(path / (AVERAGE if average else WEIGHTS), trained)
+    if average or (path / checkpoints.WEIGHTS).exists():
+        checkpoints.load_weights(path / (checkpoints.AVERAGE if average else checkpoints.WEIGHTS), trained)
         return
     # FSDP's, each process its part.
     with warnings.catch_warnings(action="ignore"):

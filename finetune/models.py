@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from vmonarch.configs import InputError
-from vmonarch.finetune.config import FinetuneConfig
+from vmonarch.finetune.config import FinetuneConfig, require
 from vmonarch.finetune.objective import Conditioning
 from vmonarch.pipelines.model_folder import ModelError, ModelFolder, read_json
 from vmonarch.pipelines.recipes import RECOMPILE_LIMIT
@@ -61,8 +61,7 @@ def model_facts(folder: ModelFolder, config: FinetuneConfig) -> ModelFacts:
 
     index = read_json(folder.path / "model_index.json")
     there = tuple(name for name in COMPONENTS if (index.get(name) or [None])[0])
-    if config.train not in ("all", *there):
-        raise InputError("train", f"must be all or one of {', '.join(there)}, got {config.train!r}")
+    require(config.train in ("all", *there), "train", f"must be all or one of {', '.join(there)}, got {config.train!r}")
     names = there if config.train == "all" else (config.train,)
     vae = read_json(folder.path / "vae" / "config.json")
     if not vae.get("latents_mean") or not vae.get("latents_std"):
@@ -74,10 +73,9 @@ def model_facts(folder: ModelFolder, config: FinetuneConfig) -> ModelFacts:
         conditioning = Conditioning("channels", 1.0, patch, takes_image=transformer.get("image_dim") is not None)
     elif index.get("expand_timesteps"):
         conditioning = Conditioning("tokens", share, patch)
-    elif share:
-        problem = f"must be 0 for {folder.name}, which takes no first frame, got {share}"
-        raise InputError("objective.image_share", problem)
     else:
+        problem = f"must be 0 for {folder.name}, which takes no first frame, got {share}"
+        require(share == 0, "objective.image_share", problem)
         conditioning = Conditioning()
     dtypes = {}
     for name in names:
@@ -160,15 +158,14 @@ def load_experts(
         except (TypeError, ValueError) as error:
             raise InputError("attention", f"{method.label} does not fit {component}: {error}") from error
         if lora.rank:
-            if getattr(model, "peft_config", None):
-                raise InputError("lora.rank", f"must be 0 with {method.label}, which brings LoRA layers")
+            brings = getattr(model, "peft_config", None)
+            require(not brings, "lora.rank", f"must be 0 with {method.label}, which brings LoRA layers")
             # peft passes over targets that are no layer, if one is.
             layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv3d)]
             for target in lora.targets:
-                if not any(f".{name}".endswith(f".{target}") for name in layers):
-                    known = ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name) for name in layers))
-                    problem = f"names {target!r}, with which no layer's name ends; the layers are: {known}"
-                    raise InputError("lora.targets", problem)
+                known = ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name) for name in layers))
+                problem = f"names {target!r}, with which no layer's name ends; the layers are: {known}"
+                require(any(f".{name}".endswith(f".{target}") for name in layers), "lora.targets", problem)
             torch.manual_seed(config.seed)
             alpha = lora.alpha or lora.rank
             model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=list(lora.targets)))
@@ -353,8 +350,8 @@ class Annealing:
 
     def __init__(self, experts: Experts, steps: int) -> None:
         self.steps, self._models = steps, [_layers(model) for model in experts.parts.values()]
-        if steps and any(ours.LEARNS for layers in self._models for _, ours, _ in layers):
-            raise InputError("anneal", f"must be 0 with an attention that has parameters, got {steps}")
+        learns = any(ours.LEARNS for layers in self._models for _, ours, _ in layers)
+        require(not (steps and learns), "anneal", f"must be 0 with an attention that has parameters, got {steps}")
 
     def at(self, step: int) -> int:
         """Set the processors for a step, a function of the step alone; returns the layers that have full attention."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
 from diffusers.training_utils import EMAModel
@@ -34,8 +34,8 @@ from tqdm import tqdm
 from vmonarch.configs import InputError
 from vmonarch.files import AtomicFiles, write_json
 from vmonarch.finetune import checkpoints
-from vmonarch.finetune.checkpoints import AVERAGE, FORMAT, WEIGHTS, CheckpointError, load_weights
-from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig
+from vmonarch.finetune.checkpoints import CheckpointError
+from vmonarch.finetune.config import FinetuneConfig, OptimizerConfig, require
 from vmonarch.finetune.data.loader import Batch, DataError, LatentLoader
 from vmonarch.finetune.data.parquet import ParquetFolder
 from vmonarch.finetune.data.schema import TEXT_LENGTH
@@ -82,32 +82,30 @@ class Trainer:
     def __init__(self, config: FinetuneConfig) -> None:
         # Before the model, which may have to be downloaded.
         installed = ["all", *map(str, get_available_trackers())]
-        if unknown := [name for name in config.trackers if name not in installed]:
-            problem = f"must be of {', '.join(installed)}, which are installed, got {', '.join(unknown)}"
-            raise InputError("trackers", problem)
-        self.clips, path = _open_clips("data.path", config.data.path)
-        self.held_out, held_out = None, None
-        if config.data.validation:
-            self.held_out, held_out = _open_clips("data.validation", config.data.validation)
+        for name in config.trackers:
+            problem = f"must be of {', '.join(installed)}, which are installed, got {name}"
+            require(name in installed, "trackers", problem)
+        self.clips = _open_clips("data.path", config.data.path)
+        held_out = config.data.validation
+        self.held_out = _open_clips("data.validation", held_out) if held_out else None
         self.output = Path(config.output_dir).expanduser()
         self.folder = find_wan_model(config.model, config.revision)
         # A checkpoint's record finds model and data from any folder.
-        data = dataclasses.replace(config.data, path=path, validation=held_out)
+        held_out = str(self.held_out.path) if self.held_out else None
+        data = dataclasses.replace(config.data, path=str(self.clips.path), validation=held_out)
         config = self.config = dataclasses.replace(config, model=self.folder.word, data=data)
         self.facts = facts = model_facts(self.folder, config)
         self.accelerator = _accelerator(config, len(facts.names))
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        self.spread = self.accelerator.distributed_type.value == "FSDP"
         # Processes that share clips, noise and noise levels have one data rank.
         self.group = config.sequence_parallel_size
-        if self.world % self.group:
-            problem = f"must divide the number of processes, {self.world}, got {self.group}"
-            raise InputError("sequence_parallel_size", problem)
+        problem = f"must divide the number of processes, {self.world}, got {self.group}"
+        require(self.world % self.group == 0, "sequence_parallel_size", problem)
         self.data_rank, self.data_world = self.rank // self.group, self.world // self.group
         self.accumulation, rest = divmod(config.batch_size, config.micro_batch * self.data_world)
-        if rest:
-            product = f"{config.micro_batch} × {self.data_world}"
-            problem = f"must be a multiple of micro_batch × processes = {product}, got {config.batch_size}"
-            raise InputError("batch_size", problem)
+        product = f"micro_batch × processes = {config.micro_batch} × {self.data_world}"
+        require(rest == 0, "batch_size", f"must be a multiple of {product}, got {config.batch_size}")
         self.accelerator.gradient_accumulation_steps = self.accumulation
         # Weights may be hashed and git asked for it: once, not at every checkpoint.
         self.about = {
@@ -119,7 +117,10 @@ class Trainer:
         levels = NoiseLevels(told.sigma, told.mean, told.std, told.flow_shift or facts.flow_shift)
         experts = experts_of(facts.names, facts.boundary)
         self.objective = Objective(levels, experts, config.seed, facts.conditioning, told.distillation)
-        self.loader = self._loader(self.clips, config.seed, config.micro_batch, training=True)
+        # Processes that share clips find the same ones bad.
+        quarantine = self.output / "quarantine.jsonl" if self.rank % self.group == 0 else None
+        how = {"workers": data.workers, "caption_dropout": data.caption_dropout, "quarantine": quarantine}
+        self.loader = self._loader(self.clips, batch_size=config.micro_batch, seed=config.seed, **how)
         self.step, self.saved = 0, self.output / "checkpoints"
         self._shown: dict[str, str] = {}
         prepare_output_dir(config.output_dir)
@@ -130,32 +131,26 @@ class Trainer:
             self._resume()
             self._held = held.pop_all()
 
-    def _loader(self, folder: ParquetFolder, seed: int, batch_size: int, *, training: bool) -> LatentLoader:
-        config = self.config.data
+    def _loader(self, clips: ParquetFolder, **options: Any) -> LatentLoader:
+        facts = self.facts
         return LatentLoader(
-            folder,
-            batch_size=batch_size,
-            seed=seed,
+            clips,
             rank=self.data_rank,
             world_size=self.data_world,
-            workers=config.workers if training else 0,
-            mean=self.facts.mean,
-            std=self.facts.std,
+            mean=facts.mean,
+            std=facts.std,
             text_length=TEXT_LENGTH,
-            text_dim=self.facts.text_dim,
-            caption_dropout=config.caption_dropout if training else 0.0,
-            shuffle=training,
-            bad_fraction=config.bad_fraction,
-            # Processes that share clips find the same ones bad.
-            quarantine=self.output / "quarantine.jsonl" if training and self.rank % self.group == 0 else None,
+            text_dim=facts.text_dim,
+            bad_fraction=self.config.data.bad_fraction,
+            **options,
         )
 
     def _load(self) -> None:
         config, accelerator = self.config, self.accelerator
         products = torch.bfloat16 if config.precision == "bf16" else torch.float32
         # FSDP wants the weights of a block to have one dtype.
-        fsdp = accelerator.distributed_type is DistributedType.FSDP
-        experts, teacher = load_experts(self.folder, self.facts, config, torch.float32 if fsdp else products)
+        frozen = torch.float32 if self.spread else products
+        experts, teacher = load_experts(self.folder, self.facts, config, frozen)
         distils_lora = bool(config.objective.distillation and config.lora.rank)
         loaded = [experts] if teacher is None else [experts, teacher]
         if self.group > 1:
@@ -175,8 +170,8 @@ class Trainer:
                 compile_blocks(*compiled.parts.values())
         named = accelerator.unwrap_model(self.model).named_parameters()
         self.trained = {name: parameter for name, parameter in named if parameter.requires_grad}
-        if config.transfer and not any(".processor." in name for name in self.trained):
-            raise InputError("transfer", "must be 0 with an attention that has no parameters")
+        learns = any(".processor." in name for name in self.trained)
+        require(learns or not config.transfer, "transfer", "must be 0 with an attention that has no parameters")
         self.average = EMAModel(self.trained.values(), decay=config.ema) if config.ema else None
         # Weights are read and written by name: accelerate knows them by how they are wrapped.
         accelerator.register_save_state_pre_hook(self._write_weights)
@@ -195,28 +190,28 @@ class Trainer:
         if weights:
             weights[:] = [{name: parameter.detach() for name, parameter in self.trained.items()}]
         if self.average is not None and self.rank == 0:
-            save_file(dict(zip(self.trained, self.average.shadow_params, strict=True)), Path(folder) / AVERAGE)
+            save_file(
+                dict(zip(self.trained, self.average.shadow_params, strict=True)), Path(folder) / checkpoints.AVERAGE
+            )
 
     def _resume(self) -> None:
         """Restore the newest checkpoint, if there is one and it is of this run."""
         how = self.config.checkpoints
-        if how.resume == "never" and checkpoints.steps_in(self.saved):
-            raise InputError("checkpoints.resume", f"is never, but {self.saved} holds some; give another output_dir")
+        some = how.resume == "never" and checkpoints.steps_in(self.saved)
+        require(not some, "checkpoints.resume", f"is never, but {self.saved} holds some; give another output_dir")
         path = checkpoints.resume_from(self.saved)
         if path is None:
-            if how.resume == "must":
-                raise InputError("checkpoints.resume", f"is must, but {self.saved} holds no checkpoint")
+            require(how.resume != "must", "checkpoints.resume", f"is must, but {self.saved} holds no checkpoint")
             return
-        manifest, run = checkpoints.read_manifest(path), checkpoints.read_run(path)
-        if manifest["format"] != FORMAT:
+        manifest, run = (checkpoints.read_json(path / name) for name in (checkpoints.MANIFEST, checkpoints.RUN))
+        if manifest["format"] != checkpoints.FORMAT:
             raise CheckpointError(
                 f"{path} is of a version before 2026-11-28, which alone can resume it; to go on from its weights,"
                 f" `vmonarch export {self.output} --output …`, and finetune what it writes in another output_dir"
             )
-        spread = self.accelerator.distributed_type is DistributedType.FSDP
-        if spread == (WEIGHTS in manifest["files"]):
-            raise CheckpointError(f"{path} was saved {'without' if spread else 'with'} FSDP; go on with it as it began")
-        missing = [] if self.average is None or AVERAGE in manifest["files"] else ["ema"]
+        if self.spread == (checkpoints.WEIGHTS in manifest["files"]):
+            raise CheckpointError(f"{path} was saved with{'out' * self.spread} FSDP; go on with it as it began")
+        missing = [] if self.average is None or checkpoints.AVERAGE in manifest["files"] else ["ema"]
         missing += ["loader", "random"] if manifest["world_size"] != self.world else []
         if unwaived := [part for part in missing if part not in how.waive]:
             raise CheckpointError(
@@ -235,14 +230,14 @@ class Trainer:
         if "loader" not in missing:
             self.loader.load_state_dict(run["loader"])
         self.step = run["step"]
-        if not spread:
-            load_weights(path / WEIGHTS, self.trained)
+        if not self.spread:
+            checkpoints.load_weights(path / checkpoints.WEIGHTS, self.trained)
         if self.average is not None:
             shadow = dict(zip(self.trained, self.average.shadow_params, strict=True))
             if "ema" in missing:
                 torch._foreach_copy_(list(shadow.values()), [p.detach() for p in self.trained.values()])
             else:
-                load_weights(path / AVERAGE, shadow)
+                checkpoints.load_weights(path / checkpoints.AVERAGE, shadow)
                 self.average.optimization_step = self.step
 
     def _differences(self, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -267,6 +262,7 @@ class Trainer:
         """
         config, accelerator = self.config, self.accelerator
         last: dict[str, Any] = {"step": self.step}
+        validates = 0 if self.held_out is None else config.validation.every
         at = lambda every: every > 0 and (self.step % every == 0 or self.step == config.steps)
         with contextlib.ExitStack() as held:
             held.enter_context(self._held)
@@ -286,11 +282,11 @@ class Trainer:
                 accelerator.init_trackers("vmonarch", {k: str(v) for k, v in _flat(self.about["config"]).items()})
                 held.callback(accelerator.end_training)
             # In a file a line every half a minute.
-            every = 0.1 if sys.stderr.isatty() else 30.0
-            progress = {"total": config.steps, "initial": self.step, "unit": "step", "disable": self.rank > 0}
-            bar = held.enter_context(tqdm(**progress, mininterval=every, maxinterval=every, dynamic_ncols=True))
+            every = {"mininterval": 30.0, "maxinterval": 30.0} if not sys.stderr.isatty() else {"dynamic_ncols": True}
+            bar = tqdm(total=config.steps, initial=self.step, unit="step", disable=self.rank > 0, **every)
+            held.enter_context(bar)
             batches = held.enter_context(contextlib.closing(iter(self.loader)))
-            if self.step == 0 and config.validation.every:
+            if self.step == 0 and validates:
                 last |= self._log({"validation_loss": self.validate()}, bar)
             seconds: list[float] = []
             while self.step < config.steps:
@@ -306,7 +302,7 @@ class Trainer:
                         values["peak_memory_gb"] = torch.cuda.max_memory_allocated(accelerator.device) / 1e9
                     last |= self._log(values, bar)
                     seconds.clear()
-                if at(config.validation.every):
+                if at(validates):
                     last |= self._log({"validation_loss": self.validate()}, bar)
                 if at(config.validation.videos_every):
                     self.sample()
@@ -354,9 +350,8 @@ class Trainer:
     ) -> torch.Tensor:
         device = self.accelerator.device
         tokens = math.prod(s // p for s, p in zip(latents.shape[2:], objective.conditioning.patch, strict=True))
-        if tokens % self.group:
-            problem = f"must divide the {tokens} tokens of a clip, got {self.group}"
-            raise InputError("sequence_parallel_size", problem)
+        problem = f"must divide the {tokens} tokens of a clip, got {self.group}"
+        require(tokens % self.group == 0, "sequence_parallel_size", problem)
         extras = {name: tensor.to(device) for name, tensor in batch.extras.items()}
         text, model = batch.text.to(device), partial(self.model, draw.expert.name)
         with self.accelerator.autocast():
@@ -387,7 +382,7 @@ class Trainer:
             TrainingError: they differ.
         """
         self.annealing.at(self.config.anneal)
-        batch = next(iter(self._loader(self.clips, 0, 1, training=False)))
+        batch = next(iter(self._loader(self.clips, batch_size=1, seed=0, shuffle=False)))
         latents = batch.latents.to(self.accelerator.device)
         for expert in self.objective.experts:
             plain = dataclasses.replace(self.objective, experts=(expert,), distillation=0.0)
@@ -412,10 +407,9 @@ class Trainer:
     # What is seen of it
 
     @torch.no_grad()
-    def validate(self) -> float | None:
-        """Mean loss of the held-out clips at fixed noise levels with fixed noise; None without held-out clips."""
-        if self.held_out is None:
-            return None
+    def validate(self) -> float:
+        """Mean loss of the held-out clips at fixed noise levels with fixed noise."""
+        assert self.held_out is not None
         clips, J = min(self.config.validation.clips, len(self.held_out)), self.config.validation.levels
         plain = dataclasses.replace(self.objective, distillation=0.0)
         # Of one of two experts, its own levels: it may serve none of all.
@@ -423,7 +417,7 @@ class Trainer:
         sigmas = plain.levels.levels((torch.arange(J, dtype=torch.float64) + 0.5) / J, low, high)
         total = torch.zeros(2, dtype=torch.float64)
         with self._exported_weights():
-            for number, batch in enumerate(self._loader(self.held_out, 0, 1, training=False)):
+            for number, batch in enumerate(self._loader(self.held_out, batch_size=1, seed=0, shuffle=False)):
                 if number * self.data_world >= clips:
                     break
                 # Every rank takes as many clips, which FSDP needs; those beyond the last do not count.
@@ -447,17 +441,14 @@ class Trainer:
     def _exported_weights(self) -> Iterator[None]:
         """Let the model be in evaluation, with the averaged weights, if there are any, which are what is exported."""
         self.model.eval()
-        kept = []
         if self.average is not None:
-            # Stored on the device: `EMAModel.store` goes through the CPU.
-            kept = [parameter.detach().clone() for parameter in self.trained.values()]
+            self.average.store(self.trained.values())
             self.average.copy_to(self.trained.values())
         try:
             yield
         finally:
-            with torch.no_grad():
-                for parameter, before in zip(self.trained.values(), kept, strict=False):
-                    parameter.copy_(before)
+            if self.average is not None:
+                self.average.restore(self.trained.values())
             self.model.train()
 
     def sample(self) -> None:
@@ -503,17 +494,16 @@ class Trainer:
                         tracker.log_images({path.stem: np.asarray(sheet.convert("RGB"))[None]}, self.step, **layout)
         self.accelerator.wait_for_everyone()
 
-    def _log(self, values: Mapping[str, Any], bar: Any) -> dict[str, Any]:
+    def _log(self, values: dict[str, float], bar: Any) -> dict[str, float]:
         """Write values of this step to the log, the trackers and the bar."""
-        known = {name: value for name, value in values.items() if value is not None}
-        if known and self.rank == 0:
+        if self.rank == 0:
             with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": self.step, **known}) + "\n")
-            self._shown |= {name: f"{known[name]:.4g}" for name in ("loss", "validation_loss") if name in known}
+                file.write(json.dumps({"step": self.step, **values}) + "\n")
+            self._shown |= {name: f"{values[name]:.4g}" for name in ("loss", "validation_loss") if name in values}
             bar.set_postfix(self._shown, refresh=False)
-        if known and self.config.trackers:
-            self.accelerator.log(known, step=self.step)
-        return known
+        if self.config.trackers:
+            self.accelerator.log(values, step=self.step)
+        return values
 
 
 def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
@@ -527,21 +517,19 @@ def _accelerator(config: FinetuneConfig, experts: int) -> Accelerator:
         project_dir=Path(config.output_dir).expanduser(),
         kwargs_handlers=handlers,
     )
-    kind = accelerator.distributed_type
-    if kind not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP):
-        problem = f"must be configured for one process, DDP or FSDP; {kind.value} cannot be resumed exactly"
-        raise InputError("accelerate", problem)
-    if kind is DistributedType.FSDP:
-        if not accelerator.is_fsdp2:
-            raise InputError("accelerate", "must be configured for FSDP version 2, got version 1")
-        videos = config.validation.videos_every
-        found = {"ema": config.ema, "transfer": config.transfer, "validation.videos_every": videos}
-        for name, value in (found | {"sequence_parallel_size": config.sequence_parallel_size - 1}).items():
-            if value:
-                off = 1 if name == "sequence_parallel_size" else 0
-                raise InputError(
-                    name, f"must be {off} with FSDP, which spreads the weights; configure accelerate for DDP"
-                )
+    kind, supported = accelerator.distributed_type.value, ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
+    problem = f"must be configured for one process, DDP or FSDP; {kind} cannot be resumed exactly"
+    require(kind in supported, "accelerate", problem)
+    if kind == "FSDP":
+        require(accelerator.is_fsdp2, "accelerate", "must be configured for FSDP version 2, got version 1")
+        why = "with FSDP, which spreads the weights; configure accelerate for DDP"
+        for name, value in (
+            ("ema", config.ema),
+            ("transfer", config.transfer),
+            ("validation.videos_every", config.validation.videos_every),
+            ("sequence_parallel_size", config.sequence_parallel_size - 1),
+        ):
+            require(not value, name, f"must be {int(name.startswith('seq'))} {why}")
         # Of a full one, the first process would have to hold all.
         plugin = accelerator.state.fsdp_plugin
         plugin.set_state_dict_type("SHARDED_STATE_DICT")
@@ -568,11 +556,9 @@ def make_optimizer(
     )
 
 
-def _open_clips(name: str, word: str) -> tuple[ParquetFolder, str]:
-    """(clips, their path as it is known in every folder)."""
-    path = str(Path(word).expanduser().resolve())
+def _open_clips(name: str, path: str) -> ParquetFolder:
     try:
-        return ParquetFolder(path), path
+        return ParquetFolder(Path(path).expanduser().resolve())
     except (DataError, OSError) as error:
         problem = f"must be a folder of parquet files, as `vmonarch preprocess` makes them: {error}"
         raise InputError(name, problem) from error

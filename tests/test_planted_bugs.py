@@ -219,9 +219,9 @@ BUGS = {
     "teacher-with-what-is-learnt": (TRAINED, "self._scale(expert, 0.0)", "pass"),
     "teacher-leaves-another-scale": (TRAINED, "self._scale(expert, 1.0)", "self._scale(expert, 2.0)"),
     "teacher-keeps-the-processors": (TRAINED, "for attn, processor, _ in before:", "for attn, processor, _ in ():"),
-    "average-forgotten": (TRAINER, "load_weights(path / AVERAGE, shadow)", "pass"),
+    "average-forgotten": (TRAINER, "checkpoints.load_weights(path / checkpoints.AVERAGE, shadow)", "pass"),
     "checkpoint-named-before-it-is-on-disk": (CHECKPOINTS, "in (*folder.rglob(\"*\"), folder)", "in ()"),
-    "checkpoint-never-verified": (CHECKPOINTS, 'if found != entry["sha256"]', "if False"),
+    "checkpoint-never-verified": (CHECKPOINTS, ' != entry["sha256"]', " is None"),
     "ranks-take-the-first-heads": (CONTEXT_PARALLEL, "x.narrow(dim, self.start,", "x.narrow(dim, 0,"),
     "residual-of-any-branch": (RESIDUALS, "unchanged and same_arguments(self.conditioning, conditioning)", "unchanged"),
     "residual-of-the-run-before": (RESIDUALS, "self.run() is step.timesteps and self.evaluation", "self.evaluation"),
@@ -378,7 +378,7 @@ KEYWORDS = {
     **dict.fromkeys(
         ("teacher-with-what-is-learnt", "teacher-keeps-the-processors", "teacher-leaves-another-scale"), "the_teacher"
     ),
-    "validation-counts-what-there-is-not": "processes_share",
+    "validation-counts-what-there-is-not": "validation_is_always",
     "folder-open-to-a-second-run": "second_run",
     "planning-takes-the-last-share": "cancel",
     "ranks-take-the-first-heads": "ranks_compute and flash-bias-even",

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator, PartialState
 
 from vmonarch.finetune import checkpoints
-from vmonarch.finetune.checkpoints import CheckpointError, check, newest, read_run, resume_from, steps_in
+from vmonarch.finetune.checkpoints import CheckpointError, check, newest, read_json, resume_from, steps_in
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -36,7 +36,7 @@ def assert_sound(folder, step):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         path = resume_from(folder)
-    assert path == folder / f"step-{step:08d}" and read_run(path) == {"step": step}
+    assert path == folder / f"step-{step:08d}" and read_json(path / "run.json") == {"step": step}
     assert (path / "weights" / "part.bin").read_bytes() == bytes([step % 256]) * 1000
 
 
